@@ -1,0 +1,226 @@
+"""gpuload: single-cell data from disk to shuffled minibatches, on one fast engine.
+
+    loader = gpuload.open_loader("atlas.h5ad", batch_size=64, obs=["cell_type"])
+    for batch in loader:
+        batch.X, batch.obs["cell_type"], batch.rows
+
+Importing this package imports NumPy and nothing else that is optional or slow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload import errors
+from gpuload.errors import (
+    CorruptDataError,
+    DeviceError,
+    GpuloadError,
+    MissingDependencyError,
+    PlanError,
+    ReadError,
+    StoreError,
+)
+from gpuload.loader import Loader
+from gpuload.plan import BlockShuffle, Plan, Sequential, check_sizes
+from gpuload.types import Batch, Form, Transform
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.store import Store
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "CorruptDataError",
+    "DeviceError",
+    "GpuloadError",
+    "Loader",
+    "MissingDependencyError",
+    "PlanError",
+    "ReadError",
+    "StoreError",
+    "Transform",
+    "__version__",
+    "errors",
+    "open_loader",
+]
+
+
+def open_loader(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    batch_size: int = 64,
+    block_size: int | str = 16,
+    fetch_factor: int = 256,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    obs: Sequence[str] = (),
+    layer: str = "X",
+    genes: Sequence[str] | NDArray[np.bool_] | None = None,
+    transform: Transform | None = None,
+    output: str = "dense",
+    dtype: Any = "float32",
+    device: str = "auto",
+    prefetch: int = 2,
+    num_threads: int | None = None,
+    verify: str = "once",
+) -> Loader:
+    """Open .h5ad files as an endless supply of epochs of minibatches.
+
+    Parameters
+    ----------
+    paths
+        One .h5ad file, or several with the same genes; rows are numbered through in the order given.
+    batch_size
+        Cells per minibatch.
+    block_size
+        Consecutive cells read together, the unit of shuffling on disk; 1 is true random sampling; ``"chunk"`` snaps the edges to
+        the file's own chunks, which is the fastest.
+    fetch_factor
+        Minibatches per fetch: ``batch_size * fetch_factor`` cells are resident at one time and shuffled among each other.
+    shuffle
+        False hands the cells over as they lie in the files.
+    seed
+        At least 0. The order depends on (seed, epoch) and on the sizes above, and on nothing else.
+    drop_last
+        Leave out the last minibatch of an epoch where it is short.
+    obs
+        Columns of obs to hand over with each minibatch.
+    layer
+        ``"X"``, ``"raw.X"``, or the name of a layer.
+    genes
+        Names, handed over in the order given, or a mask over all genes, in the order of the file; None takes all.
+    transform
+        Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``.
+    output
+        ``"dense"``: (n, n_vars) arrays; ``"csr"``: CSR matrices of float32.
+    dtype
+        ``"float32"`` or, for dense output, ``"float16"``.
+    device
+        ``"cpu"``, ``"cuda:0"``, or ``"auto"``, which logs what it chose.
+    prefetch
+        Fetches loading ahead of the consumer.
+    num_threads
+        Native threads that read and decode; None takes one per core that this process may use.
+    verify
+        When the file's checksums are verified: ``"once"`` per stored chunk since the file was opened, before anything from that chunk
+        is handed over (later only as much of it is inflated as is needed); ``"always"``, each time; ``"never"``, which stops inflating at the last byte needed from
+        the start.
+
+    Returns
+    -------
+    Loader
+        Iterate over it once per epoch.
+
+    Raises
+    ------
+    PlanError
+        A setting that cannot be carried out; found before any file is opened where that is possible.
+    StoreError, ReadError, CorruptDataError
+        A file that is not what it should be; see `gpuload.errors`.
+    DeviceError
+        The device cannot be used.
+    """
+    check_sizes(batch_size, block_size, fetch_factor, prefetch, seed)
+    _check_choice("output", output, ("dense", "csr"))
+    dtype = _check_dtype(dtype, output)
+    if transform is not None and not isinstance(transform, Transform):
+        raise PlanError(f"transform={transform!r}: expected a gpuload.Transform or None.")
+    if isinstance(obs, str):
+        raise PlanError(f"obs={obs!r}: expected a list of column names, for example obs=[{obs!r}].")
+    from gpuload.backends import open_backend
+    from gpuload.formats import open_store
+
+    backend = open_backend(device, num_threads=num_threads, verify=verify)
+    try:
+        store = open_store(paths, layer=layer, obs=tuple(obs))
+    except BaseException:
+        backend.close()
+        raise
+    try:
+        columns, var_names = _select_genes(genes, store)
+        form = Form(output, dtype, var_names.size, columns, transform)
+        plan = Plan(store.file_rows, batch_size, fetch_factor, _strategy(shuffle, block_size, store), seed, 0, drop_last)
+        return Loader(store, backend, plan, form, var_names, prefetch)
+    except BaseException:
+        backend.close()
+        store.close()
+        raise
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise PlanError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}.")
+
+
+def _check_dtype(dtype: Any, output: str) -> str:
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in ("float32", "float16"):
+        cure = "; for bfloat16 use gpuload.torch.CellDataset(loader, dtype='bfloat16')" if "bfloat16" in name else ""
+        raise PlanError(f"dtype={dtype!r}: expected 'float32' or 'float16'{cure}.")
+    if output == "csr" and name != "float32":
+        raise PlanError(f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype='float32' or output='dense'.")
+    return name
+
+
+def _strategy(shuffle: bool, block_size: int | str, store: Store) -> Sequential | BlockShuffle:
+    if not shuffle:
+        return Sequential()
+    if isinstance(block_size, str):
+        return BlockShuffle(edges=store.chunk_edges())
+    return BlockShuffle(int(block_size))
+
+
+def _select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, NDArray[np.object_]]:
+    """Return the output column of every stored gene (-1 = not wanted; None = all) and the names of the chosen genes."""
+    if genes is None:
+        return None, store.var_names
+    if isinstance(genes, str):
+        raise PlanError(f"genes={genes!r}: expected a list of gene names or a mask, for example genes=[{genes!r}].")
+    wanted = np.asarray(genes)
+    if wanted.ndim != 1:
+        raise PlanError(f"genes has {wanted.ndim} dimensions; expected a list of gene names or a mask with one entry per gene.")
+    if wanted.dtype == bool:
+        if wanted.size != store.n_vars:
+            raise PlanError(f"genes is a mask of {wanted.size} entries but the matrix has {store.n_vars} genes.")
+        chosen = np.flatnonzero(wanted)
+    elif wanted.size and wanted.dtype.kind not in "OSU":
+        raise PlanError(f"genes has dtype {wanted.dtype}; expected gene names or a boolean mask.")
+    else:
+        chosen = _find_genes([str(g) for g in wanted], store)
+    if not chosen.size:
+        raise PlanError("genes selects no gene; expected at least one.")
+    columns = np.full(store.n_vars, -1, dtype=np.int32)
+    columns[chosen] = np.arange(chosen.size, dtype=np.int32)
+    return columns, store.var_names[chosen]
+
+
+def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
+    place: dict[str, int] = {}
+    repeated: set[str] = set()
+    for i, name in enumerate(store.var_names):
+        if name in place:
+            repeated.add(name)
+        place[name] = i
+    unknown = [n for n in names if n not in place]
+    if unknown:
+        raise PlanError(f"genes: {unknown[0]!r} is not a gene of {store.paths[0]} ({len(unknown)} of {len(names)} are not); see loader.var_names.")
+    twice = [n for i, n in enumerate(names) if n in names[:i]] if len(set(names)) < len(names) else []
+    if twice:
+        raise PlanError(f"genes: {twice[0]!r} is given twice; give every gene once.")
+    unclear = [n for n in names if n in repeated]
+    if unclear:
+        raise PlanError(f"genes: {unclear[0]!r} stands more than once in {store.paths[0]}; choose genes by a mask instead.")
+    return np.array([place[n] for n in names], dtype=np.int64)

@@ -1,0 +1,81 @@
+"""Memory that goes round: a fresh page costs several times what a page that was used before does.
+
+A minibatch of 64 x 62,710 float32 is 16 MB; allocated anew each time it is page-faulted each time. So buffers are leased, and come
+back when the last array or tensor over them is gone, however the consumer keeps it: the lease is the *exporter* of the
+memory (`__array_interface__`), so every view, slice, DLPack capsule or tensor holds it, and nothing else has to be told.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and the widest vector load."""
+
+
+class _Lease:
+    """Exports a buffer; gives it back to the pool when nobody refers to it any more."""
+
+    __slots__ = ("__array_interface__", "_buffer", "_pool")
+
+    def __init__(self, pool: BufferPool, buffer: NDArray[np.uint8], nbytes: int) -> None:
+        self._pool = pool
+        self._buffer = buffer
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (buffer.ctypes.data, False), "version": 3}
+
+    def __del__(self) -> None:
+        self._pool.give_back(self._buffer)
+
+
+class BufferPool:
+    """Leases byte buffers and keeps a few idle ones for reuse.
+
+    Parameters
+    ----------
+    max_idle
+        Idle buffers kept; more are given back to the system.
+    """
+
+    def __init__(self, max_idle: int) -> None:
+        self._max_idle = max_idle
+        self._idle: list[NDArray[np.uint8]] = []
+
+    def take(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return a buffer of `nbytes`, aligned to a cache line, with undefined contents; it comes back by itself."""
+        for i, buffer in enumerate(self._idle):
+            if nbytes <= buffer.size <= 2 * nbytes + ALIGNMENT:
+                try:
+                    found = self._idle.pop(i)
+                except IndexError:
+                    break
+                if found.size >= nbytes:
+                    return np.asarray(_Lease(self, found, nbytes))
+        return np.asarray(_Lease(self, _allocate(nbytes + nbytes // 16), nbytes))
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """Return an array of undefined contents over a leased buffer."""
+        dtype = np.dtype(dtype)
+        n_items = int(np.prod(shape))
+        return self.take(max(1, n_items) * dtype.itemsize).view(dtype)[:n_items].reshape(shape)
+
+    def give_back(self, buffer: NDArray[np.uint8]) -> None:
+        """Keep a buffer for reuse, in place of the oldest idle one where there are enough."""
+        self._idle.append(buffer)
+        while len(self._idle) > self._max_idle:
+            del self._idle[0]
+
+    def clear(self) -> None:
+        """Give the idle buffers back to the system, and keep none from now on."""
+        self._max_idle = 0
+        self._idle.clear()
+
+
+def _allocate(nbytes: int) -> NDArray[np.uint8]:
+    raw = np.empty(nbytes + ALIGNMENT, dtype=np.uint8)
+    skip = -raw.ctypes.data % ALIGNMENT
+    return raw[skip : skip + nbytes]

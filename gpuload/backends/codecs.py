@@ -1,0 +1,198 @@
+"""Host decoders, one table: filter name -> function. The home of imagecodecs.
+
+Deflate, byte shuffle and fletcher32 in their usual order are decoded by the native kernels, thousands of chunks per call; what
+comes here is everything else, a chunk at a time, by libraries that release the GIL and check their input.
+
+References
+----------
+.. [1] The HDF Group, "Registered filter plugins" (numbers, client data and framing of lzf, blosc, lz4, bitshuffle, zstd).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends.native.chunks import is_fletcher32
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from gpuload.layout import Filter
+
+Bytes = Any
+"""bytes or a (n,) uint8 array: the decoders take and give either."""
+
+
+class DecodeError(Exception):
+    """A chunk's bytes are not what its filter makes; the message is a part of a sentence."""
+
+
+def decode(filters: tuple[Filter, ...], mask: int, stored: NDArray[np.uint8], nbytes: int, itemsize: int) -> NDArray[np.uint8]:
+    """Undo a chunk's filters, last first.
+
+    Parameters
+    ----------
+    filters
+        In the order of writing.
+    mask
+        Bit k set: filter k was skipped for this chunk.
+    stored : (n,) uint8
+        The bytes in the file.
+    nbytes
+        Decoded size.
+    itemsize
+        Bytes per element.
+
+    Returns
+    -------
+    (nbytes,) uint8 array, possibly a view of `stored`.
+
+    Raises
+    ------
+    DecodeError
+        The bytes are damaged.
+    """
+    data: Bytes = stored
+    for place in range(len(filters) - 1, -1, -1):
+        if not mask >> place & 1:
+            step = filters[place]
+            try:
+                data = DECODERS[step.name](data, step.values, nbytes, itemsize)
+            except DecodeError:
+                raise
+            except Exception as error:
+                raise DecodeError(f"{step.name} cannot decode it ({str(error) or type(error).__name__})") from error
+    if len(data) != nbytes:
+        raise DecodeError(f"it decodes to {len(data)} bytes instead of {nbytes}")
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def _deflate(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    import imagecodecs
+
+    del values, itemsize
+    return imagecodecs.zlib_decode(data, out=_room(nbytes))
+
+
+def _shuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    del nbytes
+    size = values[0] if values else itemsize
+    array = np.frombuffer(data, dtype=np.uint8)
+    whole = array.size // size * size
+    out = np.empty_like(array)
+    out[:whole] = array[:whole].reshape(size, -1).T.ravel()
+    out[whole:] = array[whole:]
+    return out
+
+
+def _fletcher32(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    del values, nbytes, itemsize
+    array = np.frombuffer(data, dtype=np.uint8)
+    if array.size < 4 or not is_fletcher32(array, 0, array.size - 4):
+        raise DecodeError("its fletcher32 checksum does not match")
+    return array[:-4]
+
+
+def _lzf(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    import imagecodecs
+
+    del values, itemsize
+    return imagecodecs.lzf_decode(data, out=_room(nbytes))
+
+
+def _zstd(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    import imagecodecs
+
+    del values, itemsize
+    return imagecodecs.zstd_decode(data, out=_room(nbytes))
+
+
+def _blosc(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    import imagecodecs
+
+    del values, itemsize
+    _check_blosc_size(data, nbytes)
+    return imagecodecs.blosc_decode(data, out=_room(nbytes), numthreads=1)
+
+
+def _check_blosc_size(data: Bytes, nbytes: int) -> None:
+    """Compare the sizes in a blosc header (bytes 4-7 decoded, 12-15 stored) with what is there."""
+    if len(data) < 16:
+        raise DecodeError(f"it is too short for blosc ({len(data)} bytes)")
+    decoded, _, stored = struct.unpack_from("<3I", data, 4)
+    if decoded != nbytes or stored > len(data):
+        raise DecodeError(f"its blosc header says {decoded} bytes made of {stored}, but {nbytes} of {len(data)} are there")
+
+
+def _blosc2(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    import imagecodecs
+
+    del values, nbytes, itemsize
+    return imagecodecs.blosc2_decode(data, numthreads=1)
+
+
+def _lz4(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    """Decode HDF5's own framing of LZ4: total size and block size, big-endian, then blocks with their sizes."""
+    import imagecodecs
+
+    del values, itemsize
+    if len(data) < 12 or struct.unpack_from(">Q", data)[0] != nbytes:
+        raise DecodeError("its lz4 header does not give the chunk's size")
+    return imagecodecs.lz4h5_decode(data, out=_room(nbytes))
+
+
+def _bitshuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    """Decode bitshuffle, alone or over LZ4 or zstd blocks (client data: versions, element size, block size, compressor)."""
+    import imagecodecs
+
+    size = values[2] if len(values) > 2 else itemsize
+    block = values[3] if len(values) > 3 else 0
+    compressor = values[4] if len(values) > 4 else 0
+    if not compressor:
+        return imagecodecs.bitshuffle_decode(data, itemsize=size, blocksize=block, out=_room(nbytes))
+    return _bitshuffle_blocks(data, size, nbytes, imagecodecs.lz4_decode if compressor == 2 else imagecodecs.zstd_decode)
+
+
+def _bitshuffle_blocks(data: Bytes, itemsize: int, nbytes: int, decode_block: Callable[..., Any]) -> Bytes:
+    import imagecodecs
+
+    total, block_nbytes = struct.unpack_from(">QI", data)
+    if total != nbytes or not 0 < block_nbytes or block_nbytes % (8 * itemsize):
+        raise DecodeError("its bitshuffle header does not give the chunk's size")
+    view, place, done, out = memoryview(data), 12, 0, _room(nbytes)
+    n_shuffled = nbytes // (8 * itemsize) * 8 * itemsize
+    while done < n_shuffled:
+        size = min(block_nbytes, n_shuffled - done)
+        (stored,) = struct.unpack_from(">I", data, place)
+        plain = decode_block(bytes(view[place + 4 : place + 4 + stored]), out=size)
+        if len(plain) != size:
+            raise DecodeError("a bitshuffle block has the wrong size")
+        out[done : done + size] = np.frombuffer(
+            imagecodecs.bitshuffle_decode(plain, itemsize=itemsize, blocksize=size // itemsize), dtype=np.uint8
+        )
+        place, done = place + 4 + stored, done + size
+    out[done:] = np.frombuffer(view[place : place + nbytes - done], dtype=np.uint8)
+    return out
+
+
+def _room(nbytes: int) -> NDArray[np.uint8]:
+    """Return memory for a decoder; a chunk is small enough to come from the allocator's free lists."""
+    return np.empty(nbytes, dtype=np.uint8)
+
+
+DECODERS: dict[str, Callable[[Bytes, tuple[int, ...], int, int], Bytes]] = {
+    "deflate": _deflate,
+    "shuffle": _shuffle,
+    "fletcher32": _fletcher32,
+    "lzf": _lzf,
+    "zstd": _zstd,
+    "blosc": _blosc,
+    "blosc2": _blosc2,
+    "lz4": _lz4,
+    "bitshuffle": _bitshuffle,
+}

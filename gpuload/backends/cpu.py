@@ -1,0 +1,382 @@
+"""The CPU backend: positional reads, host decoders, native kernels. The executable specification of what a backend does.
+
+A load is cut into tasks of some milliseconds. A task is two native calls (read all its extents; decode all its chunks into the
+resident) that hold no lock and no GIL, so the consumer's Python runs undisturbed. Each thread decodes into a scratch chunk of its own, from
+which only the wanted rows are copied: whole decoded chunks kept resident would be 2 to 11 times the memory.
+
+Requirements this module answers
+--------------------------------
+- Order of hand-over never depends on the number of threads or on which finishes first.
+- A checksum that the format carries is verified before a row from its chunk is handed over: each time (``verify="always"``), or the
+  first time since the file was opened (``"once"``, the default: a chunk found right is later inflated only as far as needed).
+- No allocation per batch after the first few: residents and minibatches live in leased buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends import codecs
+from gpuload.backends.buffers import BufferPool
+from gpuload.backends.native import chunks, inflate, rows
+from gpuload.errors import CorruptDataError, PlanError, ReadError
+from gpuload.stats import Stats
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.layout import ArrayLayout
+    from gpuload.types import ArrayRead, Form, Recipe
+
+TASK_NBYTES = 8 << 20
+"""Decoded bytes per task: some 20 ms of work, long beside the cost of a task and short beside a fetch."""
+
+SRC_SLACK, DST_SLACK = 16, 512
+"""Bytes beyond the end of its input and output that the inflater may touch."""
+
+VERIFY = {"never": chunks.NEVER, "once": chunks.ONCE, "always": chunks.ALWAYS}
+
+_NATIVE_ORDER = ("shuffle", "deflate", "fletcher32")
+_NO_COLUMNS = np.empty(0, dtype=np.int32)
+
+_log = logging.getLogger("gpuload")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostResident:
+    """One fetch's decoded rows in host memory.
+
+    Attributes
+    ----------
+    indptr, indices, data
+        CSR: int64 (n_rows + 1,), int32 and float32 (nnz,).
+    X
+        Dense: (n_rows, n_vars) float32.
+    """
+
+    n_rows: int
+    indptr: NDArray[np.int64] | None = None
+    indices: NDArray[np.int32] | None = None
+    data: NDArray[np.float32] | None = None
+    X: NDArray[np.float32] | None = None
+
+    def flat(self, target: str) -> NDArray[Any]:
+        """Return the array that a read fills, one-dimensional."""
+        return getattr(self, target).reshape(-1)  # type: ignore[no-any-return]
+
+
+class _Load:
+    """A load in progress: the resident, and the tasks that fill it."""
+
+    def __init__(self, resident: HostResident, tasks: list[Future[None]]) -> None:
+        self._resident = resident
+        self._tasks = tasks
+
+    def result(self) -> HostResident:
+        try:
+            for task in self._tasks:
+                task.result()
+        except BaseException:
+            self.cancel()
+            raise
+        return self._resident
+
+    def done(self) -> bool:
+        return all(task.done() for task in self._tasks)
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+class _Scratch(threading.local):
+    """Working memory of one decoding thread, grown to the largest task it met."""
+
+    def __init__(self) -> None:
+        self.tables = inflate.new_tables()
+        self._memory: dict[str, NDArray[np.uint8]] = {}
+
+    def bytes(self, name: str, nbytes: int) -> NDArray[np.uint8]:
+        memory = self._memory.get(name)
+        if memory is None or memory.size < nbytes:
+            memory = self._memory[name] = np.empty(nbytes + nbytes // 8, dtype=np.uint8)
+        return memory[:nbytes]
+
+
+class CpuBackend:
+    """Reads with `pread` and decodes on the host's cores.
+
+    Parameters
+    ----------
+    num_threads
+        Threads that read and decode, and as many that gather; None takes one per core that this process may use.
+    verify
+        ``"once"``, ``"always"`` or ``"never"``; see the module.
+
+    Raises
+    ------
+    PlanError
+        A parameter is none of those.
+    """
+
+    device = "cpu"
+    io_mode = "posix"
+    takes_ahead = 3
+
+    def __init__(self, *, num_threads: int | None = None, verify: str = "once") -> None:
+        if verify not in VERIFY:
+            raise PlanError(f"verify={verify!r}: expected 'once', 'always' or 'never'.")
+        if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+            raise PlanError(f"num_threads={num_threads!r}: expected a whole number of at least 1, or None for one per core.")
+        n = num_threads or len(os.sched_getaffinity(0))
+        self.stats = Stats()
+        self._verify = VERIFY[verify]
+        self._loads = ThreadPoolExecutor(n, thread_name_prefix="gpuload-load")
+        self._takes = ThreadPoolExecutor(n, thread_name_prefix="gpuload-take")
+        self._scratch = _Scratch()
+        self._residents = BufferPool(max_idle=4)
+        self._outputs = BufferPool(max_idle=self.takes_ahead + 3)
+        self._has_warned_of_rounding = False
+
+    def load(self, recipe: Recipe) -> _Load:
+        """Start to read and decode a fetch; see `Backend.load`."""
+        resident = self._new_resident(recipe)
+        tasks = [
+            self._loads.submit(self._run, read, lo, hi, resident) for read in recipe.reads for lo, hi in _cut_into_tasks(read)
+        ]
+        return _Load(resident, tasks)
+
+    def take_rows(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Future[Any]:
+        """Start to gather rows; see `Backend.take_rows`."""
+        return self._takes.submit(self._take, resident, positions, form)
+
+    def asarray(self, host: NDArray[Any]) -> NDArray[Any]:
+        """Return the array itself."""
+        return host
+
+    def close(self) -> None:
+        """Stop the threads, waiting for the tasks that run, and give back idle memory."""
+        for pool in (self._loads, self._takes):
+            pool.shutdown(wait=True, cancel_futures=True)
+        for buffers in (self._residents, self._outputs):
+            buffers.clear()
+
+    def _new_resident(self, recipe: Recipe) -> HostResident:
+        if recipe.indptr is None:
+            return HostResident(recipe.n_rows, X=self._residents.array((recipe.n_rows, recipe.n_vars), np.float32))
+        return HostResident(
+            recipe.n_rows,
+            indptr=recipe.indptr,
+            indices=self._residents.array((recipe.nnz,), np.int32),
+            data=self._residents.array((recipe.nnz,), np.float32),
+        )
+
+    def _run(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
+        """Read and decode extents lo..hi of one array into the resident."""
+        layout = read.layout
+        start = time.perf_counter()
+        nbytes = read.extent_nbytes[lo:hi]
+        place = np.cumsum(nbytes) - nbytes
+        buffer = self._scratch.bytes("stored", int(nbytes.sum()) + SRC_SLACK)
+        _read(layout, read.extent_offset[lo:hi], nbytes, place, buffer)
+        middle = time.perf_counter()
+        first, last = read.extent_chunks[lo], read.extent_chunks[hi]
+        shift = np.repeat(place - read.extent_offset[lo:hi], np.diff(read.extent_chunks[lo : hi + 1]))
+        decode = self._decode_native if _native_steps(layout) is not None else self._decode_by_library
+        decoded, n_partial, is_rounded = decode(read, int(first), int(last), buffer, shift, resident)
+        if is_rounded:
+            self._warn_of_rounding(layout)
+        self.stats.add(
+            read_nbytes=int(nbytes.sum()),
+            read_s=middle - start,
+            decoded_nbytes=decoded,
+            decode_s=time.perf_counter() - middle,
+            n_chunks=int(last - first),
+            n_chunks_partial=n_partial,
+        )
+
+    def _decode_native(
+        self, read: ArrayRead, first: int, last: int, buffer: NDArray[np.uint8], shift: NDArray[np.int64], resident: HostResident
+    ) -> tuple[int, int, bool]:
+        layout, chosen = read.layout, slice(first, last)
+        stored_dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
+        full = layout.chunk_size * layout.dtype.itemsize
+        room = _round_up(max(full, int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0) + DST_SLACK, 8)
+        one, two = self._scratch.bytes("first", room), self._scratch.bytes("second", room)
+        status = np.zeros(3, dtype=np.int64)
+        n = chunks.decode_chunks(
+            buffer,
+            read.chunk_offset[chosen] + shift,
+            read.chunk_nbytes[chosen],
+            read.chunk_id[chosen],
+            read.chunk_mask[chosen],
+            read.chunk_pieces[first : last + 1],
+            read.piece_src,
+            read.piece_dest,
+            read.piece_width,
+            read.piece_rows,
+            np.array([layout.src_stride, layout.dest_stride], dtype=np.int64),
+            _native_steps(layout),
+            full,
+            layout.is_raw,
+            self._verify,
+            layout.verified,
+            float(layout.fill_value),
+            read.limit,
+            self._scratch.tables,
+            one,
+            one.view(stored_dtype),
+            two,
+            two.view(stored_dtype),
+            resident.flat(read.target),
+            status,
+        )
+        if n < 0:
+            raise _corrupt(read, first - 1 - n, _reason(int(status[0])))
+        return int(status[0]), int(status[1]), bool(status[2])
+
+    def _decode_by_library(
+        self, read: ArrayRead, first: int, last: int, buffer: NDArray[np.uint8], shift: NDArray[np.int64], resident: HostResident
+    ) -> tuple[int, int, bool]:
+        layout = read.layout
+        full, out, limit = layout.chunk_size * layout.dtype.itemsize, resident.flat(read.target), read.limit
+        strides = np.array([layout.src_stride, layout.dest_stride], dtype=np.int64)
+        pieces = (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows)
+        is_rounded = False
+        for c in range(first, last):
+            lo, hi = int(read.chunk_pieces[c]), int(read.chunk_pieces[c + 1])
+            stored = int(read.chunk_nbytes[c])
+            if stored == 0:
+                code = chunks.fill_pieces(lo, hi, *pieces[1:], layout.dest_stride, float(layout.fill_value), limit, out)
+            else:
+                place = int(read.chunk_offset[c] + shift[c - first])
+                try:
+                    plain = codecs.decode(
+                        layout.filters,
+                        int(read.chunk_mask[c]),
+                        buffer[place : place + stored],
+                        stored if layout.is_raw else full,
+                        layout.dtype.itemsize,
+                    )
+                except codecs.DecodeError as error:
+                    raise _corrupt(read, c, str(error)) from error
+                code = chunks.copy_pieces(_typed(plain, layout.dtype), lo, hi, *pieces, strides, limit, out)
+            if code < 0:
+                raise _corrupt(read, c, chunks.describe(code))
+            is_rounded |= code > 0
+        return full * (last - first), 0, is_rounded
+
+    def _warn_of_rounding(self, layout: ArrayLayout) -> None:
+        if not self._has_warned_of_rounding:
+            self._has_warned_of_rounding = True
+            _log.warning("%s: %s holds integers above 2**24, which float32 rounds", layout.source.name, layout.name)
+
+    def _take(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Any:
+        with self.stats.timed("take_s"):
+            return self._take_csr(resident, positions, form) if form.output == "csr" else self._take_dense(resident, positions, form)
+
+    def _take_dense(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> NDArray[Any]:
+        is_half = form.dtype == "float16"
+        out = self._outputs.array((positions.size, form.n_cols), np.uint16 if is_half else np.float32)
+        arithmetic = _arithmetic(form)
+        if resident.X is None:
+            bad = rows.densify_csr(positions, resident.indptr, resident.indices, resident.data, *arithmetic, out)
+        else:
+            bad = rows.gather_dense(positions, resident.X, *arithmetic, out)
+        if bad >= 0:
+            raise PlanError(
+                f"dtype='float16': row {bad} of a minibatch holds a value beyond 65504, which float16 cannot hold; use "
+                "dtype='float32', or a transform that makes the values smaller."
+            )
+        return out.view(np.float16) if is_half else out
+
+    def _take_csr(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Any:
+        from scipy.sparse import csr_matrix
+
+        if resident.X is not None:
+            return csr_matrix(self._take_dense(resident, positions, form))
+        columns, target_sum, log1p, known = _arithmetic(form)
+        indptr = np.empty(positions.size + 1, dtype=np.int32)
+        rows.count_csr(positions, resident.indptr, resident.indices, columns, indptr)
+        nnz = int(indptr[-1])
+        indices, data = self._outputs.array((nnz,), np.int32), self._outputs.array((nnz,), np.float32)
+        rows.gather_csr(
+            positions, resident.indptr, resident.indices, resident.data, columns, target_sum, log1p, known, indices, data
+        )
+        matrix = csr_matrix((data, indices, indptr), shape=(positions.size, form.n_cols), copy=False)
+        if columns.size:
+            matrix.sort_indices()
+        return matrix
+
+
+def _cut_into_tasks(read: ArrayRead) -> list[tuple[int, int]]:
+    """Return the extents of each task: (first, last), about `TASK_NBYTES` of decoded bytes apart."""
+    layout = read.layout
+    per_chunk = layout.chunk_size * layout.dtype.itemsize
+    work = read.extent_nbytes if layout.is_raw else np.diff(read.extent_chunks) * per_chunk
+    number = (np.cumsum(work) - 1).clip(0) // TASK_NBYTES
+    edges = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), work.size]
+    return [(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False) if lo < hi]
+
+
+def _read(
+    layout: ArrayLayout, offset: NDArray[np.int64], nbytes: NDArray[np.int64], place: NDArray[np.int64], buffer: NDArray[np.uint8]
+) -> None:
+    """Read byte ranges of the source into a buffer, natively where it has a descriptor."""
+    source = layout.source
+    done = chunks.read_extents(source.fileno(), offset, nbytes, place, buffer) if source.fileno() >= 0 else 0
+    for e in range(done, offset.size):
+        wanted, at = int(nbytes[e]), int(offset[e])
+        got = source.read_into(buffer[place[e] : place[e] + wanted], at)
+        if got < wanted:
+            raise ReadError(
+                f"{source.name}: short read of {layout.name} at byte {at}: wanted {wanted} bytes, got {got}. Was the file truncated?"
+            )
+
+
+def _native_steps(layout: ArrayLayout) -> NDArray[np.int64] | None:
+    """Return the places of shuffle, deflate and fletcher32 in the pipeline (-1 = not there), or None where libraries must decode."""
+    names = [f.name for f in layout.filters]
+    if not layout.dtype.isnative or layout.dtype == np.float16 or names != [n for n in _NATIVE_ORDER if n in names]:
+        return None
+    return np.array([names.index(n) if n in names else -1 for n in _NATIVE_ORDER], dtype=np.int64)
+
+
+def _typed(plain: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return decoded bytes as elements that the kernels know: native byte order, float16 widened, booleans as bytes."""
+    elements = plain.view(np.uint8 if dtype.kind == "b" else dtype)
+    if dtype == np.float16:
+        return elements.astype(np.float32)
+    return np.require(elements.astype(dtype.newbyteorder("="), copy=False) if dtype.kind != "b" else elements, requirements=["A", "W"])
+
+
+def _reason(code: int) -> str:
+    return chunks.describe(code) if code <= chunks.BAD_SIZE else inflate.describe(code)
+
+
+def _corrupt(read: ArrayRead, chunk: int, reason: str) -> CorruptDataError:
+    layout = read.layout
+    return CorruptDataError(
+        f"{layout.source.name}: chunk {int(read.chunk_id[chunk])} of {layout.name} at byte {int(read.chunk_offset[chunk])} is "
+        f"damaged: {reason}. Restore the file from its source."
+    )
+
+
+def _arithmetic(form: Form) -> tuple[NDArray[np.int32], float, bool, NDArray[np.float32]]:
+    """Return a form in the words of the kernels: columns, target sum (0 = none), log1p, scratch."""
+    transform = form.transform
+    columns = _NO_COLUMNS if form.columns is None else form.columns
+    target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
+    return columns, target_sum, transform is not None and transform.log1p, np.empty(rows.N_CACHED, dtype=np.float32)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

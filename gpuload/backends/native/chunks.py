@@ -1,0 +1,307 @@
+"""Read extents and decode their chunks into the resident's arrays: two native calls for any number of chunks.
+
+The stages are apart (`read_extents`, then `decode_chunks`) so that each can be timed and that bytes that come from elsewhere
+than a file can be decoded by the same code.
+
+References
+----------
+.. [1] The HDF Group, "HDF5 File Format Specification Version 3.0", IV.A.2.l (filter pipeline: shuffle, deflate, fletcher32).
+.. [2] Fletcher, "An arithmetic checksum for serial transmissions", IEEE Trans. Commun. 1982, doi:10.1109/TCOM.1982.1095369.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from gpuload.backends.native.inflate import inflate_zlib
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OK = 0
+BAD_SIZE = -101
+BAD_FLETCHER = -102
+BAD_COLUMN = -103
+
+NEVER, ONCE, ALWAYS = 0, 1, 2
+"""When a checksum is verified: not at all; the first time a chunk is decoded; every time."""
+
+MAX_EXACT = 1 << 24
+"""Largest integer up to which float32 holds every integer."""
+
+_pread = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, types.uintp, types.int64))
+
+
+def describe(code: int) -> str:
+    """Return what a code of this module means, as a part of a sentence."""
+    return {
+        BAD_SIZE: "its decoded size is wrong",
+        BAD_FLETCHER: "its fletcher32 checksum does not match",
+        BAD_COLUMN: "it holds a column number outside the matrix",
+    }[code]
+
+
+@numba.njit(nogil=True, cache=True)
+def read_extents(fd: int, offset: Any, nbytes: Any, place: Any, buffer: Any) -> int:  # pragma: no cover - compiled
+    """Read byte ranges of a file into a buffer.
+
+    Parameters
+    ----------
+    fd
+        Open descriptor.
+    offset, nbytes, place : (n,) int64
+        First byte in the file, length, and place in the buffer, of each range.
+    buffer : (m,) uint8
+        Where the bytes go.
+
+    Returns
+    -------
+    int
+        n, or the number of the first range that could not be read whole.
+    """
+    base = buffer.ctypes.data
+    for e in range(offset.size):
+        done = 0
+        while done < nbytes[e]:
+            got = _pread(np.int32(fd), np.uintp(base + place[e] + done), np.uintp(nbytes[e] - done), offset[e] + done)
+            if got <= 0:
+                return e
+            done += got
+    return offset.size
+
+
+@numba.njit(nogil=True, cache=True)
+def fletcher32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
+    """Return HDF5's fletcher32 of n bytes: sums of big-endian 16-bit words, the first in the low half."""
+    a = np.uint64(0)
+    b = np.uint64(0)
+    i = 0
+    n_words = n // 2
+    while i < n_words:
+        stop = min(n_words, i + 360)
+        while i < stop:
+            a += (np.uint64(buf[pos + 2 * i]) << np.uint64(8)) | np.uint64(buf[pos + 2 * i + 1])
+            b += a
+            i += 1
+        a = (a & np.uint64(0xFFFF)) + (a >> np.uint64(16))
+        b = (b & np.uint64(0xFFFF)) + (b >> np.uint64(16))
+    if n & 1:
+        a += np.uint64(buf[pos + n - 1]) << np.uint64(8)
+        b += a
+    for _ in range(3):
+        a = (a & np.uint64(0xFFFF)) + (a >> np.uint64(16))
+        b = (b & np.uint64(0xFFFF)) + (b >> np.uint64(16))
+    return np.int64((b << np.uint64(16)) | a)
+
+
+@numba.njit(nogil=True, cache=True)
+def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
+    """Return whether the 4 bytes after n bytes are their fletcher32, in either of the byte orders that HDF5 accepts."""
+    found = np.int64(0)
+    for k in range(4):
+        found |= np.int64(buf[pos + n + k]) << np.int64(8 * k)
+    wanted = fletcher32(buf, pos, n)
+    swapped = ((wanted & 0x00FF00FF) << 8) | ((wanted >> 8) & 0x00FF00FF)
+    return bool(found in (wanted, swapped))
+
+
+@numba.njit(nogil=True, cache=True)
+def unshuffle(src: Any, dst: Any, n: int, itemsize: int) -> None:  # pragma: no cover - compiled
+    """Undo HDF5's byte shuffle of n bytes; bytes beyond the last whole element stay where they are."""
+    n_items = n // itemsize
+    for i in range(n_items):
+        for k in range(itemsize):
+            dst[i * itemsize + k] = src[k * n_items + i]
+    for i in range(n_items * itemsize, n):
+        dst[i] = src[i]
+
+
+def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:  # pragma: no cover - replaced below
+    """Copy n elements with conversion; return 0, `MAX_EXACT` where a value was rounded, or `BAD_COLUMN`."""
+    raise NotImplementedError
+
+
+@overload(copy_run, jit_options={"cache": True})
+def _copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> Callable[..., int]:  # pragma: no cover - compiled
+    if isinstance(out.dtype, types.Integer):
+
+        def columns(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
+            is_bad = False
+            for k in range(n):
+                column = np.int64(src[np.uint64(i + k)])
+                is_bad |= np.uint64(column) >= np.uint64(limit)
+                out[np.uint64(j + k)] = column
+            return BAD_COLUMN if is_bad else OK
+
+        return columns
+    if isinstance(src.dtype, types.Integer) and src.dtype.bitwidth >= 32:
+
+        def integers(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
+            is_rounded = False
+            for k in range(n):
+                value = src[np.uint64(i + k)]
+                out[np.uint64(j + k)] = value
+                is_rounded |= abs(np.float64(value)) > MAX_EXACT
+            return MAX_EXACT if is_rounded else OK
+
+        return integers
+
+    def plain(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
+        for k in range(n):
+            out[np.uint64(j + k)] = src[np.uint64(i + k)]
+        return OK
+
+    return plain
+
+
+@numba.njit(nogil=True, cache=True)
+def copy_pieces(
+    typed: Any, lo: int, hi: int, piece_src: Any, piece_dest: Any, piece_width: Any, piece_rows: Any, strides: Any, limit: int, out: Any
+) -> int:  # pragma: no cover - compiled
+    """Copy pieces lo..hi of one decoded chunk into the resident's array; returns as `copy_run`, the worst of all."""
+    worst = 0
+    for p in range(lo, hi):
+        for r in range(piece_rows[p]):
+            code = copy_run(typed, piece_src[p] + r * strides[0], out, piece_dest[p] + r * strides[1], piece_width[p], limit)
+            if code < 0:
+                return code
+            worst = max(worst, code)
+    return worst
+
+
+@numba.njit(nogil=True, cache=True)
+def fill_pieces(
+    lo: int, hi: int, piece_dest: Any, piece_width: Any, piece_rows: Any, dest_stride: int, value: float, limit: int, out: Any
+) -> int:  # pragma: no cover - compiled
+    """Write the fill value of a chunk that was never written; returns as `copy_run`."""
+    for p in range(lo, hi):
+        for r in range(piece_rows[p]):
+            start = piece_dest[p] + r * dest_stride
+            out[start : start + piece_width[p]] = value
+    return BAD_COLUMN if limit >= 0 and not 0 <= value < limit else OK
+
+
+@numba.njit(nogil=True, cache=True)
+def bytes_needed(lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int, itemsize: int) -> int:  # pragma: no cover - compiled
+    """Return up to which byte of the decoded chunk pieces lo..hi reach."""
+    need = 0
+    for p in range(lo, hi):
+        need = max(need, piece_src[p] + (piece_rows[p] - 1) * stride + piece_width[p])
+    return need * itemsize
+
+
+@numba.njit(nogil=True, cache=True)
+def decode_chunks(
+    buffer: Any,
+    chunk_place: Any,
+    chunk_nbytes: Any,
+    chunk_id: Any,
+    chunk_mask: Any,
+    chunk_pieces: Any,
+    piece_src: Any,
+    piece_dest: Any,
+    piece_width: Any,
+    piece_rows: Any,
+    strides: Any,
+    steps: Any,
+    full_nbytes: int,
+    is_raw: bool,
+    verify: int,
+    verified: Any,
+    fill_value: float,
+    limit: int,
+    tables: Any,
+    first: Any,
+    first_typed: Any,
+    second: Any,
+    second_typed: Any,
+    out: Any,
+    status: Any,
+) -> int:  # pragma: no cover - compiled
+    """Decode chunks whose bytes lie in a buffer and copy the wanted pieces into the resident's array.
+
+    Parameters
+    ----------
+    buffer : uint8
+        Stored bytes, with 16 bytes of slack at the end.
+    chunk_place, chunk_nbytes, chunk_id, chunk_mask, chunk_pieces, piece_src, piece_dest, piece_width, piece_rows
+        As in `ArrayRead`; `chunk_place` counts from the start of `buffer`.
+    strides : (2,) int64
+        Elements from row to row in a decoded chunk and in `out`.
+    steps : (3,) int64
+        Places of shuffle, deflate and fletcher32 in the filter pipeline (the bit in the mask), or -1.
+    full_nbytes
+        Decoded size of a chunk.
+    is_raw
+        Whether chunks are parts of unencoded storage, of any size.
+    verify
+        `NEVER`, `ONCE` or `ALWAYS`. Where nothing is left to verify, inflation stops at the last byte wanted.
+    verified : uint8
+        Per chunk of the layout, whether its checksum was found right; set here.
+    fill_value, limit
+        Value of chunks never written; columns of the matrix for column numbers, -1 for values.
+    tables
+        Workspace of the inflater.
+    first, second : uint8
+        Scratch of `full_nbytes` and the inflater's slack; `first_typed`, `second_typed` are the same memory in the stored dtype.
+    out : float32 or int32
+        The resident's array, flat.
+    status : (3,) int64
+        Out: decoded bytes; chunks decoded only in part; whether an integer was rounded.
+
+    Returns
+    -------
+    int
+        Number of chunks, or, where one is bad, ``-1 - c`` for chunk c with the reason in ``status[0]``.
+    """
+    shuffle, deflate, fletcher = steps[0], steps[1], steps[2]
+    itemsize = first.size // first_typed.size
+    for c in range(chunk_id.size):
+        lo, hi = chunk_pieces[c], chunk_pieces[c + 1]
+        n, place, mask = chunk_nbytes[c], chunk_place[c], chunk_mask[c]
+        if n == 0:
+            code = fill_pieces(lo, hi, piece_dest, piece_width, piece_rows, strides[1], fill_value, limit, out)
+            if code < 0:
+                status[0] = code
+                return -1 - c
+            continue
+        is_due = verify == ALWAYS or (verify == ONCE and verified[chunk_id[c]] == 0)
+        if fletcher >= 0 and not (mask >> np.uint32(fletcher)) & np.uint32(1):
+            n -= 4
+            if n < 0 or (is_due and not is_fletcher32(buffer, place, n)):
+                status[0] = BAD_FLETCHER
+                return -1 - c
+        is_shuffled = shuffle >= 0 and not (mask >> np.uint32(shuffle)) & np.uint32(1)
+        size = n if is_raw else full_nbytes
+        if deflate >= 0 and not (mask >> np.uint32(deflate)) & np.uint32(1):
+            need = full_nbytes if is_shuffled else bytes_needed(lo, hi, piece_src, piece_width, piece_rows, strides[0], itemsize)
+            got = inflate_zlib(buffer, place, n, first, 0, full_nbytes, need, tables, is_due)
+            if got < 0:
+                status[0] = got
+                return -1 - c
+            status[0] += got
+            status[1] += got < full_nbytes
+        else:
+            if n != size:
+                status[0] = BAD_SIZE
+                return -1 - c
+            first[:n] = buffer[place : place + n]
+            status[0] += n
+        if is_due:
+            verified[chunk_id[c]] = 1
+        if is_shuffled:
+            unshuffle(first, second, size, itemsize)
+            code = copy_pieces(second_typed, lo, hi, piece_src, piece_dest, piece_width, piece_rows, strides, limit, out)
+        else:
+            code = copy_pieces(first_typed, lo, hi, piece_src, piece_dest, piece_width, piece_rows, strides, limit, out)
+        if code < 0:
+            status[0] = code
+            return -1 - c
+        if code == MAX_EXACT:
+            status[2] = 1
+    return chunk_id.size

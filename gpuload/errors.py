@@ -1,0 +1,47 @@
+"""Everything that gpuload raises on purpose.
+
+    GpuloadError
+    ├─ PlanError(ValueError)            settings that make no plan
+    ├─ StoreError(ValueError)           not a file we can read: missing key, wrong encoding, unsupported filter
+    ├─ ReadError(OSError)               bytes could not be read: path, offset, wanted, got
+    ├─ CorruptDataError(ValueError)     bytes were read and are wrong: checksum, column out of range, indptr not rising
+    ├─ DeviceError(RuntimeError)        the device refused: out of memory, no such device, failed launch
+    └─ MissingDependencyError(ImportError)   names the package, the feature and the pip command
+
+Each class is also the built-in kind of its failure, so code that knows nothing of gpuload can catch it. A message is one
+sentence: which argument or file, what was found, what is allowed, what to do.
+"""
+
+from __future__ import annotations
+
+
+class GpuloadError(Exception):
+    """Base of every error that gpuload raises on purpose."""
+
+
+class PlanError(GpuloadError, ValueError):
+    """Settings that make no plan: sizes, names and options that cannot be carried out."""
+
+
+class StoreError(GpuloadError, ValueError):
+    """A file that cannot be read as cells x genes: missing key, wrong encoding, unsupported filter."""
+
+
+class ReadError(GpuloadError, OSError):
+    """Bytes could not be read: short read, failed call, or a file that changed while it was open."""
+
+
+class CorruptDataError(GpuloadError, ValueError):
+    """Bytes were read and are wrong: bad checksum, column number out of range, indptr not rising."""
+
+
+class DeviceError(GpuloadError, RuntimeError):
+    """The device refused: not there, out of memory, failed launch."""
+
+
+class MissingDependencyError(GpuloadError, ImportError):
+    """A package that the wanted feature needs is not installed."""
+
+    def __init__(self, package: str, feature: str, extra: str) -> None:
+        super().__init__(f"{feature} needs {package}, which is not installed; install it with: pip install 'gpuload[{extra}]'")
+        self.package = package

@@ -1,0 +1,152 @@
+"""obs and var columns of an open HDF5 group -> host arrays. The home of anndata.
+
+Columns are read one by one, so that a file with a hundred columns costs only those asked for. What anndata wrote before it
+marked its elements (compound data sets, `__categories`) is read as well.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from gpuload.errors import StoreError
+from gpuload.store import ObsColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from os import PathLike
+
+    from numpy.typing import NDArray
+
+
+def column_names(frame: Any) -> list[str]:
+    """Return the columns of a stored data frame (an h5py group or compound data set), without its index."""
+    if frame is None:
+        return []
+    index = _index_name(frame)
+    if hasattr(frame, "keys"):
+        order = frame.attrs.get("column-order")
+        names = [str(n) for n in order] if order is not None else [k for k in frame if k != "__categories"]
+    else:
+        names = list(frame.dtype.names or ())
+    return [n for n in names if n != index]
+
+
+def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
+    """Return the index of a stored data frame as strings, shape (n,) object."""
+    name = _index_name(frame)
+    if name is None:
+        raise StoreError(f"{path}: /{key} has no index; write the file anew with anndata's write_h5ad.")
+    stored = frame[name]
+    values = _read_element(stored) if hasattr(stored, "attrs") else stored
+    return _as_strings(values)
+
+
+def read_column(frame: Any, name: str, path: str) -> ObsColumn:
+    """Return one column of a stored obs.
+
+    Parameters
+    ----------
+    frame
+        The group or compound data set ``obs``.
+    name
+        Column.
+    path
+        The file, for errors.
+
+    Returns
+    -------
+    ObsColumn
+        Categorical and string columns as int32 codes with categories; nullable integers as float64 with NaN; nullable booleans as
+        codes 0, 1 and -1; other numbers and booleans as they are, in native byte order.
+
+    Raises
+    ------
+    StoreError
+        No such column, or a type that has no place in a minibatch.
+    """
+    names = column_names(frame)
+    if name not in names:
+        raise StoreError(f"{path}: obs has no column {name!r}; it has {_listing(names)}.")
+    return _encode(_read_series(frame, name), name, path)
+
+
+def write_h5ad(path: str | PathLike[str], X: Any, obs: pd.DataFrame, var: pd.DataFrame, compression: str | None) -> None:
+    """Write cells as an .h5ad file through anndata, as users' files are written."""
+    import anndata
+
+    anndata.AnnData(X=X, obs=obs, var=var).write_h5ad(path, compression=compression)  # type: ignore[arg-type]
+
+
+def _index_name(frame: Any) -> str | None:
+    if not hasattr(frame, "keys"):
+        names = frame.dtype.names or ()
+        return next((n for n in ("index", "_index") if n in names), names[0] if names else None)
+    name = frame.attrs.get("_index")
+    if name is not None:
+        return str(name)
+    return next((n for n in ("_index", "index") if n in frame), None)
+
+
+def _read_series(frame: Any, name: str) -> Any:
+    """Return a column as a NumPy or pandas array."""
+    if not hasattr(frame, "keys"):
+        values = frame[name]
+        categories = frame.attrs.get(f"{name}_categories")
+        legacy = frame.file.get(f"uns/{name}_categories")
+        if categories is None and legacy is not None:
+            categories = legacy[()]
+        return values if categories is None else pd.Categorical.from_codes(values, _as_strings(categories))
+    stored = frame[name]
+    if "categories" in stored.attrs and not hasattr(stored, "keys"):
+        categories = frame.file[stored.attrs["categories"]][()]
+        return pd.Categorical.from_codes(stored[()], _unique(categories))
+    return _read_element(stored)
+
+
+def _unique(categories: NDArray[Any]) -> NDArray[Any]:
+    return _as_strings(categories) if categories.dtype.kind in "OSU" else categories
+
+
+def _read_element(stored: Any) -> Any:
+    """Read one element through anndata, which knows every encoding it ever marked."""
+    from anndata.io import read_elem
+
+    return read_elem(stored)
+
+
+def _as_strings(values: Any) -> NDArray[np.object_]:
+    out = np.empty(len(values), dtype=object)
+    out[:] = [v.decode() if isinstance(v, bytes) else str(v) for v in values]
+    return out
+
+
+def _encode(values: Any, name: str, path: str) -> ObsColumn:
+    if isinstance(values, pd.Categorical):
+        return ObsColumn(values.codes.astype(np.int32), np.asarray(values.categories, dtype=object))
+    if isinstance(values, pd.arrays.BooleanArray):
+        codes = np.where(values.isna(), -1, values.to_numpy(dtype=bool, na_value=False)).astype(np.int32)
+        return ObsColumn(codes, np.array([False, True], dtype=object))
+    if pd.api.types.is_extension_array_dtype(values) and pd.api.types.is_numeric_dtype(values):
+        return ObsColumn(np.asarray(values.to_numpy(dtype=np.float64, na_value=np.nan)))
+    array = values if pd.api.types.is_extension_array_dtype(values) else np.asarray(values)
+    if array.dtype.kind in "biuf":
+        return ObsColumn(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
+    if array.ndim == 1 and (array.dtype.kind in "OSU" or pd.api.types.is_string_dtype(array)):
+        return _encode_strings(array)
+    raise StoreError(
+        f"{path}: obs column {name!r} has dtype {array.dtype} and shape {array.shape}; only categorical, string, numeric and boolean "
+        "columns of one value per cell can be handed over."
+    )
+
+
+def _encode_strings(array: Any) -> ObsColumn:
+    values = pd.Series([v.decode() if isinstance(v, bytes) else v for v in array], dtype=object)
+    codes, categories = pd.factorize(values, sort=True)
+    return ObsColumn(codes.astype(np.int32), np.asarray(categories, dtype=object))
+
+
+def _listing(names: Sequence[str]) -> str:
+    return ", ".join(repr(n) for n in names) if names else "no columns"

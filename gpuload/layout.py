@@ -1,0 +1,263 @@
+"""Where a stored array lies and how its chunks are encoded; element ranges -> coalesced extents and decodes. Pure NumPy.
+
+Requirements this module answers
+--------------------------------
+- Every stored chunk that a fetch needs is read once and decoded once, however many wanted ranges lie in it.
+- Neighbours in the file become one read; the gap that may be read over and the largest read are limits passed in.
+- Bytes that nobody wants are not read where the encoding allows it (no filters: exactly the wanted elements).
+- The result is struct-of-arrays; no Python object per chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpuload.types import ArrayRead
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.types import Source
+
+MAX_GAP = 32 << 10
+"""Unwanted bytes between two chunks that are read over rather than paid for with a second call."""
+MAX_EXTENT = 1 << 20
+"""Largest read in bytes, unless one chunk alone is larger; bounds a thread's read buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """One step of a chunk's encoding, in the words of the HDF5 filter registry.
+
+    Attributes
+    ----------
+    name
+        ``"deflate"``, ``"shuffle"``, ``"fletcher32"``, ``"lzf"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, ``"bitshuffle"`` ...
+    values
+        The filter's client data, as stored.
+    """
+
+    name: str
+    values: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayLayout:
+    """A stored 1-D or 2-D array: byte ranges of its chunks and their codecs. Metadata only.
+
+    Attributes
+    ----------
+    source
+        Where the bytes are.
+    name
+        Path of the dataset within the file, for errors: ``"/X/data"``.
+    shape
+        (n,) or (n_rows, n_cols), in elements.
+    dtype
+        Of the stored elements, byte order included.
+    chunk_shape
+        Elements per chunk along each axis; the shape itself for contiguous storage.
+    chunk_offset, chunk_nbytes : (n_chunks,) int64
+        First byte and stored size of every chunk in C order of the chunk grid; size 0 is a chunk that was never written.
+    chunk_mask : (n_chunks,) uint32
+        Filters skipped per chunk.
+    filters
+        In the order of writing; decoding goes backwards.
+    fill_value
+        Value of chunks never written.
+    """
+
+    source: Source
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    chunk_shape: tuple[int, ...]
+    chunk_offset: NDArray[np.int64]
+    chunk_nbytes: NDArray[np.int64]
+    chunk_mask: NDArray[np.uint32]
+    filters: tuple[Filter, ...] = ()
+    fill_value: float = 0
+    verified: NDArray[np.uint8] = field(init=False)
+    """One byte per chunk: 1 once its checksum was found right since the file was opened. The one thing here that changes."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "verified", np.zeros(self.chunk_offset.size, dtype=np.uint8))
+
+    @property
+    def chunk_size(self) -> int:
+        """Elements per chunk."""
+        return int(np.prod(self.chunk_shape))
+
+    @property
+    def src_stride(self) -> int:
+        """Elements from one row of a decoded chunk to the next."""
+        return self.chunk_shape[-1]
+
+    @property
+    def dest_stride(self) -> int:
+        """Elements from one row of the resident's array to the next."""
+        return self.shape[-1]
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether stored bytes are the elements themselves, so that any part of a chunk can be read alone."""
+        return not self.filters
+
+
+def plan_read(
+    layout: ArrayLayout,
+    ranges: NDArray[np.int64],
+    dest: NDArray[np.int64],
+    target: str,
+    limit: int = -1,
+    max_gap: int = MAX_GAP,
+    max_extent: int = MAX_EXTENT,
+) -> ArrayRead:
+    """Plan the reads and decodes that bring ranges of an array's first axis into a resident's array.
+
+    Parameters
+    ----------
+    layout
+        The array.
+    ranges : (n, 2) int64
+        Half-open ranges along the first axis (elements, or rows of a 2-D array); disjoint, ascending, none empty.
+    dest : (n,) int64
+        Where each range starts in the resident's array, along its first axis.
+    target
+        Name of the resident's array.
+    limit
+        Bound of the elements where they are column numbers, else -1.
+    max_gap, max_extent
+        Limits of coalescing, in bytes.
+
+    Returns
+    -------
+    ArrayRead
+        Every needed chunk once, extents in ascending order of their offset.
+    """
+    pieces = _pieces_1d(layout, ranges, dest) if len(layout.shape) == 1 else _pieces_2d(layout, ranges, dest)
+    return _coalesce(layout, target, limit, pieces, max_gap, max_extent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    chunk: NDArray[np.int64]
+    src: NDArray[np.int64]
+    dest: NDArray[np.int64]
+    width: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+    def take(self, index: NDArray[np.int64]) -> _Pieces:
+        return _Pieces(self.chunk[index], self.src[index], self.dest[index], self.width[index], self.rows[index])
+
+
+def _split(ranges: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], ...]:
+    """Cut ranges at multiples of `length`: (range number, multiple, start, stop) of every part."""
+    first = ranges[:, 0] // length
+    n_parts = (ranges[:, 1] - 1) // length - first + 1
+    number = np.repeat(np.arange(len(ranges)), n_parts)
+    within = np.arange(number.size) - np.repeat(np.cumsum(n_parts) - n_parts, n_parts)
+    cell = first[number] + within
+    start = np.maximum(ranges[number, 0], cell * length)
+    stop = np.minimum(ranges[number, 1], (cell + 1) * length)
+    return number, cell, start, stop
+
+
+def _pieces_1d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
+    length = layout.chunk_shape[0]
+    number, chunk, start, stop = _split(ranges, length)
+    return _Pieces(
+        chunk, start - chunk * length, dest[number] + start - ranges[number, 0], stop - start, np.ones_like(chunk)
+    )
+
+
+def _pieces_2d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
+    """Cut row ranges into tiles; a tile as wide as the array is one run of elements, however many rows."""
+    n_cols = layout.shape[1]
+    tile_rows, tile_cols = layout.chunk_shape
+    number, tile_row, start, stop = _split(ranges, tile_rows)
+    n_tiles = -(-n_cols // tile_cols)
+    tile_col = np.tile(np.arange(n_tiles), number.size)
+    number, tile_row, start, stop = (np.repeat(a, n_tiles) for a in (number, tile_row, start, stop))
+    src = (start - tile_row * tile_rows) * tile_cols
+    to = (dest[number] + start - ranges[number, 0]) * n_cols + tile_col * tile_cols
+    width = np.minimum(tile_cols, n_cols - tile_col * tile_cols)
+    rows = stop - start
+    if tile_cols == n_cols:
+        width, rows = width * rows, np.ones_like(rows)
+    pieces = _Pieces(tile_row * n_tiles + tile_col, src, to, width, rows)
+    return pieces if n_tiles == 1 else pieces.take(np.argsort(pieces.chunk, kind="stable"))
+
+
+def _coalesce(layout: ArrayLayout, target: str, limit: int, pieces: _Pieces, max_gap: int, max_extent: int) -> ArrayRead:
+    if layout.is_raw:
+        pieces, offset, nbytes = _raw_chunks(layout, pieces)
+        chunk_id, first_piece = pieces.chunk, np.arange(pieces.chunk.size)
+    else:
+        is_first = np.ones(pieces.chunk.size, dtype=bool)
+        is_first[1:] = pieces.chunk[1:] != pieces.chunk[:-1]
+        first_piece = np.flatnonzero(is_first)
+        chunk_id = pieces.chunk[first_piece]
+        offset, nbytes = layout.chunk_offset[chunk_id], layout.chunk_nbytes[chunk_id]
+    n_pieces = np.diff(np.append(first_piece, pieces.chunk.size))
+    if np.any(offset[1:] < offset[:-1]):
+        order = np.argsort(offset, kind="stable")
+        chunk_id, offset, nbytes = chunk_id[order], offset[order], nbytes[order]
+        pieces = pieces.take(np.repeat(first_piece[order] - (np.cumsum(n_pieces[order]) - n_pieces[order]), n_pieces[order])
+                             + np.arange(pieces.chunk.size))
+        n_pieces = n_pieces[order]
+    extent_chunks = _extent_edges(offset, nbytes, max_gap, max_extent)
+    ends = offset + nbytes
+    first, last = extent_chunks[:-1], extent_chunks[1:]
+    extent_end = np.maximum.reduceat(ends, first) if first.size else ends
+    return ArrayRead(
+        layout=layout,
+        target=target,
+        limit=limit,
+        extent_offset=offset[first],
+        extent_nbytes=(extent_end - offset[first]) if last.size else ends,
+        extent_chunks=extent_chunks,
+        chunk_id=chunk_id,
+        chunk_offset=offset,
+        chunk_nbytes=nbytes,
+        chunk_mask=layout.chunk_mask[chunk_id],
+        chunk_pieces=np.concatenate([[0], np.cumsum(n_pieces)]),
+        piece_src=pieces.src,
+        piece_dest=pieces.dest,
+        piece_width=pieces.width,
+        piece_rows=pieces.rows,
+    )
+
+
+def _raw_chunks(layout: ArrayLayout, pieces: _Pieces) -> tuple[_Pieces, NDArray[np.int64], NDArray[np.int64]]:
+    """Make every piece of unencoded storage a chunk of its own that holds just the wanted bytes."""
+    itemsize = layout.dtype.itemsize
+    span = (pieces.rows - 1) * layout.src_stride + pieces.width
+    is_absent = layout.chunk_nbytes[pieces.chunk] == 0
+    offset = np.where(is_absent, 0, layout.chunk_offset[pieces.chunk] + pieces.src * itemsize)
+    nbytes = np.where(is_absent, 0, span * itemsize)
+    return _Pieces(pieces.chunk, np.zeros_like(pieces.src), pieces.dest, pieces.width, pieces.rows), offset, nbytes
+
+
+def _extent_edges(
+    offset: NDArray[np.int64], nbytes: NDArray[np.int64], max_gap: int, max_extent: int
+) -> NDArray[np.int64]:
+    """Return the edges that cut chunks, ascending by offset, into extents: (n_extents + 1,) int64.
+
+    An extent ends where the gap to the next chunk is too wide, or where it would grow beyond `max_extent`. The second rule is
+    applied to runs of touching chunks by even cuts, so that no step depends on the one before and all is vectorised.
+    """
+    if not offset.size:
+        return np.zeros(1, dtype=np.int64)
+    end = np.maximum.accumulate(offset + nbytes)
+    starts_run = np.ones(offset.size, dtype=bool)
+    starts_run[1:] = offset[1:] - end[:-1] > max_gap
+    run = np.cumsum(starts_run) - 1
+    run_offset = offset[starts_run]
+    part = (end - run_offset[run] - 1).clip(0) // max_extent
+    starts = starts_run.copy()
+    starts[1:] |= part[1:] != part[:-1]
+    return np.append(np.flatnonzero(starts), offset.size)

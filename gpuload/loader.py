@@ -1,0 +1,232 @@
+"""The one engine: asks the plan, keeps fetches in flight, hands over batches, knows its state.
+
+It owns the arrows between plan, store and backend, and nothing else: no file, no device, no arithmetic on values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import PlanError
+from gpuload.types import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from gpuload.backends.base import Backend, Pending, Resident
+    from gpuload.plan import Plan
+    from gpuload.stats import Stats
+    from gpuload.store import Store
+    from gpuload.types import Form
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A fetch on its way: its rows, their order, and what will hold them."""
+
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int32]
+    pending: Pending[Resident]
+
+
+@dataclass(slots=True, eq=False)
+class _Take:
+    """A minibatch on its way."""
+
+    rows: NDArray[np.int64]
+    pending: Pending[Any]
+
+
+class Loader:
+    """Minibatches of cells; iterate over it once per epoch. Made by `gpuload.open_loader`.
+
+    Each ``iter()`` starts the next epoch (the first is 0), also after an early ``break``. One iteration lives at a time: a second
+    ``iter()`` ends the first. Use it in a with-statement, or call `close`, to give back threads, memory and files.
+
+    Parameters
+    ----------
+    store
+        What is on disk.
+    backend
+        Where bytes land.
+    plan
+        The order; its epoch is replaced by that of each iteration.
+    form
+        What rows are handed over as.
+    var_names : (n_cols,) object
+        Names of the columns handed over.
+    prefetch
+        Fetches loading ahead of the consumer.
+    """
+
+    def __init__(
+        self, store: Store, backend: Backend, plan: Plan, form: Form, var_names: NDArray[np.object_], prefetch: int
+    ) -> None:
+        self._store = store
+        self._backend = backend
+        self._plan = plan
+        self._form = form
+        self._prefetch = prefetch
+        self._next_epoch = 0
+        self._live: weakref.ref[Generator[Batch, None, None]] | None = None
+        self._is_closed = False
+        self.var_names = var_names
+        self._closer = weakref.finalize(self, _close, backend, store)
+
+    def __len__(self) -> int:
+        """Minibatches of an epoch."""
+        return self._plan.n_batches
+
+    @property
+    def n_obs(self) -> int:
+        """Cells in all files together."""
+        return self._store.n_obs
+
+    @property
+    def n_vars(self) -> int:
+        """Genes handed over."""
+        return self._form.n_cols
+
+    @property
+    def batch_size(self) -> int:
+        """Cells per minibatch; the last of an epoch may have fewer."""
+        return self._plan.batch_size
+
+    @property
+    def output(self) -> str:
+        """``"dense"`` or ``"csr"``."""
+        return self._form.output
+
+    @property
+    def dtype(self) -> str:
+        """``"float32"`` or ``"float16"``."""
+        return self._form.dtype
+
+    @property
+    def obs_dtypes(self) -> Mapping[str, np.dtype[Any]]:
+        """The dtype of each obs column handed over."""
+        return {name: column.values.dtype for name, column in self._store.obs.items()}
+
+    @property
+    def categories(self) -> Mapping[str, NDArray[np.object_]]:
+        """What the codes of each categorical or string column stand for: ``categories[name][code]``."""
+        return {name: column.categories for name, column in self._store.obs.items() if column.categories is not None}
+
+    @property
+    def device(self) -> str:
+        """Where batches lie."""
+        return self._backend.device
+
+    @property
+    def io_mode(self) -> str:
+        """The path that bytes take from the disk: ``"posix"``, ``"compat"`` or ``"gds"``."""
+        return self._backend.io_mode
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes, seconds and stalls since the loader was opened."""
+        return self._backend.stats
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that of `epoch` (at least 0); one that lives goes on as it is.
+
+        Raises
+        ------
+        PlanError
+            `epoch` is negative or no whole number.
+        """
+        if not isinstance(epoch, (int, np.integer)) or isinstance(epoch, bool) or epoch < 0:
+            raise PlanError(f"epoch={epoch!r}: expected a whole number of at least 0.")
+        self._next_epoch = int(epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Start the next epoch."""
+        if self._is_closed:
+            raise PlanError("the loader was closed; open it again with open_loader().")
+        self._end_live()
+        plan = replace(self._plan, epoch=self._next_epoch)
+        self._next_epoch += 1
+        batches = self._epoch(plan)
+        self._live = weakref.ref(batches)
+        return batches
+
+    def close(self) -> None:
+        """End a living iteration; stop the threads; close the files. May be called twice."""
+        self._is_closed = True
+        self._end_live()
+        self._closer()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _end_live(self) -> None:
+        live = self._live() if self._live is not None else None
+        self._live = None
+        if live is not None:
+            live.close()
+
+    def _epoch(self, plan: Plan) -> Generator[Batch, None, None]:
+        """Yield the minibatches of one epoch, in order, with loads and takes under way ahead of the consumer."""
+        self._store.check_unchanged()
+        indices = iter(range(plan.n_fetches))
+        loads: deque[_Load] = deque()
+        takes: deque[_Take] = deque()
+        try:
+            for index in islice(indices, self._prefetch):
+                loads.append(self._start_load(plan, index))
+            while loads:
+                load = loads.popleft()
+                while takes and not load.pending.done():
+                    yield self._hand_over(takes.popleft())
+                with self.stats.timed("wait_s"):
+                    resident = load.pending.result()
+                for index in islice(indices, 1):
+                    self._store.check_unchanged()
+                    loads.append(self._start_load(plan, index))
+                for start in range(0, load.positions.size, plan.batch_size):
+                    takes.append(self._start_take(load, resident, start))
+                    while len(takes) > self._backend.takes_ahead:
+                        yield self._hand_over(takes.popleft())
+                del resident, load
+            while takes:
+                yield self._hand_over(takes.popleft())
+        finally:
+            for item in (*loads, *takes):
+                item.pending.cancel()
+
+    def _start_load(self, plan: Plan, index: int) -> _Load:
+        with self.stats.timed("plan_s"):
+            fetch = plan.fetch(index)
+            recipe = self._store.recipe(fetch.ranges)
+            rows = fetch.rows()
+        self.stats.add(n_fetches=1)
+        return _Load(rows, fetch.positions, self._backend.load(recipe))
+
+    def _start_take(self, load: _Load, resident: Resident, start: int) -> _Take:
+        positions = load.positions[start : start + self._plan.batch_size]
+        return _Take(load.rows[positions], self._backend.take_rows(resident, positions, self._form))
+
+    def _hand_over(self, take: _Take) -> Batch:
+        with self.stats.timed("wait_s"):
+            X = take.pending.result()
+        asarray = self._backend.asarray
+        obs = {name: asarray(column.values[take.rows]) for name, column in self._store.obs.items()}
+        self.stats.add(n_batches=1, n_rows=take.rows.size)
+        return Batch(X, obs, take.rows)
+
+
+def _close(backend: Backend, store: Store) -> None:
+    """Stop the backend's threads before its files: a descriptor must not be closed under a read."""
+    backend.close()
+    store.close()

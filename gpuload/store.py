@@ -1,0 +1,310 @@
+"""What is on disk: matrices that turn row ranges into recipes, and obs columns. Metadata in host memory, never bulk bytes.
+
+A `Store` is one or more files seen as one table of cells; above it nobody hears of files. It is frozen, and safe to share
+between threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpuload.errors import StoreError
+from gpuload.layout import ArrayLayout, plan_read
+from gpuload.types import ArrayRead, Recipe, expand_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.types import Source
+
+CONTIGUOUS_BLOCK = 64 << 10
+"""Bytes of unchunked storage that ``block_size="chunk"`` takes for a chunk."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObsColumn:
+    """One column of obs in host memory.
+
+    Attributes
+    ----------
+    values : (n_obs,)
+        int32 codes where `categories` is given (-1 = missing), else numbers or booleans.
+    categories : (n_categories,) object, optional
+        What the codes stand for.
+    """
+
+    values: NDArray[np.generic]
+    categories: NDArray[np.object_] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CsrMatrix:
+    """A CSR matrix on disk.
+
+    Attributes
+    ----------
+    indptr : (n_rows + 1,) int64
+        Row offsets, in host memory.
+    data, indices
+        Layouts of the values and the column numbers; their chunk grids may differ.
+    n_vars
+        Columns.
+    """
+
+    indptr: NDArray[np.int64]
+    data: ArrayLayout
+    indices: ArrayLayout
+    n_vars: int
+
+    kind = "csr"
+
+    @property
+    def n_rows(self) -> int:
+        """Rows."""
+        return self.indptr.size - 1
+
+    @property
+    def layouts(self) -> tuple[ArrayLayout, ...]:
+        """The stored arrays."""
+        return (self.data, self.indices)
+
+    def plan_reads(self, ranges: NDArray[np.int64], first_row: NDArray[np.int64], indptr: NDArray[np.int64]) -> list[ArrayRead]:
+        """Plan the reads of row ranges.
+
+        Parameters
+        ----------
+        ranges : (n, 2) int64
+            Row ranges of this matrix, disjoint and ascending.
+        first_row : (n,) int64
+            Row of the resident at which each range starts.
+        indptr : (n_resident + 1,) int64
+            Row offsets of the resident.
+        """
+        elements = self.indptr[ranges]
+        dest = indptr[first_row]
+        is_filled = elements[:, 0] < elements[:, 1]
+        elements, dest = elements[is_filled], dest[is_filled]
+        if not len(elements):
+            return []
+        return [plan_read(self.data, elements, dest, "data"), plan_read(self.indices, elements, dest, "indices", self.n_vars)]
+
+    def chunk_edges(self) -> NDArray[np.int64]:
+        """Return row edges snapped to the chunk grid of `data`: rising, from 0 to n_rows.
+
+        A row that lies across a chunk's edge goes to the block before it, which then needs only the head of the next chunk.
+        """
+        itemsize = self.data.dtype.itemsize
+        step = CONTIGUOUS_BLOCK // itemsize if self.data.is_raw else self.data.chunk_shape[0]
+        starts = np.arange(0, int(self.indptr[-1]), max(1, step), dtype=np.int64)
+        edges = np.searchsorted(self.indptr, starts, side="left")
+        return np.unique(np.concatenate([[0], edges, [self.n_rows]]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseMatrix:
+    """A dense 2-D matrix on disk."""
+
+    X: ArrayLayout
+
+    kind = "dense"
+
+    @property
+    def n_rows(self) -> int:
+        """Rows."""
+        return self.X.shape[0]
+
+    @property
+    def n_vars(self) -> int:
+        """Columns."""
+        return self.X.shape[1]
+
+    @property
+    def layouts(self) -> tuple[ArrayLayout, ...]:
+        """The stored arrays."""
+        return (self.X,)
+
+    def plan_reads(self, ranges: NDArray[np.int64], first_row: NDArray[np.int64], indptr: object = None) -> list[ArrayRead]:
+        """Plan the reads of row ranges; parameters as for `CsrMatrix.plan_reads`."""
+        del indptr
+        return [plan_read(self.X, ranges, first_row, "X")] if self.n_vars else []
+
+    def chunk_edges(self) -> NDArray[np.int64]:
+        """Return row edges snapped to the chunk grid: rising, from 0 to n_rows."""
+        row_nbytes = max(1, self.n_vars * self.X.dtype.itemsize)
+        step = max(1, CONTIGUOUS_BLOCK // row_nbytes) if self.X.is_raw else self.X.chunk_shape[0]
+        return np.unique(np.append(np.arange(0, self.n_rows, step, dtype=np.int64), self.n_rows))
+
+
+Matrix = CsrMatrix | DenseMatrix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """Cells of one or more files as one table.
+
+    Attributes
+    ----------
+    matrices
+        One per file, all of one kind and width.
+    paths
+        The files' names, for errors.
+    var_names : (n_vars,) object
+        Gene names.
+    obs
+        The chosen columns.
+    sources
+        What is held open.
+    """
+
+    matrices: tuple[Matrix, ...]
+    paths: tuple[str, ...]
+    var_names: NDArray[np.object_]
+    obs: Mapping[str, ObsColumn]
+    sources: tuple[Source, ...]
+
+    @property
+    def kind(self) -> str:
+        """``"csr"`` or ``"dense"``."""
+        return self.matrices[0].kind
+
+    @property
+    def n_obs(self) -> int:
+        """Cells over all files."""
+        return sum(self.file_rows)
+
+    @property
+    def n_vars(self) -> int:
+        """Genes."""
+        return self.matrices[0].n_vars
+
+    @property
+    def file_rows(self) -> tuple[int, ...]:
+        """Cells per file."""
+        return tuple(m.n_rows for m in self.matrices)
+
+    def recipe(self, ranges: NDArray[np.int64]) -> Recipe:
+        """Return what must be read and decoded to make rows resident.
+
+        Parameters
+        ----------
+        ranges : (n, 2) int64
+            Global row ranges, disjoint and ascending; the resident holds their rows in this order.
+        """
+        file_start = np.concatenate([[0], np.cumsum(self.file_rows)])
+        parts = [self._within(ranges, int(lo), int(hi)) for lo, hi in zip(file_start, file_start[1:], strict=False)]
+        n_rows = int((ranges[:, 1] - ranges[:, 0]).sum())
+        indptr = self._resident_indptr(parts, n_rows) if self.kind == "csr" else None
+        reads: list[ArrayRead] = []
+        row = 0
+        for matrix, part in zip(self.matrices, parts, strict=True):
+            lengths = part[:, 1] - part[:, 0]
+            first_row = row + np.cumsum(lengths) - lengths
+            if len(part):
+                reads += matrix.plan_reads(part, first_row, indptr)  # type: ignore[arg-type]
+            row += int(lengths.sum())
+        return Recipe(self.kind, n_rows, self.n_vars, indptr, tuple(reads))
+
+    def chunk_edges(self) -> NDArray[np.int64]:
+        """Return row edges snapped to storage chunks, over all files: rising, from 0 to n_obs."""
+        edges, start = [np.zeros(1, dtype=np.int64)], 0
+        for matrix in self.matrices:
+            edges.append(matrix.chunk_edges()[1:] + start)
+            start += matrix.n_rows
+        return np.unique(np.concatenate(edges))
+
+    def close(self) -> None:
+        """Close the files."""
+        for source in self.sources:
+            source.close()
+
+    def check_unchanged(self) -> None:
+        """Raise ReadError where a file was changed in place since it was opened."""
+        for source in self.sources:
+            source.check_unchanged()
+
+    @staticmethod
+    def _within(ranges: NDArray[np.int64], lo: int, hi: int) -> NDArray[np.int64]:
+        """Return the parts of ranges inside lo..hi, counted from lo."""
+        first = int(np.searchsorted(ranges[:, 1], lo, side="right"))
+        last = int(np.searchsorted(ranges[:, 0], hi, side="left"))
+        return np.asarray(ranges[first:last].clip(lo, hi) - lo)
+
+    def _resident_indptr(self, parts: Sequence[NDArray[np.int64]], n_rows: int) -> NDArray[np.int64]:
+        indptr = np.zeros(n_rows + 1, dtype=np.int64)
+        row = 0
+        for matrix, part in zip(self.matrices, parts, strict=True):
+            assert isinstance(matrix, CsrMatrix)  # noqa: S101 - narrows the type; `kind` is checked in concat()
+            rows = expand_ranges(part)
+            indptr[row + 1 : row + 1 + rows.size] = matrix.indptr[rows + 1] - matrix.indptr[rows]
+            row += rows.size
+        return np.cumsum(indptr, out=indptr)
+
+
+def concat(stores: Sequence[Store]) -> Store:
+    """Return several stores with the same genes as one, rows numbered through in the order given.
+
+    Raises
+    ------
+    StoreError
+        Genes, kinds or types of obs columns differ.
+    """
+    first = stores[0]
+    for store in stores[1:]:
+        _check_alike(first, store)
+    obs = {name: _concat_column(name, stores) for name in first.obs}
+    return Store(
+        matrices=tuple(m for s in stores for m in s.matrices),
+        paths=tuple(p for s in stores for p in s.paths),
+        var_names=first.var_names,
+        obs=obs,
+        sources=tuple(x for s in stores for x in s.sources),
+    )
+
+
+def _check_alike(first: Store, other: Store) -> None:
+    if other.kind != first.kind:
+        raise StoreError(
+            f"{other.paths[0]}: its matrix is {other.kind} but that of {first.paths[0]} is {first.kind}; open them apart, or "
+            "rewrite one so that both are alike."
+        )
+    if other.n_vars != first.n_vars:
+        raise StoreError(
+            f"{other.paths[0]}: it has {other.n_vars} genes but {first.paths[0]} has {first.n_vars}; several files must have the "
+            "same genes in the same order: subset them to their common genes first."
+        )
+    differing = np.flatnonzero(first.var_names != other.var_names)
+    if differing.size:
+        i = int(differing[0])
+        raise StoreError(
+            f"{other.paths[0]}: gene {i} is {other.var_names[i]!r} but in {first.paths[0]} it is {first.var_names[i]!r}; several "
+            "files must have the same genes in the same order: subset them to their common genes first."
+        )
+
+
+def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
+    columns = [s.obs[name] for s in stores]
+    if len(columns) == 1:
+        return columns[0]
+    has_categories = {c.categories is not None for c in columns}
+    if len(has_categories) > 1:
+        odd = next(s for s in stores if (s.obs[name].categories is None) != (columns[0].categories is None))
+        raise StoreError(
+            f"{odd.paths[0]}: obs column {name!r} holds {'numbers' if odd.obs[name].categories is None else 'categories'}, unlike "
+            f"in {stores[0].paths[0]}; make the column's type the same in all files."
+        )
+    if not has_categories.pop():
+        return ObsColumn(np.concatenate([c.values for c in columns]))
+    place: dict[object, int] = {}
+    codes = []
+    for column in columns:
+        assert column.categories is not None  # noqa: S101 - narrows the type; checked just above
+        new = np.array([place.setdefault(c, len(place)) for c in column.categories] + [-1], dtype=np.int32)
+        codes.append(new[column.values])  # type: ignore[index]
+    categories = np.empty(len(place), dtype=object)
+    categories[:] = list(place)
+    return ObsColumn(np.concatenate(codes), categories)

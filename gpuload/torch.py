@@ -1,0 +1,111 @@
+"""PyTorch front: a `Loader` as an IterableDataset. The home of torch.
+
+It only turns arrays into tensors over the same memory: no shuffling, sharding, prefetching or batching here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gpuload.errors import MissingDependencyError, PlanError
+
+try:
+    import torch
+    from torch.utils.data import IterableDataset, get_worker_info
+except ImportError as error:
+    raise MissingDependencyError("torch", "gpuload.torch", "torch") from error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpuload.loader import Loader
+
+
+class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
+    """Minibatches of a loader as dicts of tensors.
+
+    Use it alone, or with ``DataLoader(dataset, batch_size=None)``. Each iteration is the loader's next epoch.
+
+    Parameters
+    ----------
+    loader
+        Made by `gpuload.open_loader`.
+    dtype
+        None keeps the loader's; ``torch.bfloat16`` (or its name) converts each dense minibatch, which costs one more pass over it.
+
+    Yields
+    ------
+    dict
+        ``"X"``: (n, n_vars) tensor over the loader's memory (no copy), or a sparse CSR tensor where the loader's output is ``"csr"``;
+        one tensor of shape (n,) for each obs column, under its name; ``"rows"``: (n,) int64 global row numbers.
+
+    Raises
+    ------
+    PlanError
+        `dtype` cannot be had; an obs column is named as one of the other entries; or the dataset is iterated in a DataLoader worker.
+    """
+
+    def __init__(self, loader: Loader, dtype: torch.dtype | str | None = None) -> None:
+        super().__init__()
+        taken = [name for name in loader.obs_dtypes if name in ("X", "rows")]
+        if taken:
+            raise PlanError(f"obs column {taken[0]!r} has the name of another entry of the minibatch; rename it in the file.")
+        self._loader = loader
+        self._dtype = _torch_dtype(dtype, loader)
+
+    @property
+    def loader(self) -> Loader:
+        """The loader."""
+        return self._loader
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that of `epoch`; see `Loader.set_epoch`."""
+        self._loader.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Minibatches of an epoch."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Start the loader's next epoch."""
+        if get_worker_info() is not None:
+            raise PlanError(_NO_WORKERS)
+        return self._tensors()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise PlanError(_NO_WORKERS)
+
+    def _tensors(self) -> Iterator[dict[str, torch.Tensor]]:
+        for batch in self._loader:
+            X = _csr_tensor(batch.X) if self._loader.output == "csr" else torch.from_numpy(batch.X)
+            if self._dtype is not None:
+                X = X.to(self._dtype)
+            obs = {name: torch.from_numpy(values) for name, values in batch.obs.items()}
+            yield {"X": X, **obs, "rows": torch.from_numpy(batch.rows)}
+
+
+_NO_WORKERS = (
+    "num_workers: CellDataset is read in the training process, by native threads that hold no GIL; worker processes would only copy every "
+    "minibatch once more. Use DataLoader(dataset, batch_size=None, num_workers=0)."
+)
+
+
+def _torch_dtype(dtype: torch.dtype | str | None, loader: Loader) -> torch.dtype | None:
+    """Return the dtype to convert to, or None where minibatches have it already."""
+    if dtype is None or str(dtype).removeprefix("torch.") == loader.dtype:
+        return None
+    if str(dtype).removeprefix("torch.") != "bfloat16":
+        raise PlanError(f"dtype={dtype!r}: expected torch.bfloat16 or None; give other dtypes to open_loader(dtype=...).")
+    if loader.output == "csr":
+        raise PlanError(f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype=None or output='dense'.")
+    return torch.bfloat16
+
+
+def _csr_tensor(matrix: Any) -> torch.Tensor:
+    return torch.sparse_csr_tensor(
+        torch.from_numpy(matrix.indptr),
+        torch.from_numpy(matrix.indices),
+        torch.from_numpy(matrix.data),
+        size=matrix.shape,
+        check_invariants=False,
+    )

@@ -1,0 +1,243 @@
+"""Frozen values that cross a stage boundary. Pure data: no I/O, no device, no policy.
+
+`Fetch` goes from the plan to the store, `Recipe` from the store to the backend, `Form` from the settings to the backend,
+`Batch` from the loader to the consumer. A recipe is struct-of-arrays, not a list of objects, so that one native call can
+carry out thousands of reads and decodes without touching Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from gpuload.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from gpuload.layout import ArrayLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """What is done to a cell's values on their way into a minibatch; fused into the gather.
+
+    Equals scanpy's ``normalize_total(target_sum=...)`` followed by ``log1p``: the values of a cell are scaled so that their
+    total over *all* stored genes is `target_sum` (before any selection of genes), then ``log(1 + x)`` is taken.
+    A cell whose total is 0 is left as it is.
+
+    Parameters
+    ----------
+    target_sum
+        Total per cell after scaling; None means no scaling.
+    log1p
+        Whether to take ``log(1 + x)`` of the (scaled) values.
+
+    Raises
+    ------
+    PlanError
+        `target_sum` is not a finite number above 0.
+
+    References
+    ----------
+    .. [1] Wolf, Angerer, Theis, "SCANPY: large-scale single-cell gene expression data analysis", Genome Biology 2018,
+       doi:10.1186/s13059-017-1382-0 (``pp.normalize_total``, ``pp.log1p``).
+    """
+
+    target_sum: float | None = 1e4
+    log1p: bool = True
+
+    def __post_init__(self) -> None:
+        if self.target_sum is not None and not (np.isfinite(self.target_sum) and self.target_sum > 0):
+            raise PlanError(
+                f"Transform(target_sum={self.target_sum!r}): expected a finite number above 0, or None for no scaling."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form in which rows are handed over: which columns, what arithmetic, which container.
+
+    Attributes
+    ----------
+    output
+        ``"dense"`` or ``"csr"``.
+    dtype
+        ``"float32"`` or ``"float16"`` (dense only).
+    n_cols
+        Width of what is handed over.
+    columns : (n_vars,) int32, optional
+        For every stored column its place in the output, or -1 where it is not wanted. None keeps all.
+    transform
+        Arithmetic on the values, or None.
+    """
+
+    output: str
+    dtype: str
+    n_cols: int
+    columns: NDArray[np.int32] | None = None
+    transform: Transform | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetch:
+    """Rows that are resident at one time, and the order in which they are handed over.
+
+    Attributes
+    ----------
+    ranges : (n_ranges, 2) int64
+        Half-open global row ranges in ascending order; disjoint and not adjacent. The resident holds their rows in this order.
+    positions : (n_rows,) int32
+        Row numbers within the resident, in the order of hand-over; a permutation.
+    """
+
+    ranges: NDArray[np.int64]
+    positions: NDArray[np.int32]
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows resident."""
+        return int(self.positions.size)
+
+    def rows(self) -> NDArray[np.int64]:
+        """Return the global row number of every resident row, shape (n_rows,), ascending."""
+        return expand_ranges(self.ranges)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayRead:
+    """What must be read and decoded of one stored array, in struct-of-arrays form.
+
+    An extent is one contiguous byte range of the source, read by one call; it holds one or more stored chunks, in the order of
+    their offsets; a chunk holds one or more pieces that are wanted, in the order of their place in the chunk. Every chunk occurs
+    once. Elements are counted in items of the array's dtype.
+
+    Attributes
+    ----------
+    layout
+        Where the array lies and how its chunks are encoded.
+    target
+        Which array of the resident is filled: ``"data"``, ``"indices"`` or ``"X"``.
+    limit
+        Column numbers must be below it; -1 where the elements are values.
+    extent_offset, extent_nbytes : (n_extents,) int64
+        Byte ranges of the source.
+    extent_chunks : (n_extents + 1,) int64
+        Chunks of extent e are ``extent_chunks[e]:extent_chunks[e + 1]``.
+    chunk_id, chunk_offset, chunk_nbytes : (n_chunks,) int64
+        Number of the chunk in the layout, its first byte in the source, its stored size; size 0 is an absent chunk, which decodes to the fill value.
+    chunk_mask : (n_chunks,) uint32
+        HDF5's filter mask: bit k set means that filter k was skipped for this chunk.
+    chunk_pieces : (n_chunks + 1,) int64
+        Pieces of chunk c are ``chunk_pieces[c]:chunk_pieces[c + 1]``.
+    piece_src, piece_dest, piece_width, piece_rows : (n_pieces,) int64
+        A piece is `piece_rows` runs of `piece_width` elements: the first at `piece_src` in the decoded chunk and `piece_dest` in the resident's
+        array, the following `layout.src_stride` and `layout.dest_stride` elements further on.
+    """
+
+    layout: ArrayLayout
+    target: str
+    limit: int
+    extent_offset: NDArray[np.int64]
+    extent_nbytes: NDArray[np.int64]
+    extent_chunks: NDArray[np.int64]
+    chunk_id: NDArray[np.int64]
+    chunk_offset: NDArray[np.int64]
+    chunk_nbytes: NDArray[np.int64]
+    chunk_mask: NDArray[np.uint32]
+    chunk_pieces: NDArray[np.int64]
+    piece_src: NDArray[np.int64]
+    piece_dest: NDArray[np.int64]
+    piece_width: NDArray[np.int64]
+    piece_rows: NDArray[np.int64]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read from the source."""
+        return int(self.extent_nbytes.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """All that must be done to make one fetch resident. Pure data.
+
+    Attributes
+    ----------
+    kind
+        ``"csr"`` or ``"dense"``.
+    n_rows, n_vars
+        Shape of the resident.
+    indptr : (n_rows + 1,) int64, optional
+        Row offsets of the resident, for CSR.
+    reads
+        The arrays to read; for several files, several per target.
+    """
+
+    kind: str
+    n_rows: int
+    n_vars: int
+    indptr: NDArray[np.int64] | None
+    reads: tuple[ArrayRead, ...]
+
+    @property
+    def nnz(self) -> int:
+        """Stored values of the resident; for dense data n_rows * n_vars."""
+        return self.n_rows * self.n_vars if self.indptr is None else int(self.indptr[-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One minibatch.
+
+    Attributes
+    ----------
+    X : (n, n_vars) array or CSR matrix
+        Values, on the loader's device; owned by the consumer, who may keep it or write into it.
+    obs
+        The chosen columns of obs, each of shape (n,): int32 codes for categorical and string columns (-1 = missing), values otherwise.
+    rows : (n,) int64
+        Global row numbers, in the order of the paths given.
+    """
+
+    X: Any
+    obs: Mapping[str, Any]
+    rows: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return int(self.rows.size)
+
+
+class Source(Protocol):
+    """Where bytes lie: a file, an object, a buffer in memory."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it: a path or an address."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+    def fileno(self) -> int:
+        """Return a descriptor for positional reads, or -1 where there is none and `read_into` must be used."""
+
+    def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
+        """Fill `buffer` from byte `offset` on; return the bytes got, fewer only at the end or on a fault."""
+
+    def check_unchanged(self) -> None:
+        """Raise ReadError where the bytes are no longer those that were opened."""
+
+    def close(self) -> None:
+        """Give back what is held open; later reads are errors."""
+
+
+def expand_ranges(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the integers of half-open ranges, shape (n, 2), one range after the other."""
+    lengths = ranges[:, 1] - ranges[:, 0]
+    ends = np.cumsum(lengths)
+    shift = ranges[:, 0] - (ends - lengths)
+    return np.repeat(shift, lengths) + np.arange(ends[-1] if ends.size else 0, dtype=np.int64)
