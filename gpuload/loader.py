@@ -178,26 +178,26 @@ class Loader:
 
     def _epoch(self, plan: Plan) -> Generator[Batch, None, None]:
         """Yield the minibatches of one epoch, in order, with loads and takes under way ahead of the consumer."""
-        self._store.check_unchanged()
+        ahead = self._backend.takes_ahead
         indices = iter(range(plan.n_fetches))
         loads: deque[_Load] = deque()
         takes: deque[_Take] = deque()
         try:
-            for index in islice(indices, self._prefetch):
-                loads.append(self._start_load(plan, index))
+            loads.extend(self._start_load(plan, index) for index in islice(indices, self._prefetch))
             while loads:
                 load = loads.popleft()
                 while takes and not load.pending.done():
                     yield self._hand_over(takes.popleft())
                 with self.stats.timed("wait_s"):
                     resident = load.pending.result()
-                for index in islice(indices, 1):
-                    self._store.check_unchanged()
-                    loads.append(self._start_load(plan, index))
-                for start in range(0, load.positions.size, plan.batch_size):
+                starts = range(0, load.positions.size, plan.batch_size)
+                for i, start in enumerate(starts):
                     takes.append(self._start_take(load, resident, start))
-                    while len(takes) > self._backend.takes_ahead:
+                    while len(takes) > ahead:
                         yield self._hand_over(takes.popleft())
+                    # Not before the last take of the fetch before is handed over: its resident's memory is used again.
+                    if i == min(ahead, len(starts) - 1):
+                        loads.extend(self._start_load(plan, index) for index in islice(indices, 1))
                 del resident, load
             while takes:
                 yield self._hand_over(takes.popleft())
@@ -206,6 +206,7 @@ class Loader:
                 item.pending.cancel()
 
     def _start_load(self, plan: Plan, index: int) -> _Load:
+        self._store.check_unchanged()
         with self.stats.timed("plan_s"):
             fetch = plan.fetch(index)
             recipe = self._store.recipe(fetch.ranges)

@@ -57,14 +57,15 @@ class HostResident:
     Attributes
     ----------
     indptr, indices, data
-        CSR: int64 (n_rows + 1,), int32 and float32 (nnz,).
+        CSR: int64 (n_rows + 1,), uint16 or int32 (nnz,), float32 (nnz,). Column numbers below 2**16 take 2 bytes: a quarter less memory
+        for what waits.
     X
         Dense: (n_rows, n_vars) float32.
     """
 
     n_rows: int
     indptr: NDArray[np.int64] | None = None
-    indices: NDArray[np.int32] | None = None
+    indices: NDArray[np.uint16] | NDArray[np.int32] | None = None
     data: NDArray[np.float32] | None = None
     X: NDArray[np.float32] | None = None
 
@@ -142,7 +143,7 @@ class CpuBackend:
         self._loads = ThreadPoolExecutor(n, thread_name_prefix="gpuload-load")
         self._takes = ThreadPoolExecutor(n, thread_name_prefix="gpuload-take")
         self._scratch = _Scratch()
-        self._residents = BufferPool(max_idle=4)
+        self._residents = BufferPool(max_idle=2)
         self._outputs = BufferPool(max_idle=self.takes_ahead + 3)
         self._has_warned_of_rounding = False
 
@@ -175,7 +176,7 @@ class CpuBackend:
         return HostResident(
             recipe.n_rows,
             indptr=recipe.indptr,
-            indices=self._residents.array((recipe.nnz,), np.int32),
+            indices=self._residents.array((recipe.nnz,), np.uint16 if recipe.n_vars <= 1 << 16 else np.int32),
             data=self._residents.array((recipe.nnz,), np.float32),
         )
 

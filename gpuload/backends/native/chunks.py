@@ -249,7 +249,7 @@ def decode_chunks(
         Workspace of the inflater.
     first, second : uint8
         Scratch of `full_nbytes` and the inflater's slack; `first_typed`, `second_typed` are the same memory in the stored dtype.
-    out : float32 or int32
+    out : float32, or uint16 or int32 for column numbers
         The resident's array, flat.
     status : (3,) int64
         Out: decoded bytes; chunks decoded only in part; whether an integer was rounded.

@@ -102,7 +102,7 @@ def densify_csr(
     positions : (n,) int32
         Resident rows, in the order wanted.
     indptr, indices, data
-        The resident: int64, int32, float32; column numbers already checked.
+        The resident: int64, uint16 or int32, float32; column numbers already checked.
     columns : (n_vars,) int32
         Place of every stored column, -1 = not wanted; empty: all, as they are.
     target_sum, log1p
@@ -127,9 +127,9 @@ def densify_csr(
             scale = row_scale(data, start, stop, target_sum)
             known[:] = -1.0
         for k in range(start, stop):
-            column = indices[np.uint64(k)]
+            column = np.int64(indices[np.uint64(k)])
             if columns.size:
-                column = columns[np.uint64(column)]
+                column = np.int64(columns[np.uint64(column)])
                 if column < 0:
                     continue
             value = data[np.uint64(k)]
@@ -149,7 +149,6 @@ def gather_dense(
     has_transform = log1p or target_sum != 0.0
     for r in range(positions.size):
         row = X[positions[r]]
-        out[r, :] = 0
         is_bad = False
         scale = 1.0
         if has_transform:
@@ -158,12 +157,13 @@ def gather_dense(
         for k in range(row.size):
             column = k
             if columns.size:
-                column = columns[k]
+                column = np.int64(columns[k])
                 if column < 0:
                     continue
             value = row[k]
             if has_transform:
                 value = transformed(value, scale, log1p, known)
+            out[np.uint64(r), np.uint64(column)] = 0
             is_bad |= add_at(out, r, column, value)
         if is_bad:
             return r
@@ -208,9 +208,9 @@ def gather_csr(
             scale = row_scale(data, start, stop, target_sum)
             known[:] = -1.0
         for k in range(start, stop):
-            column = indices[np.uint64(k)]
+            column = np.int64(indices[np.uint64(k)])
             if columns.size:
-                column = columns[np.uint64(column)]
+                column = np.int64(columns[np.uint64(column)])
                 if column < 0:
                     continue
             value = data[np.uint64(k)]
