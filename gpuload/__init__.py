@@ -83,10 +83,11 @@ def open_loader(
     batch_size
         Cells per minibatch.
     block_size
-        Consecutive cells read together, the unit of shuffling on disk; 1 is true random sampling; ``"chunk"`` snaps the edges to
-        the file's own chunks, which is the fastest.
+        Consecutive cells read together, the unit of shuffling on disk; 1 is true random sampling; ``"chunk"`` snaps
+        the edges to the file's own chunks, which is the fastest.
     fetch_factor
-        Minibatches per fetch: ``batch_size * fetch_factor`` cells are resident at one time and shuffled among each other.
+        Minibatches per fetch: ``batch_size * fetch_factor`` cells are resident at one time and shuffled among each
+        other.
     shuffle
         False hands the cells over as they lie in the files.
     seed
@@ -112,9 +113,9 @@ def open_loader(
     num_threads
         Native threads that read and decode; None takes one per core that this process may use.
     verify
-        When the file's checksums are verified: ``"once"`` per stored chunk since the file was opened, before anything from that chunk
-        is handed over (later only as much of it is inflated as is needed); ``"always"``, each time; ``"never"``, which stops inflating at the last byte needed from
-        the start.
+        When the file's checksums are verified: ``"once"`` per stored chunk since the file was opened, before anything
+        from that chunk is handed over (later only as much of it is inflated as is needed); ``"always"``, each time;
+        ``"never"``, which stops inflating at the last byte needed from the start.
 
     Returns
     -------
@@ -149,7 +150,9 @@ def open_loader(
     try:
         columns, var_names = _select_genes(genes, store)
         form = Form(output, dtype, var_names.size, columns, transform)
-        plan = Plan(store.file_rows, batch_size, fetch_factor, _strategy(shuffle, block_size, store), seed, 0, drop_last)
+        plan = Plan(
+            store.file_rows, batch_size, fetch_factor, _strategy(shuffle, block_size, store), seed, 0, drop_last
+        )
         return Loader(store, backend, plan, form, var_names, prefetch)
     except BaseException:
         backend.close()
@@ -164,14 +167,16 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def _check_dtype(dtype: Any, output: str) -> str:
     try:
-        name = np.dtype(dtype).name
+        name = str(np.dtype(dtype).name)
     except TypeError:
         name = str(dtype)
     if name not in ("float32", "float16"):
         cure = "; for bfloat16 use gpuload.torch.CellDataset(loader, dtype='bfloat16')" if "bfloat16" in name else ""
         raise PlanError(f"dtype={dtype!r}: expected 'float32' or 'float16'{cure}.")
     if output == "csr" and name != "float32":
-        raise PlanError(f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype='float32' or output='dense'.")
+        raise PlanError(
+            f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype='float32' or output='dense'."
+        )
     return name
 
 
@@ -191,7 +196,9 @@ def _select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, N
         raise PlanError(f"genes={genes!r}: expected a list of gene names or a mask, for example genes=[{genes!r}].")
     wanted = np.asarray(genes)
     if wanted.ndim != 1:
-        raise PlanError(f"genes has {wanted.ndim} dimensions; expected a list of gene names or a mask with one entry per gene.")
+        raise PlanError(
+            f"genes has {wanted.ndim} dimensions; expected a list of gene names or a mask with one entry per gene."
+        )
     if wanted.dtype == bool:
         if wanted.size != store.n_vars:
             raise PlanError(f"genes is a mask of {wanted.size} entries but the matrix has {store.n_vars} genes.")
@@ -216,11 +223,16 @@ def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
         place[name] = i
     unknown = [n for n in names if n not in place]
     if unknown:
-        raise PlanError(f"genes: {unknown[0]!r} is not a gene of {store.paths[0]} ({len(unknown)} of {len(names)} are not); see loader.var_names.")
+        raise PlanError(
+            f"genes: {unknown[0]!r} is not a gene of {store.paths[0]} ({len(unknown)} of {len(names)} are not); see "
+            "loader.var_names."
+        )
     twice = [n for i, n in enumerate(names) if n in names[:i]] if len(set(names)) < len(names) else []
     if twice:
         raise PlanError(f"genes: {twice[0]!r} is given twice; give every gene once.")
     unclear = [n for n in names if n in repeated]
     if unclear:
-        raise PlanError(f"genes: {unclear[0]!r} stands more than once in {store.paths[0]}; choose genes by a mask instead.")
+        raise PlanError(
+            f"genes: {unclear[0]!r} stands more than once in {store.paths[0]}; choose genes by a mask instead."
+        )
     return np.array([place[n] for n in names], dtype=np.int64)

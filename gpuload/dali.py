@@ -1,7 +1,7 @@
 """DALI front: a `Loader` as an external source of a pipeline. The home of nvidia.dali.
 
-It only hands arrays to DALI: no shuffling, sharding, prefetching or batching here. DALI calls the source in the thread that runs the
-pipeline, and all the source does is to take a ready minibatch from the loader.
+It only hands arrays to DALI: no shuffling, sharding, prefetching or batching here. DALI calls the source in the thread
+that runs the pipeline, and all the source does is to take a ready minibatch from the loader.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def cells(loader: Loader) -> list[Any]:
     Returns
     -------
     list of DataNode
-        ``X`` (a sample is a row of n_vars), one scalar per cell for each obs column, and the row number, in the order of `output_names`.
+        ``X`` (a sample is a row of n_vars), one scalar per cell for each obs column, and the row number, in the order
+        of `output_names`.
 
     Raises
     ------
@@ -74,14 +75,20 @@ def cells(loader: Loader) -> list[Any]:
 
     Notes
     -----
-    At the end of an epoch the pipeline raises StopIteration; ``pipeline.reset()`` starts the next. The last minibatch may be
-    short, which DALI hands on as it is. The loader's buffers are copied by DALI's CPU pipeline.
+    At the end of an epoch the pipeline raises StopIteration; ``pipeline.reset()`` starts the next. The last minibatch
+    may be short, which DALI hands on as it is. The loader's buffers are copied by DALI's CPU pipeline.
     """
     if loader.output != "dense":
-        raise PlanError("output='csr': DALI has no sparse type; open the loader with output='dense', or use gpuload.torch.CellDataset.")
+        raise PlanError(
+            "output='csr': DALI has no sparse type; open the loader with output='dense', or use "
+            "gpuload.torch.CellDataset."
+        )
     unknown = [n for n, d in loader.obs_dtypes.items() if d.name not in _DALI_TYPES]
     if unknown:
-        raise PlanError(f"obs column {unknown[0]!r} has dtype {loader.obs_dtypes[unknown[0]]}, which DALI has no type for; leave it out.")
+        raise PlanError(
+            f"obs column {unknown[0]!r} has dtype {loader.obs_dtypes[unknown[0]]}, which DALI has no type for; "
+            "leave it out."
+        )
     dtypes = [loader.dtype, *(d.name for d in loader.obs_dtypes.values()), "int64"]
     return list(
         fn.external_source(
@@ -108,15 +115,17 @@ def cell_pipeline(loader: Loader) -> Pipeline:
 class CellIterator:
     """Minibatches through a DALI pipeline into PyTorch; iterates like ``DALIGenericIterator``.
 
-    Each step gives a list with one dict of CPU tensors, named as in `output_names`. At the end of an epoch StopIteration is raised and
-    `reset` (called by a new ``iter()`` too) starts the next; the last short minibatch is delivered.
+    Each step gives a list with one dict of CPU tensors, named as in `output_names`. At the end of an epoch
+    StopIteration is raised and `reset` (called by a new ``iter()`` too) starts the next; the last short minibatch is
+    delivered.
 
     Parameters
     ----------
     loader
         Made by `gpuload.open_loader` with dense output.
     pipeline
-        A pipeline whose outputs are those of `cells(loader)`, augmented as you like, in the same order; None makes a plain one.
+        A pipeline whose outputs are those of `cells(loader)`, augmented as you like, in the same order; None makes a
+        plain one.
     output_names
         Names of the pipeline's outputs where they are others than those of `cells`.
 
@@ -156,7 +165,7 @@ class CellIterator:
     def __next__(self) -> list[dict[str, Any]]:
         """Return the next minibatch: a list of one dict of tensors."""
         try:
-            return next(self._iterator)  # type: ignore[no-any-return]
+            return next(self._iterator)
         except StopIteration:
             self._has_ended = True
             raise

@@ -8,8 +8,8 @@
     ├─ DeviceError(RuntimeError)        the device refused: out of memory, no such device, failed launch
     └─ MissingDependencyError(ImportError)   names the package, the feature and the pip command
 
-Each class is also the built-in kind of its failure, so code that knows nothing of gpuload can catch it. A message is one
-sentence: which argument or file, what was found, what is allowed, what to do.
+Each class is also the built-in kind of its failure, so code that knows nothing of gpuload can catch it. A message is
+one sentence: which argument or file, what was found, what is allowed, what to do.
 """
 
 from __future__ import annotations
@@ -43,5 +43,7 @@ class MissingDependencyError(GpuloadError, ImportError):
     """A package that the wanted feature needs is not installed."""
 
     def __init__(self, package: str, feature: str, extra: str) -> None:
-        super().__init__(f"{feature} needs {package}, which is not installed; install it with: pip install 'gpuload[{extra}]'")
+        super().__init__(
+            f"{feature} needs {package}, which is not installed; install it with: pip install 'gpuload[{extra}]'"
+        )
         self.package = package

@@ -1,4 +1,6 @@
-"""Where a stored array lies and how its chunks are encoded; element ranges -> coalesced extents and decodes. Pure NumPy.
+"""Where a stored array lies and how its chunks are encoded: element ranges -> coalesced extents and decodes.
+
+Pure NumPy: nothing is read here.
 
 Requirements this module answers
 --------------------------------
@@ -35,7 +37,8 @@ class Filter:
     Attributes
     ----------
     name
-        ``"deflate"``, ``"shuffle"``, ``"fletcher32"``, ``"lzf"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, ``"bitshuffle"`` ...
+        ``"deflate"``, ``"shuffle"``, ``"fletcher32"``, ``"lzf"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, ``"bitshuffle"``
+        ...
     values
         The filter's client data, as stored.
     """
@@ -61,7 +64,8 @@ class ArrayLayout:
     chunk_shape
         Elements per chunk along each axis; the shape itself for contiguous storage.
     chunk_offset, chunk_nbytes : (n_chunks,) int64
-        First byte and stored size of every chunk in C order of the chunk grid; size 0 is a chunk that was never written.
+        First byte and stored size of every chunk in C order of the chunk grid; size 0 is a chunk that was never
+        written.
     chunk_mask : (n_chunks,) uint32
         Filters skipped per chunk.
     filters
@@ -81,7 +85,8 @@ class ArrayLayout:
     filters: tuple[Filter, ...] = ()
     fill_value: float = 0
     verified: NDArray[np.uint8] = field(init=False)
-    """One byte per chunk: 1 once its checksum was found right since the file was opened. The one thing here that changes."""
+    """One byte per chunk: 1 once its checksum was found right since the file was opened. The one thing here that
+    changes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "verified", np.zeros(self.chunk_offset.size, dtype=np.uint8))
@@ -192,7 +197,9 @@ def _pieces_2d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.
     return pieces if n_tiles == 1 else pieces.take(np.argsort(pieces.chunk, kind="stable"))
 
 
-def _coalesce(layout: ArrayLayout, target: str, limit: int, pieces: _Pieces, max_gap: int, max_extent: int) -> ArrayRead:
+def _coalesce(
+    layout: ArrayLayout, target: str, limit: int, pieces: _Pieces, max_gap: int, max_extent: int
+) -> ArrayRead:
     if layout.is_raw:
         pieces, offset, nbytes = _raw_chunks(layout, pieces)
         chunk_id, first_piece = pieces.chunk, np.arange(pieces.chunk.size)
@@ -206,8 +213,10 @@ def _coalesce(layout: ArrayLayout, target: str, limit: int, pieces: _Pieces, max
     if np.any(offset[1:] < offset[:-1]):
         order = np.argsort(offset, kind="stable")
         chunk_id, offset, nbytes = chunk_id[order], offset[order], nbytes[order]
-        pieces = pieces.take(np.repeat(first_piece[order] - (np.cumsum(n_pieces[order]) - n_pieces[order]), n_pieces[order])
-                             + np.arange(pieces.chunk.size))
+        pieces = pieces.take(
+            np.repeat(first_piece[order] - (np.cumsum(n_pieces[order]) - n_pieces[order]), n_pieces[order])
+            + np.arange(pieces.chunk.size)
+        )
         n_pieces = n_pieces[order]
     extent_chunks = _extent_edges(offset, nbytes, max_gap, max_extent)
     ends = offset + nbytes
@@ -247,8 +256,9 @@ def _extent_edges(
 ) -> NDArray[np.int64]:
     """Return the edges that cut chunks, ascending by offset, into extents: (n_extents + 1,) int64.
 
-    An extent ends where the gap to the next chunk is too wide, or where it would grow beyond `max_extent`. The second rule is
-    applied to runs of touching chunks by even cuts, so that no step depends on the one before and all is vectorised.
+    An extent ends where the gap to the next chunk is too wide, or where it would grow beyond `max_extent`. The second
+    rule is applied to runs of touching chunks by even cuts, so that no step depends on the one before and all is
+    vectorised.
     """
     if not offset.size:
         return np.zeros(1, dtype=np.int64)

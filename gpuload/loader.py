@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -48,8 +48,9 @@ class _Take:
 class Loader:
     """Minibatches of cells; iterate over it once per epoch. Made by `gpuload.open_loader`.
 
-    Each ``iter()`` starts the next epoch (the first is 0), also after an early ``break``. One iteration lives at a time: a second
-    ``iter()`` ends the first. Use it in a with-statement, or call `close`, to give back threads, memory and files.
+    Each ``iter()`` starts the next epoch (the first is 0), also after an early ``break``. One iteration lives at a
+    time: a second ``iter()`` ends the first. Use it in a with-statement, or call `close`, to give back threads, memory
+    and files.
 
     Parameters
     ----------
@@ -164,7 +165,7 @@ class Loader:
         self._end_live()
         self._closer()
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -202,8 +203,8 @@ class Loader:
             while takes:
                 yield self._hand_over(takes.popleft())
         finally:
-            for item in (*loads, *takes):
-                item.pending.cancel()
+            for pending in (*(load.pending for load in loads), *(take.pending for take in takes)):
+                pending.cancel()
 
     def _start_load(self, plan: Plan, index: int) -> _Load:
         self._store.check_unchanged()

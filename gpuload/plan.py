@@ -1,4 +1,6 @@
-"""Which rows, in which order: a pure function of (strategy, seed, epoch, sizes). NumPy only; knows no file and no device.
+"""Which rows, in which order: a pure function of (strategy, seed, epoch, sizes).
+
+NumPy only; knows no file and no device.
 
 Requirements this module answers
 --------------------------------
@@ -6,8 +8,8 @@ Requirements this module answers
   ``Generator`` method whose stream NumPy does not promise to keep. Keys come from ``SeedSequence`` (a stated, stable
   algorithm) and everything after that is integer arithmetic written out here.
 - Seeds are mixed, never added: seed 1000 epoch 0 has nothing to do with seed 0 epoch 1.
-- 100 million cells cost no start-up time: the order of blocks is computed by index (a block cipher on the block number), so
-  nothing of the size of the data is ever held. Only blocks of unequal size (``block_size="chunk"``) need a table.
+- 100 million cells cost no start-up time: the order of blocks is computed by index (a block cipher on the number
+  of the block), so nothing of the size of the data is ever held. Only unequal blocks (``"chunk"``) need a table.
 - Resume is arithmetic: fetch i of an epoch is computed without the fetches before it.
 """
 
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_TABLE = 1 << 20
-"""Up to this length a permutation is a table made by sorting random keys (exactly uniform); above it is computed by index."""
+"""Up to this length a permutation is a table made by sorting random keys (exactly uniform); above it is computed by
+index."""
 
 
 def random_keys(n: int, *words: int) -> NDArray[np.uint64]:
@@ -39,7 +42,8 @@ def random_keys(n: int, *words: int) -> NDArray[np.uint64]:
     .. [1] O'Neill, "Developing a seed_seq alternative", 2015 (NumPy's SeedSequence).
     """
     halves = [part for word in words for part in (word & 0xFFFFFFFF, word >> 32)]
-    return np.random.SeedSequence(halves).generate_state(n, np.uint64)
+    state = np.random.SeedSequence(halves).generate_state(n, np.uint64)
+    return np.asarray(state, dtype=np.uint64)
 
 
 def hash64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -47,7 +51,8 @@ def hash64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
     References
     ----------
-    .. [1] Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, doi:10.1145/2660193.2660195
+    .. [1] Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
+    doi:10.1145/2660193.2660195
        (the finalizer of SplitMix64).
     """
     x = x + np.uint64(0x9E3779B97F4A7C15)
@@ -58,14 +63,14 @@ def hash64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def permuted_table(n: int, key: int) -> NDArray[np.int64]:
     """Return a random permutation of range(n) as a table, shape (n,): the order of n hashed keys."""
-    return np.argsort(hash64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)), kind="stable")
+    return np.argsort(hash64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)))  # no ties: the hash is a bijection
 
 
 class Permutation:
     """A random permutation of range(n) whose every element can be computed alone.
 
-    Up to `MAX_TABLE` elements it is a table; above, an unbalanced Feistel network of 8 rounds on the smallest power of two that
-    holds n, walked along its cycle until the value falls below n (fewer than two steps on average).
+    Up to `MAX_TABLE` elements it is a table; above, an unbalanced Feistel network of 8 rounds on the smallest power of
+    two that holds n, walked along its cycle until the value falls below n (fewer than two steps on average).
 
     Parameters
     ----------
@@ -76,8 +81,10 @@ class Permutation:
 
     References
     ----------
-    .. [1] Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, doi:10.1007/3-540-45760-7_9 (cycle walking).
-    .. [2] Luby, Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", SIAM J. Comput. 1988.
+    .. [1] Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, doi:10.1007/3-540-45760-7_9 (cycle
+    walking).
+    .. [2] Luby, Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", SIAM J. Comput.
+    1988.
     """
 
     ROUNDS = 8
@@ -140,8 +147,6 @@ def _mask(bits: np.uint64) -> np.uint64:
 class RowOrder(Protocol):
     """The rows of one epoch as a sequence of row ranges."""
 
-    n_rows: int
-
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the row ranges that stand at places start..stop of the order, shape (n, 2), in that order."""
 
@@ -149,8 +154,6 @@ class RowOrder(Protocol):
 @dataclass(frozen=True)
 class FileOrder:
     """Rows as they lie in the files."""
-
-    n_rows: int
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the one range start..stop, shape (1, 2)."""
@@ -160,9 +163,9 @@ class FileOrder:
 class EqualBlocks:
     """Blocks of `block_size` rows in random order; the last block of each file may be short. Nothing is held per block.
 
-    Place k of the shuffled order holds block ``perm[k]``. Before place k lie ``k * block_size`` rows less what the short blocks
-    among them lack; there is at most one short block per file, so the places of all of them are found once, through the inverse
-    permutation, and a row's place follows by one search among the files.
+    Place k of the shuffled order holds block ``perm[k]``. Before place k lie ``k * block_size`` rows less what the
+    short blocks among them lack; there is at most one short block per file, so the places of all of them are found
+    once, through the inverse permutation, and a row's place follows by one search among the files.
 
     Parameters
     ----------
@@ -176,7 +179,6 @@ class EqualBlocks:
 
     def __init__(self, file_rows: tuple[int, ...], block_size: int, perm_words: tuple[int, ...]) -> None:
         rows = np.array([n for n in file_rows if n], dtype=np.int64)
-        self.n_rows = int(rows.sum())
         self._size = block_size
         blocks = -(-rows // block_size)
         self._file_row = np.concatenate([[0], np.cumsum(rows)])
@@ -203,7 +205,7 @@ class EqualBlocks:
         return _trim(begin, end, skip, stop - start)
 
     def _locate(self, row: int) -> tuple[int, int]:
-        """Return the place of the block that holds the row-th row of the order, and the rows of that block before it."""
+        """Return the place of the block that holds the row-th row of the order, and its rows before that row."""
         passed = int(np.searchsorted(self._short_end, row, side="right"))
         return divmod(row + int(self._lack_before[passed]), self._size)
 
@@ -220,7 +222,6 @@ class UnequalBlocks:
     """
 
     def __init__(self, edges: NDArray[np.int64], perm_words: tuple[int, ...]) -> None:
-        self.n_rows = int(edges[-1])
         self._edges = edges
         n_blocks = edges.size - 1
         self._order = Permutation(n_blocks, *perm_words)[np.arange(n_blocks)] if n_blocks else np.empty(0, np.int64)
@@ -259,8 +260,8 @@ class Sequential:
 
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
-        del key_words
-        return FileOrder(sum(file_rows))
+        del file_rows, key_words
+        return FileOrder()
 
     is_shuffled = False
 
@@ -274,11 +275,13 @@ class BlockShuffle:
     block_size
         Rows per block; 1 is true random sampling.
     edges : (n_blocks + 1,) int64, optional
-        Row edges of the blocks where they are not to be of equal size (snapped to storage chunks); `block_size` is then not used.
+        Row edges of the blocks where they are not to be of equal size (snapped to storage chunks); `block_size` is
+        then not used.
 
     References
     ----------
-    .. [1] D'Ascenzo, Cultrera di Montesano, "scDataset: scalable data loading for deep learning on large-scale single-cell omics",
+    .. [1] D'Ascenzo, Cultrera di Montesano, "scDataset: scalable data loading for deep learning on large-scale
+    single-cell omics",
        arXiv:2506.01883, 2025 (block sampling with batched fetching).
     """
 
@@ -304,9 +307,9 @@ _BLOCKS, _ROWS = 1, 2
 class Plan:
     """The order of one epoch, cut into fetches and minibatches.
 
-    The blocks, in their shuffled order, are concatenated and cut into fetches of exactly ``batch_size * fetch_factor`` rows (an
-    edge may fall inside a block); each fetch is permuted and cut into minibatches. So every minibatch has `batch_size` rows but
-    the last of the epoch, whatever the blocks.
+    The blocks, in their shuffled order, are concatenated and cut into fetches of exactly ``batch_size * fetch_factor``
+    rows (an edge may fall inside a block); each fetch is permuted and cut into minibatches. So every minibatch has
+    `batch_size` rows but the last of the epoch, whatever the blocks.
 
     Parameters
     ----------

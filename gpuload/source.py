@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class FileSource:
     """A local file, held open by one descriptor for positional reads from any thread.
 
-    The descriptor stays with the file that was opened: replacing it by a rename leaves this source on the old bytes, and a change
-    in place is found by size and modification time before each fetch.
+    The descriptor stays with the file that was opened: replacing it by a rename leaves this source on the old bytes,
+    and a change in place is found by size and modification time before each fetch.
 
     Parameters
     ----------
@@ -34,7 +34,9 @@ class FileSource:
         try:
             self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise ReadError(f"{self.name}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
+            raise ReadError(
+                f"{self.name}: cannot be opened: {error.strerror}. Check the path and its permissions."
+            ) from error
         status = os.fstat(self._fd)
         self.nbytes = status.st_size
         self._stamp = self._stamp_of(status)
@@ -55,9 +57,11 @@ class FileSource:
         done = 0
         while done < buffer.size:
             try:
-                got = os.preadv(self.fileno(), [memoryview(buffer)[done:]], offset + done)
+                got = os.preadv(self.fileno(), [buffer[done:].data], offset + done)
             except OSError as error:
-                raise ReadError(f"{self.name}: reading {buffer.size} bytes at byte {offset} failed: {error.strerror}.") from error
+                raise ReadError(
+                    f"{self.name}: reading {buffer.size} bytes at byte {offset} failed: {error.strerror}."
+                ) from error
             if got == 0:
                 break
             done += got

@@ -1,4 +1,7 @@
-"""What the stages did: bytes, seconds, stalls. Cheap enough to be always on: a few additions per task of some milliseconds."""
+"""What the stages did: bytes, seconds, stalls.
+
+Cheap enough to be always on: a few additions per task of some milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -78,4 +81,8 @@ class Stats:
             return {name: getattr(self, name) for name in (*COUNTERS, *TIMERS)}
 
     def __repr__(self) -> str:
-        return "Stats(" + ", ".join(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in self.as_dict().items()) + ")"
+        return (
+            "Stats("
+            + ", ".join(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in self.as_dict().items())
+            + ")"
+        )

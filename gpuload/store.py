@@ -1,12 +1,15 @@
-"""What is on disk: matrices that turn row ranges into recipes, and obs columns. Metadata in host memory, never bulk bytes.
+"""What is on disk: matrices that turn row ranges into recipes, and obs columns.
 
-A `Store` is one or more files seen as one table of cells; above it nobody hears of files. It is frozen, and safe to share
-between threads.
+Metadata in host memory, never bulk bytes.
+
+A `Store` is one or more files seen as one table of cells; above it nobody hears of files. It is frozen, and safe to
+share between threads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,7 +76,9 @@ class CsrMatrix:
         """The stored arrays."""
         return (self.data, self.indices)
 
-    def plan_reads(self, ranges: NDArray[np.int64], first_row: NDArray[np.int64], indptr: NDArray[np.int64]) -> list[ArrayRead]:
+    def plan_reads(
+        self, ranges: NDArray[np.int64], first_row: NDArray[np.int64], indptr: NDArray[np.int64]
+    ) -> list[ArrayRead]:
         """Plan the reads of row ranges.
 
         Parameters
@@ -91,12 +96,16 @@ class CsrMatrix:
         elements, dest = elements[is_filled], dest[is_filled]
         if not len(elements):
             return []
-        return [plan_read(self.data, elements, dest, "data"), plan_read(self.indices, elements, dest, "indices", self.n_vars)]
+        return [
+            plan_read(self.data, elements, dest, "data"),
+            plan_read(self.indices, elements, dest, "indices", self.n_vars),
+        ]
 
     def chunk_edges(self) -> NDArray[np.int64]:
         """Return row edges snapped to the chunk grid of `data`: rising, from 0 to n_rows.
 
-        A row that lies across a chunk's edge goes to the block before it, which then needs only the head of the next chunk.
+        A row that lies across a chunk's edge goes to the block before it, which then needs only the head of the next
+        chunk.
         """
         itemsize = self.data.dtype.itemsize
         step = CONTIGUOUS_BLOCK // itemsize if self.data.is_raw else self.data.chunk_shape[0]
@@ -128,7 +137,9 @@ class DenseMatrix:
         """The stored arrays."""
         return (self.X,)
 
-    def plan_reads(self, ranges: NDArray[np.int64], first_row: NDArray[np.int64], indptr: object = None) -> list[ArrayRead]:
+    def plan_reads(
+        self, ranges: NDArray[np.int64], first_row: NDArray[np.int64], indptr: object = None
+    ) -> list[ArrayRead]:
         """Plan the reads of row ranges; parameters as for `CsrMatrix.plan_reads`."""
         del indptr
         return [plan_read(self.X, ranges, first_row, "X")] if self.n_vars else []
@@ -196,7 +207,7 @@ class Store:
             Global row ranges, disjoint and ascending; the resident holds their rows in this order.
         """
         file_start = np.concatenate([[0], np.cumsum(self.file_rows)])
-        parts = [self._within(ranges, int(lo), int(hi)) for lo, hi in zip(file_start, file_start[1:], strict=False)]
+        parts = [self._within(ranges, int(lo), int(hi)) for lo, hi in pairwise(file_start)]
         n_rows = int((ranges[:, 1] - ranges[:, 0]).sum())
         indptr = self._resident_indptr(parts, n_rows) if self.kind == "csr" else None
         reads: list[ArrayRead] = []
@@ -269,20 +280,22 @@ def concat(stores: Sequence[Store]) -> Store:
 def _check_alike(first: Store, other: Store) -> None:
     if other.kind != first.kind:
         raise StoreError(
-            f"{other.paths[0]}: its matrix is {other.kind} but that of {first.paths[0]} is {first.kind}; open them apart, or "
-            "rewrite one so that both are alike."
+            f"{other.paths[0]}: its matrix is {other.kind} but that of {first.paths[0]} is {first.kind}; open them "
+            "apart, or rewrite one so that both are alike."
         )
     if other.n_vars != first.n_vars:
         raise StoreError(
-            f"{other.paths[0]}: it has {other.n_vars} genes but {first.paths[0]} has {first.n_vars}; several files must have the "
-            "same genes in the same order: subset them to their common genes first."
+            f"{other.paths[0]}: it has {other.n_vars} genes but {first.paths[0]} has {first.n_vars}; several files must "
+            "have the same genes in the same order: subset them to their common genes first."
         )
     differing = np.flatnonzero(first.var_names != other.var_names)
     if differing.size:
         i = int(differing[0])
         raise StoreError(
-            f"{other.paths[0]}: gene {i} is {other.var_names[i]!r} but in {first.paths[0]} it is {first.var_names[i]!r}; several "
-            "files must have the same genes in the same order: subset them to their common genes first."
+            f"{other.paths[0]}: gene {i} is {other.var_names[i]!r} but in {first.paths[0]} it is "
+            f"{first.var_names[i]!r}; several files must have the "
+            "same genes in the same order: subset them to their "
+            "common genes first."
         )
 
 
@@ -293,9 +306,10 @@ def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
     has_categories = {c.categories is not None for c in columns}
     if len(has_categories) > 1:
         odd = next(s for s in stores if (s.obs[name].categories is None) != (columns[0].categories is None))
+        found = "numbers" if odd.obs[name].categories is None else "categories"
         raise StoreError(
-            f"{odd.paths[0]}: obs column {name!r} holds {'numbers' if odd.obs[name].categories is None else 'categories'}, unlike "
-            f"in {stores[0].paths[0]}; make the column's type the same in all files."
+            f"{odd.paths[0]}: obs column {name!r} holds {found}, unlike in {stores[0].paths[0]}; make the column's "
+            "type the same in all files."
         )
     if not has_categories.pop():
         return ObsColumn(np.concatenate([c.values for c in columns]))
@@ -303,8 +317,10 @@ def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
     codes = []
     for column in columns:
         assert column.categories is not None  # noqa: S101 - narrows the type; checked just above
-        new = np.array([place.setdefault(c, len(place)) for c in column.categories] + [-1], dtype=np.int32)
-        codes.append(new[column.values])  # type: ignore[index]
+        new: NDArray[np.int32] = np.array(
+            [place.setdefault(c, len(place)) for c in column.categories] + [-1], dtype=np.int32
+        )
+        codes.append(new[column.values])
     categories = np.empty(len(place), dtype=object)
     categories[:] = list(place)
     return ObsColumn(np.concatenate(codes), categories)

@@ -31,25 +31,30 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
     loader
         Made by `gpuload.open_loader`.
     dtype
-        None keeps the loader's; ``torch.bfloat16`` (or its name) converts each dense minibatch, which costs one more pass over it.
+        None keeps the loader's; ``torch.bfloat16`` (or its name) converts each dense minibatch, which costs one more
+        pass over it.
 
     Yields
     ------
     dict
-        ``"X"``: (n, n_vars) tensor over the loader's memory (no copy), or a sparse CSR tensor where the loader's output is ``"csr"``;
-        one tensor of shape (n,) for each obs column, under its name; ``"rows"``: (n,) int64 global row numbers.
+        ``"X"``: (n, n_vars) tensor over the loader's memory (no copy), or a sparse CSR tensor where the loader's
+        output is ``"csr"``; one tensor of shape (n,) for each obs column, under its name; ``"rows"``: (n,) int64
+        global row numbers.
 
     Raises
     ------
     PlanError
-        `dtype` cannot be had; an obs column is named as one of the other entries; or the dataset is iterated in a DataLoader worker.
+        `dtype` cannot be had; an obs column is named as one of the other entries; or the dataset is iterated in a
+        DataLoader worker.
     """
 
     def __init__(self, loader: Loader, dtype: torch.dtype | str | None = None) -> None:
         super().__init__()
         taken = [name for name in loader.obs_dtypes if name in ("X", "rows")]
         if taken:
-            raise PlanError(f"obs column {taken[0]!r} has the name of another entry of the minibatch; rename it in the file.")
+            raise PlanError(
+                f"obs column {taken[0]!r} has the name of another entry of the minibatch; rename it in the file."
+            )
         self._loader = loader
         self._dtype = _torch_dtype(dtype, loader)
 
@@ -85,8 +90,8 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
 
 
 _NO_WORKERS = (
-    "num_workers: CellDataset is read in the training process, by native threads that hold no GIL; worker processes would only copy every "
-    "minibatch once more. Use DataLoader(dataset, batch_size=None, num_workers=0)."
+    "num_workers: CellDataset is read in the training process, by native threads that hold no GIL; worker processes "
+    "would only copy every minibatch once more. Use DataLoader(dataset, batch_size=None, num_workers=0)."
 )
 
 
@@ -95,9 +100,13 @@ def _torch_dtype(dtype: torch.dtype | str | None, loader: Loader) -> torch.dtype
     if dtype is None or str(dtype).removeprefix("torch.") == loader.dtype:
         return None
     if str(dtype).removeprefix("torch.") != "bfloat16":
-        raise PlanError(f"dtype={dtype!r}: expected torch.bfloat16 or None; give other dtypes to open_loader(dtype=...).")
+        raise PlanError(
+            f"dtype={dtype!r}: expected torch.bfloat16 or None; give other dtypes to open_loader(dtype=...)."
+        )
     if loader.output == "csr":
-        raise PlanError(f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype=None or output='dense'.")
+        raise PlanError(
+            f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype=None or output='dense'."
+        )
     return torch.bfloat16
 
 

@@ -1,8 +1,8 @@
 """Frozen values that cross a stage boundary. Pure data: no I/O, no device, no policy.
 
-`Fetch` goes from the plan to the store, `Recipe` from the store to the backend, `Form` from the settings to the backend,
-`Batch` from the loader to the consumer. A recipe is struct-of-arrays, not a list of objects, so that one native call can
-carry out thousands of reads and decodes without touching Python.
+`Fetch` goes from the plan to the store, `Recipe` from the store to the backend, `Form` from the settings to the
+backend, `Batch` from the loader to the consumer. A recipe is struct-of-arrays, not a list of objects, so that one
+native call can carry out thousands of reads and decodes without touching Python.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Transform:
     """What is done to a cell's values on their way into a minibatch; fused into the gather.
 
-    Equals scanpy's ``normalize_total(target_sum=...)`` followed by ``log1p``: the values of a cell are scaled so that their
-    total over *all* stored genes is `target_sum` (before any selection of genes), then ``log(1 + x)`` is taken.
+    Equals scanpy's ``normalize_total(target_sum=...)`` followed by ``log1p``: the values of a cell are scaled so that
+    their total over *all* stored genes is `target_sum` (before any selection of genes), then ``log(1 + x)`` is taken.
     A cell whose total is 0 is left as it is.
 
     Parameters
@@ -90,7 +90,8 @@ class Fetch:
     Attributes
     ----------
     ranges : (n_ranges, 2) int64
-        Half-open global row ranges in ascending order; disjoint and not adjacent. The resident holds their rows in this order.
+        Half-open global row ranges in ascending order; disjoint and not adjacent. The resident holds their rows in
+        this order.
     positions : (n_rows,) int32
         Row numbers within the resident, in the order of hand-over; a permutation.
     """
@@ -112,9 +113,9 @@ class Fetch:
 class ArrayRead:
     """What must be read and decoded of one stored array, in struct-of-arrays form.
 
-    An extent is one contiguous byte range of the source, read by one call; it holds one or more stored chunks, in the order of
-    their offsets; a chunk holds one or more pieces that are wanted, in the order of their place in the chunk. Every chunk occurs
-    once. Elements are counted in items of the array's dtype.
+    An extent is one contiguous byte range of the source, read by one call; it holds one or more stored chunks, in the
+    order of their offsets; a chunk holds one or more pieces that are wanted, in the order of their place in the chunk.
+    Every chunk occurs once. Elements are counted in items of the array's dtype.
 
     Attributes
     ----------
@@ -129,14 +130,16 @@ class ArrayRead:
     extent_chunks : (n_extents + 1,) int64
         Chunks of extent e are ``extent_chunks[e]:extent_chunks[e + 1]``.
     chunk_id, chunk_offset, chunk_nbytes : (n_chunks,) int64
-        Number of the chunk in the layout, its first byte in the source, its stored size; size 0 is an absent chunk, which decodes to the fill value.
+        Number of the chunk in the layout, its first byte in the source, its stored size; size 0 is an absent chunk,
+        which decodes to the fill value.
     chunk_mask : (n_chunks,) uint32
         HDF5's filter mask: bit k set means that filter k was skipped for this chunk.
     chunk_pieces : (n_chunks + 1,) int64
         Pieces of chunk c are ``chunk_pieces[c]:chunk_pieces[c + 1]``.
     piece_src, piece_dest, piece_width, piece_rows : (n_pieces,) int64
-        A piece is `piece_rows` runs of `piece_width` elements: the first at `piece_src` in the decoded chunk and `piece_dest` in the resident's
-        array, the following `layout.src_stride` and `layout.dest_stride` elements further on.
+        A piece is `piece_rows` runs of `piece_width` elements: the first at `piece_src` in the decoded chunk and
+        `piece_dest` in the resident's array, the following `layout.src_stride` and `layout.dest_stride` elements
+        further on.
     """
 
     layout: ArrayLayout
@@ -198,7 +201,8 @@ class Batch:
     X : (n, n_vars) array or CSR matrix
         Values, on the loader's device; owned by the consumer, who may keep it or write into it.
     obs
-        The chosen columns of obs, each of shape (n,): int32 codes for categorical and string columns (-1 = missing), values otherwise.
+        The chosen columns of obs, each of shape (n,): int32 codes for categorical and string columns (-1 = missing),
+        values otherwise.
     rows : (n,) int64
         Global row numbers, in the order of the paths given.
     """

@@ -1,8 +1,9 @@
 """The port between the engine and the memory it fills: the `Backend` protocol.
 
-A backend is the only thing that touches bulk memory. Each of its verbs is a whole stage, so there is no question of where data
-lies anywhere above it, and a fake for tests is a few lines. `load` and `take_rows` start work and return at once: the loader
-keeps several of them in flight, as many takes as `takes_ahead` says (none for a device that works asynchronously by itself).
+A backend is the only thing that touches bulk memory. Each of its verbs is a whole stage, so there is no question of
+where data lies anywhere above it, and a fake for tests is a few lines. `load` and `take_rows` start work and return at
+once: the loader keeps several of them in flight, as many takes as `takes_ahead` says (none for a device that works
+asynchronously by itself).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Pending(Protocol[T_co]):
 
 
 class Resident(Protocol):
-    """One fetch's decoded rows in backend memory; its memory goes back to the backend when the last reference to it dies."""
+    """One fetch's decoded rows in backend memory, which goes back to the backend when the last reference dies."""
 
     @property
     def n_rows(self) -> int:
@@ -71,7 +72,7 @@ class Backend(Protocol):
             Bytes were read and are wrong.
         """
 
-    def take_rows(self, resident: Resident, positions: NDArray[np.int32], form: Form) -> Pending[Any]:
+    def take_rows(self, resident: Any, positions: NDArray[np.int32], form: Form) -> Pending[Any]:
         """Start to gather rows of a resident into a new array or CSR matrix of the given form.
 
         Parameters
@@ -86,8 +87,8 @@ class Backend(Protocol):
         Returns
         -------
         Pending
-            Of an (n, form.n_cols) array, C order, or a CSR matrix of that shape, owned by the caller: it is not touched again before
-            the last reference to it, or to any view of it, is gone.
+            Of an (n, form.n_cols) array, C order, or a CSR matrix of that shape, owned by the caller: it is not
+            touched again before the last reference to it, or to any view of it, is gone.
         """
 
     def asarray(self, host: NDArray[Any]) -> Any:

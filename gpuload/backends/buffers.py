@@ -1,8 +1,9 @@
 """Memory that goes round: a fresh page costs several times what a page that was used before does.
 
-A minibatch of 64 x 62,710 float32 is 16 MB; allocated anew each time it is page-faulted each time. So buffers are leased, and come
-back when the last array or tensor over them is gone, however the consumer keeps it: the lease is the *exporter* of the
-memory (`__array_interface__`), so every view, slice, DLPack capsule or tensor holds it, and nothing else has to be told.
+A minibatch of 64 x 62,710 float32 is 16 MB; allocated anew each time it is page-faulted each time. So buffers are
+leased, and come back when the last array or tensor over them is gone, however the consumer keeps it: the lease is the
+*exporter* of the memory (`__array_interface__`), so every view, slice, DLPack capsule or tensor holds it, and nothing
+else has to be told.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ class _Lease:
     def __init__(self, pool: BufferPool, buffer: NDArray[np.uint8], nbytes: int) -> None:
         self._pool = pool
         self._buffer = buffer
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (buffer.ctypes.data, False), "version": 3}
+        self.__array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (buffer.ctypes.data, False),
+            "version": 3,
+        }
 
     def __del__(self) -> None:
         self._pool.give_back(self._buffer)
@@ -61,7 +67,8 @@ class BufferPool:
         """Return an array of undefined contents over a leased buffer."""
         dtype = np.dtype(dtype)
         n_items = int(np.prod(shape))
-        return self.take(max(1, n_items) * dtype.itemsize).view(dtype)[:n_items].reshape(shape)
+        flat: NDArray[Any] = self.take(max(1, n_items) * dtype.itemsize).view(dtype)
+        return flat[:n_items].reshape(shape)
 
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
         """Keep a buffer for reuse, in place of the oldest idle one where there are enough."""

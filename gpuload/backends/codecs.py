@@ -1,11 +1,12 @@
 """Host decoders, one table: filter name -> function. The home of imagecodecs.
 
-Deflate, byte shuffle and fletcher32 in their usual order are decoded by the native kernels, thousands of chunks per call; what
-comes here is everything else, a chunk at a time, by libraries that release the GIL and check their input.
+Deflate, byte shuffle and fletcher32 in their usual order are decoded by the native kernels, thousands of chunks per
+call; what comes here is everything else, a chunk at a time, by libraries that release the GIL and check their input.
 
 References
 ----------
-.. [1] The HDF Group, "Registered filter plugins" (numbers, client data and framing of lzf, blosc, lz4, bitshuffle, zstd).
+.. [1] The HDF Group, "Registered filter plugins" (numbers, client data and framing of lzf, blosc, lz4, bitshuffle,
+zstd).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class DecodeError(Exception):
     """A chunk's bytes are not what its filter makes; the message is a part of a sentence."""
 
 
-def decode(filters: tuple[Filter, ...], mask: int, stored: NDArray[np.uint8], nbytes: int, itemsize: int) -> NDArray[np.uint8]:
+def decode(
+    filters: tuple[Filter, ...], mask: int, stored: NDArray[np.uint8], nbytes: int, itemsize: int
+) -> NDArray[np.uint8]:
     """Undo a chunk's filters, last first.
 
     Parameters
@@ -126,7 +129,9 @@ def _check_blosc_size(data: Bytes, nbytes: int) -> None:
         raise DecodeError(f"it is too short for blosc ({len(data)} bytes)")
     decoded, _, stored = struct.unpack_from("<3I", data, 4)
     if decoded != nbytes or stored > len(data):
-        raise DecodeError(f"its blosc header says {decoded} bytes made of {stored}, but {nbytes} of {len(data)} are there")
+        raise DecodeError(
+            f"its blosc header says {decoded} bytes made of {stored}, but {nbytes} of {len(data)} are there"
+        )
 
 
 def _blosc2(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
@@ -147,7 +152,10 @@ def _lz4(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> By
 
 
 def _bitshuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    """Decode bitshuffle, alone or over LZ4 or zstd blocks (client data: versions, element size, block size, compressor)."""
+    """Decode bitshuffle, alone or over LZ4 or zstd blocks.
+
+    Client data: two version numbers, element size, block size, compressor.
+    """
     import imagecodecs
 
     size = values[2] if len(values) > 2 else itemsize
@@ -155,14 +163,16 @@ def _bitshuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int
     compressor = values[4] if len(values) > 4 else 0
     if not compressor:
         return imagecodecs.bitshuffle_decode(data, itemsize=size, blocksize=block, out=_room(nbytes))
-    return _bitshuffle_blocks(data, size, nbytes, imagecodecs.lz4_decode if compressor == 2 else imagecodecs.zstd_decode)
+    return _bitshuffle_blocks(
+        data, size, nbytes, imagecodecs.lz4_decode if compressor == 2 else imagecodecs.zstd_decode
+    )
 
 
 def _bitshuffle_blocks(data: Bytes, itemsize: int, nbytes: int, decode_block: Callable[..., Any]) -> Bytes:
     import imagecodecs
 
     total, block_nbytes = struct.unpack_from(">QI", data)
-    if total != nbytes or not 0 < block_nbytes or block_nbytes % (8 * itemsize):
+    if total != nbytes or block_nbytes <= 0 or block_nbytes % (8 * itemsize):
         raise DecodeError("its bitshuffle header does not give the chunk's size")
     view, place, done, out = memoryview(data), 12, 0, _room(nbytes)
     n_shuffled = nbytes // (8 * itemsize) * 8 * itemsize
@@ -180,7 +190,7 @@ def _bitshuffle_blocks(data: Bytes, itemsize: int, nbytes: int, decode_block: Ca
     return out
 
 
-def _room(nbytes: int) -> NDArray[np.uint8]:
+def _room(nbytes: int) -> Any:
     """Return memory for a decoder; a chunk is small enough to come from the allocator's free lists."""
     return np.empty(nbytes, dtype=np.uint8)
 

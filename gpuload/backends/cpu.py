@@ -1,14 +1,17 @@
-"""The CPU backend: positional reads, host decoders, native kernels. The executable specification of what a backend does.
+"""The CPU backend: positional reads, host decoders, native kernels.
 
-A load is cut into tasks of some milliseconds. A task is two native calls (read all its extents; decode all its chunks into the
-resident) that hold no lock and no GIL, so the consumer's Python runs undisturbed. Each thread decodes into a scratch chunk of its own, from
-which only the wanted rows are copied: whole decoded chunks kept resident would be 2 to 11 times the memory.
+It is the executable specification of what a backend does.
+
+A load is cut into tasks of some milliseconds. A task is two native calls (read all its extents; decode all its chunks
+into the resident) that hold no lock and no GIL, so the consumer's Python runs undisturbed. Each thread decodes into a
+scratch chunk of its own, from which only the wanted rows are copied: whole decoded chunks kept resident would be 2 to
+11 times the memory.
 
 Requirements this module answers
 --------------------------------
 - Order of hand-over never depends on the number of threads or on which finishes first.
-- A checksum that the format carries is verified before a row from its chunk is handed over: each time (``verify="always"``), or the
-  first time since the file was opened (``"once"``, the default: a chunk found right is later inflated only as far as needed).
+- A checksum that the format carries is verified before a row from its chunk is handed over: each time (``"always"``),
+  or the first time since the file was opened (``"once"``: a chunk found right is later inflated only as far as needed).
 - No allocation per batch after the first few: residents and minibatches live in leased buffers.
 """
 
@@ -20,6 +23,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,8 +61,8 @@ class HostResident:
     Attributes
     ----------
     indptr, indices, data
-        CSR: int64 (n_rows + 1,), uint16 or int32 (nnz,), float32 (nnz,). Column numbers below 2**16 take 2 bytes: a quarter less memory
-        for what waits.
+        CSR: int64 (n_rows + 1,), uint16 or int32 (nnz,), float32 (nnz,). Column numbers below 2**16 take 2 bytes: a
+        quarter less memory for what waits.
     X
         Dense: (n_rows, n_vars) float32.
     """
@@ -136,7 +140,9 @@ class CpuBackend:
         if verify not in VERIFY:
             raise PlanError(f"verify={verify!r}: expected 'once', 'always' or 'never'.")
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
-            raise PlanError(f"num_threads={num_threads!r}: expected a whole number of at least 1, or None for one per core.")
+            raise PlanError(
+                f"num_threads={num_threads!r}: expected a whole number of at least 1, or None for one per core."
+            )
         n = num_threads or len(os.sched_getaffinity(0))
         self.stats = Stats()
         self._verify = VERIFY[verify]
@@ -151,7 +157,9 @@ class CpuBackend:
         """Start to read and decode a fetch; see `Backend.load`."""
         resident = self._new_resident(recipe)
         tasks = [
-            self._loads.submit(self._run, read, lo, hi, resident) for read in recipe.reads for lo, hi in _cut_into_tasks(read)
+            self._loads.submit(self._run, read, lo, hi, resident)
+            for read in recipe.reads
+            for lo, hi in _cut_into_tasks(read)
         ]
         return _Load(resident, tasks)
 
@@ -205,7 +213,13 @@ class CpuBackend:
         )
 
     def _decode_native(
-        self, read: ArrayRead, first: int, last: int, buffer: NDArray[np.uint8], shift: NDArray[np.int64], resident: HostResident
+        self,
+        read: ArrayRead,
+        first: int,
+        last: int,
+        buffer: NDArray[np.uint8],
+        shift: NDArray[np.int64],
+        resident: HostResident,
     ) -> tuple[int, int, bool]:
         layout, chosen = read.layout, slice(first, last)
         stored_dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
@@ -245,7 +259,13 @@ class CpuBackend:
         return int(status[0]), int(status[1]), bool(status[2])
 
     def _decode_by_library(
-        self, read: ArrayRead, first: int, last: int, buffer: NDArray[np.uint8], shift: NDArray[np.int64], resident: HostResident
+        self,
+        read: ArrayRead,
+        first: int,
+        last: int,
+        buffer: NDArray[np.uint8],
+        shift: NDArray[np.int64],
+        resident: HostResident,
     ) -> tuple[int, int, bool]:
         layout = read.layout
         full, out, limit = layout.chunk_size * layout.dtype.itemsize, resident.flat(read.target), read.limit
@@ -282,7 +302,11 @@ class CpuBackend:
 
     def _take(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Any:
         with self.stats.timed("take_s"):
-            return self._take_csr(resident, positions, form) if form.output == "csr" else self._take_dense(resident, positions, form)
+            return (
+                self._take_csr(resident, positions, form)
+                if form.output == "csr"
+                else self._take_dense(resident, positions, form)
+            )
 
     def _take_dense(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> NDArray[Any]:
         is_half = form.dtype == "float16"
@@ -310,7 +334,16 @@ class CpuBackend:
         nnz = int(indptr[-1])
         indices, data = self._outputs.array((nnz,), np.int32), self._outputs.array((nnz,), np.float32)
         rows.gather_csr(
-            positions, resident.indptr, resident.indices, resident.data, columns, target_sum, log1p, known, indices, data
+            positions,
+            resident.indptr,
+            resident.indices,
+            resident.data,
+            columns,
+            target_sum,
+            log1p,
+            known,
+            indices,
+            data,
         )
         matrix = csr_matrix((data, indices, indptr), shape=(positions.size, form.n_cols), copy=False)
         if columns.size:
@@ -325,11 +358,15 @@ def _cut_into_tasks(read: ArrayRead) -> list[tuple[int, int]]:
     work = read.extent_nbytes if layout.is_raw else np.diff(read.extent_chunks) * per_chunk
     number = (np.cumsum(work) - 1).clip(0) // TASK_NBYTES
     edges = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), work.size]
-    return [(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False) if lo < hi]
+    return [(lo, hi) for lo, hi in pairwise(edges) if lo < hi]
 
 
 def _read(
-    layout: ArrayLayout, offset: NDArray[np.int64], nbytes: NDArray[np.int64], place: NDArray[np.int64], buffer: NDArray[np.uint8]
+    layout: ArrayLayout,
+    offset: NDArray[np.int64],
+    nbytes: NDArray[np.int64],
+    place: NDArray[np.int64],
+    buffer: NDArray[np.uint8],
 ) -> None:
     """Read byte ranges of the source into a buffer, natively where it has a descriptor."""
     source = layout.source
@@ -339,12 +376,13 @@ def _read(
         got = source.read_into(buffer[place[e] : place[e] + wanted], at)
         if got < wanted:
             raise ReadError(
-                f"{source.name}: short read of {layout.name} at byte {at}: wanted {wanted} bytes, got {got}. Was the file truncated?"
+                f"{source.name}: short read of {layout.name} at byte {at}: wanted {wanted} bytes, got {got}. Was the "
+                "file truncated?"
             )
 
 
 def _native_steps(layout: ArrayLayout) -> NDArray[np.int64] | None:
-    """Return the places of shuffle, deflate and fletcher32 in the pipeline (-1 = not there), or None where libraries must decode."""
+    """Return the places of shuffle, deflate and fletcher32 in the pipeline; None where libraries must decode."""
     names = [f.name for f in layout.filters]
     if not layout.dtype.isnative or layout.dtype == np.float16 or names != [n for n in _NATIVE_ORDER if n in names]:
         return None
@@ -356,7 +394,9 @@ def _typed(plain: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
     elements = plain.view(np.uint8 if dtype.kind == "b" else dtype)
     if dtype == np.float16:
         return elements.astype(np.float32)
-    return np.require(elements.astype(dtype.newbyteorder("="), copy=False) if dtype.kind != "b" else elements, requirements=["A", "W"])
+    return np.require(
+        elements.astype(dtype.newbyteorder("="), copy=False) if dtype.kind != "b" else elements, requirements=["A", "W"]
+    )
 
 
 def _reason(code: int) -> str:
@@ -366,8 +406,8 @@ def _reason(code: int) -> str:
 def _corrupt(read: ArrayRead, chunk: int, reason: str) -> CorruptDataError:
     layout = read.layout
     return CorruptDataError(
-        f"{layout.source.name}: chunk {int(read.chunk_id[chunk])} of {layout.name} at byte {int(read.chunk_offset[chunk])} is "
-        f"damaged: {reason}. Restore the file from its source."
+        f"{layout.source.name}: chunk {int(read.chunk_id[chunk])} of {layout.name} at byte "
+        f"{int(read.chunk_offset[chunk])} is damaged: {reason}. Restore the file from its source."
     )
 
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from gpuload.store import Store
 
 
-def open_store(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, layer: str, obs: Sequence[str]) -> Store:
+def open_store(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, layer: str, obs: Sequence[str]
+) -> Store:
     """Open one or more files as one table of cells.
 
     Parameters
@@ -35,8 +37,7 @@ def open_store(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     """
     from gpuload.formats.h5ad import open_h5ad
 
-    one = isinstance(paths, (str, os.PathLike))
-    names = [os.fspath(p) for p in ([paths] if one else paths)]  # type: ignore[list-item, union-attr]
+    names = [os.fspath(paths)] if isinstance(paths, (str, os.PathLike)) else [os.fspath(p) for p in paths]
     if not names:
         raise StoreError("paths=[]: expected at least one .h5ad file.")
     stores: list[Store] = []

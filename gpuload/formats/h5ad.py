@@ -1,13 +1,16 @@
 """HDF5 files of AnnData -> Store: chunk byte ranges, filters, indptr, names. The home of h5py.
 
-h5py is used once, when a file is opened, and is out of the data path from then on: no HDF5 library lock, no HDF5 chunk cache.
+h5py is used once, when a file is opened, and is out of the data path from then on: no HDF5 library lock, no HDF5 chunk
+cache.
 
 Requirements this module answers
 --------------------------------
 - Files written by any AnnData since 0.6: with and without encoding attributes, `X`, layers and raw.
-- Every storage form of HDF5 that holds bytes in the file itself: chunked, contiguous, compact; what cannot be read from byte
+- Every storage form of HDF5 that holds bytes in the file itself: chunked, contiguous, compact; what cannot be read
+from byte
   ranges (virtual, external) or decoded (a filter we do not have) is refused by name when the file is opened.
-- Nothing the file says is believed unchecked: offsets lie inside the file, indptr rises and ends at the number of values.
+- Nothing the file says is believed unchecked: offsets lie inside the file, indptr rises and ends at the number of
+values.
 
 References
 ----------
@@ -129,9 +132,13 @@ def _translated(path: str) -> Iterator[None]:
     except GpuloadError:
         raise
     except MemoryError as error:
-        raise CorruptDataError(f"{path}: a size in its metadata cannot be right ({_first_line(error)}); restore the file.") from error
+        raise CorruptDataError(
+            f"{path}: a size in its metadata cannot be right ({_first_line(error)}); restore the file."
+        ) from error
     except Exception as error:
-        raise CorruptDataError(f"{path}: its metadata cannot be read ({_first_line(error)}); restore the file from its source.") from error
+        raise CorruptDataError(
+            f"{path}: its metadata cannot be read ({_first_line(error)}); restore the file from its source."
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -144,7 +151,9 @@ def _keys(file: h5py.File, layer: str, path: str) -> tuple[str, str]:
         if "raw.X" in file:
             return "raw.X", "raw.var"
         if "raw" not in file:
-            raise StoreError(f"{path}: there is no raw; it has {_members(file)}. Choose layer='X' or one of the layers.")
+            raise StoreError(
+                f"{path}: there is no raw; it has {_members(file)}. Choose layer='X' or one of the layers."
+            )
         return "raw/X", "raw/var"
     if layer == "X":
         if "X" not in file:
@@ -170,7 +179,9 @@ def _member(file: h5py.File, key: str, path: str) -> Any:
 
 def _check_length(path: str, key: str, found: int, wanted: int, what: str) -> None:
     if found != wanted:
-        raise CorruptDataError(f"{path}: {key} has {found} entries but the matrix has {wanted} {what}; write the file anew.")
+        raise CorruptDataError(
+            f"{path}: {key} has {found} entries but the matrix has {wanted} {what}; write the file anew."
+        )
 
 
 def _open_matrix(file: h5py.File, key: str, source: FileSource) -> Matrix:
@@ -183,11 +194,14 @@ def _open_matrix(file: h5py.File, key: str, source: FileSource) -> Matrix:
     if kind == "csc":
         attribute = "adata.X" if key == "X" else f"adata.{key.replace('/', '.')}"
         raise StoreError(
-            f"{path}: /{key} is a CSC matrix; rows cannot be read from it. Rewrite it once with {attribute} = {attribute}.tocsr()."
+            f"{path}: /{key} is a CSC matrix; rows cannot be read from it. Rewrite it once with {attribute} = "
+            f"{attribute}.tocsr()."
         )
     shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
     if kind is None or shape is None:
-        raise StoreError(f"{path}: /{key} is neither a dense nor a CSR matrix; write the file anew with anndata's write_h5ad.")
+        raise StoreError(
+            f"{path}: /{key} is neither a dense nor a CSR matrix; write the file anew with anndata's write_h5ad."
+        )
     return _open_csr(node, key, source, int(shape[0]), int(shape[1]))
 
 
@@ -214,14 +228,19 @@ def _open_csr(node: h5py.Group, key: str, source: FileSource, n_rows: int, n_var
 
 def _read_indptr(stored: h5py.Dataset, where: str, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
     if stored.shape[0] != n_rows + 1:
-        raise CorruptDataError(f"{where} has {stored.shape[0]} entries for {n_rows} rows; expected {n_rows + 1}. Write the file anew.")
+        raise CorruptDataError(
+            f"{where} has {stored.shape[0]} entries for {n_rows} rows; expected {n_rows + 1}. Write the file anew."
+        )
     indptr = np.ascontiguousarray(stored[()], dtype=np.int64)
     if indptr[0] != 0 or np.any(indptr[1:] < indptr[:-1]):
         at = 0 if indptr[0] else int(np.argmax(indptr[1:] < indptr[:-1])) + 1
-        raise CorruptDataError(f"{where} does not rise from 0: entry {at} is {indptr[at]}. Restore the file from its source.")
+        raise CorruptDataError(
+            f"{where} does not rise from 0: entry {at} is {indptr[at]}. Restore the file from its source."
+        )
     if nnz != (indptr[-1], indptr[-1]):
         raise CorruptDataError(
-            f"{where} ends at {indptr[-1]} but there are {nnz[0]} data and {nnz[1]} indices. Restore the file from its source."
+            f"{where} ends at {indptr[-1]} but there are {nnz[0]} data and {nnz[1]} indices. Restore the file from its "
+            "source."
         )
     return indptr
 
@@ -260,7 +279,9 @@ def _contiguous(stored: h5py.Dataset, source: Source, offset: int | None) -> Arr
         _check_inside(stored.name, source, offsets, nbytes)
     mask = np.zeros(first.size, dtype=np.uint32)
     chunk_shape = (chunk_rows, *shape[1:])
-    return ArrayLayout(source, stored.name, shape, stored.dtype, chunk_shape, offsets, nbytes, mask, (), _fill_value(stored))
+    return ArrayLayout(
+        source, stored.name, shape, stored.dtype, chunk_shape, offsets, nbytes, mask, (), _fill_value(stored)
+    )
 
 
 def _chunked(stored: h5py.Dataset, source: FileSource) -> ArrayLayout:
@@ -268,11 +289,16 @@ def _chunked(stored: h5py.Dataset, source: FileSource) -> ArrayLayout:
     grid = tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
     n_chunks = int(np.prod(grid))
     if n_chunks > source.nbytes + (1 << 20):
-        raise CorruptDataError(f"{source.name}: {stored.name} has {n_chunks} chunks, which its size cannot hold. Restore the file.")
+        raise CorruptDataError(
+            f"{source.name}: {stored.name} has {n_chunks} chunks, which its size cannot hold. Restore the file."
+        )
     offset = np.zeros(n_chunks, dtype=np.int64)
     nbytes = np.zeros(n_chunks, dtype=np.int64)
     mask = np.zeros(n_chunks, dtype=np.uint32)
-    rows = np.array([(*info.chunk_offset, info.byte_offset, info.size, info.filter_mask) for info in _chunk_infos(stored)], dtype=np.int64)
+    rows = np.array(
+        [(*info.chunk_offset, info.byte_offset, info.size, info.filter_mask) for info in _chunk_infos(stored)],
+        dtype=np.int64,
+    )
     if rows.size:
         place = rows[:, : len(shape)] // np.array(chunk_shape)
         is_inside = np.all(place < np.array(grid), axis=1)
@@ -285,8 +311,12 @@ def _chunked(stored: h5py.Dataset, source: FileSource) -> ArrayLayout:
     if not filters:
         full = int(np.prod(chunk_shape)) * stored.dtype.itemsize
         if np.any((nbytes != full) & (nbytes != 0)):
-            raise CorruptDataError(f"{source.name}: {stored.name} has an unencoded chunk of the wrong size. Restore the file.")
-    return ArrayLayout(source, stored.name, shape, stored.dtype, chunk_shape, offset, nbytes, mask, filters, _fill_value(stored))
+            raise CorruptDataError(
+                f"{source.name}: {stored.name} has an unencoded chunk of the wrong size. Restore the file."
+            )
+    return ArrayLayout(
+        source, stored.name, shape, stored.dtype, chunk_shape, offset, nbytes, mask, filters, _fill_value(stored)
+    )
 
 
 def _chunk_infos(stored: h5py.Dataset) -> list[Any]:
@@ -301,7 +331,8 @@ def _check_inside(name: str, source: Source, offset: NDArray[np.int64], nbytes: 
     if np.any(end > source.nbytes) or np.any(offset < 0) or np.any(nbytes < 0):
         at = int(np.argmax(end))
         raise ReadError(
-            f"{source.name}: {name} should reach byte {end[at]} but the file ends at byte {source.nbytes}. Was it truncated?"
+            f"{source.name}: {name} should reach byte {end[at]} but the file ends at byte {source.nbytes}. Was it "
+            "truncated?"
         )
 
 
@@ -313,8 +344,8 @@ def _filters(stored: h5py.Dataset, path: str) -> tuple[Filter, ...]:
         if number not in FILTERS:
             label = UNSUPPORTED.get(number) or _text(name).strip("\0") or "unnamed"
             raise StoreError(
-                f"{path}: {stored.name} is encoded with HDF5 filter {number} ({label}), which cannot be decoded here; supported are "
-                f"{', '.join(FILTERS.values())}. Rewrite it, for example with compression='gzip'."
+                f"{path}: {stored.name} is encoded with HDF5 filter {number} ({label}), which cannot be decoded here; "
+                f"supported are {', '.join(FILTERS.values())}. Rewrite it, for example with compression='gzip'."
             )
         filters.append(Filter(FILTERS[number], tuple(int(v) for v in values)))
     return tuple(filters)

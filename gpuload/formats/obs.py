@@ -1,7 +1,7 @@
 """obs and var columns of an open HDF5 group -> host arrays. The home of anndata.
 
-Columns are read one by one, so that a file with a hundred columns costs only those asked for. What anndata wrote before it
-marked its elements (compound data sets, `__categories`) is read as well.
+Columns are read one by one, so that a file with a hundred columns costs only those asked for. What anndata wrote
+before it marked its elements (compound data sets, `__categories`) is read as well.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     Returns
     -------
     ObsColumn
-        Categorical and string columns as int32 codes with categories; nullable integers as float64 with NaN; nullable booleans as
-        codes 0, 1 and -1; other numbers and booleans as they are, in native byte order.
+        Categorical and string columns as int32 codes with categories; nullable integers as float64 with NaN; nullable
+        booleans as codes 0, 1 and -1; other numbers and booleans as they are, in native byte order.
 
     Raises
     ------
@@ -73,11 +73,13 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     return _encode(_read_series(frame, name), name, path)
 
 
-def write_h5ad(path: str | PathLike[str], X: Any, obs: pd.DataFrame, var: pd.DataFrame, compression: str | None) -> None:
+def write_h5ad(
+    path: str | PathLike[str], X: Any, obs: pd.DataFrame, var: pd.DataFrame, compression: str | None
+) -> None:
     """Write cells as an .h5ad file through anndata, as users' files are written."""
     import anndata
 
-    anndata.AnnData(X=X, obs=obs, var=var).write_h5ad(path, compression=compression)  # type: ignore[arg-type]
+    anndata.AnnData(X=X, obs=obs, var=var).write_h5ad(path, compression=compression)
 
 
 def _index_name(frame: Any) -> str | None:
@@ -137,8 +139,8 @@ def _encode(values: Any, name: str, path: str) -> ObsColumn:
     if array.ndim == 1 and (array.dtype.kind in "OSU" or pd.api.types.is_string_dtype(array)):
         return _encode_strings(array)
     raise StoreError(
-        f"{path}: obs column {name!r} has dtype {array.dtype} and shape {array.shape}; only categorical, string, numeric and boolean "
-        "columns of one value per cell can be handed over."
+        f"{path}: obs column {name!r} has dtype {array.dtype} and shape {array.shape}; only categorical, string, "
+        "numeric and boolean columns of one value per cell can be handed over."
     )
 
 

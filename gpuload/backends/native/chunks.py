@@ -1,12 +1,14 @@
 """Read extents and decode their chunks into the resident's arrays: two native calls for any number of chunks.
 
-The stages are apart (`read_extents`, then `decode_chunks`) so that each can be timed and that bytes that come from elsewhere
-than a file can be decoded by the same code.
+The stages are apart (`read_extents`, then `decode_chunks`) so that each can be timed and that bytes that come from
+elsewhere than a file can be decoded by the same code.
 
 References
 ----------
-.. [1] The HDF Group, "HDF5 File Format Specification Version 3.0", IV.A.2.l (filter pipeline: shuffle, deflate, fletcher32).
-.. [2] Fletcher, "An arithmetic checksum for serial transmissions", IEEE Trans. Commun. 1982, doi:10.1109/TCOM.1982.1095369.
+.. [1] The HDF Group, "HDF5 File Format Specification Version 3.0", IV.A.2.l (filter pipeline: shuffle, deflate,
+fletcher32).
+.. [2] Fletcher, "An arithmetic checksum for serial transmissions", IEEE Trans. Commun. 1982,
+doi:10.1109/TCOM.1982.1095369.
 """
 
 from __future__ import annotations
@@ -127,7 +129,9 @@ def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:  # 
 
 
 @overload(copy_run, jit_options={"cache": True})
-def _copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> Callable[..., int]:  # pragma: no cover - compiled
+def _copy_run(
+    src: Any, i: int, out: Any, j: int, n: int, limit: int
+) -> Callable[..., int]:  # pragma: no cover - compiled
     if isinstance(out.dtype, types.Integer):
 
         def columns(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
@@ -161,13 +165,24 @@ def _copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> Callabl
 
 @numba.njit(nogil=True, cache=True)
 def copy_pieces(
-    typed: Any, lo: int, hi: int, piece_src: Any, piece_dest: Any, piece_width: Any, piece_rows: Any, strides: Any, limit: int, out: Any
+    typed: Any,
+    lo: int,
+    hi: int,
+    piece_src: Any,
+    piece_dest: Any,
+    piece_width: Any,
+    piece_rows: Any,
+    strides: Any,
+    limit: int,
+    out: Any,
 ) -> int:  # pragma: no cover - compiled
     """Copy pieces lo..hi of one decoded chunk into the resident's array; returns as `copy_run`, the worst of all."""
     worst = 0
     for p in range(lo, hi):
         for r in range(piece_rows[p]):
-            code = copy_run(typed, piece_src[p] + r * strides[0], out, piece_dest[p] + r * strides[1], piece_width[p], limit)
+            code = copy_run(
+                typed, piece_src[p] + r * strides[0], out, piece_dest[p] + r * strides[1], piece_width[p], limit
+            )
             if code < 0:
                 return code
             worst = max(worst, code)
@@ -176,7 +191,15 @@ def copy_pieces(
 
 @numba.njit(nogil=True, cache=True)
 def fill_pieces(
-    lo: int, hi: int, piece_dest: Any, piece_width: Any, piece_rows: Any, dest_stride: int, value: float, limit: int, out: Any
+    lo: int,
+    hi: int,
+    piece_dest: Any,
+    piece_width: Any,
+    piece_rows: Any,
+    dest_stride: int,
+    value: float,
+    limit: int,
+    out: Any,
 ) -> int:  # pragma: no cover - compiled
     """Write the fill value of a chunk that was never written; returns as `copy_run`."""
     for p in range(lo, hi):
@@ -187,7 +210,9 @@ def fill_pieces(
 
 
 @numba.njit(nogil=True, cache=True)
-def bytes_needed(lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int, itemsize: int) -> int:  # pragma: no cover - compiled
+def bytes_needed(
+    lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int, itemsize: int
+) -> int:  # pragma: no cover - compiled
     """Return up to which byte of the decoded chunk pieces lo..hi reach."""
     need = 0
     for p in range(lo, hi):
@@ -248,7 +273,8 @@ def decode_chunks(
     tables
         Workspace of the inflater.
     first, second : uint8
-        Scratch of `full_nbytes` and the inflater's slack; `first_typed`, `second_typed` are the same memory in the stored dtype.
+        Scratch of `full_nbytes` and the inflater's slack; `first_typed`, `second_typed` are the same memory in the
+        stored dtype.
     out : float32, or uint16 or int32 for column numbers
         The resident's array, flat.
     status : (3,) int64
@@ -279,7 +305,11 @@ def decode_chunks(
         is_shuffled = shuffle >= 0 and not (mask >> np.uint32(shuffle)) & np.uint32(1)
         size = n if is_raw else full_nbytes
         if deflate >= 0 and not (mask >> np.uint32(deflate)) & np.uint32(1):
-            need = full_nbytes if is_shuffled else bytes_needed(lo, hi, piece_src, piece_width, piece_rows, strides[0], itemsize)
+            need = (
+                full_nbytes
+                if is_shuffled
+                else bytes_needed(lo, hi, piece_src, piece_width, piece_rows, strides[0], itemsize)
+            )
             got = inflate_zlib(buffer, place, n, first, 0, full_nbytes, need, tables, is_due)
             if got < 0:
                 status[0] = got
@@ -296,7 +326,9 @@ def decode_chunks(
             verified[chunk_id[c]] = 1
         if is_shuffled:
             unshuffle(first, second, size, itemsize)
-            code = copy_pieces(second_typed, lo, hi, piece_src, piece_dest, piece_width, piece_rows, strides, limit, out)
+            code = copy_pieces(
+                second_typed, lo, hi, piece_src, piece_dest, piece_width, piece_rows, strides, limit, out
+            )
         else:
             code = copy_pieces(first_typed, lo, hi, piece_src, piece_dest, piece_width, piece_rows, strides, limit, out)
         if code < 0:

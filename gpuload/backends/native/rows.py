@@ -42,7 +42,7 @@ def half_value(typing_context: Any, bits: Any) -> Any:  # pragma: no cover - com
 
 
 def add_at(out: Any, r: int, c: int, value: float) -> bool:  # pragma: no cover - replaced below
-    """Add a value to an element; return whether a finite value does not fit its type. uint16 stands for float16 bits."""
+    """Add to an element; return whether a finite sum does not fit its type (uint16 stands for float16 bits)."""
     raise NotImplementedError
 
 
@@ -68,7 +68,7 @@ def _add_at(out: Any, r: int, c: int, value: float) -> Callable[..., bool]:  # p
 
 @numba.njit(nogil=True, cache=True)
 def row_scale(data: Any, start: int, stop: int, target_sum: float) -> float:  # pragma: no cover - compiled
-    """Return what a cell's values are multiplied with so that they add up to `target_sum`; 1 for none (0) and for an empty cell."""
+    """Return what scales a cell's values to add up to `target_sum`; 1 where that is 0 and for an empty cell."""
     if target_sum == 0.0:
         return 1.0
     total = 0.0
@@ -79,7 +79,7 @@ def row_scale(data: Any, start: int, stop: int, target_sum: float) -> float:  # 
 
 @numba.njit(nogil=True, cache=True)
 def transformed(value: float, scale: float, log1p: bool, known: Any) -> float:  # pragma: no cover - compiled
-    """Return one transformed value; those of small whole counts are kept in `known` (-1 = not yet computed) for the cell."""
+    """Return one transformed value; those of small counts are kept in `known` (-1 = not yet) for the cell."""
     if log1p:
         if 0.0 <= value < N_CACHED:
             count = np.int64(value)
@@ -93,7 +93,15 @@ def transformed(value: float, scale: float, log1p: bool, known: Any) -> float:  
 
 @numba.njit(nogil=True, cache=True)
 def densify_csr(
-    positions: Any, indptr: Any, indices: Any, data: Any, columns: Any, target_sum: float, log1p: bool, known: Any, out: Any
+    positions: Any,
+    indptr: Any,
+    indices: Any,
+    data: Any,
+    columns: Any,
+    target_sum: float,
+    log1p: bool,
+    known: Any,
+    out: Any,
 ) -> int:  # pragma: no cover - compiled
     """Write resident CSR rows into a dense array.
 
@@ -145,7 +153,10 @@ def densify_csr(
 def gather_dense(
     positions: Any, X: Any, columns: Any, target_sum: float, log1p: bool, known: Any, out: Any
 ) -> int:  # pragma: no cover - compiled
-    """Write resident dense rows into a dense array; parameters and result as for `densify_csr`, X is (n_rows, n_vars) float32."""
+    """Write resident dense rows into a dense array.
+
+    As `densify_csr`; X is (n_rows, n_vars) float32.
+    """
     has_transform = log1p or target_sum != 0.0
     for r in range(positions.size):
         row = X[positions[r]]
@@ -198,7 +209,10 @@ def gather_csr(
     out_indices: Any,
     out_data: Any,
 ) -> None:  # pragma: no cover - compiled
-    """Write resident CSR rows one after the other into `out_indices` (int32) and `out_data` (float32), sized by `count_csr`."""
+    """Write resident CSR rows one after the other.
+
+    Into `out_indices` (int32) and `out_data` (float32), sized by `count_csr`.
+    """
     has_transform = log1p or target_sum != 0.0
     j = 0
     for r in range(positions.size):
