@@ -285,8 +285,8 @@ def _check_alike(first: Store, other: Store) -> None:
         )
     if other.n_vars != first.n_vars:
         raise StoreError(
-            f"{other.paths[0]}: it has {other.n_vars} genes but {first.paths[0]} has {first.n_vars}; several files must "
-            "have the same genes in the same order: subset them to their common genes first."
+            f"{other.paths[0]}: it has {other.n_vars} genes but {first.paths[0]} has {first.n_vars}; several files "
+            "must have the same genes in the same order: subset them to their common genes first."
         )
     differing = np.flatnonzero(first.var_names != other.var_names)
     if differing.size:

@@ -29,7 +29,7 @@ class Pending(Protocol[T_co]):
     def done(self) -> bool:
         """Return whether `result` would return at once."""
 
-    def cancel(self) -> None:
+    def cancel(self) -> object:
         """Give the work up; what has not begun never will."""
 
 

@@ -134,13 +134,6 @@ def _check_blosc_size(data: Bytes, nbytes: int) -> None:
         )
 
 
-def _blosc2(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    import imagecodecs
-
-    del values, nbytes, itemsize
-    return imagecodecs.blosc2_decode(data, numthreads=1)
-
-
 def _lz4(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
     """Decode HDF5's own framing of LZ4: total size and block size, big-endian, then blocks with their sizes."""
     import imagecodecs
@@ -162,7 +155,7 @@ def _bitshuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int
     block = values[3] if len(values) > 3 else 0
     compressor = values[4] if len(values) > 4 else 0
     if not compressor:
-        return imagecodecs.bitshuffle_decode(data, itemsize=size, blocksize=block, out=_room(nbytes))
+        return imagecodecs.bitshuffle_decode(bytes(data), itemsize=size, blocksize=block, out=_room(nbytes))
     return _bitshuffle_blocks(
         data, size, nbytes, imagecodecs.lz4_decode if compressor == 2 else imagecodecs.zstd_decode
     )
@@ -202,7 +195,6 @@ DECODERS: dict[str, Callable[[Bytes, tuple[int, ...], int, int], Bytes]] = {
     "lzf": _lzf,
     "zstd": _zstd,
     "blosc": _blosc,
-    "blosc2": _blosc2,
     "lz4": _lz4,
     "bitshuffle": _bitshuffle,
 }

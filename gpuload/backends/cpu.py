@@ -312,10 +312,16 @@ class CpuBackend:
         is_half = form.dtype == "float16"
         out = self._outputs.array((positions.size, form.n_cols), np.uint16 if is_half else np.float32)
         arithmetic = _arithmetic(form)
-        if resident.X is None:
-            bad = rows.densify_csr(positions, resident.indptr, resident.indices, resident.data, *arithmetic, out)
-        else:
+        bad = -1
+        if resident.X is not None:
             bad = rows.gather_dense(positions, resident.X, *arithmetic, out)
+        elif is_half:
+            wide = np.zeros(form.n_cols, dtype=np.float32)
+            bad = rows.densify_csr_half(
+                positions, resident.indptr, resident.indices, resident.data, *arithmetic, wide, out
+            )
+        else:
+            rows.densify_csr(positions, resident.indptr, resident.indices, resident.data, *arithmetic, out)
         if bad >= 0:
             raise PlanError(
                 f"dtype='float16': row {bad} of a minibatch holds a value beyond 65504, which float16 cannot hold; use "
@@ -384,15 +390,19 @@ def _read(
 def _native_steps(layout: ArrayLayout) -> NDArray[np.int64] | None:
     """Return the places of shuffle, deflate and fletcher32 in the pipeline; None where libraries must decode."""
     names = [f.name for f in layout.filters]
-    if not layout.dtype.isnative or layout.dtype == np.float16 or names != [n for n in _NATIVE_ORDER if n in names]:
+    if not layout.dtype.isnative or _is_half(layout.dtype) or names != [n for n in _NATIVE_ORDER if n in names]:
         return None
     return np.array([names.index(n) if n in names else -1 for n in _NATIVE_ORDER], dtype=np.int64)
+
+
+def _is_half(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind == "f" and dtype.itemsize == 2
 
 
 def _typed(plain: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return decoded bytes as elements that the kernels know: native byte order, float16 widened, booleans as bytes."""
     elements = plain.view(np.uint8 if dtype.kind == "b" else dtype)
-    if dtype == np.float16:
+    if _is_half(dtype):
         return elements.astype(np.float32)
     return np.require(
         elements.astype(dtype.newbyteorder("="), copy=False) if dtype.kind != "b" else elements, requirements=["A", "W"]

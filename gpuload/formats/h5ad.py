@@ -50,12 +50,11 @@ FILTERS = {
     32004: "lz4",
     32008: "bitshuffle",
     32015: "zstd",
-    32026: "blosc2",
 }
 """Filters that the host decoders know, by their number in the HDF5 filter registry."""
 
-UNSUPPORTED = {4: "szip", 5: "nbit", 6: "scaleoffset"}
-"""HDF5's own filters that are refused, named for the error."""
+UNSUPPORTED = {4: "szip", 5: "nbit", 6: "scaleoffset", 32026: "blosc2"}
+"""Filters that are refused, named for the error."""
 
 CONTIGUOUS_CHUNK = 1 << 20
 """Bytes into which unchunked storage is cut, so that a read and its buffer stay bounded."""

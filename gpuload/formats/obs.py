@@ -113,7 +113,9 @@ def _unique(categories: NDArray[Any]) -> NDArray[Any]:
 
 
 def _read_element(stored: Any) -> Any:
-    """Read one element through anndata, which knows every encoding it ever marked."""
+    """Read one element through anndata, which knows every encoding; unmarked ones are plain data sets."""
+    if "encoding-type" not in stored.attrs and not hasattr(stored, "keys"):
+        return stored[()]
     from anndata.io import read_elem
 
     return read_elem(stored)

@@ -29,38 +29,24 @@ def half_bits(typing_context: Any, value: Any) -> Any:  # pragma: no cover - com
     return types.uint16(types.float32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def half_value(typing_context: Any, bits: Any) -> Any:  # pragma: no cover - compiled
-    """Return the float32 that float16 bits stand for."""
-    del typing_context
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        del context, signature
-        return builder.fpext(builder.bitcast(args[0], llvmlite.ir.HalfType()), llvmlite.ir.FloatType())
-
-    return types.float32(types.uint16), generate
-
-
-def add_at(out: Any, r: int, c: int, value: float) -> bool:  # pragma: no cover - replaced below
-    """Add to an element; return whether a finite sum does not fit its type (uint16 stands for float16 bits)."""
+def store(out: Any, r: int, c: int, value: float) -> bool:  # pragma: no cover - replaced below
+    """Set an element; return whether its type cannot hold a finite value (uint16 stands for float16 bits)."""
     raise NotImplementedError
 
 
-@overload(add_at, jit_options={"cache": True})
-def _add_at(out: Any, r: int, c: int, value: float) -> Callable[..., bool]:  # pragma: no cover - compiled
+@overload(store, jit_options={"cache": True})
+def _store(out: Any, r: int, c: int, value: float) -> Callable[..., bool]:  # pragma: no cover - compiled
     if out.dtype is types.uint16:
 
         def half(out: Any, r: int, c: int, value: float) -> bool:
-            row, column = np.uint64(r), np.uint64(c)
-            total = np.float32(value) + half_value(out[row, column])
-            bits = half_bits(total)
-            out[row, column] = bits
-            return bool((bits & np.uint16(0x7FFF)) == np.uint16(0x7C00) and np.isfinite(total))
+            bits = half_bits(np.float32(value))
+            out[np.uint64(r), np.uint64(c)] = bits
+            return bool((bits & np.uint16(0x7FFF)) == np.uint16(0x7C00) and np.isfinite(value))
 
         return half
 
     def single(out: Any, r: int, c: int, value: float) -> bool:
-        out[np.uint64(r), np.uint64(c)] += np.float32(value)
+        out[np.uint64(r), np.uint64(c)] = np.float32(value)
         return False
 
     return single
@@ -92,6 +78,28 @@ def transformed(value: float, scale: float, log1p: bool, known: Any) -> float:  
 
 
 @numba.njit(nogil=True, cache=True)
+def scatter_row(
+    start: int, stop: int, indices: Any, data: Any, columns: Any, target_sum: float, log1p: bool, known: Any, row: Any
+) -> None:  # pragma: no cover - compiled
+    """Add one cell's values to a float32 row; other parameters as for `densify_csr`."""
+    has_transform = log1p or target_sum != 0.0
+    scale = 1.0
+    if has_transform:
+        scale = row_scale(data, start, stop, target_sum)
+        known[:] = -1.0
+    for k in range(start, stop):
+        column = np.int64(indices[np.uint64(k)])
+        if columns.size:
+            column = np.int64(columns[np.uint64(column)])
+            if column < 0:
+                continue
+        value = data[np.uint64(k)]
+        if has_transform:
+            value = transformed(value, scale, log1p, known)
+        row[np.uint64(column)] += value
+
+
+@numba.njit(nogil=True, cache=True)
 def densify_csr(
     positions: Any,
     indptr: Any,
@@ -102,8 +110,8 @@ def densify_csr(
     log1p: bool,
     known: Any,
     out: Any,
-) -> int:  # pragma: no cover - compiled
-    """Write resident CSR rows into a dense array.
+) -> None:  # pragma: no cover - compiled
+    """Write resident CSR rows into a dense array; values of a column that a row repeats are added up.
 
     Parameters
     ----------
@@ -117,36 +125,54 @@ def densify_csr(
         The transform; 0 = no scaling.
     known : (N_CACHED,) float32
         Scratch.
-    out : (n, n_cols) float32, or uint16 for float16 bits
+    out : (n, n_cols) float32
         Overwritten whole, row by row, so that a row is still in cache when its values are written.
+    """
+    for r in range(positions.size):
+        start, stop = indptr[positions[r]], indptr[positions[r] + 1]
+        out[r, :] = 0
+        scatter_row(start, stop, indices, data, columns, target_sum, log1p, known, out[r])
+
+
+@numba.njit(nogil=True, cache=True)
+def densify_csr_half(
+    positions: Any,
+    indptr: Any,
+    indices: Any,
+    data: Any,
+    columns: Any,
+    target_sum: float,
+    log1p: bool,
+    known: Any,
+    wide: Any,
+    out: Any,
+) -> int:  # pragma: no cover - compiled
+    """Write resident CSR rows into a dense array of float16 bits (uint16), rounding once, after all is added up.
+
+    Parameters are those of `densify_csr` and `wide`, (n_cols,) float32 of zeros, which is left so.
 
     Returns
     -------
     int
-        -1, or the first row of `out` that holds a value which its type cannot.
+        -1, or the first row of `out` that holds a value which float16 cannot.
     """
-    has_transform = log1p or target_sum != 0.0
+    bad = -1
     for r in range(positions.size):
         start, stop = indptr[positions[r]], indptr[positions[r] + 1]
         out[r, :] = 0
-        is_bad = False
-        scale = 1.0
-        if has_transform:
-            scale = row_scale(data, start, stop, target_sum)
-            known[:] = -1.0
-        for k in range(start, stop):
-            column = np.int64(indices[np.uint64(k)])
-            if columns.size:
-                column = np.int64(columns[np.uint64(column)])
-                if column < 0:
-                    continue
-            value = data[np.uint64(k)]
-            if has_transform:
-                value = transformed(value, scale, log1p, known)
-            is_bad |= add_at(out, r, column, value)
-        if is_bad:
-            return r
-    return -1
+        scatter_row(start, stop, indices, data, columns, target_sum, log1p, known, wide)
+        for is_reset in range(2):
+            for k in range(start, stop):
+                column = np.int64(indices[np.uint64(k)])
+                if columns.size:
+                    column = np.int64(columns[np.uint64(column)])
+                    if column < 0:
+                        continue
+                if is_reset:
+                    wide[np.uint64(column)] = 0
+                elif store(out, r, column, wide[np.uint64(column)]) and bad < 0:
+                    bad = r
+    return bad
 
 
 @numba.njit(nogil=True, cache=True)
@@ -155,7 +181,12 @@ def gather_dense(
 ) -> int:  # pragma: no cover - compiled
     """Write resident dense rows into a dense array.
 
-    As `densify_csr`; X is (n_rows, n_vars) float32.
+    As `densify_csr`; X is (n_rows, n_vars) float32, `out` float32 or uint16 for float16 bits.
+
+    Returns
+    -------
+    int
+        -1, or the first row of `out` that holds a value which float16 cannot.
     """
     has_transform = log1p or target_sum != 0.0
     for r in range(positions.size):
@@ -174,8 +205,7 @@ def gather_dense(
             value = row[k]
             if has_transform:
                 value = transformed(value, scale, log1p, known)
-            out[np.uint64(r), np.uint64(column)] = 0
-            is_bad |= add_at(out, r, column, value)
+            is_bad |= store(out, r, column, value)
         if is_bad:
             return r
     return -1
