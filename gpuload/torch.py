@@ -5,6 +5,7 @@ It only turns arrays into tensors over the same memory: no shuffling, sharding, 
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import MissingDependencyError, PlanError
@@ -57,6 +58,8 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
             )
         self._loader = loader
         self._dtype = _torch_dtype(dtype, loader)
+        if loader.output == "csr":
+            _use_up_beta_warning()
 
     @property
     def loader(self) -> Loader:
@@ -108,6 +111,13 @@ def _torch_dtype(dtype: torch.dtype | str | None, loader: Loader) -> torch.dtype
             f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype=None or output='dense'."
         )
     return torch.bfloat16
+
+
+def _use_up_beta_warning() -> None:
+    """Let torch say once, unheard, that its sparse CSR tensors are in beta; it would say so in the middle of training."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1))
 
 
 def _csr_tensor(matrix: Any) -> torch.Tensor:

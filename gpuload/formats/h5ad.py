@@ -112,15 +112,24 @@ def obs_columns(path: str) -> list[str]:
 
 @contextmanager
 def _open(path: str, source: FileSource) -> Iterator[h5py.File]:
-    try:
-        file = h5py.File(path, "r", locking=False)
-    except OSError as error:
-        raise StoreError(f"{path}: not a readable HDF5 file ({_first_line(error)}); expected an .h5ad file.") from error
-    with file:
+    with _open_file(path) as file:
         status = os.stat(path)
         if (status.st_dev, status.st_ino) != source.identity:
             raise ReadError(f"{path}: the file was replaced while it was being opened; open it again.")
         yield file
+
+
+def _open_file(path: str) -> h5py.File:
+    """Open a file for reading; without HDF5's lock where it cannot be had (read-only and network file systems)."""
+    try:
+        return h5py.File(path, "r")
+    except OSError:
+        try:
+            return h5py.File(path, "r", locking=False)
+        except OSError as error:
+            raise StoreError(
+                f"{path}: not a readable HDF5 file ({_first_line(error)}); expected an .h5ad file."
+            ) from error
 
 
 @contextmanager
