@@ -9,6 +9,7 @@ Importing this package imports NumPy and nothing else that is optional or slow.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from gpuload.plan import BlockShuffle, Plan, Sequential, check_sizes
 from gpuload.types import Batch, Form, Transform
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
@@ -158,6 +158,18 @@ def open_loader(
         backend.close()
         store.close()
         raise
+
+
+def _check_memory(store: Store, batch_size: int, fetch_factor: int, prefetch: int) -> None:
+    """Refuse fetches that this machine cannot hold; being killed in the middle of an epoch explains nothing."""
+    n_rows, n_held = min(batch_size * fetch_factor, store.n_obs), prefetch + 1
+    wanted = int(n_rows * n_held * store.nbytes_per_row)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted > there:
+        raise PlanError(
+            f"fetch_factor={fetch_factor!r}: {n_held} fetches of {n_rows} cells take {wanted / 1e9:.1f} GB but this "
+            f"machine has {there / 1e9:.1f} GB; use fetch_factor={max(1, fetch_factor * there // (2 * wanted))} or less."
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -198,6 +198,14 @@ class Store:
         """Cells per file."""
         return tuple(m.n_rows for m in self.matrices)
 
+    @property
+    def nbytes_per_row(self) -> float:
+        """Decoded bytes of a row, on average: 8 per stored value (float32 and int32), or 4 per gene where X is dense."""
+        if not self.n_obs:
+            return 0.0
+        nnz = sum(int(m.indptr[-1]) for m in self.matrices if isinstance(m, CsrMatrix))
+        return 8.0 * nnz / self.n_obs if self.kind == "csr" else 4.0 * self.n_vars
+
     def recipe(self, ranges: NDArray[np.int64]) -> Recipe:
         """Return what must be read and decoded to make rows resident.
 

@@ -51,6 +51,9 @@ VERIFY = {"never": chunks.NEVER, "once": chunks.ONCE, "always": chunks.ALWAYS}
 _NATIVE_ORDER = ("shuffle", "deflate", "fletcher32")
 _NO_COLUMNS = np.empty(0, dtype=np.int32)
 
+_THREADS = "gpuload-"
+"""How the names of this backend's threads begin."""
+
 _log = logging.getLogger("gpuload")
 
 
@@ -146,8 +149,8 @@ class CpuBackend:
         n = num_threads or len(os.sched_getaffinity(0))
         self.stats = Stats()
         self._verify = VERIFY[verify]
-        self._loads = ThreadPoolExecutor(n, thread_name_prefix="gpuload-load")
-        self._takes = ThreadPoolExecutor(n, thread_name_prefix="gpuload-take")
+        self._loads = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}load")
+        self._takes = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}take")
         self._scratch = _Scratch()
         self._residents = BufferPool(max_idle=2)
         self._outputs = BufferPool(max_idle=self.takes_ahead + 3)
@@ -173,8 +176,10 @@ class CpuBackend:
 
     def close(self) -> None:
         """Stop the threads, waiting for the tasks that run, and give back idle memory."""
+        # The garbage collector may close a forgotten loader in one of these threads, which cannot wait for itself.
+        is_own_thread = threading.current_thread().name.startswith(_THREADS)
         for pool in (self._loads, self._takes):
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=not is_own_thread, cancel_futures=True)
         for buffers in (self._residents, self._outputs):
             buffers.clear()
 
