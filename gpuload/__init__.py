@@ -150,6 +150,7 @@ def open_loader(
     try:
         columns, var_names = _select_genes(genes, store)
         form = Form(output, dtype, var_names.size, columns, transform)
+        _check_memory(store, batch_size, fetch_factor, prefetch)
         plan = Plan(
             store.file_rows, batch_size, fetch_factor, _strategy(shuffle, block_size, store), seed, 0, drop_last
         )
@@ -167,8 +168,9 @@ def _check_memory(store: Store, batch_size: int, fetch_factor: int, prefetch: in
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > there:
         raise PlanError(
-            f"fetch_factor={fetch_factor!r}: {n_held} fetches of {n_rows} cells take {wanted / 1e9:.1f} GB but this "
-            f"machine has {there / 1e9:.1f} GB; use fetch_factor={max(1, fetch_factor * there // (2 * wanted))} or less."
+            f"fetch_factor={fetch_factor}: {n_held} fetches of {n_rows} cells take {wanted / 1e9:.1f} GB but "
+            f"this machine has {there / 1e9:.1f} GB; "
+            f"use fetch_factor={max(1, fetch_factor * there // (2 * wanted))} or less."
         )
 
 

@@ -200,7 +200,7 @@ class Store:
 
     @property
     def nbytes_per_row(self) -> float:
-        """Decoded bytes of a row, on average: 8 per stored value (float32 and int32), or 4 per gene where X is dense."""
+        """Decoded bytes of a row, on average: 8 per stored value, or 4 per gene where X is dense."""
         if not self.n_obs:
             return 0.0
         nnz = sum(int(m.indptr[-1]) for m in self.matrices if isinstance(m, CsrMatrix))

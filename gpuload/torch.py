@@ -114,7 +114,7 @@ def _torch_dtype(dtype: torch.dtype | str | None, loader: Loader) -> torch.dtype
 
 
 def _use_up_beta_warning() -> None:
-    """Let torch say once, unheard, that its sparse CSR tensors are in beta; it would say so in the middle of training."""
+    """Let torch say once, unheard, that its sparse CSR tensors are in beta; else it says so in mid-training."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1))

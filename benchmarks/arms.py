@@ -1,0 +1,116 @@
+"""The matrix of what is compared with what, and each rival's settings with the reason for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.job import Arm
+
+SCDATASET_BLOCK = 16
+"""Block size of scDataset's main result (its paper, 16 x 256): minibatches about as diverse as random ones."""
+
+ANNBATCH_CHUNK = 32
+"""Rows annbatch reads together; its store is shuffled beforehand, so this does not cost diversity."""
+
+
+def arms(batch_size: int = 64, fetch_factor: int = 256) -> list[Arm]:
+    """Return every arm, those that are compared with one another beside one another."""
+    return [
+        *_dense(batch_size, fetch_factor),
+        *_csr(batch_size, fetch_factor),
+        *_streaming(batch_size, fetch_factor),
+        *_random(batch_size, fetch_factor),
+        *_ours(batch_size, fetch_factor),
+    ]
+
+
+def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
+    """Shuffled, dense float32, minibatches as diverse as random ones."""
+    common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense"}
+    scdataset = {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}
+    single = {**common, "fetch_factor": 1}
+    return [
+        Arm("gpuload/dense/chunk", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": "chunk"}),
+        Arm("gpuload/dense/16", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}),
+        Arm("scdataset/dense/16", "dense", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
+        Arm("scdataset-mask/dense/16", "dense", "scdataset_backed", {**scdataset, "rows_by": "mask"}),
+        Arm(
+            "scdataset-workers/dense/16", "dense", "scdataset_backed", {**scdataset, "rows_by": "mask", "n_workers": 2}
+        ),
+        Arm("scdataset-anncollection/dense/16", "dense", "scdataset_anncollection", scdataset),
+        Arm("annbatch/dense", "dense", "annbatch_store", _annbatch(common)),
+        Arm("scipy-in-ram/dense", "dense", "scipy_ram", single),
+        Arm("annloader/dense", "dense", "anndata_annloader", single),
+    ]
+
+
+def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
+    """Shuffled, CSR, minibatches as diverse as random ones."""
+    common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "csr"}
+    scdataset = {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}
+    return [
+        Arm("gpuload/csr/chunk", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": "chunk"}),
+        Arm("gpuload/csr/16", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}),
+        Arm("scdataset/csr/16", "csr", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
+        Arm("scdataset-mask/csr/16", "csr", "scdataset_backed", {**scdataset, "rows_by": "mask"}),
+        Arm("annbatch/csr", "csr", "annbatch_store", _annbatch(common)),
+        Arm("scipy-in-ram/csr", "csr", "scipy_ram", {**common, "fetch_factor": 1}),
+    ]
+
+
+def _streaming(batch_size: int, fetch_factor: int) -> list[Arm]:
+    """In the order of the file, dense."""
+    common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense", "order": "streaming"}
+    return [
+        Arm("gpuload/dense/streaming", "streaming", "gpuload_torch", common),
+        Arm("scdataset/dense/streaming", "streaming", "scdataset_backed", {**common, "rows_by": "numbers"}),
+        Arm("scdataset-mask/dense/streaming", "streaming", "scdataset_backed", {**common, "rows_by": "mask"}),
+    ]
+
+
+def _random(batch_size: int, fetch_factor: int) -> list[Arm]:
+    """True random order, dense."""
+    common = {
+        "batch_size": batch_size,
+        "fetch_factor": fetch_factor,
+        "output": "dense",
+        "order": "blocks",
+        "block_size": 1,
+    }
+    return [
+        Arm("gpuload/dense/1", "random", "gpuload_torch", common),
+        Arm("scdataset/dense/1", "random", "scdataset_backed", {**common, "rows_by": "numbers"}),
+        Arm("scdataset-mask/dense/1", "random", "scdataset_backed", {**common, "rows_by": "mask"}),
+    ]
+
+
+def _ours(batch_size: int, fetch_factor: int) -> list[Arm]:
+    """What only gpuload is asked: its other front, overlap with the consumer, memory over epochs."""
+    chunk = {
+        "batch_size": batch_size,
+        "fetch_factor": fetch_factor,
+        "output": "dense",
+        "order": "blocks",
+        "block_size": "chunk",
+    }
+    single = {**chunk, "block_size": 1}
+    return [
+        Arm("gpuload-dali/dense/chunk", "front", "gpuload_dali", chunk),
+        Arm("gpuload/overlap/chunk", "overlap", "gpuload_torch", chunk, kind="overlap"),
+        Arm("gpuload/memory/chunk", "memory", "gpuload_torch", chunk, kind="memory"),
+        Arm("gpuload/memory/1", "memory", "gpuload_torch", single, kind="memory"),
+    ]
+
+
+def _annbatch(common: dict[str, Any]) -> dict[str, Any]:
+    """Return annbatch's settings for the same number of resident rows, at most 256 chunks of 32."""
+    resident = common["batch_size"] * common["fetch_factor"]
+    n_chunks = max(1, min(256, resident // ANNBATCH_CHUNK))
+    chunk_size = min(ANNBATCH_CHUNK, resident)
+    return {
+        **common,
+        "order": "pre-shuffled",
+        "chunk_size": chunk_size,
+        "preload_nchunks": n_chunks,
+        "fetch_factor": max(1, n_chunks * chunk_size // common["batch_size"]),
+    }

@@ -1,0 +1,121 @@
+"""Where a number comes from: commit, versions, machine, and the memory and processor time of this process.
+
+Standard library only, and Linux: everything is read from /proc.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MIB = 1 << 20
+
+
+def describe() -> dict[str, Any]:
+    """Return the machine as results state it: processor, cores this process may use, memory, kernel."""
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    models = {line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")}
+    memory_kib = _status_kib(Path("/proc/meminfo"), "MemTotal")
+    return {
+        "cpu": ", ".join(sorted(models)) or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_mib": memory_kib // 1024,
+        "kernel": platform.release(),
+    }
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with ``+changes`` where it has uncommitted ones; "unknown" outside git."""
+    folder = Path(__file__).parent
+    head = _git(folder, "rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return "unknown"
+    return f"{head}+changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else head
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the installed version of each package, and of Python; "none" where one is not installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def resident_mib() -> float:
+    """Return the memory that this process and its children hold now."""
+    return sum(_status_kib(path, "VmRSS") for path in _status_files()) / 1024
+
+
+def peak_mib() -> float:
+    """Return the most memory that this process has held (and its living children), since `reset_peak` where that works.
+
+    VmHWM, not getrusage's ru_maxrss: the latter survives exec, so a child would report its parent's peak.
+    """
+    return sum(_status_kib(path, "VmHWM") for path in _status_files()) / 1024
+
+
+def reset_peak() -> bool:
+    """Let the peak start anew from what is held now; return whether the kernel allows it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def cpu_s() -> float:
+    """Return the processor time of this process, its threads and its children that live."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    return own.ru_utime + own.ru_stime + sum(_cpu_s_of(pid) for pid in _children())
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _children() -> list[int]:
+    """Return the process ids of the children of all threads."""
+    children: list[int] = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        try:
+            children += map(int, path.read_text().split())
+        except OSError:  # the thread ended meanwhile
+            continue
+    return children
+
+
+def _status_files() -> list[Path]:
+    return [Path(f"/proc/{pid}/status") for pid in ("self", *_children())]
+
+
+def _status_kib(path: Path, name: str) -> int:
+    """Return a size in KiB from a file of ``name: size kB`` lines; 0 where it is not there."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:  # the process ended meanwhile
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def _cpu_s_of(pid: int) -> float:
+    try:
+        # The name in parentheses may hold spaces, so count fields after it: utime and stime are the 12th and 13th.
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

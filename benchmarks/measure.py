@@ -1,0 +1,265 @@
+"""Carry out one measurement, in a process of its own.
+
+``python -m benchmarks.measure JOB RESULT`` reads a job (JSON) and writes a result (JSON). May be run by another Python
+than the runner's, so beside the rival it needs NumPy and h5py only.
+
+The order of things: import, compile, bring the page cache into the stated state, then open the loader (the clock of the
+first batch starts), compare the first batches with what h5py reads, run until the first fetches are over, and only then
+time whole fetches: from the first batch of one fetch to the first batch of another, so that neither a filled buffer nor
+a stall counts twice.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+
+from benchmarks import machine
+from benchmarks.job import LABEL, Job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from benchmarks.rivals import Loading
+
+N_CHECKED = 2
+"""Batches compared with the file before anything is timed."""
+
+WARM_UP_FETCHES = 2
+"""Fetches handed over before the clock starts: the first waits for an empty pipeline, the next may find it too full."""
+
+
+class WrongRowsError(AssertionError):
+    """A loader handed over rows that differ from the file's; it is not timed."""
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Carry out one measurement and return all that is known about it."""
+    rival = importlib.import_module(f"benchmarks.rivals.{job.arm.rival}")
+    prepared = rival.prepare(job) if hasattr(rival, "prepare") else {}
+    if hasattr(rival, "warm_up"):
+        rival.warm_up(job)
+    set_cache(job.path, job.cache)
+    load_before, rss_before_mib = os.getloadavg()[0], machine.resident_mib()
+    machine.reset_peak()
+    opened = time.perf_counter()
+    loading = rival.start(job)
+    try:
+        batches = Batches(loading, job.arm.settings["fetch_factor"])
+        first_batch_s = check_rows(batches, job.path, opened)
+        figures = KINDS[job.arm.kind](job, batches)
+        io_mode = loading.io_mode
+    finally:
+        loading.close()
+    return {
+        "arm": asdict(job.arm),
+        "cache": job.cache,
+        "io_mode": io_mode,
+        "versions": machine.versions(rival.PACKAGES),
+        "load_before": load_before,
+        "rss_before_mib": rss_before_mib,
+        "first_batch_s": first_batch_s,
+        **prepared,
+        **figures,
+    }
+
+
+def throughput(job: Job, batches: Batches) -> dict[str, Any]:
+    """Time whole fetches for at least the job's seconds."""
+    batches.skip_fetches(WARM_UP_FETCHES - 1)
+    timed = batches.time_fetches(job.seconds)
+    return {**timed, **diversity(batches.rows, job)}
+
+
+def overlap(job: Job, batches: Batches) -> dict[str, Any]:
+    """Time the loader alone, then with a consumer that sleeps as long per batch as the loader took."""
+    batches.skip_fetches(WARM_UP_FETCHES - 1)
+    alone = batches.time_fetches(job.seconds)
+    sleep_s = alone["seconds"] / alone["batches"]
+    slept_s = 0.0
+
+    def sleep() -> None:
+        nonlocal slept_s
+        start = time.perf_counter()
+        time.sleep(sleep_s)
+        slept_s += time.perf_counter() - start
+
+    batches.skip_fetches(1, sleep)
+    slept_s = 0.0
+    both = batches.time_fetches(2 * job.seconds, sleep)
+    longer_s = max(slept_s, sleep_s * both["batches"])
+    return {**both, "alone": alone, "overlap_ratio": both["seconds"] / longer_s}
+
+
+def memory(job: Job, batches: Batches) -> dict[str, Any]:
+    """Run whole epochs and note the peak and what is held at the end of each."""
+    peaks, held = [], []
+    start, n_cells = time.perf_counter(), 0
+    for _ in range(job.n_epochs):
+        can_reset = machine.reset_peak()
+        n_cells += sum(len(batch["rows"]) for batch in batches.loading.epoch())
+        peaks.append(machine.peak_mib())
+        held.append(machine.resident_mib())
+    seconds = time.perf_counter() - start
+    figures = {
+        "peak_mib": max(peaks),
+        "epoch_peaks_mib": peaks,
+        "epoch_ends_mib": held,
+        "peaks_are_per_epoch": can_reset,
+    }
+    return {"cells": n_cells, "seconds": seconds, "cells_per_s": n_cells / seconds, **figures}
+
+
+KINDS: dict[str, Callable[[Job, Batches], dict[str, Any]]] = {
+    "throughput": throughput,
+    "overlap": overlap,
+    "memory": memory,
+}
+
+
+class Batches:
+    """An endless row of minibatches over as many epochs as it takes, which knows where a fetch begins."""
+
+    def __init__(self, loading: Loading, batches_per_fetch: int) -> None:
+        self.loading = loading
+        self.rows: list[NDArray[np.int64]] = []
+        self._batches = self._endless(loading, batches_per_fetch)
+
+    def next(self) -> tuple[bool, Mapping[str, Any]]:
+        """Return whether a fetch begins, and the next minibatch."""
+        begins, batch = next(self._batches)
+        self.rows.append(np.array(batch["rows"]))  # a copy: a view may keep a rival's whole minibatch alive
+        return begins, batch
+
+    def skip_fetches(self, n_fetches: int, consume: Callable[[], None] | None = None) -> None:
+        """Hand over whatever is left of this fetch, `n_fetches` more, and the first batch of the next."""
+        while n_fetches >= 0:
+            begins, _ = self.next()
+            n_fetches -= begins
+            if consume is not None:
+                consume()
+
+    def time_fetches(self, seconds: float, consume: Callable[[], None] | None = None) -> dict[str, Any]:
+        """Time whole fetches for at least so long; starts and ends at the arrival of a fetch's first batch."""
+        self.rows.clear()
+        n_cells = n_batches = n_fetches = 0
+        cpu_start, start = machine.cpu_s(), time.perf_counter()
+        while True:
+            if consume is not None:
+                consume()
+            begins, batch = self.next()
+            n_cells += len(batch["rows"])
+            n_batches += 1
+            n_fetches += begins
+            if begins and (elapsed := time.perf_counter() - start) >= seconds:
+                break
+        return {
+            "cells": n_cells,
+            "batches": n_batches,
+            "fetches": n_fetches,
+            "seconds": elapsed,
+            "cpu_s": machine.cpu_s() - cpu_start,
+            "cells_per_s": n_cells / elapsed,
+            "peak_mib": machine.peak_mib(),
+        }
+
+    @staticmethod
+    def _endless(loading: Loading, batches_per_fetch: int) -> Iterator[tuple[bool, Mapping[str, Any]]]:
+        while True:
+            for step, batch in enumerate(loading.epoch()):
+                yield step % batches_per_fetch == 0, batch
+
+
+def set_cache(path: Path, state: str) -> None:
+    """Bring the file into the page cache, or evict it."""
+    with path.open("rb") as file:
+        if state == "cold":
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        else:
+            while file.read(16 * machine.MIB):
+                pass
+
+
+def check_rows(batches: Batches, path: Path, opened: float) -> float:
+    """Compare the first batches with what h5py reads; return the seconds from opening to the first batch.
+
+    Raises
+    ------
+    WrongRowsError
+        A value, or the label, is not the file's.
+    """
+    first_batch_s = None
+    with h5py.File(path) as file:
+        codes = label_codes(file)
+        for _ in range(N_CHECKED):
+            _, batch = batches.next()
+            if first_batch_s is None:
+                first_batch_s = time.perf_counter() - opened
+            rows = np.asarray(batch["rows"])
+            if not np.array_equal(to_numpy(batch["X"]), read_rows(file["X"], rows)):
+                raise WrongRowsError(f"rows {rows[:4]}...: the values are not those of the file.")
+            if not np.array_equal(np.asarray(batch["label"]), codes[rows]):
+                raise WrongRowsError(f"rows {rows[:4]}...: the {LABEL} is not that of the file.")
+    return float(first_batch_s or 0.0)
+
+
+def to_numpy(X: Any) -> NDArray[np.float32]:
+    """Return a minibatch's values as a dense array: from a tensor, dense or CSR, a SciPy matrix or an array."""
+    if hasattr(X, "to_dense"):
+        X = X.to_dense().numpy()
+    dense: NDArray[np.float32] = X.toarray() if hasattr(X, "toarray") else np.asarray(X)
+    return dense
+
+
+def read_rows(X: h5py.Group, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Read rows of a stored CSR matrix, densely, one by one."""
+    indptr = X["indptr"][:]
+    dense = np.zeros((rows.size, int(X.attrs["shape"][1])), dtype=np.float32)
+    for place, row in enumerate(rows):
+        values = slice(int(indptr[row]), int(indptr[row + 1]))
+        dense[place, X["indices"][values]] = X["data"][values]
+    return dense
+
+
+def label_codes(file: h5py.File) -> NDArray[np.int64]:
+    """Return the label of every cell as a code."""
+    codes: NDArray[np.int64] = file["obs"][LABEL]["codes"][:].astype(np.int64)
+    return codes
+
+
+def diversity(rows: list[NDArray[np.int64]], job: Job) -> dict[str, Any]:
+    """Return the mean entropy of the label in the minibatches that were timed, in bits; short ones do not count."""
+    with h5py.File(job.path) as file:
+        codes = label_codes(file)
+    full = [codes[batch] for batch in rows if batch.size == job.arm.settings["batch_size"]]
+    entropies = [entropy_bits(batch) for batch in full]
+    return {"label_entropy_bits": float(np.mean(entropies)) if entropies else None}
+
+
+def entropy_bits(codes: NDArray[np.int64]) -> float:
+    """Return the plug-in entropy of the codes of one minibatch."""
+    counts = np.bincount(codes)
+    share = counts[counts > 0] / codes.size
+    return float(-(share * np.log2(share)).sum())
+
+
+def main() -> None:
+    """Carry out the job in the file named first; write the result to the file named second."""
+    job_path, result_path = map(Path, sys.argv[1:3])
+    result_path.write_text(json.dumps(measure(Job.from_json(job_path.read_text()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Make the README's figures from the results: a Markdown table and a picture.
+
+``python -m benchmarks.report benchmarks/results/NAME.jsonl --plot rivals.png --readme README.md``
+
+Nothing is measured here, and no number in the README is written by hand: the table stands between two marker lines and
+is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+
+GROUPS = {
+    "dense": "dense float32, shuffled",
+    "csr": "CSR, shuffled",
+    "streaming": "dense, in file order",
+    "random": "dense, true random order",
+    "front": "dense, shuffled, DALI's front",
+    "overlap": "with a consumer that sleeps as long as the loader needs",
+    "memory": "three whole epochs",
+}
+"""The groups in the order of the report, and what their arms have in common."""
+
+REFERENCE = {"dense": "gpuload/dense/chunk", "csr": "gpuload/csr/chunk"}
+"""Where a group has more than one arm of ours, the one that the others are compared with; else the first."""
+
+
+RATIOS = (
+    ("gpuload/dense/chunk", "scdataset/dense/16", 7.0),
+    ("gpuload/dense/chunk", "annbatch/dense", 2.0),
+    ("gpuload/dense/chunk", "scipy-in-ram/dense", 1.0),
+    ("gpuload/csr/chunk", "scdataset/csr/16", 6.0),
+    ("gpuload/csr/chunk", "annbatch/csr", 1.5),
+    ("gpuload/dense/streaming", "scdataset/dense/streaming", 3.0),
+    ("gpuload/dense/1", "scdataset/dense/1", 2.5),
+    ("gpuload/dense/16", "scdataset/dense/16", 3.0),
+    ("gpuload-dali/dense/chunk", "gpuload/dense/chunk", 0.4),
+)
+"""Goals: an arm, another, and how many times as fast the first is to be."""
+
+LIMITS = (
+    ("gpuload/overlap/chunk", "overlap_ratio", 1.15),
+    ("gpuload/memory/chunk", "peak_mib", 1.3e9 / 2**20),
+    ("gpuload/memory/1", "peak_mib", 2e9 / 2**20),
+    ("gpuload/dense/chunk", "first_batch_s", 1.5),
+)
+"""Goals: an arm, a figure of it, and the most that it may be."""
+
+ENTROPY_GOAL = ("gpuload/dense/chunk", "scipy-in-ram/dense", 0.99)
+"""Goal: an arm, one in true random order, and the fraction of its minibatch entropy that is to be reached."""
+
+COLUMNS = (
+    "arm",
+    "cells/s (median)",
+    "range",
+    "gpuload is faster by",
+    "plate entropy, bits",
+    "peak memory, MiB",
+    "first batch, s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What all rounds of one arm say.
+
+    Attributes
+    ----------
+    cells_per_s, lowest, highest
+        Median and range over the rounds.
+    entropy_bits
+        Mean entropy of the label in a minibatch; None where it was not measured.
+    peak_mib, first_batch_s
+        Medians; None where not measured.
+    n_rounds, n_failed
+        Measurements that succeeded, and that did not.
+    """
+
+    name: str
+    group: str
+    cells_per_s: float
+    lowest: float
+    highest: float
+    entropy_bits: float | None
+    peak_mib: float | None
+    first_batch_s: float | None
+    overlap_ratio: float | None
+    n_rounds: int
+    n_failed: int
+
+
+def summarise(records: Iterable[dict[str, Any]]) -> list[Summary]:
+    """Return one summary per arm, in the order of the groups and of first appearance."""
+    by_arm: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        by_arm[record["arm"]["group"], record["arm"]["name"]].append(record)
+    order = list(GROUPS)
+    found = [_summary(name, group, measured) for (group, name), measured in by_arm.items()]
+    return sorted(found, key=lambda summary: order.index(summary.group))
+
+
+def _summary(name: str, group: str, records: list[dict[str, Any]]) -> Summary:
+    good = [record for record in records if "error" not in record]
+    rates = [record["cells_per_s"] for record in good] or [0.0]
+
+    def middle(key: str) -> float | None:
+        values = [record[key] for record in good if record.get(key) is not None]
+        return median(values) if values else None
+
+    return Summary(
+        name=name,
+        group=group,
+        cells_per_s=median(rates),
+        lowest=min(rates),
+        highest=max(rates),
+        entropy_bits=middle("label_entropy_bits"),
+        peak_mib=middle("peak_mib"),
+        first_batch_s=middle("first_batch_s"),
+        overlap_ratio=middle("overlap_ratio"),
+        n_rounds=len(good),
+        n_failed=len(records) - len(good),
+    )
+
+
+def table(records: Iterable[dict[str, Any]]) -> str:
+    """Return a Markdown table: per arm the median, the range, and how many times faster our arm of the group is."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
+    summaries = summarise(records)
+    for group, title in GROUPS.items():
+        members = [summary for summary in summaries if summary.group == group]
+        if not members:
+            continue
+        lines.append(f"| **{title}** | | | | | | |")
+        ours = next((m for m in members if m.name == REFERENCE.get(group, members[0].name)), None)
+        lines += [_row(member, ours) for member in members]
+    return "\n".join(lines)
+
+
+def goals(records: Iterable[dict[str, Any]]) -> str:
+    """Return a Markdown table of the goals that these records can decide, with what was reached."""
+    by_name = {summary.name: summary for summary in summarise(records) if summary.n_rounds}
+    lines = ["| goal | wanted | reached | met |", "| --- | ---: | ---: | :---: |"]
+    for name, other, wanted in RATIOS:
+        if name in by_name and other in by_name:
+            ratio = by_name[name].cells_per_s / by_name[other].cells_per_s
+            lines.append(
+                _goal(f"{name}: speed over {other}", f"at least {wanted:g}x", f"{ratio:.2f}x", ratio >= wanted)
+            )
+    for name, figure, most in LIMITS:
+        value = getattr(by_name[name], figure) if name in by_name else None
+        if value is not None:
+            lines.append(_goal(f"{name}: {figure}", f"at most {most:,.4g}", f"{value:,.4g}", value <= most))
+    name, other, least = ENTROPY_GOAL
+    found = [by_name[arm].entropy_bits if arm in by_name else None for arm in (name, other)]
+    if found[0] is not None and found[1]:
+        share = found[0] / found[1]
+        lines.append(_goal(f"{name}: entropy over {other}", f"at least {least:g}", f"{share:.4f}", share >= least))
+    return "\n".join(lines)
+
+
+def _goal(text: str, wanted: str, reached: str, is_met: bool) -> str:
+    return f"| {text} | {wanted} | {reached} | {'yes' if is_met else 'no'} |"
+
+
+def _row(summary: Summary, ours: Summary | None) -> str:
+    if not summary.n_rounds:
+        return f"| {summary.name} | failed | | | | | |"
+    is_compared = ours is not None and ours.cells_per_s > 0 and not summary.name.startswith("gpuload")
+    cells = [
+        summary.name + (f" ({summary.n_failed} failed)" if summary.n_failed else ""),
+        f"{summary.cells_per_s:,.0f}",
+        f"{summary.lowest:,.0f}-{summary.highest:,.0f}",
+        f"{ours.cells_per_s / summary.cells_per_s:.1f}x" if is_compared and ours is not None else "",
+        _number(summary.entropy_bits, ".3f"),
+        _number(summary.peak_mib, ",.0f"),
+        _number(summary.first_batch_s, ".2f"),
+    ]
+    if summary.overlap_ratio is not None:
+        cells[3] = f"total / longer = {summary.overlap_ratio:.2f}"
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def conditions(records: list[dict[str, Any]]) -> str:
+    """Return one sentence that says on what, where and in which state the numbers were measured."""
+    last = next(record for record in reversed(records) if "error" not in record)
+    file, machine = last["file"], last["machine"]
+    arms = [record for record in records if record["arm"].get("rival", "").startswith("gpuload")]
+    modes = ", ".join(sorted({record["io_mode"] for record in arms})) or "none"
+    nnz_per_cell = file["nnz"] / max(file["n_obs"], 1)
+    return (
+        f"{file['n_obs']:,} cells x {file['n_vars']:,} genes, {nnz_per_cell:,.0f} stored values a cell, "
+        f"{file['compression']}, {file['nbytes'] / 1e6:,.0f} MB; {machine['cores']} cores of {machine['cpu']}; "
+        f"page cache {last['cache']}; io_mode {modes}; commit {last['commit']}; "
+        f"{max(record['round'] for record in records) + 1} rounds, medians."
+    )
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Draw the median cells/s of every arm beside its rivals, with the range as a line, one panel per group."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    summaries = [summary for summary in summarise(records) if summary.n_rounds]
+    panels = [group for group in ("dense", "csr", "streaming", "random") if any(s.group == group for s in summaries)]
+    heights = [sum(summary.group == group for summary in summaries) for group in panels]
+    with mpl.rc_context({"svg.hashsalt": "gpuload", "font.size": 9}):
+        figure = Figure(figsize=(8, 0.6 + 0.27 * sum(heights) + 0.55 * len(panels)), layout="constrained")
+        axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+        for panel, group in zip(axes, panels, strict=True):
+            _draw(panel, GROUPS[group], [summary for summary in summaries if summary.group == group])
+        axes[-1].set_xlabel("cells/s (median; line: range over the rounds)")
+        figure.savefig(path, dpi=150)
+
+
+def _draw(panel: Any, title: str, members: list[Summary]) -> None:
+    names = [member.name for member in members]
+    rates = [member.cells_per_s for member in members]
+    colours = ["#2a7f62" if name.startswith("gpuload") else "#9aa5b1" for name in names]
+    below = [member.cells_per_s - member.lowest for member in members]
+    above = [member.highest - member.cells_per_s for member in members]
+    panel.barh(names, rates, color=colours, xerr=[below, above], ecolor="#333333")
+    for place, member in enumerate(members):
+        panel.text(member.highest, place, f"  {member.cells_per_s:,.0f}", va="center")
+    panel.invert_yaxis()
+    panel.margins(x=0.12)
+    panel.set_title(title, loc="left", fontsize=9)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def replace_between_markers(text: str, content: str) -> str:
+    """Return the text with what stands between the marker lines replaced.
+
+    Raises
+    ------
+    ValueError
+        The markers are not there, once each and in this order.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"expected the lines {BEGIN!r} and {END!r}, in this order.")
+    return f"{before}{BEGIN}\n{content}\n{END}{after}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table; write the picture and the README where asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+", help="JSON lines written by benchmarks.run_rivals")
+    parser.add_argument("--plot", type=Path, help="write the picture here (PNG, SVG or PDF)")
+    parser.add_argument("--readme", type=Path, help=f"replace what stands between {BEGIN} and {END} in this file")
+    options = parser.parse_args(arguments)
+    records = [json.loads(line) for path in options.results for line in path.read_text().splitlines() if line]
+    content = f"{conditions(records)}\n\n{table(records)}\n\n{goals(records)}"
+    print(content)
+    if options.plot:
+        plot(records, options.plot)
+    if options.readme:
+        options.readme.write_text(replace_between_markers(options.readme.read_text(), content))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

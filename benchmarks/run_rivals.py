@@ -1,0 +1,195 @@
+"""Run gpuload and its rivals side by side on one file.
+
+``python -m benchmarks.run_rivals --file cells.h5ad [--out benchmarks/results/rivals.jsonl]``
+
+Arms alternate: every round measures each arm once, in a fresh process, one at a time, and each round starts at another
+arm, so that what disturbs the machine disturbs all alike. One JSON line is written per measurement, at once, so a
+broken run keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from fnmatch import fnmatch
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import h5py
+
+from benchmarks import machine
+from benchmarks.arms import arms
+from benchmarks.job import Arm, Job
+from benchmarks.report import goals, table
+
+RESULTS = Path(__file__).parent / "results"
+
+NEEDED = {
+    "gpuload_torch": ("torch", "numba", "anndata"),
+    "gpuload_dali": ("nvidia.dali", "torch", "numba", "anndata"),
+    "scdataset_backed": ("scdataset", "anndata", "torch"),
+    "scdataset_anncollection": ("scdataset", "anndata", "torch"),
+    "annbatch_store": ("annbatch", "zarrs", "anndata"),
+    "anndata_annloader": ("anndata", "torch"),
+    "scipy_ram": ("anndata", "torch"),
+}
+"""What each rival imports; one whose imports are not there is skipped and said so."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the chosen arms; return 0, or 1 where a measurement failed."""
+    options = _parse(arguments)
+    chosen = [arm for arm in arms(options.batch_size, options.fetch_factor) if _is_wanted(arm, options.only)]
+    if not chosen:
+        print(f"--only {' '.join(options.only)}: no such arm; see --list.", file=sys.stderr)
+        return 2
+    if options.list:
+        print(*(f"{arm.group:10s} {arm.name}" for arm in chosen), sep="\n")
+        return 0
+    runnable = [arm for arm in chosen if _can_run(arm, options.annbatch_python)]
+    for arm in chosen:
+        if arm not in runnable:
+            print(f"skipped {arm.name}: {', '.join(NEEDED[arm.rival])} not all installed")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.work_dir.mkdir(parents=True, exist_ok=True)
+    origin = {"commit": machine.commit(), "machine": machine.describe(), "file": describe_file(options.file)}
+    records = []
+    for number in range(options.rounds):
+        shift = number * len(runnable) // max(options.rounds, 1)
+        for arm in runnable[shift:] + runnable[:shift]:
+            record = {**origin, "round": number, "time": datetime.now(UTC).isoformat(), **_run(arm, number, options)}
+            with options.out.open("a") as out:
+                out.write(json.dumps(record) + "\n")
+            records.append(record)
+            print(_line(number, arm, record), flush=True)
+    print(table(records), goals(records), sep="\n\n")
+    return int(any("error" in record for record in records))
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Return what results say of the file: its name, never where it lies."""
+    with h5py.File(path) as file:
+        X = file["X"]
+        return {
+            "name": path.name,
+            "nbytes": path.stat().st_size,
+            "n_obs": int(X.attrs["shape"][0]),
+            "n_vars": int(X.attrs["shape"][1]),
+            "nnz": int(X["data"].size),
+            "compression": X["data"].compression,
+            "chunk_values": int(X["data"].chunks[0]) if X["data"].chunks else None,
+        }
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_rivals", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--file", type=Path, required=True, help="the .h5ad file: CSR X, a categorical obs column 'plate'"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "rivals.jsonl", help="JSON lines are added to this file")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each arm (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="least time of a measurement (default %(default)s)")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="arms or groups, as shell patterns")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument(
+        "--fetch-factor", type=int, default=256, help="minibatches resident at one time (default %(default)s)"
+    )
+    parser.add_argument(
+        "--cache", choices=("warm", "cold"), default="warm", help="state of the page cache before a measurement"
+    )
+    parser.add_argument("--epochs", type=int, default=3, help="epochs of the memory arms (default %(default)s)")
+    parser.add_argument("--work-dir", type=Path, help="where converted stores are kept (default: beside the file)")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds after which a measurement is given up")
+    parser.add_argument("--list", action="store_true", help="name the arms and stop")
+    parser.add_argument(
+        "--annbatch-python",
+        default=os.environ.get("ANNBATCH_PYTHON", sys.executable),
+        help="a Python of 3.12 or later that has annbatch and zarrs (default: $ANNBATCH_PYTHON, else this one)",
+    )
+    options = parser.parse_args(arguments)
+    options.work_dir = options.work_dir or options.file.resolve().parent
+    return options
+
+
+def _is_wanted(arm: Arm, patterns: list[str]) -> bool:
+    return any(fnmatch(arm.name, pattern) or fnmatch(arm.group, pattern) for pattern in patterns)
+
+
+def _python(arm: Arm, annbatch_python: str) -> str:
+    return annbatch_python if arm.rival == "annbatch_store" else sys.executable
+
+
+def _can_run(arm: Arm, annbatch_python: str) -> bool:
+    """Return whether the rival's packages are there, in the Python that would run it."""
+    python = _python(arm, annbatch_python)
+    if python == sys.executable:
+        return all(_has_module(name) for name in NEEDED[arm.rival])
+    try:
+        subprocess.run([python, "-c", f"import {', '.join(NEEDED[arm.rival])}"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package that should hold it is missing
+        return False
+
+
+def _run(arm: Arm, number: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Carry out one measurement in a fresh process; a failure is a record too."""
+    job = Job(
+        arm=arm,
+        path=options.file.resolve(),
+        work_dir=options.work_dir.resolve(),
+        seconds=options.seconds,
+        cache=options.cache,
+        n_epochs=options.epochs,
+        seed=number,
+    )
+    with TemporaryDirectory() as folder:
+        job_path, result_path = Path(folder, "job.json"), Path(folder, "result.json")
+        job_path.write_text(job.to_json())
+        command = [_python(arm, options.annbatch_python), "-m", "benchmarks.measure", str(job_path), str(result_path)]
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(
+                command,
+                cwd=Path(__file__).parent.parent,
+                capture_output=True,
+                text=True,
+                timeout=options.timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"arm": asdict(arm), "error": f"gave up after {options.timeout:.0f} s"}
+        if done.returncode or not result_path.exists():
+            return {"arm": asdict(arm), "error": _last_words(done.stderr)}
+        record: dict[str, Any] = json.loads(result_path.read_text())
+    return {**record, "process_s": time.perf_counter() - start}
+
+
+def _last_words(text: str) -> str:
+    """Return the end of what a process said: its exception, and the notes that packages add below it."""
+    return " / ".join(text.strip().splitlines()[-3:]) or "ended without a word"
+
+
+def _line(number: int, arm: Arm, record: dict[str, Any]) -> str:
+    """Return one line for people who watch."""
+    if "error" in record:
+        return f"round {number}  {arm.name:34s}  FAILED: {record['error']}"
+    return f"round {number}  {arm.name:34s}  {record['cells_per_s']:9,.0f} cells/s  peak {record['peak_mib']:6,.0f} MiB"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

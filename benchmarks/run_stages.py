@@ -1,0 +1,71 @@
+"""Measure every stage of the engine against its ceiling.
+
+``python -m benchmarks.run_stages --file cells.h5ad [--out benchmarks/results/stages.jsonl]``
+
+Page cache warm, one thread, one process. Each line of the results is one stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.measure import set_cache
+from benchmarks.run_rivals import describe_file
+from benchmarks.stages import Rate, Setting, decode, hand_over, plan, read, take_rows
+
+STAGES = {"plan": plan, "read": read, "decode": decode, "take_rows": take_rows, "hand-over": hand_over}
+PACKAGES = ("numba", "numpy", "imagecodecs", "torch", "nvidia-dali-cuda130")
+
+
+def table(rates: list[Rate]) -> str:
+    """Return a Markdown table of the rates and their fractions of the ceilings."""
+    lines = [
+        "| stage | case | rate | ceiling | fraction | cells/s | further |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for rate in rates:
+        cells = "" if rate.cells_per_s is None else f"{rate.cells_per_s:,.0f}"
+        notes = ", ".join(f"{name} {value:,.3g}" for name, value in (rate.notes or {}).items())
+        lines.append(
+            f"| {rate.stage} | {rate.what} | {rate.rate:,.0f} {rate.unit}/s | {rate.ceiling:,.0f} ({rate.ceiling_is}) "
+            f"| {rate.fraction:.2f} | {cells} | {notes} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the chosen stages, print the table, add to the results where asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_stages", description=__doc__.splitlines()[0])
+    parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
+    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument("--only", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--fetch-factor", type=int, default=256)
+    parser.add_argument("--block-size", default="chunk", help='rows, or "chunk" (default %(default)s)')
+    options = parser.parse_args(arguments)
+    set_cache(options.file, "warm")
+    block_size = options.block_size if options.block_size == "chunk" else int(options.block_size)
+    setting = Setting(options.file, options.batch_size, options.fetch_factor, block_size)
+    rates = [rate for stage in options.only for rate in STAGES[stage].measure(setting)]
+    print(table(rates))
+    if options.out:
+        origin = {
+            "commit": machine.commit(),
+            "machine": machine.describe(),
+            "file": describe_file(options.file),
+            "versions": machine.versions(PACKAGES),
+            "time": datetime.now(UTC).isoformat(),
+            "cache": "warm",
+        }
+        with options.out.open("a") as out:
+            out.writelines(json.dumps({**origin, **asdict(rate), "fraction": rate.fraction}) + "\n" for rate in rates)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

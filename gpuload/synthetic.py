@@ -1,0 +1,318 @@
+"""An openly stated generator of data shaped like Tahoe-100M, for demos, tests and benchmarks.
+
+Benchmarks need a file of the right shape on any machine, without a download of hundreds of gigabytes. What matters for
+an input pipeline is reproduced: stored values per cell, how far `data` and `indices` can be compressed, the order of
+the cells on disk, and labels that a model can learn. It is not biology: nothing comes from the real data but the
+figures cited below.
+
+Knows nothing of files, loaders or AnnData: it returns SciPy and pandas values.
+
+References
+----------
+.. [1] Zhang et al., "Tahoe-100M: A Giga-Scale Single-Cell Perturbation Atlas for Context-Dependent Gene Function and
+   Cellular Modeling", bioRxiv 2025, doi:10.1101/2025.02.20.639398. Its files: 14 plates, 50 cell lines, about 380
+   drugs, 62,710 genes; 1,450 stored values (standard deviation 735) and 2,200 UMIs a cell; 2.15 bytes a stored value.
+.. [2] Townes, Hicks, Aryee, Irizarry, "Feature selection and dimension reduction for single-cell RNA-Seq based on a
+   multinomial model", Genome Biology 2019, doi:10.1186/s13059-019-1861-6: UMI counts of a cell as a multinomial draw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpuload.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pandas as pd
+    from numpy.typing import NDArray
+    from scipy.sparse import csr_matrix
+
+MEAN_COUNTS = 1_500
+"""Stored values per cell, unless chosen otherwise (Tahoe-100M: about 1,450)."""
+
+COUNTS_SD = 735 / MEAN_COUNTS
+"""Standard deviation of the stored values per cell, relative to their mean."""
+
+GENE_SKEW = 2.35
+"""Standard deviation of the logarithm of gene popularity.
+
+With `BURST` it decides how far the counts can be compressed: gzip at level 4 shrinks `data` 7.7 times and `indices` 2.1
+times, to 2.5 bytes a stored value.
+"""
+
+BURST = 0.25
+"""A stored value has k extra UMIs with chance ``(1 - BURST) * BURST**k``: more spread than a multinomial draw alone."""
+
+PLATE_SHARE, LINE_SHARE, DRUG_SHARE = 0.02, 0.025, 0.02
+"""Share of a cell's UMIs that falls on the genes raised by its plate, cell line and drug."""
+
+PLATE_GENES, LINE_GENES, DRUG_GENES = 1 / 30, 1 / 150, 1 / 1_000
+"""Genes that one plate, cell line or drug raises, as a fraction of all genes."""
+
+SILENCED_GENES = 1 / 300
+"""Fraction of the genes that a cell line does not express at all."""
+
+_BLOCK_ROWS = 512
+"""Cells made at one time from one random stream: part of the model, so the result depends on nothing but the seed."""
+
+_BASE_SLOTS = 1 << 21
+_OWN_SLOTS = 1 << 12
+_BURST_SLOTS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Everything that cells are drawn from.
+
+    A draw of one UMI is a uniform choice among the slots of a table, each slot holding a gene number: one gather, no
+    search. All tables lie end to end in `slots`: that of the genes' popularity, then one for each plate, line and drug.
+
+    Attributes
+    ----------
+    n_vars
+        Number of genes.
+    slots : (_BASE_SLOTS + n_labels * _OWN_SLOTS,) uint16 or int32
+        Gene numbers.
+    own_start : (3,) int64
+        First slot of the first table of plates, of cell lines, of drugs.
+    silenced : (n_cell_lines, n_vars) bool
+        Genes that a cell line does not express.
+    burst : (_BURST_SLOTS,) float32
+        Extra UMIs of a stored value.
+    depth, distinct : (n_grid,) float64
+        UMIs of a cell, and the number of distinct genes expected among them; both rising.
+    """
+
+    n_vars: int
+    slots: NDArray[np.integer]
+    own_start: NDArray[np.int64]
+    silenced: NDArray[np.bool_]
+    burst: NDArray[np.float32]
+    depth: NDArray[np.float64]
+    distinct: NDArray[np.float64]
+
+
+def tahoe_shaped(
+    n_obs: int,
+    *,
+    n_vars: int = 62_710,
+    mean_counts_per_cell: float | None = None,
+    n_plates: int = 14,
+    n_cell_lines: int = 50,
+    n_drugs: int = 380,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[csr_matrix, pd.DataFrame, pd.DataFrame]:
+    """Make a data set shaped like Tahoe-100M, sorted by plate, cell line and drug.
+
+    The model. Gene popularity is log-normal (`GENE_SKEW`). The number of stored values wanted in a cell is log-normal
+    with standard deviation `COUNTS_SD` times the mean, and the cell draws as many UMIs as hit that number of distinct
+    genes on average. Each UMI falls on a gene raised by the cell line (2.5 %), the drug (2 %) or the plate (2 %, a
+    batch effect), or else on a gene by its popularity; a cell line also silences 1 gene in 300. A count is the number
+    of hits plus a geometric number (`BURST`), so counts are small integers, mostly 1. Plates differ in size by up to a
+    factor of 1.94 (14 plates: 5 % to 10 %, entropy 3.78 bits), cell lines are unequally frequent, and a drug is on
+    about a quarter of the plates.
+
+    Parameters
+    ----------
+    n_obs, n_vars
+        Cells and genes.
+    mean_counts_per_cell
+        Mean number of stored values of a cell; None means `MEAN_COUNTS`, or an eighth of `n_vars` where that is less.
+    n_plates, n_cell_lines, n_drugs
+        Number of categories of each label.
+    seed
+        The result is a pure function of the seed and the sizes.
+    progress
+        Called with the number of cells done, after every 512 cells.
+
+    Returns
+    -------
+    X : (n_obs, n_vars) CSR matrix
+        float32 counts; int32 `indices`, sorted and distinct within a row; `indptr` int32, from 2**31 values on int64.
+    obs
+        `plate`, `cell_line`, `drug` (categorical), `gene_count` (stored values), `tscp_count` (UMIs), `pass_filter`
+        (whether the cell has at least half the mean number of stored values).
+    var
+        One row per gene, indexed by its name.
+
+    Raises
+    ------
+    PlanError
+        A size is below 1 (`n_obs`: below 0), or `mean_counts_per_cell` is not within 0 and a quarter of `n_vars`.
+
+    Notes
+    -----
+    Memory is that of the result, 8 bytes a stored value, and some 60 MB.
+    """
+    mean_counts = min(MEAN_COUNTS, n_vars / 8) if mean_counts_per_cell is None else mean_counts_per_cell
+    _check(n_obs, n_vars, mean_counts, n_plates, n_cell_lines, n_drugs)
+    setup = np.random.default_rng(np.random.SeedSequence([seed, 0]))
+    labels = _labels(setup, n_obs, n_plates, n_cell_lines, n_drugs)
+    model = _model(setup, n_vars, (n_plates, n_cell_lines, n_drugs))
+    X = _counts(model, labels, _depths(setup, model, n_obs, mean_counts), seed, progress)
+    return X, _obs(labels, (n_plates, n_cell_lines, n_drugs), X, mean_counts), _var(n_vars)
+
+
+def _check(n_obs: int, n_vars: int, mean_counts: float, n_plates: int, n_cell_lines: int, n_drugs: int) -> None:
+    """Raise PlanError where the sizes make no data set."""
+    if n_obs < 0:
+        raise PlanError(f"n_obs={n_obs!r}: expected at least 0 cells.")
+    sizes = {"n_vars": n_vars, "n_plates": n_plates, "n_cell_lines": n_cell_lines, "n_drugs": n_drugs}
+    for name, size in sizes.items():
+        if size < 1:
+            raise PlanError(f"{name}={size!r}: expected at least 1.")
+    if not 0 < mean_counts <= n_vars / 4:
+        raise PlanError(
+            f"mean_counts_per_cell={mean_counts!r}: expected more than 0 and at most a quarter of the {n_vars} genes."
+        )
+
+
+def _labels(rng: np.random.Generator, n_obs: int, n_plates: int, n_cell_lines: int, n_drugs: int) -> NDArray[np.int32]:
+    """Draw plate, cell line and drug of every cell, shape (3, n_obs), sorted in this order of columns."""
+    plate_share = rng.permutation(np.linspace(1.0, 1.94, n_plates))
+    plate = np.repeat(np.arange(n_plates, dtype=np.int32), _apportion(plate_share, n_obs))
+    line_share = rng.lognormal(sigma=0.5, size=n_cell_lines)
+    line = rng.choice(n_cell_lines, size=n_obs, p=line_share / line_share.sum()).astype(np.int32)
+    # The drugs of a plate are a run of one shuffled list, with the runs' starts spread evenly, so no drug is left out.
+    per_plate = min(n_drugs, max(1, -(-n_drugs // 4), -(-n_drugs // n_plates)))
+    offset = np.arange(n_plates) * n_drugs // n_plates
+    drug = rng.permutation(n_drugs)[(offset[plate] + rng.integers(per_plate, size=n_obs)) % n_drugs].astype(np.int32)
+    return np.stack([plate, line, drug])[:, np.lexsort((drug, line, plate))]
+
+
+def _model(rng: np.random.Generator, n_vars: int, n_labels: tuple[int, int, int]) -> _Model:
+    """Draw gene popularity and the genes that every label raises and silences."""
+    popularity = rng.lognormal(sigma=GENE_SKEW, size=n_vars)
+    popularity /= popularity.sum()
+    gene_dtype = np.uint16 if n_vars <= 2**16 else np.int32  # the tables must stay in the CPU's cache
+    raised_pool = _spread(np.sqrt(popularity), _BASE_SLOTS)
+    tables = [_spread(popularity, _BASE_SLOTS)]
+    for n, fraction in zip(n_labels, (PLATE_GENES, LINE_GENES, DRUG_GENES), strict=True):
+        n_genes = min(max(2, round(fraction * n_vars)), _OWN_SLOTS)
+        genes = raised_pool[rng.integers(_BASE_SLOTS, size=(n, n_genes))]
+        tables.append(genes[:, np.arange(_OWN_SLOTS) * n_genes // _OWN_SLOTS].reshape(-1))
+    depth = np.geomspace(1.0, 16.0 * n_vars, num=64)
+    return _Model(
+        n_vars=n_vars,
+        slots=np.concatenate(tables).astype(gene_dtype),
+        own_start=np.cumsum([table.size for table in tables[:3]]),
+        silenced=rng.random((n_labels[1], n_vars), dtype=np.float32) < SILENCED_GENES,
+        burst=_spread(BURST ** np.arange(16.0), _BURST_SLOTS).astype(np.float32),
+        depth=depth,
+        distinct=np.array([-np.expm1(-n_umis * popularity).sum() for n_umis in depth]),
+    )
+
+
+def _depths(rng: np.random.Generator, model: _Model, n_obs: int, mean_counts: float) -> NDArray[np.int64]:
+    """Draw the number of UMIs of every cell before bursts, shape (n_obs,)."""
+    sigma = np.sqrt(np.log1p(COUNTS_SD**2))
+    wanted = rng.lognormal(mean=np.log(mean_counts) - sigma**2 / 2, sigma=sigma, size=n_obs)
+    return np.rint(np.interp(wanted, model.distinct, model.depth)).astype(np.int64)
+
+
+def _counts(
+    model: _Model,
+    labels: NDArray[np.int32],
+    depth: NDArray[np.int64],
+    seed: int,
+    progress: Callable[[int], None] | None,
+) -> csr_matrix:
+    """Draw the counts of all cells, block by block, into arrays that are cut to size at the end."""
+    from scipy.sparse import csr_matrix
+
+    n_obs = depth.size
+    # One value per UMI is the most there can be; pages that are never written are never committed.
+    data = np.empty(int(depth.sum()), dtype=np.float32)
+    indices = np.empty(data.size, dtype=np.int32)
+    indptr = np.zeros(n_obs + 1, dtype=np.int64)
+    for start in range(0, n_obs, _BLOCK_ROWS):
+        stop = min(start + _BLOCK_ROWS, n_obs)
+        rng = np.random.default_rng(np.random.SeedSequence([seed, 1, start]))
+        block = _draw_block(rng, model, labels[:, start:stop], depth[start:stop])
+        filled = slice(int(indptr[start]), int(indptr[start]) + block.nnz)
+        data[filled], indices[filled] = block.data, block.indices
+        indptr[start + 1 : stop + 1] = filled.start + block.indptr[1:]
+        if progress is not None:
+            progress(stop)
+    nnz = int(indptr[-1])
+    data.resize(nnz, refcheck=False)
+    indices.resize(nnz, refcheck=False)
+    X = csr_matrix((n_obs, model.n_vars), dtype=np.float32)
+    X.data, X.indices, X.indptr = data, indices, indptr.astype(np.int32 if nnz < 2**31 else np.int64)
+    X.has_canonical_format = True
+    return X
+
+
+def _draw_block(
+    rng: np.random.Generator, model: _Model, labels: NDArray[np.int32], depth: NDArray[np.int64]
+) -> csr_matrix:
+    """Draw the counts of a block of cells from their labels (3, n_rows) and depth (n_rows,), with sorted columns."""
+    from scipy.sparse import csr_matrix
+
+    own_shares = (PLATE_SHARE, LINE_SHARE, DRUG_SHARE)
+    n_drawn = rng.multinomial(depth, [*own_shares, 1.0 - sum(own_shares)])
+    start = np.zeros(n_drawn.shape, dtype=np.uint32)
+    start[:, :3] = model.own_start + labels.T * np.int64(_OWN_SLOTS)
+    last = np.full(n_drawn.shape, _OWN_SLOTS - 1, dtype=np.uint32)
+    last[:, 3] = _BASE_SLOTS - 1
+    slot = rng.integers(2**32, size=int(depth.sum()), dtype=np.uint32)
+    slot &= np.repeat(last.reshape(-1), n_drawn.reshape(-1))  # both table sizes are powers of two
+    slot += np.repeat(start.reshape(-1), n_drawn.reshape(-1))
+    indptr = np.concatenate([[0], np.cumsum(depth)]).astype(np.int32)
+    hits = csr_matrix(
+        (np.ones(slot.size, dtype=np.float32), model.slots[slot].astype(np.int32), indptr),
+        shape=(depth.size, model.n_vars),
+    )
+    block = hits.tocsc().tocsr()  # sorts the columns in linear time, several times faster than by comparing
+    block.sum_duplicates()
+    line = np.repeat(labels[1].astype(np.int64), np.diff(block.indptr))
+    kept = ~model.silenced.reshape(-1)[line * model.n_vars + block.indices]
+    burst = model.burst[rng.integers(_BURST_SLOTS, size=kept.size, dtype=np.uint32)]
+    n_kept = np.concatenate([[0], np.cumsum(kept)])[block.indptr]
+    return csr_matrix(((block.data + burst)[kept], block.indices[kept], n_kept), shape=block.shape)
+
+
+def _spread(weights: NDArray[np.float64], n_slots: int) -> NDArray[np.int64]:
+    """Return positions 0 .. len(weights) - 1 in order, each as often as its weight says, shape (n_slots,)."""
+    return np.repeat(np.arange(weights.size), _apportion(weights, n_slots))
+
+
+def _apportion(weights: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+    """Return whole numbers in proportion to `weights` that add up to `total`."""
+    edges = np.rint(np.cumsum(weights) / np.sum(weights) * total).astype(np.int64)
+    return np.diff(edges, prepend=0)
+
+
+def _obs(labels: NDArray[np.int32], n_labels: tuple[int, int, int], X: csr_matrix, mean_counts: float) -> pd.DataFrame:
+    """Return one row per cell."""
+    import pandas as pd
+
+    columns: dict[str, object] = {}
+    for name, prefix, codes, n in zip(
+        ("plate", "cell_line", "drug"), ("plate", "line", "drug"), labels, n_labels, strict=True
+    ):
+        columns[name] = pd.Categorical.from_codes(codes, categories=_names(prefix, n))
+    gene_count = np.diff(X.indptr)
+    columns["gene_count"] = gene_count.astype(np.int32)
+    columns["tscp_count"] = np.asarray(X.sum(axis=1)).reshape(-1).astype(np.int32)
+    columns["pass_filter"] = gene_count >= mean_counts / 2
+    return pd.DataFrame(columns, index=pd.Index(_names("cell", X.shape[0]), dtype=object))
+
+
+def _var(n_vars: int) -> pd.DataFrame:
+    """Return one row per gene, without columns."""
+    import pandas as pd
+
+    return pd.DataFrame(index=pd.Index(_names("gene", n_vars), dtype=object))
+
+
+def _names(prefix: str, n: int) -> list[str]:
+    """Return n names with numbers of equal width, so that they sort as text in their order."""
+    width = len(str(n))
+    return [f"{prefix}_{number:0{width}d}" for number in range(1, n + 1)]
