@@ -5,6 +5,7 @@ It owns the arrows between plan, store and backend, and nothing else: no file, n
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, replace
@@ -30,18 +31,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A fetch on its way: its rows, their order, and what will hold them."""
+    """A fetch on its way: places of its rows in the resident, row numbers and obs, all in the order of hand-over."""
 
-    rows: NDArray[np.int64]
     positions: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    obs: Mapping[str, Any]
     pending: Pending[Resident]
 
 
 @dataclass(slots=True, eq=False)
 class _Take:
-    """A minibatch on its way."""
+    """A minibatch on its way: all of it but X."""
 
     rows: NDArray[np.int64]
+    obs: Mapping[str, Any]
     pending: Pending[Any]
 
 
@@ -207,25 +210,27 @@ class Loader:
                 pending.cancel()
 
     def _start_load(self, plan: Plan, index: int) -> _Load:
+        """Start to load a fetch; its obs columns are gathered whole, and minibatches are slices of them."""
         self._store.check_unchanged()
         with self.stats.timed("plan_s"):
             fetch = plan.fetch(index)
             recipe = self._store.recipe(fetch.ranges)
-            rows = fetch.rows()
+        pending = self._backend.load(recipe)
+        rows = fetch.rows()[fetch.positions]
+        obs = {name: self._backend.asarray(column.values[rows]) for name, column in self._store.obs.items()}
         self.stats.add(n_fetches=1)
-        return _Load(rows, fetch.positions, self._backend.load(recipe))
+        return _Load(fetch.positions, rows, obs, pending)
 
     def _start_take(self, load: _Load, resident: Resident, start: int) -> _Take:
-        positions = load.positions[start : start + self._plan.batch_size]
-        return _Take(load.rows[positions], self._backend.take_rows(resident, positions, self._form))
+        part = slice(start, start + self._plan.batch_size)
+        pending = self._backend.take_rows(resident, load.positions[part], self._form)
+        return _Take(load.rows[part], {name: values[part] for name, values in load.obs.items()}, pending)
 
     def _hand_over(self, take: _Take) -> Batch:
-        with self.stats.timed("wait_s"):
-            X = take.pending.result()
-        asarray = self._backend.asarray
-        obs = {name: asarray(column.values[take.rows]) for name, column in self._store.obs.items()}
-        self.stats.add(n_batches=1, n_rows=take.rows.size)
-        return Batch(X, obs, take.rows)
+        start = time.perf_counter()
+        X = take.pending.result()
+        self.stats.add(n_batches=1, n_rows=take.rows.size, wait_s=time.perf_counter() - start)
+        return Batch(X, take.obs, take.rows)
 
 
 def _close(backend: Backend, store: Store) -> None:
