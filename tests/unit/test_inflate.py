@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import random
 import zlib
 from itertools import accumulate
@@ -320,6 +322,11 @@ def canonical(lengths: list[int]) -> dict[int, tuple[int, int]]:
     return codes
 
 
+def extra_bits(symbol: int) -> int:
+    """Return the number of extra bits of a length symbol (RFC 1951, 3.2.5)."""
+    return 0 if symbol < 265 or symbol == 285 else (symbol - 261) // 4
+
+
 def dynamic(literals: list[int], distances: list[int]) -> Bits:
     """Begin a last, dynamic block with these code lengths, written one by one."""
     bits = Bits().put(0b101, 3).put(len(literals) - 257, 5).put(len(distances) - 1, 5).put(15, 4)
@@ -417,11 +424,57 @@ def test_long_codes(tables: NDArray[np.uint8]) -> None:
         for symbol in [s for s in symbols if s < 256] * 5 + rng.choices([s for s in symbols if s != 256], k=400):
             bits.code(*literal_codes[symbol])
             if symbol > 256:
-                bits.put(rng.getrandbits(5), 0 if symbol in range(257, 265) or symbol == 285 else (symbol - 261) // 4)
+                bits.put(rng.getrandbits(5), extra_bits(symbol))
                 place = rng.choice(places[:6])
                 bits.code(*distance_codes[place]).put(0, max(0, place // 2 - 1))
         bits.code(*literal_codes[256])
         check_raw(bits.to_bytes(), 200_000, tables)
+
+
+@pytest.mark.parametrize("own", [2, 3, 6, 7, 8, 11, 12, 13, 15])
+def test_every_length(own: int, tables: NDArray[np.uint8]) -> None:
+    """Each length symbol with each value of its extra bits, after a literal and after a match."""
+    for symbol in range(257, 286):
+        literals = [0] * 286
+        literals[symbol] = own
+        for other, b in zip((97, 256, *range(98, 130)), (*range(1, own), own), strict=False):
+            literals[other] = b
+        codes = canonical(literals)
+        bits = dynamic(literals, [1, 1]).code(*codes[97]).code(*codes[97])
+        for extra in range(1 << extra_bits(symbol)):
+            bits.code(*codes[97])
+            for _ in range(2):
+                bits.code(*codes[symbol]).put(extra, extra_bits(symbol)).code(extra & 1, 1)
+        bits.code(*codes[256])
+        assert check_raw(bits.to_bytes() + bytes(40), 1, tables)
+
+
+def fenced(nbytes: int) -> NDArray[np.uint8]:
+    """Return whole pages of memory between two that nobody may touch: whoever does ends the process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    n_pages = -(-nbytes // mmap.PAGESIZE) + 2
+    memory = np.frombuffer(mmap.mmap(-1, n_pages * mmap.PAGESIZE), np.uint8)
+    for page in (0, n_pages - 1):
+        address = memory.ctypes.data + page * mmap.PAGESIZE
+        assert libc.mprotect(ctypes.c_void_p(address), mmap.PAGESIZE, 0) == 0
+    return memory[mmap.PAGESIZE : -mmap.PAGESIZE]
+
+
+def test_stays_within_its_memory(tables: NDArray[np.uint8]) -> None:
+    rng = random.Random(4)
+    src, dst = fenced(20_000), fenced(20_000)
+    for k in range(3_000):
+        plain = mixed(rng.randint(0, 3_000), k % 50)
+        stream = deflate(plain, rng.randint(0, 9), rng.choice((0, zlib.Z_FIXED, zlib.Z_HUFFMAN_ONLY)))
+        if k % 3:
+            stream = mutate(stream, rng)
+        for at_end in (True, False):
+            start = src.size - len(stream) if at_end else 0
+            src[start : start + len(stream)] = np.frombuffer(stream, np.uint8)
+            out = dst.size - len(plain) if at_end else 0
+            need = rng.randint(0, len(plain))
+            code = inflate_zlib(src, start, len(stream), dst, out, len(plain), need, tables, k % 2 == 0)
+            assert code in CODES or need <= code <= len(plain)
 
 
 def test_adler32() -> None:

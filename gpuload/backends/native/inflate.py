@@ -1,10 +1,10 @@
 """Inflate zlib streams: the decoder that bounds how fast gzip-compressed HDF5 chunks are read on the CPU.
 
-One call decodes one stream without the GIL, without allocating and from kernel to kernel, so that a native loop can go over
-hundreds of chunks, and it can stop at the last byte wanted. Input is untrusted: whatever the bytes, a call ends, reads
-nothing outside its input, writes nothing outside its output, and accepts what zlib accepts.
+One call decodes one stream without the GIL and without allocating, for a native loop over hundreds of chunks, and can
+stop at the last byte wanted. Input is untrusted: whatever the bytes, a call ends, reads nothing outside its input,
+writes nothing outside its output, and accepts what zlib accepts.
 
-How it is fast, on CSR `data` and `indices`, where matches are short and the way from one symbol to the next is what costs:
+How it is fast on CSR `data` and `indices`, where matches are short, and going from symbol to symbol is what costs:
 
 - The bit buffer is refilled by one unaligned load per step; all of its 64 bits are then valid.
 - One look-up of 12 bits gives up to two literals, or up to two literals and a match length with its extra bits. So most
@@ -48,19 +48,19 @@ BAD_CHECKSUM = -8
 
 _END_OF_BLOCK = 1
 
-# Entry of the literal/length table, 32 bits. Bits 0-5: bits used. 6-7: number of literals. 8-15: match length, 0 for none.
-# 16-23 and 24-31: the literals. With 3 as the number of literals the length is 0 and bits 28-29 tell what it is: nothing
-# (no such code), the end of the block, a length (16-24: base, 25-27: number of extra bits), or the number (16-24) of the
-# sub-table that the next bits choose from.
+# Entry of the literal/length table, 32 bits. Bits 0-5: bits used. 6-7: number of literals. 8-15: match length, 0 for
+# none. 16-23 and 24-31: the literals. With 3 as the number of literals the length is 0 and bits 28-29 tell what it is:
+# nothing (no such code), the end of the block, a length (16-24: base, 25-27: number of extra bits), or the number
+# (16-24) of the sub-table that the next bits choose from.
 _LIT_BITS = 12
 _LIT_SUB_BITS = 15 - _LIT_BITS
 _ONE_LITERAL = 1 << 6
 _OTHER = 3 << 6
 _KIND_END, _KIND_LENGTH, _KIND_SUB = 1, 2, 3
-_MAX_LENGTH_IN_ENTRY = 257
+_MAX_LENGTH_IN_ENTRY = 255
 
-# Entry of the distance table, 32 bits. Bits 0-5: bits used, extra bits included. 8-11: bits of the code alone. 16-31: base.
-# With bit 15 set: no such code, or with bit 14 too, the number (16-31) of a sub-table.
+# Entry of the distance table, 32 bits. Bits 0-5: bits used, extra bits included. 8-11: bits of the code alone. 16-31:
+# base. With bit 15 set: no such code, or with bit 14 too, the number (16-31) of a sub-table.
 _DIST_BITS = 8
 _DIST_SUB_BITS = 15 - _DIST_BITS
 _DIST_OTHER = 1 << 15
@@ -79,8 +79,8 @@ _SECOND = _FIXED_DIST + _DIST_NBYTES  # what may follow a literal
 _FOLLOW = _SECOND + (4 << _LIT_BITS)  # the same as it is added to the literal's entry, for each number of bits left
 _PRECODE = _FOLLOW + (4 << _LIT_BITS)  # bits 0-2: bits used, 3-7: symbol
 _LENS = _PRECODE + 128  # code lengths of literals/lengths, then of distances
-_COUNT = _LENS + 320  # number of codes of each length, then twice the next code of each length
-_COPY = _COUNT + 3 * 128  # rows of 32 bytes by distance: shuffle (16), what makes the distance a multiple of 16 or more (8)
+_COUNT = _LENS + 320  # number of codes of each length, then the next code of each length, twice
+_COPY = _COUNT + 3 * 128  # rows of 32 bytes by distance: shuffle (16), what adds up to a multiple of 16 or more (8)
 _LENGTH_SYMBOL = _COPY + 17 * 32  # base (16 bits) and number of extra bits (16) of each symbol
 _DIST_SYMBOL = _LENGTH_SYMBOL + 4 * 29
 _ORDER = _DIST_SYMBOL + 4 * 30  # order in which the lengths of the precode are stored
@@ -113,7 +113,8 @@ def new_tables() -> NDArray[np.uint8]:
     length_extra = [max(0, s // 4 - 1) for s in range(28)]
     tables[_LENGTH_SYMBOL : _LENGTH_SYMBOL + 4 * 28].view(np.int32)[:] = _symbols(3, length_extra)
     tables[_LENGTH_SYMBOL + 4 * 28 : _LENGTH_SYMBOL + 4 * 29].view(np.int32)[:] = 258
-    tables[_DIST_SYMBOL : _DIST_SYMBOL + 4 * 30].view(np.int32)[:] = _symbols(1, [max(0, s // 2 - 1) for s in range(30)])
+    dist_extra = [max(0, s // 2 - 1) for s in range(30)]
+    tables[_DIST_SYMBOL : _DIST_SYMBOL + 4 * 30].view(np.int32)[:] = _symbols(1, dist_extra)
     tables[_ORDER : _ORDER + 19] = (16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15)
     _build_fixed(tables.ctypes.data)
     return tables
@@ -226,9 +227,7 @@ def _shuffle16(_typing: Any, to: Any, at: Any, order: Any) -> Any:
     """Copy 16 bytes in the order of the 16 numbers at `order`, all read before any is written."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        value, order = (
-            builder.load(builder.inttoptr(address, _BYTES16.as_pointer()), align=1) for address in args[1:]
-        )
+        value, order = (builder.load(builder.inttoptr(address, _BYTES16.as_pointer()), align=1) for address in args[1:])
         triple, _, features = context.codegen().magic_tuple()
         name = (
             "llvm.x86.ssse3.pshuf.b.128"
@@ -253,7 +252,7 @@ def _shuffle16(_typing: Any, to: Any, at: Any, order: Any) -> Any:
 
 @intrinsic
 def _adler_sums(_typing: Any, address: Any, n_vectors: Any) -> Any:
-    """Sum at most `_ADLER_VECTORS` vectors of 32 bytes: the bytes (bits 0-31), and each by how far it is from the end."""
+    """Sum at most `_ADLER_VECTORS` vectors of 32 bytes: the bytes (bits 0-31), and the bytes by rank from the end."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         narrow, lanes, wide = (ir.VectorType(ir.IntType(n_bits), 32) for n_bits in (8, 16, 32))
@@ -385,9 +384,9 @@ def _fill_single(w: int, table: int, n: int, b: int, s: int, code: int) -> None:
 
 @_native
 def _build_follow(w: int, lens: int, n_symbols: int, room: int) -> None:  # pragma: no cover - compiled
-    """Set, for every number of bits up to `room`, what is added to a literal's entry: one more literal, and what follows.
+    """Set, for every number of bits left up to `room`, what is added to a literal's entry.
 
-    What does not fit in the bits, or is not a literal or a length, adds nothing.
+    That is a literal, and what follows it, if that fits in the bits and is another literal or a length.
     """
     second = w + _SECOND
     _fill(second, 0, 1, 1 << room, _OTHER)
@@ -459,7 +458,7 @@ def _build_lit(w: int, lens: int, n_symbols: int, table: int) -> int:  # pragma:
 
 @_native
 def _build_dist(w: int, lens: int, n_symbols: int, table: int) -> int:  # pragma: no cover - compiled
-    """Build the distance table; return 0 or BAD_CODE. No code at all, or one of a single bit, will do (RFC 1951, 3.2.7)."""
+    """Build the distance table; return 0 or BAD_CODE. No code, or one of a single bit, will do (RFC 1951, 3.2.7)."""
     left, longest = _assign_codes(lens, n_symbols, w + _COUNT)
     if left < 0 or (left > 0 and longest > 1):
         return BAD_CODE
@@ -622,8 +621,8 @@ def _decode_fast(
 ) -> Any:  # pragma: no cover - compiled
     """Decode symbols of a block while there is room on both sides.
 
-    Only the low 6 bits of `n` count, so that whole entries can be subtracted from it. A step uses at most the 64 bits of a
-    refill: two entries (12 each), a distance (15 + 13) and the look-up of the next entry (12).
+    Only the low 6 bits of `n` count, so that whole entries can be subtracted from it. A step uses at most the 64 bits
+    of a refill: two entries (12 each), a distance (15 + 13) and the look-up of the next entry (12).
 
     Returns 0 (out of room), `_END_OF_BLOCK` or an error, the place in the stream, and the end of the output.
     """
@@ -682,7 +681,7 @@ def _decode_fast(
 
 
 @_native
-def _decode_careful(
+def _decode_careful(  # noqa: PLR0911 - one for each way to end
     w: int, lit: int, dist: int, at: int, end: int, bits: int, n: int, first: int, out: int, out_end: int, enough: int
 ) -> Any:  # pragma: no cover - compiled
     """Decode symbols of a block one by one, never beyond input or output, until `enough` is reached.
@@ -800,7 +799,7 @@ def _decode_blocks(
 
 
 @_native
-def inflate_zlib(
+def inflate_zlib(  # noqa: PLR0911 - one for each way to end
     src: Any, src_pos: int, src_len: int, dst: Any, dst_pos: int, dst_len: int, need: int, tables: Any, verify: bool
 ) -> int:  # pragma: no cover - compiled
     """Decode the zlib stream src[src_pos : src_pos + src_len] into dst[dst_pos : dst_pos + dst_len].

@@ -1,0 +1,94 @@
+"""The command line: ``gpuload demo | inspect | bench | doctor``.
+
+Exit codes: 0 done; 1 something about the data or the machine (one sentence on stderr, no traceback); 2 wrong use; 130
+Ctrl-C. A command's module is imported when it runs, so that ``gpuload --help`` is quick and needs nothing that is
+optional.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from gpuload import __version__
+from gpuload.errors import GpuloadError, PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DONE, FAILED, WRONG_USE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+
+COMMANDS = {
+    "demo": "train on quasi-random minibatches from files on disk, in three orders, and compare them",
+    "inspect": "show how a file is stored, and which block_size and fetch_factor suit it",
+    "bench": "measure cells per second, stage by stage, against what the machine can do",
+    "doctor": "show what is installed, which path bytes will take, and how to get a faster one",
+}
+
+EPILOG = """\
+examples:
+  gpuload demo                                     the whole way, from files to a trained model, in under three minutes
+  gpuload inspect atlas.h5ad --label cell_type     what is in the file, and how to read it
+  gpuload bench atlas.h5ad --label cell_type       how fast this machine reads it
+  gpuload doctor                                   what is missing for a faster path
+
+exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted
+
+Each command explains itself: gpuload COMMAND --help
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    argv
+        Arguments without the program's name; None takes those of the process.
+
+    Returns
+    -------
+    int
+        The exit code.
+    """
+    try:
+        args = build_parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
+        return int(args.run(args))
+    except SystemExit as exit_:
+        # argparse ends so, having said what is wrong or shown the help that was asked for.
+        return int(exit_.code or DONE)
+    except GpuloadError as error:
+        print(f"gpuload {args.command}: {error}", file=sys.stderr)
+        return WRONG_USE if isinstance(error, PlanError) else FAILED
+    except KeyboardInterrupt:
+        print("gpuload: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads any more; keep the interpreter from failing again when it flushes at its end.
+        sys.stdout = None
+        return BROKEN_PIPE
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser; only the command that occurs in `argv` is imported and given its options."""
+    parser = argparse.ArgumentParser(
+        prog="gpuload",
+        description="Single-cell data from .h5ad files on disk to shuffled minibatches.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gpuload {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, description=_sentence(summary), formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name in argv:
+            import_module(f"gpuload.cli.{name}").add_arguments(command)
+    return parser
+
+
+def _sentence(summary: str) -> str:
+    return summary[0].upper() + summary[1:] + "."

@@ -1,0 +1,256 @@
+"""``gpuload bench``: cells per second through the torch front, stage by stage, against what the machine can do."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.cli import settings, text
+from gpuload.cli.machine import peak_memory, usable_cores
+from gpuload.diversity import MinibatchEntropy, iid_entropy, label_shares
+from gpuload.errors import PlanError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from gpuload.cli.ceilings import Ceilings
+    from gpuload.loader import Loader
+    from gpuload.torch import CellDataset
+
+EPILOG = """\
+A warm-up fetch comes first, so compiling and the first page faults are not counted; then --repeats rounds of --seconds
+each. The file is soon in the page cache; to learn about the disk, drop the cache first and give --repeats 1.
+
+Each stage's rate is that of one thread while the others work, and stands beside a ceiling measured on the spot with one
+thread and nothing else running: pread of the same byte ranges into memory used again; a library decoding chunks of this
+very file; writing zeros into memory used again. "all stages at their ceilings" is the cells per second that would give
+on all cores.
+
+examples:
+  gpuload bench atlas.h5ad
+  gpuload bench atlas.h5ad --block-size chunk --label donor
+  gpuload bench atlas.h5ad --output csr --seconds 10 --repeats 5 --json
+  gpuload bench atlas.h5ad --stream                           the order of the file, the fastest there is
+  gpuload bench atlas.h5ad --block-size 1                     true random order
+"""
+
+COUNTED = ("read_nbytes", "decoded_nbytes", "n_rows", "n_chunks", "n_chunks_partial")
+TIMED = ("plan_s", "read_s", "decode_s", "take_s", "wait_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One repeat: seconds of wall time, and what the loader did in them."""
+
+    seconds: float
+    stats: dict[str, float]
+
+    @property
+    def cells_per_s(self) -> float:
+        """Cells handed over per second."""
+        return self.stats["n_rows"] / self.seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's options."""
+    parser.epilog = EPILOG
+    text.add_path_arguments(parser)
+    group = parser.add_argument_group("measurement")
+    group.add_argument(
+        "--seconds", type=text.positive, default=3.0, metavar="S", help="seconds per repeat (default: 3)"
+    )
+    group.add_argument(
+        "--repeats", type=text.whole_number, default=3, metavar="N", help="repeats; the median is reported (default: 3)"
+    )
+    settings.add_arguments(parser)
+    text.add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out."""
+    result = bench(args)
+    if args.json:
+        text.print_json(result)
+    else:
+        print(_report(result))
+    return 0
+
+
+def bench(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure and return all figures."""
+    from gpuload.torch import CellDataset
+
+    opened = time.perf_counter()
+    with settings.open_loader(args) as loader:
+        if not len(loader):
+            raise PlanError(f"{args.paths[0]}: there is no minibatch to measure ({text.count(loader.n_obs, 'cell')}).")
+        batches = _endless(CellDataset(loader))
+        next(batches)
+        first_batch_s = time.perf_counter() - opened
+        entropy = MinibatchEntropy(loader.categories[args.label].size) if args.label in loader.categories else None
+        if args.label and entropy is None:
+            raise PlanError(f"--label {args.label}: this column holds numbers; choose a categorical or text column.")
+        rounds = _rounds(args, loader, batches, entropy)
+        batch_nbytes = loader.batch_size * loader.n_vars * np.dtype(loader.dtype).itemsize
+        taken = {"device": loader.device, "io_mode": loader.io_mode, "n_vars": loader.n_vars}
+    peak = peak_memory()  # before the ceilings take memory of their own
+    ceilings, random_bits = _ceilings_and_random_entropy(args, batch_nbytes)
+    rates = [r.cells_per_s for r in rounds]
+    mix = None if entropy is None else {"mean": entropy.mean, "sd": entropy.sd, "true_random": random_bits}
+    return {
+        "paths": args.paths,
+        **taken,
+        **settings.as_dict(args),
+        "first_batch_s": first_batch_s,
+        "cells_per_s": {"median": float(np.median(rates)), "min": min(rates), "max": max(rates), "repeats": rates},
+        "stages": _stages(rounds, ceilings, batch_nbytes / loader.batch_size, args),
+        "ceilings_bytes_per_s": asdict(ceilings),
+        "label": args.label,
+        "entropy_bits": mix,
+        "peak_memory_nbytes": peak,
+    }
+
+
+def _endless(dataset: CellDataset) -> Iterator[Any]:
+    while True:
+        yield from dataset
+
+
+def _rounds(
+    args: argparse.Namespace, loader: Loader, batches: Iterator[Any], entropy: MinibatchEntropy | None
+) -> list[Round]:
+    """Consume one fetch uncounted, then measure each round."""
+    for _ in range(min(args.fetch_factor, len(loader))):
+        next(batches)
+    rounds = []
+    with text.Progress(args.repeats * args.seconds, "measuring", is_quiet=args.quiet, unit="s") as progress:
+        for number in range(args.repeats):
+            before, start = loader.stats.as_dict(), time.perf_counter()
+            while (elapsed := time.perf_counter() - start) < args.seconds:
+                batch = next(batches)
+                if entropy is not None and len(batch["rows"]) == loader.batch_size:
+                    entropy.add(batch[args.label].numpy())
+                progress.reach(number * args.seconds + elapsed)
+            after = loader.stats.as_dict()
+            rounds.append(Round(elapsed, {k: after[k] - before[k] for k in (*COUNTED, *TIMED)}))
+    return rounds
+
+
+def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int) -> tuple[Ceilings, float]:
+    """Measure the ceilings on the benchmark's own fetches; compute the label's entropy in true random order."""
+    from gpuload.cli.ceilings import measure
+    from gpuload.formats import open_store
+    from gpuload.plan import Plan
+
+    labels = (args.label,) if args.label else ()
+    with closing(open_store(args.paths, layer=args.layer, obs=labels)) as store:
+        plan = Plan(store.file_rows, args.batch_size, args.fetch_factor, settings.strategy(args, store), args.seed)
+        recipes = [store.recipe(plan.fetch(i).ranges) for i in range(min(2, plan.n_fetches))]
+        shares = [label_shares(store.obs[name].values) for name in labels]
+        random_bits = iid_entropy(shares[0], args.batch_size) if shares else float("nan")
+        return measure(recipes, batch_nbytes), random_bits
+
+
+def _stages(rounds: list[Round], ceilings: Ceilings, row_nbytes: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds, rate, ceiling and fraction of each stage, and what all of them at their ceilings would give."""
+    seconds = sum(r.seconds for r in rounds)
+    total = {key: sum(r.stats[key] for r in rounds) for key in (*COUNTED, *TIMED)}
+    taken_nbytes = total["n_rows"] * row_nbytes if args.output == "dense" else float("nan")
+    threads = args.num_threads or usable_cores()
+    stages: dict[str, Any] = {
+        "plan": _stage(total["plan_s"], seconds),
+        "read": _stage(total["read_s"], seconds, total["read_nbytes"], ceilings.read),
+        "decode": _stage(total["decode_s"], seconds, total["decoded_nbytes"], ceilings.decode),
+        "take_rows": _stage(total["take_s"], seconds, taken_nbytes, ceilings.fill),
+        "wait": _stage(total["wait_s"], seconds),
+    }
+    work = [
+        (total["read_nbytes"], ceilings.read),
+        (total["decoded_nbytes"], ceilings.decode),
+        (taken_nbytes, ceilings.fill),
+    ]
+    ideal_s = sum(n / rate for n, rate in work if n / rate >= 0) / threads
+    bound = total["n_rows"] / ideal_s if ideal_s else float("nan")
+    partial = total["n_chunks_partial"] / total["n_chunks"] if total["n_chunks"] else 0.0
+    decoded_per_cell = total["decoded_nbytes"] / max(1.0, total["n_rows"])
+    rate = total["n_rows"] / seconds
+    return {
+        **stages,
+        "threads": threads,
+        "decoded_nbytes_per_cell": decoded_per_cell,
+        "chunks_inflated_in_part": partial,
+        "at_ceilings_cells_per_s": bound,
+        "fraction_of_ceilings": rate / bound,
+    }
+
+
+def _stage(
+    stage_s: float, wall_s: float, nbytes: float = float("nan"), ceiling: float = float("nan")
+) -> dict[str, float]:
+    rate = nbytes / stage_s if stage_s else float("nan")
+    return {
+        "thread_share": stage_s / wall_s,
+        "bytes_per_s": rate,
+        "ceiling_bytes_per_s": ceiling,
+        "fraction": rate / ceiling,
+    }
+
+
+def _report(result: dict[str, Any]) -> str:
+    stages, entropy = result["stages"], result["entropy_bits"]
+    pairs = [("end to end", _rates(result["cells_per_s"]))]
+    if entropy is not None:
+        mean, sd, random = (text.bits(entropy[key]) for key in ("mean", "sd", "true_random"))
+        pairs.append((f"{result['label']} entropy", f"{mean} +- {sd} bits; true random order {random}"))
+    partial = text.share(stages["chunks_inflated_in_part"])
+    pairs += [
+        ("all stages at their ceilings", _bound(stages)),
+        (
+            "first minibatch",
+            f"{result['first_batch_s']:.2f} s after opening (with compiling, where it was the first time)",
+        ),
+        (
+            "decoded per cell",
+            f"{text.size(stages['decoded_nbytes_per_cell'])}; {partial} of chunks only as far as needed",
+        ),
+        ("peak memory", text.size(result["peak_memory_nbytes"])),
+        ("path", f"{result['device']}, {result['io_mode']}"),
+    ]
+    rows = [_stage_row(name, stages[name]) for name in ("plan", "read", "decode", "take_rows", "wait")]
+    header = ("stage", "threads busy", "bytes/s a thread", "ceiling", "of ceiling")
+    return "\n\n".join([", ".join(result["paths"]), text.facts(pairs), text.table(header, rows), _NOTE])
+
+
+_NOTE = """\
+  plan and wait are seconds of the training thread (per second); the others are work of native threads.
+  The read ceiling is that of the page cache, where the file lies by now."""
+
+
+def _rates(rates: dict[str, Any]) -> str:
+    median, low, high = (text.number(round(rates[key])) for key in ("median", "min", "max"))
+    return f"{median} cells/s (median of {len(rates['repeats'])}, {low} to {high})"
+
+
+def _bound(stages: dict[str, Any]) -> str:
+    bound = stages["at_ceilings_cells_per_s"]
+    if not np.isfinite(bound):
+        return "-"
+    reached = text.share(stages["fraction_of_ceilings"])
+    return f"{text.number(round(bound))} cells/s on {text.count(stages['threads'], 'thread')}; {reached} of it reached"
+
+
+def _stage_row(name: str, stage: dict[str, float]) -> tuple[str, ...]:
+    rate, ceiling = (stage[k] for k in ("bytes_per_s", "ceiling_bytes_per_s"))
+    return (
+        name,
+        f"{stage['thread_share']:.2f}",
+        text.size(rate) if np.isfinite(rate) else "-",
+        text.size(ceiling) if np.isfinite(ceiling) else "-",
+        text.share(stage["fraction"]) if np.isfinite(stage["fraction"]) else "-",
+    )

@@ -1,0 +1,333 @@
+"""``gpuload demo``: the whole way, from .h5ad files through the loader and DALI into PyTorch, in three orders."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import gpuload
+from gpuload.cli import text
+from gpuload.cli.machine import usable_cores
+from gpuload.diversity import iid_entropy, label_shares
+from gpuload.errors import PlanError, ReadError
+from gpuload.formats import open_store
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+    import pandas as pd
+    from numpy.typing import NDArray
+    from scipy.sparse import csr_matrix
+
+    from gpuload.cli.training import Task, Training
+
+EPILOG = """\
+Two data sets, each sorted on disk as real files are:
+  real       700 human blood cells with cell types, from scanpy's wheel, which pip downloads (2 MB); without a network
+             they are left out
+  synthetic  cells shaped like the Tahoe-100M atlas: 62,710 genes, about 1,500 stored values a cell, sorted by plate,
+             cell line and drug; written by anndata with gzip, and read as they are
+
+Three orders, each through gpuload and DALI into a linear classifier in PyTorch:
+  streaming        as the cells lie in the file: the fastest, but minibatches hold one plate and one or two cell lines
+  block shuffling  random blocks of neighbouring cells, mixed within a fetch of at most 5 % of the file
+  true random      every cell by itself: the yardstick, and slow
+
+Every order trains the same model on the same number of minibatches: one epoch of the synthetic cells and four of the
+few real ones, or less where the slowest order does not manage that in --seconds. What differs is how long it takes, how
+mixed the minibatches are, and how good the model is on held-out cells, which lie in files of their own. The results are
+in DIR: demo.png and demo.json.
+
+examples:
+  gpuload demo
+  gpuload demo --cells 200000 --seconds 60
+  gpuload demo --no-real --json
+"""
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "streaming": {"shuffle": False},
+    "block shuffling": {},
+    "true random": {"block_size": 1},
+}
+
+RUN_ORDER = ("true random", "block shuffling", "streaming")
+"""The slowest first: the others train on as many minibatches as it manages."""
+
+MAX_FETCH_SHARE = 0.05
+"""A fetch holds at most this part of the file; else all orders would mix alike."""
+
+N_GENES = 6_000
+"""Genes the synthetic classifier sees: with all 62,710 the model's arithmetic, not the loading, would take the time."""
+
+MIN_CELLS = 2_000
+
+LOADER_SHARE = 0.4
+"""Most time for measuring an order's loader alone, as a part of that for training."""
+
+REAL, SYNTHETIC = "pbmc.h5ad", "tahoe_shaped.h5ad"
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """A data set of the demo: how it is called, and what is learned."""
+
+    title: str
+    task: Task
+    n_train: int
+    n_held_out: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's options."""
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--cells",
+        type=text.whole_number,
+        default=50_000,
+        metavar="N",
+        help="cells of the synthetic file (default: 50000)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=text.positive,
+        default=15.0,
+        metavar="S",
+        help="most seconds of training per order (default: 15)",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("demo-data"),
+        metavar="DIR",
+        help="where the files are kept for the next time (default: demo-data)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where demo.png and demo.json go (default: the data folder)"
+    )
+    parser.add_argument("--no-real", action="store_true", help="leave out the real cells: no network is used")
+    parser.add_argument("--fresh", action="store_true", help="make the files anew")
+    text.add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out."""
+    from gpuload.cli import figure, training  # at once, so that a missing package shows before the work
+
+    if args.cells < MIN_CELLS:
+        raise PlanError(
+            f"--cells {args.cells}: expected at least {MIN_CELLS}, or 5 % of the file would not fill a fetch."
+        )
+    out = args.out or args.data
+    for folder in (args.data, out):
+        _make_folder(folder)
+    data_sets = [_synthetic(args)]
+    if not args.no_real and (real := _real(args)) is not None:
+        data_sets.insert(0, real)
+    with training.one_thread():
+        results = [_compare(data_set, training, args) for data_set in data_sets]
+    report = {"version": gpuload.__version__, "cores": usable_cores(), "data_sets": results}
+    (out / "demo.json").write_text(json.dumps(text.plain(report), indent=1) + "\n")
+    figure.draw(out / "demo.png", results)
+    if args.json:
+        text.print_json({**report, "data_sets": [_without_curves(r) for r in results]})
+    else:
+        print("\n\n".join(map(_report, results)))
+        print(f"\nsaved: {out / 'demo.png'}, {out / 'demo.json'}")
+    return 0
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReadError(
+            f"{folder}: this folder cannot be made: {error.strerror}. Choose another with --data and --out."
+        ) from error
+
+
+def _real(args: argparse.Namespace) -> DataSet | None:
+    """Return the real cells, or None where they cannot be had, having said so."""
+    from gpuload.cli import real_data
+    from gpuload.cli.training import Task
+
+    train, held_out = args.data / REAL, args.data / f"held_out_{REAL}"
+    if args.fresh or not (train.exists() and held_out.exists()):
+        text.say(f"downloading real cells ({real_data.PACKAGE}, 2 MB) with pip", is_quiet=args.quiet)
+        try:
+            cells = real_data.read(real_data.fetch(args.data))
+        except real_data.DownloadError as error:
+            text.say(str(error), is_quiet=False)
+            return None
+        _write_split(train, held_out, cells, share=0.2)
+    settings = {"batch_size": 8, "block_size": 2, "fetch_factor": 3}
+    task = Task(train, held_out, real_data.LABEL, real_data.LABEL, 4, settings)
+    return _data_set("Real: human blood cells (10x PBMC), sorted by cell type", task)
+
+
+def _synthetic(args: argparse.Namespace) -> DataSet:
+    """Return the synthetic cells, made where they are not there in this size."""
+    from gpuload.cli.training import Task, most_expressed
+    from gpuload.synthetic import tahoe_shaped
+
+    train, held_out = args.data / SYNTHETIC, args.data / f"held_out_{SYNTHETIC}"
+    n_held_out = int(_is_held_out(args.cells, 0.1).sum())
+    if args.fresh or _n_cells(held_out) != n_held_out or _n_cells(train) != args.cells - n_held_out:
+        with text.Progress(args.cells, f"making {args.cells:,} cells", is_quiet=args.quiet) as progress:
+            cells = tahoe_shaped(args.cells, progress=progress.reach)
+        text.say(f"writing them to {train}, with gzip through anndata", is_quiet=args.quiet)
+        _write_split(train, held_out, cells, share=0.1)
+    fetch_factor = max(1, int(MAX_FETCH_SHARE * (args.cells - n_held_out)) // 64)
+    settings: dict[str, Any] = {"batch_size": 64, "block_size": 16, "fetch_factor": fetch_factor}
+    settings["genes"] = most_expressed(train, N_GENES, **settings)
+    settings["transform"] = gpuload.Transform(target_sum=1e4, log1p=True)
+    task = Task(train, held_out, "cell_line", "plate", 1, settings)
+    return _data_set("Synthetic: shaped like Tahoe-100M, sorted by plate, cell line and drug", task)
+
+
+def _data_set(title: str, task: Task) -> DataSet:
+    n_train, n_held_out = _n_cells(task.train), _n_cells(task.held_out)
+    return DataSet(f"{title} - {n_train + n_held_out:,} cells", task, n_train, n_held_out)
+
+
+def _is_held_out(n_cells: int, share: float) -> NDArray[np.bool_]:
+    """Return which cells no model is trained on: the same ones each time."""
+    return np.random.default_rng(0).random(n_cells) < share
+
+
+def _write_split(
+    train: Path, held_out: Path, cells: tuple[csr_matrix, pd.DataFrame, pd.DataFrame], share: float
+) -> None:
+    """Write cells as two files, so that no model can see a held-out cell; each gets its name only when it is whole."""
+    from gpuload.formats.obs import write_h5ad
+
+    X, obs, var = cells
+    is_held_out = _is_held_out(X.shape[0], share)
+    for path, mask in ((train, ~is_held_out), (held_out, is_held_out)):
+        unfinished = path.with_suffix(".unfinished")
+        write_h5ad(unfinished, X[mask], obs[mask], var, "gzip")
+        unfinished.replace(path)
+
+
+def _n_cells(path: Path) -> int:
+    """Return the cells of a file; 0 where there is none that can be read."""
+    try:
+        with closing(open_store(path, layer="X", obs=())) as store:
+            return store.n_obs
+    except gpuload.GpuloadError:
+        return 0
+
+
+def _labels(task: Task) -> tuple[int, float]:
+    """Return the number of classes to learn, and the expected entropy of `Task.mix` in true random order, in bits."""
+    with closing(open_store(task.train, layer="X", obs=task.obs)) as store:
+        label, mix = store.obs[task.label], store.obs[task.mix]
+    n_classes = 0 if label.categories is None else label.categories.size
+    return n_classes, iid_entropy(label_shares(mix.values), task.settings["batch_size"])
+
+
+def _compare(data_set: DataSet, training: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Train in every order and return what is to be told about a data set."""
+    task = data_set.task
+    rates, trained = _train(task, training, args)
+    scores = training.evaluate(task, [trained[name].model for name in ORDERS])
+    n_classes, random_bits = _labels(task)
+    return {
+        "title": data_set.title,
+        "files": [str(task.train), str(task.held_out)],
+        "n_train": data_set.n_train,
+        "n_held_out": data_set.n_held_out,
+        "label": task.label,
+        "n_classes": n_classes,
+        "mix": task.mix,
+        "settings": _plain_settings(task.settings),
+        "fetch_share": task.settings["batch_size"] * task.settings["fetch_factor"] / data_set.n_train,
+        "n_batches": trained[RUN_ORDER[0]].n_batches,
+        "true_random_entropy_bits": random_bits,
+        "orders": [
+            _order_result(name, trained[name], rates[name], f1) for name, f1 in zip(ORDERS, scores, strict=True)
+        ],
+    }
+
+
+def _train(task: Task, training: Any, args: argparse.Namespace) -> tuple[dict[str, float], dict[str, Training]]:
+    """Return, by order, cells per second of the loader alone, and what training in it gave."""
+    rates: dict[str, float] = {}
+    trained: dict[str, Training] = {}
+    n_batches = None
+    for name in RUN_ORDER:
+        with text.Progress(100, f"{task.train.stem}: {name}", is_quiet=args.quiet) as progress:
+            rates[name] = training.loader_rate(task, ORDERS[name], LOADER_SHARE * args.seconds)
+            trained[name] = training.train(
+                task,
+                ORDERS[name],
+                n_batches=n_batches,
+                max_seconds=args.seconds,
+                on_progress=lambda done, wanted, bar=progress: bar.reach(100 * done / wanted),
+            )
+        n_batches = trained[name].n_batches
+    return rates, trained
+
+
+def _plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    plain = dict(settings)
+    if plain.get("genes") is not None:
+        plain["genes"] = f"the {int(plain['genes'].sum())} that most cells express"
+    if plain.get("transform") is not None:
+        plain["transform"] = asdict(plain["transform"])
+    return plain
+
+
+def _order_result(name: str, result: Training, loader_cells_per_s: float, f1: float) -> dict[str, Any]:
+    return {
+        "order": name,
+        "loader_cells_per_s": loader_cells_per_s,
+        "training_cells_per_s": result.n_cells / result.seconds,
+        "training_seconds": result.seconds,
+        "entropy_bits": result.entropy.mean,
+        "entropy_sd": result.entropy.sd,
+        "macro_f1": f1,
+        "loss": result.loss,
+        "held_out_loss": result.held_out_loss,
+    }
+
+
+def _without_curves(result: dict[str, Any]) -> dict[str, Any]:
+    orders = [{k: v for k, v in order.items() if k not in ("loss", "held_out_loss")} for order in result["orders"]]
+    return {**result, "orders": orders}
+
+
+def _report(result: dict[str, Any]) -> str:
+    settings = result["settings"]
+    epochs = result["n_batches"] * settings["batch_size"] / result["n_train"]
+    batch_size, block_size, fetch_factor = (settings[key] for key in ("batch_size", "block_size", "fetch_factor"))
+    sizes = f"batch {batch_size}, blocks of {block_size}, {fetch_factor} batches resident"
+    intro = [
+        result["title"],
+        f"  {result['n_train']:,} to train on, {result['n_held_out']:,} held out",
+        f"  to learn: {result['label']}, {result['n_classes']} classes",
+        f"  {sizes}: {text.share(result['fetch_share'])} of the file",
+        f"  every order: the same {result['n_batches']:,} minibatches of training (epochs: {epochs:.2g})",
+    ]
+    if "genes" in settings:
+        intro.append(f"  genes handed over: {settings['genes']}")
+    header = ("order", "loader, cells/s", "training, cells/s", "training, s", f"{result['mix']} entropy", "macro-F1")
+    rows = [
+        (
+            order["order"],
+            text.number(round(order["loader_cells_per_s"])),
+            text.number(round(order["training_cells_per_s"])),
+            f"{order['training_seconds']:.1f}",
+            f"{order['entropy_bits']:.2f} bits",
+            f"{order['macro_f1']:.3f}",
+        )
+        for order in result["orders"]
+    ]
+    expectation = f"  exact expectation of true random order: {result['true_random_entropy_bits']:.2f} bits"
+    return "\n".join([*intro, "", text.table(header, rows), "", expectation])

@@ -1,0 +1,252 @@
+"""``gpuload doctor``: what is installed, which path bytes will take, and what to do to get a faster one."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import gpuload
+from gpuload.cli import machine, text
+
+if TYPE_CHECKING:
+    import argparse
+
+EPILOG = """\
+Nothing is changed, and no heavy package is imported but those that are asked whether they see a GPU. The exit code is 1
+where something that gpuload needs is missing or broken.
+
+examples:
+  gpuload doctor
+  gpuload doctor --json > report.json          to go with a bug report
+"""
+
+REQUIRED = ("numpy", "scipy", "pandas", "numba", "h5py", "anndata", "imagecodecs", "tqdm")
+
+OPTIONAL = {
+    "torch": (("torch",), "the PyTorch front", "torch"),
+    "DALI": (("nvidia-dali-cuda130", "nvidia-dali-cuda120"), "the DALI front and the demo", "dali"),
+    "matplotlib": (("matplotlib",), "the demo's picture", "demo"),
+}
+"""Name -> packages, any of which will do; what for; the extra that installs it."""
+
+GPU_PACKAGES = {
+    "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "KvikIO": ("kvikio-cu13", "kvikio-cu12"),
+    "nvCOMP": ("nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12"),
+}
+"""What a CUDA backend takes; nothing here needs them, so that they are missing is no defect."""
+
+LOW_FILE_LIMIT = 1024
+LOW_MEMORY = 4 << 30
+
+_UNUSED = "not installed (this version has no CUDA backend to use it)"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes
+    ----------
+    name, value
+        What, and what was found.
+    state
+        ``"ok"``, ``"note"`` (could be better) or ``"broken"``.
+    cure
+        What to do where it is not ok.
+    """
+
+    name: str
+    value: str
+    state: str = "ok"
+    cure: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's options."""
+    parser.epilog = EPILOG
+    text.add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out."""
+    sections = {
+        "required": [Finding("python", platform.python_version()), *map(_required, REQUIRED), _self_test()],
+        "optional": [
+            *(_optional(name, *use) for name, use in OPTIONAL.items()),
+            *(Finding(name, _version(*packages) or _UNUSED) for name, packages in GPU_PACKAGES.items()),
+        ],
+        "machine": _machine(),
+        "path": _path(),
+    }
+    is_broken = any(f.state == "broken" for found in sections.values() for f in found)
+    if args.json:
+        report = {name: [asdict(f) for f in found] for name, found in sections.items()}
+        text.print_json({"gpuload": gpuload.__version__, "is_broken": is_broken, **report})
+    else:
+        print(_report(sections))
+    return int(is_broken)
+
+
+def _required(package: str) -> Finding:
+    found = _version(package)
+    if found is None:
+        return Finding(package, "not installed", "broken", f"pip install {package}, or install gpuload again.")
+    return Finding(package, found)
+
+
+def _optional(name: str, packages: tuple[str, ...], use: str, extra: str) -> Finding:
+    found = _version(*packages)
+    if found is None:
+        return Finding(name, "not installed", "note", f"for {use}: pip install 'gpuload[{extra}]'")
+    return Finding(name, f"{found} ({use})")
+
+
+def _version(*packages: str) -> str | None:
+    """Return the version of the first of the packages that is installed; nothing is imported."""
+    for package in packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _self_test() -> Finding:
+    """Write a small gzip file, read it through the engine, and compare: covers every required package at once."""
+    try:
+        import numpy as np
+
+        from gpuload.formats.obs import write_h5ad
+        from gpuload.synthetic import tahoe_shaped
+
+        X, obs, var = tahoe_shaped(64, n_vars=256, n_plates=2, n_cell_lines=2, n_drugs=2)
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "cells.h5ad")
+            write_h5ad(path, X, obs, var, "gzip")
+            with gpuload.open_loader(path, batch_size=16, fetch_factor=2) as loader:
+                is_right = all(np.array_equal(batch.X, X[batch.rows].toarray()) for batch in loader)
+    except Exception as error:  # noqa: BLE001 - whatever is wrong, the report must come
+        return Finding(
+            "self-test",
+            f"{type(error).__name__}: {error}",
+            "broken",
+            "Install gpuload again in a fresh virtual environment.",
+        )
+    if not is_right:
+        return Finding(
+            "self-test", "cells read differ from cells written", "broken", "Please report this, with this output."
+        )
+    return Finding("self-test", "64 cells written, read and compared")
+
+
+def _machine() -> list[Finding]:
+    memory = machine.available_memory()
+    limit = machine.open_file_limit()
+    return [
+        Finding("cores", f"{machine.usable_cores()} usable of {os.cpu_count()}"),
+        Finding(
+            "memory",
+            f"{text.size(memory)} available of {text.size(machine.total_memory())}",
+            *(
+                ("ok",)
+                if memory >= LOW_MEMORY
+                else ("note", "Choose a smaller fetch_factor; `gpuload inspect` advises one.")
+            ),
+        ),
+        Finding("pages", f"{os.sysconf('SC_PAGESIZE')} bytes; transparent huge pages: {machine.huge_pages()}"),
+        Finding(
+            "open files",
+            f"at most {limit}",
+            *(
+                ("ok",)
+                if limit > LOW_FILE_LIMIT
+                else ("note", "Each file of a loader takes one: ulimit -n 65536, for many files.")
+            ),
+        ),
+        _numba_cache(),
+    ]
+
+
+def _numba_cache() -> Finding:
+    """Tell whether compiled kernels are kept: beside the package, or in the user's cache."""
+    package = os.path.join(os.path.dirname(gpuload.__file__), "backends", "native")
+    own = os.environ.get("NUMBA_CACHE_DIR")
+    folders = [own] if own else [os.path.join(package, "__pycache__"), package, os.path.expanduser("~/.cache")]
+    writable = next((f for f in folders if os.access(f, os.W_OK)), None)
+    if writable is None:
+        cure = "Every process compiles for some seconds; set NUMBA_CACHE_DIR to a folder that can be written."
+        return Finding("kernel cache", "no writable folder", "note", cure)
+    return Finding("kernel cache", "writable")
+
+
+def _path() -> list[Finding]:
+    """Tell which devices are seen, which of them `auto` takes, and which path bytes go."""
+    gpus = _gpus()
+    device, io_mode = _chosen()
+    if io_mode is None:
+        return [Finding("device='auto'", device, "broken", "Install gpuload again in a fresh virtual environment.")]
+    cure = ""
+    if gpus and device == "cpu":
+        cure = (
+            "This version has no CUDA backend: the GPU is your model's alone. Give the loader as many cores as you can."
+        )
+    return [
+        Finding("GPUs", ", ".join(gpus) or "none seen"),
+        Finding("device='auto'", device, "note" if cure else "ok", cure),
+        Finding("I/O path", f"{io_mode}: positional reads and decoding by native threads, without HDF5's lock"),
+    ]
+
+
+def _chosen() -> tuple[str, str | None]:
+    """Return the device that `auto` takes and its I/O mode, or what went wrong and None."""
+    try:
+        from gpuload.backends import open_backend
+
+        backend = open_backend("auto", num_threads=1, verify="once")
+        backend.close()
+    except (gpuload.GpuloadError, ImportError) as error:
+        return str(error), None
+    return backend.device, backend.io_mode
+
+
+def _gpus() -> list[str]:
+    """Return the CUDA devices that CuPy or PyTorch sees; a driver that is missing or broken is no device."""
+    return _gpus_by_cupy() or _gpus_by_torch()
+
+
+def _gpus_by_cupy() -> list[str]:
+    if _version(*GPU_PACKAGES["CuPy"]) is None:
+        return []
+    try:
+        runtime = import_module("cupy.cuda.runtime")
+        return [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
+    except Exception:  # noqa: BLE001 - CuPy raises errors of its own where there is no driver
+        return []
+
+
+def _gpus_by_torch() -> list[str]:
+    if _version("torch") is None:
+        return []
+    try:
+        cuda = import_module("torch.cuda")
+        return [cuda.get_device_name(i) for i in range(cuda.device_count())]
+    except Exception:  # noqa: BLE001 - a broken driver may raise anything
+        return []
+
+
+def _report(sections: dict[str, list[Finding]]) -> str:
+    parts = [f"gpuload {gpuload.__version__} on {platform.platform()} ({sys.executable})"]
+    for title, findings in sections.items():
+        marks = {"ok": "", "note": " (!)", "broken": " (BROKEN)"}
+        parts.append(f"{title}\n" + text.facts((f.name, f.value + marks[f.state]) for f in findings))
+    cures = [f"  {f.name}: {f.cure}" for findings in sections.values() for f in findings if f.cure]
+    parts.append("what to do\n" + "\n".join(cures) if cures else "all is well")
+    return "\n\n".join(parts)

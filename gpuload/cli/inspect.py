@@ -1,0 +1,234 @@
+"""``gpuload inspect``: how a file is stored, and which settings suit it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.cli import advice, text
+from gpuload.cli.machine import available_memory
+from gpuload.errors import StoreError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from numpy.typing import NDArray
+
+    from gpuload.layout import ArrayLayout, Filter
+    from gpuload.store import ObsColumn, Store
+
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+EPILOG = """\
+Only metadata is read: a file of a terabyte takes seconds.
+
+"decoded per wanted" is how many bytes lie in the chunks that must be touched for each byte of the cells that a fetch
+holds: HDF5 stores an array in chunks, and a chunk is inflated from its beginning even for one cell. The entropy of a
+label (--label) is that of the minibatches which the loader would hand over from this very file, beside that of true
+random order.
+
+examples:
+  gpuload inspect atlas.h5ad
+  gpuload inspect atlas.h5ad --label donor --batch-size 256
+  gpuload inspect plate1.h5ad plate2.h5ad --layer counts --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's options."""
+    parser.epilog = EPILOG
+    text.add_path_arguments(parser)
+    parser.add_argument(
+        "--batch-size", type=text.whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)"
+    )
+    text.add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out."""
+    from gpuload.formats import open_store
+
+    with closing(open_store(args.paths, layer=args.layer, obs=(args.label,) if args.label else ())) as store:
+        found = describe(store, args.paths, args.layer)
+        advised = advice.advise(store, args.batch_size, args.label, available_memory())
+    if args.json:
+        settings = {**asdict(advised), "fetch_cells": advised.fetch_cells, "label": args.label}
+        text.print_json({**found, "advice": settings})
+    else:
+        print(_report(found, advised, args.label))
+    return 0
+
+
+def describe(store: Store, paths: list[str], layer: str) -> dict[str, Any]:
+    """Return what is known about a file's matrix and obs."""
+    arrays = [_describe_array(layout, store) for matrix in store.matrices for layout in matrix.layouts]
+    stored, decoded = (sum(a[k] for a in arrays) for k in ("stored_nbytes", "decoded_nbytes"))
+    return {
+        "paths": [os.fspath(p) for p in paths],
+        "file_nbytes": sum(os.path.getsize(p) for p in paths),
+        "layer": layer,
+        "kind": store.kind,
+        "n_obs": store.n_obs,
+        "n_vars": store.n_vars,
+        "nnz_per_cell": _nnz_per_cell(store),
+        "stored_nbytes": stored,
+        "decoded_nbytes": decoded,
+        "ratio": decoded / stored if stored else None,
+        "arrays": arrays,
+        "obs": obs_kinds(os.fspath(paths[0]), layer),
+    }
+
+
+def _nnz_per_cell(store: Store) -> dict[str, Any] | None:
+    """Return mean, spread and quantiles of the stored values per cell; None for a dense matrix or no cells."""
+    if store.kind == "dense" or not store.n_obs:
+        return None
+    nnz = np.concatenate([np.diff(m.indptr) for m in store.matrices])  # type: ignore[union-attr]
+    quantiles: NDArray[np.float64] = np.quantile(nnz, QUANTILES)
+    return {
+        "mean": float(nnz.mean()),
+        "sd": float(nnz.std()),
+        "quantiles": {str(q): float(v) for q, v in zip(QUANTILES, quantiles, strict=True)},
+        "empty_cells": int((nnz == 0).sum()),
+    }
+
+
+def _describe_array(layout: ArrayLayout, store: Store) -> dict[str, Any]:
+    decoded = int(np.prod(layout.shape)) * layout.dtype.itemsize
+    matrix = next(m for m in store.matrices if any(own is layout for own in m.layouts))
+    per_cell = layout.shape[0] / max(1, matrix.n_rows)
+    return {
+        "file": layout.source.name,
+        "name": layout.name,
+        "dtype": str(layout.dtype),
+        "shape": list(layout.shape),
+        "codec": codec(layout.filters),
+        "chunk_shape": list(layout.chunk_shape),
+        "n_chunks": int(layout.chunk_offset.size),
+        "cells_per_chunk": layout.chunk_shape[0] / per_cell if per_cell else None,
+        "stored_nbytes": int(layout.chunk_nbytes.sum()),
+        "decoded_nbytes": decoded,
+    }
+
+
+def codec(filters: tuple[Filter, ...]) -> str:
+    """Return filters in words that users know: ``"shuffle + gzip 4"``."""
+    return " + ".join(_filter(f) for f in filters) or "none"
+
+
+def _filter(step: Filter) -> str:
+    if step.name == "deflate":
+        return f"gzip {step.values[0]}" if step.values else "gzip"
+    return f"{step.name} {step.values[0]}" if step.name == "zstd" and step.values else step.name
+
+
+def obs_kinds(path: str, layer: str) -> dict[str, str]:
+    """Return the obs columns of a file and what each is handed over as."""
+    from gpuload.formats import open_store
+    from gpuload.formats.h5ad import obs_columns
+
+    names = tuple(obs_columns(path))
+    try:
+        with closing(open_store(path, layer=layer, obs=names)) as store:
+            return {name: _kind(store.obs[name]) for name in names}
+    except StoreError:
+        # One of them is of a type that has no place in a minibatch: only one by one it shows which.
+        return {name: _kind_of_one(path, layer, name) for name in names}
+
+
+def _kind_of_one(path: str, layer: str, name: str) -> str:
+    from gpuload.formats import open_store
+
+    try:
+        with closing(open_store(path, layer=layer, obs=(name,))) as store:
+            return _kind(store.obs[name])
+    except StoreError:
+        return "cannot be handed over: not one category, text, number or boolean per cell"
+
+
+def _kind(column: ObsColumn) -> str:
+    if column.categories is None:
+        return str(column.values.dtype)
+    return f"{text.count(column.categories.size, 'category', 'categories')}, handed over as int32 codes"
+
+
+def _report(found: dict[str, Any], advised: advice.Advice, label: str | None) -> str:
+    parts = [
+        ", ".join(found["paths"]),
+        text.facts(_general(found)),
+        text.table(
+            ("array", "dtype", "codec", "chunk", "cells a chunk", "stored", "decoded", "ratio"),
+            [_array_row(a, len(found["paths"]) > 1) for a in found["arrays"]],
+        ),
+        "obs columns\n" + text.facts(found["obs"].items()) if found["obs"] else "obs columns: none",
+        f"block sizes, with batch_size={advised.batch_size} and fetch_factor={advised.fetch_factor}\n"
+        + text.table(_candidate_header(label), [_candidate_row(c, advised, label) for c in advised.candidates]),
+        "advice\n" + "\n".join(f"  {reason}" for reason in advised.reasons),
+        _call(found, advised),
+    ]
+    return "\n\n".join(parts)
+
+
+def _general(found: dict[str, Any]) -> list[tuple[str, str]]:
+    pairs = [
+        ("matrix", f"{found['layer']}, {'CSR' if found['kind'] == 'csr' else 'dense'}"),
+        ("cells", text.number(found["n_obs"])),
+        ("genes", text.number(found["n_vars"])),
+    ]
+    nnz = found["nnz_per_cell"]
+    if nnz is not None:
+        low, q25, q50, q75, high = (text.number(round(v)) for v in nnz["quantiles"].values())
+        mean, sd = text.number(nnz["mean"]), text.number(nnz["sd"])
+        pairs.append(("stored values a cell", f"{mean} +- {sd}; quartiles {q25}, {q50}, {q75}; {low} to {high}"))
+        if nnz["empty_cells"]:
+            pairs.append(("empty cells", text.number(nnz["empty_cells"])))
+    ratio = f", {found['ratio']:.1f} times smaller than decoded" if found["ratio"] else ""
+    pairs.append(
+        ("matrix on disk", f"{text.size(found['stored_nbytes'])}{ratio} (files: {text.size(found['file_nbytes'])})")
+    )
+    return pairs
+
+
+def _array_row(array: dict[str, Any], is_many: bool) -> tuple[str, ...]:
+    stored, decoded, cells = array["stored_nbytes"], array["decoded_nbytes"], array["cells_per_chunk"]
+    return (
+        f"{array['file']}:{array['name']}" if is_many else array["name"],
+        array["dtype"],
+        array["codec"],
+        " x ".join(f"{n:,}" for n in array["chunk_shape"]),
+        text.number(cells) if cells else "-",
+        text.size(stored),
+        text.size(decoded),
+        f"{decoded / stored:.1f}" if stored else "-",
+    )
+
+
+def _candidate_header(label: str | None) -> tuple[str, ...]:
+    header = ("block_size", "cells a block", "blocks a fetch", "decoded per wanted")
+    return (*header, f"{label} entropy, bits", "of random") if label else header
+
+
+def _candidate_row(candidate: advice.Candidate, advised: advice.Advice, label: str | None) -> tuple[str, ...]:
+    mark = " <-" if candidate.block_size == advised.block_size else ""
+    row = (
+        f"{candidate.block_size}{mark}",
+        text.number(round(candidate.cells_per_block, 1)),
+        text.number(round(advised.fetch_cells / candidate.cells_per_block)),
+        f"{candidate.amplification:.2f}",
+    )
+    if not label:
+        return row
+    random = advised.random_entropy_bits
+    return (*row, text.bits(candidate.entropy_bits), text.share(candidate.entropy_bits / random) if random > 0 else "-")
+
+
+def _call(found: dict[str, Any], advised: advice.Advice) -> str:
+    paths = repr(found["paths"][0]) if len(found["paths"]) == 1 else repr(found["paths"])
+    layer = "" if found["layer"] == "X" else f", layer={found['layer']!r}"
+    sizes = f"batch_size={advised.batch_size}, block_size={advised.block_size!r}, fetch_factor={advised.fetch_factor}"
+    return f"  gpuload.open_loader({paths}, {sizes}{layer})"

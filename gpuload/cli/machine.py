@@ -1,0 +1,61 @@
+"""What this machine and this process have: memory, cores, limits. Linux, from the standard library only."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+
+def available_memory() -> int:
+    """Return the bytes that could be allocated now, the control group's limit considered; 0 where it cannot be told."""
+    limits = [_meminfo("MemAvailable")]
+    limit, used = (_read_int(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit is not None and used is not None:
+        limits.append(max(0, limit - used))
+    return min(limits)
+
+
+def total_memory() -> int:
+    """Return the bytes of memory that there are; 0 where it cannot be told."""
+    return _meminfo("MemTotal")
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def huge_pages() -> str:
+    """Return the kernel's setting of transparent huge pages, or "unknown"."""
+    words = _read("/sys/kernel/mm/transparent_hugepage/enabled").split()
+    return next((w.strip("[]") for w in words if w.startswith("[")), "unknown")
+
+
+def open_file_limit() -> int:
+    """Return how many files this process may hold open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _meminfo(name: str) -> int:
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _read_int(path: str) -> int | None:
+    content = _read(path).strip()
+    return int(content) if content.isdecimal() else None
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,130 @@
+"""The settings of `gpuload.open_loader` as options of a command."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import gpuload
+from gpuload.cli import text
+from gpuload.errors import ReadError
+from gpuload.plan import BlockShuffle, Sequential
+
+if TYPE_CHECKING:
+    import argparse
+
+    from gpuload.loader import Loader
+    from gpuload.store import Store
+
+_NAMES = (
+    "batch_size",
+    "block_size",
+    "fetch_factor",
+    "seed",
+    "drop_last",
+    "layer",
+    "output",
+    "dtype",
+    "device",
+    "prefetch",
+    "num_threads",
+    "verify",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add an option for every setting of a loader."""
+    group = parser.add_argument_group("loader")
+    group.add_argument(
+        "--batch-size", type=text.whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)"
+    )
+    group.add_argument(
+        "--block-size",
+        type=text.block_size,
+        default=16,
+        metavar="N",
+        help="consecutive cells read together; 1 is true random order, 'chunk' the file's own chunks (default: 16)",
+    )
+    group.add_argument(
+        "--fetch-factor",
+        type=text.whole_number,
+        default=256,
+        metavar="N",
+        help="minibatches resident at one time (default: 256)",
+    )
+    group.add_argument("--stream", action="store_true", help="the order of the file, not shuffled")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="what the order depends on (default: 0)")
+    group.add_argument("--drop-last", action="store_true", help="leave out a short last minibatch")
+    group.add_argument("--genes", metavar="FILE", help="only the genes named in this text file, one a line")
+    group.add_argument(
+        "--target-sum", type=text.positive, metavar="X", help="scale the values of every cell to this total"
+    )
+    group.add_argument("--log1p", action="store_true", help="take log(1 + x) of the values")
+    group.add_argument(
+        "--output", choices=("dense", "csr"), default="dense", help="container of a minibatch (default: dense)"
+    )
+    group.add_argument(
+        "--dtype", choices=("float32", "float16"), default="float32", help="of a dense minibatch (default: float32)"
+    )
+    group.add_argument("--device", default="auto", help="cpu, cuda:0 or auto (default: auto)")
+    group.add_argument(
+        "--prefetch", type=text.whole_number, default=2, metavar="N", help="fetches loading ahead (default: 2)"
+    )
+    group.add_argument(
+        "--num-threads", type=text.whole_number, metavar="N", help="native threads (default: one per usable core)"
+    )
+    group.add_argument(
+        "--verify",
+        choices=("once", "always", "never"),
+        default="once",
+        help="when checksums are verified (default: once)",
+    )
+
+
+def open_loader(args: argparse.Namespace) -> Loader:
+    """Open the files with the settings given on the command line."""
+    has_arithmetic = args.target_sum is not None or args.log1p
+    transform = gpuload.Transform(target_sum=args.target_sum, log1p=args.log1p) if has_arithmetic else None
+    return gpuload.open_loader(
+        args.paths,
+        shuffle=not args.stream,
+        obs=(args.label,) if args.label else (),
+        genes=read_names(args.genes) if args.genes else None,
+        transform=transform,
+        **{name: getattr(args, name) for name in _NAMES},
+    )
+
+
+def as_dict(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings by name, for records."""
+    names = {name: getattr(args, name) for name in _NAMES if name != "device"}
+    return {
+        **names,
+        "shuffle": not args.stream,
+        "genes": args.genes,
+        "target_sum": args.target_sum,
+        "log1p": args.log1p,
+    }
+
+
+def strategy(args: argparse.Namespace, store: Store) -> Sequential | BlockShuffle:
+    """Return the order that the settings mean for a store."""
+    if args.stream:
+        return Sequential()
+    return BlockShuffle(edges=store.chunk_edges()) if args.block_size == "chunk" else BlockShuffle(args.block_size)
+
+
+def read_names(path: str) -> list[str]:
+    """Return the lines of a text file that are not empty.
+
+    Raises
+    ------
+    ReadError
+        It cannot be read.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [line.strip() for line in file if line.strip()]
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
+    except UnicodeDecodeError as error:
+        raise ReadError(f"{path}: it is not a text file in UTF-8; expected one gene name a line.") from error

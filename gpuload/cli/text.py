@@ -1,0 +1,172 @@
+"""What the commands say and how they ask: tables, sizes, progress bars, shared options. The home of tqdm."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from typing import Self
+
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def print_json(value: Any) -> None:
+    """Print a result as JSON; what is not a number there (NaN, infinity) becomes null."""
+    print(json.dumps(plain(value), indent=2))
+
+
+def plain(value: Any) -> Any:
+    """Return nested values as those that JSON has."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
+    """Return rows under a header in columns; the first is set flush left, the others flush right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        indent
+        + "  ".join(
+            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def facts(pairs: Iterable[tuple[str, str]], indent: str = "  ") -> str:
+    """Return names and values in two columns."""
+    listed = list(pairs)
+    width = max(len(name) for name, _ in listed)
+    return "\n".join(f"{indent}{name.ljust(width)}  {value}".rstrip() for name, value in listed)
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes for people: ``"1.6 MB"``."""
+    power = 0
+    while nbytes >= 999.5 and power < len(UNITS) - 1:
+        nbytes /= 1000
+        power += 1
+    return f"{nbytes:.0f} {UNITS[power]}" if power == 0 or nbytes >= 99.5 else f"{nbytes:.1f} {UNITS[power]}"
+
+
+def number(value: float) -> str:
+    """Return a count or rate for people: ``"18,800"``, ``"24.1"``."""
+    return f"{value:,.0f}" if abs(value) >= 100 or float(value).is_integer() else f"{value:,.3g}"
+
+
+def share(part: float) -> str:
+    """Return a fraction as a percentage."""
+    return f"{100 * part:.0f} %" if part >= 0.0995 else f"{100 * part:.1f} %"
+
+
+def bits(value: float) -> str:
+    """Return an entropy."""
+    return f"{value:.3f}" if np.isfinite(value) else "-"
+
+
+def count(n: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun: ``"3 files"``."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {plural or noun + 's'}"
+
+
+class Progress:
+    """A progress bar on stderr; silent where stderr is no terminal, or on request.
+
+    Parameters
+    ----------
+    total
+        What the bar counts to; None shows a count only.
+    label
+        What is being done.
+    is_quiet
+        Show nothing.
+    unit
+        What is counted.
+    """
+
+    def __init__(self, total: float | None, label: str, *, is_quiet: bool, unit: str = "cell") -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(
+            total=total,
+            desc=label,
+            unit=unit,
+            unit_scale=unit != "s",
+            disable=is_quiet or not sys.stderr.isatty(),
+            leave=False,
+            bar_format="{desc}: {percentage:3.0f} % |{bar}| {elapsed} (left {remaining}){postfix}",
+        )
+
+    def reach(self, n: float) -> None:
+        """Set what is done so far."""
+        self._bar.update((min(n, self._bar.total) if self._bar.total else n) - self._bar.n)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+
+
+def say(message: str, *, is_quiet: bool) -> None:
+    """Tell on stderr what is going on, unless nobody wants to know."""
+    if not is_quiet:
+        print(message, file=sys.stderr, flush=True)
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every command has."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
+    group.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def add_path_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the files to read, and which matrix and label of them."""
+    parser.add_argument(
+        "paths", nargs="+", metavar="PATH", help="an .h5ad file; several are read as one table of cells"
+    )
+    parser.add_argument("--layer", default="X", help="the matrix: X, raw.X or the name of a layer (default: X)")
+    parser.add_argument(
+        "--label", metavar="COL", help="obs column whose mix in the minibatches is to be judged, for example plate"
+    )
+
+
+def whole_number(text: str) -> int:
+    """Return an option that must be a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """Return an option that must be a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def block_size(text: str) -> int | str:
+    """Return a block size: a whole number of at least 1, or "chunk"."""
+    return text if text == "chunk" else whole_number(text)

@@ -1,0 +1,91 @@
+"""Fixtures that any test may ask for: files in every on-disk form, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import variants
+from tests.variants import VARIANTS, Stored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    StoreVariant = Callable[[str], Stored]
+
+
+@pytest.fixture(scope="session")
+def store_variant(tmp_path_factory: pytest.TempPathFactory) -> StoreVariant:
+    """Return a function that writes a variant once per session, by name, and gives what it must read as."""
+    folder = tmp_path_factory.mktemp("stored")
+    by_name = {variant.name: variant for variant in VARIANTS}
+    written: dict[str, Stored] = {}
+
+    def get(name: str) -> Stored:
+        if name not in written:
+            written[name] = variants.store(by_name[name], folder)
+        return written[name]
+
+    return get
+
+
+@pytest.fixture(params=[variant.name for variant in VARIANTS])
+def stored(request: pytest.FixtureRequest, store_variant: StoreVariant) -> Stored:
+    """Return a read-only file in one on-disk form; the test runs once per form."""
+    return store_variant(request.param)
+
+
+@pytest.fixture
+def plain(store_variant: StoreVariant) -> Stored:
+    """Return a gzip CSR file as anndata writes it."""
+    return store_variant("anndata-csr-gzip")
+
+
+@pytest.fixture(scope="session")
+def warmed_up(store_variant: StoreVariant) -> None:
+    """Read one file once, so that what libraries start once per process is not taken for a leak."""
+    import gpuload
+
+    with gpuload.open_loader(store_variant("csr-zstd").path, obs=["cell_line"]) as loader:
+        list(loader)
+
+
+@pytest.fixture
+def no_leaks(warmed_up: None) -> Iterator[None]:
+    """Fail where threads or descriptors outlive the test."""
+    gc.collect()
+    threads, descriptors = _threads(), _descriptors()
+    yield
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and (_threads() > threads or _descriptors() > descriptors):
+        gc.collect()
+        time.sleep(0.01)
+    assert _descriptors() <= descriptors, f"descriptors left open: {descriptors} -> {_descriptors()}"
+    assert _threads() <= threads, f"threads left running: {threads} -> {_threads()}: {threading.enumerate()}"
+
+
+def _threads() -> int:
+    """Return the threads of this process, native ones included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) - 1  # less the one that lists them
+
+
+@pytest.fixture
+def copy_of(plain: Stored, tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that makes a writable copy of the plain file under a name."""
+
+    def make(name: str = "copy.h5ad") -> Path:
+        path = tmp_path / name
+        path.write_bytes(plain.path.read_bytes())
+        return path
+
+    return make

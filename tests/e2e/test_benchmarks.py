@@ -1,0 +1,207 @@
+"""The benchmarks at tiny size, so that they cannot rot: same code, same checks, a few hundred cells."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks import machine, report, run_rivals, run_stages
+from benchmarks.arms import arms
+from benchmarks.job import LABEL, Job
+from benchmarks.measure import Batches, WrongRowsError, check_rows, entropy_bits, measure
+from benchmarks.run_rivals import NEEDED
+from gpuload.synthetic import tahoe_shaped
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the rivals warn of things that are theirs
+
+ARMS = {arm.name: arm for arm in arms(batch_size=16, fetch_factor=4)}
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory):
+    """A file of 400 cells, its path and its values."""
+    anndata = pytest.importorskip("anndata")
+    path = tmp_path_factory.mktemp("benchmarks") / "cells.h5ad"
+    X, obs, var = tahoe_shaped(400, n_vars=300, n_plates=3, n_cell_lines=4, n_drugs=5)
+    anndata.AnnData(X, obs, var).write_h5ad(path, compression="gzip")
+    return path, X.toarray(), obs[LABEL].cat.codes.to_numpy()
+
+
+@pytest.fixture
+def job(cells, tmp_path):
+    """A job on that file; its arm is to be replaced."""
+    return Job(ARMS["gpuload/dense/chunk"], cells[0], tmp_path, seconds=0.01, n_epochs=2)
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_every_arm_runs(name, job):
+    arm = ARMS[name]
+    for package in NEEDED[arm.rival]:
+        if not run_rivals._has_module(package):
+            pytest.skip(f"{package} is not installed")
+    record = measure(replace(job, arm=arm))
+    assert record["cells_per_s"] > 0
+    assert record["first_batch_s"] > 0
+    assert record["peak_mib"] > 0
+    assert record["io_mode"]
+    json.dumps(record)
+    if arm.kind == "throughput":
+        assert record["fetches"] >= 1
+        assert 0 <= record["label_entropy_bits"] <= np.log2(3)
+    if arm.kind == "overlap":
+        assert record["overlap_ratio"] > 0.9
+    if arm.kind == "memory":
+        assert len(record["epoch_peaks_mib"]) == 2
+
+
+def test_job_survives_json(job):
+    assert Job.from_json(job.to_json()) == job
+
+
+class FakeLoading:
+    """Hands over the file's rows in order, or wrong ones."""
+
+    io_mode = "fake"
+
+    def __init__(self, X, label, *, shift=0):
+        self.X, self.label, self.shift = X, label, shift
+
+    def epoch(self):
+        for start in range(0, 400, 16):
+            rows = np.arange(start, start + 16)
+            at = (rows + self.shift) % 400
+            yield {"X": self.X[at], "label": self.label[rows], "rows": rows}
+
+    def close(self):
+        pass
+
+
+def test_a_loader_that_hands_over_wrong_rows_is_not_timed(cells):
+    path, X, label = cells
+    assert check_rows(Batches(FakeLoading(X, label), 4), path, opened=0.0) > 0
+    with pytest.raises(WrongRowsError, match="the values are not those of the file"):
+        check_rows(Batches(FakeLoading(X, label, shift=1), 4), path, opened=0.0)
+    with pytest.raises(WrongRowsError, match="the plate is not that of the file"):
+        check_rows(Batches(FakeLoading(X, label + 1), 4), path, opened=0.0)
+
+
+def test_whole_fetches_are_timed_over_the_ends_of_epochs(cells):
+    batches = Batches(FakeLoading(*cells[1:]), 4)  # 25 batches an epoch: fetches of 4, 4, 4, 4, 4, 4 and 1
+    batches.skip_fetches(1)
+    timed = batches.time_fetches(0.0)
+    assert (timed["fetches"], timed["batches"], timed["cells"]) == (1, 4, 64)
+    for _ in range(4):
+        batches.time_fetches(0.0)
+    assert batches.time_fetches(0.0)["batches"] == 1
+    assert batches.time_fetches(0.0)["batches"] == 4
+
+
+def test_entropy():
+    assert entropy_bits(np.array([3, 3, 3])) == 0
+    assert entropy_bits(np.array([0, 1, 2, 3])) == pytest.approx(2)
+
+
+def test_runner_and_report_from_end_to_end(cells, tmp_path, capsys):
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    out, readme, picture = tmp_path / "results.jsonl", tmp_path / "README.md", tmp_path / "rivals.png"
+    options = ["--file", str(cells[0]), "--out", str(out), "--work-dir", str(tmp_path), "--rounds", "2"]
+    options += ["--seconds", "0.01", "--batch-size", "16", "--only", "scipy-in-ram/dense"]
+    assert run_rivals.main(options) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["round"] for record in records] == [0, 1]
+    assert records[0]["file"]["n_obs"] == 400
+    assert str(tmp_path) not in out.read_text()
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    assert report.main([str(out), "--plot", str(picture), "--readme", str(readme)]) == 0
+    assert picture.stat().st_size > 0
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "scipy-in-ram/dense" in text
+    assert "scipy-in-ram/dense" in capsys.readouterr().out
+
+
+def test_runner_records_a_failure_and_goes_on(cells, tmp_path):
+    pytest.importorskip("torch")
+    broken = tmp_path / "broken.h5ad"
+    broken.write_bytes(cells[0].read_bytes())
+    import h5py
+
+    with h5py.File(broken, "r+") as file:
+        del file["obs"][LABEL]
+    out = tmp_path / "results.jsonl"
+    options = ["--file", str(broken), "--out", str(out), "--rounds", "1", "--seconds", "0.01"]
+    assert run_rivals.main([*options, "--only", "scipy-in-ram/dense"]) == 1
+    (record,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert record["error"]
+    assert record["arm"]["name"] == "scipy-in-ram/dense"
+
+
+def test_runner_lists_and_refuses_arms(cells, capsys):
+    assert run_rivals.main(["--file", str(cells[0]), "--list", "--only", "csr"]) == 0
+    assert "gpuload/csr/chunk" in capsys.readouterr().out
+    assert run_rivals.main(["--file", str(cells[0]), "--only", "nothing"]) == 2
+    assert "--only nothing: no such arm" in capsys.readouterr().err
+
+
+def test_arms_have_names_of_their_own_and_known_rivals():
+    everything = arms()
+    assert len({arm.name for arm in everything}) == len(everything)
+    assert {arm.rival for arm in everything} == set(NEEDED)
+    assert {arm.group for arm in everything} == set(report.GROUPS)
+    named = {name for goal in report.RATIOS for name in goal[:2]} | {goal[0] for goal in report.LIMITS}
+    assert named | set(report.ENTROPY_GOAL[:2]) <= {arm.name for arm in everything}
+
+
+def record(name, rate, **more):
+    return {"arm": {"name": name, "group": "dense"}, "cells_per_s": rate, **more}
+
+
+def test_report_takes_medians_and_compares():
+    records = [record("gpuload/dense/chunk", rate, label_entropy_bits=3.6) for rate in (700.0, 900.0, 800.0)]
+    records += [
+        record("scdataset/dense/16", 100.0),
+        {"arm": {"name": "annbatch/dense", "group": "dense"}, "error": "?"},
+    ]
+    text = report.table(records)
+    assert "| gpuload/dense/chunk | 800 | 700-900 |  | 3.600 |" in text
+    assert "| scdataset/dense/16 | 100 | 100-100 | 8.0x |" in text
+    assert "| annbatch/dense | failed |" in text
+    assert "| gpuload/dense/chunk: speed over scdataset/dense/16 | at least 7x | 8.00x | yes |" in report.goals(records)
+
+
+def test_report_refuses_a_readme_without_markers():
+    with pytest.raises(ValueError, match="benchmarks: begin"):
+        report.replace_between_markers("no markers", "table")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("imagecodecs"), reason="imagecodecs is not installed")
+def test_every_stage_runs(cells, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run_stages.plan, "N_PLANNED", 2)
+    out = tmp_path / "stages.jsonl"
+    options = ["--file", str(cells[0]), "--out", str(out), "--batch-size", "16", "--fetch-factor", "4"]
+    assert run_stages.main(options) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {record["stage"] for record in records} == set(run_stages.STAGES)
+    assert all(record["rate"] > 0 and record["ceiling"] > 0 for record in records)
+    assert "| decode |" in capsys.readouterr().out
+
+
+def test_machine_says_where_numbers_come_from():
+    described = machine.describe()
+    assert described["cores"] >= 1
+    assert described["memory_mib"] > 100
+    assert machine.versions(["numpy", "no-such-package"]) == {
+        "python": machine.platform.python_version(),
+        "numpy": np.__version__,
+        "no-such-package": "none",
+    }
+    assert machine.peak_mib() >= machine.resident_mib() / 2
+    assert machine.cpu_s() > 0
+    assert machine.commit()

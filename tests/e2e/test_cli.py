@@ -1,0 +1,463 @@
+"""The command line as its users meet it: what each command prints, writes, refuses and exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError
+
+import h5py
+import numpy as np
+import pytest
+
+from gpuload.cli import COMMANDS, demo, doctor, main, real_data, text
+from gpuload.errors import CorruptDataError
+from gpuload.formats.obs import write_h5ad
+from gpuload.synthetic import tahoe_shaped
+from tests import writers
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Return a gzip file of 1,500 cells, sorted by plate."""
+    path = tmp_path_factory.mktemp("cli") / "cells.h5ad"
+    X, obs, var = tahoe_shaped(1_500, n_vars=400, n_plates=4, n_cell_lines=3, n_drugs=5)
+    write_h5ad(path, X, obs, var, "gzip")
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    """Return a function that runs the command line in this process and gives exit code, stdout and stderr."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        code = main([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+# --- help and wrong use ---
+
+
+def test_help_names_every_command_and_the_exit_codes(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(f"\n    {name} " in out for name in COMMANDS)
+    assert "exit codes: 0 done, 1 " in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_teaches_by_examples(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"examples:\n  gpuload {command}" in out
+    assert "--json" in out
+
+
+def test_version(run):
+    code, out, _ = run("--version")
+    assert (code, out) == (0, "gpuload 0.1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["explain"], "invalid choice: 'explain'"),
+        (["inspect"], "the following arguments are required: PATH"),
+        (["inspect", "x", "--batch-size", "0"], "'0' is not a whole number of at least 1"),
+        (["bench", "x", "--block-size", "row"], "'row' is not a whole number of at least 1"),
+        (["bench", "x", "--seconds", "-1"], "'-1' is not a number above 0"),
+        (["bench", "x", "--seconds", "soon"], "'soon' is not a number above 0"),
+        (["demo", "--cells", "10"], "--cells 10: expected at least 2000"),
+    ],
+)
+def test_wrong_use_exits_with_2_and_says_what_is_wrong(run, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert message in err
+
+
+def test_settings_that_make_no_plan_are_wrong_use(run, path):
+    code, _, err = run("bench", path, "--output", "csr", "--dtype", "float16")
+    assert code == 2
+    assert err.startswith("gpuload bench: dtype='float16' with output='csr'")
+
+
+# --- faults of the data ---
+
+
+@pytest.mark.parametrize("command", ["inspect", "bench"])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no such file. Check the path."), (b"text", "not a readable HDF5 file")]
+)
+def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, content, message):
+    path = tmp_path / "cells.h5ad"
+    if content is not None:
+        path.write_bytes(content)
+    code, out, err = run(command, path)
+    assert code == 1
+    assert out == ""
+    assert err.startswith(f"gpuload {command}: {path}: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_damaged_chunk_exits_with_1(run, path, tmp_path):
+    damaged = tmp_path / "damaged.h5ad"
+    damaged.write_bytes(path.read_bytes())
+    with h5py.File(damaged) as file:
+        chunk = file["X/data"].id.get_chunk_info(0)
+    with damaged.open("r+b") as file:
+        file.seek(chunk.byte_offset + chunk.size // 2)
+        file.write(b"\xff" * 32)
+    code, _, err = run("bench", damaged, "--fetch-factor", 2, "--seconds", 0.1)
+    assert code == 1
+    assert "chunk 0 of /X/data" in err
+    assert "Traceback" not in err
+
+
+def test_unknown_label_and_layer(run, path):
+    code, _, err = run("inspect", path, "--label", "plates")
+    assert code == 1
+    assert "obs has no column 'plates'; it has 'plate', 'cell_line'" in err
+    code, _, err = run("inspect", path, "--layer", "counts")
+    assert code == 1
+    assert "there is no layer 'counts'" in err
+
+
+# --- inspect ---
+
+
+def test_inspect_says_what_is_in_the_file(run, path):
+    code, out, err = run("inspect", path, "--label", "plate")
+    assert (code, err) == (0, "")
+    for part in (
+        "cells                 1,500",
+        "/X/data",
+        "gzip 4",
+        "plate entropy, bits",
+        "pass_filter  bool",
+        "4 categories",
+    ):
+        assert part in out
+    assert f"gpuload.open_loader('{path}', batch_size=64, block_size=" in out
+
+
+def test_inspect_as_json_agrees_with_the_file(run, path):
+    code, out, _ = run("inspect", path, "--json")
+    found = json.loads(out)
+    with h5py.File(path) as file:
+        nnz = np.diff(file["X/indptr"][:])
+        stored = sum(file[f"X/{name}"].id.get_storage_size() for name in ("data", "indices"))
+        chunk = file["X/data"].chunks[0]
+    assert code == 0
+    assert (found["n_obs"], found["n_vars"], found["kind"]) == (1_500, 400, "csr")
+    assert found["nnz_per_cell"]["mean"] == pytest.approx(nnz.mean())
+    assert found["nnz_per_cell"]["quantiles"]["0.5"] == pytest.approx(np.median(nnz))
+    assert found["stored_nbytes"] == stored
+    assert found["decoded_nbytes"] == 8 * nnz.sum()
+    assert found["arrays"][0]["cells_per_chunk"] == pytest.approx(chunk / nnz.mean())
+    assert list(found["obs"]) == ["plate", "cell_line", "drug", "gene_count", "tscp_count", "pass_filter"]
+
+
+def test_advice_keeps_the_fetch_small_and_the_minibatch_mixed(run, path):
+    code, out, _ = run("inspect", path, "--label", "plate", "--batch-size", 8, "--json")
+    advice = json.loads(out)["advice"]
+    assert code == 0
+    assert advice["fetch_cells"] <= 0.05 * 1_500
+    chosen = next(c for c in advice["candidates"] if c["block_size"] == advice["block_size"])
+    random = advice["candidates"][0]
+    assert random["block_size"] == 1
+    assert random["entropy_bits"] == pytest.approx(advice["random_entropy_bits"], rel=0.01)
+    assert chosen["entropy_bits"] >= 0.99 * advice["random_entropy_bits"]
+    assert chosen["amplification"] <= random["amplification"]
+    assert any(c["entropy_bits"] < 0.5 * advice["random_entropy_bits"] for c in advice["candidates"])
+
+
+def test_inspect_of_dense_uncompressed_and_of_several_files(run, tmp_path):
+    X = writers.counts()
+    paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
+    for path in paths:
+        writers.write_h5ad(path, lambda file: writers.write_dense(file, "X", X.toarray()))
+    code, out, _ = run("inspect", *paths)
+    assert code == 0
+    assert "X, dense" in out
+    assert f"{paths[1]}:/X" in out
+    assert "262" in out  # twice 131 cells
+
+
+def test_inspect_of_a_file_without_cells(run, tmp_path):
+    path = tmp_path / "empty.h5ad"
+    writers.write_plain(path, writers.counts(0, 5))
+    code, out, _ = run("inspect", path)
+    assert code == 0
+    assert "the file has no cells" in out
+
+
+def test_inspect_names_columns_that_cannot_be_handed_over(run, tmp_path):
+    path = tmp_path / "cells.h5ad"
+    writers.write_plain(path)
+    with h5py.File(path, "r+") as file:
+        del file["obs/depth"]
+        file["obs/depth"] = np.zeros((writers.N_OBS, 2), dtype=[("a", "f4")])
+        file["obs/depth"].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+    code, out, _ = run("inspect", path, "--json")
+    kinds = json.loads(out)["obs"]
+    assert code == 0
+    assert kinds["depth"].startswith("cannot be handed over")
+    assert kinds["n_counts"] == "int32"
+
+
+# --- bench ---
+
+
+def test_bench_reports_every_stage(run, path):
+    code, out, err = run("bench", path, "--fetch-factor", 2, "--seconds", 0.1, "--repeats", 2, "--label", "plate")
+    assert (code, err) == (0, "")
+    for part in ("end to end", "plate entropy", "peak memory", "read ", "decode", "take_rows", "cpu, posix"):
+        assert part in out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--stream", "--output", "csr"],
+        ["--block-size", "chunk", "--target-sum", "1e4", "--log1p", "--dtype", "float16"],
+        ["--block-size", "1", "--num-threads", "1", "--verify", "never", "--drop-last", "--prefetch", "1"],
+    ],
+)
+def test_bench_as_json_takes_all_settings(run, path, options):
+    code, out, _ = run("bench", path, "--json", "--fetch-factor", 2, "--seconds", 0.05, "--repeats", 2, *options)
+    result = json.loads(out)
+    assert code == 0
+    assert result["cells_per_s"]["median"] > 0
+    assert len(result["cells_per_s"]["repeats"]) == 2
+    assert result["stages"]["decode"]["ceiling_bytes_per_s"] > 0
+    assert result["peak_memory_nbytes"] > 1e7
+    assert result["entropy_bits"] is None
+
+
+def test_bench_measures_the_entropy_of_the_orders(run, path):
+    options = ["--json", "--batch-size", 32, "--fetch-factor", 8, "--seconds", 0.2, "--repeats", 1, "--label", "plate"]
+    entropy = {
+        name: json.loads(run("bench", path, *options, *extra)[1])["entropy_bits"]
+        for name, extra in {"stream": ["--stream"], "random": ["--block-size", 1]}.items()
+    }
+    assert entropy["random"]["mean"] == pytest.approx(entropy["random"]["true_random"], abs=0.05)
+    assert entropy["stream"]["mean"] < 0.5
+
+
+def test_bench_takes_genes_from_a_file(run, path, tmp_path):
+    names = tmp_path / "genes.txt"
+    names.write_text("gene_003\n\ngene_001\n")
+    code, out, _ = run(
+        "bench", path, "--genes", names, "--json", "--seconds", 0.05, "--repeats", 1, "--fetch-factor", 2
+    )
+    assert code == 0
+    assert json.loads(out)["n_vars"] == 2
+    code, _, err = run("bench", path, "--genes", tmp_path / "none.txt")
+    assert code == 1
+    assert "none.txt: cannot be opened" in err
+
+
+def test_bench_refuses_numbers_as_a_label(run, path):
+    code, _, err = run("bench", path, "--label", "gene_count", "--fetch-factor", 2)
+    assert code == 2
+    assert "--label gene_count: this column holds numbers; choose a categorical or text column." in err
+
+
+# --- doctor ---
+
+
+def test_doctor_finds_this_machine_well(run):
+    code, out, err = run("doctor")
+    assert (code, err) == (0, "")
+    for part in ("self-test", "device='auto'", "I/O path", "kernel cache", "open files"):
+        assert part in out
+
+
+def test_doctor_as_json(run):
+    code, out, _ = run("doctor", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["is_broken"] is False
+    assert {f["name"] for f in report["required"]} >= {"python", *doctor.REQUIRED}
+
+
+def test_doctor_exits_with_1_and_a_cure_where_a_required_package_is_missing(run, monkeypatch):
+    real = doctor.version
+
+    def version(package):
+        if package in ("h5py", "torch"):
+            raise PackageNotFoundError(package)
+        return real(package)
+
+    monkeypatch.setattr(doctor, "version", version)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "h5py         not installed (BROKEN)" in out
+    assert "  h5py: pip install h5py" in out
+    assert "  torch: for the PyTorch front: pip install 'gpuload[torch]'" in out
+
+
+def test_doctor_survives_an_engine_that_fails(run, monkeypatch):
+    monkeypatch.setattr("gpuload.open_loader", lambda *a, **k: (_ for _ in ()).throw(CorruptDataError("bad.")))
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "CorruptDataError: bad. (BROKEN)" in out
+
+
+# --- demo ---
+
+
+@pytest.fixture(scope="module")
+def demo_folder(tmp_path_factory):
+    pytest.importorskip("nvidia.dali")
+    return tmp_path_factory.mktemp("demo")
+
+
+def _demo(run, folder, *options):
+    return run("demo", "--cells", 2_000, "--seconds", 1, "--data", folder, "--no-real", *options)
+
+
+def test_demo_compares_the_orders_and_saves_table_and_picture(run, demo_folder):
+    code, out, err = _demo(run, demo_folder, "--out", demo_folder / "out")
+    assert code == 0
+    assert "Traceback" not in err
+    assert all(f"\n  {order} " in out for order in demo.ORDERS)
+    assert (demo_folder / "out" / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    (data_set,) = json.loads((demo_folder / "out" / "demo.json").read_text())["data_sets"]
+    assert data_set["fetch_share"] <= 0.05
+    assert data_set["n_train"] + data_set["n_held_out"] == 2_000
+    streaming, block, random = data_set["orders"]
+    assert streaming["entropy_bits"] < 0.5
+    assert random["entropy_bits"] == pytest.approx(data_set["true_random_entropy_bits"], abs=0.1)
+    assert streaming["entropy_bits"] < block["entropy_bits"]
+    lengths = {len(order["loss"]) for order in data_set["orders"]}
+    assert lengths == {data_set["n_batches"]}
+    for order in (block, random):
+        assert order["held_out_loss"][-1][2] < order["held_out_loss"][0][2]
+
+
+def test_demo_does_not_make_its_files_twice(run, demo_folder):
+    before = (demo_folder / demo.SYNTHETIC).stat().st_mtime_ns
+    code, out, err = _demo(run, demo_folder, "--json")
+    assert code == 0
+    assert "writing" not in err
+    assert (demo_folder / demo.SYNTHETIC).stat().st_mtime_ns == before
+    assert [o["order"] for o in json.loads(out)["data_sets"][0]["orders"]] == list(demo.ORDERS)
+
+
+def test_demo_goes_on_without_a_network(run, demo_folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(real_data, "PACKAGE", "gpuload-no-such-package==0")
+    monkeypatch.setattr(real_data, "_PIP", (*real_data._PIP, "--no-index"))
+    code, _, err = run("demo", "--cells", 2_000, "--seconds", 0.2, "--data", demo_folder, "--out", tmp_path)
+    assert code == 0
+    assert "pip could not download gpuload-no-such-package==0 (" in err
+    assert err.rstrip().endswith("the demo's real cells are left out.")
+
+
+def test_demo_without_dali_says_how_to_get_it(run, demo_folder, monkeypatch):
+    for name in ("gpuload.cli.training", "gpuload.dali"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr("gpuload.cli.training", raising=False)
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    code, _, err = _demo(run, demo_folder)
+    assert code == 1
+    assert err.startswith(
+        "gpuload demo: gpuload.dali needs nvidia-dali-cuda130, which is not installed; install it with: pip"
+    )
+
+
+def test_demo_refuses_a_folder_that_cannot_be_made(run, tmp_path):
+    pytest.importorskip("nvidia.dali")
+    (tmp_path / "file").write_text("")
+    code, _, err = run("demo", "--no-real", "--data", tmp_path / "file" / "data")
+    assert code == 1
+    assert "this folder cannot be made" in err
+
+
+def test_real_cells_that_are_not_those_expected_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_data, "_unpack", lambda: b"something else")
+    with pytest.raises(real_data.DownloadError, match="is not the file it was; the demo's real cells are left out"):
+        real_data.fetch(tmp_path)
+
+
+def test_real_cells_are_sorted_by_type_and_keep_their_values(run, tmp_path):
+    """Read from a file of the form that ships: dense X, raw.X with all genes, cells in no order."""
+    path = tmp_path / "cells.h5ad"
+    X = writers.counts()
+    writers.write_raw(path, X)
+    with h5py.File(path, "r+") as file:
+        file.move("obs/stage", f"obs/{real_data.LABEL}")
+        file["obs"].attrs["column-order"] = [real_data.LABEL]
+    stage = writers.cells_frame()["stage"]
+    found, obs, var = real_data.read(path)
+    order = stage.cat.codes.to_numpy().argsort(kind="stable")
+    assert found.shape == X.shape
+    assert len(var) == X.shape[1]
+    assert list(obs[real_data.LABEL]) == list(stage.iloc[order])
+    np.testing.assert_array_equal(found.toarray(), X.toarray()[order])
+
+
+def test_macro_f1():
+    training = pytest.importorskip("gpuload.cli.training")
+    # Class 0: precision 2/3, recall 1; class 1: 1 and 1/2; class 2 never occurs; class 3 is never predicted.
+    confusion = np.array([[2, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    assert training.macro_f1(confusion) == pytest.approx((0.8 + 2 / 3) / 2)
+    confusion[3, 1] = 1
+    assert training.macro_f1(confusion) == pytest.approx((0.8 + 0.5 + 0) / 3)
+
+
+# --- the process ---
+
+
+def test_module_and_pipes(path):
+    """``python -m gpuload`` works, and a reader that has seen enough does no harm."""
+    command = [sys.executable, "-m", "gpuload", "inspect", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
+    assert (done.returncode, done.stderr) == (0, "")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment()) as process:
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+
+
+def test_ctrl_c_exits_with_130(path):
+    command = [sys.executable, "-m", "gpuload", "bench", str(path), "--seconds", "60", "--fetch-factor", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment()) as process:
+        time.sleep(4)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert err.decode().strip().endswith("gpuload: interrupted")
+    assert b"Traceback" not in err
+
+
+def _environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+# --- words ---
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [(0, "0 B"), (999, "999 B"), (1_000, "1.0 kB"), (99_960, "100 kB"), (1.5e9, "1.5 GB"), (5e15, "5000 TB")],
+)
+def test_sizes_for_people(nbytes, words):
+    assert text.size(nbytes) == words
+
+
+def test_json_has_no_nan():
+    assert text.plain({"a": (np.float32("nan"), np.int64(3)), 1: np.array([1.0, np.inf])}) == {
+        "a": [None, 3],
+        "1": [1.0, None],
+    }

@@ -1,0 +1,306 @@
+"""Both fronts over the same plan: the same minibatches, without a copy where that is promised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import gpuload
+
+torch = pytest.importorskip("torch")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.conftest import StoreVariant
+    from tests.variants import Stored
+
+OBS = ["cell_line", "depth", "n_counts", "passed", "flag", "n_big"]
+SETTINGS: dict[str, Any] = {"batch_size": 8, "fetch_factor": 3, "block_size": 4, "seed": 7}
+
+
+@pytest.fixture
+def CellDataset() -> Any:
+    from gpuload.torch import CellDataset
+
+    return CellDataset
+
+
+@pytest.fixture
+def dali() -> Any:
+    pytest.importorskip("nvidia.dali")
+    import gpuload.dali
+
+    return gpuload.dali
+
+
+def batches_of(path: Any, **settings: Any) -> list[gpuload.Batch]:
+    with gpuload.open_loader(path, **{**SETTINGS, **settings}) as loader:
+        return list(loader)
+
+
+def assert_same(found: dict[str, Any], batch: gpuload.Batch) -> None:
+    """Compare a dict of tensors with a minibatch of the loader, dtypes included."""
+    assert list(found) == ["X", *batch.obs, "rows"]
+    for name, expected in {"X": batch.X, **batch.obs, "rows": batch.rows}.items():
+        assert isinstance(found[name], torch.Tensor)
+        values = found[name].numpy()
+        assert (values.dtype, values.shape) == (expected.dtype, expected.shape), name
+        np.testing.assert_array_equal(values, expected)
+
+
+# --- both
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_both_fronts_give_the_same_minibatches(
+    plain: Stored, CellDataset: Any, dali: Any, dtype: str, drop_last: bool
+) -> None:
+    settings = {**SETTINGS, "obs": OBS, "dtype": dtype, "drop_last": drop_last, "transform": gpuload.Transform()}
+    with gpuload.open_loader(plain.path, **settings) as loader:
+        by_loader = [list(loader), list(loader)]
+    with gpuload.open_loader(plain.path, **settings) as loader:
+        through_torch = torch.utils.data.DataLoader(CellDataset(loader), batch_size=None)
+        by_torch = [list(through_torch), list(through_torch)]
+    with gpuload.open_loader(plain.path, **settings) as loader:
+        cells = dali.CellIterator(loader)
+        by_dali = [[{k: v.clone() for k, v in batch[0].items()} for batch in cells] for _ in range(2)]
+    for epoch in range(2):
+        assert len(by_loader[epoch]) == len(by_torch[epoch]) == len(by_dali[epoch]) == (16 if drop_last else 17)
+        for batch, one, other in zip(by_loader[epoch], by_torch[epoch], by_dali[epoch], strict=True):
+            assert_same(one, batch)
+            assert_same(other, batch)
+
+
+# --- torch
+
+
+def test_torch_zero_copy(plain: Stored, CellDataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[int] = []
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        hand_over = loader._hand_over
+
+        def spy(take: Any) -> gpuload.Batch:
+            batch = hand_over(take)
+            places.append(batch.X.ctypes.data)
+            return batch
+
+        monkeypatch.setattr(loader, "_hand_over", spy)
+        for batch in torch.utils.data.DataLoader(CellDataset(loader), batch_size=None):
+            assert batch["X"].data_ptr() == places[-1]
+            assert batch["X"].data_ptr() % 64 == 0
+
+
+def test_tensors_that_are_kept_are_never_overwritten(plain: Stored, CellDataset: Any) -> None:
+    keepers: dict[str, Callable[[Any], Any]] = {
+        "tensor": lambda X: X,
+        "slice": lambda X: X[1:, ::3],
+        "numpy": lambda X: X.numpy(),
+        "storage": lambda X: X.detach().view(-1),
+    }
+    for keep in keepers.values():
+        with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+            kept = [(batch["rows"], keep(batch["X"])) for _ in range(3) for batch in CellDataset(loader)]
+        for rows, part in kept:
+            expected = keep(torch.from_numpy(plain.dense[rows.numpy()].copy()))
+            np.testing.assert_array_equal(np.asarray(part), np.asarray(expected))
+
+
+def test_what_is_written_into_a_tensor_shows_nowhere_else(plain: Stored, CellDataset: Any) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        for _ in range(3):
+            for batch in CellDataset(loader):
+                np.testing.assert_array_equal(batch["X"].numpy(), plain.dense[batch["rows"].numpy()])
+                batch["X"].fill_(-1)
+
+
+@pytest.mark.parametrize("name", ["anndata-csr-gzip", "csr-all-empty", "dense-gzip4"])
+def test_torch_sparse_csr(store_variant: StoreVariant, CellDataset: Any, name: str) -> None:
+    stored = store_variant(name)
+    with gpuload.open_loader(stored.path, output="csr", **SETTINGS) as loader:
+        batches = list(CellDataset(loader))
+    for batch in batches:
+        X = batch["X"]
+        assert X.layout is torch.sparse_csr
+        assert (X.dtype, X.shape) == (torch.float32, (len(batch["rows"]), 53))
+        np.testing.assert_array_equal(X.to_dense().numpy(), stored.dense[batch["rows"].numpy()])
+
+
+@pytest.mark.parametrize("name", ["csr-unsorted", "csr-repeated"])
+def test_torch_sparse_csr_of_rows_out_of_order(store_variant: StoreVariant, CellDataset: Any, name: str) -> None:
+    stored = store_variant(name)
+    with gpuload.open_loader(stored.path, output="csr", **SETTINGS) as loader:
+        for batch in CellDataset(loader):
+            dense = stored.dense[batch["rows"].numpy()]
+            np.testing.assert_array_equal(batch["X"].to_dense().numpy(), dense)
+            weight = torch.arange(53, dtype=torch.float32)[:, None]
+            np.testing.assert_array_equal((batch["X"] @ weight).numpy(), dense @ weight.numpy())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch"])
+def test_torch_bfloat16(plain: Stored, CellDataset: Any, dtype: str) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        for batch in CellDataset(loader, dtype=torch.bfloat16 if dtype == "torch" else dtype):
+            assert batch["X"].dtype == torch.bfloat16
+            expected = torch.from_numpy(plain.dense[batch["rows"].numpy()].copy()).to(torch.bfloat16)
+            assert torch.equal(batch["X"], expected)
+
+
+def test_torch_refuses_other_dtypes(plain: Stored, CellDataset: Any) -> None:
+    with gpuload.open_loader(plain.path) as loader, pytest.raises(gpuload.PlanError, match=r"int8.*bfloat16"):
+        CellDataset(loader, dtype="int8")
+    with gpuload.open_loader(plain.path, output="csr") as loader, pytest.raises(gpuload.PlanError, match="csr"):
+        CellDataset(loader, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_torch_refuses_workers_and_says_why(plain: Stored, CellDataset: Any, context: str) -> None:
+    with gpuload.open_loader(plain.path, num_threads=1) as loader:
+        data_loader = torch.utils.data.DataLoader(
+            CellDataset(loader), batch_size=None, num_workers=2, multiprocessing_context=context, timeout=60
+        )
+        with pytest.raises(Exception, match="num_workers") as caught:
+            list(data_loader)
+        assert isinstance(caught.value, gpuload.PlanError)
+        assert "num_workers=0" in str(caught.value)
+        assert "threads" in str(caught.value)
+
+
+def test_torch_is_an_iterable_dataset_with_a_length(plain: Stored, CellDataset: Any) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        dataset = CellDataset(loader)
+        assert isinstance(dataset, torch.utils.data.IterableDataset)
+        assert len(dataset) == len(torch.utils.data.DataLoader(dataset, batch_size=None)) == 17
+        first = [batch["rows"] for batch in dataset]
+        dataset.set_epoch(0)
+        assert all(torch.equal(a, b["rows"]) for a, b in zip(first, dataset, strict=True))
+
+
+def test_an_early_break_through_the_torch_data_loader(plain: Stored, CellDataset: Any, no_leaks: None) -> None:
+    expected = batches_of(plain.path), [*epoch_one(plain.path)]
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        through_torch = torch.utils.data.DataLoader(CellDataset(loader), batch_size=None)
+        for batch in through_torch:
+            np.testing.assert_array_equal(batch["rows"].numpy(), expected[0][0].rows)
+            break
+        for batch, other in zip(through_torch, expected[1], strict=True):
+            np.testing.assert_array_equal(batch["rows"].numpy(), other.rows)
+
+
+def epoch_one(path: Any) -> list[gpuload.Batch]:
+    with gpuload.open_loader(path, **SETTINGS) as loader:
+        loader.set_epoch(1)
+        return list(loader)
+
+
+# --- DALI
+
+
+def test_dali_epochs_end_and_reset(plain: Stored, dali: Any) -> None:
+    expected = [batches_of(plain.path), epoch_one(plain.path)]
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        cells = dali.CellIterator(loader)
+        assert len(cells) == 17
+        for epoch in range(2):
+            for batch in expected[epoch]:
+                (found,) = next(cells)
+                np.testing.assert_array_equal(found["rows"].numpy(), batch.rows)
+                np.testing.assert_array_equal(found["X"].numpy(), batch.X)
+            with pytest.raises(StopIteration):
+                next(cells)
+            with pytest.raises(StopIteration):
+                next(cells)
+            cells.reset()
+
+
+def test_dali_last_short_minibatch(plain: Stored, dali: Any) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        sizes = [len(batch["rows"]) for (batch,) in dali.CellIterator(loader)]
+    assert sizes == [8] * 16 + [3]
+
+
+def test_dali_goes_on_with_the_epoch_after_a_break(plain: Stored, dali: Any) -> None:
+    """As DALI's own iterators do: an epoch ends with StopIteration only, and reset() before that changes nothing."""
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        cells = dali.CellIterator(loader)
+        (first,) = next(cells)
+        rows = [first["rows"].numpy().copy()]
+        cells.reset()
+        for (batch,) in cells:
+            rows.append(batch["rows"].numpy().copy())
+            break
+        rows += [batch["rows"].numpy().copy() for (batch,) in cells]
+    np.testing.assert_array_equal(np.concatenate(rows), np.concatenate([b.rows for b in batches_of(plain.path)]))
+
+
+def test_dali_minibatches_that_are_kept_are_not_overwritten(plain: Stored, dali: Any) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        kept = [batch for (batch,) in dali.CellIterator(loader)]
+    for batch in kept:
+        np.testing.assert_array_equal(batch["X"].numpy(), plain.dense[batch["rows"].numpy()])
+
+
+def test_dali_in_the_users_own_pipeline(plain: Stored, dali: Any) -> None:
+    from nvidia.dali import pipeline_def
+
+    with gpuload.open_loader(plain.path, obs=["depth", "cell_line"], **SETTINGS) as loader:
+
+        @pipeline_def(batch_size=8, device_id=None, num_threads=1)
+        def doubled() -> tuple[Any, ...]:
+            X, depth, cell_line, rows = dali.cells(loader)
+            return X * 2.0, depth, cell_line, rows
+
+        expected = batches_of(plain.path, obs=["depth", "cell_line"])
+        pipeline = doubled()
+        for _ in range(2):
+            n_batches = 0
+            while True:
+                try:
+                    X, depth, cell_line, rows = pipeline.run()
+                except StopIteration:
+                    break
+                order = np.array([np.array(rows.at(i)) for i in range(len(rows))]).ravel()
+                for i, row in enumerate(order):
+                    np.testing.assert_array_equal(np.array(X.at(i)), plain.dense[row] * 2)
+                    assert np.array(depth.at(i)) == plain.obs["depth"].iloc[row]
+                    assert np.array(cell_line.at(i)) == plain.obs["cell_line"].cat.codes.iloc[row]
+                n_batches += 1
+            assert n_batches == len(expected)
+            pipeline.reset()
+
+
+def test_dali_iterator_over_the_users_own_pipeline(plain: Stored, dali: Any) -> None:
+    from nvidia.dali import pipeline_def
+
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+
+        @pipeline_def(batch_size=8, device_id=None, num_threads=1)
+        def halved() -> tuple[Any, ...]:
+            X, rows = dali.cells(loader)
+            return X / 2.0, rows
+
+        for (batch,) in dali.CellIterator(loader, pipeline=halved()):
+            np.testing.assert_array_equal(batch["X"].numpy(), plain.dense[batch["rows"].numpy()] / 2)
+
+
+def test_dali_refuses_csr(plain: Stored, dali: Any) -> None:
+    with gpuload.open_loader(plain.path, output="csr") as loader:
+        for make in (dali.cells, dali.CellIterator):
+            with pytest.raises(gpuload.PlanError, match=r"output='csr'.*output='dense'"):
+                make(loader)
+
+
+def test_dali_surfaces_an_error_of_the_loader(store_variant: StoreVariant, tmp_path: Any, dali: Any) -> None:
+    import h5py
+
+    stored = store_variant("csr-gzip4")
+    content = bytearray(stored.path.read_bytes())
+    with h5py.File(stored.path) as file:
+        content[file["X/data"].id.get_chunk_info(5).byte_offset + 10] ^= 0xFF
+    path = tmp_path / "bad.h5ad"
+    path.write_bytes(content)
+    with gpuload.open_loader(path, **SETTINGS) as loader, pytest.raises(Exception, match=r"/X/data.*damaged"):
+        list(dali.CellIterator(loader))

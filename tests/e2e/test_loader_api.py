@@ -1,0 +1,325 @@
+"""The loader as a person uses it: epochs, sizes, what is kept and what is written into, one live iteration."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import gpuload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import StoreVariant
+    from tests.variants import Stored
+
+
+@pytest.fixture
+def loader(plain: Stored) -> Iterator[gpuload.Loader]:
+    with gpuload.open_loader(plain.path, batch_size=8, fetch_factor=3, block_size=4, obs=["depth"]) as opened:
+        yield opened
+
+
+def rows_of(batches: Any) -> np.ndarray:
+    return np.concatenate([batch.rows for batch in batches])
+
+
+# --- sizes and settings
+
+
+def test_the_signature_is_the_documented_one() -> None:
+    defaults = {name: p.default for name, p in inspect.signature(gpuload.open_loader).parameters.items()}
+    documented = {
+        "batch_size": 64,
+        "block_size": 16,
+        "fetch_factor": 256,
+        "shuffle": True,
+        "seed": 0,
+        "drop_last": False,
+        "obs": (),
+        "layer": "X",
+        "genes": None,
+        "transform": None,
+        "output": "dense",
+        "dtype": "float32",
+        "device": "auto",
+        "prefetch": 2,
+    }
+    assert documented.items() <= defaults.items()
+    assert next(iter(defaults)) == "paths"
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last", "n"), [(8, False, 17), (8, True, 16), (131, True, 1), (132, False, 1), (132, True, 0)]
+)
+def test_length_and_sizes_of_minibatches(plain: Stored, batch_size: int, drop_last: bool, n: int) -> None:
+    with gpuload.open_loader(
+        plain.path, batch_size=batch_size, fetch_factor=2, drop_last=drop_last, block_size=5
+    ) as loader:
+        assert len(loader) == n
+        batches = list(loader)
+        assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
+        assert len(batches) == n
+        if n and not drop_last:
+            assert len(batches[-1]) == 131 - (n - 1) * batch_size
+        assert all(len(batch) == batch_size for batch in batches) or not drop_last
+
+
+def test_what_a_batch_holds(loader: gpuload.Loader, plain: Stored) -> None:
+    batch = next(iter(loader))
+    assert isinstance(batch, gpuload.Batch)
+    assert isinstance(batch.X, np.ndarray)
+    assert (batch.X.shape, batch.X.dtype, batch.X.flags.c_contiguous, batch.X.flags.writeable) == (
+        (8, 53),
+        np.float32,
+        True,
+        True,
+    )
+    assert (batch.rows.shape, batch.rows.dtype) == ((8,), np.int64)
+    np.testing.assert_array_equal(batch.obs["depth"], plain.obs["depth"].to_numpy()[batch.rows])
+
+
+def test_numpy_numbers_are_settings_too(plain: Stored) -> None:
+    with gpuload.open_loader(
+        plain.path, batch_size=np.int64(8), block_size=np.int32(4), seed=np.uint64(3), dtype=np.float16
+    ) as a:
+        first = next(iter(a))
+    with gpuload.open_loader(plain.path, batch_size=8, block_size=4, seed=3) as b:
+        np.testing.assert_array_equal(first.rows, next(iter(b)).rows)
+    assert first.X.dtype == np.float16
+
+
+def test_device_auto_says_once_what_it_chose(plain: Stored, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="gpuload"), gpuload.open_loader(plain.path) as loader:
+        list(loader)
+        list(loader)
+    said = [record.getMessage() for record in caplog.records if "auto" in record.getMessage()]
+    assert len(said) == 1
+    assert "'cpu'" in said[0]
+    assert loader.io_mode == "posix"
+
+
+def test_stats_count_what_was_handed_over(loader: gpuload.Loader) -> None:
+    list(loader)
+    stats = loader.stats
+    assert (stats.n_rows, stats.n_batches, stats.n_fetches) == (131, 17, 6)
+    assert stats.read_nbytes > 0
+    assert stats.n_chunks >= 2
+    assert "n_rows=131" in repr(stats)
+
+
+# --- order
+
+
+def test_order_depends_on_seed_and_epoch_only(plain: Stored) -> None:
+    orders = []
+    for prefetch, num_threads, output in ((1, 1, "dense"), (4, 3, "dense"), (2, None, "csr")):
+        with gpuload.open_loader(
+            plain.path, batch_size=8, fetch_factor=3, seed=5, prefetch=prefetch, num_threads=num_threads, output=output
+        ) as loader:
+            orders.append([rows_of(loader) for _ in range(3)])
+    for order in orders[1:]:
+        np.testing.assert_array_equal(order, orders[0])
+    assert len({tuple(epoch) for epoch in orders[0]}) == 3
+
+
+def test_values_do_not_depend_on_threads_or_prefetch(plain: Stored) -> None:
+    for num_threads, prefetch in ((1, 1), (2, 5), (5, 2)):
+        with gpuload.open_loader(
+            plain.path, batch_size=3, fetch_factor=2, num_threads=num_threads, prefetch=prefetch
+        ) as loader:
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+
+
+def test_each_iteration_is_the_next_epoch_also_after_a_break(loader: gpuload.Loader) -> None:
+    epochs = [rows_of(loader) for _ in range(4)]
+    loader.set_epoch(0)
+    next(iter(loader))
+    for batch in loader:
+        np.testing.assert_array_equal(batch.rows, epochs[1][:8])
+        break
+    np.testing.assert_array_equal(rows_of(loader), epochs[2])
+    loader.set_epoch(1)
+    np.testing.assert_array_equal(rows_of(loader), epochs[1])
+    np.testing.assert_array_equal(rows_of(loader), epochs[2])
+
+
+def test_set_epoch_during_an_iteration_applies_to_the_next(loader: gpuload.Loader) -> None:
+    epochs = [rows_of(loader) for _ in range(4)]
+    loader.set_epoch(1)
+    batches = iter(loader)
+    first = next(batches)
+    loader.set_epoch(3)
+    np.testing.assert_array_equal(rows_of([first, *batches]), epochs[1])
+    np.testing.assert_array_equal(rows_of(loader), epochs[3])
+
+
+def test_set_epoch_between_iter_and_the_first_batch(loader: gpuload.Loader) -> None:
+    """The epoch is that of the moment of iter()."""
+    epochs = [rows_of(loader) for _ in range(3)]
+    loader.set_epoch(0)
+    batches = iter(loader)
+    loader.set_epoch(2)
+    np.testing.assert_array_equal(rows_of(batches), epochs[0])
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, "one", None, True])
+def test_set_epoch_refuses(loader: gpuload.Loader, epoch: Any) -> None:
+    with pytest.raises(gpuload.PlanError, match="epoch="):
+        loader.set_epoch(epoch)
+
+
+def test_a_second_iteration_ends_the_first(loader: gpuload.Loader) -> None:
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    assert list(first) == []
+    assert rows_of(second).size == 131
+
+
+def test_nested_loops_end_the_outer_one(loader: gpuload.Loader) -> None:
+    n_outer = 0
+    for _ in loader:
+        n_outer += 1
+        list(loader)
+    assert n_outer == 1
+
+
+def test_an_old_iterator_that_dies_does_not_end_the_new_one(loader: gpuload.Loader) -> None:
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    next(second)
+    del first
+    gc.collect()
+    assert sum(len(batch) for batch in second) == 131 - 8
+
+
+# --- batches belong to the consumer
+
+
+@pytest.mark.parametrize("name", ["anndata-csr-gzip", "dense-gzip4"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_batches_that_are_kept_are_never_overwritten(store_variant: StoreVariant, name: str, dtype: str) -> None:
+    stored = store_variant(name)
+    with gpuload.open_loader(stored.path, batch_size=4, fetch_factor=2, dtype=dtype) as loader:
+        kept = [batch for _ in range(3) for batch in loader]
+    for batch in kept:
+        np.testing.assert_array_equal(batch.X, stored.dense[batch.rows].astype(dtype))
+
+
+def test_csr_batches_that_are_kept_are_never_overwritten(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2, output="csr") as loader:
+        kept = [batch for _ in range(3) for batch in loader]
+        parts = [(batch.rows, batch.X.data[:3], batch.X.indices[:3]) for batch in loader]
+    for batch in kept:
+        np.testing.assert_array_equal(batch.X.toarray(), plain.dense[batch.rows])
+    expected = plain.expected
+    for rows, data, indices in parts:
+        np.testing.assert_array_equal(data, expected[rows].data[:3])
+        np.testing.assert_array_equal(indices, expected[rows].indices[:3])
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda X: X[1:],
+        lambda X: X[:, ::7],
+        lambda X: X.T,
+        lambda X: X.reshape(-1)[5:],
+        lambda X: X.view(np.int32),
+        memoryview,
+    ],
+    ids=["rows", "columns", "transposed", "flat", "other dtype", "memoryview"],
+)
+def test_views_of_batches_are_never_overwritten(plain: Stored, keep: Any) -> None:
+    with gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2) as loader:
+        kept = []
+        for _ in range(3):
+            for batch in loader:
+                kept.append((batch.rows, keep(batch.X)))
+                del batch
+    for rows, part in kept:
+        np.testing.assert_array_equal(np.asarray(part), np.asarray(keep(plain.dense[rows])))
+
+
+def test_buffers_are_reused_when_nobody_holds_them(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2) as loader:
+        places = set()
+        for _ in range(5):
+            for batch in loader:
+                places.add(batch.X.ctypes.data)
+                del batch
+    assert len(places) < 20  # of 165 minibatches
+
+
+@pytest.mark.parametrize("name", ["anndata-csr-gzip", "dense-gzip4"])
+def test_what_is_written_into_a_batch_shows_nowhere_else(store_variant: StoreVariant, name: str) -> None:
+    stored = store_variant(name)
+    with gpuload.open_loader(stored.path, batch_size=4, fetch_factor=2, obs=["depth"]) as loader:
+        for _ in range(3):
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+                np.testing.assert_array_equal(batch.obs["depth"], stored.obs["depth"].to_numpy()[batch.rows])
+                batch.X[...] = np.nan
+                batch.obs["depth"][...] = np.nan
+                batch.rows[...] = -1
+
+
+def test_what_is_written_into_a_csr_batch_shows_nowhere_else(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2, output="csr") as loader:
+        for _ in range(3):
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X.toarray(), plain.dense[batch.rows])
+                batch.X.data[...] = np.nan
+                batch.X.indices[...] = 0
+
+
+def test_batches_outlive_the_loader(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, batch_size=4) as loader:
+        kept = list(loader)
+    del loader
+    gc.collect()
+    for batch in kept:
+        np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+
+
+# --- the end
+
+
+def test_with_statement_closes(plain: Stored, no_leaks: None) -> None:
+    n_descriptors, n_threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    with gpuload.open_loader([plain.path, plain.path]) as loader:
+        next(iter(loader))
+        assert len(os.listdir("/proc/self/fd")) == n_descriptors + 2
+        assert len(os.listdir("/proc/self/task")) > n_threads
+    assert len(os.listdir("/proc/self/fd")) == n_descriptors
+    deadline = time.monotonic() + 2  # the system lists a thread for a moment after it was joined
+    while len(os.listdir("/proc/self/task")) > n_threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/task")) == n_threads
+    with pytest.raises(gpuload.GpuloadError, match="closed"):
+        next(iter(loader))
+    assert loader.n_obs == 262
+
+
+def test_memory_is_flat_over_epochs(plain: Stored) -> None:
+    import psutil
+
+    process = psutil.Process()
+    with gpuload.open_loader([plain.path] * 4, batch_size=16, fetch_factor=4) as loader:
+        for _ in range(5):
+            list(loader)
+        before = process.memory_info().rss
+        for _ in range(60):
+            for _batch in loader:
+                pass
+        assert process.memory_info().rss - before < 8 << 20

@@ -1,0 +1,203 @@
+"""Files that are cut off, or that somebody changes while they are open."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import pytest
+
+import gpuload
+from gpuload.source import FileSource
+from tests.mutants import by_gpuload, by_h5py, is_same, write_base
+from tests.writers import counts, write_csr, write_h5ad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.conftest import StoreVariant
+    from tests.variants import Stored
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.mark.parametrize("name", ["gzip4", "contiguous", "latest", "dense-contiguous", "lzf"])
+def test_truncated_at_many_lengths(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "whole.h5ad"
+    write_base(name, path)
+    whole, expected = path.read_bytes(), by_h5py(path)
+    found = by_gpuload(path)
+    assert all(is_same(found[part], expected[part]) for part in found)
+    lengths = {
+        0,
+        1,
+        7,
+        8,
+        95,
+        96,
+        *range(0, len(whole), max(1, len(whole) // 60)),
+        *(len(whole) - k for k in range(1, 9)),
+    }
+    for length in sorted(lengths):
+        path.write_bytes(whole[:length])
+        with pytest.raises(gpuload.GpuloadError) as caught:
+            by_gpuload(path)
+        assert str(path) in str(caught.value)
+
+
+def test_cut_off_within_the_values_although_the_metadata_is_whole(tmp_path: Path) -> None:
+    """HDF5 notices a short file by its superblock; with that patched, ranges beyond the end are found at opening."""
+    path = tmp_path / "cut.h5ad"
+    write_h5ad(path, lambda f: write_csr(f, "X", counts(4000), indptr={"chunks": (500,)}), 4000)
+    with h5py.File(path) as file:
+        offsets = [file[f"X/{name}"].id.get_offset() for name in ("data", "indices")]
+    cut = max(offsets) + 100
+    content = bytearray(path.read_bytes()[:cut])
+    content[40:48] = cut.to_bytes(8, "little")  # end of file address, superblock version 0
+    path.write_bytes(content)
+    with pytest.raises(gpuload.GpuloadError) as caught, gpuload.open_loader(path) as loader:
+        list(loader)
+    assert str(path) in str(caught.value)
+
+
+def test_a_replaced_file_goes_on_with_the_old_bytes(
+    plain: Stored, copy_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path, other = copy_of("old.h5ad"), tmp_path / "new.h5ad"
+    write_h5ad(other, lambda f: write_csr(f, "X", counts(seed=9), data={"compression": "gzip"}))
+    with gpuload.open_loader(path, batch_size=8, fetch_factor=2, prefetch=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        other.replace(path)
+        for batch in batches:
+            np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+    with gpuload.open_loader(path) as loader:
+        (batch,) = [*loader][:1]
+        np.testing.assert_array_equal(batch.X, counts(seed=9).toarray()[batch.rows])
+
+
+def test_a_deleted_file_goes_on(plain: Stored, copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("gone.h5ad")
+    with gpuload.open_loader(path, batch_size=8, fetch_factor=2) as loader:
+        path.unlink()
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+
+
+def overwrite(path: Path) -> None:
+    """Change bytes in place, and the time stamp with them."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(b"\xff" * 64)
+    os.utime(path, (1, 1))
+
+
+def append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("change", [overwrite, append, truncate])
+@pytest.mark.parametrize("when", ["before the first epoch", "during an epoch", "between epochs"])
+def test_a_file_changed_in_place_is_found(
+    copy_of: Callable[[str], Path], change: Callable[[Path], None], when: str
+) -> None:
+    path = copy_of("changed.h5ad")
+    with gpuload.open_loader(path, batch_size=4, fetch_factor=2, prefetch=1) as loader:
+        if when == "between epochs":
+            list(loader)
+        batches = iter(loader)
+        if when == "during an epoch":
+            next(batches)
+        change(path)
+        with pytest.raises(gpuload.ReadError) as caught:
+            list(batches)
+        assert str(path) in str(caught.value)
+        assert "changed" in str(caught.value) or "truncated" in str(caught.value)
+        with pytest.raises(gpuload.ReadError):
+            list(loader)
+
+
+def test_bytes_that_vanish_during_a_read_are_a_short_read(
+    copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size is checked before each fetch; a cut between check and read must be noticed by the read itself."""
+    path = copy_of("short.h5ad")
+    monkeypatch.setattr(FileSource, "check_unchanged", lambda _: None)
+    with gpuload.open_loader(path, batch_size=4, fetch_factor=2) as loader:
+        os.truncate(path, 0)
+        with pytest.raises(gpuload.ReadError) as caught:
+            list(loader)
+    message = str(caught.value)
+    assert all(part in message for part in (str(path), "short read", "byte", "wanted", "got 0", "truncated"))
+
+
+@pytest.mark.parametrize(
+    "name", ["gzip4", "gzip4-shuffle", "fletcher32", "gzip-fletcher32", "gzip-fletcher32-shuffle", "zstd-fletcher32"]
+)
+@pytest.mark.parametrize("verify", ["once", "always"])
+def test_each_flipped_byte_under_a_checksum_is_found(
+    store_variant: StoreVariant, tmp_path: Path, name: str, verify: str
+) -> None:
+    """Every 5th byte of one chunk, whichever rows are asked for: named with dataset, chunk and byte offset."""
+    whole = store_variant(f"csr-{name}").path.read_bytes()
+    path = tmp_path / "flipped.h5ad"
+    path.write_bytes(whole)
+    with h5py.File(path) as file:
+        info = file["X/data"].id.get_chunk_info(3)
+    for at in range(info.byte_offset, info.byte_offset + info.size, 5):
+        damaged = bytearray(whole)
+        damaged[at] ^= 0x10
+        path.write_bytes(damaged)
+        with (
+            pytest.raises(gpuload.CorruptDataError) as caught,
+            gpuload.open_loader(path, batch_size=2, fetch_factor=1, block_size=1, verify=verify) as loader,
+        ):
+            list(loader)
+        assert all(part in str(caught.value) for part in (str(path), "/X/data", "chunk 3", f"byte {info.byte_offset}"))
+
+
+def test_a_chunk_found_right_may_later_be_read_in_part(store_variant: StoreVariant) -> None:
+    stored = store_variant("csr-gzip9")
+    with gpuload.open_loader(stored.path, batch_size=2, fetch_factor=1, block_size=1, verify="once") as loader:
+        list(loader)
+        assert loader.stats.n_chunks_partial < loader.stats.n_chunks
+        before = loader.stats.n_chunks_partial
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+        assert loader.stats.n_chunks_partial > before
+
+
+def test_verify_is_checked(plain: Stored) -> None:
+    with pytest.raises(gpuload.PlanError, match="verify='sometimes'"):
+        gpuload.open_loader(plain.path, verify="sometimes")
+
+
+@pytest.mark.parametrize("verify", ["never", "once", "always"])
+def test_the_values_do_not_depend_on_verify(stored_small: Any, verify: str) -> None:
+    with gpuload.open_loader(stored_small.path, batch_size=8, fetch_factor=2, verify=verify) as loader:
+        for _ in range(2):
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X, stored_small.dense[batch.rows])
+
+
+@pytest.fixture(
+    params=[
+        "csr-gzip9",
+        "csr-gzip4-shuffle",
+        "csr-gzip-fletcher32-shuffle",
+        "csr-filter-masks",
+        "dense-gzip4-shuffle-tiles",
+    ]
+)
+def stored_small(request: pytest.FixtureRequest, store_variant: StoreVariant) -> Stored:
+    return store_variant(request.param)

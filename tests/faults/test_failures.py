@@ -1,0 +1,244 @@
+"""A source or backend that fails or stalls, a consumer that stops: errors surface, nothing stays behind, it goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import gpuload
+from gpuload.backends.cpu import CpuBackend
+from gpuload.formats import open_store
+from gpuload.loader import Loader
+from gpuload.plan import BlockShuffle, Plan
+from gpuload.types import Form
+from tests.fakes import FakeBackend, FakeSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gpuload.layout import ArrayLayout
+    from gpuload.store import Store
+    from tests.conftest import StoreVariant
+    from tests.variants import Stored
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture
+def store(plain: Stored) -> Iterator[Store]:
+    opened = open_store(str(plain.path), layer="X", obs=["depth"])
+    yield opened
+    opened.close()
+
+
+def loader_over(store: Store, backend: Any, *, fetch_factor: int = 2, prefetch: int = 2) -> Loader:
+    plan = Plan(store.file_rows, 8, fetch_factor, BlockShuffle(4))
+    return Loader(store, backend, plan, Form("dense", "float32", store.n_vars), store.var_names, prefetch)
+
+
+def with_source(store: Store, wrap: Callable[[Any], Any]) -> tuple[Store, Any]:
+    """Return the store with its file's source wrapped, and the wrapped source."""
+    (matrix,) = store.matrices
+    source = wrap(matrix.data.source)
+
+    def moved(layout: ArrayLayout) -> ArrayLayout:
+        return replace(layout, source=source)
+
+    moved_matrix = replace(matrix, data=moved(matrix.data), indices=moved(matrix.indices))
+    return replace(store, matrices=(moved_matrix,), sources=(source,)), source
+
+
+# --- a source that fails
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_a_short_read_names_what_was_wanted(store: Store, plain: Stored, number: int) -> None:
+    broken, source = with_source(store, lambda inner: FakeSource(inner, fail_at=number))
+    with loader_over(broken, CpuBackend(num_threads=1)) as loader:
+        with pytest.raises(gpuload.ReadError) as caught:
+            list(loader)
+        offset, wanted = source.reads[number]
+        for part in (str(plain.path), f"byte {offset}", f"wanted {wanted} bytes", f"got {wanted // 2}"):
+            assert part in str(caught.value)
+        for batch in loader:  # the fault has passed: the next epoch is whole
+            np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+    assert source.n_closed >= 1
+
+
+def test_a_failing_read_surfaces_as_it_is(store: Store, plain: Stored) -> None:
+    error = gpuload.ReadError("disk on fire.")
+    broken, _ = with_source(store, lambda inner: FakeSource(inner, fail_at=3, error=error))
+    with loader_over(broken, CpuBackend(num_threads=2)) as loader:
+        with pytest.raises(gpuload.ReadError, match="disk on fire"):
+            list(loader)
+        assert sum(len(batch) for batch in loader) == len(plain.dense)
+
+
+def test_a_slow_source_changes_no_value(store: Store, plain: Stored) -> None:
+    slow, _ = with_source(store, lambda inner: FakeSource(inner, delay_s=0.003))
+    with loader_over(slow, CpuBackend(num_threads=3)) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+
+
+def test_stopping_while_a_slow_read_is_under_way_waits_for_no_further_reads(store: Store) -> None:
+    slow, source = with_source(store, lambda inner: FakeSource(inner, delay_s=0.05))
+    loader = loader_over(slow, CpuBackend(num_threads=1), fetch_factor=1, prefetch=4)
+    next(iter(loader))
+    n_reads = len(source.reads)
+    start = time.monotonic()
+    loader.close()
+    assert time.monotonic() - start < 2
+    assert len(source.reads) <= n_reads + 4
+
+
+# --- a backend that fails, stalls, or finishes out of order
+
+
+@pytest.mark.parametrize("takes_ahead", [0, 1, 3, 100])
+@pytest.mark.parametrize("delay_s", [lambda _: 0.0, lambda k: 0.004 * ((k * 7) % 3)], ids=["in order", "out of order"])
+def test_order_does_not_depend_on_what_finishes_first(
+    store: Store, takes_ahead: int, delay_s: Callable[[int], float]
+) -> None:
+    backend = FakeBackend(takes_ahead=takes_ahead, delay_s=delay_s)
+    with loader_over(store, backend, prefetch=3) as loader:
+        rows = np.concatenate([batch.rows for batch in loader])
+    plan = Plan(store.file_rows, 8, 2, BlockShuffle(4))
+    np.testing.assert_array_equal(rows, np.concatenate([f.rows()[f.positions] for f in plan.fetches()]))
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_as_many_fetches_in_flight_as_prefetch_says(store: Store, prefetch: int) -> None:
+    backend = FakeBackend(delay_s=lambda _: 0.001)
+    with loader_over(store, backend, prefetch=prefetch) as loader:
+        list(loader)
+        assert prefetch <= backend.most_in_flight <= prefetch + 1
+        assert len(backend.recipes) == loader._plan.n_fetches
+
+
+@pytest.mark.parametrize("takes_ahead", [0, 3])
+@pytest.mark.parametrize(
+    ("kind", "number"), [("load", 0), ("load", 3), ("load", 8), ("take", 0), ("take", 5), ("take", 16)]
+)
+def test_an_error_surfaces_after_the_batches_before_it(store: Store, kind: str, number: int, takes_ahead: int) -> None:
+    backend = FakeBackend(takes_ahead=takes_ahead, **{f"fail_{kind}": number})  # type: ignore[arg-type]
+    with loader_over(store, backend) as loader:
+        got: list[gpuload.Batch] = []
+        with pytest.raises(OSError, match=f"failed to {kind}"):
+            got.extend(loader)
+        assert len(got) == (2 * number if kind == "load" else number)
+        assert sum(len(batch) for batch in loader) == store.n_obs
+    assert backend.n_closed == 1
+
+
+def test_an_early_break_cancels_what_is_under_way(store: Store) -> None:
+    backend = FakeBackend(delay_s=lambda k: 0.01, takes_ahead=2)
+    with loader_over(store, backend, prefetch=3) as loader:
+        for _ in loader:
+            break
+        n_loads = len(backend.recipes)
+        iter(loader)
+        assert [label for label in backend.cancelled if label.startswith("load")]
+        assert len(backend.recipes) == n_loads
+
+
+# --- a consumer that stops, on the real backend
+
+
+def test_an_early_break_and_the_next_epoch(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2) as loader:
+        for n_batches in (1, 2, 7):
+            for i, batch in enumerate(loader):
+                np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+                if i == n_batches:
+                    break
+        assert sum(len(batch) for batch in loader) == len(plain.dense)
+
+
+def test_an_exception_in_the_consumer(plain: Stored) -> None:
+    loader = gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2)
+
+    def consume() -> None:
+        with loader:
+            for _ in loader:
+                raise RuntimeError("the consumer's own")
+
+    with pytest.raises(RuntimeError, match="the consumer's own"):
+        consume()
+    with pytest.raises(gpuload.GpuloadError, match="closed"):
+        iter(loader)
+
+
+def test_an_exception_in_the_consumer_leaves_the_loader_usable(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2) as loader:
+
+        def consume() -> None:
+            for _ in loader:
+                raise RuntimeError("the consumer's own")
+
+        with pytest.raises(RuntimeError, match="the consumer's own"):
+            consume()
+        assert sum(len(batch) for batch in loader) == len(plain.dense)
+
+
+def test_a_loader_that_is_forgotten_gives_everything_back(plain: Stored) -> None:
+    """Without close() or a with-statement: the fixture waits for threads and descriptors to go."""
+    loader = gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2)
+    batch = next(iter(loader))
+    del loader
+    np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+
+
+def test_an_iterator_outlives_a_forgotten_loader(plain: Stored) -> None:
+    batches = iter(gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2))
+    rows = [next(batches).rows, *(batch.rows for batch in batches)]
+    np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(len(plain.dense)))
+    del batches
+
+
+def test_closing_twice_and_during_an_iteration(plain: Stored) -> None:
+    loader = gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2)
+    batches = iter(loader)
+    batch = next(batches)
+    loader.close()
+    loader.close()
+    assert list(batches) == []
+    np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+    with pytest.raises(gpuload.GpuloadError, match=r"closed.*open_loader"):
+        iter(loader)
+
+
+def test_many_loaders_opened_and_closed(store_variant: StoreVariant) -> None:
+    stored = store_variant("csr-gzip4")
+    for _ in range(20):
+        with gpuload.open_loader([stored.path] * 3, batch_size=50) as loader:
+            next(iter(loader))
+
+
+def test_a_refused_opening_leaves_nothing(plain: Stored) -> None:
+    before = threading.active_count()
+    for settings in ({"layer": "none"}, {"genes": ["none"]}, {"obs": ["none"]}, {"device": "cuda:0"}):
+        with pytest.raises(gpuload.GpuloadError):
+            gpuload.open_loader([plain.path, plain.path], **settings)  # type: ignore[arg-type]
+    assert threading.active_count() == before
+
+
+def test_an_epoch_after_an_error_in_the_file(store_variant: StoreVariant, tmp_path: Any) -> None:
+    """One bad chunk: the loader stays usable for whoever catches the error, and reports it again."""
+    stored = store_variant("csr-gzip4")
+    content = bytearray(stored.path.read_bytes())
+    import h5py
+
+    with h5py.File(stored.path) as file:
+        content[file["X/data"].id.get_chunk_info(2).byte_offset + 10] ^= 0xFF
+    path = tmp_path / "bad.h5ad"
+    path.write_bytes(content)
+    with gpuload.open_loader(path, batch_size=4, fetch_factor=2) as loader:
+        for _ in range(3):
+            with pytest.raises(gpuload.CorruptDataError):
+                list(loader)

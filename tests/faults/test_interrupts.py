@@ -1,0 +1,98 @@
+"""Ctrl-C and kin, on a process of its own: it ends at once, with KeyboardInterrupt, and leaves nothing running."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.variants import Stored
+
+ROOT = Path(__file__).parents[2]
+
+START = """
+import os, sys, time, threading
+import gpuload
+loader = gpuload.open_loader(sys.argv[1], batch_size=2, fetch_factor=2, seed=1)
+n_descriptors = len(os.listdir("/proc/self/fd"))
+"""
+
+ENDLESS = (
+    START
+    + """
+try:
+    print("ready", flush=True)
+    while True:
+        for batch in loader:
+            {body}
+except KeyboardInterrupt:
+    rows = sum(len(batch) for batch in loader)
+    loader.close()
+    names = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    print(rows, names, n_descriptors - len(os.listdir("/proc/self/fd")), flush=True)
+"""
+)
+
+IN_A_GENERATOR_THAT_IS_LEFT_OPEN = (
+    START
+    + """
+batches = iter(loader)
+next(batches)
+print("ready", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+)
+
+
+def interrupted(code: str, path: Path, after_s: float) -> tuple[int, str, str, float]:
+    """Run code, send it SIGINT after a while, and return exit status, output, errors and how long it took to end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+        time.sleep(after_s)
+        process.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        output, errors = process.communicate(timeout=30)
+        return process.returncode, output, errors, time.monotonic() - start
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("body", ["pass", "time.sleep(0.002)", "batch.X.sum()"])
+@pytest.mark.parametrize("after_s", [0.05, 0.31])
+def test_the_loader_is_usable_after_an_interrupt(plain: Stored, body: str, after_s: float) -> None:
+    status, output, errors, _ = interrupted(ENDLESS.format(body=body), plain.path, after_s)
+    assert status == 0, errors
+    assert output == f"{len(plain.dense)} [] 1\n", errors
+
+
+def test_an_interrupted_program_ends_at_once(plain: Stored) -> None:
+    status, _, errors, seconds = interrupted(IN_A_GENERATOR_THAT_IS_LEFT_OPEN, plain.path, 0.05)
+    assert status in (-signal.SIGINT, 130)
+    assert errors.count("Traceback") == 1, errors
+    assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+    assert seconds < 5
+
+
+def test_a_program_that_never_closes_its_loader_ends_in_silence(plain: Stored) -> None:
+    code = START + "batches = iter(loader)\nbatch = next(batches)\nprint(batch.X.shape)\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, str(plain.path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""

@@ -1,0 +1,381 @@
+"""What cannot be read or planned is refused in a sentence that names the culprit and the cure."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import hdf5plugin
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+
+import gpuload
+from tests import writers
+from tests.writers import counts, write_csr, write_dense, write_h5ad, write_plain
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.variants import Stored
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+BUILTIN = {
+    "PlanError": ValueError,
+    "StoreError": ValueError,
+    "ReadError": OSError,
+    "CorruptDataError": ValueError,
+    "DeviceError": RuntimeError,
+}
+
+
+def assert_says(error: BaseException, *parts: str) -> None:
+    """Check that a message is one line that ends like a sentence and holds every part."""
+    message = str(error)
+    assert "\n" not in message
+    assert message.endswith((".", "?")), message
+    assert len(message) < 600
+    for part in parts:
+        assert part in message, f"{part!r} is not in {message!r}"
+
+
+def assert_refused(kind: str, path: Any, *parts: str, **settings: Any) -> None:
+    """Open and read a file; demand an error of a kind, at opening or at the first minibatch."""
+    error_type = getattr(gpuload, kind)
+    assert issubclass(error_type, BUILTIN[kind])
+    assert issubclass(error_type, gpuload.GpuloadError)
+    with pytest.raises(error_type) as caught, gpuload.open_loader(path, **settings) as loader:
+        list(loader)
+    assert type(caught.value) is error_type
+    assert_says(caught.value, *parts)
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(n, v) for n in ("batch_size", "block_size", "fetch_factor", "prefetch") for v in (0, -1, 1.5, "many", None, True)]
+    + [("seed", -1), ("seed", 1.5), ("seed", None), ("seed", 1 << 64)]
+    + [("dtype", v) for v in ("int8", "float64", "bfloat", 3, None)]
+    + [("output", v) for v in ("coo", "", None, 1)]
+    + [("transform", v) for v in ("log1p", 1e4, True)]
+    + [("device", v) for v in ("gpu", "", 3)],
+)
+def test_bad_settings_are_refused_before_a_file_is_opened(name: str, value: object) -> None:
+    with pytest.raises(gpuload.PlanError) as caught:
+        gpuload.open_loader("/no/such/file.h5ad", **{name: value})
+    assert_says(caught.value, f"{name}={value!r}", "expected")
+
+
+@pytest.mark.parametrize("target_sum", [0, -1.0, float("nan"), float("inf")])
+def test_bad_target_sum(target_sum: float) -> None:
+    with pytest.raises(gpuload.PlanError) as caught:
+        gpuload.Transform(target_sum=target_sum)
+    assert_says(caught.value, "target_sum", "None for no scaling")
+
+
+def test_no_cuda_backend_yet(plain: Stored) -> None:
+    assert_refused("DeviceError", plain.path, "cuda:0", "'cpu'", device="cuda:0")
+
+
+def test_csr_output_is_float32(plain: Stored) -> None:
+    assert_refused("PlanError", plain.path, "float16", "csr", "float32", output="csr", dtype="float16")
+
+
+def test_unknown_setting(plain: Stored) -> None:
+    with pytest.raises(TypeError, match="batchsize"):
+        gpuload.open_loader(plain.path, batchsize=3)  # type: ignore[call-arg]
+
+
+def test_columns_of_obs_are_a_list(plain: Stored) -> None:
+    assert_refused("PlanError", plain.path, "'depth'", "['depth']", obs="depth")
+
+
+# --- files that are not there, or are something else
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere.h5ad"
+    assert_refused("ReadError", path, str(path), "no such file")
+    assert_refused("ReadError", [write_and_path(tmp_path), path], str(path))
+
+
+def write_and_path(folder: Path) -> Path:
+    path = folder / "good.h5ad"
+    write_plain(path)
+    return path
+
+
+def test_folder(tmp_path: Path) -> None:
+    assert_refused("StoreError", tmp_path, str(tmp_path), "folder", ".h5ad")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_file_without_permission(tmp_path: Path) -> None:
+    path = write_and_path(tmp_path)
+    path.chmod(0)
+    assert_refused("ReadError", path, str(path), "permission")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"cells,genes\n1,2\n", b"\x89HDF\r\n\x1a\n", b"\x89HDF\r\n\x1a\n" + bytes(4096)]
+)
+def test_not_hdf5(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "text.h5ad"
+    path.write_bytes(content)
+    assert_refused("StoreError", path, str(path), "HDF5", ".h5ad")
+
+
+def test_hdf5_that_is_no_anndata(tmp_path: Path) -> None:
+    path = tmp_path / "other.h5"
+    with h5py.File(path, "w") as file:
+        file["images"] = np.zeros(3)
+    assert_refused("StoreError", path, str(path), "/X", "/images")
+    with h5py.File(path, "a") as file:
+        file["X"] = np.zeros((3, 2))
+    assert_refused("StoreError", path, str(path), "/var")
+
+
+def test_no_paths() -> None:
+    assert_refused("StoreError", [], "paths", "at least one")
+
+
+def test_neither_a_matrix_nor_csr(tmp_path: Path) -> None:
+    path = tmp_path / "cube.h5ad"
+    write_h5ad(path, lambda f: f.create_dataset("X", data=np.zeros((3, 4, 5))), 3, 4)
+    assert_refused("StoreError", path, "/X", "3 dimensions")
+    write_h5ad(path, lambda f: f.create_group("X"), 3, 4)
+    assert_refused("StoreError", path, "/X", "write_h5ad")
+
+
+# --- matrices that cannot be read
+
+
+@pytest.mark.parametrize("layer", ["X", "counts", "raw.X"])
+def test_csc_is_refused_with_the_cure(tmp_path: Path, layer: str) -> None:
+    path = tmp_path / "columns.h5ad"
+
+    def write(file: h5py.File) -> None:
+        key = {"X": "X", "raw.X": "raw/X"}.get(layer, f"layers/{layer}")
+        if layer != "X":
+            write_csr(file, "X", counts())
+        group = write_csr(file, key, counts())
+        group.attrs["encoding-type"] = "csc_matrix"
+        if layer == "raw.X":
+            writers.write_elem(file["raw"], "var", writers.genes_frame())
+
+    write_h5ad(path, write)
+    assert_refused("StoreError", path, str(path), "CSC", ".tocsr()", layer=layer)
+
+
+def test_old_csc_is_refused_too(tmp_path: Path) -> None:
+    path = tmp_path / "columns.h5ad"
+    writers.write_old_compound(path, counts())
+    with h5py.File(path, "a") as file:
+        file["X"].attrs["h5sparse_format"] = "csc"
+    assert_refused("StoreError", path, "CSC", "tocsr")
+
+
+def test_missing_layer_names_those_that_exist(tmp_path: Path) -> None:
+    path = tmp_path / "layers.h5ad"
+
+    def write(file: h5py.File) -> None:
+        write_csr(file, "X", counts())
+        write_csr(file, "layers/spliced", counts())
+        write_csr(file, "layers/unspliced", counts())
+
+    write_h5ad(path, write)
+    assert_refused("StoreError", path, "'counts'", "'spliced'", "'unspliced'", layer="counts")
+    assert_refused("StoreError", path, "raw", layer="raw.X")
+    assert_refused("StoreError", write_and_path(tmp_path), "'counts'", "no layers", layer="counts")
+
+
+@pytest.mark.parametrize(
+    ("options", "number", "name"),
+    [
+        (dict(hdf5plugin.BZip2()), "307", "bzip2"),
+        (dict(hdf5plugin.Blosc2()), "32026", "blosc2"),
+        (dict(hdf5plugin.Zfp()), "32013", "ZFP"),
+        ({"scaleoffset": 0}, "6", "scaleoffset"),
+    ],
+)
+def test_unknown_filter_is_named_by_number_and_name(
+    tmp_path: Path, options: dict[str, Any], number: str, name: str
+) -> None:
+    path = tmp_path / "filter.h5ad"
+    X = counts()
+    if "scaleoffset" in options:
+        X = X.astype(np.int32)
+    write_h5ad(path, lambda f: write_dense(f, "X", X.toarray(), chunks=(16, 16), **options))
+    assert_refused("StoreError", path, str(path), "/X", number, name, "compression='gzip'")
+
+
+@pytest.mark.parametrize(
+    "values", [np.zeros((3, 2), np.complex64), np.full((3, 2), "a", dtype=object), np.zeros((3, 2), np.longdouble)]
+)
+def test_dtypes_that_have_no_place_in_a_minibatch(tmp_path: Path, values: np.ndarray) -> None:
+    path = tmp_path / "dtype.h5ad"
+    write_h5ad(path, lambda f: f.create_dataset("X", data=values), 3, 2)
+    assert_refused("StoreError", path, str(path), "/X", "dtype")
+
+
+def test_virtual_and_external_storage(tmp_path: Path) -> None:
+    path = tmp_path / "elsewhere.h5ad"
+    write_h5ad(path, lambda f: f.create_dataset("X", (4, 3), "f4", external=[(str(tmp_path / "raw.bin"), 0, 48)]), 4, 3)
+    assert_refused("StoreError", path, "/X", "other files", "h5repack")
+    source = h5py.VirtualSource(str(path), "X", shape=(4, 3))
+    layout = h5py.VirtualLayout((4, 3), "f4")
+    layout[...] = source
+    write_h5ad(path, lambda f: f.create_virtual_dataset("X", layout), 4, 3)
+    assert_refused("StoreError", path, "/X", "other files", "h5repack")
+
+
+# --- matrices that are wrong
+
+
+def broken(tmp_path: Path, name: str, change: Any) -> Path:
+    """Write a CSR file one of whose arrays was changed."""
+    path = tmp_path / "broken.h5ad"
+
+    def write(file: h5py.File) -> None:
+        group = write_csr(file, "X", counts(), indices_dtype="i8")
+        values = change(group[name][()])
+        del group[name]
+        group.create_dataset(name, data=values, chunks=(64,), compression="gzip")
+
+    write_h5ad(path, write)
+    return path
+
+
+def replaced(at: int, value: int) -> Any:
+    def change(values: np.ndarray) -> np.ndarray:
+        values[at] = value
+        return values
+
+    return change
+
+
+@pytest.mark.parametrize("value", [-1, writers.N_VARS, 1 << 31, 1 << 32, -(1 << 40)])
+@pytest.mark.parametrize("output", ["dense", "csr"])
+def test_column_number_out_of_range(tmp_path: Path, value: int, output: str) -> None:
+    path = broken(tmp_path, "indices", replaced(100, value))
+    assert_refused("CorruptDataError", path, str(path), "/X/indices", "chunk 1", "byte", "column", output=output)
+
+
+def test_fill_value_that_is_no_column(tmp_path: Path) -> None:
+    path = tmp_path / "fill.h5ad"
+
+    def write(file: h5py.File) -> None:
+        group = write_csr(file, "X", counts())
+        del group["indices"]
+        group.create_dataset(
+            "indices", (counts().nnz,), "i4", chunks=(64,), compression="gzip", fillvalue=writers.N_VARS
+        )
+
+    write_h5ad(path, write)
+    assert_refused("CorruptDataError", path, str(path), "/X/indices", "column")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (replaced(0, 1), "0"),
+        (replaced(40, 100_000), "rise"),
+        (replaced(40, -5), "rise"),
+        (replaced(-1, counts().nnz + 1), str(counts().nnz + 1)),
+        (lambda values: np.append(values, values[-1]), "entries"),
+        (lambda values: values[:-1], "entries"),
+    ],
+    ids=["starts above 0", "falls", "negative", "ends beyond nnz", "too long", "too short"],
+)
+def test_indptr_must_rise_and_end_at_nnz(tmp_path: Path, change: Any, found: str) -> None:
+    path = broken(tmp_path, "indptr", change)
+    assert_refused("CorruptDataError", path, str(path), "/X/indptr", found)
+
+
+@pytest.mark.parametrize("name", ["data", "indices"])
+def test_arrays_of_unequal_length(tmp_path: Path, name: str) -> None:
+    path = broken(tmp_path, name, lambda values: values[:-3])
+    assert_refused("CorruptDataError", path, str(path), "data", "indices")
+
+
+def test_matrix_and_frames_of_different_length(tmp_path: Path) -> None:
+    path = tmp_path / "frames.h5ad"
+    write_h5ad(path, lambda f: write_csr(f, "X", counts()), n_vars=writers.N_VARS + 1)
+    assert_refused("CorruptDataError", path, "/var", "54", "53")
+    write_h5ad(path, lambda f: write_csr(f, "X", counts()), n_obs=writers.N_OBS - 1)
+    assert_refused("CorruptDataError", path, "/obs/depth", "130", "131", obs=["depth"])
+
+
+# --- columns and genes
+
+
+def test_unknown_column_names_those_that_exist(plain: Stored) -> None:
+    assert_refused("StoreError", plain.path, str(plain.path), "'plate'", "'cell_line'", "'depth'", obs=["plate"])
+
+
+def test_column_missing_from_one_of_several_files(plain: Stored, tmp_path: Path) -> None:
+    path = tmp_path / "fewer.h5ad"
+    with h5py.File(path, "w") as file:
+        writers.write_root(file, plain.obs[["depth"]], writers.genes_frame())
+        write_csr(file, "X", counts())
+    assert_refused("StoreError", [plain.path, path], str(path), "'cell_line'", "'depth'", obs=["cell_line"])
+
+
+def test_column_of_different_kinds_in_several_files(plain: Stored, tmp_path: Path) -> None:
+    path = tmp_path / "other.h5ad"
+    with h5py.File(path, "w") as file:
+        writers.write_root(file, plain.obs.assign(cell_line=1.0), writers.genes_frame())
+        write_csr(file, "X", counts())
+    assert_refused("StoreError", [plain.path, path], str(path), str(plain.path), "'cell_line'", obs=["cell_line"])
+
+
+def test_files_with_other_genes(plain: Stored, tmp_path: Path) -> None:
+    path = tmp_path / "narrow.h5ad"
+    write_plain(path, csr_matrix(counts()[:, :50]))
+    assert_refused("StoreError", [plain.path, path], str(path), str(plain.path), "50 genes", "53")
+    with h5py.File(path, "w") as file:
+        var = writers.genes_frame()
+        var.index = [*var.index[:-1], "other"]
+        writers.write_root(file, plain.obs, var)
+        write_csr(file, "X", counts())
+    assert_refused("StoreError", [plain.path, path], str(path), "'other'", "'gene_052'", "same order")
+
+
+def test_sparse_and_dense_files_together(plain: Stored, tmp_path: Path) -> None:
+    path = tmp_path / "dense.h5ad"
+    write_h5ad(path, lambda f: write_dense(f, "X", counts().toarray()))
+    assert_refused("StoreError", [plain.path, path], str(path), "dense", "csr")
+
+
+@pytest.mark.parametrize(
+    ("genes", "parts"),
+    [
+        (["gene_001", "TP53", "BRCA1"], ("'TP53'", "var")),
+        (["gene_001", "gene_002", "gene_001"], ("'gene_001'", "once")),
+        (np.ones(50, bool), ("50", "53")),
+        (np.ones((53, 1), bool), ("mask",)),
+        (np.zeros(53, bool), ("at least one",)),
+        ([], ("at least one",)),
+        ("gene_001", ("'gene_001'", "list")),
+        ([1, 2, 3], ("names", "mask")),
+        (np.array([0.5]), ("names", "mask")),
+    ],
+)
+def test_genes_that_make_no_selection(plain: Stored, genes: Any, parts: tuple[str, ...]) -> None:
+    assert_refused("PlanError", plain.path, "genes", *parts, genes=genes)
+
+
+def test_gene_names_that_occur_twice_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "twins.h5ad"
+    with h5py.File(path, "w") as file:
+        var = writers.genes_frame()
+        var.index = ["gene_000", *var.index[:-1]]
+        writers.write_root(file, writers.cells_frame(), var)
+        write_csr(file, "X", counts())
+    assert_refused("PlanError", path, "'gene_000'", genes=["gene_000"])
+    with gpuload.open_loader(path, genes=["gene_003"], shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X[:, 0], counts().toarray()[:, 4])

@@ -1,0 +1,257 @@
+"""obs columns, genes, transform and dtype against plain pandas and NumPy."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.sparse import csr_matrix
+
+import gpuload
+from tests import writers
+from tests.writers import write_csr, write_dense, write_h5ad
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import StoreVariant
+    from tests.variants import Stored
+
+COLUMNS = list(writers.cells_frame(1).columns)
+NUMERIC = {"depth", "depth32", "n_counts", "n_big", "passed"}
+OLD_COMPOUND = ["cell_line", "depth", "n_counts", "donor"]
+OLD_CATEGORIES = ["cell_line", "stage", "depth", "n_counts", "donor"]
+
+
+def assert_column(values: np.ndarray, categories: np.ndarray | None, expected: pd.Series) -> None:
+    """Compare one column as handed over with a pandas column, cell by cell."""
+    if categories is not None:
+        assert values.dtype == np.int32
+        decoded = np.append(np.asarray(categories, dtype=object), None)[values]
+        assert list(decoded) == [None if pd.isna(value) else value for value in expected]
+    elif isinstance(expected.dtype, pd.api.extensions.ExtensionDtype):
+        np.testing.assert_array_equal(values, expected.to_numpy(dtype=np.float64, na_value=np.nan))
+    else:
+        assert values.dtype == expected.dtype
+        np.testing.assert_array_equal(values, expected.to_numpy())
+
+
+def assert_columns(path: Any, columns: list[str], expected: pd.DataFrame) -> None:
+    with gpuload.open_loader(path, obs=columns, batch_size=13, fetch_factor=2) as loader:
+        for batch in loader:
+            assert set(batch.obs) == set(columns)
+            for name in columns:
+                assert batch.obs[name].shape == batch.rows.shape
+                assert_column(batch.obs[name], loader.categories.get(name), expected[name].iloc[batch.rows])
+
+
+def test_every_kind_of_column(plain: Stored) -> None:
+    assert_columns(plain.path, COLUMNS, plain.obs)
+
+
+def test_string_columns_as_strings(store_variant: StoreVariant) -> None:
+    stored = store_variant("csr-gzip4")  # written with write_elem, which does not turn strings into categories
+    assert_columns(stored.path, COLUMNS, stored.obs)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("csr-old-compound", OLD_COMPOUND), ("dense-old-compound", OLD_COMPOUND), ("csr-old-categories", OLD_CATEGORIES)],
+)
+def test_columns_of_old_files(store_variant: StoreVariant, name: str, columns: list[str]) -> None:
+    stored = store_variant(name)
+    assert_columns(stored.path, columns, stored.obs)
+
+
+def test_categories_keep_their_order_and_unused_ones(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, obs=["cell_line", "stage", "year", "depth"]) as loader:
+        assert list(loader.categories["cell_line"]) == ["K562", "unused", "A549", "HeLa"]
+        assert list(loader.categories["stage"]) == ["late", "early", "mid"]
+        assert list(loader.categories["year"]) == [2024, 2025]
+        assert set(loader.categories) == {"cell_line", "stage", "year"}
+
+
+def test_missing_values(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, obs=["cell_line", "number", "flag"], shuffle=False, batch_size=1000) as loader:
+        (batch,) = loader
+    np.testing.assert_array_equal(batch.obs["cell_line"] == -1, plain.obs["cell_line"].isna())
+    np.testing.assert_array_equal(np.isnan(batch.obs["number"]), plain.obs["number"].isna())
+    np.testing.assert_array_equal(batch.obs["flag"] == -1, plain.obs["flag"].isna())
+    assert batch.obs["flag"].max() == 1
+
+
+def test_no_column_wanted(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path) as loader:
+        assert next(iter(loader)).obs == {}
+        assert loader.categories == {}
+
+
+def test_categories_over_files_are_the_union_in_order_of_first_appearance(tmp_path: Path) -> None:
+    lines = [["b", "a"], ["c", "b"], ["a", "d"]]
+    paths, values = [], []
+    for i, categories in enumerate(lines):
+        obs = pd.DataFrame(
+            {"line": pd.Categorical.from_codes([0, 1, -1, 0], categories=categories)}, index=list("wxyz")
+        )
+        path = tmp_path / f"{i}.h5ad"
+        with writers.h5py.File(path, "w") as file:
+            writers.write_root(file, obs, writers.genes_frame(3))
+            write_dense(file, "X", np.zeros((4, 3), np.float32))
+        paths.append(path)
+        values += list(obs["line"])
+    with gpuload.open_loader(paths, obs=["line"]) as loader:
+        assert list(loader.categories["line"]) == ["b", "a", "c", "d"]
+        (batch,) = loader
+        assert_column(batch.obs["line"], loader.categories["line"], pd.Series(values, dtype=object).iloc[batch.rows])
+
+
+def test_string_columns_over_files_share_their_categories(store_variant: StoreVariant) -> None:
+    parts = [store_variant(name) for name in ("csr-gzip4", "csr-lzf")]
+    assert_columns([p.path for p in parts], COLUMNS, pd.concat([p.obs for p in parts]))
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("name", ["csr-gzip4", "csr-unsorted", "csr-repeated", "dense-gzip4", "csr-131x1"])
+def test_genes(store_variant: StoreVariant, name: str, output: str) -> None:
+    stored = store_variant(name)
+    n_vars = stored.dense.shape[1]
+    rng = np.random.default_rng(0)
+    columns = rng.permutation(n_vars)[: n_vars // 2 + 1]
+    mask = np.isin(np.arange(n_vars), columns)
+    for genes, chosen in (
+        ([f"gene_{i:03d}" for i in columns], columns),
+        (mask, np.flatnonzero(mask)),
+        (np.ones(n_vars, bool), np.arange(n_vars)),
+    ):
+        with gpuload.open_loader(stored.path, genes=genes, output=output, batch_size=17, fetch_factor=2) as loader:
+            assert loader.n_vars == len(chosen)
+            assert list(loader.var_names) == [f"gene_{i:03d}" for i in chosen]
+            for batch in loader:
+                X = batch.X if output == "dense" else batch.X.toarray()
+                np.testing.assert_array_equal(X, stored.dense[batch.rows][:, chosen])
+
+
+def test_genes_given_as_an_index_or_array(store_variant: StoreVariant) -> None:
+    stored = store_variant("csr-gzip4")
+    names = ["gene_007", "gene_003"]
+    for genes in (pd.Index(names), np.array(names), np.array(names, dtype=object), tuple(names)):
+        with gpuload.open_loader(stored.path, genes=genes, shuffle=False, batch_size=1000) as loader:
+            (batch,) = loader
+            np.testing.assert_array_equal(batch.X, stored.dense[:, [7, 3]])
+
+
+def transformed(stored: Stored, target_sum: float | None, log1p: bool) -> csr_matrix:
+    """Return scanpy's normalize_total and log1p of the stored values, in float64."""
+    X = csr_matrix(stored.expected, dtype=np.float64, copy=True)
+    if target_sum is not None:
+        total = np.add.reduceat(np.append(X.data, 0.0), X.indptr[:-1]) * (np.diff(X.indptr) > 0)
+        X.data *= np.repeat(target_sum / np.where(total == 0, 1, total), np.diff(X.indptr))
+    if log1p:
+        X.data = np.log1p(X.data)
+    return X
+
+
+@pytest.mark.parametrize("name", ["csr-gzip4", "csr-repeated", "dense-gzip4", "csr-data-u1", "anndata-dense-None"])
+@pytest.mark.parametrize(("target_sum", "log1p"), [(1e4, True), (None, True), (1e6, False), (None, False), (0.5, True)])
+@pytest.mark.parametrize("output", ["dense", "csr"])
+def test_transform(store_variant: StoreVariant, name: str, target_sum: float | None, log1p: bool, output: str) -> None:
+    stored = store_variant(name)
+    expected = transformed(stored, target_sum, log1p).toarray()
+    transform = gpuload.Transform(target_sum=target_sum, log1p=log1p)
+    with gpuload.open_loader(stored.path, transform=transform, output=output, batch_size=17) as loader:
+        for batch in loader:
+            X = batch.X if output == "dense" else batch.X.toarray()
+            assert X.dtype == np.float32
+            np.testing.assert_allclose(X, expected[batch.rows], rtol=3e-7, atol=0)
+
+
+def test_transform_counts_all_genes_before_some_are_selected(store_variant: StoreVariant) -> None:
+    stored = store_variant("csr-gzip4")
+    expected = transformed(stored, 1e4, True).toarray()[:, [5, 2, 30]]
+    genes = ["gene_005", "gene_002", "gene_030"]
+    with gpuload.open_loader(
+        stored.path, transform=gpuload.Transform(), genes=genes, shuffle=False, batch_size=1000
+    ) as loader:
+        (batch,) = loader
+    np.testing.assert_allclose(batch.X, expected, rtol=3e-7)
+
+
+def test_transform_of_large_fractional_and_negative_values(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    X = csr_matrix(rng.choice([0, 0.5, 63, 64, 65, 1e6, -0.25, 3.7], size=(50, 20)).astype(np.float32))
+    path = tmp_path / "values.h5ad"
+    write_h5ad(path, lambda f: write_csr(f, "X", X), 50, 20)
+    with gpuload.open_loader(path, transform=gpuload.Transform(target_sum=None), shuffle=False) as loader:
+        (batch,) = loader
+    np.testing.assert_allclose(batch.X, np.log1p(X.toarray().astype(np.float64)), rtol=3e-7)
+
+
+@pytest.mark.parametrize("name", ["csr-gzip4", "csr-repeated", "dense-gzip4", "csr-data-f8"])
+@pytest.mark.parametrize("transform", [None, gpuload.Transform()])
+def test_float16(store_variant: StoreVariant, name: str, transform: gpuload.Transform | None) -> None:
+    stored = store_variant(name)
+    with gpuload.open_loader(stored.path, dtype="float16", transform=transform, batch_size=17) as loader:
+        half = [(batch.rows, batch.X) for batch in loader]
+    with gpuload.open_loader(stored.path, transform=transform, batch_size=17) as loader:
+        single = [(batch.rows, batch.X) for batch in loader]
+    for (rows, X), (same_rows, expected) in zip(half, single, strict=True):
+        assert X.dtype == np.float16
+        np.testing.assert_array_equal(rows, same_rows)
+        np.testing.assert_array_equal(X, expected.astype(np.float16))
+
+
+def test_float16_rounds_as_numpy_and_keeps_infinities(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 1 << 16, (64, 32), dtype=np.uint16)
+    with np.errstate(invalid="ignore"):
+        X = bits.view(np.float16).astype(np.float32) * np.float32(1 + 2.0**-12)
+    X = np.where(np.abs(X) > 65504, np.float32(np.inf), X)
+    path = tmp_path / "half.h5ad"
+    write_h5ad(path, lambda f: write_dense(f, "X", X), 64, 32)
+    with gpuload.open_loader(path, dtype="float16", shuffle=False) as loader:
+        (batch,) = loader
+    np.testing.assert_array_equal(batch.X, X.astype(np.float16))
+
+
+@pytest.mark.parametrize("is_csr", [True, False])
+def test_a_value_that_float16_cannot_hold_is_an_error(tmp_path: Path, is_csr: bool) -> None:
+    X = np.zeros((4, 3), np.float32)
+    X[2, 1] = 65520  # the smallest that rounds to infinity
+    path = tmp_path / "high.h5ad"
+    write_h5ad(path, lambda f: write_csr(f, "X", csr_matrix(X)) if is_csr else write_dense(f, "X", X), 4, 3)
+    with (
+        gpuload.open_loader(path, dtype="float16") as loader,
+        pytest.raises(gpuload.GpuloadError, match=r"float16.*float32"),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize("form", ["csr", "dense"])
+def test_integers_beyond_float32_are_rounded_and_said_so_once(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    X = np.zeros((40, 3), np.int32)
+    X[:, 1] = (1 << 24) + 1
+    path = tmp_path / "large.h5ad"
+    write_h5ad(path, lambda f: write_csr(f, "X", csr_matrix(X)) if form == "csr" else write_dense(f, "X", X), 40, 3)
+    with (
+        caplog.at_level(logging.WARNING, logger="gpuload"),
+        gpuload.open_loader(path, batch_size=2, fetch_factor=2) as loader,
+    ):
+        for _ in range(2):
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X[:, 1], np.float32(1 << 24))
+    said = [record.getMessage() for record in caplog.records if "2**24" in record.getMessage()]
+    assert len(said) == 1
+    assert str(path) in said[0]
+
+
+def test_integers_up_to_two_to_the_24_are_not_complained_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "exact.h5ad"
+    write_h5ad(path, lambda f: write_dense(f, "X", np.full((4, 3), 1 << 24, np.int64)), 4, 3)
+    with caplog.at_level(logging.WARNING, logger="gpuload"), gpuload.open_loader(path) as loader:
+        list(loader)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

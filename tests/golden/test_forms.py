@@ -1,0 +1,172 @@
+"""Every on-disk form, row by row: what is handed over is what h5py and anndata read in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix, vstack
+
+import gpuload
+from tests.variants import read_anndata
+
+if TYPE_CHECKING:
+    from tests.conftest import StoreVariant
+    from tests.variants import Stored
+
+BIG_ENDIAN_OR_HALF = ("big-", "f2")
+"""Parts of the names of forms whose sparse matrices SciPy, and so anndata, cannot hold."""
+
+
+def dense_rows(stored: Stored, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return one epoch's values and row numbers, in the order of hand-over."""
+    with gpuload.open_loader(stored.path, layer=stored.layer, **settings) as loader:
+        batches = list(loader)
+        n_vars = loader.n_vars
+    values = [np.empty((0, n_vars), np.float32), *(batch.X for batch in batches)]
+    return np.concatenate(values), np.concatenate([np.empty(0, np.int64), *(batch.rows for batch in batches)])
+
+
+def assert_same_csr(found: csr_matrix, expected: csr_matrix) -> None:
+    """Compare as stored: order within rows and repeats included."""
+    assert found.shape == expected.shape
+    np.testing.assert_array_equal(found.indptr, expected.indptr)
+    np.testing.assert_array_equal(found.indices, expected.indices)
+    np.testing.assert_array_equal(found.data, expected.data)
+
+
+def test_what_is_expected_is_what_anndata_reads(stored: Stored) -> None:
+    if any(part in stored.name for part in BIG_ENDIAN_OR_HALF) and stored.is_csr:
+        pytest.skip("SciPy has no sparse matrices of this dtype")
+    X = read_anndata(stored.path, stored.layer)
+    np.testing.assert_array_equal((X.toarray() if hasattr(X, "toarray") else X).astype(np.float32), stored.dense)
+
+
+def test_in_file_order_dense(stored: Stored) -> None:
+    values, rows = dense_rows(stored, shuffle=False, batch_size=16, fetch_factor=3)
+    np.testing.assert_array_equal(rows, np.arange(len(stored.dense)))
+    assert values.dtype == np.float32
+    np.testing.assert_array_equal(values, stored.dense)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, "chunk"])
+def test_shuffled_dense(stored: Stored, block_size: int | str) -> None:
+    values, rows = dense_rows(stored, seed=3, batch_size=7, fetch_factor=4, block_size=block_size)
+    np.testing.assert_array_equal(np.sort(rows), np.arange(len(stored.dense)))
+    np.testing.assert_array_equal(values, stored.dense[rows])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_csr(stored: Stored, shuffle: bool) -> None:
+    with gpuload.open_loader(
+        stored.path, layer=stored.layer, shuffle=shuffle, batch_size=9, fetch_factor=4, output="csr"
+    ) as loader:
+        for batch in loader:
+            assert isinstance(batch.X, csr_matrix)
+            assert batch.X.dtype == np.float32
+            expected = stored.expected[batch.rows] if stored.is_csr else csr_matrix(stored.expected[batch.rows])
+            assert_same_csr(batch.X, expected)
+
+
+def test_a_second_epoch_reads_the_same_values(stored: Stored) -> None:
+    """Chunks are verified in the first epoch only and may be decoded in part from then on."""
+    with gpuload.open_loader(stored.path, layer=stored.layer, batch_size=8, fetch_factor=2, block_size=2) as loader:
+        for _ in range(2):
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+
+
+def test_sizes_and_names(stored: Stored) -> None:
+    with gpuload.open_loader(stored.path, layer=stored.layer, batch_size=10) as loader:
+        assert (loader.n_obs, loader.n_vars) == stored.expected.shape
+        assert len(loader) == -(-stored.expected.shape[0] // 10)
+        assert list(loader.var_names) == [f"gene_{i:03d}" for i in range(loader.n_vars)]
+
+
+def test_one_row_at_a_time_from_one_large_chunk(store_variant: StoreVariant) -> None:
+    stored = store_variant("dense-one-chunk")
+    values, rows = dense_rows(stored, batch_size=1, fetch_factor=1, block_size=1)
+    np.testing.assert_array_equal(values, stored.dense[rows])
+
+
+@pytest.mark.parametrize(
+    "kinds", [("csr-gzip4", "csr-blosc-lz4-shuffle", "csr-userblock-512"), ("dense-zstd", "dense-chunked-tiles")]
+)
+@pytest.mark.parametrize("block_size", [4, "chunk", 1000])
+@pytest.mark.parametrize("output", ["dense", "csr"])
+def test_several_files(store_variant: StoreVariant, kinds: tuple[str, ...], block_size: int | str, output: str) -> None:
+    parts = [store_variant(kind) for kind in kinds]
+    paths = [part.path for part in parts]
+    expected = vstack([csr_matrix(part.expected) for part in parts], format="csr")
+    with gpuload.open_loader(paths, batch_size=11, fetch_factor=5, block_size=block_size, output=output) as loader:
+        assert loader.n_obs == expected.shape[0]
+        seen = []
+        for batch in loader:
+            X = batch.X if output == "dense" else batch.X.toarray()
+            np.testing.assert_array_equal(X, expected[batch.rows].toarray())
+            seen.append(batch.rows)
+    np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.arange(expected.shape[0]))
+
+
+@pytest.mark.parametrize("kind", ["csr", "dense"])
+@pytest.mark.parametrize("block_size", [5, "chunk"])
+def test_files_without_cells_among_others(store_variant: StoreVariant, kind: str, block_size: int | str) -> None:
+    empty, full = store_variant(f"{kind}-0x53"), store_variant(f"{kind}-gzip4")
+    paths = [empty.path, full.path, empty.path, empty.path, full.path]
+    expected = np.concatenate([full.dense, full.dense])
+    with gpuload.open_loader(paths, shuffle=False, batch_size=50) as loader:
+        np.testing.assert_array_equal(np.concatenate([batch.X for batch in loader]), expected)
+    with gpuload.open_loader(paths, block_size=block_size, batch_size=50) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, expected[batch.rows])
+
+
+def test_the_same_file_twice(store_variant: StoreVariant) -> None:
+    stored = store_variant("csr-gzip4")
+    with gpuload.open_loader([stored.path, stored.path], batch_size=8, fetch_factor=2) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows % len(stored.dense)])
+
+
+@pytest.mark.parametrize("dtype", ["i4", "u4", "i8", "u8", "f8"])
+@pytest.mark.parametrize("compression", [None, "gzip", "lzf"])
+def test_values_are_rounded_to_float32_as_numpy_rounds(tmp_path: Any, dtype: str, compression: str | None) -> None:
+    rng = np.random.default_rng(0)
+    info = np.iinfo(dtype) if dtype[0] in "iu" else None
+    X = rng.integers(info.min, info.max, (40, 9), dtype=dtype) if info else rng.normal(size=(40, 9)) * 1e30
+    X[0, 0], X[0, 1] = (info.min, info.max) if info else (1e-42, -0.0)
+    path = tmp_path / "large.h5ad"
+    from tests.writers import write_dense, write_h5ad
+
+    write_h5ad(path, lambda f: write_dense(f, "X", X, compression=compression), 40, 9)
+    with gpuload.open_loader(path, shuffle=False) as loader:
+        (batch,) = loader
+    np.testing.assert_array_equal(batch.X, X.astype(np.float32))
+
+
+def test_special_values_pass(tmp_path: Any) -> None:
+    from tests.writers import write_dense, write_h5ad
+
+    X = np.array([[np.nan, np.inf, -np.inf, -0.0, 1e-45]], dtype=np.float32)
+    path = tmp_path / "special.h5ad"
+    write_h5ad(path, lambda f: write_dense(f, "X", X), 1, 5)
+    with gpuload.open_loader(path) as loader:
+        (batch,) = loader
+    np.testing.assert_array_equal(batch.X, X)
+
+
+def test_a_file_opened_by_a_relative_path_and_as_text(
+    store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = store_variant("csr-gzip4")
+    monkeypatch.chdir(stored.path.parent)
+    with gpuload.open_loader(stored.path.name, shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, stored.dense)
+
+
+def test_a_file_that_someone_else_holds_open_for_reading(store_variant: StoreVariant) -> None:
+    stored = store_variant("csr-gzip4")
+    with h5py.File(stored.path), gpuload.open_loader(stored.path, shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, stored.dense)

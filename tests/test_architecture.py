@@ -1,0 +1,218 @@
+"""Who may import whom, one home per package, a light import, and every public name documented."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpuload
+
+PACKAGE = Path(gpuload.__file__).parent
+MODULES = {
+    ".".join(("gpuload", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+LAYERS = [
+    {"cli"},
+    {"torch", "dali"},
+    {"loader"},
+    {"formats", "backends"},
+    {"store"},
+    {"layout", "plan", "source", "stats"},
+    {"types"},
+    {"errors"},
+]
+"""From the top down; a module imports from lower layers, or from its own part; others are for the command line only."""
+
+APART = {"plan", "store", "backends"}
+"""Parts that never import one another."""
+
+HOMES = {
+    "h5py": {"formats/h5ad.py"},
+    "anndata": {"formats/obs.py"},
+    "zarr": {"formats/zarr.py"},
+    "numba": {"backends/native/"},
+    "llvmlite": {"backends/native/"},
+    "imagecodecs": {"backends/codecs.py"},
+    "torch": {"torch.py", "cli/training.py"},  # the demo trains a model
+    "nvidia": {"dali.py"},
+    "cupy": {"backends/cuda.py"},
+    "kvikio": {"backends/cufile.py"},
+    "tqdm": {"cli.py", "cli/"},
+    "argparse": {"cli.py", "cli/"},
+}
+
+HEAVY = (
+    "torch",
+    "cupy",
+    "kvikio",
+    "nvidia",
+    "zarr",
+    "h5py",
+    "anndata",
+    "numba",
+    "scipy",
+    "pandas",
+    "imagecodecs",
+    "matplotlib",
+)
+
+
+def imports(path: Path, *, with_type_checking: bool) -> set[str]:
+    """Return the full names of what a file imports, at any depth of its code."""
+    tree = ast.parse(path.read_text())
+    hidden: set[ast.AST] = set()
+    if not with_type_checking:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+                hidden.update(child for statement in node.body for child in ast.walk(statement))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if node in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def part_of(module: str) -> str:
+    """Return the part of the package that a full name belongs to, "" for the package itself."""
+    names = module.split(".")
+    is_part = len(names) > 1 and any(
+        m == f"gpuload.{names[1]}" or m.startswith(f"gpuload.{names[1]}.") for m in MODULES
+    )
+    return names[1] if is_part else ""
+
+
+def depth(part: str) -> int | None:
+    return next((i for i, layer in enumerate(LAYERS) if part in layer), None)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module: str) -> None:
+    part = part_of(module)
+    level = depth(part)
+    if level is None:
+        return
+    for name in imports(MODULES[module], with_type_checking=False):
+        other = part_of(name) if name.startswith("gpuload") else part
+        if other == part:
+            continue
+        if not other:
+            assert level == 0, f"{module} imports the package's front door"
+            continue
+        below = depth(other)
+        assert below is None or below > level, f"{module} imports {name}, which is not below it"
+        assert below is not None or level == 0, f"{module} imports {name}, which only the command line may"
+        assert not {part, other} <= APART or part == other, (
+            f"{module} imports {name}: they are to know nothing of each other"
+        )
+
+
+@pytest.mark.parametrize("package", HOMES)
+def test_each_package_has_one_home(package: str) -> None:
+    for path in MODULES.values():
+        if any(name.split(".")[0] == package for name in imports(path, with_type_checking=False)):
+            place = path.relative_to(PACKAGE).as_posix()
+            assert any(place == home or (home.endswith("/") and place.startswith(home)) for home in HOMES[package]), (
+                place
+            )
+
+
+def test_types_and_errors_know_nothing_of_the_rest() -> None:
+    allowed = {"gpuload.errors", "numpy", "dataclasses", "typing", "__future__"}
+    for name in ("errors", "types"):
+        for found in imports(PACKAGE / f"{name}.py", with_type_checking=False):
+            assert any(found == a or found.startswith(f"{a}.") for a in allowed), found
+
+
+def loaded_by(code: str) -> set[str]:
+    """Return the top-level packages that some code loads in a fresh interpreter."""
+    code += "\nimport sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stdout.split())
+
+
+def test_import_is_light() -> None:
+    assert not loaded_by("import gpuload") & set(HEAVY)
+
+
+def test_opening_a_loader_loads_no_front(store_variant: object, plain: object) -> None:
+    path = plain.path  # type: ignore[attr-defined]
+    loaded = loaded_by(f"import gpuload\nwith gpuload.open_loader({str(path)!r}) as loader: list(loader)")
+    unwanted = loaded & {"torch", "nvidia", "cupy", "kvikio", "matplotlib", "tqdm"}
+    assert not unwanted, unwanted
+
+
+def public_objects() -> dict[str, object]:
+    """Return every public name of the package and the public members of its public classes."""
+    found: dict[str, object] = {}
+    for name in gpuload.__all__:
+        value = getattr(gpuload, name)
+        if name == "__version__":
+            continue
+        found[name] = value
+        if inspect.isclass(value):
+            members = {k: v for k, v in vars(value).items() if not k.startswith("_")}
+            found |= {f"{name}.{k}": v for k, v in members.items() if callable(v) or isinstance(v, property)}
+    return found
+
+
+@pytest.mark.parametrize("name", public_objects())
+def test_public_names_are_documented(name: str) -> None:
+    doc = inspect.getdoc(public_objects()[name])
+    assert doc, f"{name} has no docstring"
+    assert doc.splitlines()[0].rstrip().endswith((".", ":"))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_functions_and_classes_are_documented(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text())
+    assert ast.get_docstring(tree), f"{module} has no docstring"
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{module}.{node.name} has no docstring"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_line_of_code_is_too_long_and_nothing_is_left_undone(module: str) -> None:
+    for number, line in enumerate(MODULES[module].read_text().splitlines(), 1):
+        words = ("TO" + "DO", "FIX" + "ME", "raise Exception(")
+        assert not any(word in line for word in words), f"{module}:{number}: {line}"
+
+
+def test_errors_are_of_their_builtin_kinds_too() -> None:
+    kinds = {
+        "PlanError": ValueError,
+        "StoreError": ValueError,
+        "ReadError": OSError,
+        "CorruptDataError": ValueError,
+        "DeviceError": RuntimeError,
+        "MissingDependencyError": ImportError,
+    }
+    for name, kind in kinds.items():
+        assert issubclass(getattr(gpuload, name), kind)
+        assert issubclass(getattr(gpuload, name), gpuload.GpuloadError)
+
+
+@pytest.mark.parametrize(("front", "package"), [("gpuload.torch", "torch"), ("gpuload.dali", "nvidia.dali")])
+def test_a_front_without_its_package_names_the_pip_command(front: str, package: str) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "import gpuload\n"
+        f"try:\n    import {front}\n"
+        "except gpuload.MissingDependencyError as error:\n    assert 'pip install' in str(error), error\n"
+        "else:\n    raise SystemExit('no error')"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=True, timeout=60)
