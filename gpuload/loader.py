@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from gpuload.errors import PlanError
+from gpuload.errors import GpuloadError, PlanError
 from gpuload.types import Batch
 
 if TYPE_CHECKING:
@@ -192,8 +192,13 @@ class Loader:
                 load = loads.popleft()
                 while takes and not load.pending.done():
                     yield self._hand_over(takes.popleft())
-                with self.stats.timed("wait_s"):
-                    resident = load.pending.result()
+                try:
+                    with self.stats.timed("wait_s"):
+                        resident = load.pending.result()
+                except GpuloadError:
+                    while takes:  # what comes before the fault is handed over, however far ahead the loads are
+                        yield self._hand_over(takes.popleft())
+                    raise
                 starts = range(0, load.positions.size, plan.batch_size)
                 for i, start in enumerate(starts):
                     takes.append(self._start_take(load, resident, start))

@@ -32,7 +32,7 @@ def open_backend(device: str, *, num_threads: int | None, verify: str) -> Backen
     DeviceError
         The device cannot be used.
     """
-    if device not in {"auto", "cpu"} and not device.startswith("cuda"):
+    if not (isinstance(device, str) and (device in {"auto", "cpu"} or device.startswith("cuda"))):
         raise PlanError(f"device={device!r}: expected 'auto', 'cpu' or 'cuda:<number>'.")
     if device.startswith("cuda"):
         raise DeviceError(f"device={device!r}: this version has no CUDA backend; use device='cpu' (or 'auto').")

@@ -49,17 +49,14 @@ class BufferPool:
 
     def __init__(self, max_idle: int) -> None:
         self._max_idle = max_idle
-        self._idle: list[NDArray[np.uint8]] = []
+        self._idle: dict[int, NDArray[np.uint8]] = {}
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
         """Return a buffer of `nbytes`, aligned to a cache line, with undefined contents; it comes back by itself."""
-        for i, buffer in enumerate(self._idle):
+        for key, buffer in list(self._idle.items()):
             if nbytes <= buffer.size <= 2 * nbytes + ALIGNMENT:
-                try:
-                    found = self._idle.pop(i)
-                except IndexError:
-                    break
-                if found.size >= nbytes:
+                found = self._idle.pop(key, None)  # another thread may have been faster
+                if found is not None:
                     return np.asarray(_Lease(self, found, nbytes))
         return np.asarray(_Lease(self, _allocate(nbytes + nbytes // 16), nbytes))
 
@@ -72,9 +69,10 @@ class BufferPool:
 
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
         """Keep a buffer for reuse, in place of the oldest idle one where there are enough."""
-        self._idle.append(buffer)
+        # Called by the garbage collector, in any thread and at any time: single operations on a dict, and no lock.
+        self._idle[id(buffer)] = buffer
         while len(self._idle) > self._max_idle:
-            del self._idle[0]
+            self._idle.pop(next(iter(self._idle.copy()), 0), None)
 
     def clear(self) -> None:
         """Give the idle buffers back to the system, and keep none from now on."""

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 TASK_NBYTES = 8 << 20
 """Decoded bytes per task: some 20 ms of work, long beside the cost of a task and short beside a fetch."""
 
-SRC_SLACK, DST_SLACK = 16, 512
-"""Bytes beyond the end of its input and output that the inflater may touch."""
-
 VERIFY = {"never": chunks.NEVER, "once": chunks.ONCE, "always": chunks.ALWAYS}
 
 _NATIVE_ORDER = ("shuffle", "deflate", "fletcher32")
@@ -199,7 +196,7 @@ class CpuBackend:
         start = time.perf_counter()
         nbytes = read.extent_nbytes[lo:hi]
         place = np.cumsum(nbytes) - nbytes
-        buffer = self._scratch.bytes("stored", int(nbytes.sum()) + SRC_SLACK)
+        buffer = self._scratch.bytes("stored", int(nbytes.sum()))
         _read(layout, read.extent_offset[lo:hi], nbytes, place, buffer)
         middle = time.perf_counter()
         first, last = read.extent_chunks[lo], read.extent_chunks[hi]
@@ -229,7 +226,7 @@ class CpuBackend:
         layout, chosen = read.layout, slice(first, last)
         stored_dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
         full = layout.chunk_size * layout.dtype.itemsize
-        room = _round_up(max(full, int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0) + DST_SLACK, 8)
+        room = _round_up(max(full, int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8)
         one, two = self._scratch.bytes("first", room), self._scratch.bytes("second", room)
         status = np.zeros(3, dtype=np.int64)
         n = chunks.decode_chunks(

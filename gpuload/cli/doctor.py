@@ -176,15 +176,14 @@ def _machine() -> list[Finding]:
 
 
 def _numba_cache() -> Finding:
-    """Tell whether compiled kernels are kept: beside the package, or in the user's cache."""
-    package = os.path.join(os.path.dirname(gpuload.__file__), "backends", "native")
-    own = os.environ.get("NUMBA_CACHE_DIR")
-    folders = [own] if own else [os.path.join(package, "__pycache__"), package, os.path.expanduser("~/.cache")]
-    writable = next((f for f in folders if os.access(f, os.W_OK)), None)
-    if writable is None:
+    """Tell where compiled kernels are kept, and whether that lasts."""
+    from gpuload.backends.native import cache_folder
+
+    folder = cache_folder()
+    if folder.startswith(tempfile.gettempdir()):
         cure = "Every process compiles for some seconds; set NUMBA_CACHE_DIR to a folder that can be written."
         return Finding("kernel cache", "no writable folder", "note", cure)
-    return Finding("kernel cache", "writable")
+    return Finding("kernel cache", folder)
 
 
 def _path() -> list[Finding]:

@@ -308,10 +308,14 @@ def _chunked(stored: h5py.Dataset, source: FileSource) -> ArrayLayout:
         dtype=np.int64,
     )
     if rows.size:
-        place = rows[:, : len(shape)] // np.array(chunk_shape)
-        is_inside = np.all(place < np.array(grid), axis=1)
-        place, rows = place[is_inside], rows[is_inside]
-        chunk = np.ravel_multi_index(tuple(place.T), grid)
+        place, remainder = np.divmod(rows[:, : len(shape)], np.array(chunk_shape))
+        is_inside = np.all(place < np.array(grid)) and not remainder.any()
+        chunk = np.ravel_multi_index(tuple(place.T), grid) if is_inside else np.empty(0, dtype=np.int64)
+        if np.unique(chunk).size != len(rows):
+            raise CorruptDataError(
+                f"{source.name}: the chunk index of {stored.name} names a place twice or one outside the array. "
+                "Restore the file from its source."
+            )
         offset[chunk], nbytes[chunk] = rows[:, -3], rows[:, -2]
         mask[chunk] = rows[:, -1].astype(np.uint32)
     _check_inside(stored.name, source, offset, nbytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import struct
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -12,6 +14,7 @@ import pytest
 import gpuload
 from gpuload.source import FileSource
 from tests.mutants import by_gpuload, by_h5py, is_same, write_base
+from tests.variants import read_matrix
 from tests.writers import counts, write_csr, write_h5ad
 
 if TYPE_CHECKING:
@@ -164,6 +167,31 @@ def test_each_flipped_byte_under_a_checksum_is_found(
         ):
             list(loader)
         assert all(part in str(caught.value) for part in (str(path), "/X/data", "chunk 3", f"byte {info.byte_offset}"))
+
+
+@pytest.mark.parametrize(
+    "place", [100 << 24, 1500, 301, 200, 700, 0], ids=["far", "next", "between", "twice", "later", "first"]
+)
+@pytest.mark.parametrize("name", ["csr-gzip4", "csr-chunked"])
+def test_a_damaged_key_of_a_chunk(store_variant: StoreVariant, tmp_path: Path, name: str, place: int) -> None:
+    """A chunk of 15 that claims to lie elsewhere: never wrong numbers that h5py would not read."""
+    content = store_variant(name).path.read_bytes()
+    path = tmp_path / "key.h5ad"
+    path.write_bytes(content)
+    with h5py.File(path) as file:
+        key = struct.pack("<IIQQ", file["X/data"].id.get_chunk_info(3).size, 0, 300, 0)
+    assert content.count(key) == 1
+    path.write_bytes(content.replace(key, key[:8] + struct.pack("<QQ", place, 0)))
+    expected = None
+    with contextlib.suppress(OSError):
+        expected = read_matrix(path, "X").toarray()
+    with (
+        contextlib.suppress(gpuload.CorruptDataError),
+        gpuload.open_loader(path, shuffle=False, batch_size=1000) as loader,
+    ):
+        found = next(iter(loader)).X
+        assert expected is not None, "h5py refuses the file"
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_chunk_found_right_may_later_be_read_in_part(store_variant: StoreVariant) -> None:

@@ -1,5 +1,56 @@
 """Native kernels of the CPU backend, compiled by numba. The home of numba.
 
-Every function here runs without the GIL and without allocating, on arrays that its caller owns. `inflate` decodes
-deflate streams, `chunks` reads and decodes stored chunks, `rows` gathers resident rows into minibatches.
+Every function here runs without the GIL and without allocating, on arrays that its caller owns. `inflate` decodes deflate
+streams, `chunks` reads and decodes stored chunks, `rows` gathers resident rows into minibatches.
+
+Compiled code is kept in the user's cache folder, under a digest of all sources of this package. numba's own key is the one file
+that holds a function; but a kernel has those that it calls compiled into it, and would outlive a change to them.
 """
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from functools import cache
+from importlib import import_module
+
+from numba import config
+
+
+@cache
+def _passing_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that goes when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="gpuload-kernels-")
+
+
+def cache_folder() -> str:
+    """Return the folder of the compiled kernels, made if need be; a passing one where none can be written."""
+    digest = hashlib.sha256()
+    here = os.path.dirname(__file__)
+    for name in sorted(os.listdir(here)):
+        if name.endswith(".py"):
+            with open(os.path.join(here, name), "rb") as source:
+                digest.update(source.read())
+    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = os.path.join(config.CACHE_DIR or os.path.join(user_cache, "gpuload"), f"kernels-{digest.hexdigest()[:16]}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        logging.getLogger("gpuload").warning(
+            "%s cannot be written (%s): kernels are compiled anew in each process; set NUMBA_CACHE_DIR to a folder that can",
+            folder,
+            error.strerror,
+        )
+        return _passing_folder().name
+
+
+_others, config.CACHE_DIR = config.CACHE_DIR, cache_folder()
+try:
+    for _name in ("inflate", "chunks", "rows"):
+        import_module(f"{__name__}.{_name}")
+finally:
+    config.CACHE_DIR = _others

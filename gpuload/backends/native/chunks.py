@@ -128,7 +128,7 @@ def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:  # 
     raise NotImplementedError
 
 
-@overload(copy_run, jit_options={"cache": True})
+@overload(copy_run)
 def _copy_run(
     src: Any, i: int, out: Any, j: int, n: int, limit: int
 ) -> Callable[..., int]:  # pragma: no cover - compiled
@@ -253,7 +253,7 @@ def decode_chunks(
     Parameters
     ----------
     buffer : uint8
-        Stored bytes, with 16 bytes of slack at the end.
+        Stored bytes.
     chunk_place, chunk_nbytes, chunk_id, chunk_mask, chunk_pieces, piece_src, piece_dest, piece_width, piece_rows
         As in `ArrayRead`; `chunk_place` counts from the start of `buffer`.
     strides : (2,) int64
@@ -273,7 +273,7 @@ def decode_chunks(
     tables
         Workspace of the inflater.
     first, second : uint8
-        Scratch of `full_nbytes` and the inflater's slack; `first_typed`, `second_typed` are the same memory in the
+        Scratch of at least `full_nbytes`; `first_typed`, `second_typed` are the same memory in the
         stored dtype.
     out : float32, or uint16 or int32 for column numbers
         The resident's array, flat.

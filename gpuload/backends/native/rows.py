@@ -34,7 +34,7 @@ def store(out: Any, r: int, c: int, value: float) -> bool:  # pragma: no cover -
     raise NotImplementedError
 
 
-@overload(store, jit_options={"cache": True})
+@overload(store)
 def _store(out: Any, r: int, c: int, value: float) -> Callable[..., bool]:  # pragma: no cover - compiled
     if out.dtype is types.uint16:
 
