@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from gpuload.errors import GpuloadError, PlanError
+from gpuload.errors import PlanError
 from gpuload.types import Batch
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Loader:
                 try:
                     with self.stats.timed("wait_s"):
                         resident = load.pending.result()
-                except GpuloadError:
+                except Exception:
                     while takes:  # what comes before the fault is handed over, however far ahead the loads are
                         yield self._hand_over(takes.popleft())
                     raise
