@@ -29,8 +29,10 @@ def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense"}
     scdataset = {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}
     single = {**common, "fetch_factor": 1}
+    later = {**common, "order": "blocks", "block_size": "chunk", "n_epochs_before": 1}
     return [
         Arm("gpuload/dense/chunk", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": "chunk"}),
+        Arm("gpuload/dense/chunk-later", "dense", "gpuload_torch", later),
         Arm("gpuload/dense/16", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}),
         Arm("scdataset/dense/16", "dense", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
         Arm("scdataset-mask/dense/16", "dense", "scdataset_backed", {**scdataset, "rows_by": "mask"}),
@@ -47,9 +49,11 @@ def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
 def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
     """Shuffled, CSR, minibatches as diverse as random ones."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "csr"}
+    later = {**common, "order": "blocks", "block_size": "chunk", "n_epochs_before": 1}
     scdataset = {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}
     return [
         Arm("gpuload/csr/chunk", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": "chunk"}),
+        Arm("gpuload/csr/chunk-later", "csr", "gpuload_torch", later),
         Arm("gpuload/csr/16", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}),
         Arm("scdataset/csr/16", "csr", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
         Arm("scdataset-mask/csr/16", "csr", "scdataset_backed", {**scdataset, "rows_by": "mask"}),

@@ -23,8 +23,12 @@ PACKAGES = ("torch", "numba", "numpy", "h5py")
 
 
 def start(job: Job) -> TorchLoading:
-    """Open a loader with the settings of an arm."""
-    return TorchLoading(open_loader(job.path, job.arm.settings, job.seed))
+    """Open a loader with the settings of an arm; first run the epochs after which its figures are wanted."""
+    loader = open_loader(job.path, job.arm.settings, job.seed)
+    for _ in range(job.arm.settings.get("n_epochs_before", 0)):
+        for _ in loader:
+            pass
+    return TorchLoading(loader)
 
 
 def open_loader(path: Path, settings: Mapping[str, Any], seed: int) -> gpuload.Loader:
