@@ -1,6 +1,6 @@
 """Make the README's figures from the results: a Markdown table and a picture.
 
-``python -m benchmarks.report benchmarks/results/NAME.jsonl --plot rivals.png --readme README.md``
+``python -m benchmarks.report benchmarks/results/NAME.jsonl --plot rivals.png --readme README.md --details benchmarks/README.md``
 
 Nothing is measured here, and no number in the README is written by hand: the table stands between two marker lines and
 is replaced.
@@ -48,6 +48,30 @@ RATIOS = (
     ("gpuload-dali/dense/chunk", "gpuload/dense/chunk", 0.4),
 )
 """Goals: an arm, another, and how many times as fast the first is to be."""
+
+HEADLINE_RIVALS = ("scDataset", "scDataset, rows by mask", "annbatch (converted store)", "SciPy, all in RAM")
+
+HEADLINE = (
+    (
+        "shuffled, dense float32",
+        "gpuload/dense/chunk",
+        ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch/dense", "scipy-in-ram/dense"),
+    ),
+    (
+        "the same from the second epoch on",
+        "gpuload/dense/chunk-later",
+        ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch/dense", "scipy-in-ram/dense"),
+    ),
+    ("shuffled, CSR", "gpuload/csr/chunk", ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", "")),
+    (
+        "the same from the second epoch on",
+        "gpuload/csr/chunk-later",
+        ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", ""),
+    ),
+    ("in file order, dense", "gpuload/dense/streaming", ("scdataset/dense/streaming", "", "", "")),
+    ("true random order, dense", "gpuload/dense/1", ("scdataset/dense/1", "", "", "")),
+)
+"""The README's table: a task, our arm, and that of each rival in the order above."""
 
 LIMITS = (
     ("gpuload/overlap/chunk", "overlap_ratio", 1.15),
@@ -145,6 +169,25 @@ def table(records: Iterable[dict[str, Any]]) -> str:
         ours = next((m for m in members if m.name == REFERENCE.get(group, members[0].name)), None)
         lines += [_row(member, ours) for member in members]
     return "\n".join(lines)
+
+
+def headline(records: Iterable[dict[str, Any]]) -> str:
+    """Return a short Markdown table: one row per task, our cells/s and how many times the others' that is."""
+    by_name = {summary.name: summary for summary in summarise(records)}
+    lines = ["| task | gpuload, cells/s | " + " | ".join(HEADLINE_RIVALS) + " |"]
+    lines.append("| --- | ---: |" + " ---: |" * len(HEADLINE_RIVALS))
+    for task, ours, others in HEADLINE:
+        if ours in by_name and by_name[ours].n_rounds:
+            rate = by_name[ours].cells_per_s
+            cells = [_times(rate, by_name.get(other)) for other in others]
+            lines.append(f"| {task} | {rate:,.0f} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _times(rate: float, other: Summary | None) -> str:
+    if other is None or not other.n_rounds:
+        return ""
+    return f"{rate / other.cells_per_s:.1f}x ({other.cells_per_s:,.0f})"
 
 
 def goals(records: Iterable[dict[str, Any]]) -> str:
@@ -262,15 +305,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+", help="JSON lines written by benchmarks.run_rivals")
     parser.add_argument("--plot", type=Path, help="write the picture here (PNG, SVG or PDF)")
-    parser.add_argument("--readme", type=Path, help=f"replace what stands between {BEGIN} and {END} in this file")
+    parser.add_argument("--readme", type=Path, help=f"write the short table between {BEGIN} and {END} in this file")
+    parser.add_argument("--details", type=Path, help="write all that is printed between the same lines in this file")
     options = parser.parse_args(arguments)
     records = [json.loads(line) for path in options.results for line in path.read_text().splitlines() if line]
     content = f"{conditions(records)}\n\n{table(records)}\n\n{goals(records)}"
     print(content)
     if options.plot:
         plot(records, options.plot)
-    if options.readme:
-        options.readme.write_text(replace_between_markers(options.readme.read_text(), content))
+    short = f"{headline(records)}\n\n{conditions(records)}"
+    for path, text in ((options.readme, short), (options.details, content)):
+        if path:
+            path.write_text(replace_between_markers(path.read_text(), text))
     return 0
 
 
