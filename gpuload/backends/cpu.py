@@ -134,7 +134,7 @@ class CpuBackend:
 
     device = "cpu"
     io_mode = "posix"
-    takes_ahead = 3
+    takes_ahead = 8
 
     def __init__(self, *, num_threads: int | None = None, verify: str = "once") -> None:
         if verify not in VERIFY:
