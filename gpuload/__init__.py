@@ -9,6 +9,7 @@ Importing this package imports NumPy and nothing else that is optional or slow.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from gpuload.store import Store
 
 __version__ = "0.1.0"
+
+_log = logging.getLogger("gpuload")
 
 __all__ = [
     "Batch",
@@ -132,6 +135,7 @@ def open_loader(
         The device cannot be used.
     """
     check_sizes(batch_size, block_size, fetch_factor, prefetch, seed)
+    batch_size, fetch_factor, prefetch, seed = int(batch_size), int(fetch_factor), int(prefetch), int(seed)
     _check_choice("output", output, ("dense", "csr"))
     dtype = _check_dtype(dtype, output)
     if transform is not None and not isinstance(transform, Transform):
@@ -152,7 +156,13 @@ def open_loader(
         form = Form(output, dtype, var_names.size, columns, transform)
         _check_memory(store, batch_size, fetch_factor, prefetch)
         plan = Plan(
-            store.file_rows, batch_size, fetch_factor, _strategy(shuffle, block_size, store), seed, 0, drop_last
+            store.file_rows,
+            batch_size,
+            fetch_factor,
+            _strategy(shuffle, block_size, batch_size * fetch_factor, store),
+            seed,
+            0,
+            drop_last,
         )
         return Loader(store, backend, plan, form, var_names, prefetch)
     except BaseException:
@@ -165,13 +175,23 @@ def _check_memory(store: Store, batch_size: int, fetch_factor: int, prefetch: in
     """Refuse fetches that this machine cannot hold; being killed in the middle of an epoch explains nothing."""
     n_rows, n_held = min(batch_size * fetch_factor, store.n_obs), prefetch + 1
     wanted = int(n_rows * n_held * store.nbytes_per_row)
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = _memory_nbytes()
     if wanted > there:
         raise PlanError(
             f"fetch_factor={fetch_factor}: {n_held} fetches of {n_rows} cells take {wanted / 1e9:.1f} GB but "
             f"this machine has {there / 1e9:.1f} GB; "
             f"use fetch_factor={max(1, fetch_factor * there // (2 * wanted))} or less."
         )
+
+
+def _memory_nbytes() -> int:
+    """Return the memory of this machine, or of the container where that has less."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit:
+            return min(there, int(limit.read()))
+    except (OSError, ValueError):  # no control group, or no limit: "max"
+        return there
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -194,11 +214,18 @@ def _check_dtype(dtype: Any, output: str) -> str:
     return name
 
 
-def _strategy(shuffle: bool, block_size: int | str, store: Store) -> Sequential | BlockShuffle:
+def _strategy(shuffle: bool, block_size: int | str, fetch_rows: int, store: Store) -> Sequential | BlockShuffle:
     if not shuffle:
         return Sequential()
     if isinstance(block_size, str):
-        return BlockShuffle(edges=store.chunk_edges())
+        edges = store.chunk_edges()
+        if edges.size > 1 and store.n_obs / (edges.size - 1) > fetch_rows / 4:
+            _log.warning(
+                "block_size='chunk': a chunk holds %d cells, more than a quarter of a fetch; minibatches will be "
+                "as alike as neighbours in the file. Give block_size a number.",
+                store.n_obs // max(1, edges.size - 1),
+            )
+        return BlockShuffle(edges=edges)
     return BlockShuffle(int(block_size))
 
 

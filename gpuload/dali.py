@@ -83,6 +83,9 @@ def cells(loader: Loader) -> list[Any]:
             "output='csr': DALI has no sparse type; open the loader with output='dense', or use "
             "gpuload.torch.CellDataset."
         )
+    taken = [name for name in loader.obs_dtypes if name in ("X", "rows")]
+    if taken:
+        raise PlanError(f"obs column {taken[0]!r} has the name of another output; rename it in the file.")
     unknown = [n for n, d in loader.obs_dtypes.items() if d.name not in _DALI_TYPES]
     if unknown:
         raise PlanError(

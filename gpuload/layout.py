@@ -72,6 +72,8 @@ class ArrayLayout:
         In the order of writing; decoding goes backwards.
     fill_value
         Value of chunks never written.
+    is_chunked
+        Whether the file itself is chunked; contiguous storage is cut for reading only.
     """
 
     source: Source
@@ -84,6 +86,7 @@ class ArrayLayout:
     chunk_mask: NDArray[np.uint32]
     filters: tuple[Filter, ...] = ()
     fill_value: float = 0
+    is_chunked: bool = True
     verified: NDArray[np.uint8] = field(init=False)
     """One byte per chunk: 1 once its checksum was found right since the file was opened. The one thing here that
     changes."""

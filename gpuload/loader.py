@@ -165,8 +165,10 @@ class Loader:
     def close(self) -> None:
         """End a living iteration; stop the threads; close the files. May be called twice."""
         self._is_closed = True
-        self._end_live()
-        self._closer()
+        try:
+            self._end_live()
+        finally:
+            self._closer()
 
     def __enter__(self) -> Self:
         return self
@@ -177,8 +179,12 @@ class Loader:
     def _end_live(self) -> None:
         live = self._live() if self._live is not None else None
         self._live = None
-        if live is not None:
+        if live is None:
+            return
+        try:
             live.close()
+        except ValueError as error:
+            raise PlanError("the loader is being iterated in another thread; one iteration lives at a time.") from error
 
     def _epoch(self, plan: Plan) -> Generator[Batch, None, None]:
         """Yield the minibatches of one epoch, in order, with loads and takes under way ahead of the consumer."""
@@ -189,7 +195,7 @@ class Loader:
         try:
             loads.extend(self._start_load(plan, index) for index in islice(indices, self._prefetch))
             while loads:
-                load = loads.popleft()
+                load = loads[0]  # stays in the deque while it is waited for, so that it is cancelled with the rest
                 while takes and not load.pending.done():
                     yield self._hand_over(takes.popleft())
                 try:
@@ -199,6 +205,7 @@ class Loader:
                     while takes:  # what comes before the fault is handed over, however far ahead the loads are
                         yield self._hand_over(takes.popleft())
                     raise
+                loads.popleft()
                 starts = range(0, load.positions.size, plan.batch_size)
                 for i, start in enumerate(starts):
                     takes.append(self._start_take(load, resident, start))

@@ -108,7 +108,7 @@ class CsrMatrix:
         chunk.
         """
         itemsize = self.data.dtype.itemsize
-        step = CONTIGUOUS_BLOCK // itemsize if self.data.is_raw else self.data.chunk_shape[0]
+        step = CONTIGUOUS_BLOCK // itemsize if not self.data.is_chunked else self.data.chunk_shape[0]
         starts = np.arange(0, int(self.indptr[-1]), max(1, step), dtype=np.int64)
         edges = np.searchsorted(self.indptr, starts, side="left")
         return np.unique(np.concatenate([[0], edges, [self.n_rows]]))
@@ -147,7 +147,7 @@ class DenseMatrix:
     def chunk_edges(self) -> NDArray[np.int64]:
         """Return row edges snapped to the chunk grid: rising, from 0 to n_rows."""
         row_nbytes = max(1, self.n_vars * self.X.dtype.itemsize)
-        step = max(1, CONTIGUOUS_BLOCK // row_nbytes) if self.X.is_raw else self.X.chunk_shape[0]
+        step = max(1, CONTIGUOUS_BLOCK // row_nbytes) if not self.X.is_chunked else self.X.chunk_shape[0]
         return np.unique(np.append(np.arange(0, self.n_rows, step, dtype=np.int64), self.n_rows))
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpuload.loader import Loader
+    from gpuload.types import Batch
 
 
 class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
@@ -78,13 +79,13 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         """Start the loader's next epoch."""
         if get_worker_info() is not None:
             raise PlanError(_NO_WORKERS)
-        return self._tensors()
+        return self._tensors(iter(self._loader))
 
     def __getstate__(self) -> dict[str, Any]:
         raise PlanError(_NO_WORKERS)
 
-    def _tensors(self) -> Iterator[dict[str, torch.Tensor]]:
-        for batch in self._loader:
+    def _tensors(self, batches: Iterator[Batch]) -> Iterator[dict[str, torch.Tensor]]:
+        for batch in batches:
             X = _csr_tensor(batch.X) if self._loader.output == "csr" else torch.from_numpy(batch.X)
             if self._dtype is not None:
                 X = X.to(self._dtype)

@@ -53,7 +53,7 @@ class BufferPool:
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
         """Return a buffer of `nbytes`, aligned to a cache line, with undefined contents; it comes back by itself."""
-        for key, buffer in list(self._idle.items()):
+        for key, buffer in list(self._idle.copy().items()):
             if nbytes <= buffer.size <= 2 * nbytes + ALIGNMENT:
                 found = self._idle.pop(key, None)  # another thread may have been faster
                 if found is not None:

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 TASK_NBYTES = 8 << 20
 """Decoded bytes per task: some 20 ms of work, long beside the cost of a task and short beside a fetch."""
 
+MAX_CSR = (1 << 31) - 1
+"""Stored values that the int32 row offsets of a CSR minibatch can count."""
+
 VERIFY = {"never": chunks.NEVER, "once": chunks.ONCE, "always": chunks.ALWAYS}
 
 _NATIVE_ORDER = ("shuffle", "deflate", "fletcher32")
@@ -337,6 +340,9 @@ class CpuBackend:
         if resident.X is not None:
             return csr_matrix(self._take_dense(resident, positions, form))
         columns, target_sum, log1p, known = _arithmetic(form)
+        assert resident.indptr is not None  # noqa: S101 - narrows the type; X is None
+        if int((resident.indptr[positions + 1] - resident.indptr[positions]).sum()) > MAX_CSR:
+            raise PlanError("output='csr': a minibatch has more than 2**31 - 1 values; use a smaller batch_size.")
         indptr = np.empty(positions.size + 1, dtype=np.int32)
         rows.count_csr(positions, resident.indptr, resident.indices, columns, indptr)
         nnz = int(indptr[-1])
@@ -392,6 +398,8 @@ def _read(
 def _native_steps(layout: ArrayLayout) -> NDArray[np.int64] | None:
     """Return the places of shuffle, deflate and fletcher32 in the pipeline; None where libraries must decode."""
     names = [f.name for f in layout.filters]
+    if any(f.name == "shuffle" and f.values not in ((), (layout.dtype.itemsize,)) for f in layout.filters):
+        return None
     if not layout.dtype.isnative or _is_half(layout.dtype) or names != [n for n in _NATIVE_ORDER if n in names]:
         return None
     return np.array([names.index(n) if n in names else -1 for n in _NATIVE_ORDER], dtype=np.int64)

@@ -21,6 +21,7 @@ References
 from __future__ import annotations
 
 import os
+from array import array
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -200,11 +201,12 @@ def _open_matrix(file: h5py.File, key: str, source: FileSource) -> Matrix:
         return DenseMatrix(_layout(node, source))
     kind = _SPARSE.get(_text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", ""))))
     if kind == "csc":
-        attribute = "adata.X" if key == "X" else f"adata.{key.replace('/', '.')}"
-        raise StoreError(
-            f"{path}: /{key} is a CSC matrix; rows cannot be read from it. Rewrite it once with {attribute} = "
-            f"{attribute}.tocsr()."
-        )
+        attribute = "adata.X" if key == "X" else f"adata.layers[{key.partition('/')[2]!r}]"
+        if key.startswith("raw"):
+            cure = "raw = adata.raw.to_adata(); raw.X = raw.X.tocsr(); adata.raw = raw"
+        else:
+            cure = f"{attribute} = {attribute}.tocsr()"
+        raise StoreError(f"{path}: /{key} is a CSC matrix; rows cannot be read from it. Rewrite it once with {cure}.")
     shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
     if kind is None or shape is None:
         raise StoreError(
@@ -288,7 +290,17 @@ def _contiguous(stored: h5py.Dataset, source: Source, offset: int | None) -> Arr
     mask = np.zeros(first.size, dtype=np.uint32)
     chunk_shape = (chunk_rows, *shape[1:])
     return ArrayLayout(
-        source, stored.name, shape, stored.dtype, chunk_shape, offsets, nbytes, mask, (), _fill_value(stored)
+        source,
+        stored.name,
+        shape,
+        stored.dtype,
+        chunk_shape,
+        offsets,
+        nbytes,
+        mask,
+        (),
+        _fill_value(stored),
+        is_chunked=False,
     )
 
 
@@ -303,10 +315,7 @@ def _chunked(stored: h5py.Dataset, source: FileSource) -> ArrayLayout:
     offset = np.zeros(n_chunks, dtype=np.int64)
     nbytes = np.zeros(n_chunks, dtype=np.int64)
     mask = np.zeros(n_chunks, dtype=np.uint32)
-    rows = np.array(
-        [(*info.chunk_offset, info.byte_offset, info.size, info.filter_mask) for info in _chunk_infos(stored)],
-        dtype=np.int64,
-    )
+    rows = _chunk_infos(stored)
     if rows.size:
         place, remainder = np.divmod(rows[:, : len(shape)], np.array(chunk_shape))
         is_inside = np.all(place < np.array(grid)) and not remainder.any()
@@ -331,11 +340,12 @@ def _chunked(stored: h5py.Dataset, source: FileSource) -> ArrayLayout:
     )
 
 
-def _chunk_infos(stored: h5py.Dataset) -> list[Any]:
-    infos: list[Any] = []
+def _chunk_infos(stored: h5py.Dataset) -> NDArray[np.int64]:
+    """Return a row per chunk: its first element along each axis, first byte, stored size, filter mask."""
+    flat = array("q")
     if stored.size:
-        stored.id.chunk_iter(infos.append)
-    return infos
+        stored.id.chunk_iter(lambda c: flat.extend((*c.chunk_offset, c.byte_offset, c.size, c.filter_mask)))
+    return np.frombuffer(flat, dtype=np.int64).reshape(-1, stored.ndim + 3) if flat else np.empty((0, 1), np.int64)
 
 
 def _check_inside(name: str, source: Source, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:

@@ -1,10 +1,10 @@
 """Native kernels of the CPU backend, compiled by numba. The home of numba.
 
-Every function here runs without the GIL and without allocating, on arrays that its caller owns. `inflate` decodes deflate
-streams, `chunks` reads and decodes stored chunks, `rows` gathers resident rows into minibatches.
+Every function here runs without the GIL and without allocating, on arrays that its caller owns. `inflate` decodes
+deflate streams, `chunks` reads and decodes stored chunks, `rows` gathers resident rows into minibatches.
 
-Compiled code is kept in the user's cache folder, under a digest of all sources of this package. numba's own key is the one file
-that holds a function; but a kernel has those that it calls compiled into it, and would outlive a change to them.
+Compiled code is kept in the user's cache folder, under a digest of all sources of this package. numba's own key is the
+one file that holds a function; but a kernel has those that it calls compiled into it, and would outlive a change there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def cache_folder() -> str:
             return folder
     except OSError as error:
         logging.getLogger("gpuload").warning(
-            "%s cannot be written (%s): kernels are compiled anew in each process; set NUMBA_CACHE_DIR to a folder that can",
+            "%s cannot be written (%s): each process compiles the kernels anew; set NUMBA_CACHE_DIR to another folder",
             folder,
             error.strerror,
         )

@@ -29,6 +29,7 @@ OK = 0
 BAD_SIZE = -101
 BAD_FLETCHER = -102
 BAD_COLUMN = -103
+BAD_VALUE = -104
 
 NEVER, ONCE, ALWAYS = 0, 1, 2
 """When a checksum is verified: not at all; the first time a chunk is decoded; every time."""
@@ -45,6 +46,7 @@ def describe(code: int) -> str:
         BAD_SIZE: "its decoded size is wrong",
         BAD_FLETCHER: "its fletcher32 checksum does not match",
         BAD_COLUMN: "it holds a column number outside the matrix",
+        BAD_VALUE: "it holds a value beyond 3.4e38, which float32 cannot hold",
     }[code]
 
 
@@ -124,7 +126,7 @@ def unshuffle(src: Any, dst: Any, n: int, itemsize: int) -> None:  # pragma: no 
 
 
 def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:  # pragma: no cover - replaced below
-    """Copy n elements with conversion; return 0, `MAX_EXACT` where a value was rounded, or `BAD_COLUMN`."""
+    """Copy n elements with conversion; return 0, `MAX_EXACT` where one was rounded, or an error."""
     raise NotImplementedError
 
 
@@ -154,6 +156,18 @@ def _copy_run(
             return MAX_EXACT if is_rounded else OK
 
         return integers
+
+    if isinstance(src.dtype, types.Float) and src.dtype.bitwidth == 64:
+
+        def doubles(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
+            is_bad = False
+            for k in range(n):
+                value = src[np.uint64(i + k)]
+                out[np.uint64(j + k)] = value
+                is_bad |= np.isfinite(value) and not np.isfinite(out[np.uint64(j + k)])
+            return BAD_VALUE if is_bad else OK
+
+        return doubles
 
     def plain(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
         for k in range(n):
