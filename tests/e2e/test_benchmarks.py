@@ -117,7 +117,7 @@ def test_runner_and_report_from_end_to_end(cells, tmp_path, capsys):
     assert records[0]["file"]["n_obs"] == 400
     assert str(tmp_path) not in out.read_text()
     readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    assert report.main([str(out), "--plot", str(picture), "--readme", str(readme)]) == 0
+    assert report.main([str(out), "--plot", str(picture), "--details", str(readme)]) == 0
     assert picture.stat().st_size > 0
     text = readme.read_text()
     assert text.startswith("before\n")
@@ -125,6 +125,9 @@ def test_runner_and_report_from_end_to_end(cells, tmp_path, capsys):
     assert "old" not in text
     assert "scipy-in-ram/dense" in text
     assert "scipy-in-ram/dense" in capsys.readouterr().out
+    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    assert report.main([str(out), "--readme", str(readme)]) == 0
+    assert "400 cells" in readme.read_text()
 
 
 def test_runner_records_a_failure_and_goes_on(cells, tmp_path):
@@ -173,6 +176,7 @@ def test_report_takes_medians_and_compares():
     assert "| gpuload/dense/chunk | 800 | 700-900 |  | 3.600 |" in text
     assert "| scdataset/dense/16 | 100 | 100-100 | 8.0x |" in text
     assert "| annbatch/dense | failed |" in text
+    assert "| shuffled, dense float32 | 800 | 8.0x (100) |" in report.headline(records)
     assert "| gpuload/dense/chunk: speed over scdataset/dense/16 | at least 7x | 8.00x | yes |" in report.goals(records)
 
 
