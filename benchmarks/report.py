@@ -1,6 +1,7 @@
 """Make the README's figures from the results: a Markdown table and a picture.
 
-``python -m benchmarks.report benchmarks/results/NAME.jsonl --plot rivals.png --readme README.md --details benchmarks/README.md``
+``python -m benchmarks.report benchmarks/results/NAME.jsonl --plot rivals.png --readme README.md
+--details benchmarks/README.md``
 
 Nothing is measured here, and no number in the README is written by hand: the table stands between two marker lines and
 is replaced.

@@ -54,8 +54,9 @@ def _libdeflate(setting: Setting) -> float:
         return whole.size / best_s(whole.copy, setting.repeats) / 1e6
     stored = [chunk for read in reads for chunk in _stored_chunks(read)]
     out = np.empty(max(read.layout.chunk_size * read.layout.dtype.itemsize for read in reads), dtype=np.uint8)
-    nbytes = sum(len(imagecodecs.zlib_decode(chunk)) for chunk in stored)
-    return nbytes / best_s(lambda: [imagecodecs.zlib_decode(chunk, out=out) for chunk in stored], setting.repeats) / 1e6
+    nbytes = sum(len(imagecodecs.deflate_decode(chunk)) for chunk in stored)
+    seconds = best_s(lambda: [imagecodecs.deflate_decode(chunk, out=out) for chunk in stored], setting.repeats)
+    return nbytes / seconds / 1e6
 
 
 def _stored_chunks(read: ArrayRead) -> list[bytes]:
