@@ -245,11 +245,12 @@ def conditions(records: list[dict[str, Any]]) -> str:
     file, machine = last["file"], last["machine"]
     arms = [record for record in records if record["arm"].get("rival", "").startswith("gpuload")]
     modes = ", ".join(sorted({record["io_mode"] for record in arms})) or "none"
+    commits = ", ".join(dict.fromkeys(record["commit"].removesuffix("+changes")[:7] for record in records))
     nnz_per_cell = file["nnz"] / max(file["n_obs"], 1)
     return (
         f"{file['n_obs']:,} cells x {file['n_vars']:,} genes, {nnz_per_cell:,.0f} stored values a cell, "
         f"{file['compression']}, {file['nbytes'] / 1e6:,.0f} MB; {machine['cores']} cores of {machine['cpu']}; "
-        f"page cache {last['cache']}; io_mode {modes}; commit {last['commit']}; "
+        f"page cache {last['cache']}; io_mode {modes}; commits {commits}; "
         f"{max(record['round'] for record in records) + 1} rounds, medians."
     )
 
