@@ -4,8 +4,8 @@ It is the executable specification of what a backend does.
 
 A load is cut into tasks of some milliseconds. A task is two native calls (read all its extents; decode all its chunks
 into the resident) that hold no lock and no GIL, so the consumer's Python runs undisturbed. Each thread decodes into a
-scratch chunk of its own, from which only the wanted rows are copied: whole decoded chunks kept resident would be 2 to
-11 times the memory.
+scratch chunk of its own, from which only the wanted rows are copied: whole decoded chunks kept
+resident would take several times the memory.
 
 Requirements this module answers
 --------------------------------
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from gpuload.types import ArrayRead, Form, Recipe
 
 TASK_NBYTES = 8 << 20
-"""Decoded bytes per task: some 20 ms of work, long beside the cost of a task and short beside a fetch."""
+"""Decoded bytes per task: long beside the cost of a task, short beside a fetch, which decodes some 200 MB."""
 
 MAX_CSR = (1 << 31) - 1
 """Stored values that the int32 row offsets of a CSR minibatch can count."""
@@ -204,8 +204,11 @@ class CpuBackend:
         middle = time.perf_counter()
         first, last = read.extent_chunks[lo], read.extent_chunks[hi]
         shift = np.repeat(place - read.extent_offset[lo:hi], np.diff(read.extent_chunks[lo : hi + 1]))
-        decode = self._decode_native if _native_steps(layout) is not None else self._decode_by_library
-        decoded, n_partial, is_rounded = decode(read, int(first), int(last), buffer, shift, resident)
+        steps = _native_steps(layout)
+        part = (read, int(first), int(last), buffer, shift, resident)
+        decoded, n_partial, is_rounded = (
+            self._decode_by_library(*part) if steps is None else self._decode_native(*part, steps)
+        )
         if is_rounded:
             self._warn_of_rounding(layout)
         self.stats.add(
@@ -225,6 +228,7 @@ class CpuBackend:
         buffer: NDArray[np.uint8],
         shift: NDArray[np.int64],
         resident: HostResident,
+        steps: NDArray[np.int64],
     ) -> tuple[int, int, bool]:
         layout, chosen = read.layout, slice(first, last)
         stored_dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
@@ -244,7 +248,7 @@ class CpuBackend:
             read.piece_width,
             read.piece_rows,
             np.array([layout.src_stride, layout.dest_stride], dtype=np.int64),
-            _native_steps(layout),
+            steps,
             full,
             layout.is_raw,
             self._verify,

@@ -1,0 +1,94 @@
+"""Values and settings at the edge of their types: an error or the right number, never a wrong one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anndata
+import h5py
+import numpy as np
+import pytest
+from scipy.sparse import csc_matrix, csr_matrix
+
+import gpuload
+from tests.fakes import FakeBackend
+from tests.faults.test_failures import loader_over, store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gpuload.store import Store
+
+__all__ = ["store"]
+
+
+def write(path: Path, X: object, **more: object) -> Path:
+    anndata.AnnData(X, **more).write_h5ad(path, compression="gzip")  # type: ignore[arg-type]
+    return path
+
+
+def test_a_float64_beyond_float32_is_refused(tmp_path: Path) -> None:
+    values = np.array([[1.0, 0.0], [0.0, 1e39]])
+    with (
+        gpuload.open_loader(write(tmp_path / "x.h5ad", csr_matrix(values)), device="cpu") as loader,
+        pytest.raises(gpuload.CorruptDataError, match="float32 cannot hold"),
+    ):
+        list(loader)
+
+
+def test_an_infinity_that_is_stored_is_handed_over(tmp_path: Path) -> None:
+    values = np.array([[1.0, 0.0], [0.0, np.inf]])
+    path = write(tmp_path / "x.h5ad", csr_matrix(values))
+    with gpuload.open_loader(path, shuffle=False, device="cpu") as loader:
+        (batch,) = list(loader)
+        np.testing.assert_array_equal(batch.X, values)
+
+
+def test_the_cure_for_a_csc_layer_works(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.h5ad", csr_matrix(np.eye(3)), layers={"raw counts": csc_matrix(np.eye(3))})
+    with pytest.raises(gpuload.StoreError) as refused:
+        gpuload.open_loader(path, layer="raw counts", device="cpu")
+    adata = anndata.read_h5ad(path)
+    exec(str(refused.value).partition("with ")[2].rstrip("."), {"adata": adata})
+    adata.write_h5ad(path)
+    with gpuload.open_loader(path, layer="raw counts", device="cpu") as loader:
+        assert loader.n_obs == 3
+
+
+def test_sizes_may_be_small_numpy_integers(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.h5ad", csr_matrix(np.eye(70)))
+    kinds = {"batch_size": np.uint8(16), "fetch_factor": np.uint8(32), "prefetch": np.int8(2), "seed": np.int32(3)}
+    with gpuload.open_loader(path, device="cpu", **kinds) as loader:  # type: ignore[arg-type]
+        assert sorted(np.concatenate([b.rows for b in loader]).tolist()) == list(range(70))
+
+
+def test_shuffle_goes_by_its_own_element_size(tmp_path: Path) -> None:
+    """h5py undoes the shuffle by the element size that stands in the filter, not by that of the dtype."""
+    path = write(tmp_path / "x.h5ad", csr_matrix(np.eye(8, dtype=np.float32)))
+    data = np.arange(8, dtype=np.float32)
+    with h5py.File(path, "a") as file:
+        del file["X/data"]
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk((8,))
+        plist.set_shuffle()
+        h5py.h5d.create(file["X"].id, b"data", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((8,)), plist)
+        file["X/data"][:] = data
+    raw = path.read_bytes()
+    # Filter message, version 1 or 2: id 2, then flags, count of client values, and the value 4.
+    at = next(i for i in range(len(raw) - 16) if raw[i : i + 2] == b"\x02\x00" and b"shuffle" in raw[i : i + 20])
+    place = raw.index((4).to_bytes(4, "little"), raw.index(b"shuffle", at))
+    path.write_bytes(raw[:place] + (2).to_bytes(4, "little") + raw[place + 4 :])
+    with h5py.File(path) as file:
+        expected = file["X/data"][:]
+    assert not np.array_equal(expected, data)
+    with gpuload.open_loader(path, shuffle=False, device="cpu") as loader:
+        np.testing.assert_array_equal(np.concatenate([b.X for b in loader]).diagonal(), expected)
+
+
+def test_a_break_while_the_last_takes_drain_cancels_the_fetch_waited_for(store: Store) -> None:
+    backend = FakeBackend(delay_s=lambda k: 0.5 if k else 0.0, takes_ahead=2)
+    with loader_over(store, backend, prefetch=2) as loader:
+        batches = iter(loader)
+        next(batches)
+        batches.close()  # type: ignore[attr-defined]
+        assert "load 1" in backend.cancelled
