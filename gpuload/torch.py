@@ -122,6 +122,7 @@ def _use_up_beta_warning() -> None:
 
 
 def _csr_tensor(matrix: Any) -> torch.Tensor:
+    matrix.sum_duplicates()  # torch wants rising columns; where the backend found them so, this does nothing
     return torch.sparse_csr_tensor(
         torch.from_numpy(matrix.indptr),
         torch.from_numpy(matrix.indices),

@@ -23,6 +23,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -106,11 +107,22 @@ class _Load:
 
 
 class _Scratch(threading.local):
-    """Working memory of one decoding thread, grown to the largest task it met."""
+    """Working memory of one thread, grown to the largest task it met."""
 
     def __init__(self) -> None:
-        self.tables = inflate.new_tables()
         self._memory: dict[str, NDArray[np.uint8]] = {}
+
+    @cached_property
+    def tables(self) -> NDArray[np.uint8]:
+        """The inflater's workspace."""
+        return inflate.new_tables()
+
+    def zeros(self, name: str, nbytes: int) -> NDArray[np.uint8]:
+        """Return memory that is zero; who writes into it sets it to zero again."""
+        memory = self._memory.get(name)
+        if memory is None or memory.size < nbytes:
+            memory = self._memory[name] = np.zeros(nbytes, dtype=np.uint8)
+        return memory[:nbytes]
 
     def bytes(self, name: str, nbytes: int) -> NDArray[np.uint8]:
         memory = self._memory.get(name)
@@ -324,13 +336,14 @@ class CpuBackend:
         bad = -1
         if resident.X is not None:
             bad = rows.gather_dense(positions, resident.X, *arithmetic, out)
-        elif is_half:
-            wide = np.zeros(form.n_cols, dtype=np.float32)
-            bad = rows.densify_csr_half(
-                positions, resident.indptr, resident.indices, resident.data, *arithmetic, wide, out
-            )
         else:
-            rows.densify_csr(positions, resident.indptr, resident.indices, resident.data, *arithmetic, out)
+            csr = (positions, resident.indptr, resident.indices, resident.data)
+            wide = self._scratch.zeros("wide", form.n_cols * 4 + rows.SLACK).view(np.float32)
+            if is_half:
+                narrow = self._scratch.zeros("narrow", form.n_cols * 2 + rows.SLACK).view(np.uint16)
+                bad = rows.densify_csr_half(*csr, *arithmetic, wide, narrow, out)
+            else:
+                rows.densify_csr(*csr, *arithmetic, wide, out)
         if bad >= 0:
             raise PlanError(
                 f"dtype='float16': row {bad} of a minibatch holds a value beyond 65504, which float16 cannot hold; use "
@@ -351,7 +364,7 @@ class CpuBackend:
         rows.count_csr(positions, resident.indptr, resident.indices, columns, indptr)
         nnz = int(indptr[-1])
         indices, data = self._outputs.array((nnz,), np.int32), self._outputs.array((nnz,), np.float32)
-        rows.gather_csr(
+        is_canonical = rows.gather_csr(
             positions,
             resident.indptr,
             resident.indices,
@@ -364,7 +377,9 @@ class CpuBackend:
             data,
         )
         matrix = csr_matrix((data, indices, indptr), shape=(positions.size, form.n_cols), copy=False)
-        if columns.size:
+        if is_canonical:
+            matrix.has_canonical_format = True
+        elif columns.size:
             matrix.sort_indices()
         return matrix
 

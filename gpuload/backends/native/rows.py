@@ -1,4 +1,8 @@
-"""Gather rows of a resident into a minibatch: one pass that selects columns, transforms, casts and densifies."""
+"""Gather rows of a resident into a minibatch: one pass that selects columns, transforms, casts and densifies.
+
+A minibatch that outgrows the caches is written past them: each row is made in a scratch row, which stays in cache, and
+stored from there with non-temporal stores. A plain store to memory that is not in cache reads it first.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import llvmlite.ir
 import numba
 import numpy as np
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 if TYPE_CHECKING:
@@ -15,6 +20,86 @@ if TYPE_CHECKING:
 
 N_CACHED = 64
 """Counts below this have their transformed value computed once per cell; most stored counts are 1 or 2."""
+
+STREAMED_NBYTES = 4 << 20
+"""Minibatches from this size on are written past the caches: the ring of them is larger than a last-level cache."""
+
+_LINE = 64
+SLACK = _LINE
+"""Bytes by which a scratch row is longer than a row, so that it can start anywhere in a cache line."""
+
+_I64 = llvmlite.ir.IntType(64)
+_LINE_TYPE = llvmlite.ir.VectorType(llvmlite.ir.IntType(8), _LINE)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _store_lines(typing_context: Any, to: Any, at: Any, n: Any) -> Any:  # pragma: no cover - compiled
+    """Store n bytes, whole cache lines at an aligned address, past the caches."""
+    del typing_context
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        del signature
+        hint = builder.module.add_metadata([llvmlite.ir.Constant(llvmlite.ir.IntType(32), 1)])
+        zero, step = (llvmlite.ir.Constant(_I64, k) for k in (0, _LINE))
+        with cgutils.for_range_slice(builder, zero, args[2], step) as (k, _):
+            place, source = (builder.inttoptr(builder.add(a, k), _LINE_TYPE.as_pointer()) for a in args[:2])
+            builder.store(builder.load(source, align=4), place, align=_LINE).set_metadata("nontemporal", hint)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _drain_stores(typing_context: Any) -> Any:  # pragma: no cover - compiled
+    """Let all stores so far, non-temporal ones too, be seen by other threads before any that follows."""
+    del typing_context
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        del signature, args
+        triple, _, _ = context.codegen().magic_tuple()
+        if triple.startswith(("x86_64", "i686")):
+            kind = llvmlite.ir.FunctionType(llvmlite.ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse.sfence"), [])
+        else:
+            builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@numba.njit(nogil=True, cache=True)
+def store_row(to: int, at: int, nbytes: int) -> None:  # pragma: no cover - compiled
+    """Copy a row from one address to another, both multiples of 2, past the caches but for its ends."""
+    head = min(nbytes, -to & (_LINE - 1))
+    lines = (nbytes - head) & -_LINE
+    _copy_small(to, at, head)
+    _store_lines(to + head, at + head, lines)
+    _copy_small(to + head + lines, at + head + lines, nbytes - head - lines)
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_small(to: int, at: int, nbytes: int) -> None:  # pragma: no cover - compiled
+    source, place = numba.carray(_pointer(at), nbytes >> 1), numba.carray(_pointer(to), nbytes >> 1)
+    for k in range(nbytes >> 1):
+        place[k] = source[k]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(typing_context: Any, address: Any) -> Any:  # pragma: no cover - compiled
+    """Return an address as a pointer to uint16."""
+    del typing_context
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        del context, signature
+        return builder.inttoptr(args[0], llvmlite.ir.IntType(16).as_pointer())
+
+    return types.CPointer(types.uint16)(types.int64), generate
+
+
+@numba.njit(nogil=True, cache=True)
+def _in_line(to: int, scratch: Any) -> int:  # pragma: no cover - compiled
+    """Return the element of a scratch row that lies in its cache line as address `to` does in its own."""
+    return ((to - np.int64(scratch.ctypes.data)) & (_LINE - 1)) // scratch.itemsize
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -29,24 +114,24 @@ def half_bits(typing_context: Any, value: Any) -> Any:  # pragma: no cover - com
     return types.uint16(types.float32), generate
 
 
-def store(out: Any, r: int, c: int, value: float) -> bool:  # pragma: no cover - replaced below
-    """Set an element; return whether its type cannot hold a finite value (uint16 stands for float16 bits)."""
+def store(row: Any, c: int, value: float) -> bool:  # pragma: no cover - replaced below
+    """Set an element of a row; return whether its type cannot hold a finite value (uint16 stands for float16 bits)."""
     raise NotImplementedError
 
 
 @overload(store)
-def _store(out: Any, r: int, c: int, value: float) -> Callable[..., bool]:  # pragma: no cover - compiled
-    if out.dtype is types.uint16:
+def _store(row: Any, c: int, value: float) -> Callable[..., bool]:  # pragma: no cover - compiled
+    if row.dtype is types.uint16:
 
-        def half(out: Any, r: int, c: int, value: float) -> bool:
+        def half(row: Any, c: int, value: float) -> bool:
             bits = half_bits(np.float32(value))
-            out[np.uint64(r), np.uint64(c)] = bits
+            row[np.uint64(c)] = bits
             return bool((bits & np.uint16(0x7FFF)) == np.uint16(0x7C00) and np.isfinite(value))
 
         return half
 
-    def single(out: Any, r: int, c: int, value: float) -> bool:
-        out[np.uint64(r), np.uint64(c)] = np.float32(value)
+    def single(row: Any, c: int, value: float) -> bool:
+        row[np.uint64(c)] = np.float32(value)
         return False
 
     return single
@@ -109,6 +194,7 @@ def densify_csr(
     target_sum: float,
     log1p: bool,
     known: Any,
+    wide: Any,
     out: Any,
 ) -> None:  # pragma: no cover - compiled
     """Write resident CSR rows into a dense array; values of a column that a row repeats are added up.
@@ -125,13 +211,38 @@ def densify_csr(
         The transform; 0 = no scaling.
     known : (N_CACHED,) float32
         Scratch.
+    wide : (n_cols + SLACK / 4,) float32
+        Scratch of zeros, and left so.
     out : (n, n_cols) float32
-        Overwritten whole, row by row, so that a row is still in cache when its values are written.
+        Overwritten whole, row by row.
     """
+    nbytes = out.shape[1] * 4
+    is_streamed = out.shape[0] * nbytes >= STREAMED_NBYTES
     for r in range(positions.size):
         start, stop = indptr[positions[r]], indptr[positions[r] + 1]
-        out[r, :] = 0
-        scatter_row(start, stop, indices, data, columns, target_sum, log1p, known, out[r])
+        if not is_streamed:
+            out[r, :] = 0
+            scatter_row(start, stop, indices, data, columns, target_sum, log1p, known, out[r])
+            continue
+        to = np.int64(out.ctypes.data) + r * nbytes
+        shift = _in_line(to, wide)
+        row = wide[shift : shift + out.shape[1]]
+        scatter_row(start, stop, indices, data, columns, target_sum, log1p, known, row)
+        store_row(to, np.int64(row.ctypes.data), nbytes)
+        clear_row(start, stop, indices, columns, row)
+    _drain_stores()
+
+
+@numba.njit(nogil=True, cache=True)
+def clear_row(start: int, stop: int, indices: Any, columns: Any, row: Any) -> None:  # pragma: no cover - compiled
+    """Set to zero what `scatter_row` has written."""
+    for k in range(start, stop):
+        column = np.int64(indices[np.uint64(k)])
+        if columns.size:
+            column = np.int64(columns[np.uint64(column)])
+            if column < 0:
+                continue
+        row[np.uint64(column)] = 0
 
 
 @numba.njit(nogil=True, cache=True)
@@ -145,11 +256,12 @@ def densify_csr_half(
     log1p: bool,
     known: Any,
     wide: Any,
+    narrow: Any,
     out: Any,
 ) -> int:  # pragma: no cover - compiled
     """Write resident CSR rows into a dense array of float16 bits (uint16), rounding once, after all is added up.
 
-    Parameters are those of `densify_csr` and `wide`, (n_cols,) float32 of zeros, which is left so.
+    Parameters are those of `densify_csr` and `narrow`, (n_cols + SLACK / 2,) uint16 of zeros, which is left so.
 
     Returns
     -------
@@ -157,21 +269,29 @@ def densify_csr_half(
         -1, or the first row of `out` that holds a value which float16 cannot.
     """
     bad = -1
+    nbytes = out.shape[1] * 2
+    is_streamed = out.shape[0] * nbytes >= STREAMED_NBYTES
     for r in range(positions.size):
         start, stop = indptr[positions[r]], indptr[positions[r] + 1]
-        out[r, :] = 0
+        to = np.int64(out.ctypes.data) + r * nbytes
+        shift = _in_line(to, narrow)
+        half = narrow[shift : shift + out.shape[1]] if is_streamed else out[r]
+        if not is_streamed:
+            out[r, :] = 0
         scatter_row(start, stop, indices, data, columns, target_sum, log1p, known, wide)
-        for is_reset in range(2):
-            for k in range(start, stop):
-                column = np.int64(indices[np.uint64(k)])
-                if columns.size:
-                    column = np.int64(columns[np.uint64(column)])
-                    if column < 0:
-                        continue
-                if is_reset:
-                    wide[np.uint64(column)] = 0
-                elif store(out, r, column, wide[np.uint64(column)]) and bad < 0:
-                    bad = r
+        for k in range(start, stop):
+            column = np.int64(indices[np.uint64(k)])
+            if columns.size:
+                column = np.int64(columns[np.uint64(column)])
+                if column < 0:
+                    continue
+            if store(half, column, wide[np.uint64(column)]) and bad < 0:
+                bad = r
+        clear_row(start, stop, indices, columns, wide)
+        if is_streamed:
+            store_row(to, np.int64(half.ctypes.data), nbytes)
+            clear_row(start, stop, indices, columns, half)
+    _drain_stores()
     return bad
 
 
@@ -189,8 +309,14 @@ def gather_dense(
         -1, or the first row of `out` that holds a value which float16 cannot.
     """
     has_transform = log1p or target_sum != 0.0
+    nbytes = out.shape[1] * out.itemsize
+    is_copied = not has_transform and not columns.size and out.itemsize == X.itemsize
+    is_streamed = is_copied and out.shape[0] * nbytes >= STREAMED_NBYTES
     for r in range(positions.size):
         row = X[positions[r]]
+        if is_streamed:
+            store_row(np.int64(out.ctypes.data) + r * nbytes, np.int64(row.ctypes.data), nbytes)
+            continue
         is_bad = False
         scale = 1.0
         if has_transform:
@@ -205,9 +331,10 @@ def gather_dense(
             value = row[k]
             if has_transform:
                 value = transformed(value, scale, log1p, known)
-            is_bad |= store(out, r, column, value)
+            is_bad |= store(out[r], column, value)
         if is_bad:
             return r
+    _drain_stores()
     return -1
 
 
@@ -238,19 +365,38 @@ def gather_csr(
     known: Any,
     out_indices: Any,
     out_data: Any,
-) -> None:  # pragma: no cover - compiled
+) -> bool:  # pragma: no cover - compiled
     """Write resident CSR rows one after the other.
 
     Into `out_indices` (int32) and `out_data` (float32), sized by `count_csr`.
+
+    Returns
+    -------
+    bool
+        Whether the columns of every row rise, none repeated.
     """
     has_transform = log1p or target_sum != 0.0
+    is_canonical = True
     j = 0
     for r in range(positions.size):
         start, stop = indptr[positions[r]], indptr[positions[r] + 1]
+        if not has_transform and not columns.size:
+            n = stop - start
+            is_rising = True
+            for k in range(1, n):
+                is_rising &= indices[np.uint64(start + k)] > indices[np.uint64(start + k - 1)]
+            is_canonical &= is_rising
+            for k in range(n):
+                out_indices[np.uint64(j + k)] = indices[np.uint64(start + k)]
+            for k in range(n):
+                out_data[np.uint64(j + k)] = data[np.uint64(start + k)]
+            j += n
+            continue
         scale = 1.0
         if has_transform:
             scale = row_scale(data, start, stop, target_sum)
             known[:] = -1.0
+        last = -1
         for k in range(start, stop):
             column = np.int64(indices[np.uint64(k)])
             if columns.size:
@@ -260,6 +406,9 @@ def gather_csr(
             value = data[np.uint64(k)]
             if has_transform:
                 value = transformed(value, scale, log1p, known)
+            is_canonical &= column > last
+            last = column
             out_indices[np.uint64(j)] = column
             out_data[np.uint64(j)] = value
             j += 1
+    return is_canonical
