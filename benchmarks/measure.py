@@ -83,23 +83,47 @@ def throughput(job: Job, batches: Batches) -> dict[str, Any]:
 
 
 def overlap(job: Job, batches: Batches) -> dict[str, Any]:
-    """Time the loader alone, then with a consumer that sleeps as long per batch as the loader took."""
-    batches.skip_fetches(WARM_UP_FETCHES - 1)
-    alone = batches.time_fetches(job.seconds)
+    """Time an epoch of the loader alone, then one with a consumer that sleeps as long per batch as the loader took.
+
+    Both are later epochs, as the first also verifies checksums, and neither counts its first fetch, for which any
+    consumer waits.
+    """
+    for _ in batches.loading.epoch():
+        pass
+    alone = _time_epoch(job, batches.loading)
     sleep_s = alone["seconds"] / alone["batches"]
-    slept_s = 0.0
-
-    def sleep() -> None:
-        nonlocal slept_s
-        start = time.perf_counter()
-        time.sleep(sleep_s)
-        slept_s += time.perf_counter() - start
-
-    batches.skip_fetches(1, sleep)
-    slept_s = 0.0
-    both = batches.time_fetches(2 * job.seconds, sleep)
-    longer_s = max(slept_s, sleep_s * both["batches"])
+    both = _time_epoch(job, batches.loading, sleep_s)
+    longer_s = max(both["slept_s"], alone["seconds"])
     return {**both, "alone": alone, "overlap_ratio": both["seconds"] / longer_s}
+
+
+def _time_epoch(job: Job, loading: Loading, sleep_s: float = 0.0) -> dict[str, Any]:
+    """Time an epoch from the first batch of its second fetch on, with a consumer that sleeps after each batch."""
+    n_cells = n_batches = 0
+    cpu_start = start = slept_s = 0.0
+    n_skipped = int(job.arm.settings["fetch_factor"])
+    for step, batch in enumerate(loading.epoch()):
+        now = time.perf_counter()
+        if step == n_skipped:
+            cpu_start, start = machine.cpu_s(), now
+        elif step > n_skipped:
+            n_cells += len(batch["rows"])
+            n_batches += 1
+        if sleep_s:
+            time.sleep(sleep_s)
+            slept_s += time.perf_counter() - now if step >= n_skipped else 0.0
+    if not n_batches:
+        raise ValueError(f"{job.path}: an epoch must be longer than one fetch, or there is nothing to overlap.")
+    seconds = time.perf_counter() - start
+    return {
+        "cells": n_cells,
+        "batches": n_batches,
+        "seconds": seconds,
+        "slept_s": slept_s,
+        "cpu_s": machine.cpu_s() - cpu_start,
+        "cells_per_s": n_cells / seconds,
+        "peak_mib": machine.peak_mib(),
+    }
 
 
 def memory(job: Job, batches: Batches) -> dict[str, Any]:
@@ -117,6 +141,7 @@ def memory(job: Job, batches: Batches) -> dict[str, Any]:
         "epoch_peaks_mib": peaks,
         "epoch_ends_mib": held,
         "peaks_are_per_epoch": can_reset,
+        "parts_nbytes": batches.loading.loader.memory(),
     }
     return {"cells": n_cells, "seconds": seconds, "cells_per_s": n_cells / seconds, **figures}
 
@@ -142,22 +167,18 @@ class Batches:
         self.rows.append(np.array(batch["rows"]))  # a copy: a view may keep a rival's whole minibatch alive
         return begins, batch
 
-    def skip_fetches(self, n_fetches: int, consume: Callable[[], None] | None = None) -> None:
+    def skip_fetches(self, n_fetches: int) -> None:
         """Hand over whatever is left of this fetch, `n_fetches` more, and the first batch of the next."""
         while n_fetches >= 0:
             begins, _ = self.next()
             n_fetches -= begins
-            if consume is not None:
-                consume()
 
-    def time_fetches(self, seconds: float, consume: Callable[[], None] | None = None) -> dict[str, Any]:
+    def time_fetches(self, seconds: float) -> dict[str, Any]:
         """Time whole fetches for at least so long; starts and ends at the arrival of a fetch's first batch."""
         self.rows.clear()
         n_cells = n_batches = n_fetches = 0
         cpu_start, start = machine.cpu_s(), time.perf_counter()
         while True:
-            if consume is not None:
-                consume()
             begins, batch = self.next()
             n_cells += len(batch["rows"])
             n_batches += 1

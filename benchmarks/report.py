@@ -108,6 +108,8 @@ class Summary:
         Mean entropy of the label in a minibatch; None where it was not measured.
     peak_mib, first_batch_s
         Medians; None where not measured.
+    parts
+        What the peak memory is made of, in words; empty where not measured.
     n_rounds, n_failed
         Measurements that succeeded, and that did not.
     """
@@ -121,6 +123,7 @@ class Summary:
     peak_mib: float | None
     first_batch_s: float | None
     overlap_ratio: float | None
+    parts: str
     n_rounds: int
     n_failed: int
 
@@ -153,6 +156,7 @@ def _summary(name: str, group: str, records: list[dict[str, Any]]) -> Summary:
         peak_mib=middle("peak_mib"),
         first_batch_s=middle("first_batch_s"),
         overlap_ratio=middle("overlap_ratio"),
+        parts=_parts(good),
         n_rounds=len(good),
         n_failed=len(records) - len(good),
     )
@@ -213,6 +217,16 @@ def goals(records: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _parts(records: list[dict[str, Any]]) -> str:
+    """Return the parts of the last record's peak memory, in MiB, as words."""
+    if not records or "parts_nbytes" not in records[-1]:
+        return ""
+    record = records[-1]
+    parts = {"before opening": record["rss_before_mib"]}
+    parts |= {name: nbytes / 2**20 for name, nbytes in record["parts_nbytes"].items()}
+    return ", ".join(f"{name} {mib:,.0f}" for name, mib in parts.items()) + " MiB"
+
+
 def _goal(text: str, wanted: str, reached: str, is_met: bool) -> str:
     return f"| {text} | {wanted} | {reached} | {'yes' if is_met else 'no'} |"
 
@@ -230,6 +244,7 @@ def _row(summary: Summary, ours: Summary | None) -> str:
         _number(summary.peak_mib, ",.0f"),
         _number(summary.first_batch_s, ".2f"),
     ]
+    cells[3] = cells[3] or summary.parts
     if summary.overlap_ratio is not None:
         cells[3] = f"total / longer = {summary.overlap_ratio:.2f}"
     return "| " + " | ".join(cells) + " |"

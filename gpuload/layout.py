@@ -100,6 +100,11 @@ class ArrayLayout:
         return int(np.prod(self.chunk_shape))
 
     @property
+    def index_nbytes(self) -> int:
+        """Bytes of what is known per chunk."""
+        return sum(a.nbytes for a in (self.chunk_offset, self.chunk_nbytes, self.chunk_mask, self.verified))
+
+    @property
     def src_stride(self) -> int:
         """Elements from one row of a decoded chunk to the next."""
         return self.chunk_shape[-1]

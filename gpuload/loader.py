@@ -139,6 +139,15 @@ class Loader:
         """Bytes, seconds and stalls since the loader was opened."""
         return self._backend.stats
 
+    def memory(self) -> dict[str, int]:
+        """Return the most bytes held at one time since the loader was opened, by what they were for.
+
+        ``"residents"``: decoded fetches, the consumer's and those that load. ``"minibatches"``: those under way, those
+        that the consumer holds, and those kept for reuse. ``"scratch"``: working memory of the threads. ``"metadata"``:
+        row offsets, chunk addresses and obs columns. What Python and its packages take is not among them.
+        """
+        return {**self._backend.memory(), "metadata": self._store.metadata_nbytes}
+
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of `epoch` (at least 0); one that lives goes on as it is.
 

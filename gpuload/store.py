@@ -206,6 +206,13 @@ class Store:
         nnz = sum(int(m.indptr[-1]) for m in self.matrices if isinstance(m, CsrMatrix))
         return 8.0 * nnz / self.n_obs if self.kind == "csr" else 4.0 * self.n_vars
 
+    @property
+    def metadata_nbytes(self) -> int:
+        """Bytes of row offsets, chunk addresses and obs columns in host memory."""
+        offsets = sum(m.indptr.nbytes for m in self.matrices if isinstance(m, CsrMatrix))
+        chunks = sum(layout.index_nbytes for m in self.matrices for layout in m.layouts)
+        return offsets + chunks + sum(column.values.nbytes for column in self.obs.values())
+
     def recipe(self, ranges: NDArray[np.int64]) -> Recipe:
         """Return what must be read and decoded to make rows resident.
 

@@ -141,6 +141,9 @@ class FakeBackend:
 
         return _FakePending(self, f"take {number}", finish, lambda: None)
 
+    def memory(self) -> dict[str, int]:
+        return {}
+
     def asarray(self, host: NDArray[Any]) -> NDArray[Any]:
         return host
 

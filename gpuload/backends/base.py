@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -90,6 +92,9 @@ class Backend(Protocol):
             Of an (n, form.n_cols) array, C order, or a CSR matrix of that shape, owned by the caller: it is not
             touched again before the last reference to it, or to any view of it, is gone.
         """
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the most bytes held at one time, by what they were for: ``"residents"``, ``"minibatches"``, ..."""
 
     def asarray(self, host: NDArray[Any]) -> Any:
         """Return a host array (obs values, row numbers) as an array on this backend's device."""

@@ -50,6 +50,9 @@ class BufferPool:
     def __init__(self, max_idle: int) -> None:
         self._max_idle = max_idle
         self._idle: dict[int, NDArray[np.uint8]] = {}
+        self._nbytes: dict[int, int] = {}  # of every buffer, leased or idle
+        self.peak_nbytes = 0
+        """Most bytes that were leased or idle at one time."""
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
         """Return a buffer of `nbytes`, aligned to a cache line, with undefined contents; it comes back by itself."""
@@ -58,7 +61,10 @@ class BufferPool:
                 found = self._idle.pop(key, None)  # another thread may have been faster
                 if found is not None:
                     return np.asarray(_Lease(self, found, nbytes))
-        return np.asarray(_Lease(self, _allocate(nbytes + nbytes // 16), nbytes))
+        new = _allocate(nbytes + nbytes // 16)
+        self._nbytes[id(new)] = new.size
+        self.peak_nbytes = max(self.peak_nbytes, sum(self._nbytes.copy().values()))
+        return np.asarray(_Lease(self, new, nbytes))
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """Return an array of undefined contents over a leased buffer."""
@@ -72,12 +78,17 @@ class BufferPool:
         # Called by the garbage collector, in any thread and at any time: single operations on a dict, and no lock.
         self._idle[id(buffer)] = buffer
         while len(self._idle) > self._max_idle:
-            self._idle.pop(next(iter(self._idle.copy()), 0), None)
+            self._drop(next(iter(self._idle.copy()), 0))
 
     def clear(self) -> None:
         """Give the idle buffers back to the system, and keep none from now on."""
         self._max_idle = 0
-        self._idle.clear()
+        for key in self._idle.copy():
+            self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        self._nbytes.pop(key, None)  # first: once the buffer is gone, another may have its number
+        self._idle.pop(key, None)
 
 
 def _allocate(nbytes: int) -> NDArray[np.uint8]:

@@ -109,8 +109,9 @@ class _Load:
 class _Scratch(threading.local):
     """Working memory of one thread, grown to the largest task it met."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: dict[tuple[int, str], int]) -> None:
         self._memory: dict[str, NDArray[np.uint8]] = {}
+        self._sizes = sizes
 
     @cached_property
     def tables(self) -> NDArray[np.uint8]:
@@ -121,14 +122,19 @@ class _Scratch(threading.local):
         """Return memory that is zero; who writes into it sets it to zero again."""
         memory = self._memory.get(name)
         if memory is None or memory.size < nbytes:
-            memory = self._memory[name] = np.zeros(nbytes, dtype=np.uint8)
+            memory = self._keep(name, np.zeros(nbytes, dtype=np.uint8))
         return memory[:nbytes]
 
     def bytes(self, name: str, nbytes: int) -> NDArray[np.uint8]:
         memory = self._memory.get(name)
         if memory is None or memory.size < nbytes:
-            memory = self._memory[name] = np.empty(nbytes + nbytes // 8, dtype=np.uint8)
+            memory = self._keep(name, np.empty(nbytes + nbytes // 8, dtype=np.uint8))
         return memory[:nbytes]
+
+    def _keep(self, name: str, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        self._memory[name] = memory
+        self._sizes[threading.get_ident(), name] = memory.size
+        return memory
 
 
 class CpuBackend:
@@ -137,7 +143,8 @@ class CpuBackend:
     Parameters
     ----------
     num_threads
-        Threads that read and decode, and as many that gather; None takes one per core that this process may use.
+        Threads that read and decode; None takes one per core that this process may use. Half as many gather: more would
+        take the cores from the consumer, which is a thread too.
     verify
         ``"once"``, ``"always"`` or ``"never"``; see the module.
 
@@ -162,8 +169,9 @@ class CpuBackend:
         self.stats = Stats()
         self._verify = VERIFY[verify]
         self._loads = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}load")
-        self._takes = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}take")
-        self._scratch = _Scratch()
+        self._takes = ThreadPoolExecutor(max(1, n // 2), thread_name_prefix=f"{_THREADS}take")
+        self._scratch_nbytes: dict[tuple[int, str], int] = {}
+        self._scratch = _Scratch(self._scratch_nbytes)
         self._residents = BufferPool(max_idle=2)
         self._outputs = BufferPool(max_idle=self.takes_ahead + 3)
         self._has_warned_of_rounding = False
@@ -181,6 +189,14 @@ class CpuBackend:
     def take_rows(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Future[Any]:
         """Start to gather rows; see `Backend.take_rows`."""
         return self._takes.submit(self._take, resident, positions, form)
+
+    def memory(self) -> dict[str, int]:
+        """Return the most bytes held at one time; see `Backend.memory`."""
+        return {
+            "residents": self._residents.peak_nbytes,
+            "minibatches": self._outputs.peak_nbytes,
+            "scratch": sum(self._scratch_nbytes.copy().values()),
+        }
 
     def asarray(self, host: NDArray[Any]) -> NDArray[Any]:
         """Return the array itself."""

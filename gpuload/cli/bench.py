@@ -97,6 +97,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         if args.label and entropy is None:
             raise PlanError(f"--label {args.label}: this column holds numbers; choose a categorical or text column.")
         rounds = _rounds(args, loader, batches, entropy)
+        parts = loader.memory()
         batch_nbytes = loader.batch_size * loader.n_vars * np.dtype(loader.dtype).itemsize
         taken = {"device": loader.device, "io_mode": loader.io_mode, "n_vars": loader.n_vars}
     peak = peak_memory()  # before the ceilings take memory of their own
@@ -114,6 +115,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         "label": args.label,
         "entropy_bits": mix,
         "peak_memory_nbytes": peak,
+        "memory_parts_nbytes": parts,
     }
 
 
@@ -219,7 +221,7 @@ def _report(result: dict[str, Any]) -> str:
             "decoded per cell",
             f"{text.size(stages['decoded_nbytes_per_cell'])}; {partial} of chunks only as far as needed",
         ),
-        ("peak memory", text.size(result["peak_memory_nbytes"])),
+        ("peak memory", _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"])),
         ("path", f"{result['device']}, {result['io_mode']}"),
     ]
     rows = [_stage_row(name, stages[name]) for name in ("plan", "read", "decode", "take_rows", "wait")]
@@ -230,6 +232,11 @@ def _report(result: dict[str, Any]) -> str:
 _NOTE = """\
   plan and wait are seconds of the training thread (per second); the others are work of native threads.
   The read ceiling is that of the page cache, where the file lies by now."""
+
+
+def _memory(peak: float, parts: dict[str, int]) -> str:
+    named = ", ".join(f"{name} {text.size(nbytes)}" for name, nbytes in parts.items())
+    return f"{text.size(peak)}, of it {named}; the rest is Python and its packages"
 
 
 def _rates(rates: dict[str, Any]) -> str:

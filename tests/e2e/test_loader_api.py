@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from scipy.sparse import csr_matrix
 
 import gpuload
 
@@ -323,3 +324,16 @@ def test_memory_is_flat_over_epochs(plain: Stored) -> None:
             for _batch in loader:
                 pass
         assert process.memory_info().rss - before < 8 << 20
+
+
+def test_memory_names_its_parts(plain: Stored) -> None:
+    # One fetch of the whole file: one resident, 6 bytes per stored value (uint16 columns, float32 values).
+    with gpuload.open_loader(plain.path, batch_size=8, fetch_factor=1000, prefetch=1, obs=["depth"]) as loader:
+        kept = list(loader)
+        parts = loader.memory()
+    assert isinstance(plain.expected, csr_matrix)
+    nnz, n_obs = plain.expected.nnz, plain.expected.shape[0]
+    assert 6 * nnz <= parts["residents"] <= 7 * nnz + 1000
+    assert parts["minibatches"] >= sum(batch.X.nbytes for batch in kept)
+    assert parts["scratch"] > 0
+    assert parts["metadata"] >= 8 * (n_obs + 1) + n_obs * loader.obs_dtypes["depth"].itemsize

@@ -1,0 +1,107 @@
+"""The gather's kernels at sizes that other tests do not reach: minibatches that are written past the caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.sparse import csr_matrix, random_array
+
+from gpuload.backends.native import rows
+
+NO_COLUMNS = np.empty(0, dtype=np.int32)
+
+
+def guarded(n: int, dtype: Any, shift: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return memory, and n elements in the midst of it that start `shift` elements into a cache line."""
+    memory = np.full(n * np.dtype(dtype).itemsize + 256, 0xA5, dtype=np.uint8)
+    skip = -memory.ctypes.data % 64 + 64 + shift * np.dtype(dtype).itemsize
+    return memory, memory[skip : skip + n * np.dtype(dtype).itemsize].view(dtype)
+
+
+@given(n=st.integers(0, 300), to_shift=st.integers(0, 31), from_shift=st.integers(0, 31))
+def test_store_row_copies_its_bytes_and_no_others(n: int, to_shift: int, from_shift: int) -> None:
+    memory, to = guarded(n, np.uint16, to_shift)
+    _, source = guarded(n, np.uint16, from_shift)
+    source[:] = np.arange(n)
+    rows.store_row(to.ctypes.data, source.ctypes.data, 2 * n)
+    np.testing.assert_array_equal(to, np.arange(n))
+    assert np.count_nonzero(memory == 0xA5) >= memory.size - 2 * n
+    start = to.ctypes.data - memory.ctypes.data
+    assert (memory[:start] == 0xA5).all()
+    assert (memory[start + 2 * n :] == 0xA5).all()
+
+
+@pytest.fixture(scope="module")
+def matrix() -> csr_matrix:
+    rng = np.random.default_rng(0)
+    stored = random_array((70, 33_001), density=0.01, rng=rng, format="csr", dtype=np.float32)
+    stored.data[:] = rng.integers(1, 50, stored.nnz)
+    return csr_matrix(stored)
+
+
+def resident(matrix: csr_matrix) -> tuple[np.ndarray, ...]:
+    return matrix.indptr.astype(np.int64), matrix.indices.astype(np.uint16), matrix.data
+
+
+@pytest.mark.parametrize("shift", [0, 1, 7])
+@pytest.mark.parametrize("n_cols", [33_001, 32_999])
+def test_a_large_minibatch_is_what_scipy_makes_of_it(matrix: csr_matrix, n_cols: int, shift: int) -> None:
+    positions = np.random.default_rng(1).integers(0, 70, 40).astype(np.int32)
+    columns = np.full(matrix.shape[1], -1, dtype=np.int32)
+    chosen = np.random.default_rng(2).permutation(matrix.shape[1])[:n_cols]
+    columns[chosen] = np.arange(n_cols)
+    _, flat = guarded(40 * n_cols, np.float32, shift)
+    out = flat.reshape(40, n_cols)
+    assert out.nbytes >= rows.STREAMED_NBYTES
+    wide = np.zeros(n_cols + rows.SLACK // 4, dtype=np.float32)
+    known = np.empty(rows.N_CACHED, dtype=np.float32)
+    rows.densify_csr(positions, *resident(matrix), columns, 0.0, False, known, wide, out)
+    np.testing.assert_array_equal(out, matrix[positions].toarray()[:, chosen])
+    assert not wide.any()
+
+
+@pytest.mark.parametrize("shift", [0, 1, 31])
+def test_a_large_minibatch_of_float16(matrix: csr_matrix, shift: int) -> None:
+    positions = np.arange(66, dtype=np.int32)
+    _, flat = guarded(66 * matrix.shape[1], np.uint16, shift)
+    out = flat.reshape(66, -1)
+    assert out.nbytes >= rows.STREAMED_NBYTES
+    wide = np.zeros(matrix.shape[1] + rows.SLACK // 4, dtype=np.float32)
+    narrow = np.zeros(matrix.shape[1] + rows.SLACK // 2, dtype=np.uint16)
+    known = np.empty(rows.N_CACHED, dtype=np.float32)
+    bad = rows.densify_csr_half(positions, *resident(matrix), NO_COLUMNS, 0.0, False, known, wide, narrow, out)
+    assert bad == -1
+    np.testing.assert_array_equal(out.view(np.float16), matrix[:66].toarray().astype(np.float16))
+    assert not wide.any()
+    assert not narrow.any()
+
+
+def test_a_large_minibatch_of_dense_rows(matrix: csr_matrix) -> None:
+    X = matrix.toarray()
+    positions = np.random.default_rng(1).integers(0, 70, 40).astype(np.int32)
+    _, flat = guarded(40 * X.shape[1], np.float32, 3)
+    out = flat.reshape(40, -1)
+    known = np.empty(rows.N_CACHED, dtype=np.float32)
+    rows.gather_dense(positions, X, NO_COLUMNS, 0.0, False, known, out)
+    np.testing.assert_array_equal(out, X[positions])
+
+
+@pytest.mark.parametrize("log1p", [False, True])
+@pytest.mark.parametrize(
+    ("row", "is_canonical"), [([1, 4, 9], True), ([], True), ([5], True), ([4, 1, 9], False), ([1, 1, 9], False)]
+)
+def test_gather_csr_tells_whether_columns_rise(row: list[int], is_canonical: bool, log1p: bool) -> None:
+    indptr = np.array([0, 2, 2 + len(row), 5 + len(row)], dtype=np.int64)
+    indices = np.array([7, 8, *row, 0, 1, 2], dtype=np.uint16)
+    data = np.ones(indices.size, dtype=np.float32)
+    out_indices, out_data = np.empty(indices.size, np.int32), np.empty(indices.size, np.float32)
+    known = np.empty(rows.N_CACHED, dtype=np.float32)
+    found = rows.gather_csr(
+        np.array([2, 1, 0], np.int32), indptr, indices, data, NO_COLUMNS, 0.0, log1p, known, out_indices, out_data
+    )
+    assert found == is_canonical
+    np.testing.assert_array_equal(out_indices, [0, 1, 2, *row, 7, 8])
