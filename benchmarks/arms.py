@@ -32,6 +32,9 @@ def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
     later = {**common, "order": "blocks", "block_size": "chunk", "n_epochs_before": 1}
     return [
         Arm("gpuload/dense/chunk", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": "chunk"}),
+        Arm(
+            "gpuload/dense/2-chunks", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": "2 chunks"}
+        ),
         Arm("gpuload/dense/chunk-later", "dense", "gpuload_torch", later),
         Arm("gpuload/dense/16", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}),
         Arm("scdataset/dense/16", "dense", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
@@ -53,6 +56,7 @@ def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
     scdataset = {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}
     return [
         Arm("gpuload/csr/chunk", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": "chunk"}),
+        Arm("gpuload/csr/2-chunks", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": "2 chunks"}),
         Arm("gpuload/csr/chunk-later", "csr", "gpuload_torch", later),
         Arm("gpuload/csr/16", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}),
         Arm("scdataset/csr/16", "csr", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),

@@ -26,7 +26,7 @@ from gpuload.errors import (
     StoreError,
 )
 from gpuload.loader import Loader
-from gpuload.plan import BlockShuffle, Plan, Sequential, check_sizes
+from gpuload.plan import BlockShuffle, Plan, Sequential, check_sizes, chunks_per_block
 from gpuload.types import Batch, Form, Transform
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ def open_loader(
         Cells per minibatch.
     block_size
         Consecutive cells read together, the unit of shuffling on disk; 1 is true random sampling; ``"chunk"`` snaps
-        the edges to the file's own chunks, which is the fastest.
+        the edges to the file's own chunks, which is faster; ``"2 chunks"`` and so on join neighbours, which is faster
+        still until every chunk's checksum was verified, and less mixed.
     fetch_factor
         Minibatches per fetch: ``batch_size * fetch_factor`` cells are resident at one time and shuffled among each
         other.
@@ -217,12 +218,14 @@ def _check_dtype(dtype: Any, output: str) -> str:
 def _strategy(shuffle: bool, block_size: int | str, fetch_rows: int, store: Store) -> Sequential | BlockShuffle:
     if not shuffle:
         return Sequential()
-    if isinstance(block_size, str):
-        edges = store.chunk_edges()
+    n_chunks = chunks_per_block(block_size)
+    if n_chunks is not None:
+        edges = store.chunk_edges(n_chunks)
         if edges.size > 1 and store.n_obs / (edges.size - 1) > fetch_rows / 4:
             _log.warning(
-                "block_size='chunk': a chunk holds %d cells, more than a quarter of a fetch; minibatches will be "
+                "block_size=%r: a block holds %d cells, more than a quarter of a fetch; minibatches will be "
                 "as alike as neighbours in the file. Give block_size a number.",
+                block_size,
                 store.n_obs // max(1, edges.size - 1),
             )
         return BlockShuffle(edges=edges)

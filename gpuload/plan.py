@@ -15,6 +15,7 @@ Requirements this module answers
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -370,14 +371,20 @@ class Plan:
         return map(self.fetch, range(self.n_fetches))
 
 
+def chunks_per_block(block_size: int | str) -> int | None:
+    """Return how many storage chunks a block is: 1 for ``"chunk"``, 2 for ``"2 chunks"``; None for anything else."""
+    found = re.fullmatch(r"([1-9]\d*) chunks", block_size) if isinstance(block_size, str) else None
+    return int(found[1]) if found else 1 if block_size == "chunk" else None
+
+
 def check_sizes(batch_size: int, block_size: int | str, fetch_factor: int, prefetch: int, seed: int) -> None:
     """Raise PlanError where a setting makes no plan; called before any file is opened."""
     sizes = {"batch_size": batch_size, "fetch_factor": fetch_factor, "prefetch": prefetch}
-    if block_size != "chunk":
+    if chunks_per_block(block_size) is None:
         sizes["block_size"] = block_size  # type: ignore[assignment]
     for name, value in sizes.items():
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-            also = " or 'chunk'" if name == "block_size" else ""
+            also = ", 'chunk' or 'N chunks'" if name == "block_size" else ""
             raise PlanError(f"{name}={value!r}: expected a whole number of at least 1{also}.")
     if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or not 0 <= seed < 1 << 64:
         raise PlanError(f"seed={seed!r}: expected a whole number from 0 to 2**64 - 1.")

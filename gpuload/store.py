@@ -235,12 +235,18 @@ class Store:
             row += int(lengths.sum())
         return Recipe(self.kind, n_rows, self.n_vars, indptr, tuple(reads))
 
-    def chunk_edges(self) -> NDArray[np.int64]:
-        """Return row edges snapped to storage chunks, over all files: rising, from 0 to n_obs."""
+    def chunk_edges(self, every: int = 1) -> NDArray[np.int64]:
+        """Return row edges snapped to storage chunks, over all files: rising, from 0 to n_obs.
+
+        Parameters
+        ----------
+        every
+            Chunks between two edges; the last ones of a file may be fewer.
+        """
         edges, start = [np.zeros(1, dtype=np.int64)], 0
         for matrix in self.matrices:
-            edges.append(matrix.chunk_edges()[1:] + start)
             start += matrix.n_rows
+            edges += [matrix.chunk_edges()[every::every] + start - matrix.n_rows, np.array([start], dtype=np.int64)]
         return np.unique(np.concatenate(edges))
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from gpuload.cli import text
 from gpuload.diversity import MinibatchEntropy, iid_entropy, label_shares
-from gpuload.plan import BlockShuffle, Plan
+from gpuload.plan import BlockShuffle, Plan, chunks_per_block
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpuload.store import Store
     from gpuload.types import ArrayRead
 
-BLOCK_SIZES: tuple[int | str, ...] = (1, 4, 8, 16, 32, 64, "chunk")
+BLOCK_SIZES: tuple[int | str, ...] = (1, 4, 8, 16, 32, 64, "chunk", "2 chunks", "4 chunks")
 """Candidates."""
 
 MAX_SHARE = 0.05
@@ -54,7 +54,7 @@ class Candidate:
     Attributes
     ----------
     block_size
-        Cells, or "chunk".
+        Cells, "chunk" or "N chunks".
     cells_per_block
         Mean length of a block.
     amplification
@@ -140,7 +140,8 @@ def _fetch_factor(n_obs: int, batch_size: int, per_cell: float, memory_nbytes: i
 
 
 def _shuffle(block_size: int | str, store: Store) -> BlockShuffle:
-    return BlockShuffle(edges=store.chunk_edges()) if isinstance(block_size, str) else BlockShuffle(block_size)
+    n_chunks = chunks_per_block(block_size)
+    return BlockShuffle(int(block_size)) if n_chunks is None else BlockShuffle(edges=store.chunk_edges(n_chunks))
 
 
 def _candidate(

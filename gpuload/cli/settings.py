@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import gpuload
 from gpuload.cli import text
 from gpuload.errors import ReadError
-from gpuload.plan import BlockShuffle, Sequential
+from gpuload.plan import BlockShuffle, Sequential, chunks_per_block
 
 if TYPE_CHECKING:
     import argparse
@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=text.block_size,
         default=16,
         metavar="N",
-        help="consecutive cells read together; 1 is true random order, 'chunk' the file's own chunks (default: 16)",
+        help=(
+            "consecutive cells read together; 1 is true random order, 'chunk' the file's own chunks, '2 chunks' pairs of "
+            "them (default: 16)"
+        ),
     )
     group.add_argument(
         "--fetch-factor",
@@ -110,7 +113,8 @@ def strategy(args: argparse.Namespace, store: Store) -> Sequential | BlockShuffl
     """Return the order that the settings mean for a store."""
     if args.stream:
         return Sequential()
-    return BlockShuffle(edges=store.chunk_edges()) if args.block_size == "chunk" else BlockShuffle(args.block_size)
+    n_chunks = chunks_per_block(args.block_size)
+    return BlockShuffle(args.block_size) if n_chunks is None else BlockShuffle(edges=store.chunk_edges(n_chunks))
 
 
 def read_names(path: str) -> list[str]:

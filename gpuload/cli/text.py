@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.plan import chunks_per_block
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Self
@@ -168,5 +170,5 @@ def positive(text: str) -> float:
 
 
 def block_size(text: str) -> int | str:
-    """Return a block size: a whole number of at least 1, or "chunk"."""
-    return text if text == "chunk" else whole_number(text)
+    """Return a block size: a whole number of at least 1, "chunk" or "N chunks"."""
+    return whole_number(text) if chunks_per_block(text) is None else text

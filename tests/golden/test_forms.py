@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -51,7 +52,7 @@ def test_in_file_order_dense(stored: Stored) -> None:
     np.testing.assert_array_equal(values, stored.dense)
 
 
-@pytest.mark.parametrize("block_size", [1, 5, "chunk"])
+@pytest.mark.parametrize("block_size", [1, 5, "chunk", "3 chunks"])
 def test_shuffled_dense(stored: Stored, block_size: int | str) -> None:
     values, rows = dense_rows(stored, seed=3, batch_size=7, fetch_factor=4, block_size=block_size)
     np.testing.assert_array_equal(np.sort(rows), np.arange(len(stored.dense)))
@@ -94,7 +95,7 @@ def test_one_row_at_a_time_from_one_large_chunk(store_variant: StoreVariant) -> 
 @pytest.mark.parametrize(
     "kinds", [("csr-gzip4", "csr-blosc-lz4-shuffle", "csr-userblock-512"), ("dense-zstd", "dense-chunked-tiles")]
 )
-@pytest.mark.parametrize("block_size", [4, "chunk", 1000])
+@pytest.mark.parametrize("block_size", [4, "chunk", "2 chunks", 1000])
 @pytest.mark.parametrize("output", ["dense", "csr"])
 def test_several_files(store_variant: StoreVariant, kinds: tuple[str, ...], block_size: int | str, output: str) -> None:
     parts = [store_variant(kind) for kind in kinds]
@@ -170,3 +171,19 @@ def test_a_file_that_someone_else_holds_open_for_reading(store_variant: StoreVar
     stored = store_variant("csr-gzip4")
     with h5py.File(stored.path), gpuload.open_loader(stored.path, shuffle=False, batch_size=1000) as loader:
         np.testing.assert_array_equal(next(iter(loader)).X, stored.dense)
+
+
+def test_blocks_of_several_chunks_are_chunk_blocks_joined(store_variant: StoreVariant) -> None:
+    from gpuload.formats import open_store
+
+    paths = [store_variant(kind).path for kind in ("csr-gzip4", "csr-userblock-512")]
+    with closing(open_store(paths, layer="X", obs=())) as store:
+        single, triple = store.chunk_edges(), store.chunk_edges(3)
+        file_end = store.file_rows[0]
+    assert file_end in triple
+    for edges in (single[single <= file_end], single[single >= file_end]):
+        np.testing.assert_array_equal(
+            triple[np.isin(triple, edges)], np.unique(np.append(edges[::3], [edges[0], edges[-1]]))
+        )
+    assert np.isin(triple, single).all()
+    assert single.size > triple.size > 3

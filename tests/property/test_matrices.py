@@ -21,7 +21,7 @@ SETTINGS = st.fixed_dictionaries(
     {
         "batch_size": st.integers(1, 20),
         "fetch_factor": st.integers(1, 4),
-        "block_size": st.one_of(st.integers(1, 30), st.just("chunk")),
+        "block_size": st.one_of(st.integers(1, 30), st.sampled_from(["chunk", "2 chunks", "7 chunks"])),
         "shuffle": st.booleans(),
         "prefetch": st.integers(1, 4),
         "num_threads": st.integers(1, 3),
