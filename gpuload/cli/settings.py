@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=16,
         metavar="N",
         help=(
-            "consecutive cells read together; 1 is true random order, 'chunk' the file's own chunks, '2 chunks' pairs of "
-            "them (default: 16)"
+            "consecutive cells read together; 1 is true random order, 'chunk' the file's own chunks, '2 chunks' pairs "
+            "of them (default: 16)"
         ),
     )
     group.add_argument(
