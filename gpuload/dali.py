@@ -1,12 +1,21 @@
-"""DALI front: a `Loader` as an external source of a pipeline. The home of nvidia.dali.
+"""DALI front: a `Loader` as an external source of a pipeline, or through DALI's dynamic mode. The home of nvidia.dali.
 
 It only hands arrays to DALI: no shuffling, sharding, prefetching or batching here. DALI calls the source in the thread
 that runs the pipeline, and all the source does is to take a ready minibatch from the loader.
+
+A DALI pipeline copies what it is fed. Where nothing is to be computed (`CellIterator` without a pipeline), minibatches
+go through DALI's dynamic mode instead, whose tensors lie over the loader's memory and keep it as long as they live.
+That mode is experimental, so what is relied upon is tried first, and where it does not hold a pipeline copies.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import weakref
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gpuload.errors import MissingDependencyError, PlanError
 
@@ -16,11 +25,15 @@ except ImportError as error:
     raise MissingDependencyError("nvidia-dali-cuda130", "gpuload.dali", "dali") from error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    from numpy.typing import NDArray
     from nvidia.dali import Pipeline
 
     from gpuload.loader import Loader
+    from gpuload.types import Batch
+
+_log = logging.getLogger("gpuload")
 
 _DALI_TYPES = {
     "float16": types.FLOAT16,
@@ -45,8 +58,12 @@ class _Source:
         self._loader = loader
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        for batch in self._loader:
-            yield (batch.X, *batch.obs.values(), batch.rows)
+        # Nothing here keeps a minibatch when it was taken, so that its memory comes back with the consumer's last use.
+        yield from map(_outputs, self._loader)
+
+
+def _outputs(batch: Batch) -> tuple[Any, ...]:
+    return (batch.X, *batch.obs.values(), batch.rows)
 
 
 def output_names(loader: Loader) -> list[str]:
@@ -76,8 +93,27 @@ def cells(loader: Loader) -> list[Any]:
     Notes
     -----
     At the end of an epoch the pipeline raises StopIteration; ``pipeline.reset()`` starts the next. The last minibatch
-    may be short, which DALI hands on as it is. The loader's buffers are copied by DALI's CPU pipeline.
+    may be short, which DALI hands on as it is.
+
+    DALI copies each minibatch once, into memory of its own. A pipeline with ``exec_dynamic=False`` copies it twice
+    more on its way to PyTorch. The loader loads ahead by itself, so ``prefetch_queue_depth=1`` is enough; each further
+    step holds one more minibatch in memory.
     """
+    dtypes = _output_dtypes(loader)
+    return list(
+        fn.external_source(
+            source=_Source(loader),
+            num_outputs=len(dtypes),
+            cycle="raise",
+            batch=True,
+            dtype=[_DALI_TYPES[dtype.name] for dtype in dtypes],
+            ndim=[1] + [0] * (len(dtypes) - 1),
+        )
+    )
+
+
+def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
+    """Return the dtypes of what `output_names` names, or say why DALI cannot be given it."""
     if loader.output != "dense":
         raise PlanError(
             "output='csr': DALI has no sparse type; open the loader with output='dense', or use "
@@ -92,17 +128,7 @@ def cells(loader: Loader) -> list[Any]:
             f"obs column {unknown[0]!r} has dtype {loader.obs_dtypes[unknown[0]]}, which DALI has no type for; "
             "leave it out."
         )
-    dtypes = [loader.dtype, *(d.name for d in loader.obs_dtypes.values()), "int64"]
-    return list(
-        fn.external_source(
-            source=_Source(loader),
-            num_outputs=len(dtypes),
-            cycle="raise",
-            batch=True,
-            dtype=[_DALI_TYPES[name] for name in dtypes],
-            ndim=[1] + [0] * (len(dtypes) - 1),
-        )
-    )
+    return [np.dtype(loader.dtype), *loader.obs_dtypes.values(), np.dtype(np.int64)]
 
 
 def cell_pipeline(loader: Loader) -> Pipeline:
@@ -116,28 +142,35 @@ def cell_pipeline(loader: Loader) -> Pipeline:
 
 
 class CellIterator:
-    """Minibatches through a DALI pipeline into PyTorch; iterates like ``DALIGenericIterator``.
+    """Minibatches through DALI into PyTorch; iterates like ``DALIGenericIterator``.
 
     Each step gives a list with one dict of CPU tensors, named as in `output_names`. At the end of an epoch
     StopIteration is raised and `reset` (called by a new ``iter()`` too) starts the next; the last short minibatch is
-    delivered.
+    delivered. A tensor that is kept is never overwritten.
 
     Parameters
     ----------
     loader
         Made by `gpuload.open_loader` with dense output.
     pipeline
-        A pipeline whose outputs are those of `cells(loader)`, augmented as you like, in the same order; None makes a
-        plain one.
+        A pipeline whose outputs are those of `cells(loader)`, augmented as you like, in the same order; DALI copies
+        minibatches into it. None hands them on as they are, without a copy: the tensors lie over the loader's memory.
     output_names
-        Names of the pipeline's outputs where they are others than those of `cells`.
+        Names of the outputs, each once, where they are others than those that `output_names` gives.
 
     Raises
     ------
     PlanError
-        The loader's output is CSR.
+        The loader's output is CSR, or an obs column has a dtype or name that cannot be handed over; or `output_names`
+        are not as many as the outputs, or not all different.
     MissingDependencyError
         torch is not installed.
+
+    Notes
+    -----
+    Without a pipeline, the tensors are made by DALI's dynamic mode (``nvidia.dali.experimental.dynamic``, DALI 2.0 or
+    newer). Where that mode is missing, or does not share and keep the memory, a plain pipeline copies each minibatch,
+    which the logger ``"gpuload"`` says once.
     """
 
     def __init__(self, loader: Loader, pipeline: Pipeline | None = None, output_names: list[str] | None = None) -> None:
@@ -145,14 +178,25 @@ class CellIterator:
             from nvidia.dali.plugin.pytorch import DALIGenericIterator
         except ImportError as error:
             raise MissingDependencyError("torch", "gpuload.dali.CellIterator", "dali") from error
+        dtypes = [] if pipeline is not None else _output_dtypes(loader)
+        names = list(output_names or globals()["output_names"](loader))
+        if len(set(names)) != len(names):
+            raise PlanError(f"output_names={names!r}: a name occurs twice; give each output its own.")
+        if pipeline is None and len(names) != len(dtypes):
+            raise PlanError(f"output_names={names!r}: expected {len(dtypes)} names, one for each output.")
+        as_tensor = _dynamic_mode(dict.fromkeys(dtypes)) if pipeline is None else None
         self._loader = loader
-        self._iterator = DALIGenericIterator(
-            [cell_pipeline(loader) if pipeline is None else pipeline],
-            output_names or globals()["output_names"](loader),
-            size=-1,
-            auto_reset=False,
-            prepare_first_batch=False,
-        )
+        self._iterator: Any
+        if as_tensor is not None:
+            self._iterator = _DynamicIterator(_Source(loader), names, as_tensor)
+        else:
+            self._iterator = DALIGenericIterator(
+                [cell_pipeline(loader) if pipeline is None else pipeline],
+                names,
+                size=-1,
+                auto_reset=False,
+                prepare_first_batch=False,
+            )
         self._has_ended = False
 
     def __len__(self) -> int:
@@ -161,8 +205,7 @@ class CellIterator:
 
     def __iter__(self) -> CellIterator:
         """Return the iterator itself, reset where the epoch has ended."""
-        if self._has_ended:
-            self.reset()
+        self.reset()
         return self
 
     def __next__(self) -> list[dict[str, Any]]:
@@ -174,6 +217,59 @@ class CellIterator:
             raise
 
     def reset(self) -> None:
-        """Start the next epoch, after StopIteration."""
-        self._iterator.reset()
-        self._has_ended = False
+        """Start the next epoch, after StopIteration; before that, change nothing."""
+        if self._has_ended:
+            self._iterator.reset()
+            self._has_ended = False
+
+
+class _DynamicIterator:
+    """What `CellIterator` needs of a ``DALIGenericIterator``, without a pipeline."""
+
+    def __init__(self, source: _Source, names: list[str], as_tensor: Callable[[NDArray[Any]], Any]) -> None:
+        self._source = source
+        self._names = names
+        self._as_tensor = as_tensor
+        self._epoch: Iterator[tuple[Any, ...]] | None = None
+
+    def __next__(self) -> list[dict[str, Any]]:
+        if self._epoch is None:
+            self._epoch = iter(self._source)
+        return [dict(zip(self._names, map(self._as_tensor, next(self._epoch)), strict=True))]
+
+    def reset(self) -> None:
+        """Let the next minibatch be the first of the next epoch."""
+        self._epoch = None
+
+
+def _dynamic_mode(dtypes: Iterable[np.dtype[Any]]) -> Callable[[NDArray[Any]], Any] | None:
+    """Return what makes a torch tensor of an array by DALI's dynamic mode; None where it cannot be relied upon."""
+    try:
+        import nvidia.dali.experimental.dynamic as ndd
+
+        def as_tensor(array: NDArray[Any]) -> Any:
+            return ndd.as_tensor(array).torch()  # a tensor, not a batch: as_batch starts an operator to make one
+
+        copied = [dtype.name for dtype in dtypes if not _is_shared_and_kept(as_tensor, dtype)]
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        _say_once(f"{type(error).__name__}: {error}")
+        return None
+    if copied:
+        _say_once(f"it does not share and keep the memory of {copied[0]} arrays")
+        return None
+    return as_tensor
+
+
+def _is_shared_and_kept(as_tensor: Callable[[NDArray[Any]], Any], dtype: np.dtype[Any]) -> bool:
+    """Return whether a tensor lies over an array's own memory and keeps it alive."""
+    owner = np.zeros((2, 3), dtype=dtype)
+    place = owner.ctypes.data
+    is_alive = weakref.ref(owner)
+    tensor = as_tensor(owner[:])
+    del owner
+    return is_alive() is not None and tensor.data_ptr() == place and tensor.numpy().dtype == dtype
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    _log.warning("DALI's dynamic mode cannot be used (%s): a DALI pipeline copies every minibatch instead", reason)

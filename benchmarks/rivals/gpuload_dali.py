@@ -1,4 +1,4 @@
-"""gpuload through its DALI front, on DALI's CPU pipeline."""
+"""gpuload through its DALI front on the CPU: DALI's dynamic mode, which copies nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def warm_up(job: Job) -> None:
 
 
 class DaliLoading:
-    """gpuload's loader behind a DALI pipeline."""
+    """gpuload's loader behind DALI."""
 
     def __init__(self, loader: gpuload.Loader) -> None:
         self.loader = loader

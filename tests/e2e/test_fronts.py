@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import importlib
+import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import gpuload
+from gpuload.backends.buffers import BufferPool
 
 torch = pytest.importorskip("torch")
 
@@ -36,6 +44,14 @@ def dali() -> Any:
     return gpuload.dali
 
 
+@pytest.fixture(params=["dynamic mode", "pipeline"])
+def CellIterator(request: pytest.FixtureRequest, dali: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The DALI front, through each way that minibatches may take without a pipeline of the user's own."""
+    if request.param == "pipeline":
+        monkeypatch.setitem(sys.modules, "nvidia.dali.experimental.dynamic", None)
+    return dali.CellIterator
+
+
 def batches_of(path: Any, **settings: Any) -> list[gpuload.Batch]:
     with gpuload.open_loader(path, **{**SETTINGS, **settings}) as loader:
         return list(loader)
@@ -57,7 +73,7 @@ def assert_same(found: dict[str, Any], batch: gpuload.Batch) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_both_fronts_give_the_same_minibatches(
-    plain: Stored, CellDataset: Any, dali: Any, dtype: str, drop_last: bool
+    plain: Stored, CellDataset: Any, CellIterator: Any, dtype: str, drop_last: bool
 ) -> None:
     settings = {**SETTINGS, "obs": OBS, "dtype": dtype, "drop_last": drop_last, "transform": gpuload.Transform()}
     with gpuload.open_loader(plain.path, **settings) as loader:
@@ -66,7 +82,7 @@ def test_both_fronts_give_the_same_minibatches(
         through_torch = torch.utils.data.DataLoader(CellDataset(loader), batch_size=None)
         by_torch = [list(through_torch), list(through_torch)]
     with gpuload.open_loader(plain.path, **settings) as loader:
-        cells = dali.CellIterator(loader)
+        cells = CellIterator(loader)
         by_dali = [[{k: v.clone() for k, v in batch[0].items()} for batch in cells] for _ in range(2)]
     for epoch in range(2):
         assert len(by_loader[epoch]) == len(by_torch[epoch]) == len(by_dali[epoch]) == (16 if drop_last else 17)
@@ -199,10 +215,10 @@ def epoch_one(path: Any) -> list[gpuload.Batch]:
 # --- DALI
 
 
-def test_dali_epochs_end_and_reset(plain: Stored, dali: Any) -> None:
+def test_dali_epochs_end_and_reset(plain: Stored, CellIterator: Any) -> None:
     expected = [batches_of(plain.path), epoch_one(plain.path)]
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
-        cells = dali.CellIterator(loader)
+        cells = CellIterator(loader)
         assert len(cells) == 17
         for epoch in range(2):
             for batch in expected[epoch]:
@@ -216,16 +232,16 @@ def test_dali_epochs_end_and_reset(plain: Stored, dali: Any) -> None:
             cells.reset()
 
 
-def test_dali_last_short_minibatch(plain: Stored, dali: Any) -> None:
+def test_dali_last_short_minibatch(plain: Stored, CellIterator: Any) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
-        sizes = [len(batch["rows"]) for (batch,) in dali.CellIterator(loader)]
+        sizes = [len(batch["rows"]) for (batch,) in CellIterator(loader)]
     assert sizes == [8] * 16 + [3]
 
 
-def test_dali_goes_on_with_the_epoch_after_a_break(plain: Stored, dali: Any) -> None:
+def test_dali_goes_on_with_the_epoch_after_a_break(plain: Stored, CellIterator: Any) -> None:
     """As DALI's own iterators do: an epoch ends with StopIteration only, and reset() before that changes nothing."""
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
-        cells = dali.CellIterator(loader)
+        cells = CellIterator(loader)
         (first,) = next(cells)
         rows = [first["rows"].numpy().copy()]
         cells.reset()
@@ -236,11 +252,276 @@ def test_dali_goes_on_with_the_epoch_after_a_break(plain: Stored, dali: Any) -> 
     np.testing.assert_array_equal(np.concatenate(rows), np.concatenate([b.rows for b in batches_of(plain.path)]))
 
 
-def test_dali_minibatches_that_are_kept_are_not_overwritten(plain: Stored, dali: Any) -> None:
+def test_dali_reset_before_the_end_loses_nothing_that_a_pipeline_holds(plain: Stored, dali: Any) -> None:
+    from nvidia.dali import pipeline_def
+
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
-        kept = [batch for (batch,) in dali.CellIterator(loader)]
-    for batch in kept:
-        np.testing.assert_array_equal(batch["X"].numpy(), plain.dense[batch["rows"].numpy()])
+
+        @pipeline_def(batch_size=8, device_id=None, num_threads=1, prefetch_queue_depth=3)
+        def ahead() -> tuple[Any, ...]:
+            return tuple(dali.cells(loader))
+
+        cells = dali.CellIterator(loader, pipeline=ahead())
+        rows = []
+        for _ in range(17):
+            rows.append(next(cells)[0]["rows"].numpy().copy())
+            cells.reset()
+        with pytest.raises(StopIteration):
+            next(cells)
+    np.testing.assert_array_equal(np.concatenate(rows), np.concatenate([b.rows for b in batches_of(plain.path)]))
+
+
+def test_dali_takes_nothing_before_the_first_step(plain: Stored, CellIterator: Any) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        cells = CellIterator(loader)
+        iter(cells)
+        loader.set_epoch(1)
+        for (found,), batch in zip(cells, epoch_one(plain.path), strict=True):
+            np.testing.assert_array_equal(found["rows"].numpy(), batch.rows)
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_dali_zero_copy(plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatch, is_copied: bool) -> None:
+    if is_copied:
+        monkeypatch.setitem(sys.modules, "nvidia.dali.experimental.dynamic", None)
+    places: list[dict[str, int]] = []
+    with gpuload.open_loader(plain.path, obs=OBS, **SETTINGS) as loader:
+        hand_over = loader._hand_over
+
+        def spy(take: Any) -> gpuload.Batch:
+            batch = hand_over(take)
+            arrays = {"X": batch.X, **batch.obs, "rows": batch.rows}
+            places.append({name: array.ctypes.data for name, array in arrays.items()})
+            return batch
+
+        monkeypatch.setattr(loader, "_hand_over", spy)
+        for (batch,) in dali.CellIterator(loader):
+            found = {name: tensor.data_ptr() for name, tensor in batch.items()}
+            assert not found.items() & places[-1].items() if is_copied else found == places[-1]
+    assert len(places) == 17
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Spoil what comes back to any pool; lease obs and rows too; return the sizes of what came of all minibatches."""
+    from gpuload.loader import Loader
+
+    came_back: list[int] = []
+    give_back, hand_over = BufferPool.give_back, Loader._hand_over
+    pool = BufferPool(max_idle=10_000)  # nothing is freed, so that a stale pointer reads the poison
+
+    def spoil(self: BufferPool, buffer: Any) -> None:
+        buffer[:] = 0xEE
+        if self is pool:
+            came_back.append(buffer.size)
+        give_back(self, buffer)
+
+    def leased(array: Any) -> Any:
+        copy = pool.array(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+    def lease_all(self: Loader, take: Any) -> gpuload.Batch:
+        batch = hand_over(self, take)
+        obs = {name: leased(values) for name, values in batch.obs.items()}
+        return gpuload.Batch(leased(batch.X), obs, leased(batch.rows))
+
+    monkeypatch.setattr(BufferPool, "give_back", spoil)
+    monkeypatch.setattr(Loader, "_hand_over", lease_all)
+    return came_back
+
+
+KEEPERS: dict[str, Callable[[Any], Any]] = {
+    "tensor": lambda t: t,
+    "slice": lambda t: t[1:],
+    "numpy": lambda t: t.numpy(),
+    "storage": lambda t: t.detach().view(-1),
+    "DLPack": torch.from_dlpack,
+    "parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS.keys())
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_dali_tensors_that_are_kept_are_never_overwritten(
+    plain: Stored,
+    dali: Any,
+    poisoned: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    is_copied: bool,
+    keep: Callable[[Any], Any],
+) -> None:
+    if is_copied:
+        monkeypatch.setitem(sys.modules, "nvidia.dali.experimental.dynamic", None)
+    expected: list[gpuload.Batch] = []
+    for epoch in range(3):
+        with gpuload.open_loader(plain.path, obs=OBS, **SETTINGS) as loader:
+            loader.set_epoch(epoch)
+            expected += [
+                gpuload.Batch(b.X.copy(), {n: v.copy() for n, v in b.obs.items()}, b.rows.copy()) for b in loader
+            ]
+    gc.collect()
+    poisoned.clear()
+    kept: list[dict[str, Any]] = []
+    with gpuload.open_loader(plain.path, obs=OBS, **SETTINGS) as loader:
+        cells = dali.CellIterator(loader)
+        for _ in range(3):
+            kept += [{name: keep(tensor) for name, tensor in batch.items()} for (batch,) in cells]
+    del cells, loader
+    gc.collect()
+    assert len(kept) == len(expected) == 3 * 17
+    if not is_copied:
+        assert not poisoned
+    for parts, batch in zip(kept, expected, strict=True):
+        for name, array in {"X": batch.X, **batch.obs, "rows": batch.rows}.items():
+            np.testing.assert_array_equal(np.asarray(parts[name]), np.asarray(keep(torch.from_numpy(array))), name)
+    del kept, parts
+    gc.collect()
+    assert len(poisoned) == 3 * 17 * (2 + len(OBS))
+
+
+def test_dali_memory_goes_round(plain: Stored, dali: Any, poisoned: list[int], no_leaks: None) -> None:
+    """A tensor that is dropped, here or in another thread, gives its memory back at once."""
+    with gpuload.open_loader(plain.path, obs=OBS, **SETTINGS) as loader, ThreadPoolExecutor(1) as thread:
+        for n_taken, (batch,) in enumerate(dali.CellIterator(loader), 1):
+            if n_taken % 2:
+                batch.clear()
+            else:
+                thread.submit(batch.clear).result()
+            assert len(poisoned) == n_taken * (2 + len(OBS))
+    assert n_taken == 17
+
+
+def test_dali_tensors_in_a_graph_outlive_all_else(plain: Stored, dali: Any, poisoned: list[int]) -> None:
+    weights, losses, rows = [], [], []
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        for (batch,) in dali.CellIterator(loader):
+            weights.append(torch.zeros(53, requires_grad=True))
+            losses.append((batch["X"] @ weights[-1]).sum())
+            rows.append(batch["rows"].numpy().copy())
+    del batch
+    for loss, weight, numbers in zip(losses, weights, rows, strict=True):
+        loss.backward()
+        expected = torch.from_numpy(plain.dense[numbers]).T @ torch.ones(numbers.size)
+        torch.testing.assert_close(weight.grad, expected)
+    del losses, loss
+    gc.collect()
+    assert len(poisoned) == 17 * 2
+
+
+def test_what_is_written_into_a_dali_tensor_shows_nowhere_else(plain: Stored, CellIterator: Any) -> None:
+    with gpuload.open_loader(plain.path, obs=["depth"], **SETTINGS) as loader:
+        cells = CellIterator(loader)
+        for _ in range(3):
+            for (batch,) in cells:
+                rows = batch["rows"].numpy().copy()
+                np.testing.assert_array_equal(batch["X"].numpy(), plain.dense[rows])
+                np.testing.assert_array_equal(batch["depth"].numpy(), plain.obs["depth"].to_numpy()[rows])
+                for tensor in batch.values():
+                    tensor.fill_(-1)
+
+
+def test_dali_dynamic_mode_takes_every_dtype(dali: Any) -> None:
+    for name in dali._DALI_TYPES:
+        as_tensor = dali._dynamic_mode({np.dtype(name)})
+        array = np.arange(6).astype(name)
+        np.testing.assert_array_equal(as_tensor(array).numpy(), array, strict=True)
+
+
+class SharedTensor:
+    """A tensor of DALI's as it should be."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def torch(self) -> Any:
+        return torch.from_numpy(self._array)
+
+
+class CopiedTensor(SharedTensor):
+    """A tensor of DALI's that copies."""
+
+    def torch(self) -> Any:
+        return torch.from_numpy(self._array.copy())
+
+
+class CopiedAndKeptTensor(SharedTensor):
+    """A tensor of DALI's that copies, and keeps the memory that it copied from all the same."""
+
+    def torch(self) -> Any:
+        tensor = torch.from_numpy(self._array.copy())
+        tensor.copied_from = self._array
+        return tensor
+
+
+class UnownedTensor(SharedTensor):
+    """A tensor of DALI's that does not keep the memory it points to."""
+
+    def torch(self) -> Any:
+        memory = (ctypes.c_char * self._array.nbytes).from_address(self._array.ctypes.data)
+        return torch.from_numpy(np.frombuffer(memory, dtype=self._array.dtype))
+
+
+DYNAMIC_MODULES: dict[str, tuple[Any, str]] = {
+    "missing": (None, "ModuleNotFoundError"),
+    "without as_tensor": (SimpleNamespace(), "no attribute 'as_tensor'"),
+    "without torch": (SimpleNamespace(as_tensor=lambda array: array), "no attribute 'torch'"),
+    "another signature": (SimpleNamespace(as_tensor=lambda: None), "TypeError"),
+    "copies": (SimpleNamespace(as_tensor=CopiedTensor), "share and keep the memory of float32 arrays"),
+    "copies and keeps": (
+        SimpleNamespace(as_tensor=CopiedAndKeptTensor),
+        "share and keep the memory of float32 arrays",
+    ),
+    "does not keep": (SimpleNamespace(as_tensor=UnownedTensor), "share and keep the memory of float32 arrays"),
+    "copies bool only": (
+        SimpleNamespace(as_tensor=lambda a: (CopiedTensor if a.dtype == bool else SharedTensor)(a)),
+        "share and keep the memory of bool arrays",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC_MODULES)
+def test_dali_without_a_usable_dynamic_mode_copies_and_says_so_once(
+    plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    module, reason = DYNAMIC_MODULES[name]
+    dali._say_once.cache_clear()
+    monkeypatch.setitem(sys.modules, "nvidia.dali.experimental.dynamic", module)
+    monkeypatch.setattr(importlib.import_module("nvidia.dali.experimental"), "dynamic", module, raising=False)
+    obs = ["passed"] if name == "copies bool only" else []
+    expected = batches_of(plain.path, obs=obs)
+    for _ in range(2):
+        with (
+            caplog.at_level(logging.INFO, logger="gpuload"),
+            gpuload.open_loader(plain.path, obs=obs, **SETTINGS) as loader,
+        ):
+            for (found,), batch in zip(dali.CellIterator(loader), expected, strict=True):
+                assert_same(found, batch)
+    (record,) = [r for r in caplog.records if r.name == "gpuload" and "DALI" in r.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert reason in record.getMessage()
+    assert "copies every minibatch" in record.getMessage()
+
+
+def test_dali_says_nothing_of_a_dynamic_mode_that_works(
+    plain: Stored, dali: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    dali._say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="gpuload"), gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        next(dali.CellIterator(loader))
+    assert not [r for r in caplog.records if "DALI" in r.getMessage()]
+
+
+def test_dali_output_names(plain: Stored, CellIterator: Any) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        (batch,) = next(CellIterator(loader, output_names=["counts", "cell"]))
+        assert list(batch) == ["counts", "cell"]
+        assert batch["counts"].shape == (8, 53)
+        for names in (["X"], ["X", "rows", "more"]):
+            with pytest.raises(gpuload.PlanError, match=r"output_names=.*expected 2 names"):
+                CellIterator(loader, output_names=names)
+        with pytest.raises(gpuload.PlanError, match=r"output_names=.*occurs twice"):
+            CellIterator(loader, output_names=["X", "X"])
 
 
 def test_dali_in_the_users_own_pipeline(plain: Stored, dali: Any) -> None:
@@ -293,7 +574,21 @@ def test_dali_refuses_csr(plain: Stored, dali: Any) -> None:
                 make(loader)
 
 
-def test_dali_surfaces_an_error_of_the_loader(store_variant: StoreVariant, tmp_path: Any, dali: Any) -> None:
+def test_dali_refuses_an_obs_column_named_as_another_output(copy_of: Callable[[str], Any], dali: Any) -> None:
+    import h5py
+
+    path = copy_of("taken.h5ad")
+    with h5py.File(path, "r+") as file:
+        file["obs"].move("depth", "rows")
+        order = list(file["obs"].attrs["column-order"])
+        file["obs"].attrs["column-order"] = ["rows" if name == "depth" else name for name in order]
+    with gpuload.open_loader(path, obs=["rows"]) as loader:
+        for make in (dali.cells, dali.CellIterator):
+            with pytest.raises(gpuload.PlanError, match=r"obs column 'rows' has the name of another output; rename it"):
+                make(loader)
+
+
+def test_dali_surfaces_an_error_of_the_loader(store_variant: StoreVariant, tmp_path: Any, CellIterator: Any) -> None:
     import h5py
 
     stored = store_variant("csr-gzip4")
@@ -302,5 +597,7 @@ def test_dali_surfaces_an_error_of_the_loader(store_variant: StoreVariant, tmp_p
         content[file["X/data"].id.get_chunk_info(5).byte_offset + 10] ^= 0xFF
     path = tmp_path / "bad.h5ad"
     path.write_bytes(content)
-    with gpuload.open_loader(path, **SETTINGS) as loader, pytest.raises(Exception, match=r"/X/data.*damaged"):
-        list(dali.CellIterator(loader))
+    with gpuload.open_loader(path, **SETTINGS) as loader:
+        cells = CellIterator(loader)
+        with pytest.raises(gpuload.CorruptDataError, match=r"/X/data.*damaged"):
+            list(cells)
