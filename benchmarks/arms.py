@@ -104,6 +104,7 @@ def _ours(batch_size: int, fetch_factor: int) -> list[Arm]:
     single = {**chunk, "block_size": 1}
     return [
         Arm("gpuload-dali/dense/chunk", "front", "gpuload_dali", chunk),
+        Arm("gpuload-dali/dense/pipeline", "front", "gpuload_dali", {**chunk, "is_piped": True}),
         Arm("gpuload/overlap/chunk", "overlap", "gpuload_torch", chunk, kind="overlap"),
         Arm("gpuload/memory/chunk", "memory", "gpuload_torch", chunk, kind="memory"),
         Arm("gpuload/memory/1", "memory", "gpuload_torch", single, kind="memory"),

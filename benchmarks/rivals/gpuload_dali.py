@@ -1,4 +1,4 @@
-"""gpuload through its DALI front on the CPU: DALI's dynamic mode, which copies nothing."""
+"""gpuload through its DALI front on the CPU: as it comes, or behind a pipeline that changes nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.job import LABEL, Job
 from benchmarks.rivals.gpuload_torch import open_loader, run_toy
-from gpuload.dali import CellIterator
+from gpuload.dali import CellIterator, cell_pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -18,7 +18,8 @@ PACKAGES = ("nvidia-dali-cuda130", "torch", "numba", "numpy", "h5py")
 
 def start(job: Job) -> DaliLoading:
     """Open a loader with the settings of an arm."""
-    return DaliLoading(open_loader(job.path, job.arm.settings, job.seed))
+    loader = open_loader(job.path, job.arm.settings, job.seed)
+    return DaliLoading(loader, is_piped=job.arm.settings.get("is_piped", False))
 
 
 def warm_up(job: Job) -> None:
@@ -29,10 +30,10 @@ def warm_up(job: Job) -> None:
 class DaliLoading:
     """gpuload's loader behind DALI."""
 
-    def __init__(self, loader: gpuload.Loader) -> None:
+    def __init__(self, loader: gpuload.Loader, *, is_piped: bool) -> None:
         self.loader = loader
         self.io_mode = loader.io_mode
-        self._batches = CellIterator(loader)
+        self._batches = CellIterator(loader, cell_pipeline(loader) if is_piped else None)
 
     def epoch(self) -> Iterator[Mapping[str, Any]]:
         """Iterate over the minibatches of the next epoch."""

@@ -1,7 +1,7 @@
 """Hand-over: what the engine's loop and the fronts cost per minibatch, over a backend that does nothing.
 
-The ceiling of the loop and of the PyTorch front is a Python generator that makes nothing but the same objects; that of
-the DALI front, whose CPU pipeline copies each minibatch, is one memcpy of it.
+The ceiling of the loop and of the fronts is a Python generator that makes nothing but the same objects; that of a DALI
+pipeline, which copies each minibatch on the CPU, is one memcpy of it.
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ class IdleBackend:
         """Return the array itself."""
         return host
 
+    def memory(self) -> dict[str, int]:
+        """Nothing is held."""
+        return {}
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -106,16 +110,24 @@ def _torch(setting: Setting, batch: NDArray[np.float32]) -> list[Rate]:
 def _dali(setting: Setting, batch: NDArray[np.float32]) -> list[Rate]:
     if not importlib.util.find_spec("nvidia.dali"):
         return []
-    from gpuload.dali import CellIterator
+    from gpuload.dali import CellIterator, cell_pipeline
 
-    def bare() -> Iterator[NDArray[np.float32]]:
+    def bare() -> Iterator[list[dict[str, Any]]]:
+        while True:
+            yield [{"X": batch[:], "rows": rows[:]}]
+
+    def copying() -> Iterator[NDArray[np.float32]]:
         while True:
             np.copyto(target, batch)
             yield target
 
-    target = np.ones_like(batch)
-    front = CellIterator(_loader(setting, batch))
-    return [_rate(setting, "dali front", front, bare, "memcpy of the minibatch")]
+    rows, target = np.arange(setting.batch_size), np.ones_like(batch)
+    loader = _loader(setting, batch)
+    piped = CellIterator(loader, cell_pipeline(loader))
+    return [
+        _rate(setting, "dali front", CellIterator(_loader(setting, batch)), bare, "bare generator of arrays"),
+        _rate(setting, "dali pipeline", piped, copying, "memcpy of the minibatch"),
+    ]
 
 
 def _loader(setting: Setting, batch: NDArray[np.float32]) -> Loader:
