@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import logging
+import os
+import re
 from typing import TYPE_CHECKING
 
-from gpuload.errors import DeviceError, PlanError
+from gpuload.errors import PlanError
 
 if TYPE_CHECKING:
     from gpuload.backends.base import Backend
@@ -19,7 +23,8 @@ def open_backend(device: str, *, num_threads: int | None, verify: str) -> Backen
     Parameters
     ----------
     device
-        ``"cpu"``, ``"auto"`` or ``"cuda:<n>"``.
+        ``"cpu"``; ``"cuda:<n>"``, or ``"cuda"`` for the GPU of this process (LOCAL_RANK) or the first; ``"auto"``: a
+        GPU where one can be used, else the CPU.
     num_threads
         Native threads that read and decode; None takes one per core that this process may use.
     verify
@@ -31,13 +36,48 @@ def open_backend(device: str, *, num_threads: int | None, verify: str) -> Backen
         A setting that is not one of those.
     DeviceError
         The device cannot be used.
+    MissingDependencyError
+        A package that it needs is not installed.
     """
-    if not (isinstance(device, str) and (device in {"auto", "cpu"} or device.startswith("cuda"))):
-        raise PlanError(f"device={device!r}: expected 'auto', 'cpu' or 'cuda:<number>'.")
-    if device.startswith("cuda"):
-        raise DeviceError(f"device={device!r}: this version has no CUDA backend; use device='cpu' (or 'auto').")
+    number = _device_number(device)
     if device == "auto":
-        _log.info("device='auto': chose 'cpu' (this version has no CUDA backend)")
-    from gpuload.backends.cpu import CpuBackend
+        number, why = _first_gpu()
+        _log.info("device='auto': chose %r (%s)", "cpu" if number is None else f"cuda:{number}", why)
+    if number is None:
+        from gpuload.backends.cpu import CpuBackend
 
-    return CpuBackend(num_threads=num_threads, verify=verify)
+        return CpuBackend(num_threads=num_threads, verify=verify)
+    from gpuload.backends.cuda import open_cuda
+
+    return open_cuda(number, num_threads=num_threads, verify=verify)
+
+
+def _device_number(device: object) -> int | None:
+    """Return the number of the GPU that is asked for; "cuda" alone is that of this process under torchrun, or 0."""
+    found = re.fullmatch(r"cuda(?::(\d+))?", device) if isinstance(device, str) else None
+    if found is not None:
+        return int(found[1] or os.environ.get("LOCAL_RANK", "0"))
+    if device not in ("auto", "cpu"):
+        raise PlanError(f"device={device!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:<number>'.")
+    return None
+
+
+def _first_gpu() -> tuple[int | None, str]:
+    """Return the number of the GPU that this process should use, None where it cannot use one, and why."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None, "there is no NVIDIA driver"
+    for package in ("cupy", "kvikio", "nvidia.libnvcomp"):
+        if not _is_installed(package):
+            return None, f"{package} is not installed"
+    from gpuload.backends.cuda.device import n_gpus
+
+    return (_device_number("cuda"), "a GPU is there") if n_gpus() else (None, "no GPU is to be seen")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even the package that it is part of
+        return False

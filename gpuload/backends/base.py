@@ -51,7 +51,7 @@ class Backend(Protocol):
     device
         ``"cpu"`` or ``"cuda:<n>"``.
     io_mode
-        The path that bytes take: ``"posix"``, ``"compat"`` or ``"gds"``.
+        The path that bytes take: ``"posix"``; ``"gds"``, ``"compat"`` or ``"pinned"`` for a GPU.
     takes_ahead
         How many `take_rows` the loader should keep started before the consumer asks for them.
     stats
@@ -59,9 +59,12 @@ class Backend(Protocol):
     """
 
     device: str
-    io_mode: str
     takes_ahead: int
     stats: Stats
+
+    @property
+    def io_mode(self) -> str:
+        """The path that bytes take."""
 
     def load(self, recipe: Recipe) -> Pending[Resident]:
         """Start to read and decode what a recipe says.

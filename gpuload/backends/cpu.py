@@ -24,15 +24,16 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.backends import codecs
 from gpuload.backends.buffers import BufferPool
+from gpuload.backends.damage import corrupt, reason, rounding_warning
 from gpuload.backends.native import chunks, inflate, rows
-from gpuload.errors import CorruptDataError, PlanError, ReadError
+from gpuload.backends.parts import cut
+from gpuload.errors import PlanError, ReadError
 from gpuload.stats import Stats
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class CpuBackend:
         tasks = [
             self._loads.submit(self._run, read, lo, hi, resident)
             for read in recipe.reads
-            for lo, hi in _cut_into_tasks(read)
+            for lo, hi in cut(read, TASK_NBYTES)
         ]
         return _Load(resident, tasks)
 
@@ -238,7 +239,7 @@ class CpuBackend:
             self._decode_by_library(*part) if steps is None else self._decode_native(*part, steps)
         )
         if is_rounded:
-            self._warn_of_rounding(layout)
+            self._warn_of_rounding(read)
         self.stats.add(
             read_nbytes=int(nbytes.sum()),
             read_s=middle - start,
@@ -292,7 +293,7 @@ class CpuBackend:
             status,
         )
         if n < 0:
-            raise _corrupt(read, first - 1 - n, _reason(int(status[0])))
+            raise corrupt(read, first - 1 - n, reason(int(status[0])))
         return int(status[0]), int(status[1]), bool(status[2])
 
     def _decode_by_library(
@@ -325,17 +326,17 @@ class CpuBackend:
                         layout.dtype.itemsize,
                     )
                 except codecs.DecodeError as error:
-                    raise _corrupt(read, c, str(error)) from error
+                    raise corrupt(read, c, str(error)) from error
                 code = chunks.copy_pieces(_typed(plain, layout.dtype), lo, hi, *pieces, strides, limit, out)
             if code < 0:
-                raise _corrupt(read, c, chunks.describe(code))
+                raise corrupt(read, c, chunks.describe(code))
             is_rounded |= code > 0
         return full * (last - first), 0, is_rounded
 
-    def _warn_of_rounding(self, layout: ArrayLayout) -> None:
+    def _warn_of_rounding(self, read: ArrayRead) -> None:
         if not self._has_warned_of_rounding:
             self._has_warned_of_rounding = True
-            _log.warning("%s: %s holds integers above 2**24, which float32 rounds", layout.source.name, layout.name)
+            _log.warning("%s", rounding_warning(read))
 
     def _take(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Any:
         with self.stats.timed("take_s"):
@@ -400,16 +401,6 @@ class CpuBackend:
         return matrix
 
 
-def _cut_into_tasks(read: ArrayRead) -> list[tuple[int, int]]:
-    """Return the extents of each task: (first, last), about `TASK_NBYTES` of decoded bytes apart."""
-    layout = read.layout
-    per_chunk = layout.chunk_size * layout.dtype.itemsize
-    work = read.extent_nbytes if layout.is_raw else np.diff(read.extent_chunks) * per_chunk
-    number = (np.cumsum(work) - 1).clip(0) // TASK_NBYTES
-    edges = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), work.size]
-    return [(lo, hi) for lo, hi in pairwise(edges) if lo < hi]
-
-
 def _read(
     layout: ArrayLayout,
     offset: NDArray[np.int64],
@@ -451,18 +442,6 @@ def _typed(plain: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
         return elements.astype(np.float32)
     return np.require(
         elements.astype(dtype.newbyteorder("="), copy=False) if dtype.kind != "b" else elements, requirements=["A", "W"]
-    )
-
-
-def _reason(code: int) -> str:
-    return chunks.describe(code) if code <= chunks.BAD_SIZE else inflate.describe(code)
-
-
-def _corrupt(read: ArrayRead, chunk: int, reason: str) -> CorruptDataError:
-    layout = read.layout
-    return CorruptDataError(
-        f"{layout.source.name}: chunk {int(read.chunk_id[chunk])} of {layout.name} at byte "
-        f"{int(read.chunk_offset[chunk])} is damaged: {reason}. Restore the file from its source."
     )
 
 

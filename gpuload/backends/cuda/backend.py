@@ -1,0 +1,399 @@
+"""The CUDA backend: bytes from disk into device memory, decoded there, and gathered into minibatches by kernels.
+
+A load runs in a thread of its own with a stream of its own, so that fetches that load overlap one another and the
+training step. It is cut into parts: while one part is decoded by the stream, the next is read into another arena. The
+thread, and nobody else, waits for the device. `take_rows` launches one kernel on the consumer's stream and returns.
+
+Requirements this package answers
+---------------------------------
+- What `cpu.CpuBackend` hands over, bit for bit where arithmetic allows.
+- Memory is used again only by work that is ordered after its last use (`memory`).
+- Nothing is allocated once residents, arenas and minibatches go round.
+- A chunk that the device finds bad is looked at by the host's decoder, and named if it is bad there too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends.cuda.decode import N_THREADS, Decoder, Outcome
+from gpuload.backends.cuda.memory import DevicePool, Lease
+from gpuload.backends.cuda.readers import PAGE, place_extents
+from gpuload.backends.damage import rounding_warning
+from gpuload.backends.parts import cut
+from gpuload.errors import PlanError
+from gpuload.stats import Stats
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.backends.cuda.device import Device
+    from gpuload.backends.cuda.nvcomp import Nvcomp
+    from gpuload.backends.cuda.readers import Reader
+    from gpuload.types import ArrayRead, Form, Recipe
+
+PART_NBYTES = 256 << 20
+"""Decoded bytes per part: thousands of chunks per launch, and a bound of the scratch memory."""
+
+N_LOADS = 2
+"""Fetches that load at the same time."""
+
+N_ARENAS = 2
+"""Arenas per load: one is read into while the other is decoded from."""
+
+_log = logging.getLogger("gpuload")
+
+
+@dataclass(slots=True, eq=False)
+class CudaResident:
+    """One fetch's decoded rows in device memory.
+
+    Attributes
+    ----------
+    host_indptr, indptr, indices, data
+        CSR: row offsets in host and in device memory, int64 (n_rows + 1,); int32 and float32 (nnz,).
+    X
+        Dense: (n_rows, n_vars) float32.
+    leases
+        What to tell of the streams that use it.
+    kept_counts : (n_rows,) int64, optional
+        Values of each row that are of chosen columns, once they were counted.
+    held
+        Page-locked memory that `indptr` is uploaded from.
+    """
+
+    n_rows: int
+    n_vars: int
+    host_indptr: NDArray[np.int64] | None = None
+    indptr: Any = None
+    indices: Any = None
+    data: Any = None
+    X: Any = None
+    leases: list[Lease] = field(default_factory=list)
+    kept_counts: NDArray[np.int64] | None = None
+    held: Any = None
+
+    def flat(self, target: str) -> Any:
+        """Return the array that a read fills, one-dimensional."""
+        return getattr(self, target).reshape(-1)
+
+
+class _Ready:
+    """A minibatch whose kernels are launched: to the host, it is there."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def result(self) -> Any:
+        return self._array
+
+    def done(self) -> bool:
+        return True
+
+    def cancel(self) -> bool:
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class _Arena:
+    """Device memory that stored bytes are read into, and the stream on which it is free and then filled."""
+
+    stream: Any
+    memory: Any = None
+
+
+class _Lane(threading.local):
+    """What one loading thread has for itself: a stream that decodes, and arenas that take turns."""
+
+    def __init__(self, device: Device) -> None:
+        device.use()
+        self.stream = device.stream()
+        self.arenas = [_Arena(device.stream()) for _ in range(N_ARENAS)]
+        self.n_parts = 0
+
+
+class CudaBackend:
+    """Reads into device memory and decodes there.
+
+    Parameters
+    ----------
+    device
+        Where.
+    reader
+        What brings bytes there.
+    nvcomp
+        The decoders.
+    verify
+        ``"once"``, ``"always"`` or ``"never"``.
+    """
+
+    takes_ahead = 0
+
+    def __init__(self, device: Device, reader: Reader, nvcomp: Nvcomp, *, verify: str = "once") -> None:
+        if verify not in ("once", "always", "never"):
+            raise PlanError(f"verify={verify!r}: expected 'once', 'always' or 'never'.")
+        self.device = device.name
+        self.stats = Stats()
+        self._device = device
+        self._reader = reader
+        self._verify = verify
+        self._residents = DevicePool(device, max_idle=16)
+        self._scratch = DevicePool(device, max_idle=64)
+        self._outputs = DevicePool(device, max_idle=16)
+        self._small = DevicePool(device, max_idle=256)
+        self._decoder = Decoder(device, nvcomp, self._scratch)
+        self._lane = _Lane(device)
+        self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
+        self._arena_nbytes: dict[int, int] = {}
+        self._columns: tuple[Any, Any] = (None, None)
+        self._uploads = _Uploads(device)
+        self._never_bad = device.typed(device.empty(4), np.int32, (1,))
+        self._has_warned_of_rounding = False
+
+    @property
+    def io_mode(self) -> str:
+        """The path that bytes take, as the reader's own counters tell."""
+        return str(self._reader.io_mode)
+
+    def load(self, recipe: Recipe) -> Future[CudaResident]:
+        """Start to read and decode a fetch; see `Backend.load`."""
+        return self._loads.submit(self._load, recipe)
+
+    def take_rows(self, resident: CudaResident, positions: NDArray[np.int32], form: Form) -> _Ready:
+        """Launch the gather of rows on the consumer's stream; see `Backend.take_rows`."""
+        stream = self._device.current_stream()
+        for lease in resident.leases:
+            lease.used_on(stream)
+        with self.stats.timed("take_s"):
+            take = self._take_csr if form.output == "csr" else self._take_dense
+            return _Ready(take(resident, positions, form, stream))
+
+    def memory(self) -> dict[str, int]:
+        """Return the most bytes of device memory held at one time; see `Backend.memory`."""
+        return {
+            "residents": self._residents.peak_nbytes,
+            "minibatches": self._outputs.peak_nbytes,
+            "arenas": sum(self._arena_nbytes.copy().values()),
+            "scratch": self._scratch.peak_nbytes,
+        }
+
+    def asarray(self, host: NDArray[Any]) -> Any:
+        """Return a host array on the device; ready on the consumer's stream."""
+        stream = self._device.current_stream()
+        pinned = self._device.pinned(host.nbytes)
+        pinned[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        array, _ = self._small.array(host.shape, host.dtype, stream)
+        self._device.upload(pinned, array, stream)
+        self._uploads.hold(pinned, stream)
+        return array
+
+    def close(self) -> None:
+        """Stop the threads, waiting for the loads that run, and give back idle memory."""
+        is_own_thread = threading.current_thread().name.startswith("gpuload-load")
+        self._loads.shutdown(wait=not is_own_thread, cancel_futures=True)
+        self._reader.close()
+        for pool in (self._residents, self._scratch, self._outputs, self._small):
+            pool.clear()
+
+    # --- load
+
+    def _load(self, recipe: Recipe) -> CudaResident:
+        self._device.use()
+        stream = self._lane.stream
+        resident = self._new_resident(recipe, stream)
+        outcomes: list[Outcome] = []
+        try:
+            for read in recipe.reads:
+                outcomes += [self._run(read, lo, hi, resident) for lo, hi in cut(read, PART_NBYTES)]
+        finally:  # also after a fault: what the launches use must outlive them
+            start = time.perf_counter()
+            self._device.wait(self._device.record(stream))
+        for outcome in outcomes:
+            self._settle(outcome, resident)
+        self.stats.add(decode_s=time.perf_counter() - start)
+        return resident
+
+    def _new_resident(self, recipe: Recipe, stream: Any) -> CudaResident:
+        resident = CudaResident(recipe.n_rows, recipe.n_vars)
+
+        def array(shape: tuple[int, ...], dtype: Any) -> Any:
+            made, lease = self._residents.array(shape, dtype, stream)
+            resident.leases.append(lease)
+            return made
+
+        if recipe.indptr is None:
+            resident.X = array((recipe.n_rows, recipe.n_vars), np.float32)
+            return resident
+        resident.host_indptr = recipe.indptr
+        resident.indptr = array((recipe.n_rows + 1,), np.int64)
+        resident.indices, resident.data = array((recipe.nnz,), np.int32), array((recipe.nnz,), np.float32)
+        pinned = self._device.pinned(recipe.indptr.nbytes)
+        pinned[:] = recipe.indptr.view(np.uint8)
+        self._device.upload(pinned, resident.indptr, stream)
+        resident.held = pinned
+        return resident
+
+    def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident) -> Outcome:
+        """Read extents lo..hi into an arena, and launch the decoding of their chunks."""
+        lane, start = self._lane, time.perf_counter()
+        arena = lane.arenas[lane.n_parts % N_ARENAS]
+        lane.n_parts += 1
+        source, name = read.layout.source, read.layout.name
+        offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
+        _, _, place, total = place_extents(offset, nbytes, source.nbytes)
+        self._grow(arena, total)
+        self._reader.start(source, offset, nbytes, place, arena.memory, arena.stream, name=name).result()
+        self._device.stream_wait(lane.stream, self._device.record(arena.stream))
+        first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
+        shift = np.repeat(place - offset, np.diff(read.extent_chunks[lo : hi + 1]))
+        middle = time.perf_counter()
+        outcome = self._decoder.enqueue(
+            read,
+            first,
+            last,
+            read.chunk_offset[first:last] + shift,
+            arena.memory,
+            resident.flat(read.target),
+            lane.stream,
+            verify=self._verify != "never",
+        )
+        self._device.stream_wait(arena.stream, self._device.record(lane.stream))
+        self.stats.add(
+            read_nbytes=int(nbytes.sum()),
+            read_s=middle - start,
+            decoded_nbytes=(last - first) * read.layout.chunk_size * read.layout.dtype.itemsize,
+            decode_s=time.perf_counter() - middle,
+            n_chunks=last - first,
+        )
+        return outcome
+
+    def _grow(self, arena: _Arena, nbytes: int) -> None:
+        """Make an arena large enough; it starts on a page, as transfers do."""
+        if arena.memory is not None and arena.memory.nbytes >= nbytes:
+            return
+        self._device.wait(self._device.record(arena.stream))
+        arena.memory = None
+        memory = self._device.empty(nbytes + nbytes // 8 + PAGE)
+        arena.memory = memory[-self._device.address(memory) % PAGE :]
+        self._arena_nbytes[id(arena)] = arena.memory.nbytes
+
+    def _settle(self, outcome: Outcome, resident: CudaResident) -> None:
+        """Look again at what the device found bad; note what is right."""
+        read = outcome.read
+        for chunk in outcome.suspects():
+            self._decoder.retry(read, chunk, resident.flat(read.target), self._lane.stream)
+        if outcome.verified is not None and self._verify != "never":
+            read.layout.verified[outcome.verified] = 1
+        if any(flag[0] for flag in outcome.is_rounded) and not self._has_warned_of_rounding:
+            self._has_warned_of_rounding = True
+            _log.warning("%s", rounding_warning(read))
+
+    # --- take
+
+    def _take_dense(self, resident: CudaResident, positions: NDArray[np.int32], form: Form, stream: Any) -> Any:
+        kind = _OUTPUTS[form.dtype]
+        shape = positions.size, form.n_cols
+        out, _ = self._outputs.array(shape, np.float16 if kind == "f2" else np.float32, stream)
+        places = self.asarray(positions)
+        arithmetic = self._arithmetic(form)
+        n_rows = np.int64(positions.size)
+        bad, host_bad = self._bad(form, stream)
+        if resident.X is not None:
+            name = f"gather_dense_{kind}"
+            sizes: tuple[Any, ...] = (n_rows, np.int64(resident.n_vars), np.int64(form.n_cols))
+            args: tuple[Any, ...] = (places, resident.X, *arithmetic, *sizes, out, bad)
+        else:
+            name = f"densify_csr_{kind}"
+            sizes = (n_rows, np.int64(form.n_cols))
+            args = (places, resident.indptr, resident.indices, resident.data, *arithmetic, *sizes, out, bad)
+        self._device.launch(name, int(n_rows), 512, args, stream)
+        if host_bad is not None:
+            self._device.download(bad, host_bad, stream)
+            self._device.wait(self._device.record(stream))
+            if host_bad[0] != _NONE_BAD:
+                raise PlanError(
+                    f"dtype='float16': row {host_bad[0]} of a minibatch holds a value beyond 65504, which float16 "
+                    "cannot hold; use dtype='float32', or a transform that makes the values smaller."
+                )
+        return out
+
+    def _bad(self, form: Form, stream: Any) -> tuple[Any, NDArray[np.int32] | None]:
+        """Return where the kernel notes a row that float16 cannot hold; on the host too, where one may be.
+
+        Only then does the host wait for the gather: with log1p no value comes near to what float16 holds.
+        """
+        if form.dtype != "float16" or (form.transform is not None and form.transform.log1p):
+            return self._never_bad, None
+        host = self._device.pinned(4).view(np.int32)
+        host[0] = _NONE_BAD
+        bad, _ = self._small.array((1,), np.int32, stream)
+        self._device.upload(host, bad, stream)
+        return bad, host
+
+    def _take_csr(self, resident: CudaResident, positions: NDArray[np.int32], form: Form, stream: Any) -> Any:
+        if resident.X is not None:
+            return self._device.csr_of(self._take_dense(resident, positions, form, stream), stream)
+        assert resident.host_indptr is not None  # noqa: S101 - narrows the type; X is None
+        arithmetic = self._arithmetic(form)
+        if form.columns is None:
+            counts = resident.host_indptr[positions + 1] - resident.host_indptr[positions]
+        else:
+            counts = self._kept_counts(resident, arithmetic[0], stream)[positions]
+        indptr = np.concatenate([[0], np.cumsum(counts)])
+        nnz = int(indptr[-1])
+        if nnz > np.iinfo(np.int32).max:
+            raise PlanError("output='csr': a minibatch has more than 2**31 - 1 values; use a smaller batch_size.")
+        places = self.asarray(positions)
+        offsets = self.asarray(indptr)
+        short = self.asarray(indptr.astype(np.int32))
+        (indices, _), (data, _) = (self._outputs.array((nnz,), t, stream) for t in (np.int32, np.float32))
+        args = (places, resident.indptr, resident.indices, resident.data, *arithmetic, np.int64(positions.size))
+        self._device.launch("gather_csr", positions.size, N_THREADS, (*args, offsets, indices, data), stream)
+        return self._device.csr(data, indices, short, (positions.size, form.n_cols))
+
+    def _kept_counts(self, resident: CudaResident, columns: Any, stream: Any) -> NDArray[np.int64]:
+        """Return how many values of each row are of chosen columns: counted, and waited for, once per fetch."""
+        if resident.kept_counts is None:
+            places = self.asarray(np.arange(resident.n_rows, dtype=np.int32))
+            counts, _ = self._small.array((resident.n_rows,), np.int64, stream)
+            args = (places, resident.indptr, resident.indices, columns, np.int64(resident.n_rows), counts)
+            self._device.launch("count_csr", resident.n_rows, N_THREADS, args, stream)
+            host = self._device.pinned(8 * resident.n_rows).view(np.int64)
+            self._device.download(counts, host, stream)
+            self._device.wait(self._device.record(stream))
+            resident.kept_counts = host
+        return resident.kept_counts
+
+    def _arithmetic(self, form: Form) -> tuple[Any, np.float64, np.int32]:
+        """Return a form in the words of the kernels: columns, target sum (0 = none), log1p."""
+        if self._columns[0] is not form.columns:
+            self._columns = form.columns, None if form.columns is None else self.asarray(form.columns)
+        transform = form.transform
+        target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
+        return self._columns[1], np.float64(target_sum), np.int32(transform is not None and transform.log1p)
+
+
+class _Uploads:
+    """Page-locked memory for what is uploaded per minibatch; each is let go when its stream is past it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._held: list[tuple[Any, Any]] = []
+
+    def hold(self, pinned: Any, stream: Any) -> None:
+        """Keep memory alive until the stream is past what was given to it so far."""
+        while len(self._held) >= 64:
+            event, _ = self._held.pop(0)
+            self._device.wait(event)
+        self._held.append((self._device.record(stream), pinned))
+
+
+_OUTPUTS = {"float32": "f4", "float16": "f2"}
+_NONE_BAD = np.iinfo(np.int32).max

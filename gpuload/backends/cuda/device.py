@@ -1,0 +1,249 @@
+"""One CUDA device: memory, streams, events, launches. The home of cupy.
+
+All that the CUDA backend asks of a GPU goes through the `Device` here, so that tests can put host memory and the same
+kernels, compiled for the CPU, in its place. No method waits for the device but those whose name says so.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from gpuload.errors import DeviceError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+KERNELS = Path(__file__).with_name("kernels.cu")
+"""CUDA C++ source of all own kernels, compiled for the device at hand when it is first opened."""
+
+
+class Device(Protocol):
+    """What the backend needs of a device. Arrays are one-dimensional where nothing else is said."""
+
+    name: str
+
+    def use(self) -> None:
+        """Make this the device of the calling thread."""
+
+    def empty(self, nbytes: int) -> Any:
+        """Return new device memory of undefined contents, as uint8."""
+
+    def view(self, block: Any, nbytes: int, owner: object) -> Any:
+        """Return the first bytes of a block as an array that keeps `owner`, and not the block, alive."""
+
+    def typed(self, memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """Return memory as an array of a type and shape; what is left over at its end is not part of it."""
+
+    def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
+        """Return a CSR matrix over three device arrays."""
+
+    def csr_of(self, X: Any, stream: Any) -> Any:
+        """Return a dense array as a CSR matrix; waits for the stream."""
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return page-locked host memory of undefined contents."""
+
+    def address(self, array: Any) -> int:
+        """Return where an array starts."""
+
+    def stream(self) -> Any:
+        """Return a new stream that does not wait for the default one."""
+
+    def current_stream(self) -> Any:
+        """Return the stream on which the calling thread's consumer works."""
+
+    def stream_number(self, stream: Any) -> int:
+        """Return the cudaStream_t of a stream."""
+
+    def record(self, stream: Any) -> Any:
+        """Return an event that is reached when all that was given to the stream so far is done."""
+
+    def wait(self, event: Any) -> None:
+        """Let the calling thread wait for an event."""
+
+    def stream_wait(self, stream: Any, event: Any) -> None:
+        """Let a stream wait for an event."""
+
+    def upload(self, host: NDArray[Any], out: Any, stream: Any) -> None:
+        """Copy page-locked memory to the device, which must both be left alone until the stream is past this."""
+
+    def download(self, array: Any, host: NDArray[Any], stream: Any) -> None:
+        """Copy an array to page-locked memory."""
+
+    def fill(self, array: Any, value: int, stream: Any) -> None:
+        """Set all bytes of an array."""
+
+    def launch(self, kernel: str, n_blocks: int, n_threads: int, args: Sequence[Any], stream: Any) -> None:
+        """Launch a kernel; an argument is an array, None (a null pointer), or a NumPy scalar of the exact type."""
+
+
+class CupyDevice:
+    """A GPU through CuPy.
+
+    Parameters
+    ----------
+    number
+        Which GPU of those that this process sees.
+
+    Raises
+    ------
+    MissingDependencyError
+        CuPy is not installed.
+    DeviceError
+        There is no such GPU, no driver, or the kernels cannot be compiled for it.
+    """
+
+    def __init__(self, number: int) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise MissingDependencyError("cupy-cuda13x", "device='cuda'", "cuda13") from error
+        self._cupy = cupy
+        self._number = number
+        self.name = f"cuda:{number}"
+        try:
+            count = cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise DeviceError(
+                f"device={self.name!r}: no GPU can be used here ({error}); use device='cpu', or see `gpuload doctor`."
+            ) from error
+        with _as_device_error(self.name):
+            if number >= count:
+                raise DeviceError(
+                    f"device={self.name!r}: this process sees {count} GPU{'' if count == 1 else 's'}; use a number "
+                    f"below {count}, or set CUDA_VISIBLE_DEVICES."
+                )
+            self.use()
+            self._kernels = cupy.RawModule(code=KERNELS.read_text(), options=("-std=c++17",))
+            self._functions: dict[str, Any] = {}
+            # Of its own: memory of CuPy's common pool may still be in use by a stream that we know nothing of.
+            self._memory = cupy.cuda.MemoryPool()
+
+    def use(self) -> None:
+        """Make this the device of the calling thread."""
+        self._cupy.cuda.Device(self._number).use()
+
+    def empty(self, nbytes: int) -> Any:
+        """Return new device memory; DeviceError where there is not enough."""
+        with _as_device_error(self.name):
+            return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=self._memory.malloc(nbytes))
+
+    def view(self, block: Any, nbytes: int, owner: object) -> Any:
+        """Return the first bytes of a block as an array that keeps `owner` alive."""
+        cuda = self._cupy.cuda
+        memory = cuda.UnownedMemory(block.data.ptr, nbytes, owner, self._number)
+        return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=cuda.MemoryPointer(memory, 0))
+
+    def typed(self, memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """Return memory as an array of a type and shape."""
+        return self._cupy.ndarray(shape, dtype=dtype, memptr=memory.data)
+
+    def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
+        """Return a `cupyx.scipy.sparse.csr_matrix`."""
+        from cupyx.scipy.sparse import csr_matrix
+
+        return csr_matrix((data, indices, indptr), shape=shape)
+
+    def csr_of(self, X: Any, stream: Any) -> Any:
+        """Return a dense array as a `cupyx.scipy.sparse.csr_matrix`; waits for the stream."""
+        from cupyx.scipy.sparse import csr_matrix
+
+        with stream, _as_device_error(self.name):
+            return csr_matrix(X)
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return page-locked host memory."""
+        with _as_device_error(self.name):
+            return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(1, nbytes)), dtype=np.uint8)[:nbytes]
+
+    def address(self, array: Any) -> int:
+        """Return where an array starts."""
+        return int(array.data.ptr)
+
+    def stream(self) -> Any:
+        """Return a new stream."""
+        return self._cupy.cuda.Stream(non_blocking=True)
+
+    def current_stream(self) -> Any:
+        """Return CuPy's current stream of the calling thread."""
+        return self._cupy.cuda.get_current_stream()
+
+    def stream_number(self, stream: Any) -> int:
+        """Return the cudaStream_t of a stream."""
+        return int(stream.ptr)
+
+    def record(self, stream: Any) -> Any:
+        """Return an event recorded on a stream."""
+        with self._cupy.cuda.Device(self._number):  # the garbage collector may call this in any thread
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(stream)
+        return event
+
+    def wait(self, event: Any) -> None:
+        """Let the calling thread wait for an event; a fault of what was launched before shows here."""
+        with _as_device_error(self.name):
+            event.synchronize()
+
+    def stream_wait(self, stream: Any, event: Any) -> None:
+        """Let a stream wait for an event."""
+        stream.wait_event(event)
+
+    def upload(self, host: NDArray[Any], out: Any, stream: Any) -> None:
+        """Copy page-locked memory to the device."""
+        if host.nbytes:
+            out.data.copy_from_host_async(host.ctypes.data, host.nbytes, stream)
+
+    def download(self, array: Any, host: NDArray[Any], stream: Any) -> None:
+        """Copy an array to page-locked memory."""
+        if host.nbytes:
+            array.data.copy_to_host_async(host.ctypes.data, host.nbytes, stream)
+
+    def fill(self, array: Any, value: int, stream: Any) -> None:
+        """Set all bytes of an array."""
+        if array.nbytes:
+            array.data.memset_async(value, array.nbytes, stream)
+
+    def launch(self, kernel: str, n_blocks: int, n_threads: int, args: Sequence[Any], stream: Any) -> None:
+        """Launch a kernel; nothing where there are no blocks."""
+        if n_blocks < 1:
+            return
+        with _as_device_error(self.name):
+            function = self._functions.get(kernel)
+            if function is None:
+                function = self._functions[kernel] = self._kernels.get_function(kernel)
+            with stream:
+                function((n_blocks,), (n_threads,), tuple(np.intp(0) if arg is None else arg for arg in args))
+
+
+@contextmanager
+def _as_device_error(name: str) -> Iterator[None]:
+    """Raise what CUDA reports as a DeviceError of one sentence."""
+    import cupy
+
+    cuda = cupy.cuda
+    try:
+        yield
+    except cuda.memory.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{name}: out of memory: {error}. Lower fetch_factor, prefetch or device_cache, or give device_memory."
+        ) from error
+    except cuda.compiler.CompileException as error:
+        raise DeviceError(f"{name}: the kernels do not compile for this device: {error}.") from error
+    except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
+        raise DeviceError(f"{name}: {error}. See `gpuload doctor`.") from error
+
+
+def n_gpus() -> int:
+    """Return how many GPUs this process sees; 0 without CuPy or a driver."""
+    try:
+        import cupy
+
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except Exception:  # noqa: BLE001 - whatever is wrong with the driver, there is no GPU to use
+        return 0

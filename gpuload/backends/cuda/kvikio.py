@@ -1,0 +1,341 @@
+"""Bytes from disk to device memory by KvikIO. The home of kvikio.
+
+KvikIO reads by GPUDirect Storage where the machine has it, and through a bounce buffer of its own where not ("compat").
+Which of the two it was is taken from its counters, never assumed.
+
+What KvikIO leaves to its caller, and is seen to here:
+
+- It waits for the default stream alone before it writes. So a read begins when its stream has done what it was given.
+- A failed read leaves its other parts running. So every call here is one part (KvikIO cuts reads into tasks; these are
+  cut here, to the same size), and a read ends when the last of them has.
+- A read past the file's end is an error or comes back short. So ranges are rounded to whole pages up to that end.
+- Without a driver it hangs (KVIKIO_COMPAT_MODE=OFF) or fails late. So a missing driver is an error at once.
+- It has one pool of threads per process, set by whoever comes last. So open readers share the largest number asked for,
+  and the last to be closed puts back what was there.
+- A file is opened by name. So it is opened through the descriptor of the source: the name may mean another file by now.
+
+References
+----------
+.. [1] KvikIO documentation, "Runtime Settings"; cpp/src/file_handle.cpp (what is read how, and what is waited for).
+.. [2] NVIDIA, "GPUDirect Storage cuFile API Reference Guide" (alignment; compatibility mode; fork).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+import time
+from collections import deque
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any
+
+from gpuload.backends.cuda.pinned import PinnedReader
+from gpuload.backends.cuda.readers import (
+    PAGE,
+    Pending,
+    Threads,
+    bytes_there,
+    check_places,
+    place_extents,
+    short_read,
+)
+from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from gpuload.backends.cuda.device import Device
+    from gpuload.types import Source
+
+NUM_THREADS = 8
+"""KvikIO's threads where nothing else is asked for: fewer left a PCIe link idle (rapidsai/kvikio issue 453)."""
+
+N_SUBMITTERS = 2
+"""Reads that are fed to KvikIO at a time: the next one's first parts fill the pool while the last of one run out."""
+
+_DRIVER = "libcuda.so.1"
+
+
+class KvikioReader:
+    """Reads files into device memory through KvikIO's threads; what is no file, through pinned memory.
+
+    Parameters
+    ----------
+    device
+        Whose memory is written.
+    num_threads
+        Reads that KvikIO carries out at a time. None takes what KVIKIO_NTHREADS says, or `NUM_THREADS`. The pool is the
+        process's: it is as large as the most that any open reader asked for.
+    task_nbytes
+        Most bytes per read, a multiple of 4096 (KvikIO's ``task_size``).
+
+    Attributes
+    ----------
+    read_nbytes
+        Bytes that all reads brought so far.
+
+    Raises
+    ------
+    PlanError
+        A parameter is none of those.
+    DeviceError
+        This machine has no CUDA driver.
+    MissingDependencyError
+        KvikIO is not installed, or older than its counters (26.10).
+    """
+
+    def __init__(self, device: Device, *, num_threads: int | None = None, task_nbytes: int = 4 << 20) -> None:
+        if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+            raise PlanError(
+                f"num_threads={num_threads!r}: expected a whole number of at least 1, or None for KvikIO's own setting."
+            )
+        if not isinstance(task_nbytes, int) or task_nbytes < PAGE or task_nbytes % PAGE:
+            raise PlanError(f"task_nbytes={task_nbytes!r}: expected a multiple of {PAGE} bytes.")
+        _check_driver()
+        try:
+            import kvikio
+            import kvikio.cufile_driver
+            import kvikio.defaults
+            from kvikio import SummaryMonitor
+        except ImportError as error:
+            raise MissingDependencyError("kvikio-cu13>=26.10", "reading to a GPU through KvikIO", "cuda13") from error
+        self._kvikio = kvikio
+        self._device = device
+        self._task_nbytes = task_nbytes
+        self._num_threads = num_threads or _default_num_threads(kvikio.defaults)
+        self._files: dict[int, tuple[Source, Any]] = {}
+        self._lock = threading.Lock()
+        self.read_nbytes = 0
+        _pool_size.join(kvikio.defaults, self._num_threads)
+        self._monitor = SummaryMonitor()
+        self._threads = Threads(N_SUBMITTERS, "kvikio", self._release)
+        self._pinned = PinnedReader(device, num_threads=1, buffer_nbytes=1 << 20)
+
+    @property
+    def io_mode(self) -> str:
+        """``"gds"`` where at least half of the bytes so far went through cuFile, and that with DMA; else ``"compat"``.
+
+        cuFile may bounce on its own account, which KvikIO counts as GDS. So it must also have its kernel driver
+        (nvidia-fs), or be forbidden to bounce (``"allow_compat_mode": false`` in cufile.json). The counters are the
+        process's: reads of others through KvikIO count too.
+        """
+        direct, bounced = self._counted()
+        if direct == 0 or direct < bounced:
+            return "compat"
+        is_direct = self._driver_says("is_gds_available") or not self._driver_says("allow_compat_mode")
+        return "gds" if is_direct else "compat"
+
+    def facts(self) -> dict[str, Any]:
+        """Return what decides about the path, for reports: versions, settings, and bytes by path so far."""
+        kvikio = self._kvikio
+        direct, bounced = self._counted()
+        mode = kvikio.defaults.get("compat_mode")
+        return {
+            "kvikio": kvikio.__version__,
+            "cufile": ".".join(map(str, kvikio.cufile_driver.libcufile_version())),
+            "compat_mode": getattr(mode, "name", str(mode)),
+            "has_nvidia_fs": self._driver_says("is_gds_available"),
+            "may_bounce": self._driver_says("allow_compat_mode"),
+            "num_threads": kvikio.defaults.get("num_threads"),
+            "gds_nbytes": direct,
+            "compat_nbytes": bounced,
+        }
+
+    def start(
+        self,
+        source: Source,
+        offset: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        place: NDArray[np.int64],
+        out: Any,
+        stream: Any,
+        *,
+        name: str = "its data",
+    ) -> Pending:
+        """Start to read byte ranges; see `Reader.start`."""
+        self._threads.check(source)
+        if source.fileno() < 0:
+            return self._pinned.start(source, offset, nbytes, place, out, stream, name=name)
+        read_offset, read_nbytes, _, _ = place_extents(offset, nbytes, source.nbytes)
+        first = place - (offset - read_offset)
+        check_places(first, read_nbytes, int(out.shape[0]))
+        pending = Pending()
+        before = self._device.record(stream)
+        self._threads.submit(
+            pending, self._read, source, name, (offset, nbytes), (read_offset, read_nbytes, first), out, before
+        )
+        return pending
+
+    def close(self) -> None:
+        """Stop the threads and close the files, after the reads in progress; may be called twice."""
+        self._pinned.close()
+        self._threads.close()
+
+    def _read(
+        self,
+        pending: Pending,
+        source: Source,
+        name: str,
+        wanted: tuple[NDArray[np.int64], NDArray[np.int64]],
+        ranges: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+        out: Any,
+        before: Any,
+    ) -> None:
+        """Keep KvikIO's threads at work until all ranges are read, or one has failed and no other is being read."""
+        self._device.use()
+        self._device.wait(before)
+        start = time.perf_counter()
+        file = self._file(source)
+        memory = self._device.address(out)
+        in_flight: deque[tuple[int, int, Any]] = deque()
+        failure: tuple[int, str] | None = None
+        n_read, is_cut_short = 0, False
+        for e, at, first, n in self._parts(*ranges):
+            is_cut_short = pending.is_stopped
+            if is_cut_short:
+                break
+            try:
+                future = file.pread(_Span(memory + first, n), n, at, self._task_nbytes)
+            except Exception as error:  # noqa: BLE001 - a small read is carried out at once, and may fail in any way
+                failure = e, _reason(error)
+                break
+            in_flight.append((e, n, future))
+            if len(in_flight) > 2 * self._num_threads:
+                n_read, failure = _collect(in_flight.popleft(), n_read, failure)
+            if failure:
+                break
+        while in_flight:
+            n_read, failure = _collect(in_flight.popleft(), n_read, failure)
+        pending.count(n_read, time.perf_counter() - start)
+        with self._lock:
+            self.read_nbytes += n_read
+        if failure:
+            e, reason = failure
+            offset, nbytes = int(wanted[0][e]), int(wanted[1][e])
+            got = bytes_there(source, offset, nbytes)
+            if got < nbytes:
+                raise short_read(source, name, offset, nbytes, got)
+            raise ReadError(
+                f"{source.name}: reading {nbytes} bytes of {name} at byte {offset} through KvikIO failed: {reason}."
+            )
+        if is_cut_short:
+            raise CancelledError
+
+    def _parts(
+        self, offset: NDArray[np.int64], nbytes: NDArray[np.int64], first: NDArray[np.int64]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (extent, offset in the file, place, bytes) of parts of at most `task_nbytes`, each begun on a page."""
+        for e, (at, n, to) in enumerate(zip(offset.tolist(), nbytes.tolist(), first.tolist(), strict=True)):
+            for done in range(0, n, self._task_nbytes):
+                yield e, at + done, to + done, min(self._task_nbytes, n - done)
+
+    def _file(self, source: Source) -> Any:
+        """Return the open file of a source; the same as long as this reader is open."""
+        with self._lock:
+            known = self._files.get(id(source))
+            if known is not None:
+                return known[1]
+            try:
+                file = self._kvikio.CuFile(f"/proc/self/fd/{source.fileno()}")
+            except (RuntimeError, OSError, ValueError) as error:
+                raise ReadError(f"{source.name}: KvikIO cannot open it: {_reason(error)}.") from error
+            self._files[id(source)] = (source, file)
+            return file
+
+    def _release(self) -> None:
+        self._monitor.stop()
+        files, self._files = self._files, {}
+        for _, file in files.values():
+            file.close()
+        _pool_size.leave(self._kvikio.defaults, self._num_threads)
+
+    def _counted(self) -> tuple[int, int]:
+        """Return the bytes that went through cuFile and through the bounce buffer since this reader was opened."""
+        by_backend = self._monitor.get().by_backend
+        return by_backend["GDS"]["bytes_transferred"], by_backend["POSIX"]["bytes_transferred"]
+
+    def _driver_says(self, fact: str) -> bool:
+        try:
+            return bool(self._kvikio.cufile_driver.get(fact))
+        except RuntimeError:  # no cuFile
+            return False
+
+
+class _Span:
+    """A range of device memory, as KvikIO wants to be told; cheaper than a slice of an array."""
+
+    __slots__ = ("__cuda_array_interface__",)
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class _PoolSize:
+    """The size of KvikIO's pool, which all readers of the process share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted: list[int] = []
+        self._before = 0
+
+    def join(self, defaults: Any, n: int) -> None:
+        with self._lock:
+            if not self._wanted:
+                self._before = defaults.get("num_threads")
+            self._wanted.append(n)
+            self._set(defaults, max(self._wanted))
+
+    def leave(self, defaults: Any, n: int) -> None:
+        with self._lock:
+            self._wanted.remove(n)
+            self._set(defaults, max(self._wanted, default=self._before))
+
+    @staticmethod
+    def _set(defaults: Any, n: int) -> None:
+        if defaults.get("num_threads") != n:
+            defaults.set("num_threads", n)
+
+
+_pool_size = _PoolSize()
+
+
+def _default_num_threads(defaults: Any) -> int:
+    is_set = any(name in os.environ for name in ("KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"))
+    return int(defaults.get("num_threads")) if is_set else NUM_THREADS
+
+
+def _check_driver() -> None:
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError as error:
+        raise DeviceError(
+            f"KvikIO needs the NVIDIA driver, but {_DRIVER} cannot be loaded here; use device='cpu', or start the "
+            "container with its GPUs."
+        ) from error
+
+
+def _collect(
+    read: tuple[int, int, Any], n_read: int, failure: tuple[int, str] | None
+) -> tuple[int, tuple[int, str] | None]:
+    """Wait for a read; return the bytes read so far with its own, and the first failure so far."""
+    extent, wanted, future = read
+    try:
+        got = int(future.get())
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other reads must be waited for
+        return n_read, failure or (extent, _reason(error))
+    return n_read + got, failure if got == wanted else failure or (extent, "KvikIO gave fewer bytes")
+
+
+def _reason(error: Exception) -> str:
+    """Return KvikIO's words without the place in its sources."""
+    return re.sub(r"^.* at: \S+:\d+: ", "", " ".join(str(error).split())).rstrip(".")

@@ -1,0 +1,113 @@
+"""Device memory that goes round, between streams.
+
+Memory that is given back may still be in use: a kernel that reads it was launched and has not run yet. So a lease knows
+the streams that its memory was used on; when it dies an event is recorded on each, and who leases the memory next has
+its own stream wait for them. Nothing waits on the host, and nothing is allocated once enough goes round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from gpuload.backends.cuda.device import Device
+
+ALIGNMENT = 256
+"""Bytes: what cudaMalloc aligns to, and more than any decoder asks for."""
+
+_SMALL = 1 << 20
+"""Blocks up to this size are powers of two; larger ones are whole multiples of it."""
+
+
+class Lease:
+    """Device memory in use: the owner of every array over it; it goes back to its pool when the last one is gone."""
+
+    __slots__ = ("_block", "_pool", "_streams")
+
+    def __init__(self, pool: DevicePool, block: Any, stream: Any) -> None:
+        self._pool = pool
+        self._block = block
+        self._streams = [stream]
+
+    def used_on(self, stream: Any) -> None:
+        """Note that work on this memory was given to a stream."""
+        if all(stream is not known for known in self._streams):
+            self._streams.append(stream)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter, or the device, may be going down
+            self._pool.give_back(self._block, self._streams)
+
+
+class DevicePool:
+    """Leases device memory and keeps idle blocks for reuse.
+
+    Parameters
+    ----------
+    device
+        Where.
+    max_idle
+        Idle blocks kept.
+    """
+
+    def __init__(self, device: Device, max_idle: int) -> None:
+        self._device = device
+        self._max_idle = max_idle
+        self._idle: dict[int, tuple[Any, list[Any]]] = {}
+        self._nbytes: dict[int, int] = {}
+        self.peak_nbytes = 0
+        """Most bytes that were leased or idle at one time."""
+
+    def lease(self, nbytes: int, stream: Any) -> tuple[Any, Lease]:
+        """Return memory for use on a stream, aligned to `ALIGNMENT`, and the lease that it keeps alive."""
+        nbytes = max(1, nbytes)
+        for key, (block, _) in self._idle.copy().items():
+            if nbytes <= block.nbytes <= 2 * nbytes + ALIGNMENT:
+                found = self._idle.pop(key, None)  # another thread may have been faster
+                if found is not None:
+                    for event in found[1]:
+                        self._device.stream_wait(stream, event)
+                    return self._leased(found[0], nbytes, stream)
+        block = self._device.empty(_room(nbytes))
+        self._nbytes[id(block)] = block.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, sum(self._nbytes.copy().values()))
+        return self._leased(block, nbytes, stream)
+
+    def array(self, shape: tuple[int, ...], dtype: Any, stream: Any) -> tuple[Any, Lease]:
+        """Return an array of undefined contents for use on a stream, and its lease."""
+        memory, lease = self.lease(int(np.prod(shape)) * np.dtype(dtype).itemsize, stream)
+        return self._device.typed(memory, dtype, shape), lease
+
+    def give_back(self, block: Any, streams: list[Any]) -> None:
+        """Keep a block for reuse after what was given to the streams so far."""
+        # Called by the garbage collector, in any thread and at any time: single operations on a dict, and no lock.
+        self._idle[id(block)] = block, [self._device.record(stream) for stream in streams]
+        while len(self._idle) > self._max_idle:
+            self._drop(next(iter(self._idle.copy()), 0))
+
+    def clear(self) -> None:
+        """Give the idle blocks back, and keep none from now on."""
+        self._max_idle = 0
+        for key in self._idle.copy():
+            self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        found = self._idle.pop(key, None)
+        if found is not None:
+            for event in found[1]:
+                self._device.wait(event)  # freed memory may go to any stream
+            self._nbytes.pop(key, None)
+
+    def _leased(self, block: Any, nbytes: int, stream: Any) -> tuple[Any, Lease]:
+        lease = Lease(self, block, stream)
+        return self._device.view(block, nbytes, lease), lease
+
+
+def _room(nbytes: int) -> int:
+    """Return the size of a block for so many bytes: some more, that the next one like it fits too."""
+    return (
+        1 << max(8, (nbytes - 1).bit_length()) if nbytes <= _SMALL else -(-(nbytes + nbytes // 16) // _SMALL) * _SMALL
+    )

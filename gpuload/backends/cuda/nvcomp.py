@@ -1,0 +1,362 @@
+"""nvCOMP's batched decoders by their C interface: the only file that knows the library.
+
+The C interface fits a loader that knows the size of every chunk from the file's index: one call for thousands of
+chunks, a status for each, and no wait. The library's Python codec reads sizes back from the device first.
+
+Requirements this module answers
+--------------------------------
+- It touches no memory: arguments are addresses on the device, and what it returns is small numbers.
+- No call waits for the device. Alignments and temporary sizes come from the host alone, so they can be asked for, and
+  tested, without a GPU.
+- Importing it loads nothing; `Nvcomp()` loads the library, of version 5 or 6, which differ in one function.
+
+Notes
+-----
+The decoders trust their input: damaged bytes may give a wrong result with status 0, or none [1]_. So sizes are to be
+checked before (`blosc.parse`) and checksums and decoded sizes after.
+
+References
+----------
+.. [1] NVIDIA, nvCOMP 5.3.0 and 6.0.0, C headers ``nvcomp.h``, ``nvcomp/shared_types.h`` and
+   ``nvcomp/{deflate,gzip,zstd,lz4,snappy}.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpuload.errors import DeviceError, MissingDependencyError, PlanError
+
+C_NAMES = {"deflate": "Deflate", "gzip": "Gzip", "zstd": "Zstd", "lz4": "LZ4", "snappy": "Snappy"}
+"""Formats, by the names that the functions of each carry: raw deflate (no zlib frame), gzip members, zstd frames, LZ4
+blocks (no frame), raw snappy."""
+
+BACKENDS = {"default": 0, "hardware": 1, "cuda": 2}
+"""Who decodes: the library chooses; the decompression engine of Blackwell GPUs (not zstd); kernels."""
+
+STATUSES = {
+    0: ("nvcompSuccess", "it was decoded"),
+    10: ("nvcompErrorInvalidValue", "nvCOMP was given an argument for it that it does not take"),
+    11: ("nvcompErrorNotSupported", "nvCOMP does not support what it asks for"),
+    12: ("nvcompErrorCannotDecompress", "its compressed bytes are damaged or decode to more than expected"),
+    13: ("nvcompErrorBadChecksum", "its checksum does not match"),
+    14: ("nvcompErrorCannotVerifyChecksums", "its checksum cannot be verified"),
+    15: ("nvcompErrorOutputBufferTooSmall", "it decodes to more bytes than expected"),
+    16: ("nvcompErrorWrongHeaderLength", "its header has the wrong length"),
+    17: ("nvcompErrorAlignment", "it lies at an address that nvCOMP cannot decode from or to"),
+    18: ("nvcompErrorChunkSizeTooLarge", "it is larger than nvCOMP can decode"),
+    19: ("nvcompErrorCannotCompress", "it cannot be compressed"),
+    20: ("nvcompErrorWrongInputLength", "its compressed size is wrong"),
+    21: ("nvcompErrorBatchSizeTooLarge", "it is one of more chunks than nvCOMP can decode at once"),
+    22: ("nvcompErrorSubChunkCountTooLarge", "it has more parts than nvCOMP can decode"),
+    23: ("nvcompErrorSubChunkCountTooSmall", "it has fewer parts than nvCOMP expects"),
+    24: ("nvcompErrorOutputBufferAlignmentTooSmall", "it is to be decoded to an address that nvCOMP cannot write to"),
+    1000: ("nvcompErrorCudaError", "CUDA failed"),
+    10000: ("nvcompErrorInternal", "nvCOMP failed within itself"),
+}
+"""``nvcompStatus_t``: name in the header, and what it means as a part of a sentence about a chunk."""
+
+DAMAGE = frozenset({12, 13, 15, 16, 20})
+"""Statuses that say that a chunk's bytes are wrong; the others are the device's or the caller's fault."""
+
+LIBRARIES = ("libnvcomp.so.5", "libnvcomp.so.6")
+
+_FEATURE = "decoding on a GPU"
+_SIZE, _ADDRESS = ctypes.c_size_t, ctypes.c_void_p
+
+
+class Options(ctypes.Structure):
+    """``nvcompBatched<Name>DecompressOpts_t``, passed by value: all of them begin so, and zero is the default."""
+
+    _fields_ = (("backend", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class Properties(ctypes.Structure):
+    """``nvcompProperties_t``: versions as ``major * 1000 + minor * 100 + patch``, and CUDA's."""
+
+    _fields_ = (("version", ctypes.c_uint32), ("cudart_version", ctypes.c_uint32))
+
+
+class Alignments(ctypes.Structure):
+    """``nvcompAlignmentRequirements_t``."""
+
+    _fields_ = (("input", _SIZE), ("output", _SIZE), ("temp", _SIZE))
+
+
+_TEMP_SIZE = (_SIZE, _SIZE, Options, ctypes.POINTER(_SIZE), _SIZE)
+
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "DecompressGetRequiredAlignments": (Options, ctypes.POINTER(Alignments)),
+    "DecompressGetTempSizeAsync": _TEMP_SIZE,  # version 5
+    "DecompressGetTempSize": (*_TEMP_SIZE, _ADDRESS),  # version 6
+    "DecompressAsync": (
+        _ADDRESS,
+        _ADDRESS,
+        _ADDRESS,
+        _ADDRESS,
+        _SIZE,
+        _ADDRESS,
+        _SIZE,
+        _ADDRESS,
+        Options,
+        _ADDRESS,
+        _ADDRESS,
+    ),
+}
+"""Parameters of ``nvcompBatched<Name><key>``; each returns an ``nvcompStatus_t``."""
+
+
+class Alignment(NamedTuple):
+    """Bytes that addresses must be multiples of: of a compressed chunk, of its output, of the temporary memory."""
+
+    input: int
+    output: int
+    temp: int
+
+
+class Nvcomp:
+    """The batched decoders of the installed nvCOMP.
+
+    Parameters
+    ----------
+    backend
+        ``"default"``, ``"hardware"`` or ``"cuda"``; see `BACKENDS`.
+    path
+        The library's file; None looks in the installed packages, then where the system's loader looks.
+
+    Attributes
+    ----------
+    algorithms
+        What it decodes: ``"deflate"``, ``"gzip"``, ``"zstd"``, ``"lz4"``, ``"snappy"``; see `C_NAMES`.
+    version
+        Of the library: ``"5.3.0"``.
+    path
+        Of the library, as it was loaded.
+
+    Raises
+    ------
+    MissingDependencyError
+        There is no nvCOMP.
+    DeviceError
+        It cannot be loaded, or is of another version than 5 or 6.
+    PlanError
+        `backend` is none of those.
+    """
+
+    algorithms = frozenset(C_NAMES)
+
+    def __init__(self, *, backend: str = "default", path: str | None = None) -> None:
+        if backend not in BACKENDS:
+            raise PlanError(f"nvCOMP backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}.")
+        self.backend = backend
+        self._options = Options(BACKENDS[backend])
+        self._library = _load(path)
+        self.path = self._library._name  # noqa: SLF001 - ctypes has no public name for it
+        found = self._properties()
+        major = found.version // 1000
+        self.version = f"{major}.{found.version % 1000 // 100}.{found.version % 100}"
+        self.cuda_version = f"{found.cudart_version // 1000}.{found.cudart_version % 1000 // 10}"
+        if major not in {5, 6}:
+            raise DeviceError(
+                f"{self.path} is nvCOMP {self.version}, but versions 5 and 6 are known; install another with: "
+                "pip install 'gpuload[cuda13]'"
+            )
+        self._takes_stream = major == 6
+        temp_size = "DecompressGetTempSize" if self._takes_stream else "DecompressGetTempSizeAsync"
+        self._alignments = self._functions("DecompressGetRequiredAlignments")
+        self._temp_sizes = self._functions(temp_size)
+        self._decoders = self._functions("DecompressAsync")
+
+    def alignment(self, algorithm: str) -> Alignment:
+        """Return what the addresses given to `decode` must be multiples of, in bytes.
+
+        Raises
+        ------
+        DeviceError
+            The library refuses, as it does for zstd with the hardware backend.
+        PlanError
+            `algorithm` is not one of `algorithms`.
+        """
+        found = Alignments()
+        function = self._choose(self._alignments, algorithm)
+        self._check(function(self._options, ctypes.byref(found)), function, "")
+        return Alignment(found.input, found.output, found.temp)
+
+    def temp_nbytes(
+        self, algorithm: str, n_chunks: int, max_out_nbytes: int, total_out_nbytes: int, stream: int = 0
+    ) -> int:
+        """Return the bytes of temporary device memory that `decode` needs.
+
+        Nothing for any format but zstd, which needs about three times the decoded bytes.
+
+        Parameters
+        ----------
+        algorithm
+            One of `algorithms`.
+        n_chunks
+            Chunks in the batch.
+        max_out_nbytes, total_out_nbytes
+            Decoded bytes of the largest chunk, and of all.
+        stream
+            The ``cudaStream_t`` that `decode` will be given; only version 6 looks at it.
+
+        Raises
+        ------
+        DeviceError
+            The library refuses: a chunk of more than 2 or 4 GiB, or zstd with the hardware backend.
+        PlanError
+            `algorithm` is not one of `algorithms`.
+        """
+        found = _SIZE()
+        function = self._choose(self._temp_sizes, algorithm)
+        sizes = (n_chunks, max_out_nbytes, self._options, ctypes.byref(found), total_out_nbytes)
+        status = function(*sizes, stream) if self._takes_stream else function(*sizes)
+        self._check(status, function, f" {n_chunks} chunks of up to {max_out_nbytes} bytes")
+        return found.value
+
+    def decode(
+        self,
+        algorithm: str,
+        in_ptrs: int,
+        in_nbytes: int,
+        out_capacity: int,
+        out_nbytes: int,
+        out_ptrs: int,
+        status: int,
+        temp_ptr: int,
+        temp_nbytes: int,
+        n: int,
+        stream: int,
+    ) -> None:
+        """Enqueue the decoding of n chunks on a stream; return at once.
+
+        All arrays have n elements and lie in device memory, as do the chunks and their outputs; arguments are their
+        addresses. They must stay as they are until the stream has come past this call. With n = 0 nothing is enqueued.
+
+        Parameters
+        ----------
+        algorithm
+            One of `algorithms`.
+        in_ptrs, in_nbytes
+            Addresses (uint64) and sizes (uint64) of the compressed chunks.
+        out_capacity
+            Room (uint64) for each decoded chunk, in bytes.
+        out_nbytes
+            Where the decoded sizes (uint64) are written.
+        out_ptrs
+            Addresses (uint64) of the outputs.
+        status
+            Where an ``nvcompStatus_t`` (int32) per chunk is written: 0, or what `describe` names.
+        temp_ptr, temp_nbytes
+            Temporary memory of at least `temp_nbytes` bytes; 0 and 0 where none is needed.
+        n
+            Chunks.
+        stream
+            A ``cudaStream_t``.
+
+        Raises
+        ------
+        DeviceError
+            The batch could not be enqueued. What is wrong with single chunks is in `status` instead.
+        PlanError
+            `algorithm` is not one of `algorithms`.
+        """
+        function = self._choose(self._decoders, algorithm)
+        if n == 0:
+            return
+        code = function(
+            in_ptrs,
+            in_nbytes,
+            out_capacity,
+            out_nbytes,
+            n,
+            temp_ptr,
+            temp_nbytes,
+            out_ptrs,
+            self._options,
+            status,
+            stream,
+        )
+        self._check(code, function, f" {n} chunks")
+
+    def _properties(self) -> Properties:
+        found = Properties()
+        function = self._function("nvcompGetProperties", (ctypes.POINTER(Properties),))
+        self._check(function(ctypes.byref(found)), function, "")
+        return found
+
+    def _functions(self, key: str) -> dict[str, Any]:
+        return {name: self._function(f"nvcompBatched{c}{key}", SIGNATURES[key]) for name, c in C_NAMES.items()}
+
+    def _function(self, name: str, argtypes: tuple[Any, ...]) -> Any:
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            raise DeviceError(
+                f"{self.path} has no function {name}, so it is not nvCOMP 5 or 6; install it with: "
+                "pip install 'gpuload[cuda13]'"
+            ) from None
+        function.argtypes, function.restype = argtypes, ctypes.c_int
+        return function
+
+    def _choose(self, functions: dict[str, Any], algorithm: str) -> Any:
+        if algorithm not in functions:
+            raise PlanError(f"nvCOMP algorithm={algorithm!r}: expected one of {', '.join(map(repr, C_NAMES))}.")
+        return functions[algorithm]
+
+    def _check(self, status: int, function: Any, batch: str) -> None:
+        if status:
+            name, _ = STATUSES.get(status, ("an unknown status", ""))
+            raise DeviceError(
+                f"nvCOMP's {function.__name__} refused{batch or ' the call'}: {name} ({status}); {self._cure(status)}."
+            )
+
+    def _cure(self, status: int) -> str:
+        if status == 1000:
+            return (
+                "check with nvidia-smi that there is a GPU, that its driver is new enough for CUDA "
+                f"{self.cuda_version.split('.')[0]} and that nothing failed on it before, or use device='cpu'"
+            )
+        if self.backend != "default":
+            return f"use the default backend instead of {self.backend!r}, or device='cpu'"
+        if status == 18:
+            return "write the file anew with smaller chunks, or use device='cpu'"
+        return "use device='cpu'"
+
+
+def describe(status: int) -> str:
+    """Return what a chunk's ``nvcompStatus_t`` means, as a part of a sentence."""
+    return STATUSES[status][1] if status in STATUSES else f"nvCOMP gives it the unknown status {status}"
+
+
+def _load(path: str | None) -> ctypes.CDLL:
+    """Load the library, of an installed package first, since that is the version that was asked for."""
+    files = _installed() if path is None else [path]
+    for file in files:
+        try:
+            return ctypes.CDLL(file)
+        except OSError as error:
+            raise DeviceError(
+                f"{file} cannot be loaded ({error}); install it anew with: "
+                "pip install --force-reinstall 'gpuload[cuda13]'"
+            ) from error
+    for name in LIBRARIES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise MissingDependencyError("nvidia-nvcomp-cu13", _FEATURE, "cuda13")
+
+
+def _installed() -> list[str]:
+    """Return the library's files in the package ``nvidia.libnvcomp``, without importing it."""
+    try:
+        found = importlib.util.find_spec("nvidia.libnvcomp")
+    except (ImportError, ValueError):
+        return []
+    folders = (found and found.submodule_search_locations) or []
+    places = [Path(folder, sub, name) for folder in folders for sub in ("lib64", "lib") for name in LIBRARIES]
+    return [str(place) for place in places if place.is_file()]

@@ -1,0 +1,249 @@
+"""Bytes from any source to device memory through page-locked host memory.
+
+For machines whose disks the GPU cannot read from, and for sources that are no files. A few threads read into buffers
+that go round; each buffer is copied to the device while the next ones are being read.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends.cuda.readers import PAGE, Pending, Threads, bytes_there, check_places, short_read
+from gpuload.backends.native import chunks
+from gpuload.errors import PlanError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.backends.cuda.device import Device
+    from gpuload.types import Source
+
+BUFFER_NBYTES = 8 << 20
+"""Bytes per buffer: long enough that a copy runs at the speed of the link, short beside a fetch."""
+
+NUM_THREADS = 4
+
+_JOINED = 2 * PAGE
+"""Bytes: ranges nearer than this in device memory go over in one copy, with what lies between."""
+
+
+class PinnedReader:
+    """Reads into page-locked host memory and copies from there.
+
+    Parameters
+    ----------
+    device
+        Where the bytes go.
+    num_threads
+        Threads that read. There are two buffers for each: one to read into while the other one is copied.
+    buffer_nbytes
+        Size of a buffer.
+
+    Raises
+    ------
+    PlanError
+        A parameter is below 1.
+    """
+
+    io_mode = "pinned"
+
+    def __init__(self, device: Device, *, num_threads: int = NUM_THREADS, buffer_nbytes: int = BUFFER_NBYTES) -> None:
+        for parameter, value in (("num_threads", num_threads), ("buffer_nbytes", buffer_nbytes)):
+            if not isinstance(value, int) or value < 1:
+                raise PlanError(f"{parameter}={value!r}: expected a whole number of at least 1.")
+        self._device = device
+        self._buffer_nbytes = buffer_nbytes
+        self._ring = _Ring(device, 2 * num_threads, buffer_nbytes)
+        self._threads = Threads(num_threads, "pinned", self._ring.close)
+        self._lock = threading.Lock()
+        self.read_nbytes = 0
+        """Bytes that all reads brought so far."""
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Page-locked memory held."""
+        return self._ring.n_buffers * self._buffer_nbytes
+
+    def start(
+        self,
+        source: Source,
+        offset: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        place: NDArray[np.int64],
+        out: Any,
+        stream: Any,
+        *,
+        name: str = "its data",
+    ) -> Pending:
+        """Start to read byte ranges of any source; see `Reader.start`."""
+        self._threads.check(source)
+        check_places(place, nbytes, int(out.shape[0]))
+        pending = Pending()
+        extent, at, n, to, edges = _cut_into_windows(offset, nbytes, place, self._buffer_nbytes)
+        for lo, hi in pairwise(edges):
+            part = slice(lo, hi)
+            whole = offset[extent[part]], nbytes[extent[part]]
+            self._threads.submit(pending, self._read, source, name, whole, at[part], n[part], to[part], out, stream)
+        return pending
+
+    def close(self) -> None:
+        """Stop the threads and give the buffers back, after the reads in progress; may be called twice."""
+        self._threads.close()
+
+    def _read(
+        self,
+        pending: Pending,
+        source: Source,
+        name: str,
+        whole: tuple[NDArray[np.int64], NDArray[np.int64]],
+        at: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        place: NDArray[np.int64],
+        out: Any,
+        stream: Any,
+    ) -> None:
+        """Read what goes into one window of device memory, and copy it there."""
+        self._device.use()
+        host, event = self._ring.take(), None
+        try:
+            start = time.perf_counter()
+            base = int(place[0])
+            _fill(source, name, whole, at, nbytes, place - base, host)
+            n_read = int(nbytes.sum())
+            pending.count(n_read, time.perf_counter() - start)
+            with self._lock:
+                self.read_nbytes += n_read
+            try:
+                for first, last in _runs(place, nbytes):
+                    self._device.upload(host[first - base : last - base], out[first:last], stream)
+            finally:
+                event = self._device.record(stream)
+        finally:
+            self._ring.give_back(host, event)
+
+
+class _Ring:
+    """Page-locked buffers, each with the event after which it may be written again."""
+
+    def __init__(self, device: Device, n_most: int, nbytes: int) -> None:
+        self._device = device
+        self._n_most = n_most
+        self._nbytes = nbytes
+        self._idle: queue.SimpleQueue[tuple[NDArray[np.uint8], Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self.n_buffers = 0
+
+    def take(self) -> NDArray[np.uint8]:
+        """Return a buffer that nobody reads or writes; a new one as long as there are few."""
+        with self._lock:
+            is_new = self.n_buffers < self._n_most
+            self.n_buffers += is_new
+        if is_new:
+            try:
+                return self._device.pinned(self._nbytes)
+            except BaseException:
+                with self._lock:
+                    self.n_buffers -= 1
+                raise
+        host, event = self._idle.get()  # never for long: there are more buffers than threads
+        try:
+            if event is not None:
+                self._device.wait(event)
+        except BaseException:
+            self.give_back(host, event)
+            raise
+        return host
+
+    def give_back(self, host: NDArray[np.uint8], event: Any) -> None:
+        """Take a buffer back that is in use until an event, if any."""
+        self._idle.put((host, event))
+
+    def close(self) -> None:
+        """Let go of the buffers, once they are copied."""
+        while not self._idle.empty():
+            _, event = self._idle.get()
+            self.n_buffers -= 1
+            if event is not None:
+                self._device.wait(event)
+
+
+def _cut_into_windows(
+    offset: NDArray[np.int64], nbytes: NDArray[np.int64], place: NDArray[np.int64], window_nbytes: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], list[int]]:
+    """Cut ranges where they cross from one window of device memory into the next.
+
+    Parameters
+    ----------
+    offset, nbytes, place : (n,) int64
+        Ranges, and where they go.
+    window_nbytes
+        Size of a window; the first begins at the lowest place.
+
+    Returns
+    -------
+    extent : (m,) int64
+        Of which range each part is; the parts are in the order of their places.
+    at, n, to : (m,) int64
+        First byte in the source, length, and place of each part.
+    edges : list of int
+        Parts of window w are ``edges[w]:edges[w + 1]``; windows without any are left out.
+    """
+    some = np.flatnonzero(nbytes)
+    if not some.size:
+        nothing = np.empty(0, dtype=np.int64)
+        return nothing, nothing, nothing, nothing, []
+    some = some[np.argsort(place[some], kind="stable")]
+    base = place[some[0]]
+    lo, hi = place[some] - base, place[some] + nbytes[some] - base
+    n_windows = (hi - 1) // window_nbytes - lo // window_nbytes + 1
+    mine = np.repeat(np.arange(some.size), n_windows)
+    number = np.arange(mine.size) - np.repeat(np.cumsum(n_windows) - n_windows, n_windows)
+    window = (lo // window_nbytes)[mine] + number
+    first = np.maximum(lo[mine], window * window_nbytes)
+    last = np.minimum(hi[mine], (window + 1) * window_nbytes)
+    edges = [0, *(np.flatnonzero(np.diff(window)) + 1).tolist(), window.size]
+    extent = some[mine]
+    return extent, offset[extent] + first - lo[mine], last - first, first + base, edges
+
+
+def _fill(
+    source: Source,
+    name: str,
+    whole: tuple[NDArray[np.int64], NDArray[np.int64]],
+    at: NDArray[np.int64],
+    nbytes: NDArray[np.int64],
+    place: NDArray[np.int64],
+    host: NDArray[np.uint8],
+) -> None:
+    """Read parts of ranges into a buffer, natively where the source has a descriptor.
+
+    Parameters
+    ----------
+    whole : pair of (n,) int64
+        First byte and length of the range that each part is of, for the error.
+    at, nbytes, place : (n,) int64
+        First byte in the source, length, and place in the buffer, of each part.
+    """
+    done = chunks.read_extents(source.fileno(), at, nbytes, place, host) if source.fileno() >= 0 else 0
+    for p in range(done, at.size):
+        wanted = int(nbytes[p])
+        got = source.read_into(host[place[p] : place[p] + wanted], int(at[p]))
+        if got < wanted:
+            offset, n = int(whole[0][p]), int(whole[1][p])
+            before = int(at[p]) - offset
+            if before:  # what comes before may be missing too, and is read by another thread
+                got = min(before + got, bytes_there(source, offset, n))
+            raise short_read(source, name, offset, n, got)
+
+
+def _runs(place: NDArray[np.int64], nbytes: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return the half-open ranges of device memory that are copied in one go; of places in ascending order."""
+    breaks = np.flatnonzero(place[1:] - (place + nbytes)[:-1] >= _JOINED) + 1
+    edges = [0, *breaks.tolist(), place.size]
+    return [(int(place[lo]), int(place[hi - 1] + nbytes[hi - 1])) for lo, hi in pairwise(edges)]

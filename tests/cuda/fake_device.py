@@ -1,0 +1,268 @@
+"""A device made of host memory, whose streams run late: for everything of the CUDA backend but the GPU.
+
+Work given to a stream is only queued. It runs when somebody waits for an event behind it, or, with a seed, at moments
+drawn at random. So memory that is used again too early, or read before it is written, shows as wrong values, as it
+would on a GPU, and in every run. Kernels are the package's own, compiled for the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy.sparse import csr_matrix
+
+from tests.cuda import shim
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+
+class FakeStream:
+    """A queue of calls that run in order, when they must."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.queue: list[Callable[[], None]] = []
+        self.n_run = 0
+
+    @property
+    def n_given(self) -> int:
+        return self.n_run + len(self.queue)
+
+
+class FakeDevice:
+    """Host memory in place of device memory.
+
+    Parameters
+    ----------
+    seed
+        Streams run ahead at random moments; None: only when waited for.
+    n_bytes
+        Memory there is; more is refused.
+    """
+
+    name = "cuda:0"
+
+    def __init__(self, seed: int | None = None, n_bytes: int = 1 << 40) -> None:
+        self._lock = threading.RLock()
+        self._random = None if seed is None else random.Random(seed)
+        self._streams: dict[int, FakeStream] = {}
+        self._default = self.stream()
+        self._left = n_bytes
+        self.n_allocated = 0
+        self._blocks: list[NDArray[np.uint8]] = []  # never freed: queued calls know addresses only
+        self.launched: list[str] = []
+        self.used_in: set[int] = set()
+
+    def use(self) -> None:
+        self.used_in.add(threading.get_ident())
+
+    def empty(self, nbytes: int) -> NDArray[np.uint8]:
+        from gpuload.errors import DeviceError
+
+        self._left -= nbytes
+        if self._left < 0:
+            raise DeviceError(f"{self.name}: out of memory.")
+        self.n_allocated += 1
+        return self._new_block(nbytes)
+
+    def _new_block(self, nbytes: int) -> NDArray[np.uint8]:
+        raw = np.full(nbytes + 256, 0xCD, dtype=np.uint8)
+        self._blocks.append(raw)
+        skip = -raw.ctypes.data % 256
+        return raw[skip : skip + nbytes]
+
+    def view(self, block: NDArray[np.uint8], nbytes: int, owner: object) -> NDArray[np.uint8]:
+        return np.asarray(_Exporter(block, nbytes, owner))
+
+    def typed(self, memory: NDArray[np.uint8], dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return memory[:nbytes].view(dtype).reshape(shape)
+
+    def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> csr_matrix:
+        matrix = csr_matrix(shape, dtype=data.dtype)
+        matrix.data, matrix.indices, matrix.indptr = data, indices, indptr  # unread: not yet written
+        return matrix
+
+    def csr_of(self, X: NDArray[Any], stream: FakeStream) -> csr_matrix:
+        self._run(stream, stream.n_given)
+        return csr_matrix(X)
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        block = self._new_block(nbytes)
+        return np.asarray(_Exporter(block, nbytes, _Scribbler(block)))
+
+    def address(self, array: NDArray[Any]) -> int:
+        return int(array.ctypes.data)
+
+    def stream(self) -> FakeStream:
+        with self._lock:
+            stream = FakeStream(len(self._streams) + 1)
+            self._streams[stream.number] = stream
+            return stream
+
+    def current_stream(self) -> FakeStream:
+        return self._default
+
+    def stream_number(self, stream: FakeStream) -> int:
+        return stream.number
+
+    def give(self, stream: FakeStream | int, call: Callable[[], None]) -> None:
+        """Queue a call; perhaps let some stream run ahead."""
+        with self._lock:
+            stream = self._streams[stream] if isinstance(stream, int) else stream
+            stream.queue.append(call)
+            if self._random is not None and self._random.random() < 0.3:
+                ahead = self._random.choice(list(self._streams.values()))
+                self._run(ahead, ahead.n_run + self._random.randint(0, len(ahead.queue)))
+
+    def _run(self, stream: FakeStream, until: int) -> None:
+        with self._lock:
+            while stream.n_run < until:
+                call = stream.queue.pop(0)
+                stream.n_run += 1
+                call()
+
+    def record(self, stream: FakeStream) -> tuple[FakeStream, int]:
+        with self._lock:
+            return stream, stream.n_given
+
+    def wait(self, event: tuple[FakeStream, int]) -> None:
+        self._run(*event)
+
+    def stream_wait(self, stream: FakeStream, event: tuple[FakeStream, int]) -> None:
+        self.give(stream, lambda: self._run(*event))
+
+    def synchronize(self) -> None:
+        """Run all that was given to any stream."""
+        for stream in list(self._streams.values()):
+            self._run(stream, stream.n_given)
+
+    def upload(self, host: NDArray[Any], out: NDArray[Any], stream: FakeStream) -> None:
+        self._copy(host, out, stream)
+
+    def download(self, array: NDArray[Any], host: NDArray[Any], stream: FakeStream) -> None:
+        self._copy(array, host, stream)
+
+    def _copy(self, source: NDArray[Any], to: NDArray[Any], stream: FakeStream) -> None:
+        nbytes, at, place = min(source.nbytes, to.nbytes), source.ctypes.data, to.ctypes.data
+        self.give(stream, lambda: ctypes.memmove(place, at, nbytes) and None)
+
+    def fill(self, array: NDArray[Any], value: int, stream: FakeStream) -> None:
+        nbytes, place = array.nbytes, array.ctypes.data
+        self.give(stream, lambda: ctypes.memset(place, value, nbytes) and None)
+
+    def launch(self, kernel: str, n_blocks: int, n_threads: int, args: Sequence[Any], stream: FakeStream) -> None:
+        self.launched.append(kernel)
+        bare = [(a.ctypes.data, a.nbytes, a.dtype) if isinstance(a, np.ndarray) else a for a in args]
+
+        def run() -> None:
+            arrays = [_at(*a) if isinstance(a, tuple) else a for a in bare]
+            shim.library().launch(kernel, n_blocks, n_threads, tuple(arrays))
+
+        if n_blocks:
+            self.give(stream, run)
+
+
+def _at(address: int, nbytes: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return the memory at an address as an array."""
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=dtype)
+
+
+class _Scribbler:
+    """Spoils page-locked memory as soon as nobody refers to it: others use it from then on."""
+
+    def __init__(self, block: NDArray[np.uint8]) -> None:
+        self._block = block
+
+    def __del__(self) -> None:
+        self._block.fill(0xEE)
+
+
+class _Exporter:
+    def __init__(self, block: NDArray[np.uint8], nbytes: int, owner: object) -> None:
+        self._keeps = owner
+        self._block = block
+        self.__array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (block.ctypes.data, False),
+            "version": 3,
+        }
+
+
+class FakeNvcomp:
+    """Decodes raw deflate and zstd on the host, with nvCOMP's interface and statuses.
+
+    Parameters
+    ----------
+    device
+        Whose streams.
+    fail_at
+        Number of the chunk, over all calls, for which an error is reported although it is good.
+    """
+
+    def __init__(self, device: FakeDevice, fail_at: int | None = None) -> None:
+        self._device = device
+        self._fail_at = fail_at
+        self.n_decoded = 0
+
+    def temp_nbytes(self, algorithm: str, n_chunks: int, max_out_nbytes: int, total_out_nbytes: int) -> int:
+        return 3 * total_out_nbytes if algorithm == "zstd" else 0
+
+    def decode(
+        self,
+        algorithm: str,
+        *,
+        in_ptrs: int,
+        in_nbytes: int,
+        out_capacity: int,
+        out_nbytes: int,
+        out_ptrs: int,
+        status: int,
+        temp_ptr: int,
+        temp_nbytes: int,
+        n: int,
+        stream: int,
+    ) -> None:
+        assert temp_nbytes >= self.temp_nbytes(algorithm, n, 0, 0)
+
+        def numbers(address: int, dtype: type) -> NDArray[Any]:
+            size = n * np.dtype(dtype).itemsize
+            return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=dtype)
+
+        def decode() -> None:
+            sources, sizes = numbers(in_ptrs, np.int64), numbers(in_nbytes, np.int64)
+            places, room = numbers(out_ptrs, np.int64), numbers(out_capacity, np.int64)
+            for i in range(n):
+                assert sources[i] % 16 == 0
+                assert places[i] % 16 == 0
+                stored = ctypes.string_at(int(sources[i]), int(sizes[i]))
+                try:
+                    plain = _plain(algorithm, stored)
+                    code = 0 if len(plain) <= room[i] else 12
+                except Exception:
+                    plain, code = b"", 11
+                if self.n_decoded == self._fail_at:
+                    plain, code = b"", 11
+                self.n_decoded += 1
+                ctypes.memmove(int(places[i]), plain, min(len(plain), int(room[i])))
+                numbers(out_nbytes, np.int64)[i] = len(plain)
+                numbers(status, np.int32)[i] = code
+
+        self._device.give(stream, decode)
+
+
+def _plain(algorithm: str, stored: bytes) -> bytes:
+    if algorithm == "deflate":
+        return zlib.decompress(stored, wbits=-15)
+    import imagecodecs
+
+    return bytes(imagecodecs.zstd_decode(stored))

@@ -1,0 +1,160 @@
+"""The kernels of the CUDA backend, compiled for the host and launched by name: the same source that a GPU runs.
+
+`library()` compiles kernels.cu with g++ behind shim.h, once, into the temporary folder. The environment variable
+GPULOAD_SHIM chooses another build: ``"address"`` for AddressSanitizer and UndefinedBehaviorSanitizer, ``"thread"`` for
+ThreadSanitizer, with a thread per CUDA thread. Their runtime must be loaded before Python: see `sanitized`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import gpuload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SOURCE = Path(gpuload.__file__).parent / "backends" / "cuda" / "kernels.cu"
+HEADER = Path(__file__).with_name("shim.h")
+
+MAX_THREADS = 1024
+
+_FLAGS = (
+    *("-std=c++17", "-O2", "-g1", "-shared", "-fPIC", "-pthread", "-x", "c++"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-parameter", "-ffp-contract=off"),
+)
+_BUILDS = {
+    "": (),
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
+    "thread": ("-fsanitize=thread", "-DSHIM_THREADS"),
+}
+_FAULTS = {
+    1: "there is no such kernel",
+    2: "an access that must be aligned is not",
+    3: "it takes more than 48 kB of shared memory",
+    4: "it writes beyond an array in shared memory",
+}
+_RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
+
+
+class Library:
+    """The compiled kernels.
+
+    Attributes
+    ----------
+    signatures
+        Of every kernel its parameters: names of NumPy types, after ``"r:"`` for a pointer to const, ``"w:"`` for others.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        library.shim_signatures.restype = ctypes.c_char_p
+        lines = library.shim_signatures().decode().splitlines()
+        self.signatures = {line.split()[0]: line.split()[1:] for line in lines}
+        self._launch = library.shim_launch
+
+    def launch(
+        self, name: str, n_blocks: int, n_threads: int, args: Sequence[Any], *, is_reversed: bool = False
+    ) -> None:
+        """Run a kernel to its end.
+
+        Parameters
+        ----------
+        name, n_blocks, n_threads
+            Kernel and launch.
+        args
+            For a pointer a C-contiguous array of exactly its type, or None for a null pointer; uint16 and float16 are
+            one. For a number a NumPy scalar of exactly its type.
+        is_reversed
+            Run the last block and the last thread first: what differs then is a race.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The arguments or the launch are such as CUDA would not take, or would take for something else.
+        RuntimeError
+            The kernel broke a rule of CUDA; see shim.h.
+        """
+        signature = self.signatures.get(name)
+        if signature is None:
+            raise ValueError(f"{name}: there is no such kernel")
+        if not 1 <= n_blocks < 1 << 31 or not 1 <= n_threads <= MAX_THREADS:
+            raise ValueError(f"{name}: {n_blocks} blocks of {n_threads} threads cannot be launched")
+        if len(args) != len(signature):
+            raise TypeError(f"{name}: {len(args)} arguments instead of {len(signature)}")
+        values = [_as_c(f"{name}, argument {k}", *pair) for k, pair in enumerate(zip(signature, args, strict=True))]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        fault = self._launch(
+            name.encode(), ctypes.c_int64(int(n_blocks)), ctypes.c_int(int(n_threads)), ctypes.c_int(is_reversed), pointers
+        )
+        if fault:
+            raise RuntimeError(f"{name}: {_FAULTS[fault]}")
+
+
+def _as_c(where: str, wanted: str, value: Any) -> Any:
+    """Return an argument as what a kernel takes, or raise TypeError."""
+    if ":" not in wanted:
+        dtype = np.dtype(wanted)
+        if not isinstance(value, dtype.type):
+            raise TypeError(f"{where}: {type(value).__name__} instead of a NumPy scalar of {dtype}")
+        return np.ctypeslib.as_ctypes_type(dtype)(value.item())
+    if value is None:
+        return ctypes.c_void_p(None)
+    access, name = wanted.split(":")
+    if not isinstance(value, np.ndarray) or value.dtype != name and (name, value.dtype) != ("u2", np.float16):
+        raise TypeError(f"{where}: {getattr(value, 'dtype', type(value).__name__)} instead of an array of {name}")
+    if not value.flags.c_contiguous or not value.flags.aligned:
+        raise TypeError(f"{where}: an array that is not contiguous, or not aligned")
+    if access == "w" and not value.flags.writeable:
+        raise TypeError(f"{where}: a read-only array that the kernel writes to")
+    return ctypes.c_void_p(value.ctypes.data)
+
+
+@functools.cache
+def library() -> Library:
+    """Return the kernels as compiled for this machine; skips the test where there is no g++."""
+    return Library(_compiled(os.environ.get("GPULOAD_SHIM", "")))
+
+
+def _compiled(build: str) -> Path:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ here to compile the kernels with", allow_module_level=True)
+    flags = (*_FLAGS, *_BUILDS[build])
+    key = hashlib.sha256(repr(flags).encode() + SOURCE.read_bytes() + HEADER.read_bytes()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"gpuload-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{key}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / "kernels.so"
+            command = [compiler, *flags, "-include", str(HEADER), str(SOURCE), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            os.replace(made, path)
+    return path
+
+
+def sanitized(build: str) -> dict[str, str]:
+    """Return environment variables for a Python that runs a sanitized build; skips where that cannot be."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ here to compile the kernels with")
+    asked = subprocess.run([compiler, f"-print-file-name={_RUNTIMES[build]}"], capture_output=True, text=True, check=True)
+    runtime = Path(asked.stdout.strip())
+    if not runtime.is_absolute():
+        pytest.skip(f"no {runtime} here")
+    _compiled(build)
+    options = "halt_on_error=1:exitcode=66:detect_leaks=0"
+    return {"GPULOAD_SHIM": build, "LD_PRELOAD": str(runtime), "ASAN_OPTIONS": options, "TSAN_OPTIONS": options}

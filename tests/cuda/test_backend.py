@@ -1,0 +1,184 @@
+"""The CUDA backend over a device of host memory whose streams run late: every form, every front, every fault."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+
+import gpuload
+from gpuload.backends.cuda.backend import CudaBackend
+from tests.cuda import shim
+from tests.cuda.fake_device import FakeDevice, FakeNvcomp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.conftest import StoreVariant
+    from tests.variants import Stored
+
+
+class Opened:
+    """A loader over the fake device, and what is behind it."""
+
+    def __init__(self, loader: gpuload.Loader, device: FakeDevice, nvcomp: FakeNvcomp) -> None:
+        self.loader, self.device, self.nvcomp = loader, device, nvcomp
+
+    def epoch(self) -> Iterator[gpuload.Batch]:
+        """Yield the minibatches, each after all its work is done."""
+        for batch in self.loader:
+            self.device.synchronize()
+            yield batch
+
+
+@pytest.fixture
+def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]]:
+    """Return a function that opens a loader with device="cuda:0" over a fake device."""
+    from gpuload.backends.cuda.pinned import PinnedReader
+
+    shim.library()  # skips where the kernels cannot be compiled
+    opened: list[Opened] = []
+
+    def open_loader(
+        path: Any, *, seed_of_streams: int | None = 0, fail_at: int | None = None, **settings: Any
+    ) -> Opened:
+        device = FakeDevice(seed_of_streams)
+        nvcomp = FakeNvcomp(device, fail_at)
+
+        def open_cuda(number: int, *, num_threads: int | None, verify: str) -> CudaBackend:
+            return CudaBackend(
+                device, PinnedReader(device, num_threads=2, buffer_nbytes=1 << 16), nvcomp, verify=verify
+            )
+
+        monkeypatch.setattr("gpuload.backends.cuda.open_cuda", open_cuda)
+        opened.append(Opened(gpuload.open_loader(path, device="cuda:0", **settings), device, nvcomp))
+        return opened[-1]
+
+    yield open_loader
+    for each in opened:
+        each.loader.close()
+
+
+SMALL = {"batch_size": 7, "fetch_factor": 4}
+
+
+@pytest.mark.parametrize("block_size", [5, "chunk"])
+def test_shuffled_dense(open_fake: Callable[..., Opened], stored: Stored, block_size: int | str) -> None:
+    opened = open_fake(stored.path, layer=stored.layer, block_size=block_size, seed=3, **SMALL)
+    for _ in range(2):
+        seen = []
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+            seen.append(batch.rows)
+        np.testing.assert_array_equal(np.sort(np.concatenate([[], *seen])), np.arange(len(stored.dense)))
+
+
+def test_csr(open_fake: Callable[..., Opened], stored: Stored) -> None:
+    opened = open_fake(stored.path, layer=stored.layer, output="csr", **SMALL)
+    for batch in opened.epoch():
+        expected = stored.expected[batch.rows] if stored.is_csr else csr_matrix(stored.expected[batch.rows])
+        for name in ("indptr", "indices", "data"):
+            np.testing.assert_array_equal(getattr(batch.X, name), getattr(expected, name))
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"transform": gpuload.Transform(target_sum=1e4, log1p=True)},
+    {"transform": gpuload.Transform(target_sum=None, log1p=True), "dtype": "float16"},
+    {"dtype": "float16"},
+    {"genes": ["gene_007", "gene_003", "gene_011"]},
+    {"genes": ["gene_007", "gene_003"], "output": "csr", "transform": gpuload.Transform(target_sum=10.0)},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("kind", ["anndata-csr-gzip", "dense-gzip4"])
+def test_what_the_cpu_backend_hands_over(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, settings: dict[str, Any]
+) -> None:
+    path = store_variant(kind).path
+    with gpuload.open_loader(path, device="cpu", **SMALL, **settings) as loader:
+        expected = list(loader)
+    for batch, wanted in zip(open_fake(path, **SMALL, **settings).epoch(), expected, strict=True):
+        X, Y = (b.X.toarray() if settings.get("output") == "csr" else b.X for b in (batch, wanted))
+        assert X.dtype == Y.dtype
+        np.testing.assert_array_max_ulp(X, Y, maxulp=1)
+        np.testing.assert_array_equal(batch.rows, wanted.rows)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_minibatches_that_are_kept_are_never_overwritten(
+    open_fake: Callable[..., Opened], plain: Stored, seed: int
+) -> None:
+    opened = open_fake(plain.path, seed_of_streams=seed, batch_size=5, fetch_factor=3, obs=["depth", "cell_line"])
+    kept, dropped = [], 0
+    for i, batch in enumerate(opened.loader):  # nothing waited for: the consumer's own work is late too
+        if i % 3:
+            kept.append(batch)
+        else:
+            dropped += 1
+    opened.device.synchronize()
+    assert dropped
+    for batch in kept:
+        np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+        np.testing.assert_array_equal(batch.obs["depth"], plain.obs["depth"].to_numpy()[batch.rows])
+
+
+def test_nothing_is_allocated_once_all_goes_round(open_fake: Callable[..., Opened], plain: Stored) -> None:
+    opened = open_fake(plain.path, batch_size=8, fetch_factor=2, block_size=4, shuffle=False)
+    for _ in range(8):  # sizes differ here by more than a block has room, so it takes some epochs
+        for _ in opened.epoch():
+            gc.collect(0)
+    before = opened.device.n_allocated
+    for _ in range(2):
+        for _ in opened.epoch():
+            pass
+    assert opened.device.n_allocated - before <= 2
+
+
+def test_a_chunk_that_only_the_device_finds_bad_is_decoded_on_the_host(
+    open_fake: Callable[..., Opened], plain: Stored
+) -> None:
+    opened = open_fake(plain.path, fail_at=1, **SMALL)
+    for batch in opened.epoch():
+        np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+    assert opened.nvcomp.n_decoded > 1
+
+
+def test_a_damaged_chunk_is_named(open_fake: Callable[..., Opened], copy_of: Callable[..., Any]) -> None:
+    import h5py
+
+    path = copy_of()
+    with h5py.File(path) as file:
+        info = file["X/data"].id.get_chunk_info(0)
+    damaged = bytearray(path.read_bytes())
+    damaged[info.byte_offset + info.size // 2] ^= 0x10
+    path.write_bytes(damaged)
+    opened = open_fake(path, **SMALL)
+    with pytest.raises(gpuload.CorruptDataError, match=rf"chunk 0 of /X/data at byte {info.byte_offset} is damaged"):
+        for _ in opened.epoch():
+            pass
+
+
+def test_a_value_that_float16_cannot_hold(open_fake: Callable[..., Opened], store_variant: StoreVariant) -> None:
+    opened = open_fake(
+        store_variant("anndata-csr-gzip").path, dtype="float16", transform=gpuload.Transform(1e9, log1p=False), **SMALL
+    )
+    with pytest.raises(gpuload.PlanError, match="65504"):
+        list(opened.epoch())
+
+
+def test_memory_is_bounded_and_named(open_fake: Callable[..., Opened], plain: Stored) -> None:
+    opened = open_fake(plain.path, **SMALL)
+    list(opened.epoch())
+    assert {"residents", "minibatches", "arenas", "scratch", "metadata"} <= opened.loader.memory().keys()
+    assert all(nbytes > 0 for nbytes in opened.loader.memory().values())
+
+
+def test_closing_leaves_nothing(open_fake: Callable[..., Opened], plain: Stored, no_leaks: None) -> None:
+    opened = open_fake(plain.path, **SMALL)
+    next(iter(opened.loader))
+    opened.loader.close()
