@@ -76,6 +76,8 @@ def open_loader(
     prefetch: int = 2,
     num_threads: int | None = None,
     verify: str = "once",
+    device_memory: int | str | None = None,
+    device_cache: int | str | None = None,
 ) -> Loader:
     """Open .h5ad files as an endless supply of epochs of minibatches.
 
@@ -111,7 +113,8 @@ def open_loader(
     dtype
         ``"float32"`` or, for dense output, ``"float16"``.
     device
-        ``"cpu"``, ``"cuda:0"``, or ``"auto"``, which logs what it chose.
+        ``"cpu"``; ``"cuda:0"``; ``"cuda"``, the GPU of this process under torchrun, else the first; or ``"auto"``, a
+        GPU where one can be used, else the CPU, which logs what it chose.
     prefetch
         Fetches loading ahead of the consumer.
     num_threads
@@ -120,6 +123,11 @@ def open_loader(
         When the file's checksums are verified: ``"once"`` per stored chunk since the file was opened, before anything
         from that chunk is handed over (later only as much of it is inflated as is needed); ``"always"``, each time;
         ``"never"``, which stops inflating at the last byte needed from the start.
+    device_memory
+        Most device memory to take, in bytes or as ``"20GiB"``; None: no bound but the GPU's.
+    device_cache
+        Device memory, of that, for stored chunks as they are on disk: what fits is read from disk in the first epoch
+        only. None: none.
 
     Returns
     -------
@@ -146,7 +154,9 @@ def open_loader(
     from gpuload.backends import open_backend
     from gpuload.formats import open_store
 
-    backend = open_backend(device, num_threads=num_threads, verify=verify)
+    backend = open_backend(
+        device, num_threads=num_threads, verify=verify, device_memory=device_memory, device_cache=device_cache
+    )
     try:
         store = open_store(paths, layer=layer, obs=tuple(obs))
     except BaseException:

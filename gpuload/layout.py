@@ -155,6 +155,31 @@ def plan_read(
     return _coalesce(layout, target, limit, pieces, max_gap, max_extent)
 
 
+def select_chunks(
+    read: ArrayRead, is_chosen: NDArray[np.bool_], max_gap: int = MAX_GAP, max_extent: int = MAX_EXTENT
+) -> ArrayRead:
+    """Return a read of some of its chunks only, coalesced anew; parameters as for `plan_read`."""
+    chosen = np.flatnonzero(is_chosen)
+    n_pieces = np.diff(read.chunk_pieces)
+    is_piece = np.repeat(is_chosen, n_pieces)
+    offset, nbytes = read.chunk_offset[chosen], read.chunk_nbytes[chosen]
+    return ArrayRead(
+        layout=read.layout,
+        target=read.target,
+        limit=read.limit,
+        **_extents(offset, nbytes, max_gap, max_extent),
+        chunk_id=read.chunk_id[chosen],
+        chunk_offset=offset,
+        chunk_nbytes=nbytes,
+        chunk_mask=read.chunk_mask[chosen],
+        chunk_pieces=np.concatenate([[0], np.cumsum(n_pieces[chosen])]),
+        piece_src=read.piece_src[is_piece],
+        piece_dest=read.piece_dest[is_piece],
+        piece_width=read.piece_width[is_piece],
+        piece_rows=read.piece_rows[is_piece],
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Pieces:
     chunk: NDArray[np.int64]
@@ -226,17 +251,11 @@ def _coalesce(
             + np.arange(pieces.chunk.size)
         )
         n_pieces = n_pieces[order]
-    extent_chunks = _extent_edges(offset, nbytes, max_gap, max_extent)
-    ends = offset + nbytes
-    first, last = extent_chunks[:-1], extent_chunks[1:]
-    extent_end = np.maximum.reduceat(ends, first) if first.size else ends
     return ArrayRead(
         layout=layout,
         target=target,
         limit=limit,
-        extent_offset=offset[first],
-        extent_nbytes=(extent_end - offset[first]) if last.size else ends,
-        extent_chunks=extent_chunks,
+        **_extents(offset, nbytes, max_gap, max_extent),
         chunk_id=chunk_id,
         chunk_offset=offset,
         chunk_nbytes=nbytes,
@@ -247,6 +266,20 @@ def _coalesce(
         piece_width=pieces.width,
         piece_rows=pieces.rows,
     )
+
+
+def _extents(
+    offset: NDArray[np.int64], nbytes: NDArray[np.int64], max_gap: int, max_extent: int
+) -> dict[str, NDArray[np.int64]]:
+    """Return the extents of chunks that ascend by offset, by the names that `ArrayRead` gives them."""
+    extent_chunks = _extent_edges(offset, nbytes, max_gap, max_extent)
+    first, ends = extent_chunks[:-1], offset + nbytes
+    extent_end = np.maximum.reduceat(ends, first) if first.size else ends
+    return {
+        "extent_offset": offset[first],
+        "extent_nbytes": extent_end - offset[first],
+        "extent_chunks": extent_chunks,
+    }
 
 
 def _raw_chunks(layout: ArrayLayout, pieces: _Pieces) -> tuple[_Pieces, NDArray[np.int64], NDArray[np.int64]]:

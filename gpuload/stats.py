@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-COUNTERS = ("read_nbytes", "decoded_nbytes", "n_chunks", "n_chunks_partial", "n_rows", "n_batches", "n_fetches")
+COUNTERS = (
+    "read_nbytes",
+    "decoded_nbytes",
+    "n_chunks",
+    "n_chunks_partial",
+    "n_chunks_cached",
+    "n_rows",
+    "n_batches",
+    "n_fetches",
+)
 TIMERS = ("plan_s", "read_s", "decode_s", "take_s", "wait_s")
 
 
@@ -26,6 +35,8 @@ class Stats:
         Bytes read from the source, and bytes that the decoders made of them.
     n_chunks, n_chunks_partial
         Stored chunks decoded, and how many of them only as far as was needed.
+    n_chunks_cached
+        How many of them were not read, because device memory held them.
     n_rows, n_batches, n_fetches
         Handed over (rows and minibatches), made resident (fetches).
     plan_s
@@ -40,6 +51,7 @@ class Stats:
     decoded_nbytes: int
     n_chunks: int
     n_chunks_partial: int
+    n_chunks_cached: int
     n_rows: int
     n_batches: int
     n_fetches: int

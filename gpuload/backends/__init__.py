@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gpuload")
 
 
-def open_backend(device: str, *, num_threads: int | None, verify: str) -> Backend:
+def open_backend(
+    device: str,
+    *,
+    num_threads: int | None,
+    verify: str,
+    device_memory: int | str | None,
+    device_cache: int | str | None,
+) -> Backend:
     """Return the backend for a device.
 
     Parameters
@@ -29,6 +36,8 @@ def open_backend(device: str, *, num_threads: int | None, verify: str) -> Backen
         Native threads that read and decode; None takes one per core that this process may use.
     verify
         When checksums are verified: ``"once"``, ``"always"`` or ``"never"``.
+    device_memory, device_cache
+        Bytes, or text such as ``"20GiB"``: most device memory to take, and how much of it is for stored chunks.
 
     Raises
     ------
@@ -40,16 +49,34 @@ def open_backend(device: str, *, num_threads: int | None, verify: str) -> Backen
         A package that it needs is not installed.
     """
     number = _device_number(device)
+    memory, cache = _nbytes("device_memory", device_memory), _nbytes("device_cache", device_cache)
     if device == "auto":
         number, why = _first_gpu()
         _log.info("device='auto': chose %r (%s)", "cpu" if number is None else f"cuda:{number}", why)
     if number is None:
+        for name, value in (("device_memory", device_memory), ("device_cache", device_cache)):
+            if value is not None:
+                raise PlanError(f"{name}={value!r}: the CPU has no device memory; leave it out, or use device='cuda'.")
         from gpuload.backends.cpu import CpuBackend
 
         return CpuBackend(num_threads=num_threads, verify=verify)
     from gpuload.backends.cuda import open_cuda
 
-    return open_cuda(number, num_threads=num_threads, verify=verify)
+    return open_cuda(number, num_threads=num_threads, verify=verify, memory_nbytes=memory, cache_nbytes=cache or 0)
+
+
+def _nbytes(name: str, value: int | str | None) -> int | None:
+    """Return a number of bytes, given as such or as text with a unit."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B?", value) if isinstance(value, str) else None
+    nbytes = 0 if found is None else int(float(found[1]) * _UNITS[found[2] or ""])
+    if nbytes < 1:
+        raise PlanError(f"{name}={value!r}: expected a number of bytes above 0, or text such as '20GiB'.")
+    return nbytes
+
+
+_UNITS = {"": 1} | {f"{c}{i}": base**k for k, c in enumerate("KMGT", 1) for i, base in (("", 1000), ("i", 1024))}
 
 
 def _device_number(device: object) -> int | None:

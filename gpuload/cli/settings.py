@@ -28,6 +28,8 @@ _NAMES = (
     "prefetch",
     "num_threads",
     "verify",
+    "device_memory",
+    "device_cache",
 )
 
 
@@ -74,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--num-threads", type=text.whole_number, metavar="N", help="native threads (default: one per usable core)"
+    )
+    group.add_argument(
+        "--device-memory", metavar="SIZE", help="most GPU memory to take, such as 20GiB (default: no bound)"
+    )
+    group.add_argument(
+        "--device-cache", metavar="SIZE", help="GPU memory, of that, to keep stored chunks in (default: none)"
     )
     group.add_argument(
         "--verify",

@@ -43,14 +43,25 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]
     opened: list[Opened] = []
 
     def open_loader(
-        path: Any, *, seed_of_streams: int | None = 0, fail_at: int | None = None, **settings: Any
+        path: Any,
+        *,
+        seed_of_streams: int | None = 0,
+        fail_at: int | None = None,
+        n_bytes: int = 1 << 40,
+        **settings: Any,
     ) -> Opened:
-        device = FakeDevice(seed_of_streams)
+        device = FakeDevice(seed_of_streams, n_bytes)
         nvcomp = FakeNvcomp(device, fail_at)
 
-        def open_cuda(number: int, *, num_threads: int | None, verify: str) -> CudaBackend:
+        def open_cuda(
+            number: int, *, num_threads: int | None, verify: str, memory_nbytes: int | None, cache_nbytes: int
+        ) -> CudaBackend:
             return CudaBackend(
-                device, PinnedReader(device, num_threads=2, buffer_nbytes=1 << 16), nvcomp, verify=verify
+                device,
+                PinnedReader(device, num_threads=2, buffer_nbytes=1 << 16),
+                nvcomp,
+                verify=verify,
+                cache_nbytes=cache_nbytes,
             )
 
         monkeypatch.setattr("gpuload.backends.cuda.open_cuda", open_cuda)
@@ -175,10 +186,37 @@ def test_memory_is_bounded_and_named(open_fake: Callable[..., Opened], plain: St
     opened = open_fake(plain.path, **SMALL)
     list(opened.epoch())
     assert {"residents", "minibatches", "arenas", "scratch", "metadata"} <= opened.loader.memory().keys()
-    assert all(nbytes > 0 for nbytes in opened.loader.memory().values())
+    assert all(nbytes > 0 for name, nbytes in opened.loader.memory().items() if name != "cache")
 
 
 def test_closing_leaves_nothing(open_fake: Callable[..., Opened], plain: Stored, no_leaks: None) -> None:
     opened = open_fake(plain.path, **SMALL)
     next(iter(opened.loader))
     opened.loader.close()
+
+
+@pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-blosc-lz4-shuffle"])
+@pytest.mark.parametrize("nbytes", [1000, 20_000, "1MiB"])
+def test_chunks_in_the_cache_are_not_read_again(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, nbytes: int | str
+) -> None:
+    stored = store_variant(kind)
+    opened = open_fake(stored.path, device_cache=nbytes, block_size=3, **SMALL)
+    read = []
+    for _ in range(3):
+        before = opened.loader.stats.read_nbytes
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+        read.append(opened.loader.stats.read_nbytes - before)
+    stats = opened.loader.stats
+    if nbytes == "1MiB" and "blosc" not in kind:
+        assert read[1] == read[2] == 0
+        assert stats.n_chunks_cached > 0
+    assert opened.loader.memory()["cache"] <= (1 << 20 if nbytes == "1MiB" else int(nbytes))
+    assert stats.n_chunks_cached <= stats.n_chunks
+
+
+def test_device_memory_is_a_bound(open_fake: Callable[..., Opened], plain: Stored) -> None:
+    opened = open_fake(plain.path, n_bytes=50_000, **SMALL)
+    with pytest.raises(gpuload.DeviceError, match="out of memory"):
+        list(opened.epoch())

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.backend import CudaBackend
 
 
-def open_cuda(number: int, *, num_threads: int | None, verify: str) -> CudaBackend:
+def open_cuda(
+    number: int, *, num_threads: int | None, verify: str, memory_nbytes: int | None, cache_nbytes: int
+) -> CudaBackend:
     """Return the backend for a GPU, read through KvikIO.
 
     Parameters
@@ -22,14 +24,16 @@ def open_cuda(number: int, *, num_threads: int | None, verify: str) -> CudaBacke
         Which GPU.
     num_threads
         Threads that read; None takes what KvikIO is set to.
-    verify
+    verify, cache_nbytes
         As for `CudaBackend`.
+    memory_nbytes
+        Most device memory to take; None: no bound.
     """
     from gpuload.backends.cuda.backend import CudaBackend
     from gpuload.backends.cuda.device import CupyDevice
     from gpuload.backends.cuda.kvikio import KvikioReader
     from gpuload.backends.cuda.nvcomp import Nvcomp
 
-    device = CupyDevice(number)
-    return CudaBackend(device, KvikioReader(device, num_threads=num_threads), Nvcomp(), verify=verify)
-
+    device = CupyDevice(number, memory_nbytes)
+    reader = KvikioReader(device, num_threads=num_threads)
+    return CudaBackend(device, reader, Nvcomp(), verify=verify, cache_nbytes=cache_nbytes)

@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.backends.cuda.cache import ChunkCache
 from gpuload.backends.cuda.decode import N_THREADS, Decoder, Outcome
 from gpuload.backends.cuda.memory import DevicePool, Lease
 from gpuload.backends.cuda.readers import PAGE, place_extents
 from gpuload.backends.damage import rounding_warning
 from gpuload.backends.parts import cut
 from gpuload.errors import PlanError
+from gpuload.layout import select_chunks
 from gpuload.stats import Stats
 
 if TYPE_CHECKING:
@@ -132,11 +134,15 @@ class CudaBackend:
         The decoders.
     verify
         ``"once"``, ``"always"`` or ``"never"``.
+    cache_nbytes
+        Device memory that stored chunks are kept in.
     """
 
     takes_ahead = 0
 
-    def __init__(self, device: Device, reader: Reader, nvcomp: Nvcomp, *, verify: str = "once") -> None:
+    def __init__(
+        self, device: Device, reader: Reader, nvcomp: Nvcomp, *, verify: str = "once", cache_nbytes: int = 0
+    ) -> None:
         if verify not in ("once", "always", "never"):
             raise PlanError(f"verify={verify!r}: expected 'once', 'always' or 'never'.")
         self.device = device.name
@@ -150,6 +156,7 @@ class CudaBackend:
         self._small = DevicePool(device, max_idle=256)
         self._decoder = Decoder(device, nvcomp, self._scratch)
         self._lane = _Lane(device)
+        self._cache = ChunkCache(device, cache_nbytes)
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
         self._columns: tuple[Any, Any] = (None, None)
@@ -182,6 +189,7 @@ class CudaBackend:
             "minibatches": self._outputs.peak_nbytes,
             "arenas": sum(self._arena_nbytes.copy().values()),
             "scratch": self._scratch.peak_nbytes,
+            "cache": self._cache.used_nbytes,
         }
 
     def asarray(self, host: NDArray[Any]) -> Any:
@@ -201,6 +209,7 @@ class CudaBackend:
         self._reader.close()
         for pool in (self._residents, self._scratch, self._outputs, self._small):
             pool.clear()
+        self._cache.clear()
 
     # --- load
 
@@ -211,7 +220,13 @@ class CudaBackend:
         outcomes: list[Outcome] = []
         try:
             for read in recipe.reads:
-                outcomes += [self._run(read, lo, hi, resident) for lo, hi in cut(read, PART_NBYTES)]
+                places = self._cache.places(read)
+                is_cached = places >= 0
+                if is_cached.any():
+                    outcomes += self._run_cached(read, places, resident)
+                if not is_cached.all():
+                    rest = select_chunks(read, ~is_cached) if is_cached.any() else read
+                    outcomes += [self._run(rest, lo, hi, resident) for lo, hi in cut(rest, PART_NBYTES)]
         finally:  # also after a fault: what the launches use must outlive them
             start = time.perf_counter()
             self._device.wait(self._device.record(stream))
@@ -254,16 +269,14 @@ class CudaBackend:
         first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
         shift = np.repeat(place - offset, np.diff(read.extent_chunks[lo : hi + 1]))
         middle = time.perf_counter()
-        outcome = self._decoder.enqueue(
-            read,
-            first,
-            last,
-            read.chunk_offset[first:last] + shift,
-            arena.memory,
-            resident.flat(read.target),
-            lane.stream,
-            verify=self._verify != "never",
-        )
+        numbers, at = np.arange(first, last), read.chunk_offset[first:last] + shift
+        outcome = self._enqueue(read, numbers, at, arena.memory, resident)
+        kept, place = self._cache.reserve(read, numbers)
+        if kept.size:
+            self._decoder.move(
+                outcome, at[kept - first], read.chunk_nbytes[kept], place, arena.memory, self._cache.memory, lane.stream
+            )
+            outcome.kept = kept, place
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
         self.stats.add(
             read_nbytes=int(nbytes.sum()),
@@ -273,6 +286,28 @@ class CudaBackend:
             n_chunks=last - first,
         )
         return outcome
+
+    def _run_cached(self, read: ArrayRead, places: NDArray[np.int64], resident: CudaResident) -> list[Outcome]:
+        """Launch the decoding of those chunks of a read that are in the cache."""
+        numbers = np.flatnonzero(places >= 0)
+        chunk_nbytes = read.layout.chunk_size * read.layout.dtype.itemsize
+        n_parts = -(-numbers.size * chunk_nbytes // PART_NBYTES)
+        self.stats.add(decoded_nbytes=numbers.size * chunk_nbytes, n_chunks=numbers.size, n_chunks_cached=numbers.size)
+        return [
+            self._enqueue(read, part, places[part], self._cache.memory, resident)
+            for part in np.array_split(numbers, n_parts)
+        ]
+
+    def _enqueue(
+        self,
+        read: ArrayRead,
+        numbers: NDArray[np.int64],
+        place: NDArray[np.int64],
+        memory: Any,
+        resident: CudaResident,
+    ) -> Outcome:
+        out, stream = resident.flat(read.target), self._lane.stream
+        return self._decoder.enqueue(read, numbers, place, memory, out, stream, verify=self._verify != "never")
 
     def _grow(self, arena: _Arena, nbytes: int) -> None:
         """Make an arena large enough; it starts on a page, as transfers do."""
@@ -286,11 +321,15 @@ class CudaBackend:
 
     def _settle(self, outcome: Outcome, resident: CudaResident) -> None:
         """Look again at what the device found bad; note what is right."""
-        read = outcome.read
-        for chunk in outcome.suspects():
+        read, suspects = outcome.read, outcome.suspects()
+        for chunk in suspects:
             self._decoder.retry(read, chunk, resident.flat(read.target), self._lane.stream)
         if outcome.verified is not None and self._verify != "never":
             read.layout.verified[outcome.verified] = 1
+        if outcome.kept is not None:
+            numbers, place = outcome.kept
+            is_good = ~np.isin(numbers, suspects)
+            self._cache.keep(read, numbers[is_good], place[is_good])
         if any(flag[0] for flag in outcome.is_rounded) and not self._has_warned_of_rounding:
             self._has_warned_of_rounding = True
             _log.warning("%s", rounding_warning(read))

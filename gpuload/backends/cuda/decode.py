@@ -88,6 +88,8 @@ class Outcome:
         One int32 per launch that converts values: whether float32 rounds an integer.
     verified
         Layout's numbers of the chunks whose checksums are verified, if nothing bad is reported.
+    kept
+        Chunks of the read that are copied into the cache, and their places there.
     held
         Page-locked and device memory that must live so long.
     """
@@ -97,6 +99,7 @@ class Outcome:
     inflated: tuple[NDArray[np.int32], NDArray[np.int64], int] | None = None
     is_rounded: list[NDArray[np.int32]] = field(default_factory=list)
     verified: NDArray[np.int64] | None = None
+    kept: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     held: list[Any] = field(default_factory=list)
 
     def suspects(self) -> list[int]:
@@ -163,8 +166,7 @@ class Decoder:
     def enqueue(
         self,
         read: ArrayRead,
-        first: int,
-        last: int,
+        numbers: NDArray[np.int64],
         place: NDArray[np.int64],
         arena: Any,
         out: Any,
@@ -176,9 +178,9 @@ class Decoder:
 
         Parameters
         ----------
-        read, first, last
-            Chunks first..last of the read.
-        place : (last - first,) int64
+        read, numbers : (n,) int64
+            Which chunks of which read.
+        place : (n,) int64
             Where the bytes of each lie in the arena.
         arena : uint8
             Stored bytes, in device memory; they must be there for the stream.
@@ -193,13 +195,12 @@ class Decoder:
         if steps is None:
             self._say_host_decodes(read.layout)
         outcome = Outcome(read)
-        numbers = np.arange(first, last)
-        nbytes = read.chunk_nbytes[first:last]
+        nbytes = read.chunk_nbytes[numbers]
         is_absent = nbytes == 0
         payload = nbytes - (_FLETCHER_TAIL if steps is not None and steps.has_fletcher else 0)
         if steps is not None and steps.codec == "deflate":
             payload = payload - _ZLIB_HEAD - _ZLIB_TAIL
-        can_device = ~is_absent & (read.chunk_mask[first:last] == 0) & (payload > 0)
+        can_device = ~is_absent & (read.chunk_mask[numbers] == 0) & (payload > 0)
         if steps is None:
             can_device[:] = False
         elif steps.codec is None and not read.layout.is_raw:
@@ -214,6 +215,25 @@ class Decoder:
         if on_host.any():
             self._from_host(_Part(read, numbers[on_host], out, stream, outcome))
         return outcome
+
+    def move(
+        self,
+        outcome: Outcome,
+        source: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        place: NDArray[np.int64],
+        arena: Any,
+        to: Any,
+        stream: Any,
+    ) -> None:
+        """Launch the copy of byte ranges of an arena to places, multiples of `SLOT`, of other device memory."""
+        packed = _Packed()
+        packed.add("source", source)
+        packed.add("nbytes", nbytes)
+        packed.add("place", place)
+        on = packed.upload(self._device, self._pool, stream, outcome.held)
+        args = (arena, on["source"], on["nbytes"], on["place"], np.int64(source.size), to)
+        self._device.launch("gather_payloads", source.size, N_THREADS, args, stream)
 
     def retry(self, read: ArrayRead, chunk: int, out: Any, stream: Any) -> None:
         """Decode a chunk on the host, upload it and wait for it; CorruptDataError where it is bad there too."""

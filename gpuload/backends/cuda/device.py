@@ -90,6 +90,8 @@ class CupyDevice:
     ----------
     number
         Which GPU of those that this process sees.
+    memory_nbytes
+        Most memory to take of it; None: no bound.
 
     Raises
     ------
@@ -99,7 +101,7 @@ class CupyDevice:
         There is no such GPU, no driver, or the kernels cannot be compiled for it.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, memory_nbytes: int | None = None) -> None:
         try:
             import cupy
         except ImportError as error:
@@ -124,6 +126,8 @@ class CupyDevice:
             self._functions: dict[str, Any] = {}
             # Of its own: memory of CuPy's common pool may still be in use by a stream that we know nothing of.
             self._memory = cupy.cuda.MemoryPool()
+            if memory_nbytes is not None:
+                self._memory.set_limit(size=memory_nbytes)
 
     def use(self) -> None:
         """Make this the device of the calling thread."""
