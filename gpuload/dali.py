@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,18 +53,29 @@ _DALI_TYPES = {
 
 
 class _Source:
-    """An iterable of tuples of arrays, one epoch per ``iter()``, as `fn.external_source` wants it."""
+    """An iterable of tuples of arrays, one epoch per ``iter()``, as `fn.external_source` wants it.
 
-    def __init__(self, loader: Loader) -> None:
+    Parameters
+    ----------
+    loader
+        Of the minibatches.
+    n_kept
+        Minibatches kept alive after they were handed over: a GPU pipeline reads them where they lie, and later.
+    """
+
+    def __init__(self, loader: Loader, n_kept: int = 0) -> None:
         self._loader = loader
+        self._kept: deque[tuple[Any, ...]] = deque(maxlen=n_kept)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        # Nothing here keeps a minibatch when it was taken, so that its memory comes back with the consumer's last use.
-        yield from map(_outputs, self._loader)
+        # Nothing else here keeps a minibatch that was taken, so that its memory comes back with the last use of it.
+        yield from map(self._outputs, self._loader)
 
-
-def _outputs(batch: Batch) -> tuple[Any, ...]:
-    return (batch.X, *batch.obs.values(), batch.rows)
+    def _outputs(self, batch: Batch) -> tuple[Any, ...]:
+        rows = batch.rows if self._loader.device == "cpu" else self._loader.to_device(batch.rows)
+        outputs = (batch.X, *batch.obs.values(), rows)
+        self._kept.append(outputs)
+        return outputs
 
 
 def output_names(loader: Loader) -> list[str]:
@@ -71,13 +83,15 @@ def output_names(loader: Loader) -> list[str]:
     return ["X", *loader.obs_dtypes, "rows"]
 
 
-def cells(loader: Loader) -> list[Any]:
+def cells(loader: Loader, prefetch_queue_depth: int = 2) -> list[Any]:
     """Return the outputs of an external source over a loader, for use inside a ``@pipeline_def`` function.
 
     Parameters
     ----------
     loader
         Made by `gpuload.open_loader` with dense output. The pipeline's ``batch_size`` must be at least the loader's.
+    prefetch_queue_depth
+        That of the pipeline. On a GPU, minibatches are kept alive for so many steps and two more.
 
     Returns
     -------
@@ -95,17 +109,21 @@ def cells(loader: Loader) -> list[Any]:
     At the end of an epoch the pipeline raises StopIteration; ``pipeline.reset()`` starts the next. The last minibatch
     may be short, which DALI hands on as it is.
 
-    DALI copies each minibatch once, into memory of its own. A pipeline with ``exec_dynamic=False`` copies it twice
-    more on its way to PyTorch. The loader loads ahead by itself, so ``prefetch_queue_depth=1`` is enough; each further
-    step holds one more minibatch in memory.
+    On a GPU the pipeline reads minibatches where they lie (``no_copy``), on its own stream, ordered after the loader's.
+
+    On the CPU DALI copies each minibatch once, into memory of its own. A pipeline with ``exec_dynamic=False`` copies it
+    twice more on its way to PyTorch. The loader loads ahead by itself, so ``prefetch_queue_depth=1`` is enough; each
+    further step holds one more minibatch in memory.
     """
     dtypes = _output_dtypes(loader)
+    on_gpu: dict[str, Any] = {"device": "gpu", "no_copy": True} if loader.device != "cpu" else {}
     return list(
         fn.external_source(
-            source=_Source(loader),
+            source=_Source(loader, prefetch_queue_depth + 2 if on_gpu else 0),
             num_outputs=len(dtypes),
             cycle="raise",
             batch=True,
+            **on_gpu,
             dtype=[_DALI_TYPES[dtype.name] for dtype in dtypes],
             ndim=[1] + [0] * (len(dtypes) - 1),
         )
@@ -132,11 +150,12 @@ def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
 
 
 def cell_pipeline(loader: Loader) -> Pipeline:
-    """Return a built CPU pipeline that hands on what `cells` gives, unchanged."""
+    """Return a built pipeline on the loader's device that hands on what `cells` gives, unchanged."""
+    device_id = None if loader.device == "cpu" else int(loader.device.rpartition(":")[2])
 
-    @pipeline_def(batch_size=loader.batch_size, device_id=None, num_threads=1, prefetch_queue_depth=1)  # type: ignore[untyped-decorator]
+    @pipeline_def(batch_size=loader.batch_size, device_id=device_id, num_threads=1, prefetch_queue_depth=1)  # type: ignore[untyped-decorator]
     def pipeline() -> tuple[Any, ...]:
-        return tuple(cells(loader))
+        return tuple(cells(loader, prefetch_queue_depth=1))
 
     return pipeline()
 
@@ -144,9 +163,9 @@ def cell_pipeline(loader: Loader) -> Pipeline:
 class CellIterator:
     """Minibatches through DALI into PyTorch; iterates like ``DALIGenericIterator``.
 
-    Each step gives a list with one dict of CPU tensors, named as in `output_names`. At the end of an epoch
-    StopIteration is raised and `reset` (called by a new ``iter()`` too) starts the next; the last short minibatch is
-    delivered. A tensor that is kept is never overwritten.
+    Each step gives a list with one dict of tensors on the loader's device, named as in `output_names`. At the end of
+    an epoch StopIteration is raised and `reset` (called by a new ``iter()`` too) starts the next; the last short
+    minibatch is delivered. A tensor that is kept is never overwritten.
 
     Parameters
     ----------
@@ -168,9 +187,9 @@ class CellIterator:
 
     Notes
     -----
-    Without a pipeline, the tensors are made by DALI's dynamic mode (``nvidia.dali.experimental.dynamic``, DALI 2.0 or
-    newer). Where that mode is missing, or does not share and keep the memory, a plain pipeline copies each minibatch,
-    which the logger ``"gpuload"`` says once.
+    On the CPU and without a pipeline, the tensors are made by DALI's dynamic mode
+    (``nvidia.dali.experimental.dynamic``, DALI 2.0 or newer). Where that mode is missing, or does not share and keep
+    the memory, a plain pipeline copies each minibatch, which the logger ``"gpuload"`` says once.
     """
 
     def __init__(self, loader: Loader, pipeline: Pipeline | None = None, output_names: list[str] | None = None) -> None:
@@ -184,7 +203,7 @@ class CellIterator:
             raise PlanError(f"output_names={names!r}: a name occurs twice; give each output its own.")
         if pipeline is None and len(names) != len(dtypes):
             raise PlanError(f"output_names={names!r}: expected {len(dtypes)} names, one for each output.")
-        as_tensor = _dynamic_mode(dict.fromkeys(dtypes)) if pipeline is None else None
+        as_tensor = _dynamic_mode(dict.fromkeys(dtypes)) if pipeline is None and loader.device == "cpu" else None
         self._loader = loader
         self._iterator: Any
         if as_tensor is not None:

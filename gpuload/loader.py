@@ -139,6 +139,19 @@ class Loader:
         """Bytes, seconds and stalls since the loader was opened."""
         return self._backend.stats
 
+    def use_stream(self, number: int) -> None:
+        """Name the CUDA stream (its cudaStream_t) on which minibatches are used, for what is handed over from now on.
+
+        Minibatches are ready for work on it, and their memory is used again only after what was given to it before the
+        last reference was dropped. The PyTorch front names torch's current stream before each minibatch. Without it,
+        and without a front, it is CuPy's current stream. On the CPU nothing happens.
+        """
+        self._backend.use_stream(number)
+
+    def to_device(self, host: NDArray[Any]) -> Any:
+        """Return a host array where minibatches lie."""
+        return self._backend.asarray(host)
+
     def memory(self) -> dict[str, int]:
         """Return the most bytes held at one time since the loader was opened, by what they were for.
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from gpuload.errors import MissingDependencyError, PlanError
 
 try:
     import torch
     from torch.utils.data import IterableDataset, get_worker_info
+    from torch.utils.dlpack import from_dlpack
 except ImportError as error:
     raise MissingDependencyError("torch", "gpuload.torch", "torch") from error
 
@@ -40,14 +43,19 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
     ------
     dict
         ``"X"``: (n, n_vars) tensor over the loader's memory (no copy), or a sparse CSR tensor where the loader's
-        output is ``"csr"``; one tensor of shape (n,) for each obs column, under its name; ``"rows"``: (n,) int64
-        global row numbers.
+        output is ``"csr"``; one tensor of shape (n,) for each obs column, under its name, on the same device;
+        ``"rows"``: (n,) int64 global row numbers, in host memory.
 
     Raises
     ------
     PlanError
         `dtype` cannot be had; an obs column is named as one of the other entries; or the dataset is iterated in a
         DataLoader worker.
+
+    Notes
+    -----
+    PyTorch wants the columns of a CSR row to rise. On the CPU rows that break this are mended; on a GPU they are handed
+    over as the file has them.
     """
 
     def __init__(self, loader: Loader, dtype: torch.dtype | str | None = None) -> None:
@@ -85,12 +93,20 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         raise PlanError(_NO_WORKERS)
 
     def _tensors(self, batches: Iterator[Batch]) -> Iterator[dict[str, torch.Tensor]]:
-        for batch in batches:
-            X = _csr_tensor(batch.X) if self._loader.output == "csr" else torch.from_numpy(batch.X)
+        is_cuda = self._loader.device != "cpu" and torch.cuda.is_available()
+        while True:
+            if is_cuda:
+                self._loader.use_stream(torch.cuda.current_stream(self._loader.device).cuda_stream)
+            batch = next(batches, None)
+            if batch is None:
+                return
+            X = _csr_tensor(batch.X) if self._loader.output == "csr" else _tensor(batch.X)
             if self._dtype is not None:
                 X = X.to(self._dtype)
-            obs = {name: torch.from_numpy(values) for name, values in batch.obs.items()}
-            yield {"X": X, **obs, "rows": torch.from_numpy(batch.rows)}
+            obs = {name: _tensor(values) for name, values in batch.obs.items()}
+            rows = torch.from_numpy(batch.rows)
+            del batch  # or its memory would not come back before the next is made
+            yield {"X": X, **obs, "rows": rows}
 
 
 _NO_WORKERS = (
@@ -121,12 +137,18 @@ def _use_up_beta_warning() -> None:
         torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1))
 
 
+def _tensor(array: Any) -> torch.Tensor:
+    """Return a tensor over an array's memory, on whichever device it lies."""
+    return torch.from_numpy(array) if isinstance(array, np.ndarray) else from_dlpack(array)
+
+
 def _csr_tensor(matrix: Any) -> torch.Tensor:
-    matrix.sum_duplicates()  # torch wants rising columns; where the backend found them so, this does nothing
+    if isinstance(matrix.data, np.ndarray):  # on a GPU it would wait for the device at each minibatch
+        matrix.sum_duplicates()  # torch wants rising columns; where the backend found them so, this does nothing
     return torch.sparse_csr_tensor(
-        torch.from_numpy(matrix.indptr),
-        torch.from_numpy(matrix.indices),
-        torch.from_numpy(matrix.data),
+        _tensor(matrix.indptr),
+        _tensor(matrix.indices),
+        _tensor(matrix.data),
         size=matrix.shape,
         check_invariants=False,
     )

@@ -141,6 +141,9 @@ class FakeBackend:
 
         return _FakePending(self, f"take {number}", finish, lambda: None)
 
+    def use_stream(self, number: int) -> None:
+        pass
+
     def memory(self) -> dict[str, int]:
         return {}
 

@@ -66,6 +66,9 @@ class IdleBackend:
         """Return the array itself."""
         return host
 
+    def use_stream(self, number: int) -> None:
+        """Do nothing."""
+
     def memory(self) -> dict[str, int]:
         """Nothing is held."""
         return {}

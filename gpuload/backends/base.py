@@ -96,6 +96,9 @@ class Backend(Protocol):
             touched again before the last reference to it, or to any view of it, is gone.
         """
 
+    def use_stream(self, number: int) -> None:
+        """Let what follows work on the consumer's stream, a cudaStream_t, until another is named."""
+
     def memory(self) -> Mapping[str, int]:
         """Return the most bytes held at one time, by what they were for: ``"residents"``, ``"minibatches"``, ..."""
 

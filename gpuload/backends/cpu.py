@@ -191,6 +191,9 @@ class CpuBackend:
         """Start to gather rows; see `Backend.take_rows`."""
         return self._takes.submit(self._take, resident, positions, form)
 
+    def use_stream(self, number: int) -> None:
+        """Do nothing: the host has no streams."""
+
     def memory(self) -> dict[str, int]:
         """Return the most bytes held at one time; see `Backend.memory`."""
         return {

@@ -114,6 +114,9 @@ class FakeDevice:
     def stream_number(self, stream: FakeStream) -> int:
         return stream.number
 
+    def stream_of(self, number: int) -> FakeStream:
+        return self._streams[number]
+
     def give(self, stream: FakeStream | int, call: Callable[[], None]) -> None:
         """Queue a call; perhaps let some stream run ahead."""
         with self._lock:

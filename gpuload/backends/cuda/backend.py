@@ -160,6 +160,7 @@ class CudaBackend:
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
         self._columns: tuple[Any, Any] = (None, None)
+        self._stream: Any = None
         self._uploads = _Uploads(device)
         self._never_bad = device.typed(device.empty(4), np.int32, (1,))
         self._has_warned_of_rounding = False
@@ -175,12 +176,16 @@ class CudaBackend:
 
     def take_rows(self, resident: CudaResident, positions: NDArray[np.int32], form: Form) -> _Ready:
         """Launch the gather of rows on the consumer's stream; see `Backend.take_rows`."""
-        stream = self._device.current_stream()
+        stream = self._consumer_stream()
         for lease in resident.leases:
             lease.used_on(stream)
         with self.stats.timed("take_s"):
             take = self._take_csr if form.output == "csr" else self._take_dense
             return _Ready(take(resident, positions, form, stream))
+
+    def use_stream(self, number: int) -> None:
+        """Launch on this stream of the consumer's from now on; CuPy's current one, where none was named."""
+        self._stream = self._device.stream_of(number)
 
     def memory(self) -> dict[str, int]:
         """Return the most bytes of device memory held at one time; see `Backend.memory`."""
@@ -194,7 +199,7 @@ class CudaBackend:
 
     def asarray(self, host: NDArray[Any]) -> Any:
         """Return a host array on the device; ready on the consumer's stream."""
-        stream = self._device.current_stream()
+        stream = self._consumer_stream()
         pinned = self._device.pinned(host.nbytes)
         pinned[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
         array, _ = self._small.array(host.shape, host.dtype, stream)
@@ -210,6 +215,9 @@ class CudaBackend:
         for pool in (self._residents, self._scratch, self._outputs, self._small):
             pool.clear()
         self._cache.clear()
+
+    def _consumer_stream(self) -> Any:
+        return self._device.current_stream() if self._stream is None else self._stream
 
     # --- load
 

@@ -61,6 +61,9 @@ class Device(Protocol):
     def stream_number(self, stream: Any) -> int:
         """Return the cudaStream_t of a stream."""
 
+    def stream_of(self, number: int) -> Any:
+        """Return the stream of a cudaStream_t that others made; the same object each time."""
+
     def record(self, stream: Any) -> Any:
         """Return an event that is reached when all that was given to the stream so far is done."""
 
@@ -124,6 +127,7 @@ class CupyDevice:
             self.use()
             self._kernels = cupy.RawModule(code=KERNELS.read_text(), options=("-std=c++17",))
             self._functions: dict[str, Any] = {}
+            self._foreign: dict[int, Any] = {}
             # Of its own: memory of CuPy's common pool may still be in use by a stream that we know nothing of.
             self._memory = cupy.cuda.MemoryPool()
             if memory_nbytes is not None:
@@ -181,6 +185,12 @@ class CupyDevice:
     def stream_number(self, stream: Any) -> int:
         """Return the cudaStream_t of a stream."""
         return int(stream.ptr)
+
+    def stream_of(self, number: int) -> Any:
+        """Return the stream of a cudaStream_t."""
+        if number not in self._foreign:
+            self._foreign[number] = self._cupy.cuda.ExternalStream(number, self._number)
+        return self._foreign[number]
 
     def record(self, stream: Any) -> Any:
         """Return an event recorded on a stream."""
