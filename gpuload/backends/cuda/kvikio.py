@@ -6,6 +6,9 @@ Which of the two it was is taken from its counters, never assumed.
 What KvikIO leaves to its caller, and is seen to here:
 
 - It waits for the default stream alone before it writes. So a read begins when its stream has done what it was given.
+- It works in step with that stream all the same: it waits for it before each direct transfer, and the copies out of its
+  bounce buffer go through streams that the default one waits for (CU_STREAM_DEFAULT). So a training step on the default
+  stream, PyTorch's choice, and reads take turns; in a stream of its own (``torch.cuda.stream``) it overlaps with them.
 - A failed read leaves its other parts running. So every call here is one part (KvikIO cuts reads into tasks; these are
   cut here, to the same size), and a read ends when the last of them has.
 - A read past the file's end is an error or comes back short. So ranges are rounded to whole pages up to that end.
@@ -121,8 +124,9 @@ class KvikioReader:
         """``"gds"`` where at least half of the bytes so far went through cuFile, and that with DMA; else ``"compat"``.
 
         cuFile may bounce on its own account, which KvikIO counts as GDS. So it must also have its kernel driver
-        (nvidia-fs), or be forbidden to bounce (``"allow_compat_mode": false`` in cufile.json). The counters are the
-        process's: reads of others through KvikIO count too.
+        (nvidia-fs), or be forbidden to bounce (``"allow_compat_mode": false`` in cufile.json), which a machine that
+        reads by PCI P2PDMA alone must do to be recognised. The counters are the process's: reads of others through
+        KvikIO count too.
         """
         direct, bounced = self._counted()
         if direct == 0 or direct < bounced:

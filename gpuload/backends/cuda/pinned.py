@@ -6,6 +6,7 @@ that go round; each buffer is copied to the device while the next ones are being
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -16,7 +17,7 @@ import numpy as np
 
 from gpuload.backends.cuda.readers import PAGE, Pending, Threads, bytes_there, check_places, short_read
 from gpuload.backends.native import chunks
-from gpuload.errors import PlanError
+from gpuload.errors import DeviceError, PlanError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -170,7 +171,8 @@ class _Ring:
             _, event = self._idle.get()
             self.n_buffers -= 1
             if event is not None:
-                self._device.wait(event)
+                with contextlib.suppress(DeviceError):  # told to whoever waits for the bytes
+                    self._device.wait(event)
 
 
 def _cut_into_windows(
