@@ -1,0 +1,577 @@
+"""Bodies of the readers' tests that run on a fake CUDA driver, in a process of their own (see `test_readers`).
+
+What is under test there is the package's readers over the real KvikIO, on its device path: its threads, tasks, bounce
+buffers and errors. The driver is `fake_libcuda.c`; for direct transfers, cuFile is `fake_libcufile.c`.
+
+    python -m tests.cuda.on_fake_driver NAME ...    prints one line of JSON for each: [name, "" or what went wrong]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kvikio.defaults
+import numpy as np
+
+from gpuload.backends.cuda.kvikio import KvikioReader
+from gpuload.backends.cuda.pinned import PinnedReader
+from gpuload.backends.cuda.readers import PAGE, place_extents
+from gpuload.errors import DeviceError, ReadError
+from gpuload.source import BufferSource, FileSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from gpuload.backends.cuda.readers import Pending
+
+THRESHOLD = 16 << 10
+"""Below it KvikIO reads at once, on the calling thread."""
+
+TASK_NBYTES = 64 << 10
+UNTOUCHED = 0xEE
+
+driver = ctypes.CDLL("libcuda.so.1")
+driver.fake_alloc.restype = ctypes.c_uint64
+driver.fake_alloc.argtypes = [ctypes.c_size_t]
+driver.fake_free.argtypes = [ctypes.c_uint64]
+driver.fake_download.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t]
+driver.fake_n_copies.restype = ctypes.c_int64
+driver.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+driver.cuStreamSynchronize.argtypes = [ctypes.c_void_p]
+
+
+class Arena:
+    """Device memory, or a part of it, as any library exports it."""
+
+    def __init__(self, nbytes: int, address: int = 0) -> None:
+        self.is_whole = not address
+        self.address = address or driver.fake_alloc(nbytes)
+        self.nbytes = nbytes
+        self.shape = (nbytes,)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": self.shape, "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def __getitem__(self, part: slice) -> Arena:
+        lo, hi, _ = part.indices(self.nbytes)
+        return Arena(hi - lo, self.address + lo)
+
+    def download(self) -> NDArray[np.uint8]:
+        host = np.empty(self.nbytes, dtype=np.uint8)
+        driver.fake_download(self.address, host.ctypes.data, self.nbytes)
+        return host
+
+    def __del__(self) -> None:
+        if self.is_whole:
+            driver.fake_free(self.address)
+
+
+class Device:
+    """What readers need of a device, from the fake driver; an event is its stream."""
+
+    def __init__(self) -> None:
+        handle = ctypes.c_void_p()
+        driver.cuStreamCreate(ctypes.byref(handle), 1)
+        self.stream = handle.value
+        self.before_wait: Callable[[], object] = lambda: None
+
+    def use(self) -> None:
+        pass
+
+    def address(self, array: Arena) -> int:
+        return array.address
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        return np.empty(nbytes, dtype=np.uint8)
+
+    def upload(self, host: NDArray[np.uint8], out: Arena, stream: int) -> None:
+        assert host.nbytes == out.nbytes
+        assert driver.cuMemcpyHtoDAsync_v2(out.address, host.ctypes.data, host.nbytes, stream) == 0
+
+    def record(self, stream: int) -> int:
+        return stream
+
+    def wait(self, event: int) -> None:
+        self.before_wait()
+        driver.cuStreamSynchronize(event)
+
+
+class File:
+    """A file of random bytes, open as a source."""
+
+    def __init__(self, nbytes: int, seed: int = 0) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name, "cells.h5ad")
+        self.data = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+        self.data.tofile(self.path)
+        self.source = FileSource(self.path)
+
+
+def drawn_extents(rng: np.random.Generator, file_nbytes: int, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return overlapping, unaligned extents of all sizes that KvikIO treats in ways of their own."""
+    most = np.array([1, 100, PAGE, THRESHOLD, THRESHOLD + PAGE, TASK_NBYTES, TASK_NBYTES + 1, 5 * TASK_NBYTES])
+    nbytes = rng.integers(1, rng.choice(most, n) + 1)
+    nbytes[rng.random(n) < 0.1] = 0
+    offset = rng.integers(0, file_nbytes - nbytes + 1)
+    to_end = rng.random(n) < 0.2
+    offset[to_end] = file_nbytes - nbytes[to_end]
+    on_page = rng.random(n) < 0.2
+    offset[on_page] -= offset[on_page] % PAGE
+    return offset, nbytes
+
+
+def check_bytes(file: File, offset: Any, nbytes: Any, place: Any, out: Arena) -> None:
+    """Compare every extent, and the memory outside the pages that they touch."""
+    got = out.download()
+    is_free = np.ones(got.size, dtype=bool)
+    for at, n, to in zip(offset, nbytes, place, strict=True):
+        np.testing.assert_array_equal(got[to : to + n], file.data[at : at + n], err_msg=f"{n} bytes at {at} -> {to}")
+        first = to - at % PAGE
+        is_free[first : first - (-(at % PAGE + n) // PAGE) * PAGE] = False
+    assert (got[is_free] == UNTOUCHED).all(), "memory outside the extents' pages was written"
+
+
+def read_at_random(reader: Any, device: Device, file: File, seed: int, n_threads: int = 3) -> list[Pending]:
+    """Read drawn extents by several starts at a time, check them, and return the reads."""
+    rng = np.random.default_rng(seed)
+    driver.fake_set_delay_us(int(rng.choice([0, 0, 50])))
+
+    def one(number: int) -> Pending:
+        mine = np.random.default_rng([seed, number])
+        offset, nbytes = drawn_extents(mine, file.data.size, int(mine.integers(0, 60)))
+        _, _, place, total = place_extents(offset, nbytes, file.data.size)
+        shift = int(mine.choice([0, PAGE, 3 * PAGE + 7]))
+        order = mine.permutation(offset.size)
+        out = Arena(total + shift + 5000)
+        read = reader.start(
+            file.source, offset[order], nbytes[order], place[order] + shift, out, device.stream, name="/X/data"
+        )
+        read.result()
+        assert read.done()
+        driver.cuStreamSynchronize(device.stream)
+        check_bytes(file, offset, nbytes, place + shift, out)
+        wanted = place_extents(offset, nbytes, file.data.size)[1].sum() if reader.io_mode != "pinned" else nbytes.sum()
+        assert read.read_nbytes == wanted, (read.read_nbytes, wanted)
+        return read
+
+    try:
+        with ThreadPoolExecutor(n_threads) as threads:
+            return list(threads.map(one, range(n_threads)))
+    finally:
+        driver.fake_set_delay_us(0)
+
+
+def n_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def n_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) - 1
+
+
+def eventually(is_true: Callable[[], bool]) -> bool:
+    """Return whether something becomes true within some seconds: native threads end a little later than they say."""
+    end = time.monotonic() + 5
+    while not is_true() and time.monotonic() < end:
+        time.sleep(0.005)
+    return is_true()
+
+
+def read_error_of(read: Callable[[], object]) -> str:
+    try:
+        read()
+    except ReadError as error:
+        return str(error)
+    raise AssertionError("no ReadError")
+
+
+# --- what is tested
+
+
+def random_extents_are_byte_exact() -> None:
+    device, file = Device(), File(3_000_017)
+    reader = KvikioReader(device, num_threads=3, task_nbytes=TASK_NBYTES)
+    reads = [read for seed in range(12) for read in read_at_random(reader, device, file, seed)]
+    total = sum(read.read_nbytes for read in reads)
+    assert reader.read_nbytes == total
+    assert total > 5_000_000
+    assert all(read.seconds > 0 for read in reads if read.read_nbytes)
+    assert eventually(lambda: reader.facts()["compat_nbytes"] == total), (reader.facts(), total)
+    assert reader.facts()["gds_nbytes"] == 0
+    assert reader.io_mode == "compat"
+    reader.close()
+    assert reader.io_mode == "compat"
+
+
+def pinned_reads_are_byte_exact_too() -> None:
+    device, file = Device(), File(3_000_017)
+    reader = PinnedReader(device, num_threads=2, buffer_nbytes=100_000)
+    for seed in range(8):
+        read_at_random(reader, device, file, seed)
+    assert reader.pinned_nbytes <= 4 * 100_000
+    reader.close()
+    assert reader.pinned_nbytes == 0
+
+
+def the_mode_is_compat_before_anything_is_read() -> None:
+    reader = KvikioReader(Device())
+    assert reader.io_mode == "compat"
+    facts = reader.facts()
+    assert facts["num_threads"] == 8
+    assert facts["compat_mode"] == "AUTO", facts
+    assert facts["compat_nbytes"] == facts["gds_nbytes"] == 0
+    reader.close()
+
+
+def a_truncated_file_is_a_read_error_and_nothing_is_written_after_it() -> None:
+    device, file = Device(), File(1_500_000)
+    reader = KvikioReader(device, num_threads=4, task_nbytes=TASK_NBYTES)
+    offset = np.array([0, 1_000_001, 400_000, 1_200_000], dtype=np.int64)
+    nbytes = np.array([500_000, 123_456, 500_000, 5], dtype=np.int64)
+    _, _, place, total = place_extents(offset, nbytes, file.data.size)
+    os.truncate(file.path, 1_050_000)
+    driver.fake_set_delay_us(20_000)
+    out = Arena(total)
+    read = reader.start(file.source, offset, nbytes, place, out, device.stream, name="/X/data")
+    message = read_error_of(read.result)
+    assert read.done()
+    n_copies = driver.fake_n_copies()
+    assert message == (
+        f"{file.path}: short read of /X/data at byte 1000001: wanted 123456 bytes, got 49999. Was the file truncated?"
+    ), message
+    time.sleep(0.1)
+    assert driver.fake_n_copies() == n_copies, "copies went on after the read had ended"
+    driver.fake_set_delay_us(0)
+    good = slice(0, 1)  # what is still there can be read
+    reader.start(file.source, offset[good], nbytes[good], place[good], out, device.stream).result()
+    np.testing.assert_array_equal(out.download()[:500_000], file.data[:500_000])
+    small = (
+        np.array([1_049_990], dtype=np.int64),
+        np.array([11], dtype=np.int64),
+        np.array([place[0] + 1_049_990 % PAGE]),
+    )
+    message = read_error_of(reader.start(file.source, *small, out, device.stream).result)
+    assert message.endswith("at byte 1049990: wanted 11 bytes, got 10. Was the file truncated?"), message
+    reader.close()
+
+
+def what_kvikio_alone_cannot_read_is_told_in_its_words() -> None:
+    device, file = Device(), File(200_000)
+    reader = KvikioReader(device)
+    extent = np.array([4096], dtype=np.int64), np.array([100_000], dtype=np.int64), np.array([0], dtype=np.int64)
+    out = Arena(60_000)
+    short = Arena(200_000, out.address)  # claims more than there is
+    message = read_error_of(reader.start(file.source, *extent, short, device.stream, name="/X/data").result)
+    begin = f"{file.path}: reading 100000 bytes of /X/data at byte 4096 through KvikIO failed: "
+    assert message.startswith(begin), message
+    assert "hpp" not in message, message
+    reader.close()
+
+
+def a_read_waits_for_what_its_stream_was_given_before() -> None:
+    device, file = Device(), File(300_000)
+    reader = KvikioReader(device)
+    is_past = threading.Event()
+    device.before_wait = is_past.wait
+    n_copies = driver.fake_n_copies()
+    extents = np.array([0, 100_000]), np.array([5_000, 100_000]), np.array([0, 100_000 % PAGE + 2 * PAGE])
+    read = reader.start(file.source, *extents, Arena(300_000), device.stream)
+    time.sleep(0.2)
+    assert driver.fake_n_copies() == n_copies
+    assert not read.done()
+    is_past.set()
+    read.result()
+    assert driver.fake_n_copies() > n_copies
+    reader.close()
+
+
+def a_cancelled_read_ends_soon_and_writes_no_more() -> None:
+    device, file = Device(), File(8_000_000)
+    reader = KvikioReader(device, num_threads=2, task_nbytes=PAGE * 4)
+    driver.fake_set_delay_us(5_000)
+    whole = np.array([0]), np.array([8_000_000]), np.array([0])
+    first, second, third = (
+        reader.start(file.source, *whole, Arena(8_001_536), device.stream, name="/X/data") for _ in range(3)
+    )
+    time.sleep(0.05)
+    for read in (third, second, first):
+        read.cancel()
+    for read in (first, second, third):
+        try:
+            read.result()
+        except CancelledError:
+            assert read.done()
+        else:
+            raise AssertionError("a cancelled read was whole")
+    n_copies = driver.fake_n_copies()
+    assert 0 < first.read_nbytes < 2_000_000, first.read_nbytes
+    assert third.read_nbytes == 0
+    time.sleep(0.05)
+    assert driver.fake_n_copies() == n_copies
+    driver.fake_set_delay_us(0)
+    reader.start(file.source, *whole, Arena(8_001_536), device.stream).result()
+    reader.close()
+
+
+def closing_gives_threads_and_descriptors_back() -> None:
+    device, file, other = Device(), File(1_000_000), File(500_000, seed=1)
+    KvikioReader(device).close()
+    before = kvikio.defaults.get("num_threads"), n_threads(), n_descriptors()
+    for number in range(3):
+        reader = KvikioReader(device, num_threads=5, task_nbytes=TASK_NBYTES)
+        for each in (file, other, file):
+            read_at_random(reader, device, each, number)
+        assert n_descriptors() <= before[2] + 4, "a file is opened more than once"
+        assert n_threads() >= before[1] + 4
+        reader.close()
+        reader.close()
+        assert eventually(lambda: n_threads() <= before[1]), (before, n_threads())
+        assert n_descriptors() == before[2], (before, n_descriptors())
+        assert kvikio.defaults.get("num_threads") == before[0]
+    extent = np.array([0]), np.array([10]), np.array([0])
+    message = read_error_of(lambda: reader.start(file.source, *extent, Arena(PAGE), device.stream))
+    assert message == f"{file.path}: the loader was closed; open it again with open_loader().", message
+
+
+def closing_waits_for_reads_in_progress() -> None:
+    device, file = Device(), File(2_000_000)
+    reader = KvikioReader(device, num_threads=2, task_nbytes=TASK_NBYTES)
+    driver.fake_set_delay_us(3_000)
+    out = Arena(2_000_896)
+    read = reader.start(file.source, np.array([0]), np.array([2_000_000]), np.array([0]), out, device.stream)
+    while not driver.fake_n_copies():
+        time.sleep(0.001)
+    reader.close()
+    assert read.done()
+    read.result()
+    driver.fake_set_delay_us(0)
+    np.testing.assert_array_equal(out.download()[:2_000_000], file.data)
+
+
+def a_reader_closed_by_its_own_thread_closes_itself_later() -> None:
+    device, file = Device(), File(1_000_000)
+    KvikioReader(device).close()
+    before = n_threads(), n_descriptors()
+    reader = KvikioReader(device, num_threads=2)
+    device.before_wait = reader.close  # the garbage collector may run in any thread
+    read = reader.start(file.source, np.array([0]), np.array([900_000]), np.array([0]), Arena(901_120), device.stream)
+    read.result()
+    assert eventually(lambda: n_threads() <= before[0] and n_descriptors() == before[1]), (n_threads(), before)
+
+
+def readers_share_the_pool_of_the_process() -> None:
+    device, file = Device(), File(3_000_017)
+    before = kvikio.defaults.get("num_threads")
+    first = KvikioReader(device, num_threads=3, task_nbytes=TASK_NBYTES)
+    errors = []
+
+    def read() -> None:
+        try:
+            for seed in range(6):
+                read_at_random(first, device, file, 100 + seed)
+        except BaseException:
+            errors.append(traceback.format_exc())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    while thread.is_alive():  # the pool grows and shrinks below the first one's reads
+        second = KvikioReader(device, num_threads=6)
+        assert kvikio.defaults.get("num_threads") == 6
+        second.close()
+        assert kvikio.defaults.get("num_threads") == 3
+    thread.join()
+    assert not errors, errors[0]
+    first.close()
+    assert kvikio.defaults.get("num_threads") == before
+
+
+def the_bytes_are_those_of_the_file_that_was_opened() -> None:
+    device, file = Device(), File(300_000)
+    reader = KvikioReader(device)
+    new = file.path.with_suffix(".new")
+    new.write_bytes(bytes(300_000))
+    new.rename(file.path)
+    out = Arena(300_000 // PAGE * PAGE + PAGE)
+    reader.start(file.source, np.array([0]), np.array([300_000]), np.array([0]), out, device.stream).result()
+    np.testing.assert_array_equal(out.download()[:300_000], file.data)
+    reader.close()
+
+
+def what_is_no_file_goes_through_pinned_memory() -> None:
+    device = Device()
+    data = np.random.default_rng(3).integers(0, 256, 3_000_000, dtype=np.uint8)
+    source = BufferSource("memory", data)
+    reader = KvikioReader(device)
+    offset, nbytes = np.array([7, 0, 2_999_990]), np.array([5_000, 2_500_000, 10])
+    _, _, place, total = place_extents(offset, nbytes, data.size)
+    out = Arena(total)
+    reader.start(source, offset, nbytes, place, out, device.stream).result()
+    driver.cuStreamSynchronize(device.stream)
+    got = out.download()
+    for at, n, to in zip(offset, nbytes, place, strict=True):
+        np.testing.assert_array_equal(got[to : to + n], data[at : at + n])
+    message = read_error_of(reader.start(source, offset, nbytes + 1, place, out, device.stream, name="/obsm").result)
+    assert message == (
+        "memory: short read of /obsm at byte 2999990: wanted 11 bytes, got 10. Was the file truncated?"
+    ), message
+    reader.close()
+
+
+def places_without_room_are_refused() -> None:
+    device, file = Device(), File(100_000)
+    reader = KvikioReader(device)
+    extent = np.array([5_000]), np.array([100])
+    for place, room in ((0, 20_000), (904, 4_096 - 1), (5_000, 5_000 + 3_191)):
+        try:
+            reader.start(file.source, *extent, np.array([place]), Arena(room), device.stream)
+        except ValueError:
+            pass
+        else:
+            raise AssertionError(f"place {place} of {room}")
+    twice = np.array([0, PAGE]), np.array([10, 10])
+    try:
+        reader.start(file.source, *twice, np.array([0, PAGE - 1]), Arena(20_000), device.stream)
+    except ValueError:
+        pass
+    else:
+        raise AssertionError("overlap")
+    reader.start(file.source, *extent, np.array([904]), Arena(4_096), device.stream).result()
+    reader.close()
+
+
+def a_fork_is_refused_and_its_parent_goes_on() -> None:
+    device, file = Device(), File(100_000)
+    reader = KvikioReader(device)
+    extent = np.array([0]), np.array([50_000]), np.array([0])
+    out = Arena(53_248)
+    reader.start(file.source, *extent, out, device.stream).result()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            reader.start(file.source, *extent, out, device.stream)
+        except DeviceError as error:
+            code = 0 if "spawn" in str(error) and str(os.getpid()) in str(error) else 2
+        reader.close()
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    reader.start(file.source, *extent, out, device.stream).result()
+    reader.close()
+
+
+# --- with cuFile
+
+
+def direct_transfers_are_of_whole_pages() -> None:
+    cufile = ctypes.CDLL("libcufile.so.0")
+    device, file = Device(), File(3_000_017)
+    reader = KvikioReader(device, num_threads=3, task_nbytes=TASK_NBYTES)
+    assert reader.io_mode == "compat"
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        offset, nbytes = drawn_extents(rng, file.data.size, 40)
+        nbytes[:5] = np.minimum(5 * TASK_NBYTES, file.data.size - offset[:5])
+        _, _, place, total = place_extents(offset, nbytes, file.data.size)
+        out = Arena(total)
+        reader.start(file.source, offset, nbytes, place, out, device.stream).result()
+        check_bytes(file, offset, nbytes, place, out)
+    reads = np.empty((4096, 3), dtype=np.int64)
+    reads = reads[: cufile.fake_cufile_reads(reads.ctypes.data_as(ctypes.c_void_p), 4096)]
+    assert len(reads) > 100
+    at, n, to = reads.T
+    assert not (at % PAGE).any()
+    assert not (to % PAGE).any()
+    assert not (n[at + n != file.data.size] % PAGE).any()
+    assert (at + n).max() == file.data.size
+    assert n.max() <= TASK_NBYTES
+    assert cufile.fake_cufile_n_handles() == 1
+    assert eventually(lambda: reader.facts()["gds_nbytes"] == n.sum())
+    assert reader.io_mode == "gds"
+    assert reader.facts()["has_nvidia_fs"]
+    reader.close()
+    assert cufile.fake_cufile_n_handles() == 0
+
+
+def a_short_direct_transfer_is_a_read_error() -> None:
+    device, file = Device(), File(1_500_000)
+    reader = KvikioReader(device, task_nbytes=TASK_NBYTES)
+    extent = np.array([100, 1_000_000]), np.array([300_000, 40_000])
+    _, _, place, total = place_extents(*extent, 1_500_000)
+    os.truncate(file.path, 1_020_000)  # in the middle of one transfer, which then tells fewer bytes and no error
+    message = read_error_of(reader.start(file.source, *extent, place, Arena(total), device.stream, name="/X").result)
+    assert message == (
+        f"{file.path}: short read of /X at byte 1000000: wanted 40000 bytes, got 20000. Was the file truncated?"
+    ), message
+    reader.close()
+
+
+def gds_is_claimed_only_where_bytes_went_there() -> None:
+    reader = KvikioReader(Device())
+    facts: dict[str, bool] = {}
+    counted = (0, 0)
+    reader._counted = lambda: counted  # type: ignore[method-assign]
+    reader._driver_says = facts.__getitem__  # type: ignore[method-assign]
+    for counted, has_driver, may_bounce, wanted in (
+        ((0, 0), True, False, "compat"),
+        ((0, 100), True, False, "compat"),
+        ((10, 100), True, False, "compat"),
+        ((100, 10), True, True, "gds"),
+        ((100, 10), True, False, "gds"),
+        ((100, 10), False, False, "gds"),
+        ((100, 10), False, True, "compat"),
+    ):
+        facts.update(is_gds_available=has_driver, allow_compat_mode=may_bounce)
+        assert reader.io_mode == wanted, (counted, facts)
+    reader.close()
+
+
+COMPAT = (
+    random_extents_are_byte_exact,
+    pinned_reads_are_byte_exact_too,
+    the_mode_is_compat_before_anything_is_read,
+    a_truncated_file_is_a_read_error_and_nothing_is_written_after_it,
+    what_kvikio_alone_cannot_read_is_told_in_its_words,
+    a_read_waits_for_what_its_stream_was_given_before,
+    a_cancelled_read_ends_soon_and_writes_no_more,
+    closing_gives_threads_and_descriptors_back,
+    closing_waits_for_reads_in_progress,
+    a_reader_closed_by_its_own_thread_closes_itself_later,
+    readers_share_the_pool_of_the_process,
+    the_bytes_are_those_of_the_file_that_was_opened,
+    what_is_no_file_goes_through_pinned_memory,
+    places_without_room_are_refused,
+    gds_is_claimed_only_where_bytes_went_there,
+    a_fork_is_refused_and_its_parent_goes_on,
+)
+DIRECT = (direct_transfers_are_of_whole_pages, a_short_direct_transfer_is_a_read_error)
+
+
+def run(names: list[str]) -> Iterator[tuple[str, str]]:
+    bodies = {body.__name__: body for body in (*COMPAT, *DIRECT)}
+    for name in names:
+        try:
+            bodies[name]()
+        except BaseException:
+            yield name, traceback.format_exc()
+        else:
+            yield name, ""
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    for outcome in run(sys.argv[1:]):
+        print(json.dumps(outcome), flush=True)

@@ -1,0 +1,214 @@
+"""What only a GPU can show: real streams, nvCOMP, KvikIO's path, the fronts. Run by `make test-gpu`."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+
+import gpuload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.conftest import StoreVariant
+    from tests.variants import Stored
+
+pytestmark = pytest.mark.gpu
+
+SMALL: dict[str, Any] = {"device": "cuda:0", "batch_size": 7, "fetch_factor": 4}
+
+
+@pytest.fixture(autouse=True)
+def cupy() -> Any:
+    """Return CuPy; skip where there is no GPU."""
+    from gpuload.backends.cuda.device import n_gpus
+
+    if not n_gpus():
+        pytest.skip("no GPU here")
+    return pytest.importorskip("cupy")
+
+
+def to_host(array: Any) -> np.ndarray:
+    return array.get() if hasattr(array, "get") else np.asarray(array)
+
+
+@pytest.mark.parametrize("block_size", [5, "chunk"])
+def test_every_form(stored: Stored, block_size: int | str) -> None:
+    with gpuload.open_loader(stored.path, layer=stored.layer, block_size=block_size, seed=3, **SMALL) as loader:
+        assert loader.device == "cuda:0"
+        for _ in range(2):
+            for batch in loader:
+                np.testing.assert_array_equal(to_host(batch.X), stored.dense[batch.rows])
+
+
+def test_csr(stored: Stored) -> None:
+    with gpuload.open_loader(stored.path, layer=stored.layer, output="csr", **SMALL) as loader:
+        for batch in loader:
+            expected = stored.expected[batch.rows] if stored.is_csr else csr_matrix(stored.expected[batch.rows])
+            for name in ("indptr", "indices", "data"):
+                np.testing.assert_array_equal(to_host(getattr(batch.X, name)), getattr(expected, name))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transform": gpuload.Transform(target_sum=1e4, log1p=True)},
+        {"transform": gpuload.Transform(target_sum=None, log1p=True), "dtype": "float16"},
+        {"dtype": "float16"},
+        {"genes": ["gene_007", "gene_003", "gene_011"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["anndata-csr-gzip", "dense-gzip4"])
+def test_what_the_cpu_backend_hands_over(store_variant: StoreVariant, kind: str, settings: dict[str, Any]) -> None:
+    path = store_variant(kind).path
+    with (
+        gpuload.open_loader(path, **{**SMALL, "device": "cpu"}, **settings) as host,
+        gpuload.open_loader(path, **SMALL, **settings) as loader,
+    ):
+        for batch, wanted in zip(loader, host, strict=True):
+            np.testing.assert_array_max_ulp(to_host(batch.X), wanted.X, maxulp=1)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write 20,000 cells of Tahoe's shape, gzip: enough that every stream has work under way."""
+    import anndata
+
+    from gpuload.synthetic import tahoe_shaped
+
+    path = tmp_path_factory.mktemp("wide") / "wide.h5ad"
+    X, obs, var = tahoe_shaped(20_000)
+    anndata.AnnData(X, obs, var).write_h5ad(path, compression="gzip")
+    return path
+
+
+def totals(path: Path) -> np.ndarray:
+    import anndata
+
+    return np.asarray(anndata.read_h5ad(path).X.sum(axis=1)).ravel()
+
+
+@pytest.mark.parametrize("n_kept", [0, 3, 20])
+def test_minibatches_are_not_overwritten_while_a_slow_stream_reads_them(wide: Path, n_kept: int) -> None:
+    torch = pytest.importorskip("torch")
+    from gpuload.torch import CellDataset
+
+    expected = torch.from_numpy(totals(wide)).cuda()
+    side = torch.cuda.Stream()
+    settings = {"device": "cuda:0", "batch_size": 256, "fetch_factor": 16, "block_size": "chunk"}
+    with gpuload.open_loader(wide, **settings) as loader, torch.cuda.stream(side):
+        wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+        weight = torch.ones(4096, 4096, device="cuda")
+        for _ in range(2):
+            kept: list[Any] = []
+            for batch in CellDataset(loader):
+                weight = weight @ weight / 4096  # keeps the stream far behind the host
+                wrong += (batch["X"].sum(1) != expected[batch["rows"].cuda()]).sum()
+                kept = [*kept, batch["X"]][-n_kept:] if n_kept else []
+        side.synchronize()
+        assert int(wrong) == 0
+
+
+def test_the_torch_front_copies_nothing(wide: Path, cupy: Any) -> None:
+    torch = pytest.importorskip("torch")
+    from gpuload.torch import CellDataset
+
+    with gpuload.open_loader(wide, device="cuda:0", batch_size=256, fetch_factor=4, obs=["plate"]) as loader:
+        batch = next(iter(CellDataset(loader)))
+        assert batch["X"].is_cuda
+        assert batch["plate"].is_cuda
+        assert loader.memory()["minibatches"] >= batch["X"].numel() * 4
+        assert torch.cuda.memory_allocated() < batch["X"].numel() * 4
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_dali_front(wide: Path, depth: int) -> None:
+    torch = pytest.importorskip("torch")
+    dali = pytest.importorskip("nvidia.dali")
+    from gpuload.dali import CellIterator, cells
+
+    expected = totals(wide)
+    settings = {"device": "cuda:0", "batch_size": 256, "fetch_factor": 8, "block_size": "chunk", "obs": ["plate"]}
+    with gpuload.open_loader(wide, **settings) as loader:
+
+        @dali.pipeline_def(batch_size=256, device_id=0, num_threads=2, prefetch_queue_depth=depth)
+        def pipeline() -> tuple[Any, ...]:
+            X, plate, rows = cells(loader, prefetch_queue_depth=depth)
+            return dali.fn.reductions.sum(X, axes=[0], keep_dims=True), plate, rows
+
+        n = 0
+        for (batch,) in CellIterator(loader, pipeline()):
+            rows = batch["rows"].cpu().numpy().ravel()
+            np.testing.assert_array_equal(batch["X"].cpu().numpy().ravel(), expected[rows])
+            n += rows.size
+        assert n == 20_000
+        for (batch,) in CellIterator(loader):
+            assert batch["X"].is_cuda
+            rows = batch["rows"].cpu().numpy().ravel()
+            np.testing.assert_array_equal(batch["X"].sum(1).cpu().numpy(), expected[rows])
+    torch.cuda.synchronize()
+
+
+def test_later_epochs_read_nothing_from_the_cache(wide: Path) -> None:
+    with gpuload.open_loader(wide, device="cuda:0", batch_size=256, fetch_factor=8, device_cache="1GiB") as loader:
+        for _ in loader:
+            pass
+        before = loader.stats.read_nbytes
+        expected = totals(wide)
+        for batch in loader:
+            np.testing.assert_array_equal(to_host(batch.X.sum(axis=1)), expected[batch.rows])
+        assert loader.stats.read_nbytes == before
+
+
+def test_nothing_is_allocated_after_warm_up(wide: Path, cupy: Any) -> None:
+    with gpuload.open_loader(wide, device="cuda:0", batch_size=256, fetch_factor=8, block_size="chunk") as loader:
+        for _ in range(2):
+            for _ in loader:
+                pass
+        before = loader.memory()
+        free = cupy.cuda.runtime.memGetInfo()[0]
+        for _ in loader:
+            pass
+        assert loader.memory() == before
+        assert cupy.cuda.runtime.memGetInfo()[0] >= free - (64 << 20)
+
+
+def test_the_path_is_that_of_the_counters(wide: Path) -> None:
+    with gpuload.open_loader(wide, device="cuda:0", batch_size=256, fetch_factor=8) as loader:
+        next(iter(loader))
+        assert loader.io_mode in ("gds", "compat")
+
+
+def test_device_memory_is_a_bound(wide: Path) -> None:
+    settings = {"device": "cuda:0", "batch_size": 1024, "device_memory": "64MiB"}
+    with gpuload.open_loader(wide, **settings) as loader, pytest.raises(gpuload.DeviceError, match="out of memory"):
+        next(iter(loader))
+    gc.collect()
+
+
+def test_a_damaged_chunk_is_named(copy_of: Callable[..., Any]) -> None:
+    import h5py
+
+    path = copy_of()
+    with h5py.File(path) as file:
+        info = file["X/data"].id.get_chunk_info(0)
+    damaged = bytearray(path.read_bytes())
+    damaged[info.byte_offset + info.size // 2] ^= 0x10
+    path.write_bytes(damaged)
+    with gpuload.open_loader(path, **SMALL) as loader, pytest.raises(gpuload.CorruptDataError, match="chunk 0"):
+        for _ in loader:
+            pass
+
+
+def test_local_rank_chooses_the_gpu(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with gpuload.open_loader(plain.path, device="cuda") as loader:
+        assert loader.device == "cuda:0"
+    with pytest.raises(gpuload.DeviceError, match="GPU"):
+        gpuload.open_loader(plain.path, device="cuda:99")
