@@ -59,11 +59,21 @@ HEADLINE = (
         ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch/dense", "scipy-in-ram/dense"),
     ),
     (
+        "the same in blocks of two chunks",
+        "gpuload/dense/2-chunks",
+        ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch/dense", "scipy-in-ram/dense"),
+    ),
+    (
         "the same from the second epoch on",
         "gpuload/dense/chunk-later",
         ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch/dense", "scipy-in-ram/dense"),
     ),
     ("shuffled, CSR", "gpuload/csr/chunk", ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", "")),
+    (
+        "the same in blocks of two chunks",
+        "gpuload/csr/2-chunks",
+        ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", ""),
+    ),
     (
         "the same from the second epoch on",
         "gpuload/csr/chunk-later",
