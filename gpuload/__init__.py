@@ -78,6 +78,7 @@ def open_loader(
     verify: str = "once",
     device_memory: int | str | None = None,
     device_cache: int | str | None = None,
+    io: str = "auto",
 ) -> Loader:
     """Open .h5ad files as an endless supply of epochs of minibatches.
 
@@ -128,6 +129,10 @@ def open_loader(
     device_cache
         Device memory, of that, for stored chunks as they are on disk: what fits is read from disk in the first epoch
         only. None: none.
+    io
+        Of a GPU, how bytes get there: ``"kvikio"`` (GPUDirect Storage where the machine has it), ``"pinned"`` (through
+        page-locked host memory), or ``"auto"``: the first reads go either way in turn, the rest the faster one, which
+        is logged.
 
     Returns
     -------
@@ -155,7 +160,7 @@ def open_loader(
     from gpuload.formats import open_store
 
     backend = open_backend(
-        device, num_threads=num_threads, verify=verify, device_memory=device_memory, device_cache=device_cache
+        device, num_threads=num_threads, verify=verify, device_memory=device_memory, device_cache=device_cache, io=io
     )
     try:
         store = open_store(paths, layer=layer, obs=tuple(obs))

@@ -41,7 +41,7 @@ HOMES = {
     "llvmlite": {"backends/native/"},
     "imagecodecs": {"backends/codecs.py"},
     "torch": {"torch.py", "cli/training.py"},  # the demo trains a model
-    "nvidia": {"dali.py", "backends/cuda/nvcomp.py"},
+    "nvidia": {"dali.py"},
     "cupy": {"backends/cuda/device.py"},
     "cupyx": {"backends/cuda/device.py"},
     "kvikio": {"backends/cuda/kvikio.py"},

@@ -24,6 +24,7 @@ def open_backend(
     verify: str,
     device_memory: int | str | None,
     device_cache: int | str | None,
+    io: str,
 ) -> Backend:
     """Return the backend for a device.
 
@@ -38,6 +39,8 @@ def open_backend(
         When checksums are verified: ``"once"``, ``"always"`` or ``"never"``.
     device_memory, device_cache
         Bytes, or text such as ``"20GiB"``: most device memory to take, and how much of it is for stored chunks.
+    io
+        ``"kvikio"``, ``"pinned"`` or ``"auto"``: how bytes get to a GPU.
 
     Raises
     ------
@@ -48,21 +51,26 @@ def open_backend(
     MissingDependencyError
         A package that it needs is not installed.
     """
+    if io not in ("auto", "kvikio", "pinned"):
+        raise PlanError(f"io={io!r}: expected 'auto', 'kvikio' or 'pinned'.")
     number = _device_number(device)
     memory, cache = _nbytes("device_memory", device_memory), _nbytes("device_cache", device_cache)
     if device == "auto":
         number, why = _first_gpu()
         _log.info("device='auto': chose %r (%s)", "cpu" if number is None else f"cuda:{number}", why)
     if number is None:
-        for name, value in (("device_memory", device_memory), ("device_cache", device_cache)):
+        given = {"device_memory": device_memory, "device_cache": device_cache, "io": None if io == "auto" else io}
+        for name, value in given.items():
             if value is not None:
-                raise PlanError(f"{name}={value!r}: the CPU has no device memory; leave it out, or use device='cuda'.")
+                raise PlanError(f"{name}={value!r}: is for a GPU; leave it out, or use device='cuda'.")
         from gpuload.backends.cpu import CpuBackend
 
         return CpuBackend(num_threads=num_threads, verify=verify)
     from gpuload.backends.cuda import open_cuda
 
-    return open_cuda(number, num_threads=num_threads, verify=verify, memory_nbytes=memory, cache_nbytes=cache or 0)
+    return open_cuda(
+        number, num_threads=num_threads, verify=verify, memory_nbytes=memory, cache_nbytes=cache or 0, io=io
+    )
 
 
 def _nbytes(name: str, value: int | str | None) -> int | None:

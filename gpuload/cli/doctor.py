@@ -209,7 +209,7 @@ def _chosen() -> tuple[str, str | None]:
     try:
         from gpuload.backends import open_backend
 
-        backend = open_backend("auto", num_threads=1, verify="once", device_memory=None, device_cache=None)
+        backend = open_backend("auto", num_threads=1, verify="once", device_memory=None, device_cache=None, io="auto")
         backend.close()
     except (gpuload.GpuloadError, ImportError) as error:
         return str(error), None

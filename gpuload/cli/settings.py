@@ -30,6 +30,7 @@ _NAMES = (
     "verify",
     "device_memory",
     "device_cache",
+    "io",
 )
 
 
@@ -79,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--device-memory", metavar="SIZE", help="most GPU memory to take, such as 20GiB (default: no bound)"
+    )
+    group.add_argument(
+        "--io",
+        choices=("auto", "kvikio", "pinned"),
+        default="auto",
+        help="how bytes get to a GPU (default: the faster way)",
     )
     group.add_argument(
         "--device-cache", metavar="SIZE", help="GPU memory, of that, to keep stored chunks in (default: none)"

@@ -54,7 +54,13 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]
         nvcomp = FakeNvcomp(device, fail_at)
 
         def open_cuda(
-            number: int, *, num_threads: int | None, verify: str, memory_nbytes: int | None, cache_nbytes: int
+            number: int,
+            *,
+            num_threads: int | None,
+            verify: str,
+            memory_nbytes: int | None,
+            cache_nbytes: int,
+            io: str,
         ) -> CudaBackend:
             return CudaBackend(
                 device,

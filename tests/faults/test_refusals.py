@@ -63,7 +63,9 @@ def assert_refused(kind: str, path: Any, *parts: str, **settings: Any) -> None:
     + [("dtype", v) for v in ("int8", "float64", "bfloat", 3, None)]
     + [("output", v) for v in ("coo", "", None, 1)]
     + [("transform", v) for v in ("log1p", 1e4, True)]
-    + [("device", v) for v in ("gpu", "", 3)],
+    + [("device", v) for v in ("gpu", "", 3, "cuda:x")]
+    + [(n, v) for n in ("device_memory", "device_cache") for v in (0, -1, "", "12 parsecs", 1.5, True)]
+    + [("io", v) for v in ("gds", "", None)],
 )
 def test_bad_settings_are_refused_before_a_file_is_opened(name: str, value: object) -> None:
     with pytest.raises(gpuload.PlanError) as caught:

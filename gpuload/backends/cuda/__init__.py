@@ -11,29 +11,39 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpuload.backends.cuda.backend import CudaBackend
+    from gpuload.backends.cuda.readers import Reader
 
 
 def open_cuda(
-    number: int, *, num_threads: int | None, verify: str, memory_nbytes: int | None, cache_nbytes: int
+    number: int, *, num_threads: int | None, verify: str, memory_nbytes: int | None, cache_nbytes: int, io: str
 ) -> CudaBackend:
-    """Return the backend for a GPU, read through KvikIO.
+    """Return the backend for a GPU.
 
     Parameters
     ----------
     number
         Which GPU.
     num_threads
-        Threads that read; None takes what KvikIO is set to.
+        Threads that read; None takes what KvikIO is set to, and `pinned.NUM_THREADS`.
     verify, cache_nbytes
         As for `CudaBackend`.
     memory_nbytes
         Most device memory to take; None: no bound.
+    io
+        ``"kvikio"``, ``"pinned"``, or ``"auto"``: whichever is measured to be faster.
     """
     from gpuload.backends.cuda.backend import CudaBackend
+    from gpuload.backends.cuda.choose import MeasuredReader
     from gpuload.backends.cuda.device import CupyDevice
     from gpuload.backends.cuda.kvikio import KvikioReader
     from gpuload.backends.cuda.nvcomp import Nvcomp
+    from gpuload.backends.cuda.pinned import NUM_THREADS, PinnedReader
 
     device = CupyDevice(number, memory_nbytes)
-    reader = KvikioReader(device, num_threads=num_threads)
+    readers: list[Reader] = []
+    if io != "pinned":
+        readers.append(KvikioReader(device, num_threads=num_threads))
+    if io != "kvikio":
+        readers.append(PinnedReader(device, num_threads=num_threads or NUM_THREADS))
+    reader = readers[0] if len(readers) == 1 else MeasuredReader(device, *readers)
     return CudaBackend(device, reader, Nvcomp(), verify=verify, cache_nbytes=cache_nbytes)

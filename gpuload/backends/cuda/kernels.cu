@@ -1,38 +1,39 @@
 // The CUDA backend's own kernels: what lies between the stored bytes and a minibatch, but for the codecs of nvCOMP.
 //
 // NVRTC compiles this file when a loader is opened, and the tests compile it for the host, with their own meaning of
-// the primitives below; so it includes nothing and uses no other feature of CUDA. What each kernel must equal is written
-// in gpuload/backends/native: chunks.py and inflate.py (decoding), rows.py (taking rows).
+// the primitives below; so it includes nothing and uses no other feature of CUDA. What each kernel must equal is
+// written in gpuload/backends/native: chunks.py and inflate.py (decoding), rows.py (taking rows).
 //
 // How kernels are organised
 // -------------------------
 // - A kernel works on items: chunks, pieces or rows. A block takes one item at a time and goes on in steps of the grid,
-//   so any grid and any block of up to MAX_THREADS threads is right. Where a grid has several blocks per item, an item
-//   is cut into parts, one per block: a small minibatch or few large pieces still fill the device.
-// - The code of an item is a sequence of phases. A phase is what each thread does on its own; PHASE ends with a barrier,
-//   EACH_THREAD does not and is for work that no other thread of the block waits for. What stands between phases is done
-//   alike by all threads and depends on arguments, on global memory that the kernel only reads, and on shared memory only
-//   through `agreed`, which ends with a barrier of its own. So no barrier can be forgotten or stand in a branch that
-//   some threads do not take.
+//   so any grid is right, and any block of up to MAX_THREADS threads. Where a grid has several blocks per item, an item
+//   is cut into parts, one per block: a small minibatch or a few large pieces still fill the device.
+// - The code of an item is a sequence of phases. A phase is what each thread does on its own; PHASE ends with a
+//   barrier, EACH_THREAD does not and is for work that no other thread of the block waits for. What stands between
+//   phases is done alike by all threads, and depends on arguments, on global memory that the kernel only reads, and on
+//   shared memory only through `agreed`, which ends with a barrier. So no barrier can be forgotten, or stand where some
+//   threads do not come by.
 // - No thread keeps a variable from phase to phase: what must last lies in shared memory.
 //
 // Memory
 // ------
-// - Pointers to elements are aligned to their elements; `out` of gather_payloads is aligned to 16 bytes. Byte ranges may
-//   start anywhere: they are read by aligned words of up to 16 bytes and shifted into place. So what is read may exceed a
-//   range by the rest of its first and last 16 aligned bytes, never more; nothing is written outside a range.
-// - Rows and runs are written by stores of 16 bytes but for their ends, whatever their alignment: threads take groups of
-//   elements that are aligned in the output, and elements are moved one by one where a group is not whole.
+// - Elements are aligned to their size, and `out` of gather_payloads to 16 bytes. Byte ranges may start anywhere: they
+//   are read by aligned words of up to 16 bytes and shifted into place. So what is read may exceed a range, an array of
+//   elements too, by the rest of its first and last 16 aligned bytes, never more; nothing is written outside a range.
+// - Rows and runs are written by stores of 16 bytes but for their ends, whatever their alignment: a thread takes a
+//   group of elements that is aligned in the output, and those at the ends, where a group is not whole, one by one.
 //
 // Errors
 // ------
-// Nothing is raised here. `status[i]`, of chunk i, is set to the reason why a chunk is bad unless it already holds one. A
-// column number outside the matrix is replaced by 0, so that kernels that follow stay within their rows whether or not
-// the host has looked at the status yet.
+// Nothing is raised here. status[i], of chunk i, is set to the reason why the chunk is bad unless it already holds one.
+// A column number outside the matrix is replaced by 0, so that kernels that follow stay within their rows whether or
+// not the host has looked at the status yet.
 //
-// Block sizes: 256 threads, but 32 for decode_lzf, which decodes a chunk by one warp. A cell's total, and with it the
-// last bit of its transformed values, may depend on the number of threads (never on the number of blocks) where values
-// are not whole numbers.
+// Block sizes: 256 threads or so, but 32 for decode_lzf, which follows a stream with all threads and so needs no more
+// than a warp. Blocks: as many as items, or some 8 per multiprocessor where that is more. A cell's total, and with it
+// the last bit of its transformed values, may depend on the number of threads (never of blocks) where values are not
+// whole numbers.
 
 #ifndef GPULOAD_HOST
 
@@ -282,7 +283,8 @@ DEVICE uint32_t with_halves_swapped(uint32_t word) {
     return (word & 0x00FF00FF) << 8 | (word >> 8 & 0x00FF00FF);
 }
 
-// Compare HDF5's fletcher32 of stored bytes with the 4 bytes after them, in either of the byte orders that HDF5 accepts.
+// Compare HDF5's fletcher32 of stored bytes with the 4 bytes after them, in either byte order that HDF5 accepts; nbytes
+// below 0, of a chunk that has no room for a checksum, is a mismatch.
 KERNEL(check_fletcher32, (const uint8_t* __restrict__ stored, const int64_t* start, const int64_t* nbytes, int64_t n,
                           int32_t* status)) {
     SHARED_ARRAY(uint64_t, partial, MAX_THREADS);
@@ -318,8 +320,8 @@ KERNEL(check_fletcher32, (const uint8_t* __restrict__ stored, const int64_t* sta
             if (t == 0) {
                 const uint32_t wanted = uint32_t(folded(sums >> 32) << 16 | folded(sums & 0xFFFFFFFF));
                 uint32_t found = 0;
-                for (int k = 0; k < 4; ++k) found |= uint32_t(from[size + k]) << 8 * k;
-                if (found != wanted && found != with_halves_swapped(wanted)) {
+                for (int k = 0; k < 4 && size >= 0; ++k) found |= uint32_t(from[size + k]) << 8 * k;
+                if (size < 0 || (found != wanted && found != with_halves_swapped(wanted))) {
                     atomic_set_if_zero(status + i, BAD_FLETCHER);
                 }
             }
@@ -337,7 +339,7 @@ DEVICE void transpose_bytes(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) 
     d = ab13 >> 16 | (cd13 & 0xFFFF0000);
 }
 
-// Put together elements first to last of a shuffled chunk, in groups of four: (last - first) % 4 elements are left over.
+// Put together elements first to last of a shuffled chunk, in groups of four; what is no whole group is left over.
 template <int ITEMSIZE>
 DEVICE void unshuffle_groups(const uint8_t* __restrict__ from, uint8_t* __restrict__ to, int64_t n_items,
                              int64_t first, int64_t last) {
@@ -411,7 +413,8 @@ DEVICE void flush_window(const uint8_t* window, uint8_t* to, int64_t first, int6
 // Decode one LZF stream; returns 0 or the reason why it is bad.
 //
 // A byte c below 32: c + 1 bytes follow as they are. Else a match, of c >> 5 bytes and two more; 7 there: plus the next
-// byte; at a distance of 1 + 13 bits, the low 5 of c and the next byte. All threads follow the stream, and share copying.
+// byte; at a distance of 1 + 13 bits, the low 5 of c and the next byte. All threads follow the stream and share the
+// copying.
 template <int WINDOW>
 DEVICE int32_t decode_lzf_stream(const uint8_t* in, int64_t in_nbytes, uint8_t* out, int64_t out_nbytes,
                                  uint8_t* window) {
@@ -452,7 +455,7 @@ DEVICE int32_t decode_lzf_stream(const uint8_t* in, int64_t in_nbytes, uint8_t* 
     return made == out_nbytes ? 0 : TOO_SHORT;
 }
 
-// Decode n chunks of LZF as HDF5's filter 32000 writes it. Any bytes may come; what a bad chunk decodes to is undefined.
+// Decode n chunks of LZF as HDF5's filter 32000 writes it. Any bytes may come; what a bad chunk becomes is undefined.
 KERNEL(decode_lzf, (const uint8_t* __restrict__ in, const int64_t* in_start, const int64_t* in_nbytes,
                     uint8_t* __restrict__ out, const int64_t* out_start, const int64_t* out_nbytes, int64_t n,
                     int32_t* status)) {
@@ -658,9 +661,9 @@ DEVICE void copy_pieces(const uint8_t* __restrict__ decoded, const int64_t* piec
     }
 }
 
-// copy_pieces_<src>_<out>: piece p is piece_rows[p] runs of piece_width[p] elements, the first run at byte
-// piece_base[p] of `decoded` (below 0: the fill value instead) and piece_src[p] elements on, to out[piece_dest[p]]; each
-// further one src_stride and dest_stride elements on. Column numbers (out i4) must be below `limit`.
+// copy_pieces_<src>_<out>: piece p is piece_rows[p] runs of piece_width[p] elements. The first goes from piece_src[p]
+// elements after byte piece_base[p] of `decoded` (below 0: it is the fill value) to out[piece_dest[p]], each further
+// one from and to src_stride and dest_stride elements on. Column numbers (out i4) must be below `limit`.
 #define COPY_PIECES(src, out_name, stored_type, out_type)                                                              \
     KERNEL(copy_pieces_##src##_##out_name,                                                                             \
            (const uint8_t* decoded, const int64_t* piece_base, const int64_t* piece_src, const int64_t* piece_dest,    \
@@ -695,7 +698,7 @@ COPY_PIECES_OF_BOTH(f8, 8, FLOAT)
 // ---------------------------------------------------------------------------------------------------------------------
 // The resident's rows -> a minibatch.
 
-// What a minibatch is made of. `narrow` rounds to nearest, ties to even, and tells when a finite value becomes infinite.
+// What a minibatch is made of. `narrow` rounds to nearest, ties to even, and tells when it makes a number infinite.
 
 struct Single {
     typedef float Element;
@@ -856,7 +859,8 @@ DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __
                     } else {
 #pragma unroll
                         for (int e = 0; e < PER; ++e) {
-                            if (g + e >= skew && g + e < skew + width) to[g + e - skew] = Form::narrow(values[e], is_bad);
+                            const int64_t place = g + e - skew;
+                            if (place >= 0 && place < width) to[place] = Form::narrow(values[e], is_bad);
                         }
                     }
                 }

@@ -1,0 +1,116 @@
+"""Which reader brings bytes faster is found by trying both: it depends on the disk, the page cache and the link."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from gpuload.backends.cuda.readers import Pending
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from gpuload.backends.cuda.device import Device
+    from gpuload.backends.cuda.readers import Reader
+    from gpuload.types import Source
+
+N_TRIALS = 3
+"""Reads that each reader is timed by, after a first one that opens files and allocates."""
+
+_log = logging.getLogger("gpuload")
+
+
+class MeasuredReader:
+    """Gives the first reads to either reader in turn, then all to the faster one.
+
+    Parameters
+    ----------
+    device
+        Where the bytes go: a trial ends when they are there.
+    readers
+        The candidates.
+    """
+
+    def __init__(self, device: Device, *readers: Reader) -> None:
+        self._device = device
+        self._readers = readers
+        self._lock = threading.Lock()
+        self._n_started = 0
+        self._trials: list[list[tuple[int, float]]] = [[] for _ in readers]
+        self._chosen: Reader | None = None
+
+    @property
+    def io_mode(self) -> str:
+        """That of the chosen reader; of the first, as long as none is chosen."""
+        return (self._chosen or self._readers[0]).io_mode
+
+    def start(
+        self,
+        source: Source,
+        offset: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        place: NDArray[np.int64],
+        out: Any,
+        stream: Any,
+        *,
+        name: str = "its data",
+    ) -> Pending:
+        """Start to read byte ranges; see `Reader.start`."""
+        chosen = self._chosen
+        if chosen is not None:
+            return chosen.start(source, offset, nbytes, place, out, stream, name=name)
+        with self._lock:
+            number = self._n_started % len(self._readers)
+            self._n_started += 1
+        pending = self._readers[number].start(source, offset, nbytes, place, out, stream, name=name)
+        return _Trial(self, number, pending, int(nbytes.sum()), stream)
+
+    def close(self) -> None:
+        """Close all readers."""
+        for reader in self._readers:
+            reader.close()
+
+    def wait_for(self, stream: Any) -> None:
+        """Wait for what a stream was given."""
+        self._device.wait(self._device.record(stream))
+
+    def note(self, number: int, nbytes: int, seconds: float) -> None:
+        """Note how long a reader took; choose when all have been tried enough."""
+        with self._lock:
+            self._trials[number].append((nbytes, seconds))
+            if self._chosen is not None or min(map(len, self._trials)) <= N_TRIALS:
+                return
+            rates = [sum(n for n, _ in timed[1:]) / sum(s for _, s in timed[1:]) for timed in self._trials]
+            self._chosen = self._readers[rates.index(max(rates))]
+        told = ", ".join(f"{r.io_mode} {rate / 1e9:.1f} GB/s" for r, rate in zip(self._readers, rates, strict=True))
+        _log.info("reading: chose %r (%s)", self._chosen.io_mode, told)
+
+
+class _Trial(Pending):
+    """A read that is timed until its bytes are on the device."""
+
+    def __init__(self, owner: MeasuredReader, number: int, pending: Pending, nbytes: int, stream: Any) -> None:
+        super().__init__()
+        self._owner = owner
+        self._number = number
+        self._pending = pending
+        self._nbytes = nbytes
+        self._stream = stream
+        self._start = time.perf_counter()
+
+    def result(self) -> None:
+        """Wait for the read, then for the device."""
+        self._pending.result()
+        self._owner.wait_for(self._stream)
+        self._owner.note(self._number, self._nbytes, time.perf_counter() - self._start)
+
+    def done(self) -> bool:
+        """Return whether the host's part is done."""
+        return self._pending.done()
+
+    def cancel(self) -> None:
+        """Give the read up."""
+        self._pending.cancel()

@@ -1,0 +1,65 @@
+"""Which reader is taken: the one that was faster when both were tried."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuload.backends.cuda.choose import N_TRIALS, MeasuredReader
+from tests.cuda.fake_device import FakeDevice
+
+
+class Timed:
+    """A reader that takes so long for a byte, the first time much longer."""
+
+    def __init__(self, io_mode: str, s_per_byte: float) -> None:
+        self.io_mode, self._s_per_byte = io_mode, s_per_byte
+        self.n_started = self.n_closed = 0
+
+    def start(self, source: Any, offset: Any, nbytes: Any, place: Any, out: Any, stream: Any, *, name: str = "") -> Any:
+        self.n_started += 1
+        seconds = self._s_per_byte * nbytes.sum() if self.n_started > 1 else 0.2
+        outer = self
+
+        class Pending:
+            def result(self) -> None:
+                time.sleep(seconds)
+
+            def done(self) -> bool:
+                return True
+
+            def cancel(self) -> None:
+                outer.n_closed += 0
+
+        return Pending()
+
+    def close(self) -> None:
+        self.n_closed += 1
+
+
+def read(reader: MeasuredReader, device: FakeDevice, nbytes: int) -> None:
+    one = np.array([nbytes])
+    reader.start(None, one * 0, one, one * 0, None, device.stream()).result()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_first_faster", [True, False])
+def test_the_faster_reader_gets_the_rest(is_first_faster: bool, caplog: pytest.LogCaptureFixture) -> None:
+    slow, fast = Timed("compat", 2e-5), Timed("pinned", 2e-6)
+    readers = (fast, slow) if is_first_faster else (slow, fast)
+    device = FakeDevice()
+    chooser = MeasuredReader(device, *readers)  # type: ignore[arg-type]
+    assert chooser.io_mode == readers[0].io_mode
+    caplog.set_level("INFO", "gpuload")
+    for _ in range(2 * (N_TRIALS + 1)):
+        read(chooser, device, 1000)
+    assert chooser.io_mode == "pinned"
+    n_slow = slow.n_started
+    for _ in range(5):
+        read(chooser, device, 1000)
+    assert (slow.n_started, fast.n_started) == (n_slow, N_TRIALS + 6)
+    assert "chose 'pinned'" in caplog.text
+    chooser.close()
+    assert slow.n_closed == fast.n_closed == 1
