@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.measure import set_cache
+from gpuload.backends.cuda.device import n_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -295,6 +296,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
+    if not n_gpus():
+        parser.exit(1, "run_gpu: no GPU can be used here; see `gpuload doctor`.\n")
     file = chosen.file or _make_file(Path("demo-data/gpu_tahoe_shaped.h5ad"), chosen.n_obs)
     options = Options(file, chosen.batch_size, chosen.fetch_factor, chosen.cache)
     if chosen.arm:

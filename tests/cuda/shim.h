@@ -83,7 +83,7 @@ T* shared_array(size_t n) {
     const size_t nbytes = (n * sizeof(T) + 15) / 16 * 16;
     const size_t number = size_t(at.n_arrays++);
     wait();
-    if (at.arena->guards.size() == number && at.thread == 0) {
+    if (at.thread == 0) {
         at.arena->used += nbytes;
         if (at.arena->used > MAX_SHARED) fail(TOO_MUCH_SHARED);
         unsigned char* array = number ? at.arena->guards.back() + GUARD : at.arena->bytes;
@@ -257,8 +257,8 @@ inline uint32_t dot_bytes(uint32_t a, uint32_t b) {
     return sum;
 }
 
-// Below 2**-14 float16 counts in steps of 2**-24, as float32 does around 0.5: the addition rounds. Above, half a step of
-// float16, less one where the last bit kept is 0, makes what is cut off rounded.
+// Below 2**-14 float16 counts in steps of 2**-24, as float32 does around 0.5: the addition rounds. Above, half a step
+// of float16, less one where the last bit kept is 0, makes what is cut off rounded.
 inline uint16_t half_bits(float value) {
     const uint32_t wide = bits_of(value), sign = wide >> 16 & 0x8000, magnitude = wide & 0x7FFFFFFF;
     if (magnitude > 0x7F800000) return uint16_t(sign | 0x7E00);

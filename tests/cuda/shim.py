@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,15 @@ MAX_THREADS = 1024
 
 _FLAGS = (
     *("-std=c++17", "-O2", "-g1", "-shared", "-fPIC", "-pthread", "-x", "c++"),
-    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-parameter", "-ffp-contract=off"),
+    *(
+        "-ftls-model=initial-exec",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-Wno-unused-parameter",
+        "-ffp-contract=off",
+    ),
 )
 _BUILDS = {
     "": (),
@@ -54,7 +63,8 @@ class Library:
     Attributes
     ----------
     signatures
-        Of every kernel its parameters: names of NumPy types, after ``"r:"`` for a pointer to const, ``"w:"`` for others.
+        Of every kernel its parameters: names of NumPy types, after ``"r:"`` for a pointer to const, ``"w:"`` for
+        another pointer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,7 +106,11 @@ class Library:
         values = [_as_c(f"{name}, argument {k}", *pair) for k, pair in enumerate(zip(signature, args, strict=True))]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         fault = self._launch(
-            name.encode(), ctypes.c_int64(int(n_blocks)), ctypes.c_int(int(n_threads)), ctypes.c_int(is_reversed), pointers
+            name.encode(),
+            ctypes.c_int64(int(n_blocks)),
+            ctypes.c_int(int(n_threads)),
+            ctypes.c_int(is_reversed),
+            pointers,
         )
         if fault:
             raise RuntimeError(f"{name}: {_FAULTS[fault]}")
@@ -147,14 +161,24 @@ def _compiled(build: str) -> Path:
 
 
 def sanitized(build: str) -> dict[str, str]:
-    """Return environment variables for a Python that runs a sanitized build; skips where that cannot be."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ here to compile the kernels with")
-    asked = subprocess.run([compiler, f"-print-file-name={_RUNTIMES[build]}"], capture_output=True, text=True, check=True)
-    runtime = Path(asked.stdout.strip())
-    if not runtime.is_absolute():
-        pytest.skip(f"no {runtime} here")
+    """Return environment variables for a Python that runs a sanitized build."""
     _compiled(build)
+    return _environment(build)
+
+
+@functools.cache
+def refusal(build: str) -> str | None:
+    """Return why a sanitized build cannot run here; None where it can."""
+    if shutil.which("g++") is None:
+        return "no g++ here to compile the kernels with"
+    environment = os.environ | _environment(build)
+    done = subprocess.run([sys.executable, "-c", ""], env=environment, capture_output=True, text=True, check=False)
+    is_loaded = done.returncode == 0 and not done.stderr
+    return None if is_loaded else f"{_RUNTIMES[build]} does not run here: {done.stderr[-200:]}"
+
+
+def _environment(build: str) -> dict[str, str]:
+    command = ["g++", f"-print-file-name={_RUNTIMES[build]}"]
+    runtime = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     options = "halt_on_error=1:exitcode=66:detect_leaks=0"
-    return {"GPULOAD_SHIM": build, "LD_PRELOAD": str(runtime), "ASAN_OPTIONS": options, "TSAN_OPTIONS": options}
+    return {"GPULOAD_SHIM": build, "LD_PRELOAD": runtime, "ASAN_OPTIONS": options, "TSAN_OPTIONS": options}
