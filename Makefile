@@ -2,6 +2,8 @@
 #
 #   make demo                    the main job: real files on disk -> shuffled minibatches -> a falling loss
 #   make test                    the test suite
+#   make test-gpu                the tests that need a GPU; make bench-gpu, the benchmark on one, with BENCH_GPU='its options'
+#   make test-gpu GPULOAD_PYTHON=python3       with that interpreter as it is: nothing is made, installed or downloaded
 #   make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'   the smaller, CPU-only PyTorch
 
 PYTHON ?= python3
@@ -10,7 +12,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 FILE ?= demo-data/tahoe_shaped.h5ad
 
-.PHONY: demo test check bench install clean
+.PHONY: demo test check bench test-gpu bench-gpu install clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/gpuload demo
@@ -26,6 +28,15 @@ check: $(VENV)/check.stamp
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks.run_rivals --file $(FILE)
+
+GPU_PYTHON = $(or $(GPULOAD_PYTHON),$(BIN)/python)
+
+test-gpu: $(if $(GPULOAD_PYTHON),,$(VENV)/test.stamp)
+	@$(GPU_PYTHON) -c 'import sys; from gpuload.backends.cuda.device import n_gpus; sys.exit(not n_gpus() and "make test-gpu: no GPU can be used here; python -m gpuload doctor says why")'
+	$(GPU_PYTHON) -m pytest -m gpu
+
+bench-gpu: $(if $(GPULOAD_PYTHON),,$(VENV)/bench,cuda13.stamp)
+	$(GPU_PYTHON) -m benchmarks.run_gpu $(BENCH_GPU)
 
 install: $(VENV)/demo.stamp
 

@@ -45,8 +45,8 @@ _FLAGS = (
 )
 _BUILDS = {
     "": (),
-    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
-    "thread": ("-fsanitize=thread", "-DSHIM_THREADS"),
+    "address": ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
+    "thread": ("-O1", "-fsanitize=thread", "-DSHIM_THREADS"),
 }
 _FAULTS = {
     1: "there is no such kernel",
@@ -126,7 +126,7 @@ def _as_c(where: str, wanted: str, value: Any) -> Any:
     if value is None:
         return ctypes.c_void_p(None)
     access, name = wanted.split(":")
-    if not isinstance(value, np.ndarray) or value.dtype != name and (name, value.dtype) != ("u2", np.float16):
+    if not isinstance(value, np.ndarray) or (value.dtype != name and (name, value.dtype) != ("u2", np.float16)):
         raise TypeError(f"{where}: {getattr(value, 'dtype', type(value).__name__)} instead of an array of {name}")
     if not value.flags.c_contiguous or not value.flags.aligned:
         raise TypeError(f"{where}: an array that is not contiguous, or not aligned")

@@ -1,0 +1,381 @@
+"""Train a classifier of cells: .h5ad files -> gpuload -> a DALI pipeline -> PyTorch, in one file to read.
+
+    python pipelines/train_dali.py cells.h5ad --label cell_line
+
+gpuload reads blocks of cells in shuffled order, decodes, normalises and densifies them. On a GPU KvikIO, nvCOMP and
+CuPy do that in the card's memory, and DALI and PyTorch go on with the minibatches where they lie. Without a GPU native
+threads do it in host memory, and every line below is the same.
+
+The way of a cell is `open_cells`, `minibatches`, `train`, `evaluate`; what follows them are clocks and words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+try:
+    import torch
+    from nvidia.dali import fn, pipeline_def
+    from torch.nn import functional
+
+    import gpuload
+    from gpuload.dali import CellIterator, cells
+except ImportError as missing:
+    sys.exit(f"train_dali.py: {missing}. From the checkout, pip install '.[dali]' installs what this program needs.")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+EPILOG = """\
+Every tenth cell is held out: it is read with its neighbours, but the model does not learn from it. At the end the model
+is asked for the labels of held-out cells.
+
+On a CPU two runs with the same settings give the same model, unless --seconds ends them at different minibatches.
+`gpuload inspect FILE` advises on the settings; `gpuload doctor` says what is missing for a faster path.
+
+examples:
+  python pipelines/train_dali.py cells.h5ad --label cell_line
+  python pipelines/train_dali.py plate1.h5ad plate2.h5ad --label drug --epochs 3 --genes highly_variable.txt
+  python pipelines/train_dali.py cells.h5ad --label cell_line --batch-size 1024 --fetch-factor 64 --hidden 512 --bf16
+  torchrun --nproc-per-node 1 pipelines/train_dali.py cells.h5ad --label cell_line     (on the card of LOCAL_RANK)
+
+exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted
+"""
+
+HELD_OUT_EVERY = 10
+"""Cells whose row number is a multiple of it are held out. Files lie sorted, so there are some of every kind."""
+
+UNLABELLED = -1
+"""Code of a cell without a label, as gpuload hands it over. The loss leaves it out; in training, held-out cells too."""
+
+MASKED_RUNS = 16
+"""Runs of neighbouring genes that are hidden in a cell."""
+
+REPORT_S = 2.0
+"""Seconds from one report to the next."""
+
+
+def open_cells(args: argparse.Namespace) -> gpuload.Loader:
+    """Open the files as minibatches in shuffled order, normalised, with their labels, on the device."""
+    loader = gpuload.open_loader(
+        args.paths,
+        batch_size=args.batch_size,
+        block_size=args.block_size,
+        fetch_factor=args.fetch_factor,
+        seed=args.seed,
+        obs=[args.label],
+        genes=read_names(args.genes) if args.genes else None,
+        # Here and not in DALI, because the gather takes the logarithm of the stored values alone.
+        transform=gpuload.Transform(target_sum=1e4, log1p=True),
+        device=choose_device(args.device),
+    )
+    if len(loader) and len(loader.categories.get(args.label, ())) > 1:
+        return loader
+    loader.close()
+    raise gpuload.PlanError(f"--label {args.label}: expected cells, and an obs column of two categories or more.")
+
+
+def minibatches(loader: gpuload.Loader, *, masked: float, seed: int) -> CellIterator:
+    """Return the loader's minibatches through a DALI pipeline: dicts of tensors on the loader's device.
+
+    The pipeline hides the share `masked` of each cell's genes, in runs at random places, lest the model lean on a few
+    of them. This is the place for augmentations of your own.
+    """
+    device_id = torch.device(loader.device).index  # None on the CPU, as DALI wants it
+
+    @pipeline_def(batch_size=loader.batch_size, device_id=device_id, num_threads=1, prefetch_queue_depth=2, seed=seed)
+    def pipeline() -> tuple[Any, ...]:
+        X, label, rows = cells(loader)  # to DALI each cell is a sample, and X has one axis: genes
+        if masked > 0:
+            starts = fn.random.uniform(range=[0.0, 1.0], shape=[MASKED_RUNS])
+            widths = [masked / MASKED_RUNS] * MASKED_RUNS
+            X = fn.erase(X, anchor=starts, shape=widths, axes=[0], normalized=True, fill_value=0.0)
+        return X, label, rows
+
+    return CellIterator(loader, pipeline(), ["X", "label", "rows"])
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a training took and gave. The clock starts with the first minibatch, which waits for an empty pipeline."""
+
+    n_cells: int
+    seconds: float
+    waited_s: float
+    losses: torch.Tensor
+
+
+def train(model: torch.nn.Module, loader: gpuload.Loader, args: argparse.Namespace) -> Training:
+    """Train for the epochs, or the seconds if they are over sooner, and report on the way."""
+    device = torch.device(loader.device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    n_batches = args.epochs * len(loader)
+    losses = torch.zeros(n_batches, device=device)  # left there: a look at each would stop the GPU each time
+    batches = Arrivals(minibatches(loader, masked=args.mask, seed=args.seed), args.epochs, device)
+    n_cells, n_reported, reported_s = 0, 0, 0.0
+    for n_done, batch in enumerate(batches, 1):
+        if n_done == 1:
+            loader.stats.reset()
+        labels, is_held_out = labels_of(batch, device)
+        labels = labels.masked_fill(is_held_out, UNLABELLED)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+            loss = mean_loss(model(batch["X"]), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+        losses[n_done - 1] = loss.detach()
+        n_cells += len(labels)
+        is_last = n_done == n_batches or batches.elapsed_s() >= args.seconds
+        if is_last or batches.elapsed_s() - reported_s >= REPORT_S:
+            loss_now = float(losses[n_reported:n_done].mean())  # waits for the GPU, so that the clock is right
+            n_reported, reported_s = n_done, batches.elapsed_s()
+            say_progress(n_done / n_batches, n_cells, reported_s, batches.waited_s(), loss_now)
+            if not math.isfinite(loss_now):
+                raise gpuload.CorruptDataError(f"the loss is {loss_now} now; is every value finite, and --lr small?")
+        if is_last:
+            break
+    return Training(n_cells, reported_s, batches.waited_s(), losses[:n_reported].cpu())
+
+
+def labels_of(batch: dict[str, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of a minibatch's labels and which of its cells are held out; both of shape (n,)."""
+    rows = batch["rows"].to(device).reshape(-1)
+    return batch["label"].to(device).reshape(-1).long(), rows % HELD_OUT_EVERY == 0
+
+
+def mean_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy over labelled cells; 0 where there are none, not 0/0."""
+    total = functional.cross_entropy(scores.float(), labels, ignore_index=UNLABELLED, reduction="sum")
+    return total / (labels != UNLABELLED).sum().clamp(min=1)
+
+
+@torch.inference_mode()
+def evaluate(model: torch.nn.Module, loader: gpuload.Loader, args: argparse.Namespace) -> torch.Tensor:
+    """Return how many held-out cells have which true and predicted label: (n_classes, n_classes) int64."""
+    device = torch.device(loader.device)
+    n_classes = len(loader.categories[args.label])
+    confusion = torch.zeros(n_classes * n_classes, dtype=torch.int64, device=device)
+    for (batch,) in minibatches(loader, masked=0.0, seed=args.seed):
+        labels, is_held_out = labels_of(batch, device)
+        pairs = labels * n_classes + model(batch["X"]).argmax(dim=1)
+        confusion += torch.bincount(pairs[is_held_out & (labels != UNLABELLED)], minlength=n_classes * n_classes)
+        if int(confusion.sum()) >= args.held_out:
+            break
+    return confusion.reshape(n_classes, n_classes).cpu()
+
+
+def macro_f1(confusion: torch.Tensor) -> float:
+    """Return the mean F1 of the classes that occur or are predicted."""
+    hits, either = confusion.diag(), confusion.sum(dim=0) + confusion.sum(dim=1)
+    return float((2 * hits[either > 0] / either[either > 0]).mean())
+
+
+def classifier(n_genes: int, n_classes: int, n_hidden: int) -> torch.nn.Module:
+    """Return a model from (n, n_genes) values to (n, n_classes) scores: linear, or with one hidden layer."""
+    if n_hidden == 0:
+        return torch.nn.Linear(n_genes, n_classes)
+    layers = torch.nn.Linear(n_genes, n_hidden), torch.nn.ReLU(), torch.nn.Linear(n_hidden, n_classes)
+    return torch.nn.Sequential(*layers)
+
+
+class Arrivals:
+    """Minibatches of some epochs, and the time that the device waited for them.
+
+    The host runs ahead of a GPU, so its clock tells nothing of that. There two events on the stream mark the end of the
+    step before and the arrival of the minibatch.
+    """
+
+    def __init__(self, batches: CellIterator, n_epochs: int, device: torch.device) -> None:
+        self._batches = batches
+        self._n_epochs = n_epochs
+        self._is_gpu = device.type == "cuda"
+        self._start: float | None = None
+        self._waits: list[tuple[Any, Any]] = []
+        self._waited_s = 0.0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the minibatches of all epochs."""
+        for _ in range(self._n_epochs):
+            asked = self._now()
+            for (batch,) in self._batches:
+                if self._start is None:
+                    self._start = time.perf_counter()
+                else:
+                    self._waits.append((asked, self._now()))
+                yield batch
+                asked = self._now()
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since the first minibatch came."""
+        return 0.0 if self._start is None else time.perf_counter() - self._start
+
+    def waited_s(self) -> float:
+        """Return the seconds waited since then."""
+        for asked, came in self._waits:
+            if self._is_gpu:
+                came.synchronize()
+            self._waited_s += asked.elapsed_time(came) / 1e3 if self._is_gpu else came - asked
+        self._waits.clear()
+        return self._waited_s
+
+    def _now(self) -> Any:
+        """Return the time on the host's clock, or an event on the GPU's stream."""
+        if not self._is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def choose_device(wanted: str) -> str:
+    """Return the device to open the files on, made PyTorch's own before anything touches CUDA."""
+    n_processes = os.environ.get("WORLD_SIZE", "1")
+    if n_processes != "1":
+        raise gpuload.PlanError(
+            f"WORLD_SIZE={n_processes}: this program does not deal the cells out to several processes yet; start one, "
+            "with torchrun --nproc-per-node 1 or without torchrun."
+        )
+    kind, _, number = wanted.partition(":")
+    card = int(number if number.isdecimal() else os.environ.get("LOCAL_RANK", "0"))
+    n_there = torch.cuda.device_count()
+    if kind == "cuda" and card >= n_there:
+        seen = f"PyTorch {torch.__version__} sees {n_there} GPUs, and number {card} is wanted"
+        raise gpuload.DeviceError(f"--device {wanted}: {seen}; use --device cpu, or see what `gpuload doctor` says.")
+    if kind != "cpu" and card < n_there:
+        torch.cuda.set_device(card)
+    return wanted
+
+
+def read_names(path: str) -> list[str]:
+    """Return the lines of a text file that are not empty."""
+    try:
+        return [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise gpuload.ReadError(f"--genes {path}: expected a text file of one gene a line: {error}.") from error
+
+
+def say_progress(done: float, n_cells: int, seconds: float, waited_s: float, loss: float) -> None:
+    """Print a line on how the training goes."""
+    speed = f"{per(n_cells, seconds):9,.0f} cells/s"
+    print(f"{done:5.0%}  {seconds:6.1f} s  {speed}  waited {per(waited_s, seconds):4.0%}  loss {loss:.4f}", flush=True)
+
+
+def say_result(done: Training, loader: gpuload.Loader) -> None:
+    """Print what a training gave."""
+    tenth = max(1, len(done.losses) // 10)
+    first, last = done.losses[:tenth].mean(), done.losses[-tenth:].mean()
+    print(f"loss: {first:.4f} in the first tenth of the minibatches, {last:.4f} in the last")
+    print(f"speed: {per(done.n_cells, done.seconds):,.0f} cells/s; I/O path: {loader.io_mode}")
+    model, dali = per(done.waited_s, done.seconds), per(loader.stats.wait_s, done.seconds)
+    print(f"waiting: the model for minibatches {model:.1%} of the time, DALI for gpuload {dali:.1%}")
+
+
+def per(amount: float, seconds: float) -> float:
+    """Return an amount per second."""
+    return amount / seconds if seconds > 0 else 0.0
+
+
+def number(kind: Callable[[str], Any], least: float, most: float = math.inf) -> Callable[[str], Any]:
+    """Return a reader of options that are numbers from `least` to `most`."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}: expected a number from {least} to {most}")
+        return value
+
+    read.__name__ = "number"  # argparse's message on what is none says it
+    return read
+
+
+def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="train_dali.py",
+        description="Train a classifier of cells from .h5ad files, through gpuload, DALI and PyTorch.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    at_least_1 = number(int, 1)
+    add = parser.add_argument
+    add("paths", nargs="+", metavar="FILE", help="an .h5ad file; several with the same genes are read as one")
+    add("--label", required=True, metavar="COLUMN", help="obs column to learn, for example cell_line")
+    add("--device", default="auto", help="cpu, cuda:0 or auto (default: auto)")
+    add("--epochs", type=at_least_1, default=1, metavar="N", help="passes over the cells (default: 1)")
+    add("--seconds", type=number(float, 0), default=math.inf, metavar="S", help="train no longer (default: no limit)")
+    add("--batch-size", type=at_least_1, default=64, metavar="N", help="cells in a minibatch (default: 64)")
+    add(
+        "--block-size",
+        type=block_size,
+        default="chunk",
+        metavar="N",
+        help="cells in a row that are read together, or 'chunk': those of a chunk of the file (default: chunk)",
+    )
+    add("--fetch-factor", type=at_least_1, default=256, metavar="N", help="minibatches mixed at a time (default: 256)")
+    add("--genes", metavar="FILE", help="only the genes named in this text file, one a line (default: all)")
+    add("--mask", type=number(float, 0, 1), default=0.1, metavar="P", help="share of genes to hide (default: 0.1)")
+    add("--hidden", type=number(int, 0), default=0, metavar="N", help="width of a hidden layer (default: 0: none)")
+    add("--lr", type=number(float, 0, 1), default=1e-3, metavar="R", help="learning rate of Adam (default: 0.001)")
+    add("--bf16", action="store_true", help="let the model compute in bfloat16 where that does no harm")
+    add(
+        "--held-out",
+        type=number(int, 0),
+        default=2_000,
+        metavar="N",
+        help="held-out cells to test the model on; ten times as many are read for it (default: 2000)",
+    )
+    add("--seed", type=number(int, 0), default=0, metavar="N", help="of order, masks and model (default: 0)")
+    return parser.parse_args(argv)
+
+
+def block_size(text: str) -> int | str:
+    """Return an option that is a number of cells, or in words that `gpuload.open_loader` understands."""
+    return int(text) if text.isdecimal() else text
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train, evaluate and tell."""
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))  # the other cores load
+    with closing(open_cells(args)) as loader:
+        n_classes = len(loader.categories[args.label])
+        print(f"{loader.n_obs:,} cells x {loader.n_vars:,} genes, {n_classes} classes of {args.label}, {loader.device}")
+        model = classifier(loader.n_vars, n_classes, args.hidden).to(loader.device)
+        done = train(model, loader, args)
+        say_result(done, loader)
+        if args.held_out:
+            confusion = evaluate(model, loader, args)
+            n_cells = int(confusion.sum())
+            accuracy = float(confusion.diag().sum()) / max(1, n_cells)
+            print(f"held out: {n_cells:,} cells, accuracy {accuracy:.3f}, macro-F1 {macro_f1(confusion):.3f}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    args = read_arguments(argv)
+    try:
+        run(args)
+    except gpuload.GpuloadError as error:
+        print(f"train_dali.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, gpuload.PlanError) else 1
+    except torch.OutOfMemoryError as error:
+        cure = "use a smaller --batch-size, --fetch-factor or --hidden, or fewer --genes"
+        print(f"train_dali.py: the GPU's memory is full; {cure} ({error})", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("train_dali.py: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
