@@ -226,3 +226,28 @@ def test_device_memory_is_a_bound(open_fake: Callable[..., Opened], plain: Store
     opened = open_fake(plain.path, n_bytes=50_000, **SMALL)
     with pytest.raises(gpuload.DeviceError, match="out of memory"):
         list(opened.epoch())
+
+
+@pytest.mark.parametrize("kind", ["csr-gzip-fletcher32-shuffle", "csr-zstd-fletcher32-shuffle", "csr-lzf-shuffle"])
+@pytest.mark.parametrize("verify", ["once", "always", "never"])
+def test_good_chunks_are_never_decoded_on_the_host(
+    open_fake: Callable[..., Opened],
+    store_variant: StoreVariant,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    verify: str,
+) -> None:
+    def refuse(read: Any, chunk: int) -> None:
+        raise AssertionError(f"chunk {chunk} of {read.layout.name} goes to the host")
+
+    stored = store_variant(kind)
+    opened = open_fake(stored.path, verify=verify, block_size=3, **SMALL)
+    masked = [
+        layout for matrix in opened.loader._store.matrices for layout in matrix.layouts if layout.chunk_mask.any()
+    ]
+    if masked:
+        pytest.skip("a filter was skipped for some chunk of this file")
+    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    for _ in range(3):
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])

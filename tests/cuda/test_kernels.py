@@ -875,6 +875,21 @@ def test_gather_csr(take: Taken, grid: Grid) -> None:
     assert_equal(data, wanted, has_transform=take.has_transform)
 
 
+@pytest.mark.parametrize("n_threads", [32, 40])
+def test_gather_csr_of_many_rows_by_one_block(n_threads: int) -> None:
+    rng = RNG(0)
+    indices = rng.integers(0, 50, 6 * 90).astype(np.int32)
+    columns = np.where(np.arange(50) % 3, np.arange(50), -1).astype(np.int32)
+    indptr, data = np.arange(0, 541, 90), np.arange(540, dtype=np.float32)
+    take = Taken(np.arange(6, dtype=np.int32), indptr, indices, data, columns, 0.0, 0, 50, 50)
+    kept = columns[indices] >= 0
+    out_indptr = np.concatenate([[0], kept.cumsum()])[indptr]
+    out_indices, out = np.empty(kept.sum(), np.int32), np.empty(kept.sum(), np.float32)
+    run("gather_csr", Grid(1, n_threads), *take.args(), out_indptr, out_indices, out)
+    np.testing.assert_array_equal(out_indices, indices[kept])
+    np.testing.assert_array_equal(out, data[kept])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The shim itself, and the kernels under sanitizers.
 

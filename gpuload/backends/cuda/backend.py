@@ -315,7 +315,7 @@ class CudaBackend:
         resident: CudaResident,
     ) -> Outcome:
         out, stream = resident.flat(read.target), self._lane.stream
-        return self._decoder.enqueue(read, numbers, place, memory, out, stream, verify=self._verify != "never")
+        return self._decoder.enqueue(read, numbers, place, memory, out, stream, verify=self._verify)
 
     def _grow(self, arena: _Arena, nbytes: int) -> None:
         """Make an arena large enough; it starts on a page, as transfers do."""
@@ -360,7 +360,7 @@ class CudaBackend:
             name = f"densify_csr_{kind}"
             sizes = (n_rows, np.int64(form.n_cols))
             args = (places, resident.indptr, resident.indices, resident.data, *arithmetic, *sizes, out, bad)
-        self._device.launch(name, int(n_rows), 512, args, stream)
+        self._device.launch(name, int(n_rows), N_THREADS, args, stream)
         if host_bad is not None:
             self._device.download(bad, host_bad, stream)
             self._device.wait(self._device.record(stream))

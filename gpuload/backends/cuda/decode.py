@@ -83,7 +83,7 @@ class Outcome:
     reports
         Pairs: numbers of chunks of the read, and a code of the kernels for each (int32, 0 = good).
     inflated
-        Where nvCOMP was used, in the order of the first report: its status, what it produced, and the bytes wanted.
+        Where nvCOMP was used: numbers of chunks, its status and what it produced for each, and the bytes wanted.
     is_rounded
         One int32 per launch that converts values: whether float32 rounds an integer.
     verified
@@ -96,7 +96,7 @@ class Outcome:
 
     read: ArrayRead
     reports: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
-    inflated: tuple[NDArray[np.int32], NDArray[np.int64], int] | None = None
+    inflated: tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], int] | None = None
     is_rounded: list[NDArray[np.int32]] = field(default_factory=list)
     verified: NDArray[np.int64] | None = None
     kept: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -108,8 +108,8 @@ class Outcome:
         for numbers, codes in self.reports:
             found.update(numbers[codes != 0].tolist())
         if self.inflated is not None:
-            statuses, nbytes, wanted = self.inflated
-            found.update(self.reports[0][0][(statuses != 0) | (nbytes != wanted)].tolist())
+            numbers, statuses, nbytes, wanted = self.inflated
+            found.update(numbers[(statuses != 0) | (nbytes != wanted)].tolist())
         return sorted(found)
 
 
@@ -172,7 +172,7 @@ class Decoder:
         out: Any,
         stream: Any,
         *,
-        verify: bool,
+        verify: str,
     ) -> Outcome:
         """Give the decoding of some chunks to a stream.
 
@@ -189,7 +189,7 @@ class Decoder:
         stream
             On which all is launched.
         verify
-            Whether checksums are verified where they were not before.
+            ``"once"``: where they were not before; ``"always"`` or ``"never"``.
         """
         steps = steps_of(read.layout)
         if steps is None:
@@ -252,7 +252,7 @@ class Decoder:
         payload: NDArray[np.int64],
         arena: Any,
         *,
-        verify: bool,
+        verify: str,
     ) -> None:
         """Decode chunks whose stored bytes lie in the arena, and copy their pieces."""
         layout, stream, held, n = part.read.layout, part.stream, part.outcome.held, part.numbers.size
@@ -261,7 +261,7 @@ class Decoder:
             return
         device, full = self._device, _full(layout)
         ids = part.read.chunk_id[part.numbers]
-        is_due = verify & (layout.verified[ids] == 0)
+        is_due = (layout.verified[ids] == 0) & (verify != "never") | (verify == "always")
         head = _ZLIB_HEAD if steps.codec == "deflate" else 0
         start = np.arange(n, dtype=np.int64) * _slots(full)
         slots = _slots(payload)
@@ -275,8 +275,8 @@ class Decoder:
         packed.add("start", start)
         packed.add("full", np.full(n, full, dtype=np.int64))
         packed.add("trailer", np.where(is_due, place + head + payload, -1))
-        packed.add("place", place)
-        packed.add("covered", np.where(is_due, part.read.chunk_nbytes[part.numbers] - _FLETCHER_TAIL, -1))
+        packed.add("due_place", place[is_due])
+        packed.add("due_nbytes", part.read.chunk_nbytes[part.numbers[is_due]] - _FLETCHER_TAIL)
         packed.add("slot_address", slot + device.address(compressed))
         packed.add("start_address", start + device.address(decoded))
         on = packed.upload(device, self._pool, stream, held)
@@ -286,7 +286,7 @@ class Decoder:
             device.launch(kernel, n, n_threads, args, stream)
 
         if steps.has_fletcher and is_due.any():
-            launch("check_fletcher32", N_THREADS, arena, on["place"], on["covered"], np.int64(n), codes)
+            self._check_fletcher(part, part.numbers[is_due], arena, on)
         launch("gather_payloads", N_THREADS, arena, on["source"], on["payload"], on["slot"], np.int64(n), compressed)
         if steps.codec == "lzf":
             sizes = (on["slot"], on["payload"], decoded, on["start"], on["full"])
@@ -305,6 +305,14 @@ class Decoder:
         if steps.codec == "deflate" or steps.has_fletcher:
             part.outcome.verified = ids[is_due]
         self._copy_pieces(part, decoded, start)
+
+    def _check_fletcher(self, part: _Part, numbers: NDArray[np.int64], arena: Any, on: dict[str, Any]) -> None:
+        """Launch the verification of some chunks as they are stored."""
+        due = _Part(part.read, numbers, part.out, part.stream, part.outcome)
+        codes = self._codes(numbers.size, due)
+        args = (arena, on["due_place"], on["due_nbytes"], np.int64(numbers.size), codes)
+        self._device.launch("check_fletcher32", numbers.size, N_THREADS, args, part.stream)
+        self._report(due, codes)
 
     def _inflate(self, part: _Part, codec: str, on: dict[str, Any], full: int) -> None:
         """Let nvCOMP decode all payloads."""
@@ -330,7 +338,7 @@ class Decoder:
         nbytes, found = host[: 8 * n].view(np.int64), host[8 * n :].view(np.int32)
         device.download(produced, nbytes, part.stream)
         device.download(statuses, found, part.stream)
-        part.outcome.inflated = found, nbytes, full
+        part.outcome.inflated = part.numbers, found, nbytes, full
 
     def _from_host(self, part: _Part) -> None:
         """Read and decode chunks on the host, upload them and copy their pieces."""

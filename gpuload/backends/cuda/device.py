@@ -23,6 +23,10 @@ KERNELS = Path(__file__).with_name("kernels.cu")
 """CUDA C++ source of all own kernels, compiled for the device at hand when it is first opened."""
 
 
+_DIVISIBLE = ("copy_pieces_", "gather_", "densify_")
+"""Kernels that cut items into parts where there are more blocks than items: a small minibatch uses the whole GPU."""
+
+
 class Device(Protocol):
     """What the backend needs of a device. Arrays are one-dimensional where nothing else is said."""
 
@@ -126,6 +130,7 @@ class CupyDevice:
                 )
             self.use()
             self._kernels = cupy.RawModule(code=KERNELS.read_text(), options=("-std=c++17",))
+            self._n_blocks = 8 * cupy.cuda.Device(number).attributes["MultiProcessorCount"]
             self._functions: dict[str, Any] = {}
             self._foreign: dict[int, Any] = {}
             # Of its own: memory of CuPy's common pool may still be in use by a stream that we know nothing of.
@@ -227,6 +232,8 @@ class CupyDevice:
         """Launch a kernel; nothing where there are no blocks."""
         if n_blocks < 1:
             return
+        if kernel.startswith(_DIVISIBLE):
+            n_blocks = max(n_blocks, self._n_blocks)
         with _as_device_error(self.name):
             function = self._functions.get(kernel)
             if function is None:
