@@ -26,7 +26,8 @@ from gpuload.errors import (
     StoreError,
 )
 from gpuload.loader import Loader
-from gpuload.plan import BlockShuffle, Plan, Sequential, check_sizes, chunks_per_block
+from gpuload.plan import Plan, check_sizes, chunks_per_block
+from gpuload.sampling import BlockShuffle, Sequential
 from gpuload.types import Batch, Form, Transform
 
 if TYPE_CHECKING:

@@ -93,7 +93,7 @@ class Fetch:
         Half-open global row ranges in ascending order; disjoint and not adjacent. The resident holds their rows in
         this order.
     positions : (n_rows,) int32
-        Row numbers within the resident, in the order of hand-over; a permutation.
+        Row numbers within the resident, in the order of hand-over; each at least once.
     """
 
     ranges: NDArray[np.int64]
@@ -101,11 +101,11 @@ class Fetch:
 
     @property
     def n_rows(self) -> int:
-        """Number of rows resident."""
+        """Number of rows handed over; above the number of resident rows where some are drawn more than once."""
         return int(self.positions.size)
 
     def rows(self) -> NDArray[np.int64]:
-        """Return the global row number of every resident row, shape (n_rows,), ascending."""
+        """Return the global row number of every resident row, ascending."""
         return expand_ranges(self.ranges)
 
 

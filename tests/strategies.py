@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_matrix
 
 from gpuload.layout import ArrayLayout, Filter
-from gpuload.plan import BlockShuffle, Plan, Sequential
+from gpuload.plan import Plan
+from gpuload.sampling import BlockShuffle, Sequential
 from gpuload.source import BufferSource
 
 

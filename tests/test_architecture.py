@@ -25,6 +25,9 @@ LAYERS = [
     {"formats", "backends"},
     {"store"},
     {"layout", "plan", "source", "stats"},
+    {"sampling"},
+    {"order"},
+    {"permute"},
     {"types"},
     {"errors"},
 ]

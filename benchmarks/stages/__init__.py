@@ -14,7 +14,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from gpuload.formats import open_store
-from gpuload.plan import BlockShuffle, Plan
+from gpuload.plan import Plan
+from gpuload.sampling import BlockShuffle
 from gpuload.types import Form
 
 if TYPE_CHECKING:

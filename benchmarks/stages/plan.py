@@ -11,7 +11,8 @@ import tracemalloc
 import numpy as np
 
 from benchmarks.stages import Rate, Setting, best_s
-from gpuload.plan import BlockShuffle, Plan
+from gpuload.plan import Plan
+from gpuload.sampling import BlockShuffle
 
 N_PLANNED = 50
 """Fetches, evenly spread over the epoch, that stand for all."""

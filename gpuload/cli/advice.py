@@ -14,7 +14,8 @@ import numpy as np
 
 from gpuload.cli import text
 from gpuload.diversity import MinibatchEntropy, iid_entropy, label_shares
-from gpuload.plan import BlockShuffle, Plan, chunks_per_block
+from gpuload.plan import Plan, chunks_per_block
+from gpuload.sampling import BlockShuffle
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

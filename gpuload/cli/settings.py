@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import gpuload
 from gpuload.cli import text
 from gpuload.errors import ReadError
-from gpuload.plan import BlockShuffle, Sequential, chunks_per_block
+from gpuload.plan import chunks_per_block
+from gpuload.sampling import BlockShuffle, Sequential
 
 if TYPE_CHECKING:
     import argparse

@@ -14,7 +14,8 @@ import gpuload
 from gpuload.backends.cpu import CpuBackend
 from gpuload.formats import open_store
 from gpuload.loader import Loader
-from gpuload.plan import BlockShuffle, Plan
+from gpuload.plan import Plan
+from gpuload.sampling import BlockShuffle
 from gpuload.types import Form
 from tests.fakes import FakeBackend, FakeSource
 

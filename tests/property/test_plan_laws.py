@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuload.plan import BlockShuffle, Permutation, Plan, Sequential
+from gpuload.permute import Permutation
+from gpuload.plan import Plan
+from gpuload.sampling import BlockShuffle, Sequential
 from tests.strategies import plans
 
 MASK64 = (1 << 64) - 1
@@ -222,7 +224,7 @@ def test_planning_an_epoch_of_many_cells_holds_little(block_size: int) -> None:
 
 def test_the_order_is_the_same_in_another_process() -> None:
     code = (
-        "from gpuload.plan import Plan, BlockShuffle\n"
+        "from gpuload.plan import Plan\nfrom gpuload.sampling import BlockShuffle\n"
         "plan = Plan((13, 0, 8), 4, 3, BlockShuffle(3), seed=2026, epoch=5)\n"
         "print([int(r) for f in plan.fetches() for r in f.rows()[f.positions]])"
     )
