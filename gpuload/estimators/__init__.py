@@ -1,0 +1,11 @@
+"""Estimators in scikit-learn's shape over matrices too large to hold: fed minibatch by minibatch, from a loader too.
+
+svd = TruncatedSVD(300).fit(gpuload.open_loader("gex.h5ad", shuffle=False, batch_size=2048))
+"""
+
+from __future__ import annotations
+
+from gpuload.estimators.kernel_ridge import KernelRidge
+from gpuload.estimators.svd import TruncatedSVD
+
+__all__ = ["KernelRidge", "TruncatedSVD"]

@@ -1,0 +1,127 @@
+"""What the estimators share: scikit-learn's interface, without scikit-learn."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import CorruptDataError, PlanError
+from gpuload.estimators.passes import Passes
+
+if TYPE_CHECKING:
+    import os
+    from typing import Self
+
+
+class Estimator:
+    """Parameters as given to the constructor, what was learnt in attributes that end in an underscore.
+
+    ``get_params`` and ``set_params`` are scikit-learn's, so that clones, pipelines and grid searches work.
+    """
+
+    _kind = "transformer"
+    components_: Any
+    n_features_in_: int
+
+    @classmethod
+    def _names(cls) -> list[str]:
+        return [p for p in inspect.signature(cls.__init__).parameters if p != "self"]
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the parameters."""
+        del deep
+        return {name: getattr(self, name) for name in self._names()}
+
+    def set_params(self, **params: Any) -> Self:
+        """Set parameters.
+
+        Raises
+        ------
+        ValueError
+            There is no such parameter (scikit-learn's rule).
+        """
+        for name, value in params.items():
+            if name not in self._names():
+                raise ValueError(f"{name}: {type(self).__name__} has no such parameter; it has {self._names()}.")
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.get_params().items())})"
+
+    def __sklearn_tags__(self) -> Any:
+        """Return scikit-learn's description of the estimator; it asks, so it is there."""
+        from sklearn.utils import InputTags, Tags, TargetTags, TransformerTags
+        from sklearn.utils._tags import RegressorTags
+
+        is_regressor = self._kind == "regressor"
+        return Tags(
+            estimator_type="regressor" if is_regressor else None,
+            target_tags=TargetTags(required=is_regressor, multi_output=is_regressor),
+            transformer_tags=None if is_regressor else TransformerTags(preserves_dtype=["float32"]),
+            regressor_tags=RegressorTags() if is_regressor else None,
+            input_tags=InputTags(sparse=True),
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write parameters and what was learnt to an .npz file, without pickles."""
+        learnt = {k: v for k, v in vars(self).items() if k.endswith("_") and not k.startswith("_")}
+        if not learnt:
+            raise PlanError(f"{type(self).__name__} is not fitted; call fit first.")
+        about = json.dumps({"estimator": type(self).__name__, "params": self.get_params()})
+        with Path(path).open("wb") as file:
+            np.savez(file, **{"about": np.array(about), **{k: np.asarray(v) for k, v in learnt.items()}})  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Return what `save` wrote.
+
+        Raises
+        ------
+        CorruptDataError
+            The file is not one that this class's `save` wrote.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                about = json.loads(str(stored["about"]))
+                learnt = {k: stored[k] for k in stored.files if k != "about"}
+        except (OSError, ValueError, KeyError) as error:
+            raise CorruptDataError(f"{path}: not a saved {cls.__name__} ({error}).") from error
+        if about["estimator"] != cls.__name__:
+            raise CorruptDataError(f"{path}: holds a {about['estimator']}, not a {cls.__name__}; load it with that.")
+        self = cls(**about["params"])
+        for name, value in learnt.items():
+            setattr(self, name, value.item() if value.ndim == 0 else value)
+        return self
+
+    def _checked(self, X: Any, *, is_fitted: bool = False) -> Passes:
+        """Return the matrix to go through; where `is_fitted`, of the width that was fitted."""
+        if is_fitted and not hasattr(self, "n_features_in_"):
+            raise _not_fitted(type(self).__name__)
+        passes = Passes(X)
+        if is_fitted and passes.n_columns != self.n_features_in_:
+            raise PlanError(
+                f"X has {passes.n_columns} features, but {type(self).__name__} is expecting {self.n_features_in_} "
+                "features as input."
+            )
+        if passes.n_rows < 1 or passes.n_columns < 1:
+            what = "sample" if passes.n_rows < 1 else "feature"
+            raise PlanError(
+                f"X: found array with 0 {what}(s) (shape=({passes.n_rows}, {passes.n_columns})) while a minimum of 1 "
+                "is required."
+            )
+        return passes
+
+
+def _not_fitted(name: str) -> Exception:
+    """Return scikit-learn's own error where it is installed: its tools look for it."""
+    message = f"{name} is not fitted; call fit first."
+    try:
+        from sklearn.exceptions import NotFittedError
+    except ImportError:
+        return PlanError(message)
+    return NotFittedError(message)  # type: ignore[no-any-return]

@@ -1,0 +1,200 @@
+"""Estimators against closed forms in float64, over every kind of input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+
+import gpuload
+from gpuload.estimators import KernelRidge, TruncatedSVD
+from gpuload.estimators.arrays import open_engine
+from gpuload.estimators.kernel_ridge import cholesky
+from tests.writers import write_csr, write_h5ad
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ENGINES = ["numpy", "torch"]
+
+
+@pytest.fixture(scope="module")
+def cells() -> np.ndarray:
+    """Return (5000, 60) non-negative values with a falling spectrum; more rows than one minibatch."""
+    rng = np.random.default_rng(0)
+    low = (rng.standard_normal((5000, 12)) * np.linspace(4, 1, 12)) @ rng.standard_normal((12, 60))
+    return np.maximum(low + 0.1 * rng.standard_normal(low.shape), 0).astype(np.float32)
+
+
+def engine_or_skip(name: str) -> str:
+    if name == "torch":
+        pytest.importorskip("torch")
+    return name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["dense", "csr", "loader", "csr loader"])
+def test_svd_is_that_of_the_whole_matrix(cells: np.ndarray, tmp_path: Path, engine: str, kind: str) -> None:
+    X: Any = cells
+    if kind == "csr":
+        X = csr_matrix(cells)
+    elif "loader" in kind:
+        path = tmp_path / "cells.h5ad"
+        write_h5ad(path, lambda f: write_csr(f, "X", csr_matrix(cells)), *cells.shape)
+        output = "csr" if "csr" in kind else "dense"
+        X = gpuload.open_loader(path, batch_size=700, fetch_factor=2, output=output, device="cpu")  # in random order
+    svd = TruncatedSVD(8, n_passes=4, engine=engine_or_skip(engine))
+    scores = svd.fit_transform(X)
+    if "loader" in kind:
+        X.close()
+    U, S, Vt = np.linalg.svd(cells.astype(np.float64), full_matrices=False)
+    np.testing.assert_allclose(svd.singular_values_, S[:8], rtol=1e-4)
+    signs = np.sign(Vt[np.arange(8), np.abs(Vt[:8]).argmax(axis=1)])
+    np.testing.assert_allclose(svd.components_, Vt[:8] * signs[:, None], atol=2e-3)
+    np.testing.assert_allclose(scores, U[:, :8] * S[:8] * signs, atol=2e-3 * S[0])
+    assert scores.dtype == np.float32
+
+
+def test_svd_components_are_orthonormal_and_invert(cells: np.ndarray) -> None:
+    svd = TruncatedSVD(10).fit(cells)
+    np.testing.assert_allclose(svd.components_ @ svd.components_.T, np.eye(10), atol=1e-5)
+    again = svd.inverse_transform(svd.transform(cells))
+    _, S, _ = np.linalg.svd(cells.astype(np.float64), full_matrices=False)
+    assert np.linalg.norm(again - cells) == pytest.approx(np.sqrt((S[10:] ** 2).sum()), rel=1e-3)
+
+
+def test_svd_of_a_matrix_of_low_rank() -> None:
+    rng = np.random.default_rng(1)
+    X = (rng.standard_normal((200, 3)) @ rng.standard_normal((3, 40))).astype(np.float32)
+    svd = TruncatedSVD(6).fit(X)
+    np.testing.assert_allclose(svd.singular_values_[:3], np.linalg.svd(X)[1][:3], rtol=1e-4)
+    assert (svd.singular_values_[3:] < 1e-3 * svd.singular_values_[0]).all()
+    assert np.isfinite(svd.components_).all()
+    assert TruncatedSVD(2).fit(np.zeros((5, 4))).singular_values_.max() == 0
+
+
+def rbf(A: np.ndarray, B: np.ndarray, gamma: float) -> np.ndarray:
+    return np.exp(-gamma * ((A[:, None, :].astype(np.float64) - B[None, :, :]) ** 2).sum(-1))
+
+
+@pytest.fixture(scope="module")
+def regression() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(2)
+    X = rng.standard_normal((600, 9)).astype(np.float32)
+    y = np.sin(X @ rng.standard_normal((9, 3))) + 0.1 * rng.standard_normal((600, 3))
+    return X[:500], y[:500], X[500:]
+
+
+def closed_form(X: np.ndarray, y: np.ndarray, test: np.ndarray, alpha: float, gamma: float) -> np.ndarray:
+    return rbf(test, X, gamma) @ np.linalg.solve(rbf(X, X, gamma) + alpha * np.eye(len(X)), y)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("solver", "atol"), [("exact", 2e-4), ("nystrom", 2e-2)])
+def test_ridge_is_the_closed_form(
+    regression: tuple[np.ndarray, ...], monkeypatch: pytest.MonkeyPatch, engine: str, solver: str, atol: float
+) -> None:
+    """With as many landmarks as rows the Nystrom solution is the exact one, up to the jitter."""
+    X, y, test = regression
+    monkeypatch.setattr("gpuload.estimators.passes.BATCH_SIZE", 128)
+    model = KernelRidge(0.3, gamma=0.05, solver=solver, n_landmarks=500, engine=engine_or_skip(engine))
+    expected = closed_form(X, y, test, 0.3, 0.05)
+    np.testing.assert_allclose(model.fit(X, y).predict(test), expected, atol=atol)
+    np.testing.assert_allclose(model.fit(csr_matrix(X), y[:, 0]).predict(test), expected[:, 0], atol=atol)
+
+
+def test_fewer_landmarks_come_near(regression: tuple[np.ndarray, ...]) -> None:
+    X, y, test = regression
+    expected = closed_form(X, y, test, 0.3, 0.05)
+    errors = [
+        np.abs(KernelRidge(0.3, gamma=0.05, solver="nystrom", n_landmarks=m).fit(X, y).predict(test) - expected).mean()
+        for m in (20, 100, 300)
+    ]
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 0.1
+
+
+@pytest.mark.parametrize(("solver", "atol"), [("exact", 2e-4), ("nystrom", 3e-2)])
+def test_an_ensemble_is_the_mean_of_its_models(regression: tuple[np.ndarray, ...], solver: str, atol: float) -> None:
+    X, y, test = regression
+    groups = np.arange(500) // 100
+    model = KernelRidge(0.3, gamma=0.05, solver=solver, n_landmarks=500, n_rounds=2, random_state=3)
+    halves = model._halves(groups, 500)  # which rows each model has
+    assert len(halves) == 4
+    for first, second in (halves[:2], halves[2:]):
+        np.testing.assert_array_equal(first, ~second)
+        assert sorted(np.unique(groups[first]).size for first in (first, second)) == [2, 3]
+        assert all(np.unique(first[groups == g]).size == 1 for g in range(5))
+    expected = np.mean([closed_form(X[h], y[h], test, 0.3, 0.05) for h in halves], axis=0)
+    np.testing.assert_allclose(model.fit(X, y, groups).predict(test), expected, atol=atol)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("panel", [1, 7, 32, 100])
+def test_cholesky_by_panels(engine: str, panel: int) -> None:
+    rng = np.random.default_rng(4)
+    half = rng.standard_normal((71, 71))
+    positive = half @ half.T + 71 * np.eye(71)
+    used = open_engine(engine_or_skip(engine), "cpu")
+    given = np.tril(positive) + np.triu(np.full((71, 71), np.nan), 1)  # the upper half is not to be read
+    for lo in range(0, 71, panel):
+        given[lo : lo + panel, lo : lo + panel] = positive[lo : lo + panel, lo : lo + panel]
+    found = used.host(cholesky(used, used.put(given, "float64"), panel))
+    np.testing.assert_allclose(np.tril(found), np.linalg.cholesky(positive), rtol=1e-9, atol=1e-9)
+
+
+def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray, tmp_path: Path) -> None:
+    X, y, test = regression
+    model = KernelRidge(0.3, gamma=0.05).fit(X, y)
+    model.save(tmp_path / "model.npz")
+    again = KernelRidge.load(tmp_path / "model.npz")
+    assert again.get_params() == model.get_params()
+    np.testing.assert_array_equal(again.predict(test), model.predict(test))
+    with pytest.raises(gpuload.CorruptDataError, match="holds a KernelRidge, not a TruncatedSVD"):
+        TruncatedSVD.load(tmp_path / "model.npz")
+    (tmp_path / "other.npz").write_bytes(b"no archive")
+    with pytest.raises(gpuload.CorruptDataError, match="not a saved KernelRidge"):
+        KernelRidge.load(tmp_path / "other.npz")
+    svd = TruncatedSVD(3).fit(cells)
+    svd.save(tmp_path / "svd.npz")
+    np.testing.assert_array_equal(TruncatedSVD.load(tmp_path / "svd.npz").transform(cells), svd.transform(cells))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda X, _: TruncatedSVD(61).fit(X), "n_components=61: the matrix is 5000 x 60"),
+        (lambda X, _: TruncatedSVD(0).fit(X), "n_components=0: expected"),
+        (lambda X, _: TruncatedSVD(2, n_passes=0).fit(X), "n_passes=0: expected"),
+        (lambda X, _: TruncatedSVD(2, engine="jax").fit(X), "engine='jax': expected"),
+        (lambda X, _: TruncatedSVD(2, engine="numpy", device="cuda:0").fit(X), "NumPy works on the CPU"),
+        (lambda X, _: TruncatedSVD(2, engine="cupy").fit(X), "CuPy works on a GPU"),
+        (lambda X, _: TruncatedSVD(2).fit(np.where(X > 9, np.nan, X)), "NaN or infinity"),
+        (lambda X, _: TruncatedSVD(2).fit(X).transform(X[:, :5]), "X has 5 features, but TruncatedSVD is expecting 60"),
+        (lambda X, _: TruncatedSVD(2).transform(X), "not fitted"),
+        (lambda X, _: TruncatedSVD(2).fit(X[0]), "1 dimensions"),
+        (lambda X, y: KernelRidge(alpha=0).fit(X, y), "alpha=0: expected"),
+        (lambda X, y: KernelRidge(gamma=-1).fit(X, y), "gamma=-1: expected"),
+        (lambda X, y: KernelRidge(solver="svd").fit(X, y), "solver='svd': expected"),
+        (lambda X, y: KernelRidge().fit(X, y[:7]), r"y has shape \(7,\); expected \(5000,\)"),
+        (lambda X, y: KernelRidge(n_rounds=2).fit(X, y), "needs groups: .* found 1 over 5000 rows"),
+        (lambda X, y: KernelRidge(n_rounds=2).fit(X, y, np.arange(9)), "found 9 over 9 rows"),
+    ],
+)
+def test_refused(cells: np.ndarray, call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(cells, cells[:, 0])
+
+
+@pytest.mark.filterwarnings("ignore")  # what cannot apply is announced
+def test_scikit_learns_own_checks() -> None:
+    checks = pytest.importorskip("sklearn.utils.estimator_checks")
+    for estimator, unfit in (
+        (TruncatedSVD(1, engine="numpy"), set()),
+        (KernelRidge(engine="numpy"), {"check_regressor_multioutput"}),  # wants float64; ours is float32
+    ):
+        found = checks.check_estimator(estimator, on_fail=None)
+        assert {c["check_name"] for c in found if c["status"] == "failed"} == unfit
+        assert sum(c["status"] == "passed" for c in found) > 40
