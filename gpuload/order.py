@@ -30,6 +30,8 @@ class RowOrder(Protocol):
         """Return in which order the rows at places start..stop of one fetch are handed over.
 
         Shape (stop - start,), a permutation that counts from `start`; None where they are to be mixed, all with all.
+        Where a fetch is put together from several stretches of the order (the last of an epoch that is padded, what an
+        interrupted round has left), each of whole units of the strategy, it is asked for places 0..n.
         """
 
 

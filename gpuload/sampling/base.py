@@ -1,0 +1,240 @@
+"""What a sampler is, what it may know of the cells, and what it becomes when it is bound to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from gpuload.errors import PlanError
+from gpuload.sampling.rows import SLICE, row_list
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from gpuload.order import RowOrder
+    from gpuload.sampling.rows import RowList
+
+
+class Column(Protocol):
+    """One column of obs: int32 codes where `categories` is given (-1 = missing), else numbers or booleans."""
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """Shape (n_obs,)."""
+
+    @property
+    def categories(self) -> NDArray[np.object_] | None:
+        """What the codes stand for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Classes:
+    """The class of every cell.
+
+    Attributes
+    ----------
+    codes : (n_rows,) integer
+        Number of the class; below 0 where the label is missing.
+    names
+        What they are called, as in errors.
+    """
+
+    codes: NDArray[np.integer]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """What a sampler may know of the cells that it draws from: a store's, or a part of them.
+
+    Attributes
+    ----------
+    names
+        The paths given, in their order.
+    file_rows
+        Rows of each.
+    block_size
+        Rows per block, the unit of reading, for samplers that do not say their own; where blocks are snapped to
+        storage chunks, the rows that one holds on average.
+    edges : (n_blocks + 1,) int64, optional
+        Row edges of blocks that are snapped to storage chunks; for block shuffling.
+    obs
+        Columns of obs by name, over all cells of the store.
+    batch_size, fetch_rows
+        Rows per minibatch and per fetch.
+    shuffle
+        False where the loader was told to hand cells over as they lie in the files.
+    chosen
+        Which rows of the store these cells are, ascending; None: all.
+    store_rows
+        Rows of each file of the store, where `chosen` is given.
+    """
+
+    names: tuple[str, ...]
+    file_rows: tuple[int, ...]
+    block_size: int = 16
+    edges: NDArray[np.int64] | None = None
+    obs: Mapping[str, Column] = field(default_factory=dict)
+    batch_size: int = 64
+    fetch_rows: int = 64 * 256
+    shuffle: bool = True
+    chosen: RowList | None = None
+    store_rows: tuple[int, ...] | None = None
+
+    @property
+    def n_rows(self) -> int:
+        """Rows to draw from."""
+        return sum(self.file_rows)
+
+    @property
+    def n_store_rows(self) -> int:
+        """Rows of the store of which these are a part."""
+        return sum(self.file_rows if self.store_rows is None else self.store_rows)
+
+    def take(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return what an array over all cells of the store says of these."""
+        if self.chosen is None:
+            return values
+        out = np.empty(self.n_rows, dtype=values.dtype)
+        for start, rows in self.chosen.slices():
+            out[start : start + rows.size] = values[rows]
+        return out
+
+    def part(self, rows: RowList) -> Cells:
+        """Return some of these cells: rows of these, ascending."""
+        store_rows = self.file_rows if self.store_rows is None else self.store_rows
+        file_rows = np.diff(rows.rank(np.concatenate([[0], np.cumsum(self.file_rows)])))
+        chosen = rows if self.chosen is None else row_list(self.chosen.take(rows.slice(0, rows.n_rows)))
+        edges = None if self.edges is None else np.unique(rows.rank(self.edges))
+        return replace(self, file_rows=tuple(file_rows.tolist()), edges=edges, chosen=chosen, store_rows=store_rows)
+
+    def classes(self, *columns: str) -> Classes:
+        """Return the class of each cell by one column or by several together; numbers and booleans are classes too."""
+        codes, names = self._coded(columns[0])
+        for column in columns[1:]:
+            more, more_names = self._coded(column)
+            joint = np.where((codes < 0) | (more < 0), -1, codes.astype(np.int64) * len(more_names) + more)
+            found = _distinct(joint)
+            found = found[found >= 0]
+            names = tuple(f"{names[i]}, {more_names[j]}" for i, j in zip(*_unjoin(found, len(more_names)), strict=True))
+            codes = np.where(joint < 0, -1, np.searchsorted(found, joint)).astype(np.int32)
+        return Classes(codes, names)
+
+    def _coded(self, name: str) -> tuple[NDArray[np.integer], tuple[str, ...]]:
+        column = self.obs[name]
+        values = self.take(column.values)
+        if column.categories is not None:
+            return values, tuple(f"{name}={c!r}" for c in column.categories.tolist())
+        found = _distinct(values)
+        if found.dtype.kind == "f":
+            found = found[~np.isnan(found)]
+        codes = np.empty(values.size, dtype=np.int32)
+        for start in range(0, values.size, SLICE):
+            part = values[start : start + SLICE]
+            codes[start : start + SLICE] = np.where(part == part, np.searchsorted(found, part), -1)  # noqa: PLR0124 - NaN
+        return codes, tuple(f"{name}={v!r}" for v in found.tolist())
+
+
+class Sampler(Protocol):
+    """Which cells an epoch has, and in which order: a value that a user gives to ``open_loader(sampler=...)``."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of obs that it needs."""
+
+    def over(self, cells: Cells) -> Strategy:
+        """Return the sampler bound to cells; what costs time per cell is done here, once."""
+
+
+class Strategy(Protocol):
+    """A sampler bound to cells: a pure function of `key_words`, drawn from no generator.
+
+    Two attributes are looked for and may be missing. ``unit``: rows that belong together (a set, a pair), so that
+    ranks are dealt whole units; it divides the minibatch and the number of rows. ``per_rank``: a function
+    ``(epoch_seed, rank, world_size) -> blocks``, shape (n, 2), asked in place of `order` for every rank.
+    """
+
+    def n_rows(self, file_rows: tuple[int, ...]) -> int:
+        """Return the rows of one epoch, over all ranks."""
+
+    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+        """Return the order of one epoch; `key_words` is what it may depend on (seed, epoch and purpose)."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return all that decides the order, as JSON values: a state of other settings is refused by it."""
+
+
+def digest(*arrays: NDArray[Any] | None) -> str:
+    """Return 16 hexadecimal digits that stand for the contents of arrays (BLAKE2b, RFC 7693)."""
+    state = blake2b(digest_size=8)
+    for array in arrays:
+        if array is None:
+            state.update(b"none")
+            continue
+        state.update(f"{array.dtype.str}{array.shape}".encode())
+        state.update(np.ascontiguousarray(array).data)
+    return state.hexdigest()
+
+
+def as_sampler(given: Any) -> Sampler:
+    """Return what a user gave as a sampler; a plain function is a `gpuload.Custom`."""
+    from gpuload.sampling.custom import Custom
+
+    if isinstance(given, type) or not (callable(given) or hasattr(given, "over")):
+        raise PlanError(
+            f"sampler={given!r}: expected a sampler such as gpuload.ClassBalanced('cell_type'), or a function "
+            "(epoch_seed, rank, world_size) -> blocks of rows."
+        )
+    return given if hasattr(given, "over") else Custom(given)
+
+
+def check_number(sampler: str, name: str, value: object) -> None:
+    """Raise PlanError where a sampler's parameter is no whole number of at least 1."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{sampler}({name}={value!r}): expected a whole number of at least 1.")
+
+
+def check_names(sampler: str, name: str, value: object) -> tuple[str, ...]:
+    """Return one or several names of obs columns as a tuple; raise PlanError where that is not what was given."""
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
+    if not names or not all(isinstance(n, str) and n for n in names):
+        raise PlanError(f"{sampler}({name}={value!r}): expected the name of an obs column, or a list of names.")
+    if len(set(names)) < len(names):
+        raise PlanError(f"{sampler}({name}={value!r}): a column is named twice; name each once.")
+    return names
+
+
+def check_mask(sampler: str, given: Any, n_rows: int) -> NDArray[np.bool_]:
+    """Return a mask over all cells of the store; raise PlanError where it is not one."""
+    mask: NDArray[np.bool_] = np.asarray(given)
+    if mask.dtype != bool or mask.ndim != 1:
+        raise PlanError(
+            f"{sampler}: it was given an array of dtype {mask.dtype} and shape {mask.shape}; expected a mask."
+        )
+    if mask.size != n_rows:
+        raise PlanError(f"{sampler}: the mask has {mask.size} entries but there are {n_rows} cells; give one per cell.")
+    return mask
+
+
+def check_rows(sampler: str, cells: Cells) -> None:
+    """Raise PlanError where there is nothing to draw from."""
+    if not cells.n_rows:
+        raise PlanError(f"{sampler}: there are no cells to draw from.")
+
+
+def _distinct(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the distinct values of a long array, ascending; slice by slice, as they are few."""
+    found = np.unique(values[:SLICE])
+    for start in range(SLICE, values.size, SLICE):
+        found = np.union1d(found, values[start : start + SLICE])
+    return found
+
+
+def _unjoin(joint: NDArray[np.int64], n: int) -> tuple[list[int], list[int]]:
+    first, second = np.divmod(joint, n)
+    return first.tolist(), second.tolist()

@@ -1,0 +1,105 @@
+"""The plain strategies: all rows, as they lie in the files or in shuffled blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gpuload.order import EqualBlocks, FileOrder, UnequalBlocks
+from gpuload.sampling.base import check_number, digest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from gpuload.order import RowOrder
+    from gpuload.sampling.base import Cells, Strategy
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """Rows in the order of the files, as with ``shuffle=False``."""
+
+    columns: ClassVar[tuple[str, ...]] = ()
+
+    def over(self, cells: Cells) -> Sequential:
+        """Return itself: it needs to know nothing of the cells."""
+        del cells
+        return self
+
+    def n_rows(self, file_rows: tuple[int, ...]) -> int:
+        """Return the rows of all files."""
+        return sum(file_rows)
+
+    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+        """Return the order of one epoch."""
+        del file_rows, key_words
+        return FileOrder()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the name."""
+        return {"name": "Sequential"}
+
+
+@dataclass(frozen=True, eq=False)
+class BlockShuffle:
+    """Quasi-random order: blocks of consecutive rows in random order, rows permuted within each fetch.
+
+    Every row stands in an epoch once. The class counts of a minibatch spread wider than those of independent draws
+    where neighbours in the file are alike; `gpuload.diversity` says by how much.
+
+    Parameters
+    ----------
+    block_size
+        Rows per block, at least 1; 1 is true random sampling.
+    edges : (n_blocks + 1,) int64, optional
+        Row edges of the blocks where they are not to be of equal size (snapped to storage chunks); `block_size` is
+        then not used.
+
+    Raises
+    ------
+    PlanError
+        `block_size` is no whole number of at least 1. Blocks of whole chunks are ``open_loader(block_size="chunk")``.
+
+    References
+    ----------
+    .. [1] D'Ascenzo, Cultrera di Montesano, "scDataset: scalable data loading for deep learning on large-scale
+    single-cell omics",
+       arXiv:2506.01883, 2025 (block sampling with batched fetching).
+    """
+
+    block_size: int = 16
+    edges: NDArray[np.int64] | None = None
+
+    columns: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_number("BlockShuffle", "block_size", self.block_size)
+
+    def over(self, cells: Cells) -> BlockShuffle:
+        """Return itself: it needs to know nothing of the cells."""
+        del cells
+        return self
+
+    def n_rows(self, file_rows: tuple[int, ...]) -> int:
+        """Return the rows of all files."""
+        return sum(file_rows)
+
+    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+        """Return the order of one epoch."""
+        if self.edges is not None:
+            return UnequalBlocks(self.edges, key_words)
+        return EqualBlocks(file_rows, self.block_size, key_words)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the size of the blocks, or a digest of their edges."""
+        if self.edges is not None:
+            return {"name": "BlockShuffle", "edges": digest(self.edges)}
+        return {"name": "BlockShuffle", "block_size": int(self.block_size)}
+
+
+def plain(cells: Cells) -> Strategy:
+    """Return what the loader does without a sampler: its own blocks in random order, or the order of the files."""
+    if not cells.shuffle:
+        return Sequential()
+    return BlockShuffle(cells.block_size, cells.edges)

@@ -1,0 +1,110 @@
+"""A user's own order, as one function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from gpuload.errors import PlanError
+from gpuload.permute import random_keys
+from gpuload.sampling.rows import RowList, list_of_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from gpuload.order import RowOrder
+    from gpuload.sampling.base import Cells, Strategy
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A strategy of the user's own: a function that gives each rank its blocks of rows for an epoch.
+
+    The blocks of a rank are read in the order given, as many to a fetch as ``batch_size * fetch_factor`` cells make,
+    and the cells of a fetch are shuffled. Every rank's blocks are asked for on every rank, so that all hand over
+    equally many cells (``uneven="drop"``: as many as the shortest rank has; ``"pad"``: as the longest, the others
+    beginning anew). A plain function given as ``sampler=`` is taken for this.
+
+    Parameters
+    ----------
+    function
+        ``function(epoch_seed, rank, world_size) -> blocks``. `epoch_seed` is a whole number from 0 to 2**64 - 1 that
+        is made of the loader's seed and the epoch: another one every epoch. `blocks` is an array of whole numbers,
+        shape (n, 2): half-open ranges of rows over all paths; they may overlap. It must depend on its arguments only,
+        for it is asked in every process, and again when an epoch is resumed.
+
+    Raises
+    ------
+    PlanError
+        It is no function, or gives no such array. An epoch that was begun with another number of ranks cannot be
+        resumed.
+
+    Examples
+    --------
+    Cells in windows of 1,000, each window from one end of the data to the other, begun at a place that changes:
+
+    >>> import numpy as np
+    >>> def windows(epoch_seed, rank, world_size, n_cells=100_000, width=1000):
+    ...     starts = np.arange(0, n_cells, width)
+    ...     starts = np.roll(starts, epoch_seed % len(starts))[rank::world_size]
+    ...     return np.stack([starts, np.minimum(starts + width, n_cells)], axis=1)
+    >>> windows(epoch_seed=2, rank=0, world_size=50).tolist()
+    [[98000, 99000], [48000, 49000]]
+
+    It is used as ``gpuload.open_loader("cells.h5ad", sampler=windows)``.
+    """
+
+    function: Callable[[int, int, int], Any]
+
+    columns: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise PlanError(
+                f"Custom({self.function!r}): expected a function (epoch_seed, rank, world_size) -> blocks of rows."
+            )
+
+    def over(self, cells: Cells) -> Strategy:
+        """Return the function as a strategy; it is not asked yet."""
+        del cells
+        return Given(self.function)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Blocks that a function gives to each rank; a plan asks `per_rank` for them, and `order` is that of one rank."""
+
+    per_rank: Callable[[int, int, int], Any]
+
+    def n_rows(self, file_rows: tuple[int, ...]) -> int:
+        """Return the rows of the first epoch, on one rank."""
+        del file_rows
+        return self._rows((0, 0)).n_rows
+
+    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+        """Return the order of one epoch, on one rank."""
+        del file_rows
+        return _ListOrder(self._rows(key_words))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the function's name: what it does cannot be told."""
+        return {"name": "Custom", "function": getattr(self.per_rank, "__qualname__", type(self.per_rank).__qualname__)}
+
+    def _rows(self, key_words: tuple[int, ...]) -> RowList:
+        (epoch_seed,) = random_keys(1, *key_words)
+        return list_of_runs(np.asarray(self.per_rank(int(epoch_seed), 0, 1), dtype=np.int64).reshape(-1, 2))
+
+
+class _ListOrder:
+    def __init__(self, rows: RowList) -> None:
+        self._rows = rows
+
+    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
+        return self._rows.map_ranges(np.array([[start, stop]]))
+
+    def arrange(self, start: int, stop: int, key: int) -> None:
+        del start, stop, key

@@ -1,0 +1,253 @@
+"""Samplers that draw: classes, weights, mixtures; each cell as often as its share says, and read in blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from gpuload.errors import PlanError
+from gpuload.sampling.base import check_mask, check_names, check_number, check_rows, digest
+from gpuload.sampling.queues import DrawnOrder, Queues, Shares
+from gpuload.sampling.rows import group_rows, join, list_of_mask, list_of_runs
+from gpuload.sampling.weights import Chosen, check_weights, count_above_0, weight_queues
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpuload.order import RowOrder
+    from gpuload.sampling.base import Cells, Strategy
+    from gpuload.sampling.rows import RowList
+
+
+@dataclass(frozen=True, eq=False)
+class ClassBalanced:
+    """All classes of a column equally often, whatever their sizes.
+
+    The class of every cell of an epoch is drawn independently, each class with the same chance; so the class counts of
+    minibatches are multinomial. The cells of a class come in shuffled blocks, pass after pass: no cell is shown once
+    more before all of its class were shown. Cells with a missing label are not drawn.
+
+    Parameters
+    ----------
+    column
+        A column of obs, or several: then a class is a combination that occurs.
+    num_samples
+        Cells per epoch, over all ranks; None: as many as there are cells.
+
+    Raises
+    ------
+    PlanError
+        A name or number is not what it should be; when bound, all labels are missing.
+
+    Notes
+    -----
+    Blocks are ``block_size`` cells that are neighbours *among the cells of their class*; where classes lie mixed in
+    the file, they span more of it.
+
+    References
+    ----------
+    .. [1] `gpuload.sampling.queues` states the method.
+    """
+
+    column: str | Sequence[str]
+    num_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        check_names("ClassBalanced", "column", self.column)
+        _check_num_samples("ClassBalanced", self.num_samples)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of obs that it needs."""
+        return check_names("ClassBalanced", "column", self.column)
+
+    def over(self, cells: Cells) -> Strategy:
+        """Sort the cells by class; about 4 bytes a cell are held, less where the file is sorted by class."""
+        check_rows("ClassBalanced", cells)
+        classes = cells.classes(*self.columns)
+        codes = classes.codes
+        rows, edges = group_rows(lambda start, stop: codes[start:stop], codes.size, len(classes.names))
+        if not rows.n_rows:
+            raise PlanError(f"ClassBalanced({self.column!r}): the label is missing in all {codes.size} cells.")
+        edges = np.unique(edges)  # classes without cells are none
+        queues = Queues(rows, edges, cells.block_size)
+        n_samples = cells.n_rows if self.num_samples is None else int(self.num_samples)
+        about = {"name": "ClassBalanced", "columns": list(self.columns)}
+        return Drawn(queues, Shares(np.ones(queues.n_strata)), n_samples, about)
+
+
+@dataclass(frozen=True, eq=False)
+class Weighted:
+    """Each cell with a chance in proportion to its weight.
+
+    With replacement, a weight of every cell of the epoch is drawn independently, by how much all cells of that weight
+    weigh together; where there are more than 1,024 different weights, cells whose weights differ by less than 1/16 are
+    one stratum, and within it drawn by systematic sampling. So the counts of the strata in minibatches are multinomial,
+    and a cell is drawn in proportion to its weight, to within 2**-32 of the total. The cells of a stratum come in
+    shuffled blocks, pass after pass; no cell comes twice in a pass. Classes that share a weight are not told apart: to
+    have the counts of classes multinomial as well, use `ClassBalanced`.
+
+    Without replacement, an epoch has `num_samples` different cells, chosen by Efraimidis and Spirakis's exponential
+    keys [1]_ (each next one with a chance in proportion to its weight among those not yet chosen), then shuffled in
+    blocks; class counts spread as with `BlockShuffle`.
+
+    Parameters
+    ----------
+    weights : (n_obs,) array of numbers
+        Finite, none below 0; over all cells of the loader, in the order of the paths, also inside a `Subset`. They
+        need not sum to 1. Cells of weight 0 (or below 2.3e-308) are never drawn.
+    num_samples
+        Cells per epoch, over all ranks; None: as many as there are cells (without replacement: cells of a weight above
+        0).
+    replace
+        Whether a cell may be drawn more than once in an epoch.
+
+    Raises
+    ------
+    PlanError
+        Weights are negative, not finite, all 0, or not one per cell; or more cells are wanted without replacement than
+        have a weight above 0.
+
+    References
+    ----------
+    .. [1] Efraimidis, Spirakis, "Weighted random sampling with a reservoir", Information Processing Letters 2006,
+       doi:10.1016/j.ipl.2005.11.003.
+    .. [2] `gpuload.sampling.queues` states the method of draws with replacement.
+    """
+
+    weights: Any
+    num_samples: int | None = None
+    replace: bool = True
+
+    columns: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        _check_num_samples("Weighted", self.num_samples)
+        if not isinstance(self.replace, (bool, np.bool_)):
+            raise PlanError(f"Weighted(replace={self.replace!r}): expected True or False.")
+
+    def over(self, cells: Cells) -> Strategy:
+        """Sort the cells by weight; 4 bytes a cell are held, 12 with more than 1,024 different weights."""
+        check_rows("Weighted", cells)
+        weights = check_weights(self.weights, cells)
+        about = {"name": "Weighted", "replace": bool(self.replace)}
+        if self.replace:
+            n_samples = cells.n_rows if self.num_samples is None else int(self.num_samples)
+            queues, shares = weight_queues(weights, cells.block_size)
+            return Drawn(queues, Shares(shares), n_samples, about)
+        n_there = count_above_0(weights)
+        n_samples = n_there if self.num_samples is None else int(self.num_samples)
+        if n_samples > n_there:
+            raise PlanError(
+                f"Weighted(num_samples={n_samples}, replace=False): only {n_there} cells have a weight above 0; take "
+                "fewer, or replace=True."
+            )
+        return Chosen(weights, n_samples, cells.block_size, {**about, "weights": digest(weights)})
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """Parts of the data, each with a share of every minibatch, whatever their sizes.
+
+    The part of every cell of an epoch is drawn independently by the shares; the cells of a part come in shuffled
+    blocks, pass after pass. A cell may be in several parts, or in none, and is then not drawn.
+
+    Parameters
+    ----------
+    shares
+        ``{path: share}``, with paths as given to ``open_loader`` or the names of the files where these differ; or a
+        list of pairs (path or mask, share), a mask being a boolean array with one entry per cell. Shares are above 0
+        and need not sum to 1.
+    num_samples
+        Cells per epoch, over all ranks; None: as many as there are cells.
+
+    Raises
+    ------
+    PlanError
+        A share is not a finite number above 0; a path is not one of the loader's; a mask is not of the length of the
+        data; a part has no cells.
+
+    References
+    ----------
+    .. [1] `gpuload.sampling.queues` states the method.
+    """
+
+    shares: Mapping[str | os.PathLike[str], float] | Sequence[tuple[Any, float]]
+    num_samples: int | None = None
+
+    columns: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        _check_num_samples("Mixture", self.num_samples)
+        for part, share in self._pairs():
+            is_number = isinstance(share, (int, float, np.integer, np.floating)) and not isinstance(share, bool)
+            if not is_number or not 0 < share < float("inf"):
+                name = os.fspath(part) if isinstance(part, (str, os.PathLike)) else "a mask"
+                raise PlanError(f"Mixture: the share of {name} is {share!r}; expected a finite number above 0.")
+
+    def over(self, cells: Cells) -> Strategy:
+        """Find the cells of each part; whole files take no memory, masks up to 4 bytes a cell."""
+        pairs = self._pairs()
+        parts = [self._rows(part, cells) for part, _ in pairs]
+        edges = np.concatenate([[0], np.cumsum([part.n_rows for part in parts])])
+        shares = np.array([float(share) for _, share in pairs])
+        n_samples = cells.n_rows if self.num_samples is None else int(self.num_samples)
+        return Drawn(Queues(join(parts), edges, cells.block_size), Shares(shares), n_samples, {"name": "Mixture"})
+
+    def _pairs(self) -> list[tuple[Any, float]]:
+        given = list(self.shares.items()) if isinstance(self.shares, Mapping) else list(self.shares)
+        if not given or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in given):
+            raise PlanError("Mixture: expected {path: share}, or a list of pairs (path or mask, share), at least one.")
+        return [(part, share) for part, share in given]
+
+    @staticmethod
+    def _rows(part: Any, cells: Cells) -> RowList:
+        if isinstance(part, (str, os.PathLike)):
+            name = os.fspath(part)
+            found = [i for i, path in enumerate(cells.names) if path == name]
+            found = found or [i for i, path in enumerate(cells.names) if os.path.basename(path) == name]
+            if len(found) != 1:
+                wrong = "is none of the loader's" if not found else "stands for several of the loader's"
+                raise PlanError(f"Mixture: {name!r} {wrong} paths: {', '.join(map(repr, cells.names))}.")
+            edges = np.concatenate([[0], np.cumsum(cells.file_rows)])
+            rows = list_of_runs(edges[found[0] : found[0] + 2].reshape(1, 2))
+        else:
+            name = "a mask"
+            rows = list_of_mask(cells.take(check_mask("Mixture", part, cells.n_store_rows)))
+        if not rows.n_rows:
+            raise PlanError(f"Mixture: {name} has no cells; leave it out.")
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A sampler that draws strata, bound to cells."""
+
+    queues: Queues
+    shares: Shares
+    n_samples: int
+    about: dict[str, Any]
+
+    def n_rows(self, file_rows: tuple[int, ...]) -> int:
+        """Return the cells of one epoch, over all ranks."""
+        del file_rows
+        return self.n_samples
+
+    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+        """Return the order of one epoch."""
+        del file_rows
+        return DrawnOrder(self.queues, self.shares, key_words)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the sampler's name and parameters, with digests of its rows and shares."""
+        sizes = {"num_samples": self.n_samples, "block_size": self.queues.block_size}
+        return {**self.about, **sizes, "rows": self.queues.digest(), "shares": self.shares.digest()}
+
+
+def _check_num_samples(sampler: str, num_samples: int | None) -> None:
+    if num_samples is not None:
+        check_number(sampler, "num_samples", num_samples)

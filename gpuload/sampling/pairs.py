@@ -1,0 +1,297 @@
+"""Perturbed cells, each with a control cell that is like it in all that matters but the perturbation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import PlanError
+from gpuload.permute import permuted_table, random_keys
+from gpuload.sampling.base import check_names, check_rows, digest
+from gpuload.sampling.blocks import BlockShuffle
+from gpuload.sampling.queues import Queues
+from gpuload.sampling.rows import as_ranges, group_rows, join, list_of_mask
+from gpuload.types import Batch, expand_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.order import RowOrder
+    from gpuload.sampling.base import Cells, Strategy
+    from gpuload.sampling.rows import RowList
+
+
+@dataclass(frozen=True, eq=False)
+class PairedControl:
+    """Every perturbed cell once an epoch, with a control cell of the same batch and cell type.
+
+    The first half of a minibatch are perturbed cells, in shuffled blocks; the second half are their controls, in the
+    same order (`gpuload.split_pairs` gives the halves). The controls of a group, over all files, are drawn in shuffled
+    blocks, so that each is shown equally often, to within one, before any is shown once more; other ones each epoch.
+    Cells with a missing label in `column` or in a column that they are matched by are left out.
+
+    Parameters
+    ----------
+    column
+        The column of obs that names the perturbation.
+    control
+        The value of that column that marks controls, or a list of such values.
+    match
+        The columns in which a cell and its control agree.
+    fallback
+        Fewer of these columns, for cells whose group has no controls; empty: such a group is an error.
+
+    Raises
+    ------
+    PlanError
+        `batch_size` is odd; there are no controls, or no other cells; a group of cells has no controls, not even with
+        `fallback`.
+    """
+
+    column: str
+    control: Any
+    match: str | Sequence[str] = ("batch", "cell_type")
+    fallback: str | Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.column, str) or not self.column:
+            raise PlanError(f"PairedControl(column={self.column!r}): expected the name of an obs column.")
+        match = check_names("PairedControl", "match", self.match)
+        if not set(self._fallback) < set(match):
+            raise PlanError(
+                f"PairedControl(fallback={self.fallback!r}): expected some of the columns of match, {match!r}, not all."
+            )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of obs that it needs."""
+        return tuple(dict.fromkeys([self.column, *check_names("PairedControl", "match", self.match)]))
+
+    @property
+    def _fallback(self) -> tuple[str, ...]:
+        return check_names("PairedControl", "fallback", self.fallback) if self.fallback else ()
+
+    def over(self, cells: Cells) -> Strategy:
+        """Find the perturbed cells and their controls; about 12 bytes a perturbed cell and 4 a control are held."""
+        check_rows("PairedControl", cells)
+        if cells.batch_size % 2:
+            raise PlanError(
+                f"PairedControl with batch_size={cells.batch_size}: a minibatch is half perturbed cells and half "
+                "controls; let batch_size be even."
+            )
+        is_control, is_wanted = self._controls(cells)
+        match = cells.classes(*check_names("PairedControl", "match", self.match))
+        is_wanted &= match.codes >= 0
+        levels = [match, cells.classes(*self._fallback)] if self._fallback else [match]
+        queue = np.full(cells.n_rows, -1, dtype=np.int32)
+        lists, edges = [], np.zeros(1, dtype=np.int64)
+        for level in levels:
+            rows, group_edges = group_rows(_of(level.codes, is_control), cells.n_rows, len(level.names))
+            has_controls = np.diff(group_edges) > 0
+            number = np.where(has_controls, edges.size - 2 + np.cumsum(has_controls), -1).astype(np.int32)
+            queue = np.where(queue < 0, np.append(number, np.int32(-1))[level.codes], queue)
+            edges = np.concatenate([edges, group_edges[1:][has_controls] + edges[-1]])
+            lists.append(rows)
+        lost = np.flatnonzero(is_wanted & (queue < 0))
+        if lost.size:
+            self._refuse(match.names, match.codes[lost])
+        perturbed = list_of_mask(is_wanted)
+        queue = queue[is_wanted]
+        part = cells.part(perturbed)
+        about = {"name": "PairedControl", "column": self.column, "block_size": cells.block_size}
+        return Pairs(
+            perturbed,
+            BlockShuffle(cells.block_size, part.edges),
+            part.file_rows,
+            queue,
+            _places(queue, edges.size - 1),
+            Queues(join(lists), edges, cells.block_size),
+            cells.batch_size,
+            about,
+        )
+
+    def _controls(self, cells: Cells) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return which cells are controls, and which are perturbed."""
+        column = cells.obs[self.column]
+        values = cells.take(column.values)
+        wanted = list(self.control) if isinstance(self.control, (list, tuple, set, frozenset)) else [self.control]
+        if column.categories is None:
+            is_control, is_labelled = np.isin(values, wanted), ~(values != values)  # noqa: PLR0124 - NaN
+        else:
+            is_wanted = np.array([c in wanted for c in column.categories.tolist()] + [False])
+            is_control, is_labelled = is_wanted[values], values >= 0
+        if not is_control.any():
+            raise PlanError(
+                f"PairedControl(control={self.control!r}): no cell has that value in column {self.column!r}; give the "
+                "value that marks controls."
+            )
+        if not (is_labelled & ~is_control).any():
+            raise PlanError(f"PairedControl({self.column!r}): all cells are controls; there is none to pair with them.")
+        return is_control, is_labelled & ~is_control
+
+    def _refuse(self, names: tuple[str, ...], lost: NDArray[np.integer]) -> None:
+        groups = np.unique(lost)
+        more = f", nor for {groups.size - 1} more groups" if groups.size > 1 else ""
+        raise PlanError(
+            f"PairedControl: there is no control for cells with {names[groups[0]]} "
+            f"({np.count_nonzero(lost == groups[0])} of them){more}; match fewer columns, give fallback=, or leave "
+            "these cells out with a Subset."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Perturbed cells and the queues of their controls, bound to cells.
+
+    Attributes
+    ----------
+    perturbed
+        The perturbed cells, ascending.
+    shuffle, file_rows
+        Their order, numbered through.
+    queue, place
+        For each of them the queue that its control comes from, and at which place of it.
+    controls
+        The queues.
+    batch_size
+        Cells per minibatch.
+    """
+
+    perturbed: RowList
+    shuffle: BlockShuffle
+    file_rows: tuple[int, ...]
+    queue: NDArray[np.int32]
+    place: NDArray[np.integer]
+    controls: Queues
+    batch_size: int
+    about: dict[str, Any]
+
+    @property
+    def unit(self) -> int:
+        """A pair."""
+        return 2
+
+    def n_rows(self, file_rows: tuple[int, ...]) -> int:
+        """Return the cells of one epoch, over all ranks: two for each pair."""
+        del file_rows
+        return 2 * self.perturbed.n_rows
+
+    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+        """Return the order of one epoch."""
+        del file_rows
+        return _PairOrder(self, key_words)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the sampler's name and parameters, with digests of pairs and blocks."""
+        cells = digest(self.perturbed.starts, self.perturbed.ends, self.queue)
+        return {
+            **self.about,
+            "perturbed": cells,
+            "controls": self.controls.digest(),
+            "blocks": self.shuffle.describe(),
+            "batch_size": self.batch_size,
+        }
+
+
+class _PairOrder:
+    """Pairs numbered through; a pair stands at two places side by side, the perturbed cell first."""
+
+    def __init__(self, pairs: Pairs, key_words: tuple[int, ...]) -> None:
+        self._pairs = pairs
+        self._shuffled = pairs.shuffle.order(pairs.file_rows, key_words)
+        (key,) = random_keys(1, *key_words, 1)
+        self._key = int(key)
+
+    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the rows at places start..stop as ranges, shape (n, 2)."""
+        pairs, first = self._pairs, start // 2
+        number = expand_ranges(self._shuffled.ranges(first, -(-stop // 2)))
+        rows = np.empty((number.size, 2), dtype=np.int64)
+        rows[:, 0] = pairs.perturbed.take(number)
+        queue, place = pairs.queue[number].astype(np.int64), pairs.place[number].astype(np.int64)
+        rows[:, 1] = pairs.controls.take(queue, place, self._key)
+        return as_ranges(rows.ravel()[start - 2 * first : stop - 2 * first])
+
+    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
+        """Return the pairs of a fetch in random order; of each minibatch first the perturbed cells, then the others."""
+        n_pairs, half = (stop - start) // 2, self._pairs.batch_size // 2
+        mixed = 2 * permuted_table(n_pairs, key)
+        index = np.arange(n_pairs)
+        to = index // half * 2 * half + index % half
+        places = np.arange(stop - start)
+        places[to] = mixed
+        places[to + np.minimum(half, n_pairs - index // half * half)] = mixed + 1
+        return places
+
+
+def split_pairs(batch: Any) -> tuple[Any, Any]:
+    """Return the two halves of a minibatch of `PairedControl`: the perturbed cells, and their controls.
+
+    Parameters
+    ----------
+    batch : Batch or dict
+        A minibatch of a loader, or what the PyTorch or DALI front makes of it (a dict of tensors).
+
+    Returns
+    -------
+    perturbed, controls
+        Of the same kind, each of half as many cells; the i-th control belongs to the i-th perturbed cell. Slices of the
+        batch's arrays where these are dense.
+
+    Raises
+    ------
+    PlanError
+        The minibatch has an odd number of cells, or is of another kind.
+    """
+    if isinstance(batch, Batch):
+        half = _half(len(batch))
+        return tuple(  # type: ignore[return-value]
+            replace(batch, X=_cut(batch.X, part), obs={k: v[part] for k, v in batch.obs.items()}, rows=batch.rows[part])
+            for part in (slice(half), slice(half, None))
+        )
+    if isinstance(batch, Mapping) and "rows" in batch:
+        half = _half(len(batch["rows"]))
+        first = {name: _cut(values, slice(half)) for name, values in batch.items()}
+        return first, {name: _cut(values, slice(half, None)) for name, values in batch.items()}
+    raise PlanError(f"split_pairs({type(batch).__name__}): expected a Batch, or a front's dict of tensors with 'rows'.")
+
+
+def _half(n_rows: int) -> int:
+    if n_rows % 2:
+        raise PlanError(f"split_pairs: the minibatch has {n_rows} cells, an odd number; it is none of PairedControl's.")
+    return n_rows // 2
+
+
+def _cut(values: Any, part: slice) -> Any:
+    if str(getattr(values, "layout", "")) != "torch.sparse_csr":
+        return values[part]
+    torch: Any = sys.modules["torch"]  # it made the tensor, and has no way to cut it
+    first, last, _ = part.indices(values.shape[0])
+    ends = values.crow_indices()[first : last + 1]
+    stored = slice(int(ends[0]), int(ends[-1]))
+    return torch.sparse_csr_tensor(
+        ends - ends[0],
+        values.col_indices()[stored],
+        values.values()[stored],
+        size=(last - first, values.shape[1]),
+        check_invariants=False,
+    )
+
+
+def _of(codes: NDArray[np.integer], is_wanted: NDArray[np.bool_]) -> Callable[[int, int], NDArray[np.integer]]:
+    return lambda start, stop: np.where(is_wanted[start:stop], codes[start:stop], -1)
+
+
+def _places(queue: NDArray[np.int32], n_queues: int) -> NDArray[np.integer]:
+    """Return for each cell how many before it draw from the same queue."""
+    rows, edges = group_rows(lambda start, stop: queue[start:stop], queue.size, n_queues)
+    places: NDArray[np.integer] = np.empty(queue.size, dtype=np.uint32 if queue.size < 1 << 32 else np.int64)
+    for start, part in rows.slices():
+        places[part] = np.arange(start, start + part.size) - edges[queue[part]]
+    return places

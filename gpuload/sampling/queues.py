@@ -1,0 +1,262 @@
+"""Queues of rows, one per stratum, and orders that draw from them. The mathematics of lawful, block-wise draws.
+
+A stratum is a class, a weight, a component: rows that are as likely as one another. Which stratum stands at a place of
+an epoch is drawn independently, by a hash of (key, place); so the numbers of each stratum in a minibatch are those of
+independent draws, exactly. Which row of the stratum that is, its queue says: the stratum's rows in file order, cut into
+blocks, the blocks shuffled, pass after pass. So the rows that a fetch needs of a stratum lie beside one another in the
+file, and no row is shown once more before all of its stratum were shown.
+
+Everything is found by place, without the places before it: passes and blocks by division, permutations by a cipher per
+(stratum, pass). Only how many places of each stratum came before a place must be counted; that is noted on a coarse
+grid, as far as an epoch has come.
+
+References
+----------
+.. [1] Cochran, "Sampling Techniques", 3rd edition, 1977, chapters 5 (strata) and 8 (systematic sampling).
+.. [2] Madow, "On the theory of systematic sampling, II", Ann. Math. Statist. 1949, doi:10.1214/aoms/1177729988 (with
+   unequal probabilities: equidistant points on the running total).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpuload.permute import deal_quotas, draw_each, find_each, hash64, permute_each, random_keys
+from gpuload.sampling.base import digest
+from gpuload.sampling.rows import as_ranges
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.sampling.rows import RowList
+
+GRID = 1 << 16
+"""Places between two notes of the counts, at least; more where there are so many strata that notes would take room."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2**64 divided by the golden ratio: multiples of it, modulo 2**64, are spread evenly however many are taken."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unlike:
+    """Weights of the rows of each stratum, for systematic sampling.
+
+    Attributes
+    ----------
+    running : (n_rows,) float64
+        Running total of the rows' weights, over all strata.
+    draw_edges : (n_strata + 1,) int64
+        Stratum s is drawn from draw_edges[s + 1] - draw_edges[s] times in a pass; so few times that no row is drawn
+        twice, and so many that the points of a pass, on the running total, are less than twice as far apart as any row
+        is wide (but where there are two rows only).
+    first : (n_draws,) integer
+        The index of the row that holds the point of each draw where the first point of the pass is at 0.
+    """
+
+    running: NDArray[np.float64]
+    draw_edges: NDArray[np.int64]
+    first: NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queues:
+    """The rows of each stratum, cut into blocks.
+
+    Attributes
+    ----------
+    rows
+        Rows sorted by stratum, in file order within each.
+    edges : (n_strata + 1,) int64
+        Stratum s has the rows at index edges[s]..edges[s + 1]; at least one.
+    block_size
+        Draws per block.
+    unlike
+        What decides how often each row comes, where rows of one stratum weigh differently. Without it, every row once
+        in a pass.
+    """
+
+    rows: RowList
+    edges: NDArray[np.int64]
+    block_size: int
+    unlike: Unlike | None = None
+
+    @property
+    def n_strata(self) -> int:
+        """Strata."""
+        return self.edges.size - 1
+
+    def take(self, stratum: NDArray[np.int64], place: NDArray[np.int64], key: int) -> NDArray[np.int64]:
+        """Return the rows that stand at places of the queues, shape (n,) int64.
+
+        Parameters
+        ----------
+        stratum, place : (n,) int64
+            Queue, and place in it, from 0 on without end. Cheapest where neighbours stand side by side.
+        key
+            What the shuffling depends on.
+        """
+        if not stratum.size:
+            return np.empty(0, dtype=np.int64)
+        draws = np.diff(self.edges if self.unlike is None else self.unlike.draw_edges)[stratum]
+        turn = place // draws
+        within = place - turn * draws
+        heads, owner = _heads(stratum, turn)
+        keys = hash64(hash64(stratum[heads].astype(np.uint64) ^ np.uint64(key)) ^ turn[heads].astype(np.uint64))
+        index = self._shuffled(within, draws, heads, owner, keys)
+        if self.unlike is not None:
+            return self.rows.take(self._systematic(self.unlike, index, stratum, turn, key))
+        return self.rows.take(self.edges[stratum] + index)
+
+    def digest(self) -> str:
+        """Return what stands for the rows and their weights in a state's fingerprint."""
+        running = None if self.unlike is None else self.unlike.running
+        return digest(self.rows.starts, self.rows.ends, self.edges, running)
+
+    def _shuffled(
+        self,
+        within: NDArray[np.int64],
+        draws: NDArray[np.int64],
+        heads: NDArray[np.int64],
+        owner: NDArray[np.int64],
+        keys: NDArray[np.uint64],
+    ) -> NDArray[np.int64]:
+        """Return the draw of a pass, in file order, that stands at a place of the pass once its blocks are shuffled.
+
+        As in `gpuload.order.EqualBlocks`: before a place lie whole blocks, less what a short one among them lacks.
+        """
+        size = self.block_size
+        n_blocks = -(-draws[heads] // size)
+        lack = n_blocks * size - draws[heads]
+        short = np.flatnonzero(lack)
+        short_end = np.full(heads.size, np.iinfo(np.int64).max)
+        place = find_each(n_blocks[short] - 1, n_blocks[short], keys[short])
+        short_end[short] = (place + 1) * size - lack[short]
+        at = within + np.where(within >= short_end[owner], lack[owner], 0)
+        block = at // size
+        firsts, block_owner = _heads(owner, block)
+        shuffled = permute_each(block[firsts], n_blocks[owner[firsts]], keys[owner[firsts]])
+        return np.asarray(at + (shuffled - block[firsts])[block_owner] * size)
+
+    def _systematic(
+        self,
+        unlike: Unlike,
+        index: NDArray[np.int64],
+        stratum: NDArray[np.int64],
+        turn: NDArray[np.int64],
+        key: int,
+    ) -> NDArray[np.int64]:
+        """Return which row each draw of a pass hits: equidistant points on the running weights of its stratum.
+
+        The first point of a pass is random; those of the passes after it move on by the golden ratio, so that over
+        the passes each row is hit as evenly as may be.
+        """
+        low, step = spacing(unlike.running, self.edges, unlike.draw_edges)
+        offset = hash64(hash64(stratum.astype(np.uint64)) ^ np.uint64(key)) + turn.astype(np.uint64) * _GOLDEN
+        point = index + (offset >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        at = low[stratum] + point * step[stratum]
+        last = self.edges[stratum + 1] - 1
+        hit: NDArray[np.int64] = unlike.first[unlike.draw_edges[stratum] + index].astype(np.int64)
+        for _ in range(2):
+            hit = np.minimum(hit + (at >= unlike.running[hit]), last)
+        return hit
+
+
+class DrawnOrder:
+    """Places whose strata are drawn independently, each the next of its stratum's queue.
+
+    Parameters
+    ----------
+    queues
+        The rows of each stratum.
+    shares : (n_strata,) float64
+        How likely each stratum is, up to a factor; above 0.
+    key_words
+        What the order depends on.
+    """
+
+    def __init__(self, queues: Queues, shares: Shares, key_words: tuple[int, ...]) -> None:
+        self._queues = queues
+        self._shares = shares
+        place_key, queue_key = random_keys(2, *key_words)
+        self._place_key, self._queue_key = np.uint64(place_key), int(queue_key)
+        self._step = GRID
+        while self._step < 8 * queues.n_strata:
+            self._step *= 2
+        self._noted = [np.zeros(queues.n_strata, dtype=np.int64)]
+        self._last: tuple[int, NDArray[np.integer]] | None = None
+
+    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the rows at places start..stop as ranges, shape (n, 2)."""
+        before, drawn = self._before(start), self._drawn(start, stop)
+        order = np.argsort(drawn, kind="stable")
+        stratum = drawn[order].astype(np.int64)
+        heads, owner = _heads(stratum)
+        place = before[stratum] + np.arange(stratum.size) - heads[owner]
+        rows = np.empty(stratum.size, dtype=np.int64)
+        rows[order] = self._queues.take(stratum, place, self._queue_key)
+        return as_ranges(rows)
+
+    def arrange(self, start: int, stop: int, key: int) -> None:
+        """Return None: the rows of a fetch are mixed."""
+
+    def _before(self, place: int) -> NDArray[np.int64]:
+        """Return how many places of each stratum come before a place."""
+        cell, rest = divmod(place, self._step)
+        while len(self._noted) <= cell:
+            self._noted.append(self._noted[-1] + self._count(self._cell(len(self._noted) - 1)))
+        return self._noted[cell] + self._count(self._cell(cell)[:rest]) if rest else self._noted[cell]
+
+    def _count(self, drawn: NDArray[np.integer]) -> NDArray[np.int64]:
+        return np.asarray(np.bincount(drawn, minlength=self._queues.n_strata), dtype=np.int64)
+
+    def _drawn(self, start: int, stop: int) -> NDArray[np.integer]:
+        """Return the strata of places start..stop."""
+        parts = []
+        while start < stop:
+            cell, rest = divmod(start, self._step)
+            parts.append(self._cell(cell)[rest : rest + stop - start])
+            start += parts[-1].size
+        return np.concatenate(parts)
+
+    def _cell(self, cell: int) -> NDArray[np.integer]:
+        """Return the strata of the places between two notes; the last ones asked for are kept."""
+        if self._last is None or self._last[0] != cell:
+            places = np.arange(cell * self._step, (cell + 1) * self._step, dtype=np.uint64)
+            self._last = cell, self._shares.draw(hash64(places ^ self._place_key))
+        return self._last[1]
+
+
+class Shares:
+    """How likely each stratum is, made ready for drawing; parameters as for `gpuload.permute.deal_quotas`."""
+
+    def __init__(self, shares: NDArray[np.float64]) -> None:
+        self._tables = deal_quotas(shares)
+        self._dtype = np.int16 if shares.size < 1 << 15 else np.int64  # NumPy sorts 16-bit numbers by radix
+
+    def draw(self, hashes: NDArray[np.uint64]) -> NDArray[np.integer]:
+        """Return one stratum per hash."""
+        return draw_each(hashes, *self._tables).astype(self._dtype)
+
+    def digest(self) -> str:
+        """Return what stands for the shares in a state's fingerprint."""
+        return digest(*self._tables)
+
+
+def spacing(
+    running: NDArray[np.float64], edges: NDArray[np.int64], draw_edges: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return for each stratum where its running weights begin, and how far apart the points of a pass are."""
+    totals = np.concatenate([[0.0], running[edges[1:] - 1]])
+    return totals[:-1], np.diff(totals) / np.diff(draw_edges)
+
+
+def _heads(*numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where runs of equal numbers begin, and for each place the run that it is in."""
+    is_head = np.ones(numbers[0].size, dtype=bool)
+    is_head[1:] = False
+    for each in numbers:
+        is_head[1:] |= each[1:] != each[:-1]
+    return np.flatnonzero(is_head), np.cumsum(is_head) - 1

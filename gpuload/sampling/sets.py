@@ -1,0 +1,146 @@
+"""Sets of cells of one class that stay together: homogeneous minibatches, or "cell sentences" of a fixed length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import PlanError
+from gpuload.order import EqualBlocks
+from gpuload.permute import permuted_table, random_keys
+from gpuload.sampling.base import check_names, check_number, check_rows
+from gpuload.sampling.queues import Queues
+from gpuload.sampling.rows import as_ranges, group_rows
+from gpuload.types import expand_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.order import RowOrder
+    from gpuload.sampling.base import Cells, Strategy
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Sets of `size` cells of one class, handed over side by side; the sets are shuffled.
+
+    Each epoch the cells of a class, in shuffled blocks, are cut into sets, and the sets are shuffled over all classes
+    (neighbouring sets of a class together, where a block holds several). A minibatch holds ``batch_size / size`` sets;
+    with ``size=batch_size`` all its cells are of one class. Cells with a missing label are in no set.
+
+    Parameters
+    ----------
+    column
+        A column of obs, or several: then a class is a combination that occurs.
+    size
+        Cells per set; `batch_size` must be a multiple.
+    remainder
+        What becomes of a class's last cells that make no whole set: ``"drop"`` leaves them out, other ones each epoch;
+        ``"fill"`` tops the set up with other cells of the class, which so are shown twice in the epoch (only a class
+        of fewer than `size` cells has a cell twice in one set).
+
+    Raises
+    ------
+    PlanError
+        `batch_size` is no multiple of `size`; no class has `size` cells; a name or number is not what it should be.
+    """
+
+    column: str | Sequence[str]
+    size: int
+    remainder: str = "drop"
+
+    def __post_init__(self) -> None:
+        check_names("Grouped", "column", self.column)
+        check_number("Grouped", "size", self.size)
+        if self.remainder not in ("drop", "fill"):
+            raise PlanError(f"Grouped(remainder={self.remainder!r}): expected 'drop' or 'fill'.")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of obs that it needs."""
+        return check_names("Grouped", "column", self.column)
+
+    def over(self, cells: Cells) -> Strategy:
+        """Sort the cells by class; about 4 bytes a cell are held, less where the file is sorted by class."""
+        check_rows("Grouped", cells)
+        if cells.batch_size % self.size:
+            raise PlanError(
+                f"Grouped(size={self.size}) with batch_size={cells.batch_size}: a set is not torn apart; let "
+                "batch_size be a multiple of size."
+            )
+        classes = cells.classes(*self.columns)
+        codes = classes.codes
+        rows, edges = group_rows(lambda start, stop: codes[start:stop], codes.size, len(classes.names))
+        queues = Queues(rows, np.unique(edges), cells.block_size)
+        counts = np.diff(queues.edges)
+        n_sets = counts // self.size if self.remainder == "drop" else -(-counts // self.size)
+        if not n_sets.sum():
+            most = f"the largest has {counts.max()}" if counts.size else "the label is missing in all"
+            raise PlanError(f"Grouped({self.column!r}, size={self.size}): no class has that many cells; {most}.")
+        about = {"name": "Grouped", "columns": list(self.columns), "remainder": self.remainder}
+        return Sets(queues, n_sets, int(self.size), about)
+
+
+@dataclass(frozen=True, eq=False)
+class Sets:
+    """Sets of cells of one class, bound to cells."""
+
+    queues: Queues
+    n_sets: NDArray[np.int64]
+    size: int
+    about: dict[str, Any]
+
+    @property
+    def unit(self) -> int:
+        """Cells of a set."""
+        return self.size
+
+    def n_rows(self, file_rows: tuple[int, ...]) -> int:
+        """Return the cells of one epoch, over all ranks."""
+        del file_rows
+        return int(self.n_sets.sum()) * self.size
+
+    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+        """Return the order of one epoch."""
+        del file_rows
+        return _SetOrder(self, key_words)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the sampler's name and parameters, with a digest of its rows."""
+        sizes = {"size": self.size, "block_size": self.queues.block_size}
+        return {**self.about, **sizes, "rows": self.queues.digest()}
+
+
+class _SetOrder:
+    """Sets numbered through, class by class, in shuffled blocks; each is a stretch of the first pass of its queue."""
+
+    def __init__(self, sets: Sets, key_words: tuple[int, ...]) -> None:
+        self._queues, self._size = sets.queues, sets.size
+        together = max(1, sets.queues.block_size // sets.size)
+        self._blocks = EqualBlocks(tuple(sets.n_sets.tolist()), together, key_words)
+        self._first_set = np.concatenate([[0], np.cumsum(sets.n_sets)])
+        (key,) = random_keys(1, *key_words, 1)
+        self._key = int(key)
+
+    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the rows at places start..stop as ranges, shape (n, 2)."""
+        first, last = start // self._size, -(-stop // self._size)
+        number = expand_ranges(self._blocks.ranges(first, last))
+        group = np.searchsorted(self._first_set, number, side="right") - 1
+        place = ((number - self._first_set[group]) * self._size)[:, None] + np.arange(self._size)
+        group = np.repeat(group, self._size)
+        # The last set of a class runs over the end of the first pass, and is topped up from the beginning of it.
+        place = place.ravel() % np.diff(self._queues.edges)[group]
+        skip = start - first * self._size
+        part = slice(skip, skip + stop - start)
+        return as_ranges(self._queues.take(group[part], place[part], self._key))
+
+    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
+        """Return the sets of a fetch in random order, each whole."""
+        n_whole, rest = divmod(stop - start, self._size)
+        places = permuted_table(n_whole, key)[:, None] * self._size + np.arange(self._size)
+        return np.append(places.ravel(), np.arange(stop - start - rest, stop - start))

@@ -1,0 +1,146 @@
+"""Some of the cells only: for splits, and for a sampler within a split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import PlanError
+from gpuload.sampling.base import as_sampler, check_mask, digest
+from gpuload.sampling.blocks import plain
+from gpuload.sampling.rows import list_of_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.order import RowOrder
+    from gpuload.sampling.base import Cells, Sampler, Strategy
+    from gpuload.sampling.rows import RowList
+
+
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """Some of the cells only; the others are never read.
+
+    Parameters
+    ----------
+    rows
+        Row numbers over all paths, whole and different, in any order; or a mask, a boolean array with one entry per
+        cell.
+    inner
+        What is done with them: another sampler, or None for what the loader does without one (``shuffle``,
+        ``block_size``). Blocks are cut from the chosen cells numbered through. Labels, weights, masks and rows of the
+        inner sampler are over all cells of the loader; so Subsets inside one another hold what all of them hold.
+
+    Raises
+    ------
+    PlanError
+        Rows are outside the data, given twice, or none; a mask is not of the length of the data.
+    """
+
+    rows: Sequence[int] | NDArray[Any]
+    inner: Sampler | Callable[[int, int, int], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.inner is not None:
+            as_sampler(self.inner)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of obs that it needs."""
+        return () if self.inner is None else as_sampler(self.inner).columns
+
+    def over(self, cells: Cells) -> Strategy:
+        """Find the rows; they are held as runs, or 4 bytes each, whichever is less."""
+        within = list_of_mask(cells.take(self._mask(cells.n_store_rows)))
+        if not within.n_rows:
+            raise PlanError("Subset: it holds no cells" + (" that the one around it holds." if cells.chosen else "."))
+        part = cells.part(within)
+        inner = plain(part) if self.inner is None else as_sampler(self.inner).over(part)
+        return Part(inner, within, part.file_rows)
+
+    def _mask(self, n_rows: int) -> NDArray[np.bool_]:
+        given = np.asarray(self.rows)
+        if given.dtype == bool:
+            return check_mask("Subset", given, n_rows)
+        if not given.size:
+            return np.zeros(n_rows, dtype=bool)
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise PlanError(
+                f"Subset: it was given an array of dtype {given.dtype} and shape {given.shape}; expected row numbers "
+                "or a mask."
+            )
+        low, high = int(given.min()), int(given.max())
+        if low < 0 or high >= n_rows:
+            raise PlanError(f"Subset: row {low if low < 0 else high} is outside the data, which has {n_rows} rows.")
+        mask = np.zeros(n_rows, dtype=bool)
+        mask[given] = True
+        if np.count_nonzero(mask) < given.size:
+            values, counts = np.unique(given, return_counts=True)
+            raise PlanError(f"Subset: row {values[counts > 1][0]} is given twice; give every row once.")
+        return mask
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A strategy for some of the rows, numbered through."""
+
+    inner: Strategy
+    rows: RowList
+    file_rows: tuple[int, ...]
+
+    @property
+    def unit(self) -> int:
+        """That of the inner strategy."""
+        return getattr(self.inner, "unit", 1)
+
+    @property
+    def per_rank(self) -> Callable[[int, int, int], Any] | None:
+        """That of the inner strategy, its blocks as blocks of all rows."""
+        inner = getattr(self.inner, "per_rank", None)
+        return None if inner is None else lambda *asked: self._blocks(inner(*asked))
+
+    def n_rows(self, file_rows: tuple[int, ...]) -> int:
+        """Return the rows of one epoch, over all ranks."""
+        del file_rows
+        return self.inner.n_rows(self.file_rows)
+
+    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+        """Return the order of one epoch."""
+        del file_rows
+        return MappedOrder(self.inner.order(self.file_rows, key_words), self.rows)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what describes the inner strategy, and a digest of the rows."""
+        return {"name": "Subset", "rows": digest(self.rows.starts, self.rows.ends), "inner": self.inner.describe()}
+
+    def _blocks(self, given: Any) -> Any:
+        blocks = np.asarray(given)
+        if blocks.ndim != 2 or blocks.shape[1] != 2 or blocks.dtype.kind not in "iu":
+            return given  # which is refused where it was asked for
+        if blocks.size and (blocks.min() < 0 or blocks.max() > self.rows.n_rows):
+            raise PlanError(
+                f"sampler: it gave blocks up to row {blocks.max()} inside a Subset, whose rows are numbered through "
+                f"from 0 to {self.rows.n_rows}."
+            )
+        return self.rows.map_ranges(blocks.astype(np.int64))
+
+
+class MappedOrder:
+    """An order of rows numbered through, as one of the rows that they stand for."""
+
+    def __init__(self, inner: RowOrder, rows: RowList) -> None:
+        self._inner = inner
+        self._rows = rows
+
+    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the rows at places start..stop as ranges, shape (n, 2)."""
+        return self._rows.map_ranges(self._inner.ranges(start, stop))
+
+    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
+        """Return how the inner order is handed over."""
+        return self._inner.arrange(start, stop, key)

@@ -1,0 +1,186 @@
+"""Weights of cells: into strata of like weight for draws with replacement, or into a choice without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import PlanError
+from gpuload.order import EqualBlocks
+from gpuload.permute import hash64, log_hash, random_keys
+from gpuload.sampling.queues import Queues, Unlike, spacing
+from gpuload.sampling.rows import SLICE, group_of, group_rows, row_list
+from gpuload.sampling.subset import MappedOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from gpuload.order import RowOrder
+    from gpuload.sampling.base import Cells
+    from gpuload.sampling.rows import RowList
+
+MAX_DISTINCT = 1024
+"""Up to so many different weights, each is a stratum of its own."""
+
+_LEAST = np.finfo(np.float64).tiny
+"""Weights below it are taken for 0."""
+
+_STEP_BITS = 48
+"""Bits of a number that are left out: what remains are sign, exponent and the next 4."""
+
+
+def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
+    """Return the weights of the cells; raise PlanError where they are not what weights must be."""
+    weights = np.asarray(given)
+    if weights.ndim != 1 or weights.dtype.kind not in "biuf":
+        raise PlanError(
+            f"Weighted: weights of dtype {weights.dtype} and shape {weights.shape}; expected one number per cell."
+        )
+    if weights.size != cells.n_store_rows:
+        raise PlanError(f"Weighted: {weights.size} weights for {cells.n_store_rows} cells; give one per cell.")
+    total_is_zero = True
+    weights = cells.take(weights)
+    for start, part in _slices(weights):
+        bad = np.flatnonzero(~((part >= 0) & (part < np.inf)))
+        if bad.size:
+            at = start + int(bad[0]) if cells.chosen is None else int(cells.chosen.slice(start, start + SLICE)[bad[0]])
+            raise PlanError(f"Weighted: weights[{at}]={part[bad[0]]}; expected finite numbers of at least 0.")
+        total_is_zero &= not (part >= _LEAST).any()
+    if total_is_zero:
+        raise PlanError("Weighted: all weights are 0; at least one must be above.")
+    return weights
+
+
+def count_above_0(weights: NDArray[Any]) -> int:
+    """Return how many cells can be drawn."""
+    return sum(int(np.count_nonzero(part >= _LEAST)) for _, part in _slices(weights))
+
+
+def weight_queues(weights: NDArray[Any], block_size: int) -> tuple[Queues, NDArray[np.float64]]:
+    """Return the cells sorted by weight, and how much the cells of each stratum weigh together, up to a factor."""
+    distinct = _few_distinct(weights)
+    if distinct is not None:
+        rows, edges = _sort(weights, lambda part: np.searchsorted(distinct, part), distinct.size)
+        return Queues(rows, edges, block_size), np.diff(edges) * (distinct / distinct[-1])
+    present = np.zeros(1 << (64 - _STEP_BITS), dtype=bool)
+    for _, part in _slices(weights):
+        present[_step(part[part >= _LEAST])] = True
+    steps = np.flatnonzero(present)
+    number = np.cumsum(present) - 1
+    rows, edges = _sort(weights, lambda part: number[_step(part)], steps.size)
+    least = (steps.astype(np.uint64) << np.uint64(_STEP_BITS)).view(np.float64)
+    running, total = np.empty(rows.n_rows), 0.0
+    for start, part_rows in rows.slices():
+        stop = start + part_rows.size
+        part = weights[part_rows].astype(np.float64) / least[group_of(edges, start, stop)]
+        part[0] += total
+        running[start:stop] = np.cumsum(part)
+        total = float(running[stop - 1])
+    masses = np.diff(running[edges[1:] - 1], prepend=0.0)
+    # No weight exceeds 17/16 of the least of its stratum; points further apart than that hit no cell twice.
+    draws = np.maximum(1, np.floor(masses / (17 / 16))).astype(np.int64)
+    draw_edges = np.concatenate([[0], np.cumsum(draws)])
+    unlike = Unlike(running, draw_edges, _first_hits(running, edges, draw_edges))
+    return Queues(rows, edges, block_size, unlike), masses * (least / least[-1])
+
+
+def _sort(
+    weights: NDArray[Any], stratum_of: Callable[[NDArray[np.float64]], NDArray[np.int64]], n_strata: int
+) -> tuple[RowList, NDArray[np.int64]]:
+    """Return the cells of a weight above 0 sorted by stratum, and the edges of the strata."""
+    codes = np.empty(weights.size, dtype=np.int16)
+    for start, part in _slices(weights):
+        codes[start : start + part.size] = np.where(part >= _LEAST, stratum_of(part), -1)
+    return group_rows(lambda start, stop: codes[start:stop], weights.size, n_strata)
+
+
+def _first_hits(
+    running: NDArray[np.float64], edges: NDArray[np.int64], draw_edges: NDArray[np.int64]
+) -> NDArray[np.integer]:
+    """Return the index of the row that each draw of a pass hits where the first point is at 0."""
+    low, step = spacing(running, edges, draw_edges)
+    first: NDArray[np.integer] = np.empty(int(draw_edges[-1]), np.uint32 if running.size < 1 << 32 else np.int64)
+    for start in range(0, first.size, SLICE):
+        draw = np.arange(start, min(start + SLICE, first.size))
+        stratum = group_of(draw_edges, start, start + draw.size)
+        points = low[stratum] + (draw - draw_edges[stratum]) * step[stratum]
+        begin, end = np.searchsorted(running, points[[0, -1]], side="right")
+        first[start : start + SLICE] = begin + np.searchsorted(running[begin : end + 1], points, side="right")
+    return first
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """Each epoch a choice of different cells by weight, in shuffled blocks."""
+
+    weights: NDArray[Any]
+    n_samples: int
+    block_size: int
+    about: dict[str, Any]
+
+    def n_rows(self, file_rows: tuple[int, ...]) -> int:
+        """Return the cells of one epoch, over all ranks."""
+        del file_rows
+        return self.n_samples
+
+    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+        """Return the order of one epoch."""
+        (key,) = random_keys(1, *key_words)
+        chosen = row_list(self._choose(np.uint64(key)))
+        per_file = np.diff(chosen.rank(np.concatenate([[0], np.cumsum(file_rows)])))
+        return MappedOrder(EqualBlocks(tuple(per_file.tolist()), self.block_size, key_words), chosen)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the sampler's name and parameters, with a digest of its weights."""
+        return {**self.about, "num_samples": self.n_samples, "block_size": self.block_size}
+
+    def _choose(self, key: np.uint64) -> NDArray[np.int64]:
+        """Return the rows with the `n_samples` least exponential keys, ascending.
+
+        In two walks over the cells, so that no key is held: the first counts keys by their leading bits, which tells
+        where the last one wanted lies; the second takes those before.
+        """
+        counts = np.zeros(1 << (64 - _STEP_BITS), dtype=np.int64)
+        for _, keys in self._keys(key):
+            counts += np.bincount(_step(keys[keys < np.inf]), minlength=counts.size)
+        before = np.cumsum(counts) - counts
+        bound = int(np.searchsorted(before, self.n_samples, side="left")) - 1
+        taken, rows, edge_keys = [], [], []
+        for start, keys in self._keys(key):
+            leading = _step(keys)
+            taken.append(start + np.flatnonzero(leading < bound))
+            at = np.flatnonzero(leading == bound)
+            rows.append(start + at)
+            edge_keys.append(keys[at])
+        at_edge = np.argsort(np.concatenate(edge_keys), kind="stable")[: self.n_samples - int(before[bound])]
+        return np.sort(np.concatenate([*taken, np.concatenate(rows)[at_edge]]))
+
+    def _keys(self, key: np.uint64) -> Iterator[tuple[int, NDArray[np.float64]]]:
+        for start, part in _slices(self.weights):
+            hashes = hash64(np.arange(start, start + part.size, dtype=np.uint64) ^ key)
+            with np.errstate(divide="ignore", over="ignore"):
+                keys = np.minimum(-log_hash(hashes) / part, np.finfo(np.float64).max)
+            yield start, np.where(part >= _LEAST, keys, np.inf)
+
+
+def _slices(weights: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.float64]]]:
+    return ((a, weights[a : a + SLICE].astype(np.float64)) for a in range(0, weights.size, SLICE))
+
+
+def _few_distinct(weights: NDArray[Any]) -> NDArray[np.float64] | None:
+    """Return the different weights above 0, ascending; None where they are many."""
+    found = np.empty(0)
+    for _, part in _slices(weights):
+        found = np.union1d(found, part[part >= _LEAST])
+        if found.size > MAX_DISTINCT:
+            return None
+    return found
+
+
+def _step(numbers: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the leading bits of numbers of at least 0: they rise with them, by one with every 1/16."""
+    return (numbers.view(np.uint64) >> np.uint64(_STEP_BITS)).astype(np.int64)

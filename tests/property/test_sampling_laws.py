@@ -1,0 +1,612 @@
+"""Laws of the samplers: counts as of independent draws, even use of cells, locality, and order by place alone.
+
+Statistical bounds are stated where they are used: 4.5 standard deviations of what independent draws give (one chance in
+150,000 of a false alarm, and seeds are fixed).
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuload.plan import Plan
+from gpuload.sampling import (
+    BlockShuffle,
+    Cells,
+    ClassBalanced,
+    Custom,
+    Grouped,
+    Mixture,
+    PairedControl,
+    Sequential,
+    Subset,
+    Weighted,
+)
+from gpuload.types import expand_ranges
+
+WORDS = (2026, 3, 1)
+
+
+@dataclass
+class Column:
+    """A column of obs as a store holds it."""
+
+    values: np.ndarray
+    categories: np.ndarray | None = None
+
+
+def column(labels: Any) -> Column:
+    """Return strings as codes; None is a missing label."""
+    names = sorted({label for label in labels if label is not None})
+    codes = np.array([-1 if label is None else names.index(label) for label in labels], dtype=np.int32)
+    return Column(codes, np.array(names, dtype=object))
+
+
+def cells_of(*file_rows: int, **more: Any) -> Cells:
+    return Cells(tuple(f"file{i}.h5ad" for i in range(len(file_rows))), file_rows, **more)
+
+
+def rows_of(strategy: Any, cells: Cells, words: tuple[int, ...] = WORDS) -> np.ndarray:
+    """Return one epoch's rows by place, before they are mixed within fetches."""
+    return expand_ranges(strategy.order(cells.file_rows, words).ranges(0, strategy.n_rows(cells.file_rows)))
+
+
+def fetches_of(strategy: Any, cells: Cells, epoch: int = 0, **more: Any) -> list[np.ndarray]:
+    """Return the rows of every fetch, in the order of hand-over."""
+    factor = cells.fetch_rows // cells.batch_size
+    plan = Plan(cells.file_rows, cells.batch_size, factor, strategy, seed=11, epoch=epoch, **more)
+    return [fetch.rows()[fetch.positions] for fetch in plan.fetches()]
+
+
+def batch_counts(strategy: Any, cells: Cells, labels: np.ndarray) -> np.ndarray:
+    """Return how many cells of each class every whole minibatch holds, shape (n_batches, n_classes)."""
+    rows = np.concatenate(fetches_of(strategy, cells))
+    rows = rows[: rows.size // cells.batch_size * cells.batch_size].reshape(-1, cells.batch_size)
+    n_classes = int(labels.max()) + 1
+    return np.stack([np.count_nonzero(labels[rows] == k, axis=1) for k in range(n_classes)], axis=1)
+
+
+# --- draws: the counts of classes in minibatches are those of independent draws
+
+
+def ninety_ten(**more: Any) -> tuple[Cells, np.ndarray]:
+    """The case in which block-wise weighted draws were found too wide elsewhere: 1,000 cells, 90 % of one class."""
+    labels = np.repeat([0, 1], [900, 100])
+    obs = {"label": Column(labels.astype(np.int32), np.array(["a", "b"], dtype=object))}
+    return cells_of(1000, obs=obs, batch_size=64, fetch_rows=64 * 4, block_size=8, **more), labels
+
+
+N_BATCHES = 4000
+
+
+def samplers_for_ninety_ten(n_samples: int) -> dict[str, tuple[Any, float]]:
+    """Each sampler with the share that the small class must have."""
+    labels = np.repeat([0, 1], [900, 100])
+    return {
+        "class": (ClassBalanced("label", n_samples), 0.5),
+        "weights": (Weighted(np.where(labels == 0, 1 / 900, 1 / 100), n_samples), 0.5),
+        "mixture": (Mixture([(labels == 0, 3.0), (labels == 1, 1.0)], n_samples), 0.25),
+    }
+
+
+@pytest.mark.parametrize("which", ["class", "weights", "mixture"])
+def test_class_shares_vary_as_independent_draws_do(which: str) -> None:
+    """At b=8, f=4, m=64 the share's deviation is 0.0625 for a half, not 0.109 as with sorted draws cut into blocks."""
+    cells, labels = ninety_ten()
+    sampler, share = samplers_for_ninety_ten(64 * N_BATCHES)[which]
+    counts = batch_counts(sampler.over(cells), cells, labels)[:, 1]
+    assert counts.size == N_BATCHES
+    deviation = np.sqrt(share * (1 - share) / 64)
+    assert abs(counts.mean() / 64 - share) < 4.5 * deviation / np.sqrt(N_BATCHES)
+    assert abs((counts / 64).std() / deviation - 1) < 4.5 / np.sqrt(2 * N_BATCHES)  # 5 %
+    lag = np.corrcoef(counts[:-1], counts[1:])[0, 1]
+    assert abs(lag) < 4.5 / np.sqrt(N_BATCHES)
+
+
+def test_the_counts_of_many_classes_are_multinomial() -> None:
+    """Pearson's statistic, summed over minibatches, has the mean and deviation of independent draws."""
+    rng = np.random.default_rng(5)
+    labels = np.repeat(np.arange(7), [2000, 900, 400, 60, 33, 8, 1])
+    labels = np.where(rng.random(labels.size) < 0.2, rng.permutation(labels), labels)
+    obs = {"label": Column(labels.astype(np.int32), np.arange(7).astype(object))}
+    cells = cells_of(1500, labels.size - 1500, obs=obs, batch_size=48, fetch_rows=480, block_size=16)
+    counts = batch_counts(ClassBalanced("label", 48 * 2000).over(cells), cells, labels)
+    pearson = ((counts - 48 / 7) ** 2 / (48 / 7)).sum(axis=1)
+    exact_variance = 2 * 6 * (1 - 1 / 48)  # of the statistic under equal chances
+    assert abs(pearson.mean() - 6) < 4.5 * np.sqrt(exact_variance / 2000)
+    assert abs(pearson.var() / exact_variance - 1) < 0.25
+
+
+def test_the_strata_of_continuous_weights_are_drawn_independently() -> None:
+    """Cells twice as heavy as others: their share varies in minibatches as that of independent draws."""
+    rng = np.random.default_rng(8)
+    weights = np.concatenate([rng.uniform(1, 1.05, 3000), rng.uniform(2, 2.1, 3000)])
+    cells = cells_of(6000, batch_size=32, fetch_rows=320, block_size=16)
+    counts = batch_counts(Weighted(weights, 32 * 3000).over(cells), cells, (np.arange(6000) >= 3000).astype(int))
+    share = weights[3000:].sum() / weights.sum()
+    deviation = np.sqrt(share * (1 - share) / 32)
+    assert abs(counts[:, 1].mean() / 32 - share) < 4.5 * deviation / np.sqrt(3000)
+    assert abs((counts[:, 1] / 32).std() / deviation - 1) < 4.5 / np.sqrt(2 * 3000)
+
+
+@pytest.mark.parametrize("kind", ["continuous", "steep", "distinct", "whole"])
+def test_cells_are_drawn_in_proportion_to_their_weights(kind: str) -> None:
+    """In 2 million draws each cell is as often drawn as its weight says, to within 4.5 deviations of a Poisson count.
+
+    Within a stratum the spread is less than that of independent draws, so Pearson's statistic lies below its bound.
+    """
+    rng = np.random.default_rng(3)
+    n, n_samples = 2000, 2_000_000
+    weights = {
+        "continuous": rng.random(n),
+        "steep": 10.0 ** rng.uniform(-3, 3, n),
+        "distinct": rng.choice([0.5, 1.0, 7.0], n),
+        "whole": rng.integers(0, 30, n),
+    }[kind]
+    weights[rng.integers(0, n, 100)] = 0
+    cells = cells_of(700, 1300, block_size=16)
+    drawn = np.bincount(rows_of(Weighted(weights, n_samples).over(cells), cells), minlength=n)
+    assert drawn.sum() == n_samples
+    assert not drawn[weights == 0].any()
+    expected = n_samples * weights / weights.sum()
+    there = expected > 0
+    assert np.all(np.abs(drawn - expected)[there] < 4.5 * np.sqrt(expected[there]) + 2)
+    often = expected > 5
+    pearson = ((drawn - expected)[often] ** 2 / expected[often]).sum() / often.sum()
+    assert pearson < 1 + 4.5 * np.sqrt(2 / often.sum())
+
+
+@pytest.mark.parametrize("n", [1030, 4000])
+def test_unlike_weights_of_one_stratum_are_hit_as_evenly_as_may_be(n: int) -> None:
+    """In 1,000 passes each cell comes as often as its weight says, to within 6 draws; by chance it would be 150."""
+    weights = np.random.default_rng(n).permutation(np.linspace(1, 1.0624, n))
+    cells = cells_of(n, block_size=8)
+    strategy = Weighted(weights, 1000 * n).over(cells)
+    assert strategy.queues.n_strata == 1
+    drawn = np.bincount(rows_of(strategy, cells), minlength=n)
+    assert np.abs(drawn - 1000 * n * weights / weights.sum()).max() < 6
+
+
+def test_no_cell_comes_twice_in_a_pass_of_unlike_weights() -> None:
+    rng = np.random.default_rng(4)
+    weights = rng.uniform(1, 4, 5000)
+    cells = cells_of(5000, block_size=16)
+    rows = rows_of(Weighted(weights, 2000).over(cells), cells)  # less than half a pass of every stratum
+    assert np.bincount(rows).max() == 1
+
+
+def test_draws_without_replacement_follow_the_weights() -> None:
+    """One draw an epoch: chances in proportion to the weights. Two: those of drawing one after the other."""
+    weights = np.array([1.0, 2.0, 3.0, 0.0, 4.0])
+    cells = cells_of(2, 3, block_size=2)
+    n_epochs = 3000
+    one = Weighted(weights, 1, replace=False).over(cells)
+    hits = np.bincount([rows_of(one, cells, (1, epoch, 1))[0] for epoch in range(n_epochs)], minlength=5)
+    p = weights / 10
+    assert np.all(np.abs(hits - n_epochs * p) <= 4.5 * np.sqrt(n_epochs * p * (1 - p)))
+    two = Weighted(weights, 2, replace=False).over(cells)
+    pairs = np.array([np.sort(rows_of(two, cells, (1, epoch, 1))) for epoch in range(n_epochs)])
+    for i, j in ((0, 1), (2, 4), (1, 4)):
+        p_pair = p[i] * p[j] / (1 - p[i]) + p[j] * p[i] / (1 - p[j])
+        found = np.count_nonzero((pairs[:, 0] == i) & (pairs[:, 1] == j))
+        assert abs(found - n_epochs * p_pair) < 4.5 * np.sqrt(n_epochs * p_pair * (1 - p_pair))
+
+
+@pytest.mark.parametrize("n_samples", [1, 700, 1999, 2000, None])
+def test_draws_without_replacement_are_different_cells(n_samples: int | None) -> None:
+    """Also without a number of samples, which once was a TypeError elsewhere: all cells of a weight above 0."""
+    weights = np.concatenate([np.zeros(500), np.random.default_rng(1).random(2000) + 0.01])
+    cells = cells_of(1000, 1500, block_size=4)
+    strategy = Weighted(weights, n_samples, replace=False).over(cells)
+    rows = rows_of(strategy, cells)
+    assert rows.size == (n_samples or 2000) == len(np.unique(rows))
+    assert rows.min() >= 500
+    assert set(rows) != set(rows_of(strategy, cells, (2026, 4, 1))) or rows.size == 2000
+
+
+labels_and_sizes = st.tuples(
+    st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=80),
+    st.integers(1, 20),
+    st.integers(1, 400),
+    st.integers(0, 5),
+)
+
+
+@given(labels_and_sizes)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_every_cell_of_a_class_comes_before_any_comes_again(drawn: Any) -> None:
+    labels, block_size, n_samples, epoch = drawn
+    if not any(labels):
+        labels[0] = "a"
+    obs = {"label": column(labels)}
+    cells = cells_of(len(labels), obs=obs, block_size=block_size)
+    rows = rows_of(ClassBalanced("label", n_samples).over(cells), cells, (7, epoch, 1))
+    codes = obs["label"].values
+    assert rows.size == n_samples
+    assert np.all(codes[rows] >= 0), "a cell without a label was drawn"
+    for stop in {n_samples, n_samples // 2, min(5, n_samples)}:
+        counts = np.bincount(rows[:stop], minlength=len(labels))
+        for code in range(codes.max() + 1):
+            of_class = counts[codes == code]
+            assert of_class.max() - of_class.min() <= 1
+
+
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 100, 999])
+def test_the_first_pass_of_a_class_is_a_permutation_in_blocks(n: int) -> None:
+    obs = {"label": Column(np.zeros(n, np.int32), np.array(["a"], dtype=object))}
+    cells = cells_of(n, obs=obs, block_size=16)
+    strategy = ClassBalanced("label", 3 * n).over(cells)
+    rows = rows_of(strategy, cells).reshape(3, n)
+    for a_pass in rows:
+        np.testing.assert_array_equal(np.sort(a_pass), np.arange(n))
+        heads = a_pass[np.flatnonzero(np.diff(a_pass, prepend=-2) != 1)]
+        assert np.all(heads % 16 == 0), "a block was torn apart"
+    if n > 200:
+        assert not np.array_equal(rows[0], rows[1])
+
+
+# --- locality
+
+
+def test_draws_are_read_in_blocks() -> None:
+    """In a file sorted by class a fetch of balanced draws has as few ranges as block shuffling, but for each class's
+    two torn blocks; drawn one by one it would have some thousand."""
+    codes = np.sort(np.random.default_rng(0).integers(0, 20, 400_000)).astype(np.int32)
+    obs = {"label": Column(codes, np.arange(20).astype(object))}
+    cells = cells_of(150_000, 250_000, obs=obs, batch_size=64, fetch_rows=4096, block_size=16)
+    weights = np.random.default_rng(1).uniform(1, 1.06, 400_000)
+    for sampler, n_strata in ((ClassBalanced("label"), 20), (Weighted(weights), 1), (Weighted(1.0 / (1 + codes)), 20)):
+        plan = Plan(cells.file_rows, 64, 64, sampler.over(cells), seed=1)
+        n_ranges = [len(plan.fetch(index).ranges) for index in range(0, 60, 6)]
+        # A skipped cell (systematic sampling skips fewer than one in 17 to 8) opens a range of its own.
+        n_skips = 4096 / 8 if isinstance(sampler, Weighted) and n_strata == 1 else 0
+        assert max(n_ranges) <= 4096 / 16 + 2 * n_strata + n_skips
+        assert min(n_ranges) > 100
+
+
+def test_controls_are_read_in_blocks() -> None:
+    drug = np.repeat(["dmso", "x", "dmso", "y"], [4000, 20_000, 4000, 20_000])
+    obs = {"drug": column(drug), "batch": column(np.repeat(["1", "2"], 24_000))}
+    cells = cells_of(48_000, obs=obs, batch_size=64, fetch_rows=4096, block_size=16)
+    plan = Plan(cells.file_rows, 64, 64, PairedControl("drug", "dmso", match="batch").over(cells), seed=1)
+    n_ranges = [len(plan.fetch(index).ranges) for index in range(15)]
+    assert max(n_ranges) < 3 * 4096 / 16  # a block of cells needs at most two of controls
+
+
+# --- order by place alone
+
+
+def every_sampler(n: int) -> dict[str, Any]:
+    """One of each, for n cells with the columns label, drug and batch."""
+    rng = np.random.default_rng(n)
+    mask = rng.random(n) < 0.6
+    mask[0] = True
+    return {
+        "sequential": Sequential(),
+        "blocks": BlockShuffle(4),
+        "class": ClassBalanced("label", 3 * n),
+        "classes": ClassBalanced(["label", "batch"]),
+        "weighted": Weighted(rng.random(n) + 1e-6, 2 * n),
+        "weighted-distinct": Weighted(rng.integers(1, 4, n), 2 * n),
+        "chosen": Weighted(rng.random(n) + 1e-6, n // 2, replace=False),
+        "mixture": Mixture([(mask, 2), (~mask, 1), (np.arange(n) < n // 2, 1)]),
+        "subset": Subset(mask),
+        "subset-class": Subset(mask, ClassBalanced("label", 2 * n)),
+        "subset-subset": Subset(mask, Subset(np.arange(0, n, 2), Weighted(rng.random(n) + 1e-6))),
+        "grouped": Grouped("label", 4),
+        "grouped-fill": Grouped(["label", "batch"], 4, "fill"),
+        "pairs": PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch"),
+        "subset-pairs": Subset(np.arange(n // 8, n), PairedControl("drug", "dmso", match="batch")),
+    }
+
+
+def some_cells(n: int = 600, **more: Any) -> Cells:
+    rng = np.random.default_rng(n + 1)
+    obs = {
+        "label": column([*"abc", *rng.choice(["a", "b", "c", None], n - 3, p=[0.6, 0.3, 0.05, 0.05])]),
+        "batch": column(np.sort(rng.choice(["1", "2"], n))),
+        "drug": column(rng.choice(["dmso", "x", "y"], n)),
+    }
+    return cells_of(n // 3, 0, n - n // 3, obs=obs, **{"batch_size": 16, "fetch_rows": 64, "block_size": 5, **more})
+
+
+NAMES = list(every_sampler(600))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_does_not_depend_on_how_places_are_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuload.sampling.queues.GRID", 128)  # so that an epoch has many notes of the counts
+    cells = some_cells()
+    strategy = every_sampler(600)[name].over(cells)
+    unit, n = getattr(strategy, "unit", 1), strategy.n_rows(cells.file_rows)
+    whole = rows_of(strategy, cells)
+    assert whole.size == n
+    rng = np.random.default_rng(0)
+    order = strategy.order(cells.file_rows, WORDS)
+    for _ in range(25):
+        start, stop = np.sort(rng.choice(n // unit + 1, 2, replace=False)) * unit
+        np.testing.assert_array_equal(expand_ranges(order.ranges(start, stop)), whole[start:stop])
+        fresh = strategy.order(cells.file_rows, WORDS)
+        np.testing.assert_array_equal(expand_ranges(fresh.ranges(start, stop)), whole[start:stop])
+    cuts = [0, *np.sort(rng.choice(np.arange(1, n // unit), 20, replace=False)) * unit, n]
+    parts = [expand_ranges(order.ranges(a, b)) for a, b in pairwise(cuts)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "sequential"])
+def test_epochs_and_seeds_differ_and_repeat(name: str) -> None:
+    cells = some_cells()
+    strategy = every_sampler(600)[name].over(cells)
+    keys = [(seed, epoch, 1) for seed in (0, 1, 1000) for epoch in (0, 1, 2)]  # 1000 + 0 is not 0 + 1 * 1000
+    assert len({rows_of(strategy, cells, words).tobytes() for words in keys}) == len(keys)
+    again = every_sampler(600)[name].over(some_cells())
+    np.testing.assert_array_equal(rows_of(again, cells), rows_of(strategy, cells))
+    assert again.describe() == strategy.describe()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+def test_a_fetch_hands_over_what_its_places_hold(name: str, n_ranks: int) -> None:
+    """Over all ranks, the rows handed over are those of the order, as a multiset; up to what is dropped at the end."""
+    cells = some_cells()
+    strategy = every_sampler(600)[name].over(cells)
+    unit = getattr(strategy, "unit", 1)
+    more = {"world_size": n_ranks, "uneven": "drop"}
+    got = [np.concatenate(fetches_of(strategy, cells, rank=rank, **more)) for rank in range(n_ranks)]
+    assert len({rows.size for rows in got}) == 1
+    assert got[0].size % unit == 0
+    rows = np.sort(np.concatenate(got))
+    expected = rows_of(strategy, cells, (11, 0, 1))
+    assert 0 <= expected.size - rows.size < n_ranks * unit
+    if expected.size == rows.size:
+        np.testing.assert_array_equal(rows, np.sort(expected))
+    else:
+        left = np.bincount(expected, minlength=600) - np.bincount(rows, minlength=600)
+        assert left.min() >= 0
+
+
+# --- subsets
+
+
+@given(
+    st.lists(st.integers(0, 59), min_size=1, max_size=60, unique=True),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from([None, "class", "weights", "chosen"]),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_a_subset_never_leaves_its_rows(rows: list[int], block_size: int, shuffle: bool, which: str | None) -> None:
+    obs = {"label": column([*"aabbb"] * 12)}
+    cells = cells_of(25, 0, 35, obs=obs, block_size=block_size, shuffle=shuffle)
+    inner = {
+        None: None,
+        "class": ClassBalanced("label", 200),
+        "weights": Weighted(np.arange(1, 61), 200),
+        "chosen": Weighted(np.arange(1, 61), len(rows), replace=False),
+    }[which]
+    found = rows_of(Subset(rows, inner).over(cells), cells)
+    assert set(found) <= set(rows)
+    if which in (None, "chosen"):
+        assert sorted(found) == sorted(rows)
+    if which is None and not shuffle:
+        assert found.tolist() == sorted(rows)
+
+
+def test_subsets_inside_one_another_hold_what_all_hold() -> None:
+    cells = some_cells()
+    mask = np.zeros(600, dtype=bool)
+    mask[100:500] = True
+    inner = Subset(np.arange(0, 600, 3), Subset(np.arange(0, 600, 2), Sequential()))
+    np.testing.assert_array_equal(rows_of(Subset(mask, inner).over(cells), cells), np.arange(102, 500, 6))
+
+
+def test_weights_and_labels_inside_a_subset_are_those_of_all_cells() -> None:
+    weights = np.zeros(600)
+    weights[[5, 300, 301]] = 1
+    cells = some_cells()
+    drawn = rows_of(Subset(np.arange(100, 600), Weighted(weights)).over(cells), cells)
+    assert set(drawn) == {300, 301}
+    label = cells.obs["label"].values
+    drawn = rows_of(Subset(np.arange(100, 600), ClassBalanced("label", 3000)).over(cells), cells)
+    shares = np.bincount(label[drawn], minlength=3) / 3000
+    assert np.abs(shares - 1 / 3).max() < 4.5 * np.sqrt(2 / 9 / 3000)
+
+
+def test_blocks_of_a_subset_keep_to_the_edges_of_chunks() -> None:
+    """With snapped blocks, those of the chosen cells end where the file's blocks end."""
+    edges = np.array([0, 10, 25, 40, 60])
+    cells = cells_of(40, 20, edges=edges, block_size=15)
+    chosen = np.r_[3:12, 20:50]
+    rows = rows_of(Subset(chosen).over(cells), cells)
+    assert sorted(rows) == chosen.tolist()
+    block = np.searchsorted(edges, rows, side="right")
+    assert np.count_nonzero(np.diff(block)) == 3, "the cells of a block stand together"
+
+
+# --- mixtures
+
+
+def test_a_mixture_takes_files_by_path_and_by_name() -> None:
+    cells = Cells(("/data/a.h5ad", "/data/b.h5ad", "/data/c.h5ad"), (10, 500, 90), block_size=4)
+    rows = rows_of(Mixture({"/data/a.h5ad": 1, "c.h5ad": 3}, 8000).over(cells), cells)
+    assert set(rows) == {*range(10), *range(510, 600)}
+    share = np.count_nonzero(rows < 10) / 8000
+    assert abs(share - 0.25) < 4.5 * np.sqrt(0.25 * 0.75 / 8000)
+
+
+# --- sets and pairs
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "c", None]), min_size=40, max_size=90),
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.sampled_from(["drop", "fill"]),
+    st.integers(1, 3),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_sets_are_of_one_class(
+    labels: list[Any], size: int, per_batch: int, factor: int, block_size: int, remainder: str, n_ranks: int
+) -> None:
+    labels = [*["a"] * size, *labels]
+    obs = {"label": column(labels)}
+    cells = cells_of(
+        len(labels),
+        obs=obs,
+        batch_size=size * per_batch,
+        fetch_rows=size * per_batch * factor,
+        block_size=block_size,
+    )
+    strategy = Grouped("label", size, remainder).over(cells)
+    codes, everything = obs["label"].values, []
+    for rank in range(n_ranks):
+        rows = fetches_of(strategy, cells, rank=rank, world_size=n_ranks, uneven="pad")
+        assert rows
+        for fetch in rows:
+            sets = fetch.reshape(-1, size)
+            assert np.all(codes[sets] == codes[sets[:, :1]])
+            assert np.all(codes[sets] >= 0)
+            for one in sets:
+                n_there = np.count_nonzero(codes == codes[one[0]])
+                assert np.bincount(one).max() == -(-size // n_there), "a cell stands twice in a set"
+        everything.append(np.concatenate(rows))
+    shown = np.bincount(rows_of(strategy, cells, (11, 0, 1)), minlength=len(labels))
+    for code in range(codes.max() + 1):
+        counts = shown[codes == code]
+        assert counts.sum() == (counts.size // size if remainder == "drop" else -(-counts.size // size)) * size
+        if counts.size >= size:
+            assert counts.min() >= (remainder == "fill")
+            assert counts.max() <= (1 if remainder == "drop" else 2)
+    assert set(np.concatenate(everything)) == set(np.flatnonzero(shown))
+
+
+def test_the_cells_that_sets_leave_out_change() -> None:
+    obs = {"label": column(["a"] * 30 + ["b"] * 2)}
+    cells = cells_of(32, obs=obs, batch_size=8, fetch_rows=16, block_size=4)
+    strategy = Grouped("label", 8).over(cells)
+    left_out = {tuple(set(range(30)) - set(rows_of(strategy, cells, (1, epoch, 1)))) for epoch in range(20)}
+    assert len(left_out) > 3
+
+
+def test_minibatches_of_one_class() -> None:
+    cells = some_cells(batch_size=8, fetch_rows=32)
+    codes = cells.obs["label"].values
+    batches = np.concatenate(fetches_of(Grouped("label", 8).over(cells), cells)).reshape(-1, 8)
+    assert np.all(codes[batches] == codes[batches[:, :1]])
+    order = codes[batches[:, 0]]
+    assert np.count_nonzero(np.diff(order)) > 5, "the minibatches of a class are not to follow one another"
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 5])
+@pytest.mark.parametrize("fallback", [(), "batch"])
+def test_pairs_match(n_ranks: int, fallback: Any) -> None:
+    rng = np.random.default_rng(3)
+    n = 700
+    batch, kind = rng.choice(["1", "2"], n), rng.choice(["t", "b", "n"], n)
+    drug = rng.choice(["dmso", "x", "y", None], n, p=[0.2, 0.4, 0.35, 0.05])
+    if fallback:
+        drug[(batch == "1") & (kind == "n") & (drug == "dmso")] = "x"
+    obs = {"batch": column(batch), "kind": column(kind), "drug": column(drug)}
+    cells = cells_of(300, 400, obs=obs, batch_size=16, fetch_rows=64, block_size=6)
+    strategy = PairedControl("drug", "dmso", match=("batch", "kind"), fallback=fallback).over(cells)
+    perturbed, controls = [], []
+    for rank in range(n_ranks):
+        for fetch in fetches_of(strategy, cells, rank=rank, world_size=n_ranks, uneven="drop"):
+            for start in range(0, fetch.size, 16):
+                minibatch = fetch[start : start + 16]
+                assert minibatch.size % 2 == 0
+                perturbed.append(minibatch[: minibatch.size // 2])
+                controls.append(minibatch[minibatch.size // 2 :])
+    treated, control = np.concatenate(perturbed), np.concatenate(controls)
+    assert np.all(drug[control] == "dmso")
+    assert not np.any(drug[treated] == "dmso")
+    assert not any(label is None for label in drug[treated])
+    assert np.all(batch[treated] == batch[control])
+    is_alone = (batch[treated] == "1") & (kind[treated] == "n")
+    assert np.all((kind[treated] == kind[control])[~is_alone if fallback else slice(None)])
+    assert bool(fallback) == bool(np.any(kind[treated] != kind[control]))
+    wanted = np.flatnonzero([d not in ("dmso", None) for d in drug])
+    assert len(np.unique(treated)) == treated.size > wanted.size - n_ranks
+    assert np.any((treated < 300) & (control >= 300)), "controls come from all files"
+    if n_ranks == 1 and not fallback:
+        for group in {(b, k) for b, k in zip(batch, kind, strict=True)}:
+            there = np.flatnonzero((batch == group[0]) & (kind == group[1]) & (drug == "dmso"))
+            uses = np.bincount(control, minlength=n)[there]
+            assert uses.max() - uses.min() <= 1, "controls of a group are used equally often"
+
+
+def test_pairs_change_from_epoch_to_epoch() -> None:
+    cells = some_cells()
+    strategy = PairedControl("drug", "dmso", match="batch").over(cells)
+    partner = []
+    for epoch in range(2):
+        rows = rows_of(strategy, cells, (1, epoch, 1)).reshape(-1, 2)
+        partner.append(dict(rows.tolist()))
+    assert partner[0].keys() == partner[1].keys()
+    assert np.mean([partner[0][row] != partner[1][row] for row in partner[0]]) > 0.9
+
+
+# --- a user's own
+
+
+def test_a_function_says_the_blocks_of_each_rank() -> None:
+    asked = []
+
+    def every_other(epoch_seed: int, rank: int, world_size: int) -> list[list[int]]:
+        asked.append((epoch_seed, rank, world_size))
+        return [[start, start + 10] for start in range(10 * rank, 100, 10 * world_size)]
+
+    cells = cells_of(100, batch_size=5, fetch_rows=20)
+    strategy = Custom(every_other).over(cells)
+    got = [np.concatenate(fetches_of(strategy, cells, rank=rank, world_size=2, uneven="drop")) for rank in (0, 1)]
+    assert sorted(got[0] // 10 % 2) == [0] * 50
+    assert sorted(np.concatenate(got)) == list(range(100))
+    assert {rank for _, rank, _ in asked} == {0, 1}
+    fetches_of(strategy, cells, epoch=1)
+    assert len({epoch_seed for epoch_seed, _, _ in asked}) == 2
+    assert all(0 <= epoch_seed < 1 << 64 for epoch_seed, _, _ in asked)
+    inside = Subset(np.arange(50, 100), lambda *_: [[0, 10], [40, 50]]).over(cells)
+    assert sorted(np.concatenate(fetches_of(inside, cells))) == [*range(50, 60), *range(90, 100)]
+
+
+# --- cost
+
+
+@pytest.mark.parametrize("kind", ["class", "weights", "distinct"])
+def test_binding_holds_less_than_20_bytes_a_cell(kind: str) -> None:
+    n = 3_000_000
+    rng = np.random.default_rng(0)
+    obs = {"label": Column(rng.integers(0, 300, n, dtype=np.int32), np.arange(300).astype(object))}
+    cells = cells_of(n, obs=obs)
+    sampler: Any = {
+        "class": ClassBalanced("label"),
+        "weights": Weighted(rng.random(n)),
+        "distinct": Weighted(rng.integers(1, 9, n)),
+    }[kind]
+    tracemalloc.start()
+    plan = Plan(cells.file_rows, 64, 256, sampler.over(cells))
+    for index in range(plan.n_fetches):
+        plan.fetch(index)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20 * n + (24 << 20)  # slices and tables of fixed size
+
+
+def test_sorted_labels_take_no_memory_per_cell() -> None:
+    codes = np.sort(np.random.default_rng(0).integers(0, 300, 3_000_000, dtype=np.int32))
+    cells = cells_of(3_000_000, obs={"label": Column(codes, np.arange(300).astype(object))})
+    tracemalloc.start()
+    strategy = ClassBalanced("label").over(cells)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1 << 20
+    assert np.all(np.bincount(codes[rows_of(strategy, cells)], minlength=300) > 9000)

@@ -1,0 +1,284 @@
+"""What samplers refuse, and in which words; and what they say of themselves."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import gpuload
+from gpuload import (
+    BlockShuffle,
+    ClassBalanced,
+    Custom,
+    Grouped,
+    Mixture,
+    PairedControl,
+    PlanError,
+    Sequential,
+    StoreError,
+    Subset,
+    Weighted,
+)
+from gpuload.sampling import Cells, as_sampler
+from gpuload.types import Batch
+
+if TYPE_CHECKING:
+    from tests.variants import Stored
+
+
+class Column:
+    def __init__(self, values: Any, categories: Any = None) -> None:
+        self.values = np.asarray(values)
+        self.categories = None if categories is None else np.array(categories, dtype=object)
+
+
+def cells(**more: Any) -> Cells:
+    obs = {
+        "label": Column([0, 0, 0, 1, 1, -1], ["a", "b"]),
+        "empty": Column([-1] * 6, ["a"]),
+        "drug": Column([0, 1, 1, 0, 1, 1], ["dmso", "x"]),
+        "batch": Column([1, 1, 1, 2, 2, 3]),
+    }
+    return Cells(("d/one.h5ad", "d/two.h5ad", "e/two.h5ad"), (2, 3, 1), **{"obs": obs, "batch_size": 4, **more})
+
+
+# --- what is wrong whatever the data
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BlockShuffle(0), "BlockShuffle(block_size=0): expected a whole number of at least 1."),
+        (lambda: BlockShuffle("chunk"), "BlockShuffle(block_size='chunk'): expected a whole number of at least 1."),
+        (lambda: ClassBalanced(3), "ClassBalanced(column=3): expected the name of an obs column, or a list of names."),
+        (lambda: ClassBalanced([]), "ClassBalanced(column=[]): expected the name of an obs column, or a list of"),
+        (lambda: ClassBalanced(["a", "a"]), "ClassBalanced(column=['a', 'a']): a column is named twice; name each"),
+        (lambda: ClassBalanced("a", 0), "ClassBalanced(num_samples=0): expected a whole number of at least 1."),
+        (lambda: ClassBalanced("a", True), "ClassBalanced(num_samples=True): expected a whole number of at least 1."),
+        (lambda: Weighted([1], 2.5), "Weighted(num_samples=2.5): expected a whole number of at least 1."),
+        (lambda: Weighted([1], replace="no"), "Weighted(replace='no'): expected True or False."),
+        (
+            lambda: Mixture({}),
+            "Mixture: expected {path: share}, or a list of pairs (path or mask, share), at least one.",
+        ),
+        (lambda: Mixture(["a"]), "Mixture: expected {path: share}, or a list of pairs (path or mask, share), at least"),
+        (lambda: Mixture({"x": 0}), "Mixture: the share of x is 0; expected a finite number above 0."),
+        (lambda: Mixture({"x": float("nan")}), "Mixture: the share of x is nan; expected a finite number above 0."),
+        (lambda: Mixture([([True], "1")]), "Mixture: the share of a mask is '1'; expected a finite number above 0."),
+        (lambda: Grouped("a", 0), "Grouped(size=0): expected a whole number of at least 1."),
+        (lambda: Grouped("a", 4, "keep"), "Grouped(remainder='keep'): expected 'drop' or 'fill'."),
+        (lambda: PairedControl(1, "c"), "PairedControl(column=1): expected the name of an obs column."),
+        (lambda: PairedControl("a", "c", match=()), "PairedControl(match=()): expected the name of an obs column, or"),
+        (
+            lambda: PairedControl("a", "c", match="b", fallback="b"),
+            "PairedControl(fallback='b'): expected some of the columns of match, ('b',), not all.",
+        ),
+        (lambda: Custom(3), "Custom(3): expected a function (epoch_seed, rank, world_size) -> blocks of rows."),
+        (lambda: Subset([1], 3), "sampler=3: expected a sampler such as gpuload.ClassBalanced('cell_type'), or a"),
+        (lambda: as_sampler(Sequential), "sampler=<class 'gpuload.sampling.blocks.Sequential'>: expected a sampler"),
+    ],
+)
+def test_bad_parameters(make: Any, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+
+
+# --- what is wrong with the data at hand
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (ClassBalanced("empty"), "ClassBalanced('empty'): the label is missing in all 6 cells."),
+        (Weighted([1, 2]), "Weighted: 2 weights for 6 cells; give one per cell."),
+        (Weighted([[1] * 6]), "Weighted: weights of dtype int64 and shape (1, 6); expected one number per cell."),
+        (Weighted(list("abcdef")), "Weighted: weights of dtype <U1 and shape (6,); expected one number per cell."),
+        (Weighted([1, 1, -1, 1, 1, 1]), "Weighted: weights[2]=-1.0; expected finite numbers of at least 0."),
+        (Weighted([1, np.nan, 1, 1, 1, 1]), "Weighted: weights[1]=nan; expected finite numbers of at least 0."),
+        (Weighted([1, 1, 1, 1, 1, np.inf]), "Weighted: weights[5]=inf; expected finite numbers of at least 0."),
+        (Subset([0, 2, 4], Weighted([1, -1, 1, 1, -2, 1])), "Weighted: weights[4]=-2.0; expected finite numbers of"),
+        (Weighted([0] * 6), "Weighted: all weights are 0; at least one must be above."),
+        (Subset([1], Weighted([1, 0, 1, 1, 1, 1])), "Weighted: all weights are 0; at least one must be above."),
+        (
+            Weighted([1, 0, 1, 1, 1, 1], 6, replace=False),
+            "Weighted(num_samples=6, replace=False): only 5 cells have a weight above 0; take fewer, or replace=True.",
+        ),
+        (Subset([]), "Subset: it holds no cells."),
+        (Subset([False] * 6), "Subset: it holds no cells."),
+        (Subset([1], Subset([2])), "Subset: it holds no cells that the one around it holds."),
+        (Subset([1, 6]), "Subset: row 6 is outside the data, which has 6 rows."),
+        (Subset([-1, 2]), "Subset: row -1 is outside the data, which has 6 rows."),
+        (Subset([3, 2, 3]), "Subset: row 3 is given twice; give every row once."),
+        (
+            Subset([0.5]),
+            "Subset: it was given an array of dtype float64 and shape (1,); expected row numbers or a mask.",
+        ),
+        (Subset([True] * 5), "Subset: the mask has 5 entries but there are 6 cells; give one per cell."),
+        (Subset([[True] * 6]), "Subset: it was given an array of dtype bool and shape (1, 6); expected a mask."),
+        (Mixture({"three.h5ad": 1}), "Mixture: 'three.h5ad' is none of the loader's paths: 'd/one.h5ad', "),
+        (Mixture({"two.h5ad": 1}), "Mixture: 'two.h5ad' stands for several of the loader's paths: 'd/one.h5ad', "),
+        (Mixture([([True], 1)]), "Mixture: the mask has 1 entries but there are 6 cells; give one per cell."),
+        (Mixture([([0] * 6, 1)]), "Mixture: it was given an array of dtype int64 and shape (6,); expected a mask."),
+        (Mixture([([False] * 6, 1)]), "Mixture: a mask has no cells; leave it out."),
+        (Subset([0], Mixture({"e/two.h5ad": 1})), "Mixture: e/two.h5ad has no cells; leave it out."),
+        (
+            Grouped("label", 3),
+            "Grouped(size=3) with batch_size=4: a set is not torn apart; let batch_size be a multiple of size.",
+        ),
+        (Grouped("label", 4), "Grouped('label', size=4): no class has that many cells; the largest has 3."),
+        (Grouped("empty", 4), "Grouped('empty', size=4): no class has that many cells; the label is missing in all."),
+        (
+            PairedControl("drug", "none", match="batch"),
+            "PairedControl(control='none'): no cell has that value in column 'drug'; give the value that",
+        ),
+        (
+            PairedControl("drug", ["dmso", "x"], match="batch"),
+            "PairedControl('drug'): all cells are controls; there is none to pair with them.",
+        ),
+        (
+            PairedControl("drug", "dmso", match="batch"),
+            "PairedControl: there is no control for cells with batch=3 (1 of them); match fewer columns, give",
+        ),
+        (
+            PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch"),
+            None,
+        ),
+    ],
+)
+def test_bad_data(sampler: Any, message: str | None) -> None:
+    if message is None:
+        assert sampler.over(cells()).n_rows((2, 3, 1)) == 6  # the cell without a label is left out
+        return
+    with pytest.raises(PlanError) as caught:
+        sampler.over(cells())
+    assert str(caught.value).startswith(message)
+
+
+def test_an_odd_minibatch_has_no_halves() -> None:
+    with pytest.raises(
+        PlanError, match="PairedControl with batch_size=3: a minibatch is half perturbed cells and half"
+    ):
+        PairedControl("drug", "dmso", match="batch").over(cells(batch_size=3))
+
+
+@pytest.mark.parametrize("sampler", [ClassBalanced("label"), Weighted([]), Grouped("label", 4)])
+def test_nothing_to_draw_from(sampler: Any) -> None:
+    nothing = Cells(("x.h5ad",), (0,), obs={"label": Column(np.empty(0, np.int32), ["a"])}, batch_size=4)
+    with pytest.raises(PlanError, match=f"{type(sampler).__name__}: there are no cells to draw from."):
+        sampler.over(nothing)
+
+
+# --- at the front door
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sampler": 3}, "sampler=3: expected a sampler such as gpuload.ClassBalanced"),
+        (
+            {"sampler": ClassBalanced("cell_line"), "shuffle": False},
+            "shuffle=False with sampler=ClassBalanced(...): the sampler says the order; drop one.",
+        ),
+        (
+            {"sampler": Subset([1], Sequential()), "shuffle": False},
+            "shuffle=False with sampler=Subset(...): the sampler says the order; drop one.",
+        ),
+        (
+            {"sampler": BlockShuffle(4), "block_size": 8},
+            "block_size=8 with sampler=BlockShuffle(4): two block sizes; drop one.",
+        ),
+        (
+            {"sampler": BlockShuffle(4), "block_size": "chunk"},
+            "block_size='chunk' with sampler=BlockShuffle(4): two block sizes; drop one.",
+        ),
+    ],
+)
+def test_settings_that_say_two_things_are_refused_before_any_file_is_opened(settings: Any, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        gpuload.open_loader("no such file.h5ad", device="cpu", **settings)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_column_that_is_not_there_is_named(plain: Stored) -> None:
+    with pytest.raises(StoreError, match="obs has no column 'celltype'; it has "):
+        gpuload.open_loader(plain.path, sampler=ClassBalanced("celltype"), device="cpu")
+
+
+def test_a_sampler_that_cannot_be_bound_leaves_nothing_open(plain: Stored, no_leaks: None) -> None:
+    with pytest.raises(PlanError, match="give one per cell"):
+        gpuload.open_loader(plain.path, sampler=Weighted([1.0]), device="cpu")
+
+
+# --- what a strategy says of itself
+
+
+def test_descriptions_are_json_and_tell_settings_apart() -> None:
+    def function(epoch_seed: int, rank: int, world_size: int) -> list[list[int]]:
+        return [[0, 6]]
+
+    mask = np.array([True] * 5 + [False])
+    samplers = [
+        Sequential(),
+        BlockShuffle(4),
+        BlockShuffle(5),
+        BlockShuffle(edges=np.array([0, 3, 6])),
+        ClassBalanced("label"),
+        ClassBalanced("label", 7),
+        ClassBalanced("batch"),
+        ClassBalanced(["label", "batch"]),
+        Weighted([1, 2, 3, 4, 5, 6]),
+        Weighted([1, 2, 3, 4, 5, 7]),
+        Weighted([1, 2, 3, 4, 5, 6], replace=False),
+        Weighted([1, 2, 3, 4, 5, 7], replace=False),
+        Subset(mask),
+        Subset(~mask),
+        Subset(mask, Sequential()),
+        Mixture({"d/one.h5ad": 1, "d/two.h5ad": 2}),
+        Mixture({"d/one.h5ad": 1, "d/two.h5ad": 3}),
+        Mixture({"d/one.h5ad": 1, "e/two.h5ad": 2}),
+        Grouped("label", 2),
+        Grouped("label", 2, "fill"),
+        Grouped("label", 1),
+        Subset(mask, PairedControl("drug", "dmso", match="batch")),
+        Subset(mask, PairedControl("drug", "x", match="batch")),
+        Custom(function),
+    ]
+    texts = [json.dumps(sampler.over(cells()).describe(), sort_keys=True) for sampler in samplers]
+    assert len(set(texts)) == len(texts)
+    assert texts == [json.dumps(sampler.over(cells()).describe(), sort_keys=True) for sampler in samplers]
+    assert texts[0] == '{"name": "Sequential"}'
+    assert texts[1] == '{"block_size": 4, "name": "BlockShuffle"}'
+
+
+def test_the_columns_a_sampler_needs() -> None:
+    assert ClassBalanced("a").columns == ("a",)
+    assert ClassBalanced(["a", "b"]).columns == ("a", "b")
+    assert PairedControl("a", "c", match=("b", "a")).columns == ("a", "b")
+    assert Subset([1], Grouped("g", 2)).columns == ("g",)
+    assert Subset([1], lambda *_: []).columns == ()
+    assert Weighted([1]).columns == Mixture({"a": 1}).columns == Sequential().columns == ()
+
+
+# --- halves of minibatches
+
+
+def test_the_halves_of_a_minibatch() -> None:
+    batch = Batch(np.arange(12.0).reshape(6, 2), {"a": np.arange(6)}, np.arange(10, 16))
+    perturbed, controls = gpuload.split_pairs(batch)
+    assert perturbed.rows.tolist() == [10, 11, 12]
+    assert controls.rows.tolist() == [13, 14, 15]
+    assert controls.obs["a"].tolist() == [3, 4, 5]
+    np.testing.assert_array_equal(np.concatenate([perturbed.X, controls.X]), batch.X)
+    as_dict = {"X": batch.X, "a": batch.obs["a"], "rows": batch.rows}
+    for half, expected in zip(gpuload.split_pairs(as_dict), (perturbed, controls), strict=True):
+        np.testing.assert_array_equal(half["X"], expected.X)
+        assert half["rows"].tolist() == expected.rows.tolist()
+        assert half["a"].tolist() == expected.obs["a"].tolist()
+    with pytest.raises(PlanError, match="the minibatch has 5 cells, an odd number; it is none of PairedControl's"):
+        gpuload.split_pairs(Batch(batch.X[:5], {}, batch.rows[:5]))
+    with pytest.raises(PlanError, match=r"split_pairs\(list\): expected a Batch, or a front's dict of tensors"):
+        gpuload.split_pairs([batch])

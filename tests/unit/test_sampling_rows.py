@@ -1,0 +1,126 @@
+"""Lists of rows and their grouping, against plain Python."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuload.sampling import rows as rows_module
+from gpuload.sampling.base import Cells
+from gpuload.sampling.rows import (
+    RowList,
+    as_ranges,
+    group_of,
+    group_rows,
+    join,
+    list_of_mask,
+    list_of_runs,
+    row_list,
+)
+from gpuload.types import expand_ranges
+
+ascending = st.lists(st.integers(0, 70), min_size=1, max_size=60, unique=True).map(sorted)
+some_rows = st.lists(st.integers(0, 70), min_size=1, max_size=60)
+
+
+def both_forms(rows: list[int]) -> list[RowList]:
+    array = np.array(rows, dtype=np.int64)
+    return [RowList(array.astype(np.uint32)), list_of_runs(as_ranges(array)), row_list(array)]
+
+
+@given(some_rows, st.data())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_a_list_gives_its_rows_by_index(rows: list[int], data: st.DataObject) -> None:
+    index = np.array(data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=20)), dtype=np.int64)
+    cuts = data.draw(st.lists(st.integers(0, len(rows)), min_size=2, max_size=8).map(sorted))
+    ranges = np.array([cuts[:-1], cuts[1:]], dtype=np.int64).T
+    for one in both_forms(rows):
+        assert one.n_rows == len(rows)
+        assert one.take(index).tolist() == [rows[i] for i in index]
+        assert one.take(index).dtype == np.int64
+        assert one.slice(cuts[0], cuts[1]).tolist() == rows[cuts[0] : cuts[1]]
+        found = one.map_ranges(ranges)
+        assert np.all(found[:, 0] < found[:, 1])
+        assert expand_ranges(found).tolist() == [rows[i] for i in expand_ranges(ranges)]
+        assert np.concatenate([part for _, part in one.slices()]).tolist() == rows
+
+
+@given(ascending, st.lists(st.integers(0, 75), min_size=1, max_size=9))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_the_rank_of_a_row(rows: list[int], asked: list[int]) -> None:
+    for one in both_forms(rows):
+        assert one.rank(np.array(asked)).tolist() == [sum(row < a for row in rows) for a in asked]
+
+
+@given(st.lists(some_rows, min_size=1, max_size=4), st.integers(0, 2))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_lists_are_joined(parts: list[list[int]], form: int) -> None:
+    joined = join([both_forms(part)[form] for part in parts])
+    assert joined.slice(0, joined.n_rows).tolist() == list(chain(*parts))
+    mixed = join([both_forms(part)[i % 2] for i, part in enumerate(parts)])
+    assert mixed.slice(0, mixed.n_rows).tolist() == list(chain(*parts))
+
+
+def test_runs_are_held_where_they_are_smaller() -> None:
+    assert row_list(np.arange(5, 1000)).ends is not None
+    assert row_list(np.arange(5, 1000, 2)).ends is None
+    assert list_of_mask(np.arange(1000) > 17).ends is not None
+    assert list_of_mask(np.arange(1000) % 2 == 0).ends is None
+    assert row_list(np.arange(5, 1000, 2)).starts.dtype == np.uint32
+    assert row_list(np.array([1 << 32, 3])).starts.dtype == np.int64
+    assert row_list(np.array([1 << 32, 3])).slice(0, 2).tolist() == [1 << 32, 3]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=80))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_rows_of_a_mask(mask: list[bool]) -> None:
+    found = list_of_mask(np.array(mask))
+    assert found.slice(0, found.n_rows).tolist() == [i for i, is_in in enumerate(mask) if is_in]
+
+
+@given(st.lists(st.integers(-1, 6), min_size=1, max_size=90), st.sampled_from([1, 7, 1000]), st.booleans())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_rows_are_grouped(codes: list[int], slice_rows: int, is_sorted: bool) -> None:
+    codes = sorted(codes) if is_sorted else codes
+    array = np.array(codes, dtype=np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "SLICE", slice_rows)
+        rows, edges = group_rows(lambda start, stop: array[start:stop], array.size, 7)
+        expected = [[i for i, code in enumerate(codes) if code == group] for group in range(7)]
+        assert [rows.slice(a, b).tolist() for a, b in pairwise(edges)] == expected
+        groups = np.repeat(np.arange(7), np.diff(edges))
+        for start, stop in ((0, rows.n_rows), (rows.n_rows // 3, rows.n_rows // 2), (rows.n_rows // 2, rows.n_rows)):
+            if start < stop:
+                assert group_of(edges, start, stop).tolist() == groups[start:stop].tolist()
+
+
+class Column:
+    def __init__(self, values: Any, categories: Any = None) -> None:
+        self.values = np.asarray(values)
+        self.categories = None if categories is None else np.array(categories, dtype=object)
+
+
+def test_classes_of_one_column_and_of_several() -> None:
+    obs = {
+        "line": Column([0, 1, -1, 1, 0], ["A", "B", "never"]),
+        "day": Column([3.0, np.nan, 1.0, 1.0, 3.0]),
+        "ok": Column([True, False, True, True, True]),
+    }
+    cells = Cells(("x.h5ad",), (5,), obs=obs)
+    line = cells.classes("line")
+    assert line.codes.tolist() == [0, 1, -1, 1, 0]
+    assert line.names == ("line='A'", "line='B'", "line='never'")
+    day = cells.classes("day")
+    assert day.codes.tolist() == [1, -1, 0, 0, 1]
+    assert day.names == ("day=1.0", "day=3.0")
+    joint = cells.classes("line", "day", "ok")
+    assert joint.codes.tolist() == [0, -1, -1, 1, 0]
+    assert joint.names == ("line='A', day=3.0, ok=True", "line='B', day=1.0, ok=True")
+    part = cells.part(row_list(np.array([1, 3, 4])))
+    assert part.classes("line").codes.tolist() == [1, 1, 0]
+    assert part.part(row_list(np.array([0, 2]))).classes("line").codes.tolist() == [1, 0]
