@@ -10,6 +10,7 @@ That mode is experimental, so what is relied upon is tried first, and where it d
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import weakref
@@ -140,6 +141,8 @@ def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
     taken = [name for name in loader.obs_dtypes if name in ("X", "rows")]
     if taken:
         raise PlanError(f"obs column {taken[0]!r} has the name of another output; rename it in the file.")
+    if loader.dtype == "bfloat16":
+        raise PlanError("dtype='bfloat16': DALI has no such type here; use float32 or float16, or the PyTorch front.")
     unknown = [n for n, d in loader.obs_dtypes.items() if d.name not in _DALI_TYPES]
     if unknown:
         raise PlanError(
@@ -166,6 +169,8 @@ class CellIterator:
     Each step gives a list with one dict of tensors on the loader's device, named as in `output_names`. At the end of
     an epoch StopIteration is raised and `reset` (called by a new ``iter()`` too) starts the next; the last short
     minibatch is delivered. A tensor that is kept is never overwritten.
+
+    Take the state from here, not from the loader: a pipeline takes minibatches ahead of you.
 
     Parameters
     ----------
@@ -205,6 +210,8 @@ class CellIterator:
             raise PlanError(f"output_names={names!r}: expected {len(dtypes)} names, one for each output.")
         as_tensor = _dynamic_mode(dict.fromkeys(dtypes)) if pipeline is None and loader.device == "cpu" else None
         self._loader = loader
+        self._start: dict[str, Any] | None = None  # the loader's state before the epoch's first minibatch
+        self._n_received = 0
         self._iterator: Any
         if as_tensor is not None:
             self._iterator = _DynamicIterator(_Source(loader), names, as_tensor)
@@ -219,7 +226,7 @@ class CellIterator:
         self._has_ended = False
 
     def __len__(self) -> int:
-        """Minibatches of an epoch."""
+        """Minibatches of a whole epoch on this rank, and on every other."""
         return len(self._loader)
 
     def __iter__(self) -> CellIterator:
@@ -229,17 +236,47 @@ class CellIterator:
 
     def __next__(self) -> list[dict[str, Any]]:
         """Return the next minibatch: a list of one dict of tensors."""
+        if self._start is None:
+            self._start = self._loader.state_dict()
         try:
-            return next(self._iterator)
+            batch: list[dict[str, Any]] = next(self._iterator)
         except StopIteration:
             self._has_ended = True
             raise
+        self._n_received += 1
+        return batch
 
     def reset(self) -> None:
         """Start the next epoch, after StopIteration; before that, change nothing."""
         if self._has_ended:
+            self._start, self._n_received = self._loader.state_dict(), 0  # before the pipeline takes any ahead
             self._iterator.reset()
             self._has_ended = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place up to which you have received minibatches, whatever the pipeline has taken ahead.
+
+        States of a loader, of this iterator and of `gpuload.torch.CellDataset` are of one kind: each can go on from
+        another's. See `Loader.state_dict`.
+        """
+        if self._start is None or self._has_ended:
+            return self._loader.state_dict()
+        return {**copy.deepcopy(self._start), "step": self._start["step"] + self._n_received}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next minibatch be the first that was not received when the state was taken.
+
+        Raises
+        ------
+        PlanError
+            As `Loader.load_state_dict`; or minibatches of the epoch are already on their way through the pipeline.
+        """
+        if self._start is not None and not self._has_ended:
+            raise PlanError(
+                "state: DALI cannot give up the minibatches that are on their way through the pipeline; load the state "
+                "into a new CellIterator, before its first minibatch, or after the end of an epoch."
+            )
+        self._loader.load_state_dict(state)
 
 
 class _DynamicIterator:

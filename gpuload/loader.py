@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from gpuload.errors import PlanError
+from gpuload.state import check_state, fingerprint, make_state
 from gpuload.types import Batch
 
 if TYPE_CHECKING:
@@ -48,12 +50,23 @@ class _Take:
     pending: Pending[Any]
 
 
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A place in an epoch: `step` minibatches of `plan` were handed over."""
+
+    plan: Plan
+    step: int = 0
+    is_live: bool = True
+
+
 class Loader:
     """Minibatches of cells; iterate over it once per epoch. Made by `gpuload.open_loader`.
 
     Each ``iter()`` starts the next epoch (the first is 0), also after an early ``break``. One iteration lives at a
     time: a second ``iter()`` ends the first. Use it in a with-statement, or call `close`, to give back threads, memory
     and files.
+
+    `state_dict` says where the consumer is, and `load_state_dict` goes on there, in another process too.
 
     Parameters
     ----------
@@ -79,15 +92,29 @@ class Loader:
         self._plan = plan
         self._form = form
         self._prefetch = prefetch
-        self._next_epoch = 0
+        self._fingerprint = fingerprint(plan, store.describe())
+        self._next = _Place(plan)
+        self._now: _Place | None = None  # of the live iteration, or of the last where that was left before its end
         self._live: weakref.ref[Generator[Batch, None, None]] | None = None
         self._is_closed = False
         self.var_names = var_names
         self._closer = weakref.finalize(self, _close, backend, store)
 
     def __len__(self) -> int:
-        """Minibatches of an epoch."""
+        """Minibatches of a whole epoch on this rank, and on every other."""
+        if self._plan.is_per_rank:  # which may give another number in each epoch
+            return (self._now or self._next).plan.n_batches
         return self._plan.n_batches
+
+    @property
+    def rank(self) -> int:
+        """Which of the training processes this is."""
+        return self._plan.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many training processes share the epoch."""
+        return self._plan.world_size
 
     @property
     def n_obs(self) -> int:
@@ -111,7 +138,7 @@ class Loader:
 
     @property
     def dtype(self) -> str:
-        """``"float32"`` or ``"float16"``."""
+        """``"float32"``, ``"float16"`` or ``"bfloat16"``."""
         return self._form.dtype
 
     @property
@@ -164,6 +191,8 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of `epoch` (at least 0); one that lives goes on as it is.
 
+        Where a state of that very epoch was loaded, its place is kept.
+
         Raises
         ------
         PlanError
@@ -171,16 +200,69 @@ class Loader:
         """
         if not isinstance(epoch, (int, np.integer)) or isinstance(epoch, bool) or epoch < 0:
             raise PlanError(f"epoch={epoch!r}: expected a whole number of at least 0.")
-        self._next_epoch = int(epoch)
+        if epoch != self._next.plan.epoch:
+            self._next = self._start_of(int(epoch))
+        if self._now is not None and not self._now.is_live:
+            self._now = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place up to which the consumer has received minibatches.
+
+        That of the live iteration; after a ``break``, or an error, the place where it was left; after the end of an
+        epoch the start of the next. What was loaded ahead does not count. The state of any one rank stands for all
+        ranks at that step.
+
+        Returns
+        -------
+        dict
+            New each time; plain ints, strings, lists and dicts, so JSON and every checkpoint keep it. ``"epoch"`` and
+            ``"step"`` (minibatches, since the last change of `world_size`), ``"world_size"``, ``"history"`` and
+            ``"fingerprint"``; see `gpuload.state`.
+        """
+        place = self._now or self._next
+        return make_state(place.plan, place.step, self._fingerprint)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration hand over what was not yet handed over when the state was taken; end a live one.
+
+        Prefetch, threads, device, genes, output and the number of ranks may be others than they were. With another
+        `world_size`, what none of the ranks had handed over is dealt anew, once over all ranks; so all of them must
+        have been at the state's step.
+
+        Parameters
+        ----------
+        state
+            Of `state_dict`, on any rank.
+
+        Raises
+        ------
+        PlanError
+            It is no state; it is of other data or settings, each of which is named; or a sampler that deals the rows
+            itself is to go on with another `world_size` in the middle of an epoch.
+        """
+        epoch, step, world_size, history = check_state(state, self._fingerprint)
+        theirs = replace(self._plan, epoch=epoch, rank=0, world_size=world_size, history=history)
+        if theirs.is_per_rank and (history or (step and world_size != self.world_size)):
+            raise PlanError(
+                f"state: it is of step {step} with world_size={world_size}, and this loader has "
+                f"world_size={self.world_size}; a sampler that is given the rank cannot deal the rest of an epoch "
+                f"anew: resume with world_size={world_size}, or at the start of an epoch."
+            )
+        if step > theirs.n_batches:
+            raise PlanError(f"state: step={step}, but epoch {epoch} ends after {theirs.n_batches} minibatches there.")
+        if world_size != self.world_size and step:
+            history, step = (*history, (world_size, step)), 0
+        self._end_live()
+        self._now = None
+        self._next = _Place(replace(self._plan, epoch=epoch, history=history), step)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Start the next epoch."""
+        """Start the next epoch, or go on where a loaded state says."""
         if self._is_closed:
             raise PlanError("the loader was closed; open it again with open_loader().")
         self._end_live()
-        plan = replace(self._plan, epoch=self._next_epoch)
-        self._next_epoch += 1
-        batches = self._epoch(plan)
+        self._now = None
+        batches = self._epoch(self._next)
         self._live = weakref.ref(batches)
         return batches
 
@@ -208,14 +290,34 @@ class Loader:
         except ValueError as error:
             raise PlanError("the loader is being iterated in another thread; one iteration lives at a time.") from error
 
-    def _epoch(self, plan: Plan) -> Generator[Batch, None, None]:
-        """Yield the minibatches of one epoch, in order, with loads and takes under way ahead of the consumer."""
+    def _start_of(self, epoch: int) -> _Place:
+        return _Place(replace(self._plan, epoch=epoch))
+
+    def _epoch(self, start: _Place) -> Generator[Batch, None, None]:
+        """Yield the minibatches from a place on, and keep account of where the consumer is."""
+        if self._next is start:  # an iterator of which nothing is asked uses up no epoch
+            self._next = self._start_of(start.plan.epoch + 1)
+        self._now = now = _Place(start.plan, start.step)
+        try:
+            with closing(self._batches(start.plan, start.step)) as batches:
+                for batch in batches:
+                    now.step += 1
+                    yield batch
+                    del batch  # or its memory would not come back before the next is made
+        finally:
+            now.is_live = False
+        if self._now is now:
+            self._now = None
+
+    def _batches(self, plan: Plan, step: int) -> Generator[Batch, None, None]:
+        """Yield the minibatches from a step on, in order, with loads and takes under way ahead of the consumer."""
         ahead = self._backend.takes_ahead
-        indices = iter(range(plan.n_fetches))
+        first, n_passed = divmod(step, plan.fetch_factor)
+        to_load = ((index, n_passed if index == first else 0) for index in range(first, plan.n_fetches))
         loads: deque[_Load] = deque()
         takes: deque[_Take] = deque()
         try:
-            loads.extend(self._start_load(plan, index) for index in islice(indices, self._prefetch))
+            loads.extend(self._start_load(plan, *which) for which in islice(to_load, self._prefetch))
             while loads:
                 load = loads[0]  # stays in the deque while it is waited for, so that it is cancelled with the rest
                 while takes and not load.pending.done():
@@ -235,7 +337,7 @@ class Loader:
                         yield self._hand_over(takes.popleft())
                     # Not before the last take of the fetch before is handed over: its resident's memory is used again.
                     if i == min(ahead, len(starts) - 1):
-                        loads.extend(self._start_load(plan, index) for index in islice(indices, 1))
+                        loads.extend(self._start_load(plan, *which) for which in islice(to_load, 1))
                 del resident, load
             while takes:
                 yield self._hand_over(takes.popleft())
@@ -243,17 +345,21 @@ class Loader:
             for pending in (*(load.pending for load in loads), *(take.pending for take in takes)):
                 pending.cancel()
 
-    def _start_load(self, plan: Plan, index: int) -> _Load:
-        """Start to load a fetch; its obs columns are gathered whole, and minibatches are slices of them."""
+    def _start_load(self, plan: Plan, index: int, n_passed: int) -> _Load:
+        """Start to load a fetch for the minibatches after the first `n_passed`.
+
+        Its obs columns are gathered whole, and minibatches are slices of them.
+        """
         self._store.check_unchanged()
         with self.stats.timed("plan_s"):
             fetch = plan.fetch(index)
             recipe = self._store.recipe(fetch.ranges)
         pending = self._backend.load(recipe)
-        rows = fetch.rows()[fetch.positions]
+        positions = fetch.positions[n_passed * plan.batch_size :]
+        rows = fetch.rows()[positions]
         obs = {name: self._backend.asarray(column.values[rows]) for name, column in self._store.obs.items()}
         self.stats.add(n_fetches=1)
-        return _Load(fetch.positions, rows, obs, pending)
+        return _Load(positions, rows, obs, pending)
 
     def _start_take(self, load: _Load, resident: Resident, start: int) -> _Take:
         part = slice(start, start + self._plan.batch_size)

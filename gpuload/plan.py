@@ -1,11 +1,14 @@
-"""Which rows, in which order: a pure function of (strategy, seed, epoch, sizes).
+"""Which rows, in which order, on which rank: a pure function of (strategy, seed, epoch, rank, world_size, sizes).
 
 NumPy only; knows no file and no device.
 
 Requirements this module answers
 --------------------------------
 - The same settings give the same order in any process, on any machine, with any NumPy (see `gpuload.permute`).
-- Resume is arithmetic: fetch i of an epoch is computed without the fetches before it.
+- Ranks are disjoint and are dealt equally many rows, so equally many minibatches: none ever waits for one that has
+  finished.
+- Resume is arithmetic: fetch i of an epoch is computed without the fetches before it. With another number of ranks,
+  what no rank has handed over is dealt anew; the plan carries the history that says what that is.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +28,8 @@ from gpuload.types import Fetch, expand_ranges
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
+
     from gpuload.order import RowOrder
     from gpuload.sampling import Strategy
 
@@ -34,11 +39,12 @@ _BLOCKS, _ROWS = 1, 2
 
 @dataclass(frozen=True)
 class Plan:
-    """The order of one epoch, cut into fetches and minibatches.
+    """The order of one epoch, dealt to ranks, cut into fetches and minibatches.
 
-    The blocks, in their shuffled order, are concatenated and cut into fetches of exactly ``batch_size * fetch_factor``
-    rows (an edge may fall inside a block); each fetch is permuted and cut into minibatches. So every minibatch has
-    `batch_size` rows but the last of the epoch, whatever the blocks.
+    The blocks, in their shuffled order, are concatenated. In each round every rank takes the next
+    ``batch_size * fetch_factor`` rows, rank 0 first: that is a fetch (an edge may fall inside a block). The last round
+    is cut into equal parts. Each fetch is permuted and cut into minibatches. So every minibatch has `batch_size` rows
+    but the last of the epoch, whatever the blocks, and all ranks have equally many of the same sizes.
 
     Parameters
     ----------
@@ -53,7 +59,15 @@ class Plan:
     seed, epoch
         What the order depends on, both at least 0.
     drop_last
-        Leave out the last minibatch where it is short.
+        Leave out the last minibatch of each rank where it is short.
+    rank, world_size
+        Which part of each round is this plan's, of how many.
+    uneven
+        Where the rows cannot be dealt equally: ``"drop"`` leaves out the last ones, fewer than `world_size`; ``"pad"``
+        deals as many of the first ones again.
+    history
+        What was handed over in this epoch before `world_size` ranks went on: pairs (number of ranks, minibatches that
+        each of them handed over), the oldest first. What is left, in its order, is dealt as a whole epoch would be.
     """
 
     file_rows: tuple[int, ...]
@@ -63,50 +77,240 @@ class Plan:
     seed: int = 0
     epoch: int = 0
     drop_last: bool = False
+    rank: int = 0
+    world_size: int = 1
+    uneven: str = "pad"
+    history: tuple[tuple[int, int], ...] = ()
 
     @property
     def n_batches(self) -> int:
-        """Minibatches of the epoch."""
-        n_rows = self._n_drawn
-        return n_rows // self.batch_size if self.drop_last else -(-n_rows // self.batch_size)
+        """Minibatches of this rank, and of every other."""
+        return -(-self.n_rows // self.batch_size)
 
-    @property
+    @cached_property
     def n_rows(self) -> int:
-        """Rows handed over in the epoch."""
-        return min(self._n_drawn, self.n_batches * self.batch_size)
+        """Rows that this rank hands over, and every other."""
+        if self.is_per_rank:
+            counts = [_n_rows(blocks) for blocks in self._rank_blocks]
+            n_rows = min(counts) if self.uneven == "drop" else max(counts)
+            if n_rows and not min(counts):
+                raise PlanError(
+                    f"sampler: it gave no rows for rank {counts.index(0)} of {self.world_size}, so there are none to "
+                    "pad it with; give every rank some, or open the loader with uneven='drop'."
+                )
+            return n_rows // self.batch_size * self.batch_size if self.drop_last else n_rows
+        n_rounds, n_last = self._deal(self._left, self.world_size)
+        return n_rounds * self._fetch_rows + n_last
 
     @property
     def n_fetches(self) -> int:
-        """Fetches of the epoch."""
+        """Fetches of this rank."""
         return -(-self.n_batches // self.fetch_factor)
 
-    @cached_property
-    def _n_drawn(self) -> int:
-        return self.strategy.n_rows(self.file_rows)
+    @property
+    def is_per_rank(self) -> bool:
+        """Whether the strategy deals the rows to ranks itself, so that another number of ranks is another epoch."""
+        return getattr(self.strategy, "per_rank", None) is not None
+
+    @property
+    def _fetch_rows(self) -> int:
+        return self.batch_size * self.fetch_factor
 
     @cached_property
     def _order(self) -> RowOrder:
+        if self.is_per_rank:
+            return _GivenBlocks(self._rank_blocks[self.rank])
         return self.strategy.order(self.file_rows, (self.seed, self.epoch, _BLOCKS))
 
+    @cached_property
+    def _rank_blocks(self) -> list[NDArray[np.int64]]:
+        """The blocks that the strategy itself deals to each rank."""
+        (epoch_seed,) = random_keys(1, self.seed, self.epoch, _BLOCKS)
+        per_rank: Any = self.strategy.per_rank  # type: ignore[attr-defined]
+        blocks = [per_rank(int(epoch_seed), rank, self.world_size) for rank in range(self.world_size)]
+        return [_check_blocks(given, rank, sum(self.file_rows)) for rank, given in enumerate(blocks)]
+
+    @cached_property
+    def _left(self) -> _Left:
+        """What is to be dealt: the whole order, or what the history has left of it."""
+        if self.is_per_rank:
+            return _Left(np.empty(0, np.int64), 0, _n_rows(self._rank_blocks[self.rank]))
+        left = _Left(np.empty(0, np.int64), 0, self.strategy.n_rows(self.file_rows))
+        for segment, (world_size, steps) in enumerate(self.history):
+            left = self._left_after(left, segment, world_size, steps)
+        return left
+
     def fetch(self, index: int) -> Fetch:
-        """Return the index-th fetch of the epoch; independent of all others."""
-        size = self.batch_size * self.fetch_factor
-        start, stop = index * size, min((index + 1) * size, self.n_rows)
-        drawn = self._order.ranges(start, stop)
+        """Return the index-th fetch of this rank; independent of all others."""
+        if self.is_per_rank:
+            start = index * self._fetch_rows
+            size = min(self._fetch_rows, self.n_rows - start)
+        else:
+            start, size = self._part(self._left, index, self.rank, self.world_size)
+        drawn = self._ranges(self._left, start, size)
+        key = self._key(len(self.history), index, self.rank, self.world_size)
         ranges = merge_ranges(drawn)
-        n_resident = int((ranges[:, 1] - ranges[:, 0]).sum())
-        (key,) = random_keys(1, self.seed, self.epoch, _ROWS, index)
-        places = self._order.arrange(start, stop, int(key))
-        if n_resident == stop - start and places is None:  # none drawn twice, so any order will do
-            return Fetch(ranges, permuted_table(n_resident, int(key)).astype(np.int32))
+        n_resident = _n_rows(ranges)
+        places = self._arrange(self._left, start, size, key)
         if places is None:
-            places = permuted_table(stop - start, int(key))
-        rows = expand_ranges(drawn)[places]
+            mixed = permuted_table(size, key)
+            if n_resident == size:  # none drawn twice
+                return Fetch(ranges, mixed.astype(np.int32))
+            rows = np.sort(expand_ranges(drawn))[mixed]
+        else:
+            rows = expand_ranges(drawn)[places]
         return Fetch(ranges, np.searchsorted(expand_ranges(ranges), rows).astype(np.int32))
 
     def fetches(self) -> Iterator[Fetch]:
-        """Return all fetches of the epoch, in order."""
+        """Return all fetches of this rank, in order."""
         return map(self.fetch, range(self.n_fetches))
+
+    def _deal(self, left: _Left, world_size: int) -> tuple[int, int]:
+        """Return the whole rounds, and the rows of each rank's part of the last one."""
+        unit = getattr(self.strategy, "unit", 1)
+        n_rounds, rest = divmod(left.size, world_size * self._fetch_rows)
+        n_last = (rest // unit // world_size if self.uneven == "drop" else -(-rest // unit // world_size)) * unit
+        return n_rounds, n_last // self.batch_size * self.batch_size if self.drop_last else n_last
+
+    def _part(self, left: _Left, index: int, rank: int, world_size: int) -> tuple[int, int]:
+        """Return at which place of what is left a fetch of a rank starts, and its rows; past the end it wraps."""
+        n_rounds, n_last = self._deal(left, world_size)
+        size = self._fetch_rows if index < n_rounds else n_last
+        return index * world_size * self._fetch_rows + rank * size, size
+
+    def _ranges(self, left: _Left, start: int, size: int) -> NDArray[np.int64]:
+        parts = []
+        while size:
+            at = start % left.size
+            n_rows = min(size, left.size - at)
+            parts.append(left.ranges(self._order, at, at + n_rows))
+            start, size = start + n_rows, size - n_rows
+        return np.concatenate(parts)
+
+    def _arrange(self, left: _Left, start: int, size: int, key: int) -> NDArray[np.int64] | None:
+        start %= left.size
+        if left.loose.size or start + size > left.size:
+            return self._order.arrange(0, size, key)
+        return self._order.arrange(left.start + start, left.start + start + size, key)
+
+    def _key(self, segment: int, index: int, rank: int, world_size: int) -> int:
+        further = (segment,) if segment else ()
+        (key,) = random_keys(1, self.seed, self.epoch, _ROWS, index * world_size + rank, *further)
+        return int(key)
+
+    def _left_after(self, left: _Left, segment: int, world_size: int, steps: int) -> _Left:
+        """Return what is left when each of `world_size` ranks has handed over `steps` minibatches."""
+        n_rounds, n_last = self._deal(left, world_size)
+        if steps * self.batch_size >= n_rounds * self._fetch_rows + n_last:
+            return _Left(left.loose[:0], left.stop, left.stop)  # the epoch was over
+        index, n_taken = divmod(steps, self.fetch_factor)
+        first = index * world_size * self._fetch_rows
+        if not n_taken:
+            return left.after(first, left.loose[:0])
+        taken = []
+        for rank in range(world_size):
+            start, size = self._part(left, index, rank, world_size)
+            places = self._handed_over(left, segment, index, rank, world_size)[: n_taken * self.batch_size]
+            taken.append((start + places) % left.size)
+        stop = min(start + size, left.size)
+        rest = np.setdiff1d(np.arange(first, stop), np.concatenate(taken))
+        return left.after(stop, left.places(rest))
+
+    def _handed_over(self, left: _Left, segment: int, index: int, rank: int, world_size: int) -> NDArray[np.int64]:
+        """Return the places of a fetch, counted from its start, in the order of hand-over."""
+        start, size = self._part(left, index, rank, world_size)
+        key = self._key(segment, index, rank, world_size)
+        places = self._arrange(left, start, size, key)
+        if places is not None:
+            return places
+        by_row = np.argsort(expand_ranges(self._ranges(left, start, size)), kind="stable")
+        return by_row[permuted_table(size, key)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Left:
+    """Places of an order that are yet to be dealt: loose ones, then start..stop.
+
+    Attributes
+    ----------
+    loose : (n,) int64
+        Ascending; all below `start`. What an interrupted round has left.
+    """
+
+    loose: NDArray[np.int64]
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.loose.size + self.stop - self.start
+
+    def places(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index-th places."""
+        n_loose = self.loose.size
+        return np.concatenate([self.loose[index[index < n_loose]], index[index >= n_loose] - n_loose + self.start])
+
+    def ranges(self, order: RowOrder, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the row ranges at the start-th to stop-th place, shape (n, 2)."""
+        n_loose = self.loose.size
+        parts = []
+        if start < n_loose:
+            places = self.loose[start:stop]
+            first = int(places[0])
+            rows = expand_ranges(order.ranges(first, int(places[-1]) + 1))[places - first]
+            parts.append(np.stack([rows, rows + 1], axis=1))
+        if stop > n_loose:
+            shift = self.start - n_loose
+            parts.append(order.ranges(max(start, n_loose) + shift, stop + shift))
+        return np.concatenate(parts)
+
+    def after(self, index: int, loose: NDArray[np.int64]) -> _Left:
+        """Return `loose` and all from the index-th place on."""
+        n_passed = max(0, index - self.loose.size)
+        return _Left(np.concatenate([loose, self.loose[index:]]), self.start + n_passed, self.stop)
+
+
+class _GivenBlocks:
+    """Blocks in the order in which they were given."""
+
+    def __init__(self, blocks: NDArray[np.int64]) -> None:
+        self._blocks = blocks
+        self._ends = np.cumsum(blocks[:, 1] - blocks[:, 0])
+
+    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the row ranges at places start..stop, shape (n, 2)."""
+        first, last = np.searchsorted(self._ends, (start, stop - 1), side="right")
+        ranges = self._blocks[first : last + 1].copy()
+        ranges[0, 0] = ranges[0, 1] - (self._ends[first] - start)
+        ranges[-1, 1] -= self._ends[last] - stop
+        return ranges
+
+    def arrange(self, start: int, stop: int, key: int) -> None:
+        """Return None: the rows of a fetch are mixed."""
+
+
+def _n_rows(ranges: NDArray[np.int64]) -> int:
+    return int((ranges[:, 1] - ranges[:, 0]).sum())
+
+
+def _check_blocks(given: Any, rank: int, n_rows: int) -> NDArray[np.int64]:
+    """Return what a user's own sampler gave for a rank as non-empty blocks, or say what is wrong with it."""
+    blocks = np.asarray(given)
+    if blocks.size == 0:
+        return np.empty((0, 2), dtype=np.int64)
+    if blocks.ndim != 2 or blocks.shape[1] != 2 or blocks.dtype.kind not in "iu":
+        raise PlanError(
+            f"sampler: for rank {rank} it gave an array of shape {blocks.shape} and dtype {blocks.dtype}; expected "
+            "blocks of rows, shape (n, 2), of whole numbers."
+        )
+    bad = np.flatnonzero((blocks[:, 0] < 0) | (blocks[:, 0] > blocks[:, 1]) | (blocks[:, 1] > n_rows))
+    if bad.size:
+        raise PlanError(
+            f"sampler: for rank {rank} it gave the block {blocks[bad[0]].tolist()}; expected 0 <= start <= stop <= "
+            f"{n_rows}."
+        )
+    blocks = blocks.astype(np.int64)
+    return blocks[blocks[:, 0] < blocks[:, 1]]
 
 
 def chunks_per_block(block_size: int | str) -> int | None:

@@ -36,8 +36,8 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
     loader
         Made by `gpuload.open_loader`.
     dtype
-        None keeps the loader's; ``torch.bfloat16`` (or its name) converts each dense minibatch, which costs one more
-        pass over it.
+        None keeps the loader's; ``torch.bfloat16`` (or its name) converts each dense minibatch of float32, which costs
+        one more pass over it; ``open_loader(dtype="bfloat16")`` makes it so from the start.
 
     Yields
     ------
@@ -79,8 +79,19 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         """Let the next iteration be that of `epoch`; see `Loader.set_epoch`."""
         self._loader.set_epoch(epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place up to which minibatches were taken; see `Loader.state_dict`.
+
+        PyTorch's DataLoader takes none ahead without workers, and torchdata's StatefulDataLoader calls this itself.
+        """
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on where a state says; see `Loader.load_state_dict`."""
+        self._loader.load_state_dict(state)
+
     def __len__(self) -> int:
-        """Minibatches of an epoch."""
+        """Minibatches of a whole epoch on this rank, and on every other."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -100,13 +111,16 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
             batch = next(batches, None)
             if batch is None:
                 return
-            X = _csr_tensor(batch.X) if self._loader.output == "csr" else _tensor(batch.X)
+            X = _csr_tensor(batch.X) if self._loader.output == "csr" else self._dense(batch.X)
             if self._dtype is not None:
                 X = X.to(self._dtype)
             obs = {name: _tensor(values) for name, values in batch.obs.items()}
             rows = torch.from_numpy(batch.rows)
             del batch  # or its memory would not come back before the next is made
             yield {"X": X, **obs, "rows": rows}
+
+    def _dense(self, X: Any) -> torch.Tensor:
+        return _tensor(X.view(np.int16)).view(torch.bfloat16) if self._loader.dtype == "bfloat16" else _tensor(X)
 
 
 _NO_WORKERS = (

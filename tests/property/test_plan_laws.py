@@ -6,20 +6,81 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuload.permute import Permutation
+from gpuload.errors import PlanError
+from gpuload.permute import Permutation, permuted_table
 from gpuload.plan import Plan
 from gpuload.sampling import BlockShuffle, Sequential
 from tests.strategies import plans
 
+if TYPE_CHECKING:
+    from gpuload.types import Fetch
+
 MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Given:
+    """A strategy of given rows, which may repeat; units of several places are never torn."""
+
+    rows: tuple[int, ...]
+    unit: int = 1
+
+    def n_rows(self, file_rows: tuple[int, ...]) -> int:
+        return len(self.rows)
+
+    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> Given:
+        return self
+
+    def ranges(self, start: int, stop: int) -> np.ndarray:
+        rows = np.array(self.rows[start:stop], dtype=np.int64)
+        return np.stack([rows, rows + 1], axis=1)
+
+    def arrange(self, start: int, stop: int, key: int) -> np.ndarray | None:
+        if self.unit == 1:
+            return None
+        assert start % self.unit == stop % self.unit == 0, "a unit is torn"
+        assert stop <= len(self.rows)
+        units = permuted_table((stop - start) // self.unit, key)
+        return (units[:, None] * self.unit + np.arange(self.unit)).reshape(-1)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "Given"}
+
+
+@st.composite
+def dealt(draw: st.DrawFn) -> Plan:
+    """Draw plans of one of several ranks, some after changes of the number of ranks."""
+    plan = draw(plans())
+    if draw(st.integers(0, 3)) == 0:
+        n_rows = sum(plan.file_rows) or 1
+        unit = draw(st.integers(1, 3))
+        rows = draw(st.lists(st.integers(0, n_rows - 1), max_size=100))
+        plan = replace(
+            plan,
+            file_rows=(n_rows,),
+            strategy=Given(tuple(rows[: len(rows) // unit * unit]), unit),
+            batch_size=ceil(plan.batch_size / unit) * unit,
+        )
+    plan = replace(plan, uneven=draw(st.sampled_from(["drop", "pad"])))
+    for _ in range(draw(st.integers(0, 3))):
+        plan = replace(plan, world_size=draw(st.integers(1, 5)))
+        plan = replace(plan, history=(*plan.history, (plan.world_size, draw(st.integers(0, plan.n_batches)))))
+    world_size = draw(st.integers(1, 5))
+    return replace(plan, world_size=world_size, rank=draw(st.integers(0, world_size - 1)))
+
+
+def ranks_of(plan: Plan) -> list[Plan]:
+    """Return the plans of all ranks."""
+    return [replace(plan, rank=rank) for rank in range(plan.world_size)]
 
 
 def rows_of(plan: Plan) -> np.ndarray:
@@ -138,10 +199,12 @@ def slow_permutation(n: int, key: int) -> list[int]:
     return sorted(range(n), key=lambda i: slow_hash(i ^ key))
 
 
-def slow_order(plan: Plan) -> list[int]:
-    """Return one epoch's rows from the description alone: blocks, permuted, concatenated, cut, permuted."""
+def slow_rows(plan: Plan) -> list[int]:
+    """Return one epoch's rows by place, from the description alone: blocks, permuted, concatenated."""
     if isinstance(plan.strategy, Sequential):
-        return list(range(plan.n_rows))
+        return list(range(sum(plan.file_rows)))
+    if isinstance(plan.strategy, Given):
+        return list(plan.strategy.rows)
     edges: list[tuple[int, int]] = []
     if plan.strategy.edges is not None:
         edges = [(int(a), int(b)) for a, b in zip(plan.strategy.edges, plan.strategy.edges[1:], strict=False)]
@@ -152,17 +215,67 @@ def slow_order(plan: Plan) -> list[int]:
             edges += [(start + at, start + min(at + size, n_rows)) for at in range(0, n_rows, size)]
             start += n_rows
     shuffled = [edges[i] for i in slow_permutation(len(edges), slow_key(plan.seed, plan.epoch, 1))]
-    rows = [row for start, stop in shuffled for row in range(start, stop)][: plan.n_rows]
-    out, size = [], plan.batch_size * plan.fetch_factor
-    for index, at in enumerate(range(0, len(rows), size)):
-        resident = sorted(rows[at : at + size])
-        out += [resident[i] for i in slow_permutation(len(resident), slow_key(plan.seed, plan.epoch, 2, index))]
-    return out
+    return [row for start, stop in shuffled for row in range(start, stop)]
+
+
+def slow_parts(plan: Plan, left: list[int], world_size: int) -> list[list[list[int]]]:
+    """Return which places of those left each rank takes in each round; what pads is the front of them again."""
+    size = plan.batch_size * plan.fetch_factor
+    n_rounds = len(left) // (size * world_size)
+    rounds = [
+        [left[(k * world_size + r) * size : (k * world_size + r + 1) * size] for r in range(world_size)]
+        for k in range(n_rounds)
+    ]
+    rest = left[n_rounds * world_size * size :]
+    unit = getattr(plan.strategy, "unit", 1)
+    n_units = len(rest) // unit
+    each = unit * (n_units // world_size if plan.uneven == "drop" else ceil(n_units / world_size))
+    if plan.drop_last:
+        each = each // plan.batch_size * plan.batch_size
+    padded = rest + left * world_size
+    return rounds + [[padded[r * each : (r + 1) * each] for r in range(world_size)]] * (each > 0)
+
+
+def slow_hand_over(plan: Plan, rows: list[int], part: list[int], number: int, segment: int) -> list[int]:
+    """Return the places of one fetch in the order of hand-over."""
+    if isinstance(plan.strategy, Sequential):
+        return part
+    further = (segment,) if segment else ()
+    key = slow_key(plan.seed, plan.epoch, 2, number, *further)
+    if isinstance(plan.strategy, Given) and plan.strategy.unit > 1:
+        units = slow_permutation(len(part) // plan.strategy.unit, key)
+        return [part[u * plan.strategy.unit + i] for u in units for i in range(plan.strategy.unit)]
+    resident = sorted(part, key=lambda place: rows[place])
+    return [resident[i] for i in slow_permutation(len(resident), key)]
+
+
+def slow_order(plan: Plan) -> list[int]:
+    """Return one rank's rows, from the description alone."""
+    rows = slow_rows(plan)
+    left = list(range(len(rows)))
+    for segment, (world_size, steps) in enumerate((*plan.history, (plan.world_size, None))):
+        rounds = slow_parts(plan, left, world_size)
+        by_rank: list[list[int]] = [[] for _ in range(world_size)]
+        for k, parts in enumerate(rounds):
+            for rank, part in enumerate(parts):
+                by_rank[rank] += slow_hand_over(plan, rows, part, k * world_size + rank, segment)
+        if steps is None:
+            return [rows[place] for place in by_rank[plan.rank]]
+        is_over = steps * plan.batch_size >= len(by_rank[0])
+        handed = {place for places in by_rank for place in places[: steps * plan.batch_size]}
+        left = [] if is_over else [place for place in left if place not in handed]
+    raise AssertionError
 
 
 @given(plans())
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_the_order_is_that_of_a_slow_implementation(plan: Plan) -> None:
+    assert rows_of(plan).tolist() == slow_order(plan)
+
+
+@given(dealt())
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_ranks_and_histories_are_those_of_a_slow_implementation(plan: Plan) -> None:
     assert rows_of(plan).tolist() == slow_order(plan)
 
 
@@ -230,3 +343,225 @@ def test_the_order_is_the_same_in_another_process() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == str(FROZEN_ROWS)
+
+
+# --- ranks
+
+
+@given(dealt())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_ranks_are_disjoint_and_equal_and_together_whole(plan: Plan) -> None:
+    plan = replace(plan, strategy=BlockShuffle(3) if isinstance(plan.strategy, Given) else plan.strategy, history=())
+    n_rows, n_ranks = sum(plan.file_rows), plan.world_size
+    ranks = ranks_of(plan)
+    sizes = [[[len(part) for part in batches_of(fetch, plan)] for fetch in rank.fetches()] for rank in ranks]
+    assert all(one == sizes[0] for one in sizes), "no rank may wait for one that has finished"
+    assert sum(map(len, sizes[0])) == plan.n_batches
+    times = np.bincount(np.concatenate([rows_of(rank) for rank in ranks]), minlength=n_rows)
+    if plan.uneven == "drop" or n_rows % n_ranks == 0:
+        assert times.max(initial=0) <= 1
+    else:
+        assert times.sum() - np.count_nonzero(times) < n_ranks
+    n_missing = np.count_nonzero(times == 0)
+    if not plan.drop_last:
+        assert n_missing <= (n_rows % n_ranks if plan.uneven == "drop" else 0)
+    else:
+        assert n_missing < n_ranks * plan.batch_size
+
+
+def batches_of(fetch: Fetch, plan: Plan) -> list[np.ndarray]:
+    rows = fetch.rows()[fetch.positions]
+    return [rows[at : at + plan.batch_size] for at in range(0, rows.size, plan.batch_size)]
+
+
+@given(plans(), st.integers(1, 6), st.sampled_from(["drop", "pad"]), st.data())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_a_chain_of_world_sizes_hands_over_every_row(
+    plan: Plan, world_size: int, uneven: str, data: st.DataObject
+) -> None:
+    """Each part of the chain goes on where all ranks of the part before it had come to, until the epoch is over."""
+    n_rows = sum(plan.file_rows)
+    plan = replace(plan, drop_last=False, uneven=uneven)
+    handed: list[np.ndarray] = [np.empty(0, np.int64)]
+    n_padded = 0
+    while True:
+        plan = replace(plan, world_size=world_size, rank=0)
+        steps = data.draw(st.integers(0, plan.n_batches), label="steps")
+        by_rank = [rows_of(rank)[: steps * plan.batch_size] for rank in ranks_of(plan)]
+        handed += by_rank
+        n_padded += world_size - 1
+        if steps == plan.n_batches or len(plan.history) == 4:
+            handed += [rows_of(rank)[steps * plan.batch_size :] for rank in ranks_of(plan)]
+            break
+        plan = replace(plan, history=(*plan.history, (world_size, steps)))
+        world_size = data.draw(st.integers(1, 6), label="world_size")
+    times = np.bincount(np.concatenate(handed), minlength=n_rows)
+    if uneven == "drop":
+        assert times.max(initial=0) <= 1, "a row was handed over twice"
+        assert np.count_nonzero(times == 0) < world_size, "rows were lost"
+    else:
+        assert np.all(times), "rows were lost"
+        assert times.sum() - n_rows <= n_padded, "more rows were repeated than pad"
+
+
+@given(plans(), st.integers(1, 5))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_nothing_is_left_of_an_epoch_that_was_over(plan: Plan, world_size: int) -> None:
+    n_batches = replace(plan, world_size=3, uneven="drop").n_batches
+    later = replace(plan, world_size=world_size, uneven="drop", history=((3, n_batches),))
+    assert (later.n_batches, later.n_rows, list(later.fetches())) == (0, 0, [])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+def test_no_rank_gets_more_minibatches(world_size: int, uneven: str) -> None:
+    """Dealing whole fetches in turn gives 80 and 77, 61, 48 and 48, or 48, 45, 32 and 32 minibatches here."""
+    plan = Plan((10_000,), 64, 16, BlockShuffle(16), world_size=world_size, uneven=uneven)
+    counts = {rank.n_batches for rank in ranks_of(plan)}
+    assert counts == {ceil((10_000 // world_size if uneven == "drop" else ceil(10_000 / world_size)) / 64)}
+    assert {sum(fetch.n_rows for fetch in rank.fetches()) for rank in ranks_of(plan)} == {
+        10_000 // world_size if uneven == "drop" else ceil(10_000 / world_size)
+    }
+
+
+def test_ranks_permute_their_fetches_differently() -> None:
+    plan = Plan((4_000,), 10, 10, BlockShuffle(4), world_size=4)
+    firsts = {tuple(rank.fetch(index).positions) for rank in ranks_of(plan) for index in range(3)}
+    assert len(firsts) == 12
+
+
+def test_seed_1000_of_epoch_0_is_not_seed_0_of_epoch_1() -> None:
+    for world_size in (1, 2):
+        one = rows_of(Plan((500,), 10, 5, BlockShuffle(4), seed=1000, epoch=0, world_size=world_size))
+        other = rows_of(Plan((500,), 10, 5, BlockShuffle(4), seed=0, epoch=1, world_size=world_size))
+        assert not np.array_equal(one, other)
+
+
+def test_rows_are_dealt_to_other_ranks_in_each_epoch() -> None:
+    plan = Plan((10_000,), 10, 5, BlockShuffle(4), world_size=4)
+    first = set(rows_of(plan))
+    for epoch in (1, 2, 3):
+        again = len(first & set(rows_of(replace(plan, epoch=epoch)))) / len(first)
+        assert 0.2 < again < 0.3
+
+
+def test_the_rows_that_are_dropped_or_padded_change_with_the_epoch() -> None:
+    for uneven in ("drop", "pad"):
+        plan = Plan((1_003,), 10, 5, BlockShuffle(4), world_size=4, uneven=uneven)
+        odd = set()
+        for epoch in range(20):
+            rows = np.concatenate([rows_of(rank) for rank in ranks_of(replace(plan, epoch=epoch))])
+            times = np.bincount(rows, minlength=1_003)
+            (found,) = np.nonzero(times != 1)
+            assert len(found) == (3 if uneven == "drop" else 1)
+            odd.update(found)
+        assert len(odd) > 15
+
+
+def test_more_ranks_than_rows() -> None:
+    plan = Plan((3,), 4, 2, Sequential(), world_size=8)
+    assert [rows_of(rank).tolist() for rank in ranks_of(plan)] == [[0], [1], [2], [0], [1], [2], [0], [1]]
+    assert [rows_of(rank).tolist() for rank in ranks_of(replace(plan, uneven="drop"))] == [[]] * 8
+    assert [replace(plan, file_rows=(0,), uneven=uneven).n_batches for uneven in ("drop", "pad")] == [0, 0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_units_are_never_torn(world_size: int) -> None:
+    """Pairs of rows 2k and 2k + 1 stay together, on ranks, in padding, and after changes of the number of ranks."""
+    strategy = Given(tuple(range(214)), unit=2)
+    for uneven in ("drop", "pad"):
+        for history in ((), ((1, 3),), ((2, 1), (3, 2)), ((3, 4), (2, 1), (4, 1))):
+            plan = Plan((214,), 6, 3, strategy, world_size=world_size, uneven=uneven, history=history)
+            for rank in ranks_of(plan):
+                rows = rows_of(rank)
+                np.testing.assert_array_equal(rows[::2] + 1, rows[1::2])
+                assert rank.n_rows == rows.size
+
+
+FROZEN_RANKS = [
+    [9, 13, 5, 14, 17, 16],
+    [15, 12, 6, 7, 18, 19],
+    [8, 2, 1, 0, 20, 5],
+]
+
+
+def test_the_order_of_ranks_is_frozen() -> None:
+    """As `test_the_order_is_frozen`; states that were saved rely on it."""
+    plan = Plan((13, 0, 8), 2, 2, BlockShuffle(3), seed=2026, epoch=5, world_size=3, history=((2, 1),))
+    assert [rows_of(rank).tolist() for rank in ranks_of(plan)] == FROZEN_RANKS
+    assert [slow_order(rank) for rank in ranks_of(plan)] == FROZEN_RANKS
+
+
+def test_changing_the_number_of_ranks_costs_little_at_many_cells() -> None:
+    """No table of rows is built but of the rounds that were interrupted."""
+    history = ((8, 100), (16, 3), (4, 5_000))
+    tracemalloc.start()
+    start = time.perf_counter()
+    plan = Plan((40_000_000, 60_000_000), 64, 256, BlockShuffle(16), seed=1, epoch=2, world_size=8, history=history)
+    assert plan.fetch(0).n_rows == plan.fetch(plan.n_fetches // 2).n_rows == 64 * 256
+    seconds, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 << 20
+    assert seconds < 20  # a bound against quadratic work, not a benchmark
+
+
+# --- strategies that deal the rows themselves
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A strategy that is asked for each rank's blocks."""
+
+    per_rank: Any
+
+
+def split_evenly(epoch_seed: int, rank: int, world_size: int) -> np.ndarray:
+    """Blocks of 5 of 103 rows, permuted by the seed, every world_size-th of them for a rank."""
+    starts = np.arange(0, 103, 5)
+    mine = np.random.default_rng(epoch_seed).permutation(starts)[rank::world_size]
+    return np.stack([mine, np.minimum(mine + 5, 103)], axis=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_function_of_the_rank_gives_the_blocks(world_size: int, uneven: str, drop_last: bool) -> None:
+    plan = Plan((103,), 4, 3, PerRank(split_evenly), world_size=world_size, uneven=uneven, drop_last=drop_last)
+    ranks = ranks_of(plan)
+    (epoch_seed,) = (slow_key(plan.seed, plan.epoch, 1),)
+    blocks = [split_evenly(epoch_seed, rank, world_size) for rank in range(world_size)]
+    counts = [int((b[:, 1] - b[:, 0]).sum()) for b in blocks]
+    n_rows = min(counts) if uneven == "drop" else max(counts)
+    n_rows = n_rows // 4 * 4 if drop_last else n_rows
+    for rank, given_blocks in zip(ranks, blocks, strict=True):
+        in_order = [row for start, stop in given_blocks for row in range(start, stop)] * 2
+        fetches = [fetch.rows()[fetch.positions] for fetch in rank.fetches()]
+        assert [fetch.size for fetch in fetches] == [12] * (n_rows // 12) + [n_rows % 12] * (n_rows % 12 > 0)
+        for at, fetch in enumerate(fetches):
+            assert sorted(fetch) == sorted(in_order[:n_rows][at * 12 : (at + 1) * 12])
+        assert rank.n_batches == ceil(n_rows / 4)
+    assert not np.array_equal(rows_of(plan), rows_of(replace(plan, epoch=1)))
+
+
+def test_a_short_rank_is_padded_by_its_own_rows_over_and_over() -> None:
+    plan = Plan((50,), 4, 10, PerRank(lambda seed, rank, n: [[0, 50]] if rank else [[7, 9]]), world_size=2)
+    assert np.bincount(rows_of(plan)).tolist() == [0] * 7 + [25, 25]
+    assert sorted(rows_of(replace(plan, rank=1))) == list(range(50))
+    assert rows_of(replace(plan, uneven="drop")).size == rows_of(replace(plan, uneven="drop", rank=1)).size == 2
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (np.arange(4), r"shape \(4,\)"),
+        (np.zeros((2, 2)), "float64"),
+        ([[0, 5], [3, 51]], r"block \[3, 51\].*<= 50"),
+        ([[-1, 5]], r"block \[-1, 5\]"),
+        ([[5, 4]], r"block \[5, 4\]"),
+        ([], "no rows for rank 1 of 2.*uneven='drop'"),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused(blocks: Any, message: str) -> None:
+    plan = Plan((50,), 4, 10, PerRank(lambda seed, rank, n: blocks if rank else [[0, 9], [3, 3]]), world_size=2)
+    with pytest.raises(PlanError, match=f"sampler.*{message}"):
+        rows_of(plan)

@@ -1,0 +1,64 @@
+"""Which of how many training processes this is.
+
+No package is imported for it: torch.distributed is asked only where the program itself has set it up.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from gpuload.errors import PlanError
+
+
+def rank_and_world_size(rank: int | None = None, world_size: int | None = None) -> tuple[int, int]:
+    """Return this process's rank and how many there are.
+
+    Parameters
+    ----------
+    rank, world_size
+        Both, or neither. Neither: those of torch.distributed's default group where that is initialised; else those of
+        the environment variables ``RANK`` and ``WORLD_SIZE``, which torchrun sets; else 0 and 1.
+
+    Raises
+    ------
+    PlanError
+        Only one is given or set; or they are not whole numbers with ``0 <= rank < world_size``.
+    """
+    if (rank is None) != (world_size is None):
+        given, missing = ("rank", "world_size") if world_size is None else ("world_size", "rank")
+        raise PlanError(
+            f"{given}={world_size if rank is None else rank!r} without {missing}: give both, or neither to take them "
+            "from torch.distributed or torchrun."
+        )
+    if rank is not None and world_size is not None:
+        return _check(rank, world_size, "rank={!r}, world_size={!r}")
+    torch_distributed: Any = sys.modules.get("torch.distributed")
+    if torch_distributed is not None and torch_distributed.is_available() and torch_distributed.is_initialized():
+        return int(torch_distributed.get_rank()), int(torch_distributed.get_world_size())
+    return _of_environment()
+
+
+def _of_environment() -> tuple[int, int]:
+    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if not found:
+        return 0, 1
+    if len(found) == 1:
+        ((name, value),) = found.items()
+        missing = "RANK" if name == "WORLD_SIZE" else "WORLD_SIZE"
+        raise PlanError(
+            f"environment: {name}={value!r} is set but {missing} is not; set both, as torchrun does, or give rank and "
+            "world_size."
+        )
+    numbers = {name: int(value) if value.strip().isdecimal() else value for name, value in found.items()}
+    return _check(numbers["RANK"], numbers["WORLD_SIZE"], "environment: RANK={!r}, WORLD_SIZE={!r}")
+
+
+def _check(rank: object, world_size: object, where: str) -> tuple[int, int]:
+    are_whole = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in (rank, world_size))
+    if not are_whole or not 0 <= rank < world_size:  # type: ignore[operator]
+        raise PlanError(f"{where.format(rank, world_size)}: expected whole numbers with 0 <= rank < world_size.")
+    return int(rank), int(world_size)  # type: ignore[call-overload]

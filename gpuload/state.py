@@ -1,0 +1,148 @@
+"""What the state of a loader holds, and whether a state belongs to a loader.
+
+A state is a dict of plain ints, strings, lists and dicts, so that JSON, torch.save and every checkpoint keep it:
+
+``"epoch"``, ``"step"``
+    Minibatches that each rank's consumer has received, of that epoch and since the last change of `world_size`.
+``"world_size"``, ``"history"``
+    How many ranks there were; and before that, as pairs ``[world_size, steps]``, the oldest first.
+``"fingerprint"``
+    All that decides the order but the above. Not in it, so free to differ: `rank` and `world_size`, `prefetch`,
+    threads, device, genes, transform, output, folders.
+
+So the state of any one rank stands for all ranks at that step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gpuload.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from gpuload.plan import Plan
+
+VERSION = 1
+"""Of states. It rises when the same state would mean another order."""
+
+_PLACE = ("epoch", "step", "world_size", "history", "fingerprint")
+
+
+def fingerprint(plan: Plan, files: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a state and a loader must agree in.
+
+    Parameters
+    ----------
+    plan
+        Of the loader.
+    files
+        Name and sizes of each file, in their order.
+    """
+    return {
+        "version": VERSION,
+        "files": files,
+        "batch_size": plan.batch_size,
+        "fetch_factor": plan.fetch_factor,
+        "seed": plan.seed,
+        "drop_last": bool(plan.drop_last),
+        "uneven": plan.uneven,
+        "sampler": plan.strategy.describe(),
+    }
+
+
+def make_state(plan: Plan, step: int, made_with: dict[str, Any]) -> dict[str, Any]:
+    """Return the state after `step` minibatches of a plan; the caller's own."""
+    return {
+        "epoch": plan.epoch,
+        "step": step,
+        "world_size": plan.world_size,
+        "history": [list(pair) for pair in plan.history],
+        "fingerprint": _copied(made_with),
+    }
+
+
+def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
+    """Return a state's epoch, step, world_size and history.
+
+    Parameters
+    ----------
+    state
+        What `make_state` returned, also after a round trip through JSON.
+    wanted
+        The fingerprint of the loader that is to go on from it.
+
+    Raises
+    ------
+    PlanError
+        It is no state; or its data or settings are others, each of which is named.
+    """
+    if not isinstance(state, dict) or not set(_PLACE) <= state.keys() or not isinstance(state["fingerprint"], dict):
+        found = f"a dict with {sorted(map(str, state))}" if isinstance(state, dict) else type(state).__name__
+        raise PlanError(f"state: expected what a loader's state_dict() returns, found {found}.")
+    differing = list(_differences(state["fingerprint"], wanted))
+    if differing:
+        raise PlanError(
+            f"state: it is of other data or settings than this loader: {'; '.join(differing)}. Open the loader as the "
+            "one that the state was taken from."
+        )
+    epoch, step, world_size, history = (state[name] for name in _PLACE[:4])
+    is_list = isinstance(history, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_count(pair[0], 1) and _is_count(pair[1], 0)
+        for pair in history
+    )
+    if not (_is_count(epoch, 0) and _is_count(step, 0) and _is_count(world_size, 1) and is_list):
+        raise PlanError(
+            f"state: epoch={epoch!r}, step={step!r}, world_size={world_size!r}, history={history!r} is no place in an "
+            "epoch; take it from a loader's state_dict()."
+        )
+    return epoch, step, world_size, tuple((int(n_ranks), int(steps)) for n_ranks, steps in history)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _copied(value: Any) -> Any:
+    """Return a deep copy of plain values."""
+    if isinstance(value, dict):
+        return {name: _copied(part) for name, part in value.items()}
+    return [_copied(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each difference in words."""
+    if found.get("version") != wanted["version"]:
+        yield f"version {found.get('version')!r} of states, here {wanted['version']!r}"
+        return  # what else it holds may mean something else
+    for name in dict.fromkeys((*wanted, *found)):
+        if name == "files":
+            yield from _file_differences(found.get("files"), wanted["files"])
+        elif _copied(found.get(name)) != _copied(wanted.get(name)):
+            yield from _value_differences(name, found.get(name), wanted.get(name))
+
+
+def _file_differences(found: Any, wanted: list[dict[str, Any]]) -> Iterator[str]:
+    if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
+        n_found = len(found) if isinstance(found, (list, tuple)) else 0
+        yield f"{n_found} files in the state, {len(wanted)} here"
+        return
+    for number, (theirs, ours) in enumerate(zip(found, wanted, strict=True)):
+        if theirs != ours:
+            yield f"file {number} is {_named(theirs)} in the state, {_named(ours)} here"
+
+
+def _named(file: Any) -> str:
+    return ", ".join(f"{value!r}" if name == "name" else f"{name}={value!r}" for name, value in dict(file).items())
+
+
+def _value_differences(name: str, found: Any, wanted: Any) -> Iterator[str]:
+    """Yield a setting's difference; of a sampler, those of its own settings where it is of the same name."""
+    if isinstance(found, dict) and isinstance(wanted, dict) and found.get("name") == wanted.get("name"):
+        for part in dict.fromkeys((*wanted, *found)):
+            if _copied(found.get(part)) != _copied(wanted.get(part)):
+                yield from _value_differences(f"{name} {part}", found.get(part), wanted.get(part))
+    else:
+        found, wanted = (v["name"] if isinstance(v, dict) and "name" in v else v for v in (found, wanted))
+        yield f"{name}={found!r} in the state, {wanted!r} here"

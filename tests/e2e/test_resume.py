@@ -1,0 +1,426 @@
+"""Resuming as a person does it: real files, every front, every checkpoint, and a process that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import gpuload
+
+torch = pytest.importorskip("torch")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.variants import Stored
+
+    Rows = list[list[int]]
+
+SETTINGS: dict[str, Any] = {"batch_size": 8, "fetch_factor": 3, "block_size": 4, "seed": 7}
+N_BATCHES = 17
+
+
+def rows_of(batches: Any) -> Rows:
+    return [batch.rows.tolist() for batch in batches]
+
+
+def whole(path: Any, n_epochs: int = 2, **settings: Any) -> list[Rows]:
+    """Return the rows of uninterrupted epochs."""
+    with gpuload.open_loader(path, **{**SETTINGS, **settings}) as loader:
+        return [rows_of(loader) for _ in range(n_epochs)]
+
+
+# --- what may differ, and what may not
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"prefetch": 1},
+        {"prefetch": 6, "num_threads": 1},
+        {"num_threads": 3},
+        {"output": "csr"},
+        {"dtype": "float16"},
+        {"genes": ["ENSG00000000007"]},
+        {"obs": ["depth"]},
+        {"verify": "always"},
+        {"transform": gpuload.Transform()},
+    ],
+    ids=", ".join,
+)
+def test_resume_with_other_ways_of_doing_it(plain: Stored, other: dict[str, Any]) -> None:
+    first, second = whole(plain.path)
+    if "genes" in other:
+        with gpuload.open_loader(plain.path) as loader:
+            other = {"genes": [loader.var_names[7]]}
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        assert rows_of(islice(loader, 10)) == first[:10]
+        state = loader.state_dict()
+    with gpuload.open_loader(plain.path, **SETTINGS, **other) as loader:
+        loader.load_state_dict(state)
+        assert rows_of(loader) == first[10:]
+        assert rows_of(loader) == second
+
+
+def test_values_after_a_resume_are_those_of_the_rows(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS, obs=["depth"]) as loader:
+        for step in range(N_BATCHES):
+            loader.load_state_dict({**loader.state_dict(), "epoch": 0, "step": step, "history": []})
+            batches = list(loader)
+            assert len(batches) == N_BATCHES - step
+            for batch in batches:
+                np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+                np.testing.assert_array_equal(batch.obs["depth"], plain.obs["depth"].to_numpy()[batch.rows])
+
+
+def test_the_same_files_in_another_folder(plain: Stored, copy_of: Callable[[str], Path]) -> None:
+    with gpuload.open_loader([plain.path, plain.path], **SETTINGS) as loader:
+        next(iter(loader))
+        state, rest = loader.state_dict(), rows_of(whole_after(loader))
+    moved = copy_of(plain.path.name)
+    with gpuload.open_loader([moved, plain.path], **SETTINGS) as loader:
+        loader.load_state_dict(state)
+        assert rows_of(loader) == rest
+    renamed = copy_of("renamed.h5ad")
+    refusal = rf"file 1 is '{plain.path.name}', n_obs=131.*'renamed.h5ad'"
+    with (
+        gpuload.open_loader([plain.path, renamed], **SETTINGS) as loader,
+        pytest.raises(gpuload.PlanError, match=refusal),
+    ):
+        loader.load_state_dict(state)
+    with (
+        gpuload.open_loader(plain.path, **SETTINGS) as loader,
+        pytest.raises(gpuload.PlanError, match="2 files in the state, 1 here"),
+    ):
+        loader.load_state_dict(state)
+
+
+def whole_after(loader: gpuload.Loader) -> list[gpuload.Batch]:
+    """Return what follows the loader's state."""
+    loader.load_state_dict(loader.state_dict())
+    return list(loader)
+
+
+def test_block_sizes_are_told_apart(plain: Stored) -> None:
+    states = {}
+    for block_size in (4, 5, "chunk"):
+        with gpuload.open_loader(plain.path, **{**SETTINGS, "block_size": block_size}) as loader:
+            states[block_size] = loader.state_dict()
+            for other, state in states.items():
+                if other != block_size:
+                    with pytest.raises(gpuload.PlanError, match="sampler"):
+                        loader.load_state_dict(state)
+            loader.load_state_dict(states[block_size])
+
+
+def test_ranks_over_files_hand_over_every_cell(plain: Stored) -> None:
+    rows: list[int] = []
+    for rank in range(3):
+        with gpuload.open_loader(
+            [plain.path, plain.path], **SETTINGS, rank=rank, world_size=3, uneven="drop"
+        ) as loader:
+            assert (loader.rank, loader.world_size, len(loader)) == (rank, 3, 11)
+            batches = list(loader)
+            assert [len(batch) for batch in batches] == [8] * 10 + [7]
+            for batch in batches:
+                np.testing.assert_array_equal(batch.X, plain.dense[batch.rows % 131])
+                rows += batch.rows.tolist()
+    assert len(set(rows)) == len(rows) == 261
+
+
+# --- samplers
+
+
+def every_third_block(epoch_seed: int, rank: int, world_size: int) -> np.ndarray:
+    starts = np.random.default_rng(epoch_seed).permutation(np.arange(0, 128, 4))[rank::world_size]
+    return np.stack([starts, starts + 4], axis=1)
+
+
+SAMPLERS: dict[str, Any] = {
+    "sequential": gpuload.Sequential(),
+    "by class": gpuload.ClassBalanced("cell_line", num_samples=203),
+    "by weight": gpuload.Weighted(np.arange(131.0), num_samples=150),
+    "by weight, once": gpuload.Weighted(np.arange(131.0), num_samples=77, replace=False),
+    "subset": gpuload.Subset(np.arange(131) % 3 > 0),
+    "balanced subset": gpuload.Subset(np.arange(131) % 3 > 0, gpuload.ClassBalanced("cell_line")),
+    "sets": gpuload.Grouped("cell_line", 2),
+    "pairs": gpuload.PairedControl("passed", control=True, match="cell_line"),
+    "mixture": gpuload.Mixture([(np.arange(131) < 30, 0.5), (np.arange(131) >= 30, 0.5)]),
+    "function": every_third_block,
+}
+
+
+def check_form(name: str, batches: list[gpuload.Batch]) -> None:
+    """What a sampler promises of each minibatch holds on ranks, in padding and after a change of their number too."""
+    for batch in batches:
+        if name == "sets":
+            lines = batch.obs["cell_line"].reshape(-1, 2)
+            np.testing.assert_array_equal(lines[:, 0], lines[:, 1])
+        if name == "pairs":
+            cells, controls = gpuload.split_pairs(batch)
+            assert not cells.obs["passed"].any()
+            assert controls.obs["passed"].all()
+            np.testing.assert_array_equal(cells.obs["cell_line"], controls.obs["cell_line"])
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_on_ranks_and_resumed(plain: Stored, name: str) -> None:
+    """For a subset on ranks too: a mask that the ranks overwrite would show each of them other cells than those."""
+    settings = {**SETTINGS, "sampler": SAMPLERS[name], "obs": ["cell_line", "passed"], "uneven": "drop"}
+    with gpuload.open_loader(plain.path, **settings) as loader:
+        batches = list(loader)
+        check_form(name, batches)
+        first, second = rows_of(batches), rows_of(loader)
+        assert first != second or name == "sequential"
+        for step in (0, 1, len(first) // 2, len(first)):
+            loader.load_state_dict({**loader.state_dict(), "epoch": 0, "step": step})
+            assert rows_of(loader) == first[step:]
+            assert rows_of(loader) == second
+    unit = 2 if name in ("sets", "pairs") else 1
+    state, found, n_ranks = None, Counter[int](), 0
+    for world_size, n_steps in ((2, 2), (3, 1), (1, 2), (2, 100)) if name != "function" else ((2, 100),):
+        n_ranks = max(n_ranks, world_size)
+        sizes = []
+        for rank in range(world_size):
+            with gpuload.open_loader(plain.path, **settings, rank=rank, world_size=world_size) as loader:
+                if state:
+                    loader.load_state_dict(json.loads(json.dumps(state)))
+                batches = list(islice(loader, n_steps))
+                check_form(name, batches)
+                sizes.append([len(batch) for batch in batches])
+                found.update(row for rows in rows_of(batches) for row in rows)
+                later = loader.state_dict()
+        state = later
+        assert all(one == sizes[0] for one in sizes)
+    assert state is not None
+    assert state["epoch"] == 1
+    expected = Counter(row for rows in first for row in rows)
+    assert not found - expected, "cells that one rank would not have received"
+    assert (expected - found).total() < n_ranks * unit
+
+
+# --- fronts
+
+
+def through_loader(loader: gpuload.Loader) -> Any:
+    return loader, lambda batch: batch.rows
+
+
+def through_torch(loader: gpuload.Loader) -> Any:
+    from gpuload.torch import CellDataset
+
+    return CellDataset(loader), lambda batch: batch["rows"]
+
+
+def through_dali(loader: gpuload.Loader) -> Any:
+    pytest.importorskip("nvidia.dali")
+    from gpuload.dali import CellIterator
+
+    return CellIterator(loader), lambda batch: batch[0]["rows"]
+
+
+def through_pipeline(loader: gpuload.Loader, depth: int = 1) -> Any:
+    dali = pytest.importorskip("nvidia.dali")
+    from gpuload.dali import CellIterator, cells
+
+    @dali.pipeline_def(batch_size=8, device_id=None, num_threads=1, prefetch_queue_depth=depth)
+    def pipeline() -> tuple[Any, ...]:
+        return tuple(cells(loader, depth))
+
+    return CellIterator(loader, pipeline()), lambda batch: batch[0]["rows"]
+
+
+def through_deep_pipeline(loader: gpuload.Loader) -> Any:
+    return through_pipeline(loader, 4)
+
+
+FRONTS = [through_loader, through_torch, through_dali, through_pipeline, through_deep_pipeline]
+
+
+@pytest.mark.parametrize("before", FRONTS)
+@pytest.mark.parametrize("after", FRONTS)
+def test_a_state_goes_from_any_front_to_any_other(plain: Stored, before: Any, after: Any) -> None:
+    first, second = whole(plain.path)
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        front, rows = before(loader)
+        for step, batch in enumerate(front):
+            assert rows(batch).tolist() == first[step]
+            if step == 9:
+                break
+        state = json.loads(json.dumps(front.state_dict()))
+    assert (state["epoch"], state["step"]) == (0, 10)
+    with gpuload.open_loader(plain.path, **SETTINGS, prefetch=3) as loader:
+        front, rows = after(loader)
+        front.load_state_dict(state)
+        assert front.state_dict() == state
+        found = []
+        for batch in front:
+            found.append(rows(batch).tolist())
+            assert (front.state_dict()["epoch"], front.state_dict()["step"]) == (0, 10 + len(found))
+        assert found == first[10:]
+        assert (front.state_dict()["epoch"], front.state_dict()["step"]) == (1, 0)
+        assert [rows(batch).tolist() for batch in front] == second
+
+
+@pytest.mark.parametrize("front_of", FRONTS)
+def test_each_front_counts_what_you_received(plain: Stored, front_of: Any) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        front, _ = front_of(loader)
+        found = []
+        for _ in range(2):
+            found.append(place(front))
+            for _batch in front:
+                found.append(place(front))
+            found.append(place(front))
+    epochs = [[(epoch, step) for step in range(N_BATCHES + 1)] + [(epoch + 1, 0)] for epoch in (0, 1)]
+    assert found == epochs[0] + epochs[1]
+
+
+def place(front: Any) -> tuple[int, int]:
+    state = front.state_dict()
+    return state["epoch"], state["step"]
+
+
+@pytest.mark.parametrize("front_of", [through_dali, through_deep_pipeline])
+def test_dali_cannot_give_up_what_is_on_its_way(plain: Stored, front_of: Any) -> None:
+    first, second = whole(plain.path)
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        front, rows = front_of(loader)
+        next(front)
+        state = front.state_dict()
+        with pytest.raises(gpuload.PlanError, match=r"on their way.*new CellIterator"):
+            front.load_state_dict(state)
+        assert [rows(batch).tolist() for batch in front] == first[1:]
+        front.load_state_dict(state)  # after the end it can
+        assert front.state_dict() == state
+        assert [rows(batch).tolist() for batch in front] == first[1:]
+        assert [rows(batch).tolist() for batch in front] == second
+
+
+def test_epochs_differ_through_a_data_loader(plain: Stored) -> None:
+    """A counter that lives in a worker's copy of a data set would give each epoch the order of the first."""
+    from gpuload.torch import CellDataset
+
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        data_loader = torch.utils.data.DataLoader(CellDataset(loader), batch_size=None)
+        epochs = [[batch["rows"].tolist() for batch in data_loader] for _ in range(3)]
+    assert epochs == whole(plain.path, 3)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+# --- checkpoints
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # torchdata's
+@pytest.mark.parametrize("step", [0, 1, 10, N_BATCHES, N_BATCHES + 1])
+def test_stateful_data_loader(plain: Stored, step: int) -> None:
+    """Also at the end of an epoch (the last step here), where it makes two iterators of the data set."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    from gpuload.torch import CellDataset
+
+    first, second = whole(plain.path)
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        data_loader = stateful(CellDataset(loader), batch_size=None)
+        batches = iter(data_loader)
+        assert [batch["rows"].tolist() for batch in islice(batches, step)] == first[:step]
+        state = data_loader.state_dict()
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        data_loader = stateful(CellDataset(loader), batch_size=None)
+        data_loader.load_state_dict(state)
+        if step <= N_BATCHES:
+            assert [batch["rows"].tolist() for batch in data_loader] == first[step:]
+        assert [batch["rows"].tolist() for batch in data_loader] == second
+
+
+def test_torch_save_needs_no_pickle(plain: Stored, tmp_path: Path) -> None:
+    first, _ = whole(plain.path)
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        next(iter(loader))
+        torch.save({"loader": loader.state_dict()}, tmp_path / "checkpoint.pt")
+        loader.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True)["loader"])
+        assert rows_of(loader) == first[1:]
+
+
+@pytest.mark.filterwarnings("ignore")  # those of torch, on a checkpoint by one process
+def test_torch_distributed_checkpoint(plain: Stored, tmp_path: Path) -> None:
+    """As an object with a state, and as a dict; the history is of another length than in the state that is filled."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    with gpuload.open_loader(plain.path, **SETTINGS, world_size=2, rank=0) as loader:
+        list(islice(loader, 3))
+        state = loader.state_dict()
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        loader.load_state_dict(state)
+        batches = iter(loader)
+        list(islice(batches, 2))
+        saved = loader.state_dict()
+        assert saved["history"] == [[2, 3]]
+        dcp.save({"loader": loader, "model": {"weight": torch.ones(3)}}, checkpoint_id=tmp_path / "checkpoint")
+        rest = rows_of(batches)
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        dcp.load({"loader": loader, "model": {"weight": torch.zeros(3)}}, checkpoint_id=tmp_path / "checkpoint")
+        assert loader.state_dict() == saved
+        assert rows_of(loader) == rest
+    with (
+        gpuload.open_loader(plain.path, **{**SETTINGS, "seed": 8}) as loader,
+        pytest.raises(gpuload.PlanError, match="seed=7 in the state, 8 here"),
+    ):
+        dcp.load({"loader": loader}, checkpoint_id=tmp_path / "checkpoint")
+
+
+# --- a process that is killed
+
+TRAIN = """
+import json, sys, time
+import gpuload
+path, log, n_epochs, prefetch = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+loader = gpuload.open_loader(path, batch_size=8, fetch_factor=3, block_size=4, seed=7, prefetch=prefetch)
+with open(log, "rb+") as out:
+    lines = out.read()
+    out.truncate(lines.rfind(b"\\n") + 1)  # the last line may be torn
+    out.seek(0, 2)
+    whole = lines[: lines.rfind(b"\\n") + 1].splitlines()
+    if whole:
+        loader.load_state_dict(json.loads(whole[-1])["state"])
+    while (epoch := loader.state_dict()["epoch"]) < n_epochs:
+        for batch in loader:
+            record = {"epoch": epoch, "rows": batch.rows.tolist(), "state": loader.state_dict()}
+            out.write(json.dumps(record).encode() + b"\\n")
+            out.flush()
+            time.sleep(0.01)
+"""
+
+
+def test_killed_and_started_again(plain: Stored, tmp_path: Path) -> None:
+    expected = whole(plain.path, 3)
+    log = tmp_path / "log"
+    log.touch()
+    for number, kill_after in enumerate((5, 20, 36, None)):
+        command = [sys.executable, "-c", TRAIN, str(plain.path), str(log), "3", str(number + 1)]
+        process = subprocess.Popen(command, cwd=Path(gpuload.__file__).parents[1])
+        try:
+            deadline = time.monotonic() + 120
+            while kill_after is not None and log.read_bytes().count(b"\n") < kill_after:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            if kill_after is not None:
+                os.kill(process.pid, signal.SIGKILL)
+            assert process.wait(timeout=120) == (0 if kill_after is None else -signal.SIGKILL)
+        finally:
+            process.kill()
+            process.wait()
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    found: list[Rows] = [[r["rows"] for r in records if r["epoch"] == epoch] for epoch in range(3)]
+    assert found == expected
+    assert [r["epoch"] for r in records] == sorted(r["epoch"] for r in records)

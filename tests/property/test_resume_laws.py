@@ -1,0 +1,428 @@
+"""Laws of resuming: what follows a state is what had not been handed over, whatever else has changed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuload.errors import PlanError
+from gpuload.formats import open_store
+from gpuload.loader import Loader
+from gpuload.plan import Plan
+from gpuload.sampling import BlockShuffle, Sequential
+from gpuload.types import Form
+from tests.fakes import FakeBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.conftest import StoreVariant
+
+    MakeLoader = Callable[..., Loader]
+
+N_ROWS = 131
+PLAN = Plan((N_ROWS,), batch_size=4, fetch_factor=3, strategy=BlockShuffle(5), seed=9)
+
+
+@pytest.fixture(scope="module")
+def make_loader(store_variant: StoreVariant) -> MakeLoader:
+    """Return a function that makes loaders over a file of 131 cells and a backend without bytes."""
+    store = open_store(str(store_variant("anndata-csr-gzip").path), layer="X", obs=[])
+    store.close()
+
+    def make(plan: Plan = PLAN, *, prefetch: int = 2, takes_ahead: int = 0, **faults: Any) -> Loader:
+        assert plan.file_rows == store.file_rows
+        backend = FakeBackend(takes_ahead=takes_ahead, **faults)
+        form = Form("dense", "float32", 1)
+        return Loader(replace(store, sources=()), backend, plan, form, store.var_names, prefetch)  # type: ignore[arg-type]
+
+    return make
+
+
+def rows_of(batches: Any) -> list[list[int]]:
+    return [batch.rows.tolist() for batch in batches]
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(state)
+    assert json.loads(text) == state, "a state must be of plain values"
+    return dict(json.loads(text))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("prefetch", "takes_ahead"), [(1, 0), (2, 1), (5, 4)])
+def test_resume_at_every_step_is_the_suffix(
+    make_loader: MakeLoader, drop_last: bool, prefetch: int, takes_ahead: int
+) -> None:
+    plan = replace(PLAN, drop_last=drop_last)
+    whole = make_loader(plan)
+    first, second = rows_of(whole), rows_of(whole)
+    for step in range(len(first) + 1):
+        before = make_loader(plan, prefetch=prefetch, takes_ahead=takes_ahead)
+        batches = iter(before)
+        assert rows_of(next(batches) for _ in range(step)) == first[:step]
+        state = through_json(before.state_dict())
+        assert (state["epoch"], state["step"]) == (0, step)
+        after = make_loader(plan, prefetch=3 - prefetch % 3, takes_ahead=1)
+        after.load_state_dict(state)
+        assert after.state_dict() == state
+        assert len(after) == len(first)
+        assert rows_of(after) == first[step:]
+        assert rows_of(after) == second
+        assert rows_of(batches) == first[step:], "the first one is not disturbed"
+
+
+def test_nothing_is_read_or_taken_of_what_comes_before(make_loader: MakeLoader) -> None:
+    for step in range(PLAN.n_batches + 1):
+        loader = make_loader()
+        loader.load_state_dict({**loader.state_dict(), "step": step})
+        list(loader)
+        backend: Any = loader._backend
+        assert len(backend.recipes) == PLAN.n_fetches - step // PLAN.fetch_factor
+        assert backend.n_takes == PLAN.n_batches - step
+
+
+def test_every_state_on_the_way_is_the_place_of_the_consumer(make_loader: MakeLoader) -> None:
+    loader = make_loader(prefetch=4, takes_ahead=5)
+    n_batches, found = len(loader), []
+    for _ in range(2):
+        for _ in loader:
+            state = loader.state_dict()
+            found.append((state["epoch"], state["step"]))
+        state = loader.state_dict()
+        found.append((state["epoch"], state["step"]))
+    epochs = [[(epoch, step) for step in range(1, n_batches + 1)] + [(epoch + 1, 0)] for epoch in (0, 1)]
+    assert found == epochs[0] + epochs[1]
+
+
+@given(
+    chain=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12), st.integers(0, 3)), min_size=1, max_size=5),
+    uneven=st.sampled_from(["drop", "pad"]),
+    epoch=st.integers(0, 3),
+    strategy=st.sampled_from([Sequential(), BlockShuffle(1), BlockShuffle(7)]),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_a_chain_of_loaders_with_other_numbers_of_ranks(
+    make_loader: MakeLoader, chain: list[tuple[int, int, int]], uneven: str, epoch: int, strategy: Any
+) -> None:
+    """The state of any one rank goes to all ranks of the next run, until the epoch is over; no row is lost."""
+    state, times, n_padded, is_over = None, np.zeros(N_ROWS, dtype=int), 0, False
+    for number, (world_size, n_steps, rank) in enumerate(chain):
+        if is_over:
+            break
+        plan = replace(PLAN, strategy=strategy, uneven=uneven, world_size=world_size)
+        ranks = [make_loader(replace(plan, rank=rank)) for rank in range(world_size)]
+        for loader in ranks:
+            loader.load_state_dict(state) if state else loader.set_epoch(epoch)
+        iterators = [iter(loader) for loader in ranks]
+        n_padded += world_size - 1
+        for _ in range(n_steps if number < len(chain) - 1 else 100):
+            batches = [next(iterator, None) for iterator in iterators]
+            is_over = batches[0] is None
+            assert all((batch is None) == is_over for batch in batches), "a rank waits for one that has finished"
+            if is_over:
+                break
+            for batch in batches:
+                times += np.bincount(batch.rows, minlength=N_ROWS)  # type: ignore[union-attr]
+        states = [loader.state_dict() for loader in ranks]
+        assert all(one == states[0] for one in states), "the state of one rank stands for all"
+        state = through_json(states[rank % world_size])
+        assert state["epoch"] == epoch + is_over
+    assert is_over
+    assert (state["step"], state["history"]) == (0, [])
+    if uneven == "drop":
+        assert times.max() <= 1
+        assert np.count_nonzero(times == 0) < max(n_ranks for n_ranks, _, _ in chain)
+    else:
+        assert times.min() >= 1
+        assert times.sum() - N_ROWS <= n_padded
+
+
+def test_the_next_epoch_forgets_the_history(make_loader: MakeLoader) -> None:
+    one = make_loader(replace(PLAN, world_size=2))
+    next(iter(one))
+    other = make_loader()
+    other.load_state_dict(one.state_dict())
+    assert other.state_dict()["history"] == [[2, 1]]
+    assert sum(len(batch) for batch in other) == N_ROWS - 8
+    fresh = make_loader()
+    fresh.set_epoch(1)
+    assert rows_of(other) == rows_of(fresh)
+
+
+def test_the_end_of_an_epoch_is_no_middle_with_other_ranks(make_loader: MakeLoader) -> None:
+    """What was dropped because it could not be dealt is not handed over later, by whatever number of ranks."""
+    one = make_loader(replace(PLAN, world_size=4, uneven="drop"))
+    batches = iter(one)
+    for _ in range(len(one)):
+        next(batches)
+    other = make_loader(replace(PLAN, uneven="drop"))
+    other.load_state_dict(one.state_dict())
+    assert rows_of(other) == []
+    assert other.state_dict()["epoch"] == 1
+
+
+def test_a_state_of_no_step_takes_the_other_number_of_ranks_as_it_is(make_loader: MakeLoader) -> None:
+    one, other = make_loader(replace(PLAN, world_size=3)), make_loader()
+    one.set_epoch(4)
+    other.load_state_dict(one.state_dict())
+    assert (other.state_dict()["history"], other.state_dict()["world_size"]) == ([], 1)
+    one = make_loader()
+    one.set_epoch(4)
+    assert rows_of(other) == rows_of(one)
+
+
+# --- where the consumer is
+
+
+def test_after_a_break_it_is_the_place_of_the_break(make_loader: MakeLoader) -> None:
+    loader, whole = make_loader(prefetch=3), rows_of(make_loader())
+    for step, _ in enumerate(loader):
+        if step == 6:
+            break
+    state = loader.state_dict()
+    assert (state["epoch"], state["step"]) == (0, 7)
+    loader.load_state_dict(state)
+    assert rows_of(loader) == whole[7:]
+
+
+def test_a_break_at_the_last_minibatch_leaves_an_end_without_minibatches(make_loader: MakeLoader) -> None:
+    """So a program that saves in its loop over an epoch goes on as it would have, however it counts epochs."""
+    loader = make_loader()
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        next(batches)
+    state = loader.state_dict()
+    assert (state["epoch"], state["step"]) == (0, len(loader))
+    other = make_loader()
+    other.load_state_dict(state)
+    other.set_epoch(0)
+    assert rows_of(other) == []
+    assert other.state_dict() == {**state, "epoch": 1, "step": 0}
+
+
+@pytest.mark.parametrize("fault", [{"fail_load": 2}, {"fail_take": 7}])
+def test_after_an_error_the_rest_can_be_had(make_loader: MakeLoader, fault: dict[str, int]) -> None:
+    whole, found = rows_of(make_loader()), []
+    loader = make_loader(takes_ahead=2, **fault)
+    with pytest.raises(OSError, match="fake backend failed"):
+        found.extend(batch.rows.tolist() for batch in loader)
+    state = loader.state_dict()
+    assert state["step"] == len(found)
+    loader.load_state_dict(state)
+    assert found + rows_of(loader) == whole
+
+
+def test_set_epoch_keeps_the_place_of_a_loaded_state_of_that_epoch_only(make_loader: MakeLoader) -> None:
+    epochs = [rows_of(loader) for loader in [make_loader()] for _ in range(3)]
+    state = {**make_loader().state_dict(), "epoch": 1, "step": 5}
+    for epoch, expected in ((1, epochs[1][5:]), (2, epochs[2]), (0, epochs[0])):
+        loader = make_loader()
+        loader.load_state_dict(state)
+        loader.set_epoch(epoch)
+        assert rows_of(loader) == expected
+    loader.load_state_dict(state)
+    loader.set_epoch(0)
+    loader.set_epoch(1)
+    assert rows_of(loader) == epochs[1], "the place was dropped before"
+
+
+def test_set_epoch_after_a_break_is_the_start_of_that_epoch(make_loader: MakeLoader) -> None:
+    loader = make_loader()
+    for _ in loader:
+        break
+    loader.set_epoch(5)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (5, 0)
+    batches = iter(loader)
+    next(batches)
+    loader.set_epoch(8)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (5, 1)
+
+
+def test_iter_after_a_break_is_at_the_start_of_the_next_epoch(make_loader: MakeLoader) -> None:
+    loader = make_loader()
+    for _ in loader:
+        break
+    batches = iter(loader)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (1, 0)
+    next(batches)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (1, 1)
+
+
+def test_set_epoch_before_the_first_minibatch_is_for_the_iteration_after_it(make_loader: MakeLoader) -> None:
+    epochs = [rows_of(loader) for loader in [make_loader()] for _ in range(6)]
+    loader = make_loader()
+    batches = iter(loader)
+    loader.set_epoch(5)
+    assert rows_of(batches) == epochs[0]
+    assert rows_of(loader) == epochs[5]
+
+
+def test_an_iterator_of_which_nothing_is_asked_uses_up_no_epoch(make_loader: MakeLoader) -> None:
+    """torchdata's StatefulDataLoader makes a second one where the state was taken at the end of an epoch."""
+    epochs = [rows_of(loader) for loader in [make_loader()] for _ in range(2)]
+    loader = make_loader()
+    iter(loader)
+    kept = iter(loader)
+    assert loader.state_dict()["epoch"] == 0
+    assert rows_of(loader) == epochs[0]
+    assert list(kept) == []
+    iter(loader)
+    assert rows_of(loader) == epochs[1]
+    loader.load_state_dict({**loader.state_dict(), "epoch": 0, "step": 3})
+    iter(loader)
+    assert rows_of(loader) == epochs[0][3:]
+
+
+def test_to_load_a_state_ends_the_living_iteration(make_loader: MakeLoader) -> None:
+    loader, whole = make_loader(), rows_of(make_loader())
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    next(batches)
+    loader.load_state_dict(state)
+    assert list(batches) == []
+    assert loader.state_dict() == state
+    assert rows_of(loader) == whole[1:]
+
+
+def test_states_are_the_callers_own(make_loader: MakeLoader) -> None:
+    loader = make_loader()
+    state = loader.state_dict()
+    state["fingerprint"]["files"][0]["n_obs"] = -1
+    state["fingerprint"]["sampler"]["name"] = "x"
+    state["history"].append("x")
+    assert loader.state_dict() == make_loader().state_dict()
+    loader.load_state_dict(loader.state_dict())
+
+
+# --- what a state is refused for
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 5}, "batch_size=4 in the state, 5 here"),
+        ({"fetch_factor": 2}, "fetch_factor=3 in the state, 2 here"),
+        ({"seed": 1}, "seed=9 in the state, 1 here"),
+        ({"drop_last": True}, "drop_last=False in the state, True here"),
+        ({"uneven": "drop"}, "uneven='pad' in the state, 'drop' here"),
+        ({"strategy": BlockShuffle(6)}, "sampler block_size=5 in the state, 6 here"),
+        ({"strategy": Sequential()}, "sampler='BlockShuffle' in the state, 'Sequential' here"),
+        ({"strategy": BlockShuffle(edges=np.array([0, 50, 131]))}, "sampler .*edges"),
+        ({"batch_size": 5, "seed": 1}, "batch_size=4 in the state, 5 here; .*seed=9 in the state, 1 here"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(make_loader: MakeLoader, change: dict[str, Any], message: str) -> None:
+    state = through_json(make_loader().state_dict())
+    loader = make_loader(replace(PLAN, **change))
+    before = loader.state_dict()
+    with pytest.raises(PlanError, match=f"^state: it is of other data or settings than this loader: {message}"):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before
+
+
+def test_unequal_blocks_are_told_apart(make_loader: MakeLoader) -> None:
+    one = make_loader(replace(PLAN, strategy=BlockShuffle(edges=np.array([0, 50, 131]))))
+    one.load_state_dict(one.state_dict())
+    other = make_loader(replace(PLAN, strategy=BlockShuffle(edges=np.array([0, 51, 131]))))
+    with pytest.raises(PlanError, match=r"sampler edges='[0-9a-f]{16}' in the state, '[0-9a-f]{16}' here"):
+        other.load_state_dict(one.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "other.h5ad"}, r"file 0 is 'other.h5ad', n_obs=131, .* in the state, '[\w.-]+', n_obs=131, .* here"),
+        ({"n_obs": 132}, "file 0 is .*n_obs=132"),
+        ({"nnz": 7}, "file 0 is .*nnz=7"),
+    ],
+)
+def test_a_state_of_other_files_is_refused(make_loader: MakeLoader, change: dict[str, Any], message: str) -> None:
+    loader = make_loader()
+    state = loader.state_dict()
+    state["fingerprint"]["files"][0].update(change)
+    with pytest.raises(PlanError, match=message):
+        loader.load_state_dict(state)
+    state["fingerprint"]["files"] *= 2
+    with pytest.raises(PlanError, match="2 files in the state, 1 here"):
+        loader.load_state_dict(state)
+
+
+def test_a_state_of_another_version_is_refused(make_loader: MakeLoader) -> None:
+    loader = make_loader()
+    state = loader.state_dict()
+    state["fingerprint"] |= {"version": 99, "seed": 1}
+    with pytest.raises(PlanError, match=r": version 99 of states, here 1\. Open"):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [None, [], {}, {"epoch": 0, "step": 1}, "state", {"epoch": 0, "fingerprint": {}}])
+def test_what_is_no_state_is_refused(make_loader: MakeLoader, state: Any) -> None:
+    with pytest.raises(PlanError, match="state: expected what a loader's state_dict"):
+        make_loader().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epoch": -1}, "epoch=-1"),
+        ({"step": -1}, "step=-1"),
+        ({"step": 1.0}, "step=1.0"),
+        ({"step": True}, "step=True"),
+        ({"step": 34}, "step=34, but epoch 0 ends after 33"),
+        ({"step": 18, "world_size": 2}, "step=18, but epoch 0 ends after 17"),
+        ({"step": 31, "history": [[1, 3]]}, "step=31, but epoch 0 ends after 30"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"history": 3}, "history=3"),
+        ({"history": [[1]]}, r"history=\[\[1\]\]"),
+        ({"history": [[0, 1]]}, r"history=\[\[0, 1\]\]"),
+        ({"history": [[1, -1]]}, r"history=\[\[1, -1\]\]"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(make_loader: MakeLoader, change: dict[str, Any], message: str) -> None:
+    loader = make_loader()
+    with pytest.raises(PlanError, match=f"state: .*{message}"):
+        loader.load_state_dict({**loader.state_dict(), **change})
+
+
+class PerRank:
+    """A strategy that deals the rows itself: every world_size-th block of 5."""
+
+    def per_rank(self, epoch_seed: int, rank: int, world_size: int) -> list[list[int]]:
+        starts = np.random.default_rng(epoch_seed).permutation(np.arange(0, 130, 5))[: 20 + epoch_seed % 5]
+        return [[start, start + 5] for start in starts[rank::world_size].tolist()]
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "PerRank"}
+
+
+def test_a_sampler_that_deals_the_rows_itself_resumes_with_as_many_ranks_only(make_loader: MakeLoader) -> None:
+    plan = replace(PLAN, strategy=PerRank(), world_size=2, uneven="drop")  # type: ignore[arg-type]
+    loader = make_loader(plan)
+    lengths = []
+    for _ in range(8):
+        expected = len(loader)
+        lengths.append(len(rows_of(loader)))
+        assert lengths[-1] == expected
+    assert len(set(lengths)) > 1, "epochs of other lengths"
+    loader.set_epoch(3)
+    batches = iter(loader)
+    first = [next(batches).rows.tolist() for _ in range(4)]
+    assert len(loader) == lengths[3]
+    state = through_json(loader.state_dict())
+    other = make_loader(plan)
+    other.load_state_dict(state)
+    assert rows_of(other) == rows_of(batches)
+    assert len(first) == 4
+    alone = make_loader(replace(plan, world_size=1))
+    with pytest.raises(PlanError, match=r"step 4 with world_size=2, and this loader has world_size=1.*given the rank"):
+        alone.load_state_dict(state)
+    alone.load_state_dict({**state, "step": 0})
+    assert alone.state_dict()["epoch"] == 3
