@@ -1,0 +1,383 @@
+"""Dealing cells, or whole groups of cells, to parts by shares. NumPy only; knows no store and no file.
+
+Labels are what groups and classes are called: plain values (text, numbers, booleans), or tuples of them. What is dealt
+depends on labels and counts, never on the order in which they come, so files may be given in any order.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from gpuload.errors import PlanError
+from gpuload.permute import hash64, random_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+N_TRIES = 16
+"""Deals of the groups, of which the one nearest to the shares is taken."""
+
+MAX_PLACED = 20_000
+"""Groups that are placed over all tries: with more groups there are fewer tries, which then are near anyway."""
+
+_SPLIT = 11
+"""Purpose that keeps the keys apart from those of the orders."""
+
+Label = Any
+
+
+class Column(Protocol):
+    """One column of obs: int32 codes where `categories` is given (-1 = missing), else numbers or booleans."""
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """Shape (n_obs,)."""
+
+    @property
+    def categories(self) -> NDArray[np.object_] | None:
+        """What the codes stand for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Classes:
+    """What each cell belongs to: (n_obs,) codes, -1 = nothing; a label and the number of cells for each code."""
+
+    codes: NDArray[np.integer[Any]]
+    labels: list[Label]
+    counts: NDArray[np.int64]
+
+
+def classes_of(columns: Sequence[Column], *, is_missing_one: bool = False) -> Classes:
+    """Return what each cell belongs to by one column, or by several together.
+
+    Parameters
+    ----------
+    columns
+        At least one; of several, the labels are tuples of their values.
+    is_missing_one
+        Whether cells without a value are a class of their own, labelled None; else they belong to nothing.
+    """
+    codes: NDArray[np.integer[Any]]
+    codes, labels = _coded(columns[0], is_missing_one)
+    for column in columns[1:]:
+        more, more_labels = _coded(column, is_missing_one)
+        n = len(more_labels)
+        joint = np.where((codes < 0) | (more < 0), -1, codes.astype(np.int64) * n + more)
+        found, codes, _ = _compact(joint, len(labels) * n)
+        labels = [(*_as_tuple(labels[code // n]), more_labels[code % n]) for code in found.tolist()]
+    found, codes, counts = _compact(codes, len(labels))
+    return Classes(codes, [labels[code] for code in found.tolist()], counts)
+
+
+def _coded(column: Column, is_missing_one: bool) -> tuple[NDArray[np.integer[Any]], list[Label]]:
+    """Return the code of each cell, -1 = missing, and what the codes stand for."""
+    if column.categories is not None:
+        codes, labels = column.values, [label_of(value) for value in column.categories]
+    else:
+        found, codes = np.unique(column.values, return_inverse=True, equal_nan=True)
+        labels = found.tolist()
+        if labels and labels[-1] != labels[-1]:  # NaN, which sorts last
+            labels.pop()
+            codes[codes == len(labels)] = -1
+    if is_missing_one:
+        return np.where(codes < 0, len(labels), codes), [*labels, None]
+    return codes, labels
+
+
+def _compact(
+    codes: NDArray[np.integer[Any]], n: int
+) -> tuple[NDArray[np.int64], NDArray[np.integer[Any]], NDArray[np.int64]]:
+    """Return those of n codes that occur, ascending; the place of each cell's among them, -1 for -1; their cells."""
+    if n > max(1 << 20, codes.size):
+        found, places, counts = np.unique(codes, return_inverse=True, return_counts=True)
+        n_missing = int(found.size > 0 and found[0] < 0)
+        return found[n_missing:], places - n_missing, counts[n_missing:]
+    counts = np.bincount(codes + 1, minlength=n + 1)[1:]
+    found = np.flatnonzero(counts)
+    if found.size == n:
+        return found, codes, counts
+    place = np.full(n + 1, -1, dtype=np.int32)
+    place[found] = np.arange(found.size)
+    return found, place[codes], counts[found]
+
+
+def _as_tuple(label: Label) -> tuple[Any, ...]:
+    return label if isinstance(label, tuple) else (label,)
+
+
+def label_of(value: Any) -> Label:
+    """Return a label as a plain value that JSON keeps, several as a tuple."""
+    if isinstance(value, (list, tuple)):
+        return tuple(label_of(v) for v in value)
+    value = value.item() if isinstance(value, np.generic) else value
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
+
+
+def hash_of(label: Label) -> int:
+    """Return 64 bits that stand for a label (BLAKE2b, RFC 7693)."""
+    return int.from_bytes(blake2b(json.dumps(label).encode(), digest_size=8).digest(), "little")
+
+
+# --- dealing
+
+
+def targets(wanted: Mapping[str, Any]) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+    """Return the parts that are dealt, in the end -1 where some cells are to be in none, and their shares, of sum 1."""
+    parts = [p for p, value in enumerate(wanted.values()) if not isinstance(value, list)]
+    total = sum(value for value in wanted.values() if isinstance(value, float))
+    shares = [1 - total if value is ... else value for value in wanted.values() if not isinstance(value, list)]
+    if parts and ... not in wanted.values() and total < 1 - 1e-9:
+        parts, shares = [*parts, -1], [*shares, 1 - total]
+    return np.array(parts, dtype=np.int16), np.array(shares) / max(sum(shares), 1e-300)
+
+
+def deal_cells(wanted: Mapping[str, Any], n_obs: int, classes: Classes | None, seed: int) -> NDArray[np.int16]:
+    """Deal cells one by one.
+
+    Parameters
+    ----------
+    wanted
+        Share (a float), or ``...`` for what is left, of each part.
+    n_obs
+        Cells.
+    classes
+        Each part is to have its share of each of these; None: of the whole.
+    seed
+        What the order of the cells depends on.
+
+    Returns
+    -------
+    (n_obs,) int16
+        Part of each cell, -1 in none.
+
+    Raises
+    ------
+    PlanError
+        A part would have no cell.
+    """
+    parts, shares = targets(wanted)
+    edges = np.cumsum(shares)[:-1]
+    cells_key, class_key = random_keys(2, seed, _SPLIT)
+    mixed = hash64(np.arange(n_obs, dtype=np.uint64) ^ cells_key)
+    dealt = np.empty(n_obs, dtype=np.int16)
+    if classes is None:
+        dealt[:] = _cut(mixed, edges, 0.5)
+    else:
+        by_class = np.argsort(classes.codes.astype(np.min_scalar_type(len(classes.labels))), kind="stable")
+        offset = _tosses(hash64(_hashes(classes.labels) ^ class_key))
+        ends = np.cumsum(classes.counts)
+        for label, (lo, hi) in enumerate(pairwise([0, *ends.tolist()])):
+            rows = by_class[lo:hi]
+            dealt[rows] = _cut(mixed[rows], edges, float(offset[label]))
+    part = parts[dealt]
+    there = np.bincount(part + 1, minlength=len(wanted) + 1)[1:]
+    for name, n in zip(wanted, there.tolist(), strict=True):
+        if not n:
+            raise PlanError(
+                f"shares[{name!r}]={wanted[name]!r}: of {n_obs} cells that is none; give it a larger share."
+            )
+    return part
+
+
+def _cut(mixed: NDArray[np.uint64], edges: NDArray[np.float64], offset: float) -> NDArray[np.int16]:
+    """Cut cells, in the order of their hashes, at shares of their number; offset 0.5 rounds to the nearest."""
+    n = mixed.size
+    places = np.minimum(np.floor(edges * n + (offset + 1e-9)).astype(np.int64), n)
+    inside = places[places < n]
+    if not inside.size:
+        return np.zeros(n, dtype=np.int16)
+    at = np.partition(mixed, np.unique(inside))[inside]  # no two hashes are equal, so the counts are exact
+    dealt = np.zeros(n, dtype=np.int16)
+    for threshold in at:
+        dealt += mixed >= threshold
+    return dealt
+
+
+def deal_groups(
+    wanted: Mapping[str, Any], groups: Classes, classes: Classes | None, by: str, seed: int
+) -> tuple[NDArray[np.int16], dict[str, tuple[Label, ...]]]:
+    """Deal whole groups.
+
+    Parameters
+    ----------
+    wanted
+        Share (a float) of the cells that are left when the lists are served, a list of labels, or ``...``, of each
+        part.
+    groups
+        What is kept whole; cells in no group are in no part.
+    classes
+        Each part is to come near to its share of each of these; None: of the whole.
+    by
+        What errors call the groups.
+    seed
+        What the deal depends on.
+
+    Returns
+    -------
+    (n_obs,) int16
+        Part of each cell, -1 in none.
+    dict
+        The labels of the groups in each part, sorted.
+
+    Raises
+    ------
+    PlanError
+        A group that is not there or is asked for twice, or fewer groups than parts.
+    """
+    part_of = _named(wanted, groups, by)
+    parts, shares = targets(wanted)
+    left, n_named = np.flatnonzero(part_of < 0), int(np.count_nonzero(parts >= 0))
+    if left.size < n_named:
+        raise PlanError(
+            f"shares: {left.size} groups by {by} cannot fill {n_named} parts; ask for fewer parts, or split by=None."
+        )
+    if left.size and parts.size:
+        table = None if classes is None else _table(groups, left, classes)
+        hashes = _hashes([groups.labels[g] for g in left.tolist()])
+        part_of[left] = parts[_deal(groups.counts[left], table, hashes, shares, n_named, seed)]
+    kept = {
+        name: tuple(sorted((groups.labels[g] for g in np.flatnonzero(part_of == p).tolist()), key=json.dumps))
+        for p, name in enumerate(wanted)
+    }
+    return np.append(part_of, np.int16(-1))[groups.codes], kept
+
+
+def _named(wanted: Mapping[str, Any], groups: Classes, by: str) -> NDArray[np.int16]:
+    """Return the part of each group that was named, -1 for the others."""
+    names, part_of = list(wanted), np.full(len(groups.labels), -1, dtype=np.int16)
+    place = {label: i for i, label in enumerate(groups.labels)}
+    for p, (name, value) in enumerate(wanted.items()):
+        for label in value if isinstance(value, list) else ():
+            if label not in place:
+                some = ", ".join(map(repr, groups.labels[:5])) + (", ..." if len(place) > 5 else "")
+                raise PlanError(f"shares[{name!r}]: there is no group {label!r} by {by}; there are {some or 'none'}.")
+            if part_of[place[label]] >= 0:
+                other = names[part_of[place[label]]]
+                raise PlanError(f"shares: group {label!r} is in {other!r} and in {name!r}; name it once.")
+            part_of[place[label]] = p
+    return part_of
+
+
+def _deal(
+    sizes: NDArray[np.int64],
+    table: NDArray[np.float64] | None,
+    hashes: NDArray[np.uint64],
+    shares: NDArray[np.float64],
+    n_named: int,
+    seed: int,
+) -> NDArray[np.int64]:
+    """Deal groups; return for each the place of its part among `shares`.
+
+    Parameters
+    ----------
+    sizes : (n,) int64
+        Cells of each group.
+    table : (n, n_columns) float64, optional
+        Cells of each group by class, where each class is to be shared out.
+    hashes : (n,) uint64
+        Of the groups' labels, all different.
+    shares : (n_parts,) float64
+        Shares of the parts.
+    n_named
+        So many of the first parts must not be empty.
+    """
+    best: tuple[float, NDArray[np.int64]] | None = None
+    for key in random_keys(max(1, min(N_TRIES, MAX_PLACED // sizes.size)), seed, _SPLIT):
+        mixed = hash64(hashes ^ key)
+        tosses = _tosses(mixed)
+        if table is None:
+            order = np.lexsort((mixed, -sizes))
+            placed = _fill(sizes[order].tolist(), (shares * sizes.sum()).tolist(), tosses[order].tolist())
+        else:
+            order = np.lexsort((mixed, -sizes * (1 + tosses)))  # groups of like size: another order in each try
+            placed = _balance(table[order], shares)
+        dealt = np.empty(sizes.size, dtype=np.int64)
+        dealt[order] = placed
+        _fill_empty(dealt, sizes, mixed, n_named, shares.size)
+        far = _distance(dealt, sizes[:, None] if table is None else table, shares, is_squared=table is not None)
+        if best is None or far < best[0]:
+            best = far, dealt
+    assert best is not None  # noqa: S101 - narrows the type: there was at least one try
+    return best[1]
+
+
+def _fill(sizes: list[int], rooms: list[float], tosses: list[float]) -> list[int]:
+    """Place groups, the largest first, where there is room; see the notes of `split`."""
+    slack = 1e-9 * sum(rooms)
+    placed = []
+    for size, toss in zip(sizes, tosses, strict=True):
+        chances = [room if room + slack >= size else 0.0 for room in rooms]
+        total = sum(chances)
+        if total > 0:
+            part, mark = 0, toss * total
+            while mark >= chances[part] and part < len(rooms) - 1:
+                mark -= chances[part]
+                part += 1
+            while not chances[part]:  # rounding may lead past the last one that has room
+                part -= 1
+        else:
+            part = rooms.index(max(rooms))
+        rooms[part] -= size
+        placed.append(part)
+    return placed
+
+
+def _balance(table: NDArray[np.float64], shares: NDArray[np.float64]) -> list[int]:
+    """Place groups, in the order given, where the squared distance from the shares of the classes grows least."""
+    wanted = shares[:, None] * table.sum(axis=0)
+    held = np.zeros_like(wanted)
+    placed = []
+    for row in table:
+        part = int(np.argmin(((2 * (held - wanted) + row) * row / wanted).sum(axis=1)))
+        held[part] += row
+        placed.append(part)
+    return placed
+
+
+def _fill_empty(
+    dealt: NDArray[np.int64], sizes: NDArray[np.int64], mixed: NDArray[np.uint64], n_named: int, n_parts: int
+) -> None:
+    """Give each of the first parts that is empty the smallest group of the part with most; in place."""
+    for part in range(n_named):
+        if np.any(dealt == part):
+            continue
+        n_spare = np.bincount(dealt, minlength=n_parts) - (np.arange(n_parts) < n_named)
+        from_there = np.flatnonzero(dealt == np.argmax(n_spare))
+        dealt[from_there[np.lexsort((mixed[from_there], sizes[from_there]))[0]]] = part
+
+
+def _distance(dealt: NDArray[np.int64], table: NDArray[Any], shares: NDArray[np.float64], *, is_squared: bool) -> float:
+    """Return how far a deal is from the shares: the largest distance in cells, or the sum that `_balance` keeps low."""
+    held = np.stack([np.bincount(dealt, weights=column, minlength=shares.size) for column in table.T], axis=1)
+    wanted = shares[:, None] * table.sum(axis=0)
+    return float((np.square(held - wanted) / wanted).sum() if is_squared else np.abs(held - wanted).max())
+
+
+def _table(groups: Classes, left: NDArray[np.int64], classes: Classes) -> NDArray[np.float64]:
+    """Return the cells of each group by class, in an order that depends on the labels alone, and in all."""
+    n_classes = len(classes.labels)
+    row_of = np.full(len(groups.labels) + 1, -1, dtype=np.int64)
+    row_of[left] = np.arange(left.size)
+    rows = row_of[groups.codes]
+    joint = rows[rows >= 0] * n_classes + classes.codes[rows >= 0]
+    table = np.bincount(joint, minlength=left.size * n_classes).reshape(left.size, n_classes).astype(np.float64)
+    table = table[:, np.argsort(_hashes(classes.labels))]
+    table = table[:, table.any(axis=0)]
+    return np.hstack([table, table.sum(axis=1, keepdims=True)])
+
+
+def _hashes(labels: list[Label]) -> NDArray[np.uint64]:
+    return np.array([hash_of(label) for label in labels], dtype=np.uint64)
+
+
+def _tosses(mixed: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return hashes as numbers in [0, 1)."""
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

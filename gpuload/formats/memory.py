@@ -1,0 +1,205 @@
+"""Cells in memory -> Store: an AnnData, a SciPy CSR matrix or array, a NumPy array.
+
+They go through the same engine as files do: a matrix is a source without a descriptor, whose stored bytes are the
+elements themselves. So every setting, backend and front works on them, and gives what it gives for the same cells in a
+file.
+
+Requirements this module answers
+--------------------------------
+- The bulk is not copied, but for dense matrices that are not in C order; the arrays are kept alive until the loader is
+  closed.
+- Nothing is believed unchecked: indptr rises and ends within the values, and is kept as a copy, so that nobody can
+  change it later; column numbers are checked whenever they are read, as those of files are.
+- SciPy and pandas objects are told by what they are, never by what they can be made into: a matrix that would have to
+  be converted as a whole is refused with the conversion to make.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import StoreError
+from gpuload.formats.arrays import (
+    as_strings,
+    check_dtype,
+    check_integers,
+    check_length,
+    check_n_vars,
+    check_plain_matrix,
+    checked_indptr,
+    numbered,
+    plain_layout,
+)
+from gpuload.source import BufferSource
+from gpuload.store import CsrMatrix, DenseMatrix, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.layout import ArrayLayout
+    from gpuload.store import Matrix
+
+
+def is_anndata(cells: object) -> bool:
+    """Return whether something is an AnnData; imports nothing, for who has one has imported anndata."""
+    anndata = sys.modules.get("anndata")
+    return anndata is not None and isinstance(cells, anndata.AnnData)
+
+
+def is_matrix(cells: object) -> bool:
+    """Return whether something is a SciPy sparse matrix or array, or a NumPy array that is no list of paths."""
+    sparse = sys.modules.get("scipy.sparse")
+    if sparse is not None and sparse.issparse(cells):
+        return True
+    return isinstance(cells, np.ndarray) and not (cells.ndim == 1 and cells.dtype.kind in "OSU")
+
+
+def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]) -> Store:
+    """Make a store of cells in memory.
+
+    Parameters
+    ----------
+    cells
+        An AnnData, a SciPy CSR matrix or array, or a 2-D NumPy array. A view of an AnnData gives its own rows, as a
+        copy that anndata makes. Of a backed AnnData, X and raw.X are read from its file, the rest from memory. The
+        genes of a plain matrix are called ``"0"``, ``"1"``, ...; it has no obs.
+    place
+        Its place in a list of several, from 0 on, for errors; None where it was given alone.
+    layer
+        ``"X"``, ``"raw.X"`` or the name of a layer.
+    obs
+        Columns of obs to hold.
+
+    Raises
+    ------
+    StoreError
+        It is of another kind or of a form that rows cannot be read from, or lacks what is asked for.
+    CorruptDataError
+        Its parts do not fit together.
+    """
+    number = "" if place is None else f" {place}"
+    where = f"<{type(cells).__name__}{number}>"
+    if is_anndata(cells):
+        where = f"<AnnData{number}>"
+        if cells.isbacked and layer in ("X", "raw.X"):
+            return _open_backed(cells, where, layer, obs)
+        return _open_anndata(cells, where, layer, obs)
+    if not is_matrix(cells):
+        raise StoreError(
+            f"{where}: this is a {_kind(cells)}; expected a path, an AnnData, a SciPy CSR matrix or a 2-D NumPy array."
+        )
+    check_plain_matrix(where, layer, obs, "give an AnnData")
+    matrix, sources = _matrix(cells, where, "", "X = X.tocsr()")
+    return Store((matrix,), (where,), numbered(matrix.n_vars), {}, sources)
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _open_anndata(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Store:
+    from gpuload.formats.obs import frame_columns
+
+    X, var, name, cure = _member(adata, where, layer)
+    matrix, sources = _matrix(X, where, name, cure)
+    check_length(f"{where}: obs", adata.n_obs, matrix.n_rows, "cells")
+    check_length(f"{where}: var", len(var), matrix.n_vars, "genes")
+    return Store((matrix,), (where,), as_strings(var.index), frame_columns(adata, obs, where), sources)
+
+
+def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Store:
+    """Open the file of a backed AnnData; names and obs are those in memory, which may have been changed."""
+    from gpuload.formats.h5ad import open_h5ad
+    from gpuload.formats.obs import frame_columns
+
+    path = os.fspath(adata.filename)
+    if adata.is_view:
+        raise StoreError(
+            f"{where}: this is a view of an AnnData backed by {path}; give the path with sampler=gpuload.Subset(rows), "
+            "or view.to_memory()."
+        )
+    if adata.file.is_open and "X" in adata.file:
+        adata.file["X"].file.flush()  # what was written into it and is still on its way
+    store = open_h5ad(path, layer=layer, obs=())
+    try:
+        check_length(f"{where}: obs", adata.n_obs, store.n_obs, "cells")
+        var_names = as_strings(adata.var_names) if layer == "X" else store.var_names
+        check_length(f"{where}: var", var_names.size, store.n_vars, "genes")
+        return replace(store, obs=frame_columns(adata, obs, where), var_names=var_names)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:
+    """Return a matrix of an AnnData, its var, its name for errors, and how to make it CSR."""
+    if layer == "X":
+        X = adata.X  # of a view, a copy each time
+        if X is None:
+            raise StoreError(f"{where}: there is no X; {_layers(adata)}. Choose one with layer=.")
+        return X, adata.var, "X", "adata.X = adata.X.tocsr()"
+    if layer == "raw.X":
+        if adata.raw is None:
+            raise StoreError(f"{where}: there is no raw; {_layers(adata)}. Choose layer='X' or one of the layers.")
+        return adata.raw.X, adata.raw.var, "raw.X", "raw = adata.raw.to_adata(); raw.X = raw.X.tocsr(); adata.raw = raw"
+    if layer not in adata.layers:
+        raise StoreError(f"{where}: there is no layer {layer!r}; {_layers(adata)}. Choose one of them, 'X' or 'raw.X'.")
+    name = f"layers[{layer!r}]"
+    return adata.layers[layer], adata.var, name, f"adata.{name} = adata.{name}.tocsr()"
+
+
+def _layers(adata: Any) -> str:
+    names = [repr(str(name)) for name in adata.layers if name is not None]  # which is X since anndata 0.13
+    return "its layers are " + ", ".join(names) if names else "it has no layers"
+
+
+def _matrix(X: Any, where: str, name: str, cure: str) -> tuple[Matrix, tuple[BufferSource, ...]]:
+    """Return the layouts of a matrix, and the sources that keep it alive."""
+    from scipy.sparse import issparse
+
+    label = name or "it"
+    if getattr(X, "ndim", 2) != 2:
+        raise StoreError(f"{where}: {label} has {X.ndim} dimensions; expected a matrix of cells x genes.")
+    if issparse(X):
+        if X.format != "csr":
+            raise StoreError(
+                f"{where}: {label} is a {X.format.upper()} matrix; rows cannot be read from it. Convert it once with "
+                f"{cure}."
+            )
+        return _csr(X, where, f"{name}." if name else "")
+    if not isinstance(X, np.ndarray) or isinstance(X, np.ma.MaskedArray):
+        raise StoreError(
+            f"{where}: {label} is a {_kind(X)}; expected a SciPy CSR matrix or a NumPy array in host memory, so "
+            "convert it first."
+        )
+    layout, source = _layout(X, where, name or "X")
+    return DenseMatrix(layout), (source,)
+
+
+def _csr(X: Any, where: str, prefix: str) -> tuple[CsrMatrix, tuple[BufferSource, ...]]:
+    n_rows, n_vars = (int(n) for n in X.shape)
+    check_n_vars(f"{where}: {prefix or 'it'}".rstrip("."), n_vars)
+    for part in ("indptr", "indices"):
+        check_integers(f"{where}: {prefix}{part}", getattr(X, part).dtype)
+    given = np.array(X.indptr, dtype=np.int64)
+    nnz = max(0, int(given[-1])) if given.size else 0  # there may be room for more, which SciPy allows
+    lengths = min(X.data.size, nnz), min(X.indices.size, nnz)
+    indptr = checked_indptr(given, f"{where}: {prefix}indptr", n_rows, lengths, "Make the matrix anew.")
+    data, values = _layout(X.data[:nnz], where, f"{prefix}data")
+    indices, columns = _layout(X.indices[:nnz], where, f"{prefix}indices")
+    return CsrMatrix(indptr, data, indices, n_vars), (values, columns)
+
+
+def _layout(array: NDArray[Any], where: str, name: str) -> tuple[ArrayLayout, BufferSource]:
+    """Return where an array's bytes lie, and the source that keeps it alive."""
+    check_dtype(f"{where}: {name}", array.dtype)
+    array = np.ascontiguousarray(array)
+    source = BufferSource(where, array.reshape(-1).view(np.uint8))
+    return plain_layout(source, name, array.shape, array.dtype, 0), source

@@ -1,0 +1,354 @@
+"""Splits: which cells are for training, which for validation. By cells, by whole groups, by named groups.
+
+    split = gpuload.split("atlas.h5ad", {"train": 0.8, "val": 0.2}, by="sample")
+    loader = gpuload.open_loader("atlas.h5ad", sampler=gpuload.Subset(split["train"]))
+
+Requirements this module answers
+--------------------------------
+- No group leaks: all cells of a group are in one part, over all files.
+- The same data and settings give the same split in any process, on any machine, with any NumPy (see
+  `gpuload.permute`); where groups are dealt, whatever the order of the files and of the cells in them.
+- A saved split is refused on other data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.dealing import classes_of, deal_cells, deal_groups, hash_of, label_of, targets
+from gpuload.errors import PlanError, ReadError, StoreError
+from gpuload.loader import Loader
+from gpuload.store import Store
+
+if TYPE_CHECKING:
+    from types import EllipsisType
+
+    from numpy.typing import NDArray
+
+    from gpuload.dealing import Label
+
+VERSION = 1
+"""Of the files that `Split.save` writes."""
+
+MAX_PARTS = (1 << 15) - 1
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Split(Mapping[str, "NDArray[np.int64]"]):
+    """The rows of each part, by name: ``split["train"]`` is an (n,) int64 array of global row numbers, ascending.
+
+    Made by `gpuload.split`. ``str(split)`` says how near the parts came to what was wanted.
+
+    Attributes
+    ----------
+    part : (n_obs,) int8 or int16
+        Number of the part of each cell, by the order of the names; -1: in no part.
+    groups
+        The groups in each part, by name; empty where cells were dealt one by one.
+    files
+        Name, without folders, and cells of each file.
+    settings
+        What it was made with, as JSON values: ``"shares"``, ``"by"``, ``"stratify"``, ``"seed"``; and ``"aims"``, the
+        cells that a share asks for.
+    """
+
+    names: tuple[str, ...]
+    part: NDArray[np.signedinteger[Any]]
+    groups: Mapping[str, tuple[Label, ...]]
+    files: tuple[tuple[str, int], ...]
+    settings: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.part.flags.writeable = False
+
+    def __getitem__(self, name: str) -> NDArray[np.int64]:
+        if name not in self.names:
+            raise KeyError(f"there is no part {name!r}; the parts are {', '.join(map(repr, self.names))}.")
+        return np.flatnonzero(self.part == self.names.index(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Split):
+            return NotImplemented
+        return (self.names, self.files) == (other.names, other.files) and np.array_equal(self.part, other.part)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Cells in each part."""
+        found = np.bincount(self.part.astype(np.int16) + 1, minlength=len(self.names) + 1)
+        return dict(zip(self.names, found[1:].tolist(), strict=True))
+
+    def __repr__(self) -> str:
+        return f"Split({', '.join(f'{name}: {n:,} cells' for name, n in self.counts.items())})"
+
+    def __str__(self) -> str:
+        counts, n_obs, lines = self.counts, max(1, self.part.size), []
+        for name, n in counts.items():
+            aim = self.settings["aims"].get(name)
+            off = "" if aim is None else f", {n - aim:+,} from its share"
+            of = f"; groups by {', '.join(self.settings['by'])}: {len(self.groups[name]):,}" if self.groups else ""
+            lines.append(f"{name}: {n:,} cells of {n_obs:,} ({n / n_obs:.2%}){off}{of}")
+        n_out = self.part.size - sum(counts.values())
+        return "\n".join([*lines, *([f"in no part: {n_out:,} cells"] if n_out else [])])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the split to a file (NumPy's .npz, compressed, no pickles); what was there is replaced as a whole."""
+        path = os.fspath(path)
+        about = {
+            "gpuload_split": VERSION,
+            "names": self.names,
+            "groups": dict(self.groups),
+            "files": self.files,
+            "settings": dict(self.settings),
+        }
+        beside = f"{path}.{os.getpid()}.new"
+        try:
+            with open(beside, "wb") as file:
+                np.savez_compressed(file, part=self.part, about=np.array(json.dumps(about)))
+            os.replace(beside, path)
+        except BaseException:
+            if os.path.exists(beside):
+                os.remove(beside)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], cells: Any = None, *, layer: str = "X") -> Split:
+        """Read a split that `save` wrote, and check that it is of the cells given, if any.
+
+        Raises
+        ------
+        ReadError
+            The file cannot be opened.
+        StoreError
+            It is no split, or of a version that this gpuload does not know.
+        PlanError
+            It is of other cells; see `check`.
+        """
+        path = os.fspath(path)
+        try:
+            with open(path, "rb") as opened:
+                file = np.load(opened, allow_pickle=False)
+                part, about = file["part"], json.loads(str(file["about"]))
+            version = about["gpuload_split"]
+            split = cls(
+                tuple(about["names"]),
+                part,
+                {name: tuple(label_of(g) for g in groups) for name, groups in about["groups"].items()},
+                tuple((str(name), int(n)) for name, n in about["files"]),
+                about["settings"],
+            )
+        except OSError as error:
+            if error.errno is None:  # of zipfile
+                raise _no_split(path) from error
+            raise ReadError(f"{path}: cannot be read: {error.strerror}. Check the path.") from error
+        except Exception as error:  # whatever a damaged file makes NumPy, zipfile and zlib raise
+            raise _no_split(path) from error
+        if version != VERSION:
+            raise StoreError(
+                f"{path}: a split of version {version!r}; this gpuload reads version {VERSION}: update it."
+            )
+        is_whole = part.ndim == 1 and part.dtype.kind == "i" and part.size == sum(n for _, n in split.files)
+        if not is_whole or (part.size and not -1 <= part.min() <= part.max() < len(split.names)):
+            raise _no_split(path)
+        if cells is not None:
+            split.check(cells, layer=layer)
+        return split
+
+    def check(self, cells: Any, *, layer: str = "X") -> None:
+        """Raise PlanError where cells are not those that were split: files of other names, order or numbers of cells.
+
+        Parameters
+        ----------
+        cells, layer
+            As for `gpuload.split`.
+        """
+        with _Opened(cells, layer, ()) as store:
+            found = _files(store)
+        if found == self.files:
+            return
+        if len(found) != len(self.files):
+            raise PlanError(f"split: it is of {len(self.files)} files, but {len(found)} were given; split these anew.")
+        i = next(i for i, (a, b) in enumerate(zip(self.files, found, strict=True)) if a != b)
+        (name, n), (other, m) = self.files[i], found[i]
+        cure = "give them in the same order" if sorted(found) == sorted(self.files) else "split these anew"
+        raise PlanError(
+            f"split: its file {i} is {name!r} with {n} cells, but {other!r} with {m} cells was given; {cure}."
+        )
+
+
+def split(
+    cells: Any,
+    shares: Mapping[str, Any],
+    *,
+    by: str | Iterable[str] | None = None,
+    stratify: str | Iterable[str] | None = None,
+    seed: int = 0,
+    layer: str = "X",
+) -> Split:
+    """Deal cells, or whole groups of cells, to named parts.
+
+    Parameters
+    ----------
+    cells
+        What `open_loader` takes, or a loader or store that holds the columns named below.
+    shares
+        For each part its share of the cells, above 0 and at most 1; or a list of groups that are in it and in no other;
+        or ``...`` for what is left, in at most one part. Shares are of what the lists leave. Where they add up to less
+        than 1 and there is no ``...``, the rest of the cells is in no part.
+        For example ``{"train": 0.8, "val": 0.2}``, ``{"train": ..., "test": ["plate14"]}``,
+        ``{"train": ..., "val": 0.1, "test": ["plate14"]}``.
+    by
+        Columns of obs whose values are the groups (of several columns: the tuples of their values), which are kept
+        whole. Cells without a value are in no part: nobody knows whose they are. None: cells are dealt one by one.
+    stratify
+        Columns of obs of whose values each part shall have its share: met to within one cell by cells, and by groups as
+        near as a greedy deal comes. Cells without a value count as one more class.
+    seed
+        At least 0; another seed deals otherwise.
+    layer
+        A matrix that the files have; of it only the number of rows is used.
+
+    Returns
+    -------
+    Split
+        Rows by name.
+
+    Raises
+    ------
+    PlanError
+        Shares that cannot be dealt, or columns or groups that are not there.
+    StoreError, ReadError, CorruptDataError
+        As `open_loader`.
+
+    Notes
+    -----
+    By cells, each part has its share rounded to whole cells. By groups, the largest group is dealt first; it goes to
+    one of the parts that have room for it, with a chance in proportion to that room, or, where none has, to the one
+    with most room. So no part is further from its share than the largest group is large, and with many groups the last
+    ones, which are the smallest, fill the parts up. The nearest of up to 16 such deals is taken. A part that is left
+    empty gets the smallest group of the part with most groups. Stratified, each goes where the sum over classes and
+    parts of (cells - share)^2 / share grows least.
+    """
+    wanted = _checked_shares(shares)
+    names = list(wanted)
+    keys, strata = _columns("by", by), _columns("stratify", stratify)
+    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or not 0 <= seed < 1 << 64:
+        raise PlanError(f"seed={seed!r}: expected a whole number from 0 to 2**64 - 1.")
+    listed = [name for name, value in wanted.items() if isinstance(value, list)]
+    if listed and not keys:
+        raise PlanError(f"shares[{listed[0]!r}] names groups; say of which column with by=, for example by='plate'.")
+    with _Opened(cells, layer, (*keys, *strata)) as store:
+        classes = classes_of([store.obs[name] for name in strata], is_missing_one=True) if strata else None
+        if keys:
+            groups = classes_of([store.obs[name] for name in keys])
+            part, kept = deal_groups(wanted, groups, classes, ", ".join(keys), int(seed))
+            n_dealt = int(groups.counts.sum()) - sum(np.count_nonzero(part == names.index(name)) for name in listed)
+        else:
+            part, kept, n_dealt = deal_cells(wanted, store.n_obs, classes, int(seed)), {}, store.n_obs
+        files = _files(store)
+    settings = {
+        "shares": {name: "..." if value is ... else value for name, value in wanted.items()},
+        "by": list(keys),
+        "stratify": list(strata),
+        "seed": int(seed),
+        "aims": {names[p]: round(share * n_dealt) for p, share in zip(*targets(wanted), strict=True) if p >= 0},
+    }
+    return Split(tuple(wanted), part.astype(np.int8 if len(wanted) < 128 else np.int16), kept, files, settings)
+
+
+# --- what was asked for
+
+
+def _checked_shares(shares: Any) -> dict[str, float | list[Label] | EllipsisType]:
+    if not isinstance(shares, Mapping) or not shares:
+        raise PlanError(f"shares={shares!r}: expected a dict, for example {{'train': 0.8, 'val': 0.2}}.")
+    if len(shares) > MAX_PARTS:
+        raise PlanError(f"shares: {len(shares)} parts; at most {MAX_PARTS} can be told apart.")
+    wanted: dict[str, float | list[Label] | EllipsisType] = {}
+    for name, value in shares.items():
+        if not isinstance(name, str) or not name:
+            raise PlanError(f"shares: {name!r} is no name of a part; expected text, for example 'train'.")
+        if value is ...:
+            wanted[name] = value
+        elif _is_share(value):
+            wanted[name] = float(value)
+        elif isinstance(value, (list, tuple, set, frozenset, np.ndarray)) and len(value):
+            wanted[name] = sorted({label_of(group) for group in value}, key=hash_of)
+        else:
+            raise PlanError(
+                f"shares[{name!r}]={value!r}: expected a share above 0 and at most 1, a list of groups, or ... for "
+                "what is left."
+            )
+    left = [name for name, value in wanted.items() if value is ...]
+    total = sum(value for value in wanted.values() if isinstance(value, float))
+    if len(left) > 1:
+        raise PlanError(f"shares: {left[0]!r} and {left[1]!r} both ask for what is left (...); let one of them do so.")
+    if total > 1 + 1e-9 or (left and total > 1 - 1e-9):
+        also = f", which leaves nothing for {left[0]!r}" if left else ""
+        raise PlanError(f"shares: they add up to {total:g}{also}; expected {'less than' if left else 'at most'} 1.")
+    return wanted
+
+
+def _is_share(value: Any) -> bool:
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return is_number and 0 < value <= 1
+
+
+def _columns(parameter: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
+    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+        raise PlanError(
+            f"{parameter}={value!r}: expected the name of an obs column, a list of different names, or None."
+        )
+    return names
+
+
+class _Opened:
+    """The store of what was given; closed again where it was opened here."""
+
+    def __init__(self, cells: Any, layer: str, columns: tuple[str, ...]) -> None:
+        self._is_ours = not isinstance(cells, (Loader, Store))
+        if self._is_ours:
+            from gpuload.formats import open_store
+
+            self.store: Store = open_store(cells, layer=layer, obs=tuple(dict.fromkeys(columns)))
+            return
+        self.store = cells if isinstance(cells, Store) else cells._store  # noqa: SLF001 - a loader has nothing else
+        for name in columns:
+            if name not in self.store.obs:
+                raise PlanError(
+                    f"by or stratify: {name!r} is no column that the loader holds; open it with obs=[{name!r}], or "
+                    "give the paths."
+                )
+
+    def __enter__(self) -> Store:
+        return self.store
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._is_ours:
+            self.store.close()
+
+
+def _files(store: Store) -> tuple[tuple[str, int], ...]:
+    return tuple((os.path.basename(path), n) for path, n in zip(store.paths, store.file_rows, strict=True))
+
+
+def _no_split(path: str) -> StoreError:
+    return StoreError(
+        f"{path}: this is no split that gpuload saved, or it is damaged; make it anew with gpuload.split."
+    )

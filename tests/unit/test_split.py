@@ -1,0 +1,383 @@
+"""Splits as a person uses them: from paths, AnnData, loaders; saved, loaded, refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+
+import gpuload
+from gpuload.split import Split
+from tests import writers
+from tests.writers import counts, genes_frame, write_csr
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HALVES = {"train": 0.5, "val": 0.5}
+
+
+def frame(n: int, seed: int = 0) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    return pd.DataFrame(
+        {
+            "sample": pd.Categorical([f"s{i}" for i in rng.integers(0, 25, n)]),
+            "plate": np.array([f"plate{i}" for i in rng.integers(1, 15, n)], dtype=object),
+            "drug": pd.Categorical([f"d{i}" for i in rng.integers(0, 3, n)]),
+            "year": rng.integers(2020, 2024, n),
+            "age": np.where(rng.random(n) < 0.1, np.nan, rng.integers(20, 25, n)),
+            "passed": rng.random(n) < 0.5,
+        },
+        index=[f"cell_{i}" for i in range(n)],
+    )
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Write two files of 400 and 300 cells."""
+    folder = tmp_path_factory.mktemp("split")
+    made = []
+    for i, n in enumerate((400, 300)):
+        path = folder / f"part{i}.h5ad"
+        with writers.h5py.File(path, "w") as file:
+            writers.write_root(file, frame(n, i), genes_frame(20))
+            write_csr(file, "X", counts(n, 20, seed=i))
+        path.chmod(0o444)
+        made.append(path)
+    return made
+
+
+@pytest.fixture(scope="module")
+def obs() -> pd.DataFrame:
+    return pd.concat([frame(400, 0), frame(300, 1)])
+
+
+# --- what is given
+
+
+def test_paths_loaders_stores_and_anndata_are_split_alike(paths: list[Path], no_leaks: None) -> None:
+    settings: dict[str, Any] = {"by": "sample", "seed": 3}
+    split = gpuload.split(paths, HALVES, **settings)
+    with gpuload.open_loader(paths, obs=["sample"]) as loader:
+        assert gpuload.split(loader, HALVES, **settings) == split
+        assert gpuload.split(loader._store, HALVES, **settings) == split
+        assert len(list(loader)) == len(loader), "the loader was closed"
+    in_memory = gpuload.split([as_anndata(400, 0), as_anndata(300, 1)], HALVES, **settings)
+    assert in_memory.groups == split.groups
+    np.testing.assert_array_equal(in_memory.part, split.part)
+    assert in_memory.files == (("<AnnData 0>", 400), ("<AnnData 1>", 300))
+
+
+def as_anndata(n: int, seed: int) -> anndata.AnnData:
+    return anndata.AnnData(counts(n, 20, seed=seed), frame(n, seed), genes_frame(20))
+
+
+@pytest.mark.parametrize("by", ["sample", "plate", "year", "passed", ["plate", "drug"], ("year", "passed", "drug")])
+def test_every_kind_of_column_makes_groups(paths: list[Path], obs: pd.DataFrame, by: Any) -> None:
+    split = gpuload.split(paths, HALVES, by=by)
+    names = [by] if isinstance(by, str) else list(by)
+    n_parts = pd.Series(split.part).groupby([obs[name].to_numpy() for name in names]).nunique()
+    assert (n_parts == 1).all()
+    labels = {name: set(obs.iloc[split[name]][names].itertuples(index=False, name=None)) for name in split}
+    assert {n: {g if len(names) > 1 else (g,) for g in split.groups[n]} for n in split} == labels
+    json.dumps(dict(split.groups))
+
+
+def test_cells_without_a_group_are_in_no_part(paths: list[Path], obs: pd.DataFrame) -> None:
+    for by in ("age", ["age", "drug"]):
+        split = gpuload.split(paths, {"train": 0.6, "val": ...}, by=by)
+        np.testing.assert_array_equal(split.part < 0, obs["age"].isna())
+        assert f"in no part: {obs['age'].isna().sum()} cells" in str(split)
+    assert set(gpuload.split(paths, HALVES, stratify="age").part) == {0, 1}
+
+
+def test_columns_of_several_types_as_strata(paths: list[Path], obs: pd.DataFrame) -> None:
+    split = gpuload.split(paths, {"train": 0.75, "val": 0.25}, stratify=["drug", "year"])
+    found = obs.assign(part=split.part).groupby(["drug", "year"], observed=True)["part"].agg(["sum", "size"])
+    assert ((found["sum"] - 0.25 * found["size"]).abs() < 1).all()
+
+
+def test_named_groups(paths: list[Path], obs: pd.DataFrame) -> None:
+    split = gpuload.split(paths, {"train": ..., "val": 0.2, "test": ["plate14", "plate3"]}, by="plate")
+    assert split.groups["test"] == ("plate14", "plate3")
+    np.testing.assert_array_equal(split["test"], np.flatnonzero(obs["plate"].isin(["plate14", "plate3"])))
+    assert sum(map(len, split.groups.values())) == 14
+    two = gpuload.split(paths, {"train": ..., "test": [("plate14", "d0"), ("plate3", "d2")]}, by=["plate", "drug"])
+    is_in = ((obs["plate"] == "plate14") & (obs["drug"] == "d0")) | ((obs["plate"] == "plate3") & (obs["drug"] == "d2"))
+    np.testing.assert_array_equal(two["test"], np.flatnonzero(is_in))
+    for years in ([2021], np.array([2021]), {2021.0}, (np.int64(2021),)):
+        year = gpuload.split(paths, {"test": years}, by="year")
+        np.testing.assert_array_equal(year["test"], np.flatnonzero(obs["year"] == 2021))
+
+
+def test_what_the_lists_leave_is_shared_out(paths: list[Path], obs: pd.DataFrame) -> None:
+    split = gpuload.split(paths, {"a": 0.5, "b": 0.5, "held": [f"plate{i}" for i in range(1, 8)]}, by="plate")
+    n_left = int((~obs["plate"].isin(split.groups["held"])).sum())
+    assert split.settings["aims"] == {"a": round(n_left / 2), "b": round(n_left / 2)}
+    assert abs(split.counts["a"] - n_left / 2) < 50
+
+
+def test_a_part_is_never_empty(paths: list[Path]) -> None:
+    split = gpuload.split(paths, {"a": 0.001, "b": 0.001, "c": 0.997, "d": 0.001}, by="year")
+    assert all(split.counts.values())
+    assert all(len(groups) == 1 for groups in split.groups.values())
+    assert len(gpuload.split(paths, {"few": 0.01}, by="year").groups["few"]) == 1
+
+
+# --- as a sampler
+
+
+def test_training_and_validation_share_no_sample(paths: list[Path], obs: pd.DataFrame) -> None:
+    split = gpuload.split(paths, {"train": 0.8, "val": 0.2}, by="sample")
+    seen = {}
+    for name in split:
+        sampler = gpuload.Subset(split[name])
+        with gpuload.open_loader(paths, sampler=sampler, batch_size=16, fetch_factor=4, obs=["sample"]) as loader:
+            batches = list(loader)
+            samples = loader.categories["sample"][np.concatenate([batch.obs["sample"] for batch in batches])]
+        rows = np.concatenate([batch.rows for batch in batches])
+        np.testing.assert_array_equal(np.sort(rows), split[name])
+        assert list(samples) == list(obs["sample"].iloc[rows])
+        seen[name] = set(samples)
+    assert seen["train"]
+    assert seen["val"]
+    assert not seen["train"] & seen["val"]
+
+
+# --- the value
+
+
+def test_it_is_a_mapping_that_cannot_be_changed(paths: list[Path]) -> None:
+    split = gpuload.split(paths, {"train": 0.8, "val": 0.2})
+    assert list(split) == ["train", "val"]
+    assert len(split) == 2
+    assert "train" in split
+    assert split["train"].size == split.counts["train"] == 560
+    with pytest.raises(KeyError, match=r"there is no part 'test'; the parts are 'train', 'val'\."):
+        split["test"]
+    with pytest.raises(ValueError, match="read-only"):
+        split.part[0] = 1
+    with pytest.raises(AttributeError):
+        split.names = ()  # type: ignore[misc]
+    split["train"][:] = 0  # the caller's own
+    assert split["train"][-1] > 0
+    assert split == gpuload.split(paths, {"train": 0.8, "val": 0.2})
+    assert split != gpuload.split(paths, {"train": 0.8, "val": 0.2}, seed=1)
+    assert split != {"train": 1}
+    assert split.part.dtype == np.int8
+
+
+def test_it_says_how_near_it_came(paths: list[Path]) -> None:
+    split = gpuload.split(paths, {"train": ..., "val": 0.3, "test": ["plate14"]}, by="plate")
+    lines = str(split).splitlines()
+    n = split.counts["val"] - split.settings["aims"]["val"]
+    assert lines[1].startswith(f"val: {split.counts['val']} cells of 700 (")
+    assert f"%), {n:+} from its share; groups by plate: {len(split.groups['val'])}" in lines[1]
+    assert lines[2].endswith("%); groups by plate: 1")
+    assert repr(split).startswith("Split(train: ")
+    assert str(gpuload.split(paths, {"a": 0.25})).splitlines() == [
+        "a: 175 cells of 700 (25.00%), +0 from its share",
+        "in no part: 525 cells",
+    ]
+
+
+def test_many_parts(paths: list[Path]) -> None:
+    split = gpuload.split(paths, {f"fold{i}": 1 / 200 for i in range(200)})
+    assert set(split.counts.values()) <= {3, 4}
+    assert split.part.dtype == np.int16
+    assert sum(split.counts.values()) == 700
+
+
+# --- saved
+
+
+@pytest.mark.parametrize(
+    ("wanted", "settings"),
+    [
+        (HALVES, {}),
+        ({"train": ..., "test": ["plate14"]}, {"by": "plate"}),
+        ({"train": 0.5, "val": 0.2}, {"by": ["year", "passed"], "stratify": "drug"}),
+    ],
+)
+def test_saved_and_loaded(paths: list[Path], tmp_path: Path, wanted: Any, settings: Any) -> None:
+    split = gpuload.split(paths, wanted, **settings)
+    path = tmp_path / "split of mine"
+    path.write_bytes(b"what was there")
+    split.save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["split of mine"]
+    for cells in (None, paths):
+        loaded = Split.load(path, cells)
+        assert loaded == split
+        assert loaded.groups == split.groups
+        assert str(loaded) == str(split)
+        assert loaded.part.dtype == split.part.dtype
+    with gpuload.open_loader(paths) as loader:
+        assert gpuload.Split.load(str(path), loader) == split
+
+
+def test_a_failed_save_leaves_what_was_there(
+    paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split, path = gpuload.split(paths, HALVES), tmp_path / "split.npz"
+    split.save(path)
+    before = path.read_bytes()
+
+    def fail(file: Any, **arrays: Any) -> None:
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", fail)
+    with pytest.raises(OSError, match="No space"):
+        split.save(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["split.npz"]
+
+
+def test_a_large_split_is_a_small_file(tmp_path: Path) -> None:
+    part = np.repeat(np.arange(2, dtype=np.int8), 500_000)
+    Split(("a", "b"), part, {}, (("x.h5ad", 1_000_000),), {"aims": {}}).save(tmp_path / "s.npz")
+    assert (tmp_path / "s.npz").stat().st_size < 5_000
+
+
+def test_other_data_is_refused(paths: list[Path], tmp_path: Path) -> None:
+    path = tmp_path / "split.npz"
+    gpuload.split(paths, HALVES).save(path)
+    renamed = tmp_path / "elsewhere" / "part0.h5ad"
+    renamed.parent.mkdir()
+    renamed.write_bytes(paths[0].read_bytes())
+    changed, other = tmp_path / "part1.h5ad", tmp_path / "other.h5ad"
+    for new in (changed, other):
+        as_anndata(131, 1).write_h5ad(new)
+    Split.load(path, [renamed, paths[1]])  # folders do not matter
+    for cells, says in (
+        ([paths[0]], r"split: it is of 2 files, but 1 were given; split these anew\."),
+        (
+            paths[::-1],
+            r"its file 0 is 'part0.h5ad' with 400 cells, but 'part1.h5ad' with 300 cells was given; give them",
+        ),
+        (
+            [paths[0], changed],
+            r"its file 1 is 'part1.h5ad' with 300 cells, but 'part1.h5ad' with 131 cells",
+        ),
+        (
+            [other, paths[1]],
+            r"its file 0 is 'part0.h5ad' with 400 cells, but 'other.h5ad' with 131 .*; split these anew\.",
+        ),
+    ):
+        with pytest.raises(gpuload.PlanError, match=says):
+            Split.load(path, cells)
+
+
+def test_what_is_no_split_is_refused(paths: list[Path], tmp_path: Path) -> None:
+    path = tmp_path / "split.npz"
+    split = gpuload.split(paths, HALVES)
+    split.save(path)
+    whole = path.read_bytes()
+    with np.load(path) as file:
+        part, about = file["part"], json.loads(str(file["about"]))
+
+    def saved(**changes: Any) -> bytes:
+        arrays = {"part": part, "about": np.array(json.dumps(about | changes.pop("about", {})))} | changes
+        np.savez(tmp_path / "made.npz", **{k: v for k, v in arrays.items() if v is not None})
+        return (tmp_path / "made.npz").read_bytes()
+
+    array = io.BytesIO()
+    np.save(array, part)
+    bad = {
+        "empty": b"",
+        "text": b"{}",
+        "cut": whole[: len(whole) // 2],
+        "flipped": whole[:100] + bytes([whole[100] ^ 255]) + whole[101:],
+        "array": array.getvalue(),
+        "no part": saved(part=None),
+        "no names": saved(about={"names": None}),
+        "short": saved(part=part[:-1]),
+        "square": saved(part=part.reshape(2, -1)),
+        "floats": saved(part=part.astype(float)),
+        "numbers": saved(part=np.where(part == 1, 2, part)),
+        "negative": saved(part=np.where(part == 1, -2, part)),
+        "objects": saved(part=part.astype(object)),
+        "files": saved(about={"files": [["a", "many"]]}),
+    }
+    for name, content in bad.items():
+        path.write_bytes(content)
+        with pytest.raises(gpuload.StoreError, match=r"split\.npz: this is no split that gpuload saved") as caught:
+            Split.load(path)
+        assert str(path) in str(caught.value), name
+    path.write_bytes(saved(about={"gpuload_split": 2}))
+    with pytest.raises(gpuload.StoreError, match="a split of version 2; this gpuload reads version 1"):
+        Split.load(path)
+    with pytest.raises(gpuload.ReadError, match=r"nowhere: cannot be read: No such file or directory\."):
+        Split.load(tmp_path / "nowhere")
+    with pytest.raises(gpuload.ReadError, match="cannot be read: Is a directory"):
+        Split.load(tmp_path)
+
+
+# --- refusals
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    ({}, {}, r"shares=\{\}: expected a dict, for example"),
+    (0.8, {}, r"shares=0\.8: expected a dict"),
+    ([0.8, 0.2], {}, "expected a dict"),
+    ({"": 0.5}, {}, "'' is no name of a part"),
+    ({1: 0.5}, {}, "1 is no name of a part"),
+    ({"a": 0}, {}, r"shares\['a'\]=0: expected a share above 0 and at most 1, a list of groups, or \.\.\."),
+    ({"a": -0.5}, {}, r"shares\['a'\]=-0\.5"),
+    ({"a": 80, "b": 20}, {}, r"shares\['a'\]=80: expected a share above 0 and at most 1"),
+    ({"a": float("nan")}, {}, r"shares\['a'\]=nan"),
+    ({"a": True}, {}, r"shares\['a'\]=True"),
+    ({"a": "plate14"}, {"by": "plate"}, r"shares\['a'\]='plate14': expected .* a list of groups"),
+    ({"a": None}, {}, r"shares\['a'\]=None"),
+    ({"a": []}, {"by": "plate"}, r"shares\['a'\]=\[\]"),
+    ({"a": 0.8, "b": 0.3}, {}, r"shares: they add up to 1\.1; expected at most 1"),
+    ({"a": 0.8, "b": 0.2, "c": ...}, {}, "they add up to 1, which leaves nothing for 'c'; expected less than 1"),
+    ({"a": ..., "b": ...}, {}, r"'a' and 'b' both ask for what is left"),
+    ({"a": ["x"], "b": ...}, {}, r"shares\['a'\] names groups; say of which column with by=, for example by='plate'"),
+    ({"a": ["x"]}, {"by": "plate"}, r"shares\['a'\]: there is no group 'x' by plate; there are 'plate.*, \.\.\.\."),
+    ({"a": ["plate1"], "b": ["plate1"]}, {"by": "plate"}, "group 'plate1' is in 'a' and in 'b'; name it once"),
+    ({"a": [2020]}, {"by": ["year", "drug"]}, "there is no group 2020 by year, drug; there are "),
+    (HALVES, {"by": "nothing"}, "obs has no column 'nothing'"),
+    (HALVES, {"stratify": "nothing"}, "obs has no column 'nothing'"),
+    (HALVES, {"by": 5}, "by=5: expected the name of an obs column, a list of different names, or None"),
+    (HALVES, {"by": []}, r"by=\[\]: expected"),
+    (HALVES, {"by": ["plate", "plate"]}, "by=.*different names"),
+    (HALVES, {"by": ["plate", None]}, "by=.*: expected"),
+    (HALVES, {"stratify": ""}, "stratify='': expected"),
+    (HALVES, {"seed": -1}, r"seed=-1: expected a whole number from 0 to 2\*\*64 - 1"),
+    (HALVES, {"seed": 1.5}, r"seed=1\.5: expected"),
+    ({f"p{i}": 0.2 for i in range(5)}, {"by": "year"}, "4 groups by year cannot fill 5 parts"),
+    ({"a": [2020, 2021, 2022, 2023], "b": ...}, {"by": "year"}, "0 groups by year cannot fill 1 parts"),
+    ({"a": 0.9999, "b": 0.0001}, {}, r"shares\['b'\]=0\.0001: of 700 cells that is none; give it a larger share"),
+    ({f"p{i}": 1e-5 for i in range(32768)}, {}, "32768 parts; at most 32767"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "settings", "says"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refusals(paths: list[Path], no_leaks: None, wanted: Any, settings: Any, says: str) -> None:
+    with pytest.raises((gpuload.PlanError, gpuload.StoreError), match=says) as caught:
+        gpuload.split(paths, wanted, **settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+
+
+def test_a_loader_without_the_column_is_refused_with_the_cure(paths: list[Path]) -> None:
+    with (
+        gpuload.open_loader(paths, obs=["drug"]) as loader,
+        pytest.raises(gpuload.PlanError, match=r"'sample' is no column that the loader holds; .* obs=\['sample'\]"),
+    ):
+        gpuload.split(loader, HALVES, by="sample")
+
+
+def test_no_cells() -> None:
+    empty = as_anndata(0, 0)
+    with pytest.raises(gpuload.PlanError, match="of 0 cells that is none"):
+        gpuload.split(empty, HALVES)
+    with pytest.raises(gpuload.PlanError, match="0 groups by sample cannot fill 2 parts"):
+        gpuload.split(empty, HALVES, by="sample")
