@@ -1,4 +1,4 @@
-"""The command line: ``gpuload demo | inspect | bench | doctor``.
+"""The command line: ``gpuload demo | inspect | tune | bench | doctor``.
 
 Exit codes: 0 done; 1 something about the data or the machine (one sentence on stderr, no traceback); 2 wrong use; 130
 Ctrl-C. A command's module is imported when it runs, so that ``gpuload --help`` is quick and needs nothing that is
@@ -23,6 +23,7 @@ DONE, FAILED, WRONG_USE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 COMMANDS = {
     "demo": "train on quasi-random minibatches from files on disk, in three orders, and compare them",
     "inspect": "show how a file is stored, and which block_size and fetch_factor suit it",
+    "tune": "find the fastest settings for a file on this machine, and write them to a file",
     "bench": "measure cells per second, stage by stage, against what the machine can do",
     "doctor": "show what is installed, which path bytes will take, and how to get a faster one",
 }
@@ -31,6 +32,7 @@ EPILOG = """\
 examples:
   gpuload demo                                     the whole way, from files to a trained model, in under three minutes
   gpuload inspect atlas.h5ad --label cell_type     what is in the file, and how to read it
+  gpuload tune atlas.h5ad --label cell_type        the fastest settings for it on this machine
   gpuload bench atlas.h5ad --label cell_type       how fast this machine reads it
   gpuload doctor                                   what is missing for a faster path
 

@@ -1,4 +1,7 @@
-"""The demo's picture: speed, diversity, quality and losses of each order, a row per data set. Home of matplotlib."""
+"""Pictures. The demo's: speed, diversity, quality and losses of each order; inspect's: diversity against speed.
+
+Home of matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import MissingDependencyError
+from gpuload.errors import MissingDependencyError, ReadError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from gpuload.cli.advice import Advice
 
 COLORS = {"streaming": "#c44e52", "block shuffling": "#4c72b0", "true random": "#8c8c8c"}
 """Streaming warns, block shuffling stands out, true random order is the yardstick."""
@@ -33,14 +38,7 @@ def draw(path: Path, data_sets: Sequence[Mapping[str, Any]]) -> None:
     MissingDependencyError
         matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError("matplotlib", "The demo's picture", "demo") from error
-
-    figure = Figure(figsize=(15.5, 0.9 + 3.7 * len(data_sets)), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = _figure(15.5, 0.9 + 3.7 * len(data_sets), "The demo's picture")
     rows = figure.subfigures(len(data_sets), 1, squeeze=False, hspace=0.06)[:, 0]
     for place, data_set in zip(rows, data_sets, strict=True):
         place.suptitle(data_set["title"], x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=_INK)
@@ -50,6 +48,70 @@ def draw(path: Path, data_sets: Sequence[Mapping[str, Any]]) -> None:
         _draw_f1(axes[2], data_set)
         _draw_losses(axes[3], data_set)
     figure.savefig(path, dpi=130)
+
+
+def draw_choices(path: Path, advised: Advice, label: str) -> None:
+    """Draw the expected entropy of minibatches against cells/s of every candidate, a line per fetch factor, as PNG.
+
+    Parameters
+    ----------
+    path
+        Where to.
+    advised
+        What was found, with a label.
+    label
+        Its name.
+
+    Raises
+    ------
+    MissingDependencyError
+        matplotlib is not installed.
+    ReadError
+        The file cannot be written.
+    """
+    figure = _figure(8.6, 5.6, "The plot")
+    axis = figure.subplots()
+    factors = sorted({c.fetch_factor for c in advised.candidates}, reverse=True)
+    for factor, color in zip(factors, ("#4c72b0", "#55a868", "#c44e52"), strict=False):
+        line = [c for c in advised.candidates if c.fetch_factor == factor]
+        name = f"fetch_factor {factor}: {advised.batch_size * factor:,} cells"
+        for marker, kind in (("o-", int), ("s", str)):
+            points = [(c.cells_per_s, c.entropy_bits) for c in line if isinstance(c.block_size, kind)]
+            label_of = name if kind is int else None
+            axis.plot(
+                *zip(*points, strict=True), marker, color=color, markersize=5, linewidth=1.2, label=label_of, zorder=3
+            )
+        for choice in line:
+            point = (choice.cells_per_s, choice.entropy_bits)
+            axis.annotate(str(choice.block_size), point, (4, 4), textcoords="offset points", fontsize=7.5, color=color)
+            if (choice.block_size, choice.fetch_factor) == (advised.block_size, advised.fetch_factor):
+                axis.plot(*point, marker="o", markersize=14, fillstyle="none", color=_INK, zorder=4)
+    random = advised.random_entropy_bits
+    axis.axhline(random, color=_INK, linewidth=1, linestyle=(0, (4, 3)), zorder=2, label="true random order")
+    least = (1 - advised.max_loss) * random
+    axis.axhline(least, color=_FAINT, linewidth=1, zorder=1, label=f"{100 * advised.max_loss:g} % less")
+    axis.set_xlim(0)
+    axis.legend(frameon=False, fontsize=8.5, loc="best")
+    axis.set_xlabel("cells/s by the cost model, once every checksum was verified", fontsize=9, color=_INK)
+    _dress(
+        axis, f"{label} in minibatches of {advised.batch_size}", "expected entropy, bits; beside each point block_size"
+    )
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
+
+
+def _figure(width: float, height: float, feature: str) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError("matplotlib", feature, "demo") from error
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _draw_speed(axis: Any, data_set: Mapping[str, Any]) -> None:

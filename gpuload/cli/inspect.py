@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.cli import advice, text
+from gpuload.cli import advice, figure, text
 from gpuload.cli.machine import available_memory
-from gpuload.errors import StoreError
+from gpuload.errors import PlanError, StoreError
 
 if TYPE_CHECKING:
     import argparse
@@ -19,21 +20,27 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.layout import ArrayLayout, Filter
+    from gpuload.outlook import Outlook
     from gpuload.store import ObsColumn, Store
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 EPILOG = """\
-Only metadata is read: a file of a terabyte takes seconds.
+Only metadata is read, and some fetches to learn this machine's pace: a file of a terabyte takes seconds.
 
 "decoded per wanted" is how many bytes lie in the chunks that must be touched for each byte of the cells that a fetch
 holds: HDF5 stores an array in chunks, and a chunk is inflated from its beginning even for one cell. The entropy of a
-label (--label) is that of the minibatches which the loader would hand over from this very file, beside that of true
-random order.
+label (--label) is that of the minibatches which the loader would hand over from this very file, with the labels as
+they lie in it, beside that of true random order.
+
+"cells/s" is by a cost model, not timed: the bytes that planned fetches read and inflate (once every checksum was
+verified) and the cells gathered, each at the engine's pace on this machine's CPU, over all threads. It does not know
+how fast a disk is; gpuload tune times real reads.
 
 examples:
   gpuload inspect atlas.h5ad
   gpuload inspect atlas.h5ad --label donor --batch-size 256
+  gpuload inspect atlas.h5ad --label drug --max-loss 0.02 --plot drug.png
   gpuload inspect plate1.h5ad plate2.h5ad --layer counts --json
 """
 
@@ -45,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=text.whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)"
     )
+    parser.add_argument(
+        "--max-loss",
+        type=text.fraction,
+        default=advice.MAX_LOSS,
+        metavar="X",
+        help="part of true random order's entropy that may be lost (default: 0.01)",
+    )
+    parser.add_argument("--plot", metavar="PNG", help="draw entropy against cells/s into this file; needs --label")
     text.add_output_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -53,9 +68,13 @@ def run(args: argparse.Namespace) -> int:
     """Carry the command out."""
     from gpuload.formats import open_store
 
+    if args.plot and not args.label:
+        raise PlanError("--plot draws a label's entropy: give --label too.")
     with closing(open_store(args.paths, layer=args.layer, obs=(args.label,) if args.label else ())) as store:
         found = describe(store, args.paths, args.layer)
-        advised = advice.advise(store, args.batch_size, args.label, available_memory())
+        advised = advice.advise(store, args.batch_size, args.label, available_memory(), args.max_loss)
+    if args.plot:
+        figure.draw_choices(Path(args.plot), advised, args.label)
     if args.json:
         settings = {**asdict(advised), "fetch_cells": advised.fetch_cells, "label": args.label}
         text.print_json({**found, "advice": settings})
@@ -130,7 +149,7 @@ def _filter(step: Filter) -> str:
 def obs_kinds(path: str, layer: str) -> dict[str, str]:
     """Return the obs columns of a file and what each is handed over as."""
     from gpuload.formats import open_store
-    from gpuload.formats.h5ad import obs_columns
+    from gpuload.formats.recognise import obs_columns
 
     names = tuple(obs_columns(path))
     try:
@@ -166,8 +185,7 @@ def _report(found: dict[str, Any], advised: advice.Advice, label: str | None) ->
             [_array_row(a, len(found["paths"]) > 1) for a in found["arrays"]],
         ),
         "obs columns\n" + text.facts(found["obs"].items()) if found["obs"] else "obs columns: none",
-        f"block sizes, with batch_size={advised.batch_size} and fetch_factor={advised.fetch_factor}\n"
-        + text.table(_candidate_header(label), [_candidate_row(c, advised, label) for c in advised.candidates]),
+        *_choices(advised, label),
         "advice\n" + "\n".join(f"  {reason}" for reason in advised.reasons),
         _call(found, advised),
     ]
@@ -208,23 +226,34 @@ def _array_row(array: dict[str, Any], is_many: bool) -> tuple[str, ...]:
     )
 
 
-def _candidate_header(label: str | None) -> tuple[str, ...]:
-    header = ("block_size", "cells a block", "blocks a fetch", "decoded per wanted")
-    return (*header, f"{label} entropy, bits", "of random") if label else header
+def _choices(advised: advice.Advice, label: str | None) -> list[str]:
+    """Return the table of block sizes for the fetch factor advised, and one of the other fetch factors."""
+    header = ["block_size", "cells a block", "blocks a fetch", "decoded per wanted"]
+    header += [f"{label} entropy, bits", "of random"] if label else []
+    chosen = [c for c in advised.candidates if c.fetch_factor == advised.fetch_factor]
+    rows = [_choice_row(c, advised, label) for c in chosen]
+    title = f"block sizes, with batch_size={advised.batch_size} and fetch_factor={advised.fetch_factor}\n"
+    tables = [title + text.table((*header, "cells/s, modelled"), rows)]
+    for factor in sorted({c.fetch_factor for c in advised.candidates} - {advised.fetch_factor}, reverse=True):
+        others = [c for c in advised.candidates if c.fetch_factor == factor]
+        rows = [_choice_row(c, advised, label) for c in others]
+        tables.append(f"the same with fetch_factor={factor}\n" + text.table((*header, "cells/s, modelled"), rows))
+    return tables
 
 
-def _candidate_row(candidate: advice.Candidate, advised: advice.Advice, label: str | None) -> tuple[str, ...]:
-    mark = " <-" if candidate.block_size == advised.block_size else ""
-    row = (
-        f"{candidate.block_size}{mark}",
-        text.number(round(candidate.cells_per_block, 1)),
-        text.number(round(advised.fetch_cells / candidate.cells_per_block)),
-        f"{candidate.amplification:.2f}",
-    )
-    if not label:
-        return row
-    random = advised.random_entropy_bits
-    return (*row, text.bits(candidate.entropy_bits), text.share(candidate.entropy_bits / random) if random > 0 else "-")
+def _choice_row(choice: Outlook, advised: advice.Advice, label: str | None) -> tuple[str, ...]:
+    is_advised = (choice.block_size, choice.fetch_factor) == (advised.block_size, advised.fetch_factor)
+    row = [
+        f"{choice.block_size}{' <-' if is_advised else ''}",
+        text.number(round(choice.cells_per_block, 1)),
+        text.number(round(advised.batch_size * choice.fetch_factor / choice.cells_per_block)),
+        f"{choice.amplification:.2f}",
+    ]
+    if label:
+        random = advised.random_entropy_bits
+        of_random = f"{100 * choice.entropy_bits / random:.1f} %" if random > 0 else "-"
+        row += [text.bits(choice.entropy_bits), of_random]
+    return (*row, text.number(round(choice.cells_per_s)) if np.isfinite(choice.cells_per_s) else "-")
 
 
 def _call(found: dict[str, Any], advised: advice.Advice) -> str:

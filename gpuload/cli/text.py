@@ -169,6 +169,30 @@ def positive(text: str) -> float:
     return value
 
 
+def fraction(text: str) -> float:
+    """Return an option that must be a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value
+
+
+def nbytes(text: str) -> int:
+    """Return an option that is a size, such as 8GiB.
+
+    Raises
+    ------
+    PlanError
+        It is none.
+    """
+    from gpuload.backends import _nbytes
+
+    return int(_nbytes("memory", text) or 0)
+
+
 def block_size(text: str) -> int | str:
     """Return a block size: a whole number of at least 1, "chunk" or "N chunks"."""
     return whole_number(text) if chunks_per_block(text) is None else text

@@ -124,7 +124,7 @@ def test_bounds_are_reached():
 
 
 def test_one_block_per_fetch_has_no_diversity():
-    assert expected_entropy(PLATES, batch_size=64, block_size=1024, fetch_factor=16) == 0.0
+    assert expected_entropy(PLATES, batch_size=64, block_size=1024, fetch_factor=16) == pytest.approx(0.0, abs=1e-12)
     assert entropy_bounds(PLATES, batch_size=64, block_size=1024, fetch_factor=16) == (0.0, 0.0)
 
 

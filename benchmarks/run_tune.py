@@ -1,0 +1,142 @@
+"""Check the advice of ``gpuload tune`` against a full sweep of the settings it may choose from.
+
+``python -m benchmarks.run_tune --file cells.h5ad [--out benchmarks/results/tune.jsonl]``
+
+Page cache warm, one process. First `gpuload.tune.tune` says what is best; then every setting that mixes well enough and
+fits into the memory is timed by itself through `gpuload.open_loader`, whole fetches after a warm-up, in turns that
+alternate, the advised one among them. The best turn of each counts: what else runs on the machine only slows down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from contextlib import closing
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import gpuload
+from benchmarks import machine
+from benchmarks.measure import set_cache
+from benchmarks.run_rivals import describe_file
+from gpuload.cli import text
+from gpuload.formats import open_store
+from gpuload.outlook import BLOCK_SIZES
+from gpuload.tune import PREFETCHES, Bench, Wish, tune
+
+WANTED = 0.9
+"""Least speed of the advised setting, as a part of the best of the sweep."""
+
+PACKAGES = ("numba", "numpy")
+
+
+def allowed(path: Path, wish: Wish, advised: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return every setting that mixes well enough and fits: all sizes; of the advised, all threads and prefetch."""
+    labels = () if wish.label is None else (wish.label,)
+    with closing(open_store(path, layer=wish.layer, obs=labels)) as store:
+        bench = Bench(store, wish)
+        pairs = [(size, factor) for factor in bench.fetch_factors() for size in BLOCK_SIZES]
+        mixed = [pair for pair in pairs if bench.outlooks.of(*pair).mixes(wish.batch_size, bench.least_bits)]
+        threads = (max(1, bench.cores // 2), bench.cores, 2 * bench.cores)
+        ahead = [
+            {"num_threads": n, "prefetch": prefetch}
+            for n, prefetch in product(threads, PREFETCHES)
+            if bench.memory_nbytes(advised["fetch_factor"], n, prefetch) <= wish.memory_nbytes
+        ]
+        usual = bench.usual()
+    found = [{"block_size": size, "fetch_factor": factor, **usual} for size, factor in mixed]
+    found = [{**advised, **setting} for setting in ({}, *found, *ahead)]
+    return [setting for i, setting in enumerate(found) if setting not in found[:i]]
+
+
+def rate(path: Path, setting: dict[str, Any], seconds: float, epoch: int) -> dict[str, float]:
+    """Return cells per second, and per second of processor time, over whole fetches after as many as load ahead."""
+    factor = setting["fetch_factor"]
+    with gpuload.open_loader(path, settings=setting, verify="never") as loader:
+        loader.set_epoch(epoch)
+        n_cells, n_fetches, cpu, start = 0, -setting["prefetch"], 0.0, 0.0
+        while True:
+            for step, batch in enumerate(loader):
+                now = time.perf_counter()
+                if step % factor == 0:
+                    if n_fetches == 0:
+                        start, cpu, n_cells = now, time.process_time(), 0
+                    elif n_fetches >= 2 and now - start >= seconds:
+                        return {
+                            "cells_per_s": n_cells / (now - start),
+                            "cells_per_cpu_s": n_cells / (time.process_time() - cpu),
+                        }
+                    n_fetches += 1
+                n_cells += len(batch)
+
+
+def sweep(path: Path, settings: list[dict[str, Any]], turns: int, seconds: float) -> list[dict[str, Any]]:
+    """Time settings in turns that alternate; return them, the fastest first."""
+    rows: list[dict[str, Any]] = [{"setting": setting, "turns": []} for setting in settings]
+    for turn in range(turns):
+        for row in rows:
+            row["turns"].append(rate(path, row["setting"], seconds, turn))
+    for row in rows:
+        row["cells_per_s"] = max(turn["cells_per_s"] for turn in row["turns"])
+        row["cells_per_cpu_s"] = max(turn["cells_per_cpu_s"] for turn in row["turns"])
+    return sorted(rows, key=lambda row: -row["cells_per_s"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Tune, sweep, compare; print the table, add to the results where asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_tune", description=__doc__.splitlines()[0])
+    parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
+    parser.add_argument("--out", type=Path, help="a JSON line is added to this file")
+    parser.add_argument("--label", default="drug")
+    parser.add_argument("--memory", default="2GiB")
+    parser.add_argument("--min-entropy", type=float, default=0.98)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=20.0, help="for tuning (default %(default)s)")
+    parser.add_argument("--sweep-seconds", type=float, default=1.0, help="least per turn (default %(default)s)")
+    parser.add_argument("--turns", type=int, default=3)
+    options = parser.parse_args(arguments)
+    set_cache(options.file, "warm")
+    wish = Wish(
+        text.nbytes(options.memory),
+        options.label,
+        options.min_entropy,
+        options.batch_size,
+        device="cpu",
+        seconds=options.seconds,
+    )
+    start = time.perf_counter()
+    tuned = tune(options.file, wish)
+    tuned_s = time.perf_counter() - start
+    settings = allowed(options.file, wish, tuned.settings)
+    rows = sweep(options.file, settings, options.turns, options.sweep_seconds)
+    advised = next(row for row in rows if row["setting"] == tuned.settings)
+    fraction = advised["cells_per_s"] / rows[0]["cells_per_s"]
+    for row in rows:
+        mark = " <- advised" if row is advised else ""
+        print(f"{row['cells_per_s']:>9,.0f} cells/s {row['cells_per_cpu_s']:>9,.0f} a core  {row['setting']}{mark}")
+    print(f"advised: {fraction:.3f} of the best of {len(rows)}; wanted {WANTED}. Tuning took {tuned_s:.0f} s.")
+    if options.out:
+        record = {
+            "commit": machine.commit(),
+            "machine": machine.describe(),
+            "file": describe_file(options.file),
+            "versions": machine.versions(PACKAGES),
+            "time": datetime.now(UTC).isoformat(),
+            "cache": "warm",
+            "io_mode": "posix",
+            "asked": tuned.measured["asked"],
+            "tuned_s": tuned_s,
+            "tuned": {"settings": tuned.settings, "cells_per_s": tuned.best.cells_per_s},
+            "fraction_of_best": fraction,
+            "sweep": rows,
+        }
+        with options.out.open("a") as out:
+            out.write(json.dumps(record) + "\n")
+    return 0 if fraction >= WANTED else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

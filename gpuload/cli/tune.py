@@ -1,0 +1,132 @@
+"""``gpuload tune``: the fastest settings for a file on this machine, by timing real reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload import __version__
+from gpuload.cli import text
+from gpuload.cli.machine import available_memory
+from gpuload.errors import PlanError
+from gpuload.settings import write_settings
+
+if TYPE_CHECKING:
+    import argparse
+
+    from gpuload.tune import Tuned
+
+MEMORY_SHARE = 0.5
+"""Part of the available memory that a loader may take, unless --memory says."""
+
+EPILOG = """\
+Candidates that mix too little (by --label, with the labels as they lie in the file), need too much memory or promise
+too little are left out by planning alone; the rest is timed in turns. The settings file holds keyword arguments of
+gpuload.open_loader, and what they were measured on:
+
+  loader = gpuload.open_loader("atlas.h5ad", settings="settings.json")
+
+What is given there besides wins over the file.
+
+examples:
+  gpuload tune atlas.h5ad --label drug --out settings.json
+  gpuload tune atlas.h5ad --label drug --memory 8GiB --min-entropy 0.98 --out settings.json
+  gpuload tune plate1.h5ad plate2.h5ad --batch-size 512 --output csr --seconds 60 --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's options."""
+    parser.epilog = EPILOG
+    text.add_path_arguments(parser)
+    group = parser.add_argument_group("wishes")
+    group.add_argument(
+        "--memory", metavar="SIZE", help="most memory for the loader, such as 8GiB (default: half of what is available)"
+    )
+    group.add_argument(
+        "--min-entropy",
+        type=text.fraction,
+        default=0.98,
+        metavar="X",
+        help="least entropy of the label in minibatches, as a part of true random order's (default: 0.98)",
+    )
+    group.add_argument(
+        "--batch-size", type=text.whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)"
+    )
+    group.add_argument(
+        "--output", choices=("dense", "csr"), default="dense", help="container of a minibatch (default: dense)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="float32",
+        help="of a dense minibatch (default: float32)",
+    )
+    group.add_argument("--device", default="auto", help="cpu, cuda:0 or auto (default: auto)")
+    group.add_argument(
+        "--seconds", type=text.positive, default=20.0, metavar="S", help="about how long to time (default: 20)"
+    )
+    group.add_argument("--out", metavar="FILE", help="write the settings here, as JSON")
+    text.add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out."""
+    from gpuload.tune import Wish, tune
+
+    if args.output == "csr" and args.dtype != "float32":
+        raise PlanError(f"--dtype {args.dtype} with --output csr: CSR minibatches are float32; drop one.")
+    wish = Wish(
+        memory_nbytes=int(MEMORY_SHARE * available_memory()) if args.memory is None else text.nbytes(args.memory),
+        label=args.label,
+        min_entropy=args.min_entropy,
+        batch_size=args.batch_size,
+        layer=args.layer,
+        output=args.output,
+        dtype=args.dtype,
+        device=args.device,
+        seconds=args.seconds,
+    )
+    with text.Progress(1.0, "timing", is_quiet=args.quiet, unit="s") as progress:
+        tuned = tune(args.paths, wish, progress.reach)
+    measured = {"gpuload": __version__, **tuned.measured}
+    if args.out:
+        write_settings(args.out, tuned.settings, text.plain(measured))
+    if args.json:
+        text.print_json({"settings": tuned.settings, "measured": measured})
+    else:
+        print(_report(tuned, args.paths, args.out))
+    return 0
+
+
+def _report(tuned: Tuned, paths: list[str], out: str | None) -> str:
+    best = tuned.best
+    pairs = [
+        ("cells/s", text.number(round(best.cells_per_s))),
+        ("memory of the loader", f"{text.size(best.memory_nbytes)} at most"),
+    ]
+    if np.isfinite(best.entropy_bits):
+        random = tuned.measured["random_entropy_bits"]
+        part = f"{100 * best.entropy_bits / random:.1f} % of true random order's" if random else "one label only"
+        pairs.append(("entropy in a minibatch", f"{text.bits(best.entropy_bits)} bits, {part}"))
+    header = ("block_size", "fetch_factor", "threads", "prefetch", "memory", "cells/s", "turns")
+    rows = [
+        (
+            f"{t.block_size}{' <-' if t.key == best.key else ''}",
+            str(t.fetch_factor),
+            str(t.num_threads),
+            str(t.prefetch),
+            text.size(t.memory_nbytes),
+            text.number(round(t.cells_per_s)),
+            str(len(t.repeats)),
+        )
+        for t in tuned.trials
+    ]
+    listed = ", ".join(f"{name}={value!r}" for name, value in tuned.settings.items())
+    source = repr(paths[0]) if len(paths) == 1 else repr(paths)
+    call = f"settings={out!r}" if out else listed
+    timed = [f"timed: {tuned.measured['timed']}", f"settings: {listed}"]
+    parts: list[Any] = [", ".join(paths), text.table(header, rows), text.facts(pairs), "\n".join(timed)]
+    return "\n\n".join([*parts, f"  gpuload.open_loader({source}, {call})"])

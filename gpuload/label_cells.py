@@ -1,0 +1,224 @@
+"""How many cells of one label a fetch and a minibatch hold: exact distributions. NumPy and SciPy only.
+
+What `gpuload.diversity` computes its expectations from. Everything concerns one label at a time, as an entropy is a
+sum over labels. Tails with a chance below 1e-19 are left out, by bounds that hold for every distribution [1]_, so that
+thousands of classes and fetches of a million cells take no longer than they must.
+
+References
+----------
+.. [1] Hoeffding, "Probability inequalities for sums of bounded random variables", Journal of the American Statistical
+   Association 1963, doi:10.1080/01621459.1963.10500830, with Bernstein's inequality (2.13).
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.types import expand_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+_LOG_TAIL = 45.0
+"""What is left out of a distribution has a chance of at most ``2 * exp(-45)``, 6e-20."""
+
+
+_NOISE = 1e-16
+"""Below it, chances that come out of an FFT are rounding."""
+
+_TABLE = 1 << 22
+"""Entries of a table that costs less than sorting."""
+
+
+_SLICE_CELLS = 1 << 20
+"""Cells whose labels are counted at one time."""
+
+
+class InBatch:
+    """Mean of ``X log2 X`` for the number X of a label's cells in a minibatch, given that in its fetch.
+
+    ``X ~ Hypergeometric(fetch, cells, batch_size)``; computed once for each number of cells that is asked for, over the
+    values of X within Bernstein's bound of its mean [1]_.
+    """
+
+    def __init__(self, fetch: int, batch_size: int) -> None:
+        from scipy.special import gammaln
+
+        self._fetch, self._batch_size = fetch, batch_size
+        self._log_factorial: NDArray[np.float64] = gammaln(np.arange(1.0, fetch + 2))
+        self._known = np.full(fetch + 1, np.nan)
+
+    def mean(self, cells: NDArray[np.int64], chance: NDArray[np.float64]) -> float:
+        """Return the mean over numbers of cells in the fetch, each with its chance."""
+        new = np.unique(cells[np.isnan(self._known[cells])])
+        for some in np.array_split(new, -(-new.size // 256) or 1):
+            part = np.abs(some / self._fetch - 0.5).min(initial=0.5)  # the largest variance is that next to one half
+            reach = _reach(1, self._batch_size * (0.25 - part**2))
+            self._known[some] = self._given(some[:, None], min(self._batch_size, 2 * math.ceil(reach) + 2) + 1)
+        return float(chance @ self._known[cells])
+
+    def _given(self, cells: NDArray[np.int64], width: int) -> NDArray[np.float64]:
+        """Return the means for numbers of cells of shape (n, 1), over `width` values of X each."""
+        fetch, batch, log_factorial = self._fetch, self._batch_size, self._log_factorial
+        first = (cells * batch // fetch - width // 2).clip(0, batch + 1 - width)
+        x = first + np.arange(width)
+        left, others = cells - x, fetch - cells - batch + x
+        log_chance = -(log_factorial[x] + log_factorial[batch - x] + log_factorial[left] + log_factorial[others])
+        log_chance[(left < 0) | (others < 0)] = -np.inf
+        chance = np.exp(log_chance - log_chance.max(axis=1, keepdims=True))
+        return np.asarray((chance * x_log2_x(x)).sum(axis=1) / chance.sum(axis=1))
+
+
+def fetch_cuts(
+    fetch: int, block_size: int, most: int, short: Sequence[int] = ()
+) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Return how a fetch is cut from the concatenated blocks, each way as likely: whole blocks, and ranges within one.
+
+    Fetches begin at multiples of their size, so at every common multiple within a block, also with the lengths of
+    `short` blocks that went before; at most `most` are returned.
+    """
+    step = math.gcd(fetch, block_size, *short)
+    offsets = range(0, block_size, step * -(-(block_size // step) // most))
+    cuts = []
+    for offset in offsets:
+        head = (offset, min(block_size, offset + fetch))
+        n_whole, tail = divmod(fetch - (head[1] - head[0]), block_size)
+        ends = [head, (0, tail)] if tail else [head]
+        n_whole += ends.count((0, block_size))
+        cuts.append((n_whole, [end for end in ends if end != (0, block_size)]))
+    return cuts
+
+
+def pure_cells(
+    share: float, block_size: int, n_whole: int, ends: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return how many cells of a label blocks of one label each (and parts of some) hold, and with what chance."""
+    blocks, chance = _binomial(n_whole, share)
+    cells, chances = [], []
+    for taken in product((0, 1), repeat=len(ends)):
+        cells.append(
+            block_size * blocks + sum(length for length, is_taken in zip(ends, taken, strict=True) if is_taken)
+        )
+        chances.append(chance * math.prod(share if is_taken else 1 - share for is_taken in taken))
+    return np.concatenate(cells), np.concatenate(chances)
+
+
+def _binomial(n: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return values of ``Bin(n, share)`` and their chances, within Bernstein's bound of its tails."""
+    from scipy.special import gammaln, xlog1py, xlogy
+
+    reach = _reach(1, n * share * (1 - share))
+    k = np.arange(max(0, math.floor(n * share - reach)), min(n, math.ceil(n * share + reach)) + 1)
+    log_chance = gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1) + xlogy(k, share) + xlog1py(n - k, -share)
+    return k, np.exp(log_chance)
+
+
+def _reach(step: float, variance: float) -> float:
+    """Return how far a sum of independent terms, each within `step` of its mean, strays, but for ``2 exp(-45)``."""
+    third = _LOG_TAIL * step / 3
+    return third + math.sqrt(third**2 + 2 * _LOG_TAIL * variance)
+
+
+def block_edges(rows: Sequence[int], block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return first and last (exclusive) cell of every block; blocks end with their file."""
+    file_start = np.cumsum([0, *rows])
+    starts = np.concatenate([np.arange(lo, hi, block_size) for lo, hi in pairwise(file_start.tolist())])
+    return starts, np.append(starts[1:], file_start[-1])
+
+
+class Composition:
+    """How many cells of each label there are in ranges of cells, as a table of (label, cells) with weights.
+
+    Parameters
+    ----------
+    codes : (n,) integers
+        Labels of all cells, at least -1.
+    starts, stops : (n_ranges,) int64
+        Ascending, disjoint, not empty.
+    size
+        Cells of a range; shorter ones are stretched to it, and weigh less.
+    """
+
+    def __init__(self, codes: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64], size: int) -> None:
+        self.n_one_label = 0
+        """Cells in ranges of one label."""
+        length = stops - starts
+        per_slice = max(1, _SLICE_CELLS // size) if size > 1 else starts.size
+        found = [
+            self._count(codes, starts[first : first + per_slice], length[first : first + per_slice], size)
+            for first in range(0, starts.size, per_slice)
+        ]
+        key, place = np.unique(np.concatenate([keys for keys, _ in found]), return_inverse=True)
+        self._weight = np.bincount(place, np.concatenate([weight for _, weight in found])) / length.sum()
+        label, self._cells = np.divmod(key, size + 1)
+        self._first = np.searchsorted(label, np.arange(int(label[-1]) + 2))
+
+    def _count(
+        self, codes: NDArray[Any], starts: NDArray[np.int64], length: NDArray[np.int64], size: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return ``(label + 1) * (size + 1) + cells`` of some ranges, each value once, and how many cells they span."""
+        if size == 1:
+            self.n_one_label += starts.size
+            found, n = np.unique(codes[starts], return_counts=True)
+            return (found.astype(np.int64) + 1) * 2 + 1, n.astype(np.float64)
+        begins = np.cumsum(length) - length
+        inside = codes[expand_ranges(np.stack([starts, starts + length], axis=1))]
+        is_first = np.concatenate([[True], inside[1:] != inside[:-1]])
+        is_first[begins] = True
+        run = np.flatnonzero(is_first)
+        n_runs = np.add.reduceat(is_first, begins, dtype=np.int64)
+        block, label = np.repeat(np.arange(starts.size), n_runs), inside[run].astype(np.int64) + 1
+        cells = np.diff(run, append=inside.size)
+        is_one = np.repeat(n_runs == 1, n_runs)
+        self.n_one_label += int(cells[is_one].sum())
+        n_labels = int(label.max()) + 1
+        key, place = np.unique(block[~is_one] * n_labels + label[~is_one], return_inverse=True)  # one label, many runs
+        block = np.concatenate([block[is_one], key // n_labels])
+        label = np.concatenate([label[is_one], key % n_labels])
+        cells = np.concatenate([cells[is_one], np.bincount(place, cells[~is_one], key.size)])
+        cells = np.rint(cells * size / length[block]).astype(np.int64)
+        key, span = label * (size + 1) + cells, length[block].astype(np.float64)
+        if n_labels * (size + 1) > max(_TABLE, key.size):
+            key, place = np.unique(key, return_inverse=True)
+            return key, np.bincount(place, span).astype(np.float64)
+        table: NDArray[np.float64] = np.bincount(key, span).astype(np.float64)
+        key = np.flatnonzero(table).astype(np.int64)
+        return key, table[key]
+
+    def of_label(self, code: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return numbers of cells of a label in a range, from 0 on, and the chance of each."""
+        part = slice(*self._first[code + 1 : code + 3].tolist()) if code + 2 < self._first.size else slice(0)
+        weight = self._weight[part]
+        return np.append(0, self._cells[part]), np.append(max(0.0, 1 - weight.sum()), weight)
+
+
+def sum_cells(label: int, terms: Sequence[tuple[Composition, int]]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return how many cells of a label so many independent draws of each kind of range add up to, with what chance."""
+    from scipy.fft import irfft, next_fast_len, rfft
+
+    drawn = [(*composition.of_label(label), n) for composition, n in terms if n]
+    mean = variance = 0.0
+    for cells, chance, n in drawn:
+        mean += n * (once := float(cells @ chance))
+        variance += n * float((cells - once) ** 2 @ chance)
+    most = sum(n * int(cells[-1]) for cells, _, n in drawn)
+    reach = _reach(max(int(cells[-1]) for cells, _, _ in drawn), variance)
+    values = np.arange(max(0, math.floor(mean - reach)), min(most, math.ceil(mean + reach)) + 1)
+    size = next_fast_len(values.size, real=True)
+    wave: NDArray[np.complex128] = np.ones(size // 2 + 1, dtype=np.complex128)
+    for cells, chance, n in drawn:
+        wave *= rfft(np.bincount(cells % size, chance, size)) ** n
+    chance = irfft(wave, size)[values % size]
+    is_likely = chance > _NOISE
+    return values[is_likely], chance[is_likely]
+
+
+def x_log2_x(x: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return ``x * log2(x)``, 0 for 0."""
+    return np.asarray(x * np.log2(np.maximum(x, 1)), dtype=np.float64)

@@ -1,0 +1,293 @@
+"""What a block size and a fetch factor would cost and give in a file: by planning fetches, without reading one.
+
+Two things pull in opposite ways. Long blocks and blocks snapped to the file's chunks cost the least: every chunk is
+inflated for few cells or many. Short blocks mix the best. The engine's own planner says what a fetch would read and
+inflate and which labels its minibatches would hold, so an outlook is a count; only the seconds per byte are measured.
+
+The cost of a cell, in seconds of a thread: bytes to read, bytes to decode once every checksum was verified (a chunk of
+nothing but gzip is inflated up to the last byte that is needed, others whole), and one cell to gather, each at the
+engine's own pace on this machine. Cells per second are threads over that: no account is taken of what a disk can
+bear, and of planning. `gpuload.tune` times real reads instead.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpuload.backends import open_backend
+from gpuload.diversity import entropy_of_runs, fetch_entropy, iid_entropy, label_shares
+from gpuload.errors import PlanError
+from gpuload.loader import Loader
+from gpuload.plan import Plan, chunks_per_block
+from gpuload.sampling import BlockShuffle
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.store import Store
+    from gpuload.types import ArrayRead, Form
+
+BLOCK_SIZES: tuple[int | str, ...] = (1, 4, 8, 16, 32, 64, "chunk", "2 chunks", "4 chunks")
+"""Candidates."""
+
+MAX_SHARE = 0.05
+"""Largest part of the file that a fetch should hold: beyond it a "shuffled" epoch is one of few draws."""
+
+MAX_FETCH_FACTOR = 256
+"""Beyond it minibatches are hardly more diverse (docstring of `gpuload.diversity`)."""
+
+BLOCKS_PER_FETCH = 64
+"""What is asked for where no label is given: several times the number of donors or plates in many studies."""
+
+EXACT_CELLS = 4_000_000
+"""Up to here every block's labels are counted; of larger files those of some planned fetches."""
+
+_PLANNED_FETCHES = 4
+_PLANNED_CELLS = 1 << 13
+_MIXED_FETCHES = 16
+_MIXED_CELLS, _MOST_MIXED = 1 << 16, 128
+_CALIBRATION_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a block size and a fetch factor would cost and give.
+
+    Attributes
+    ----------
+    block_size
+        Cells, "chunk" or "N chunks".
+    fetch_factor
+        Minibatches a fetch.
+    cells_per_block
+        Mean length of a block.
+    amplification
+        Bytes to decode (read, where storage is not encoded) per byte wanted, while checksums are to be verified.
+    read_nbytes, decoded_nbytes
+        Bytes per cell to read, and to decode (to copy, where storage is not encoded) once they were verified.
+    entropy_bits
+        Expected entropy of the label in minibatches, as it lies in the file; NaN without a label.
+    cells_per_s
+        By the cost model in the module's docstring; NaN where no pace was given.
+    """
+
+    block_size: int | str
+    fetch_factor: int
+    cells_per_block: float
+    amplification: float
+    read_nbytes: float
+    decoded_nbytes: float
+    entropy_bits: float
+    cells_per_s: float = float("nan")
+
+    def mixes(self, batch_size: int, least_bits: float) -> bool:
+        """Return whether minibatches are mixed enough: by the label's entropy or, without a label, by the blocks."""
+        if np.isnan(self.entropy_bits):
+            return batch_size * self.fetch_factor >= BLOCKS_PER_FETCH * self.cells_per_block
+        return self.entropy_bits >= least_bits
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of one thread of the engine on this machine: per byte read and decoded, per cell gathered."""
+
+    read_s: float
+    decode_s: float
+    take_s: float
+    threads: int
+
+    def cells_per_s(self, outlook: Outlook) -> float:
+        """Return the cells per second that all threads would hand over."""
+        seconds = outlook.read_nbytes * self.read_s + outlook.decoded_nbytes * self.decode_s + self.take_s
+        return self.threads / seconds if seconds > 0 else float("nan")
+
+
+class Outlooks:
+    """Outlooks for a store.
+
+    Parameters
+    ----------
+    store
+        Opened with the column `label`.
+    batch_size
+        Cells per minibatch.
+    label
+        Column of obs whose mix matters, or None.
+
+    Raises
+    ------
+    PlanError
+        The column holds fractions.
+    """
+
+    def __init__(self, store: Store, batch_size: int, label: str | None) -> None:
+        self._store, self._batch_size = store, batch_size
+        self._codes: NDArray[np.int64] | None = None
+        self._shuffles: dict[int | str, BlockShuffle] = {}
+        self.random_bits = float("nan")
+        """Expected entropy in true random order; NaN without a label."""
+        if label is not None:
+            column = store.obs[label]
+            if column.categories is None and column.values.dtype.kind not in "biu":
+                raise PlanError(f"label={label!r}: this column holds fractions; choose one that names groups of cells.")
+            values = (
+                column.values if column.categories is not None else np.unique(column.values, return_inverse=True)[1]
+            )
+            self._codes = values.astype(np.int64)
+            if self._codes.size:
+                self.random_bits = iid_entropy(label_shares(self._codes), batch_size)
+
+    def shuffle(self, block_size: int | str) -> BlockShuffle:
+        """Return the strategy for a block size."""
+        if block_size not in self._shuffles:
+            n = chunks_per_block(block_size)
+            self._shuffles[block_size] = (
+                BlockShuffle(int(block_size)) if n is None else BlockShuffle(edges=self._store.chunk_edges(n))
+            )
+        return self._shuffles[block_size]
+
+    def plan(self, block_size: int | str, fetch_factor: int, epoch: int = 0) -> Plan:
+        """Return the plan of an epoch."""
+        return Plan(self._store.file_rows, self._batch_size, fetch_factor, self.shuffle(block_size), 0, epoch)
+
+    def of(self, block_size: int | str, fetch_factor: int, pace: Pace | None = None) -> Outlook:
+        """Return the outlook for a block size and a fetch factor, with its speed at a pace."""
+        store, plan = self._store, self.plan(block_size, fetch_factor)
+        whole = read = decoded = 0
+        wanted = 0.0
+        n_cells = 0
+        n_fetches = min(max(_PLANNED_FETCHES, _PLANNED_CELLS // (self._batch_size * fetch_factor)), _MOST_MIXED)
+        for index in range(min(plan.n_fetches, n_fetches)):
+            recipe = store.recipe(plan.fetch(index).ranges)
+            n_cells += recipe.n_rows
+            wanted += sum(recipe.nnz * layout.dtype.itemsize for layout in store.matrices[0].layouts)
+            for part in recipe.reads:
+                whole += _whole_nbytes(part)
+                decoded += needed_nbytes(part)
+                read += part.nbytes
+        edges = self.shuffle(block_size).edges
+        outlook = Outlook(
+            block_size,
+            fetch_factor,
+            float(block_size) if edges is None else store.n_obs / max(1, edges.size - 1),
+            whole / wanted if wanted else 1.0,
+            read / max(1, n_cells),
+            decoded / max(1, n_cells),
+            self.entropy(block_size, fetch_factor),
+        )
+        return outlook if pace is None else replace(outlook, cells_per_s=pace.cells_per_s(outlook))
+
+    def entropy(self, block_size: int | str, fetch_factor: int) -> float:
+        """Return the expected entropy of the label in minibatches, in bits; NaN without a label."""
+        if self._codes is None or not self._codes.size:
+            return float("nan")
+        if isinstance(block_size, int) and self._codes.size <= EXACT_CELLS:
+            return entropy_of_runs(
+                self._codes,
+                batch_size=self._batch_size,
+                block_size=block_size,
+                fetch_factor=fetch_factor,
+                file_rows=self._store.file_rows,
+            ).bits
+        bits: list[float] = []
+        n_wanted = min(max(_MIXED_FETCHES, _MIXED_CELLS // (self._batch_size * fetch_factor)), _MOST_MIXED)
+        for epoch in range(n_wanted):
+            plan = self.plan(block_size, fetch_factor, epoch)
+            n_full = max(1, plan.n_rows // (self._batch_size * fetch_factor))
+            fetches = map(plan.fetch, range(min(n_full, n_wanted - len(bits))))
+            bits += [fetch_entropy(self._codes[fetch.rows()], self._batch_size) for fetch in fetches]
+            if len(bits) == n_wanted:
+                break
+        return float(np.mean(bits))
+
+    def why_not_model(self, block_size: int, fetch_factor: int) -> str:
+        """Return in a sentence whether one label a block would describe the labels in this file."""
+        assert self._codes is not None  # noqa: S101 - narrows the type; there is a label
+        step = max(1, self._codes.size // EXACT_CELLS)
+        part = self._codes[: self._codes.size // step]
+        found = entropy_of_runs(part, batch_size=self._batch_size, block_size=block_size, fetch_factor=fetch_factor)
+        return found.explain()
+
+
+def needed_nbytes(read: ArrayRead) -> int:
+    """Return the bytes to decode, or to copy where storage is not encoded, once checksums were verified."""
+    layout = read.layout
+    itemsize = layout.dtype.itemsize
+    if layout.is_raw:
+        return int((read.piece_width * read.piece_rows).sum()) * itemsize
+    if [step.name for step in layout.filters] != ["deflate"] or not read.chunk_id.size:
+        return _whole_nbytes(read)
+    last = read.piece_src + (read.piece_rows - 1) * layout.src_stride + read.piece_width
+    is_there = read.chunk_nbytes > 0
+    return int(np.maximum.reduceat(last, read.chunk_pieces[:-1])[is_there].sum()) * itemsize
+
+
+def _whole_nbytes(read: ArrayRead) -> int:
+    """Return the bytes that a read makes the backend decode, or read where storage is not encoded."""
+    layout = read.layout
+    return read.nbytes if layout.is_raw else read.chunk_id.size * layout.chunk_size * layout.dtype.itemsize
+
+
+def cell_nbytes(store: Store) -> float:
+    """Return the bytes that a resident cell takes: 4 a value, and 2 (up to 65,536 genes) or 4 a column number."""
+    if store.kind == "dense":
+        return 4.0 * store.n_vars
+    nnz = sum(layout.shape[0] for m in store.matrices for layout in m.layouts[:1])
+    return (6.0 if store.n_vars <= 1 << 16 else 8.0) * nnz / max(1, store.n_obs)
+
+
+def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: str, num_threads: int | None) -> Loader:
+    """Return a loader over a store that stays open when the loader is closed; it verifies no checksums.
+
+    So it works at the pace of all epochs but the first, in which each chunk is verified once.
+    """
+    backend = open_backend(
+        device, num_threads=num_threads, verify="never", device_memory=None, device_cache=None, io="auto"
+    )
+    try:
+        return Loader(replace(store, sources=()), backend, plan, form, store.var_names, prefetch)
+    except BaseException:
+        backend.close()
+        raise
+
+
+def measure_pace(outlooks: Outlooks, store: Store, form: Form, threads: int, fetch_factor: int) -> Pace:
+    """Return the pace of the engine on the CPU: some fetches are read, one after the other, after one for warming up.
+
+    Raises
+    ------
+    ReadError, CorruptDataError
+        The file is damaged.
+    """
+    outlook, plan = outlooks.of("chunk", fetch_factor), outlooks.plan("chunk", fetch_factor)
+    backend = open_backend("cpu", num_threads=threads, verify="never", device_memory=None, device_cache=None, io="auto")
+    before: dict[str, float] | None = None
+    start, n_cells = time.perf_counter(), 0
+    with closing(backend):
+        for index in cycle(range(plan.n_fetches)):
+            fetch = plan.fetch(index)
+            resident = backend.load(store.recipe(fetch.ranges)).result()
+            for row in range(0, fetch.n_rows, plan.batch_size):
+                backend.take_rows(resident, fetch.positions[row : row + plan.batch_size], form).result()
+            if before is None:  # kernels are compiled and pages are there
+                before, start = backend.stats.as_dict(), time.perf_counter()
+                continue
+            n_cells += fetch.n_rows
+            if time.perf_counter() - start >= _CALIBRATION_S:
+                break
+        after = backend.stats.as_dict()
+    if before is None:
+        return Pace(float("nan"), float("nan"), float("nan"), threads)
+    spent = {name: (after[name] - before[name]) / n_cells for name in ("read_s", "decode_s", "take_s")}
+    return Pace(
+        spent["read_s"] / outlook.read_nbytes if outlook.read_nbytes else 0.0,
+        spent["decode_s"] / outlook.decoded_nbytes if outlook.decoded_nbytes else 0.0,
+        spent["take_s"],
+        threads,
+    )

@@ -1,0 +1,119 @@
+"""Settings files: what `gpuload tune` writes and ``open_loader(settings=...)`` takes. Standard library only.
+
+A settings file is JSON: ``"settings"`` holds keyword arguments of `gpuload.open_loader`, and ``"measured"`` says what
+they were measured on, for people to read. What the caller gives always wins over the file, also where it equals the
+default. A word that is not known is refused: a misspelled setting must not silently be none.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from gpuload.errors import PlanError, ReadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NOT_SAVED = ("paths", "settings", "sampler", "transform", "rank", "world_size")
+"""Arguments that a settings file cannot hold: values that JSON has not, and what differs between processes."""
+
+_PARTS = {"settings", "measured"}
+
+
+def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function whose argument `settings` stands for those of its other keyword arguments that are not given.
+
+    The function itself never sees more than its own arguments; `settings` reaches it as it was given.
+    """
+    known = tuple(name for name in inspect.signature(function).parameters if name not in NOT_SAVED)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        given: Any = kwargs
+        saved = read_settings(given.get("settings"), known)
+        sampler = given.get("sampler")
+        if sampler is not None:  # it says the order, and may say the block size, as if these had been given
+            saved.pop("shuffle", None)
+        if getattr(sampler, "block_size", None) is not None:
+            saved.pop("block_size", None)
+        return function(*args, **{**saved, **given})
+
+    return call
+
+
+def read_settings(
+    settings: str | os.PathLike[str] | Mapping[str, Any] | None, known: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return keyword arguments from a settings file, or from a mapping such as one holds, or None: none.
+
+    Parameters
+    ----------
+    settings
+        A path; or what a settings file holds; or the keyword arguments alone.
+    known
+        Names that may occur.
+
+    Raises
+    ------
+    ReadError
+        The file cannot be read.
+    PlanError
+        It is no settings file, or names a setting that is not known.
+    """
+    if settings is None:
+        return {}
+    if isinstance(settings, Mapping):
+        where, content = "settings", dict(settings)
+    elif isinstance(settings, (str, os.PathLike)):
+        where, content = os.fspath(settings), _load(settings)
+    else:
+        raise PlanError(f"settings={settings!r}: expected the path of a settings file, a dict or None.")
+    if "settings" in content:
+        if odd := sorted(set(content) - _PARTS):
+            raise PlanError(f"{where}: beside 'settings' there is {odd[0]!r}; expected 'measured' or nothing.")
+        content = content["settings"]
+    if not isinstance(content, Mapping):
+        raise PlanError(f"{where}: 'settings' is {content!r}; expected names with values.")
+    for name in content:
+        if name not in known:
+            raise PlanError(f"{where}: {name!r} is no setting that a file can hold; known are {', '.join(known)}.")
+    return dict(content)
+
+
+def write_settings(path: str | os.PathLike[str], settings: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
+    """Write a settings file, in place of one that may be there.
+
+    Raises
+    ------
+    ReadError
+        It cannot be written.
+    """
+    text = json.dumps({"settings": dict(settings), "measured": dict(measured)}, indent=2)
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise ReadError(f"{os.fspath(path)}: cannot be written: {error.strerror}. Choose another place.") from error
+
+
+def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        raise ReadError(
+            f"{os.fspath(path)}: cannot be opened: {error.strerror}. Check the path and its permissions."
+        ) from error
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise PlanError(f"{os.fspath(path)}: it is no settings file: {error}. Write one with gpuload tune.") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"{os.fspath(path)}: it holds a {type(content).__name__}; expected names with values.")
+    return content

@@ -1,0 +1,385 @@
+"""The fastest settings for a file on this machine, by timing real reads for some seconds.
+
+What an outlook (`gpuload.outlook`) says of every candidate is enough to leave out those that mix too little, need too
+much memory, or are far too slow. The rest is timed through the engine as a user would run it: minibatches handed over,
+from the first of one fetch to the first of another, so that neither a filled pipeline nor a stall counts twice. Every
+candidate has several turns, which alternate, and its best one counts: what else runs on the machine only slows down.
+Checksums are not verified meanwhile, so the pace is that of all epochs but the first.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import PlanError
+from gpuload.formats import open_store
+from gpuload.outlook import (
+    BLOCK_SIZES,
+    MAX_FETCH_FACTOR,
+    MAX_SHARE,
+    Outlook,
+    Outlooks,
+    cell_nbytes,
+    measure_pace,
+    open_part,
+)
+from gpuload.types import Form
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from gpuload.store import Store
+
+MIN_ENTROPY = 0.98
+"""Least entropy of the label in minibatches as a part of that in true random order, unless another is asked for."""
+
+PREFETCHES = (1, 2, 4)
+"""Fetches loading ahead that are tried."""
+
+SAME = 0.03
+"""Speeds that differ by less are the same: then the settings that take less memory, and fewer threads."""
+
+WORTH_TIMING = 0.6
+"""Least predicted speed, as a part of the best predicted, of what is timed."""
+
+_MOST_TIMED = 6
+_SEMIFINALISTS, _FINALISTS = 3, 3
+_NEIGHBOURS = 4
+_HELD_BATCHES = 12
+"""Minibatches in memory at one time, under way, with the consumer and kept for reuse."""
+
+_THREAD_NBYTES = 16 << 20
+"""Scratch of a thread: stored and decoded chunks."""
+
+_CALIBRATION_CELLS = 2_048
+_WHOLE_FETCHES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Settings that were timed.
+
+    Attributes
+    ----------
+    block_size, fetch_factor, num_threads, prefetch
+        As in `gpuload.open_loader`.
+    memory_nbytes
+        Bytes that the loader takes at most, by reckoning.
+    entropy_bits
+        Expected entropy of the label in minibatches; NaN without a label.
+    cells_per_s
+        Of its best turn; 0 before the first.
+    repeats
+        Cells per second of every turn.
+    """
+
+    block_size: int | str
+    fetch_factor: int
+    num_threads: int
+    prefetch: int
+    memory_nbytes: int
+    entropy_bits: float
+    repeats: tuple[float, ...] = ()
+
+    @property
+    def cells_per_s(self) -> float:
+        """Cells per second of the best turn."""
+        return max(self.repeats, default=0.0)
+
+    @property
+    def key(self) -> tuple[int | str, int, int, int]:
+        """What tells it from others."""
+        return self.block_size, self.fetch_factor, self.num_threads, self.prefetch
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What tuning found.
+
+    Attributes
+    ----------
+    settings
+        Keyword arguments of `gpuload.open_loader`.
+    measured
+        What they were measured on, and how; for the settings file.
+    best
+        The trial that the settings are those of.
+    trials
+        All of them, the fastest first.
+    """
+
+    settings: dict[str, Any]
+    measured: dict[str, Any]
+    best: Trial
+    trials: tuple[Trial, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked for.
+
+    Attributes
+    ----------
+    memory_nbytes
+        Most memory that a loader may take.
+    label
+        Column of obs whose mix matters; None asks for many blocks a fetch.
+    min_entropy
+        Least entropy of the label in minibatches, as a part of that in true random order.
+    batch_size, layer, output, dtype, device
+        As in `gpuload.open_loader`.
+    seconds
+        About how long to time; each trial takes at least two whole fetches.
+    """
+
+    memory_nbytes: int
+    label: str | None = None
+    min_entropy: float = MIN_ENTROPY
+    batch_size: int = 64
+    layer: str = "X"
+    output: str = "dense"
+    dtype: str = "float32"
+    device: str = "auto"
+    seconds: float = 20.0
+
+
+def tune(paths: Any, wish: Wish, progress: Callable[[float], None] = lambda _: None) -> Tuned:
+    """Return the fastest settings for files that mix well enough and keep to the memory.
+
+    Parameters
+    ----------
+    paths
+        As for `gpuload.open_loader`.
+    wish
+        What is asked for.
+    progress
+        Called with the part of the work that is done, from 0 to 1.
+
+    Raises
+    ------
+    PlanError
+        There are no cells; or no candidate fits into the memory, or mixes well enough. The message says what would.
+    StoreError, ReadError, CorruptDataError, DeviceError
+        As for `gpuload.open_loader`.
+    """
+    labels = () if wish.label is None else (wish.label,)
+    with closing(open_store(paths, layer=wish.layer, obs=labels)) as store:
+        if not store.n_obs:
+            raise PlanError(f"{store.paths[0]}: there are no cells to time.")
+        bench = Bench(store, wish)
+        start = time.perf_counter()
+        turns = _Turns(bench, bench.first_trials(), wish.seconds, progress)
+        turns.take(turns.trials())
+        turns.take(turns.fastest(_SEMIFINALISTS))
+        turns.take(bench.neighbours(turns.fastest(1)[0]))
+        turns.take(turns.fastest(_FINALISTS))
+        turns.take(turns.fastest(_FINALISTS))
+        progress(1.0)
+        spent = time.perf_counter() - start
+        found = turns.trials()
+        best = choose(found)
+        return Tuned(_settings(best, wish), bench.measured(best, found, spent), best, tuple(found))
+
+
+def choose(trials: Iterable[Trial]) -> Trial:
+    """Return the fastest trial or, of those that are as fast, that with the least memory and the fewest threads."""
+    listed = list(trials)
+    fastest = max(t.cells_per_s for t in listed)
+    alike = [t for t in listed if t.cells_per_s >= (1 - SAME) * fastest]
+    return min(alike, key=lambda t: (t.memory_nbytes, t.num_threads, -t.cells_per_s))
+
+
+class _Turns:
+    """The trials and their turns, each as long as they can be within the seconds asked for."""
+
+    def __init__(
+        self, bench: Bench, trials: Iterable[Trial], seconds: float, progress: Callable[[float], None]
+    ) -> None:
+        self._bench, self._progress = bench, progress
+        self._by_key = {trial.key: trial for trial in trials}
+        self._n_turns = len(self._by_key) + _SEMIFINALISTS + _NEIGHBOURS + 2 * _FINALISTS
+        self._seconds, self._n_done = seconds / self._n_turns, 0
+
+    def trials(self) -> list[Trial]:
+        """Return all of them, the fastest first."""
+        return sorted(self._by_key.values(), key=lambda trial: -trial.cells_per_s)
+
+    def fastest(self, n: int) -> list[Trial]:
+        """Return the fastest so far."""
+        return self.trials()[:n]
+
+    def take(self, trials: Iterable[Trial]) -> None:
+        """Give each of some trials a turn."""
+        for trial in trials:
+            known = self._by_key.get(trial.key, trial)
+            rate = self._bench.time(known, len(known.repeats), self._seconds)
+            self._by_key[known.key] = replace(known, repeats=(*known.repeats, rate))
+            self._n_done += 1
+            self._progress(min(1.0, self._n_done / self._n_turns))
+
+
+def _settings(best: Trial, wish: Wish) -> dict[str, Any]:
+    """Return keyword arguments: what was tuned, and what else was asked for and is no default."""
+    tuned = {
+        "batch_size": wish.batch_size,
+        "block_size": best.block_size,
+        "fetch_factor": best.fetch_factor,
+        "num_threads": best.num_threads,
+        "prefetch": best.prefetch,
+    }
+    given = {"layer": wish.layer, "output": wish.output, "dtype": wish.dtype, "device": wish.device}
+    return tuned | {name: value for name, value in given.items() if value != getattr(Wish(1), name)}
+
+
+class Bench:
+    """A store, and how settings for it are reckoned and timed."""
+
+    def __init__(self, store: Store, wish: Wish) -> None:
+        self._store, self._wish = store, wish
+        self._form = Form(wish.output, wish.dtype, store.n_vars)
+        self._cell_nbytes = max(1.0, cell_nbytes(store))
+        self.outlooks = Outlooks(store, wish.batch_size, wish.label)
+        self.cores = len(os.sched_getaffinity(0))
+        self.least_bits = wish.min_entropy * self.outlooks.random_bits
+        """Least entropy that is asked for; NaN without a label."""
+
+    def usual(self) -> dict[str, int]:
+        """Return threads and prefetch that candidates are compared with."""
+        return {"num_threads": self.cores, "prefetch": PREFETCHES[1]}
+
+    def first_trials(self) -> list[Trial]:
+        """Return what is worth timing: with a thread per core and the usual prefetch, the most promising first."""
+        wish = self._wish
+        factors = self.fetch_factors()
+        few = max(1, min(factors[0], _CALIBRATION_CELLS // wish.batch_size))
+        pace = measure_pace(self.outlooks, self._store, Form("dense", "float32", self._store.n_vars), self.cores, few)
+        seen = [self.outlooks.of(size, factor, pace) for factor in factors for size in BLOCK_SIZES]
+        good = [o for o in seen if o.mixes(wish.batch_size, self.least_bits)]
+        if not good:
+            raise PlanError(self._nothing_mixes(seen))
+        good.sort(key=lambda o: -o.cells_per_s)
+        good = [o for o in good if not o.cells_per_s < WORTH_TIMING * good[0].cells_per_s]
+        return [self._trial(o) for o in good[:_MOST_TIMED]]
+
+    def fetch_factors(self) -> list[int]:
+        """Return the fetch factors to try, the largest first: what the memory and the file allow, and parts of it.
+
+        Raises
+        ------
+        PlanError
+            The memory does not hold even fetches of one minibatch.
+        """
+        wish = self._wish
+        usual = PREFETCHES[1]
+        left = wish.memory_nbytes - self.memory_nbytes(0, self.cores, usual)
+        by_memory = int(left // ((usual + 1) * wish.batch_size * self._cell_nbytes))
+        if by_memory < 1:
+            least = self.memory_nbytes(1, self.cores, usual)
+            raise PlanError(
+                f"memory: {wish.memory_nbytes / 1e6:,.0f} MB do not hold the smallest fetches, which take "
+                f"{least / 1e6:,.0f} MB with batch_size={wish.batch_size}; give more, or take fewer cells a minibatch."
+            )
+        by_file = max(1, int(MAX_SHARE * self._store.n_obs / wish.batch_size))
+        most = min(by_memory, by_file, MAX_FETCH_FACTOR)
+        return sorted({most, max(1, most // 2), max(1, most // 4), max(1, most // 16)}, reverse=True)
+
+    def memory_nbytes(self, fetch_factor: int, num_threads: int, prefetch: int) -> int:
+        """Return the bytes that a loader takes at most: fetches, minibatches, scratch and metadata."""
+        wish = self._wish
+        n_cells = min(wish.batch_size * fetch_factor, self._store.n_obs)
+        row = self._store.n_vars * np.dtype("uint16" if wish.dtype == "bfloat16" else wish.dtype).itemsize
+        batch = wish.batch_size * (row if wish.output == "dense" else self._cell_nbytes)
+        fetches = (prefetch + 1) * n_cells * self._cell_nbytes
+        return int(fetches + _HELD_BATCHES * batch + num_threads * _THREAD_NBYTES + self._store.metadata_nbytes)
+
+    def neighbours(self, trial: Trial) -> list[Trial]:
+        """Return a trial with other numbers of threads and other prefetch, where the memory allows."""
+        threads = [(n, trial.prefetch) for n in (max(1, self.cores // 2), 2 * self.cores)]
+        found = []
+        for n_threads, prefetch in (*threads, *((trial.num_threads, n) for n in PREFETCHES)):
+            nbytes = self.memory_nbytes(trial.fetch_factor, n_threads, prefetch)
+            other = replace(trial, num_threads=n_threads, prefetch=prefetch, memory_nbytes=nbytes, repeats=())
+            if nbytes <= self._wish.memory_nbytes and other.key != trial.key:
+                found.append(other)
+        return found
+
+    def time(self, trial: Trial, turn: int, seconds: float) -> float:
+        """Return cells per second, from the first minibatch of a fetch to that of another; a turn, an epoch."""
+        plan = self.outlooks.plan(trial.block_size, trial.fetch_factor)
+        options = {"device": self._wish.device, "num_threads": trial.num_threads}
+        with closing(open_part(self._store, plan, self._form, trial.prefetch, **options)) as loader:  # type: ignore[arg-type]
+            loader.set_epoch(turn)
+            n_cells, n_fetches, start = 0, -trial.prefetch, time.perf_counter()
+            while True:
+                for step, batch in enumerate(loader):
+                    now = time.perf_counter()
+                    if step % trial.fetch_factor == 0:
+                        if n_fetches == 0:
+                            start, n_cells = now, 0
+                        elif n_fetches >= _WHOLE_FETCHES and now - start >= seconds:
+                            return n_cells / (now - start)
+                        n_fetches += 1
+                    n_cells += len(batch)
+
+    def measured(self, best: Trial, trials: Iterable[Trial], spent_s: float) -> dict[str, Any]:
+        """Return what the settings were measured on, for the settings file."""
+        wish, random_bits = self._wish, self.outlooks.random_bits
+        has_label = wish.label is not None
+        return {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": {"cpu": _cpu(), "cores": self.cores, "python": platform.python_version()},
+            "paths": list(self._store.paths),
+            "n_obs": self._store.n_obs,
+            "n_vars": self._store.n_vars,
+            "asked": {k: v for k, v in asdict(wish).items() if k != "seconds"},
+            "timed": f"{spent_s:.0f} s of real reads, no checksum verified: the pace of all epochs but the first",
+            "cells_per_s": round(best.cells_per_s),
+            "memory_nbytes": best.memory_nbytes,
+            "entropy_bits": best.entropy_bits if has_label else None,
+            "random_entropy_bits": random_bits if has_label else None,
+            "trials": [
+                {
+                    "block_size": t.block_size,
+                    "fetch_factor": t.fetch_factor,
+                    "num_threads": t.num_threads,
+                    "prefetch": t.prefetch,
+                    "cells_per_s": [round(rate) for rate in t.repeats],
+                }
+                for t in trials
+            ],
+        }
+
+    def _trial(self, outlook: Outlook) -> Trial:
+        prefetch = PREFETCHES[1]
+        nbytes = self.memory_nbytes(outlook.fetch_factor, self.cores, prefetch)
+        return Trial(outlook.block_size, outlook.fetch_factor, self.cores, prefetch, nbytes, outlook.entropy_bits)
+
+    def _nothing_mixes(self, seen: list[Outlook]) -> str:
+        wish, random_bits = self._wish, self.outlooks.random_bits
+        if wish.label is None:
+            n_cells = wish.batch_size * max(o.fetch_factor for o in seen)
+            return f"no fetch of at most {n_cells} cells has blocks enough; give more memory, or a label to judge by."
+        best = max(seen, key=lambda o: o.entropy_bits)
+        return (
+            f"min_entropy={wish.min_entropy!r}: no candidate mixes {wish.label!r} so well; the best reaches "
+            f"{best.entropy_bits / random_bits:.3f} of true random order (block_size={best.block_size!r}, "
+            f"fetch_factor={best.fetch_factor}). Give more memory, or ask for less."
+        )
+
+
+def _cpu() -> str:
+    """Return the processor's name."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = {line.split(":", 1)[1].strip() for line in file if line.startswith("model name")}
+    except OSError:
+        names = set()
+    return ", ".join(sorted(names)) or platform.processor() or "unknown"

@@ -1,0 +1,317 @@
+"""Outlooks, tuning and what ``gpuload inspect`` and ``gpuload tune`` make of them, on a small file."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+import gpuload
+from benchmarks import run_tune
+from gpuload.cli import main
+from gpuload.diversity import entropy_of_runs, measure_entropy
+from gpuload.errors import PlanError
+from gpuload.formats import open_store
+from gpuload.formats.obs import write_h5ad
+from gpuload.outlook import Outlook, Outlooks, Pace
+from gpuload.synthetic import tahoe_shaped
+from gpuload.tune import Bench, Trial, Wish, choose, tune
+from tests import writers
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Return a gzip file of 1,500 cells, sorted by plate."""
+    path = tmp_path_factory.mktemp("tune") / "cells.h5ad"
+    X, obs, var = tahoe_shaped(1_500, n_vars=400, n_plates=4, n_cell_lines=3, n_drugs=5)
+    write_h5ad(path, X, obs, var, "gzip")
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    """Return a function that runs the command line in this process and gives exit code, stdout and stderr."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        code = main([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def store(path):
+    """Return the file, open with two columns."""
+    with closing(open_store(path, layer="X", obs=("plate", "gene_count", "pass_filter"))) as store:
+        yield store
+
+
+# --- outlooks ---
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 64, "chunk", "2 chunks"])
+def test_an_outlook_is_what_the_engine_then_does(path, store, block_size):
+    """Bytes per cell and the label's entropy, against a loader that verifies nothing."""
+    outlook = Outlooks(store, 8, "plate").of(block_size, 6)
+    sizes = {"batch_size": 8, "block_size": block_size, "fetch_factor": 6}
+    with gpuload.open_loader(path, obs=["plate"], verify="never", **sizes) as loader:
+        for _ in range(4):
+            list(loader)
+        stats = loader.stats
+        read, decoded = stats.read_nbytes / stats.n_rows, stats.decoded_nbytes / stats.n_rows
+        found = measure_entropy(loader, "plate", 1_000)
+    assert outlook.read_nbytes == pytest.approx(read, rel=0.1)
+    assert outlook.decoded_nbytes == pytest.approx(decoded, rel=0.1)
+    assert outlook.entropy_bits == pytest.approx(found.mean, abs=4 * found.sd / np.sqrt(1_000) + 0.03)
+
+
+def test_long_blocks_cost_less_and_mix_less(store):
+    outlooks = Outlooks(store, 16, "plate")
+    pace = Pace(1e-9, 1e-8, 1e-6, 2)
+    few, many = outlooks.of(64, 2, pace), outlooks.of(4, 2, pace)
+    assert few.cells_per_s > many.cells_per_s
+    assert few.decoded_nbytes < many.decoded_nbytes
+    assert few.entropy_bits < many.entropy_bits
+    assert few.cells_per_s == pytest.approx(2 / (few.read_nbytes * 1e-9 + few.decoded_nbytes * 1e-8 + 1e-6))
+    codes = store.obs["plate"].values
+    expected = entropy_of_runs(codes, batch_size=16, block_size=64, fetch_factor=2).bits
+    assert few.entropy_bits == expected
+    assert outlooks.why_not_model(64, 2).startswith("the model of one label a block fails: ") or expected == 0
+
+
+def test_large_files_are_judged_by_planned_fetches(store, monkeypatch):
+    outlooks = Outlooks(store, 8, "plate")
+    exact = [outlooks.entropy(b, 4) for b in (1, 16, 64)]
+    monkeypatch.setattr("gpuload.outlook.EXACT_CELLS", 100)
+    assert [outlooks.entropy(b, 4) for b in (1, 16, 64)] == pytest.approx(exact, abs=0.05)
+
+
+def test_whole_numbers_are_labels_and_fractions_are_not(store, tmp_path):
+    assert Outlooks(store, 8, "pass_filter").random_bits > 0
+    other = tmp_path / "cells.h5ad"
+    writers.write_plain(other)
+    with (
+        closing(open_store(other, layer="X", obs=("depth",))) as fractions,
+        pytest.raises(PlanError, match=r"^label='depth': this column holds fractions; choose one that names groups of"),
+    ):
+        Outlooks(fractions, 8, "depth")
+
+
+def test_without_a_label_blocks_are_counted():
+    outlook = Outlook(16, 16, 16.0, 1.0, 1.0, 1.0, float("nan"))
+    assert outlook.mixes(64, float("nan"))
+    assert not outlook.mixes(63, float("nan"))
+
+
+# --- tuning ---
+
+
+def test_tuned_settings_open_a_loader_that_keeps_to_what_was_asked_for(path, tmp_path):
+    parts = []
+    wish = Wish(200 * MIB, "plate", 0.97, batch_size=8, device="cpu", seconds=0.2)
+    tuned = tune(path, wish, parts.append)
+    assert parts == sorted(parts)
+    assert 0 < parts[0] <= parts[-1] == 1
+    assert tuned.best in tuned.trials
+    assert tuned.settings["batch_size"] == 8
+    assert tuned.best.cells_per_s >= 0.97 * max(t.cells_per_s for t in tuned.trials)
+    assert all(t.memory_nbytes <= 200 * MIB for t in tuned.trials)
+    random = tuned.measured["random_entropy_bits"]
+    assert all(t.entropy_bits >= 0.97 * random for t in tuned.trials)
+    assert {t.num_threads for t in tuned.trials} >= {1, 2}
+    assert len({t.prefetch for t in tuned.trials}) == 3
+    with gpuload.open_loader(path, obs=["plate"], settings=tuned.settings) as loader:
+        found = measure_entropy(loader, "plate", 600)
+        assert sum(loader.memory().values()) <= tuned.best.memory_nbytes
+    assert found.mean >= 0.97 * random - 4 * found.sd / np.sqrt(600)
+    json.dumps(tuned.measured)
+    assert tuned.measured["n_obs"] == 1_500
+    assert tuned.measured["asked"]["label"] == "plate"
+
+
+def test_memory_is_kept_to(store):
+    bench = Bench(store, Wish(MIB, "plate", batch_size=8))
+    bench.cores = 2
+    enough = bench.memory_nbytes(4, 2, 2)
+    for more, most in ((0, 4), (1_000, 4), (-1, 3)):
+        limited = Bench(store, Wish(enough + more, "plate", batch_size=8))
+        limited.cores = 2
+        assert limited.fetch_factors()[0] == most
+        assert all(limited.memory_nbytes(n, 2, 2) <= enough + more for n in limited.fetch_factors())
+        near = limited.neighbours(Trial(16, most, 2, 2, 0, 1.0))
+        assert {(t.num_threads, t.prefetch) for t in near} == {(1, 2), (2, 1)}  # more threads, or more ahead, take more
+        assert all(t.memory_nbytes <= enough + more for t in near)
+    ample = Bench(store, Wish(1 << 30, "plate", batch_size=8))
+    ample.cores = 2
+    assert ample.fetch_factors() == [9, 4, 2, 1]  # a twentieth of the cells at most
+    assert len(ample.neighbours(Trial(16, 9, 2, 2, 0, 1.0))) == 4
+    with pytest.raises(
+        PlanError, match=r"^memory: 3 MB do not hold the smallest fetches, which take \d+ MB with batch"
+    ):
+        Bench(store, Wish(3_000_000)).fetch_factors()
+
+
+def test_of_equally_fast_settings_the_smaller_are_chosen():
+    trials = [
+        Trial(16, 64, 2, 2, 900, 1.0, (100.0, 90.0)),
+        Trial(16, 16, 4, 2, 300, 1.0, (98.0,)),
+        Trial(16, 16, 2, 2, 300, 1.0, (97.5,)),
+        Trial(16, 4, 2, 2, 100, 1.0, (96.0, 10.0)),
+    ]
+    assert choose(trials) is trials[2]
+    assert trials[0].cells_per_s == 100
+
+
+def test_candidates_far_too_slow_are_not_timed_and_the_most_promising_come_first(store, monkeypatch):
+    speed = {1: 10.0, 4: 59.0, 8: 61.0, 16: 80.0, 32: 90.0, 64: 100.0}
+    monkeypatch.setattr(Pace, "cells_per_s", lambda self, o: speed.get(o.block_size, 20.0))
+    bench = Bench(store, Wish(200 * MIB, "plate", 0.0, batch_size=32))
+    assert bench.fetch_factors() == [2, 1]
+    assert [t.block_size for t in bench.first_trials()] == [64, 64, 32, 32, 16, 16]
+    monkeypatch.setattr("gpuload.tune._MOST_TIMED", 100)
+    assert [t.block_size for t in bench.first_trials()] == [64, 64, 32, 32, 16, 16, 8, 8]
+    assert {(t.num_threads, t.prefetch) for t in bench.first_trials()} == {(bench.cores, 2)}
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        (
+            Wish(200 * MIB, "plate", 1.0, batch_size=64),
+            r"^min_entropy=1\.0: no candidate mixes 'plate' so well; the best reaches 0\.999 of .* \(block_size=1, ",
+        ),
+        (
+            Wish(200 * MIB, None, batch_size=2_000),
+            None,
+        ),
+    ],
+)
+def test_wishes_that_cannot_be_met_say_what_could(path, wish, message, monkeypatch):
+    if message is None:
+        monkeypatch.setattr("gpuload.outlook.BLOCKS_PER_FETCH", 5_000)
+        message = r"^no fetch of at most 2000 cells has blocks enough; give more memory, or a label to judge by\.$"
+    else:
+        monkeypatch.setattr("gpuload.tune.BLOCK_SIZES", (64, 1))
+        monkeypatch.setattr(Outlooks, "entropy", lambda self, b, f: self.random_bits * (0.999 if b == 1 else 0.5))
+    with pytest.raises(PlanError, match=message):
+        tune(path, wish)
+
+
+def test_no_cells_no_tuning(tmp_path):
+    empty = tmp_path / "empty.h5ad"
+    writers.write_plain(empty, writers.counts(0, 5))
+    with pytest.raises(PlanError, match=r"empty\.h5ad: there are no cells to time\.$"):
+        tune(empty, Wish(200 * MIB))
+
+
+# --- the commands ---
+
+
+def test_tune_writes_a_file_that_a_loader_takes(run, path, tmp_path):
+    out = tmp_path / "settings.json"
+    arguments = ("--label", "plate", "--memory", "0.2GiB", "--min-entropy", "0.95", "--batch-size", 8, "--seconds", 0.1)
+    code, said, err = run("tune", path, *arguments, "--out", out)
+    assert (code, err) == (0, "")
+    assert f"gpuload.open_loader('{path}', settings='{out}')" in said
+    assert " <-" in said
+    assert "% of true random order's" in said
+    content = json.loads(out.read_text())
+    assert set(content) == {"settings", "measured"}
+    assert content["measured"]["paths"] == [str(path)]
+    assert content["measured"]["asked"]["memory_nbytes"] == int(0.2 * (1 << 30))
+    with gpuload.open_loader(path, settings=out) as loader:
+        assert loader.batch_size == 8
+
+
+def test_tune_as_json_without_a_label(run, path):
+    code, said, _ = run("tune", path, "--json", "--batch-size", 8, "--output", "csr", "--seconds", 0.1)
+    found = json.loads(said)
+    assert code == 0
+    assert found["settings"]["output"] == "csr"
+    assert found["measured"]["entropy_bits"] is None
+    assert found["measured"]["trials"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "much"], "memory='much': expected a number of bytes above 0, or text such as '20GiB'."),
+        (["--min-entropy", "1.5"], "'1.5' is not a number from 0 to 1"),
+        (["--min-entropy", "all"], "'all' is not a number from 0 to 1"),
+        (["--output", "csr", "--dtype", "float16"], "--dtype float16 with --output csr: CSR minibatches are float32"),
+    ],
+)
+def test_wrong_use_of_tune(run, path, arguments, message):
+    code, said, err = run("tune", path, *arguments)
+    assert (code, said) == (2, "")
+    assert message in err
+
+
+def test_inspect_draws_its_choices(run, path, tmp_path):
+    pytest.importorskip("matplotlib")
+    png = tmp_path / "choices.png"
+    code, said, _ = run("inspect", path, "--label", "plate", "--batch-size", 8, "--plot", png)
+    assert code == 0
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "cells/s, modelled" in said
+    assert "plate, as it lies in the file: " in said
+    assert "the same with fetch_factor=" in said
+    code, _, err = run("inspect", path, "--plot", png)
+    assert (code, err) == (2, "gpuload inspect: --plot draws a label's entropy: give --label too.\n")
+    code, _, err = run("inspect", path, "--label", "plate", "--plot", tmp_path / "none" / "choices.png")
+    assert code == 1
+    assert "cannot be written" in err
+
+
+def test_inspect_takes_the_loss_that_is_allowed(run, path):
+    found = {}
+    for loss in (0, 0.01, 0.5):
+        code, said, _ = run("inspect", path, "--label", "plate", "--batch-size", 8, "--max-loss", loss, "--json")
+        assert code == 0
+        advice = json.loads(said)["advice"]
+        chosen = [
+            c
+            for c in advice["candidates"]
+            if (c["block_size"], c["fetch_factor"]) == (advice["block_size"], advice["fetch_factor"])
+        ]
+        assert len(chosen) == 1
+        found[loss] = chosen[0]
+        if loss:
+            assert chosen[0]["entropy_bits"] >= (1 - loss) * advice["random_entropy_bits"]
+    assert found[0.5]["entropy_bits"] < found[0.01]["entropy_bits"]
+    assert found[0.5]["amplification"] < found[0.01]["amplification"]
+
+
+# --- the benchmark ---
+
+
+def test_the_benchmark_compares_the_advice_with_every_setting(path, tmp_path, capsys):
+    out = tmp_path / "tune.jsonl"
+    options = (
+        "--label",
+        "plate",
+        "--batch-size",
+        "8",
+        "--memory",
+        "0.2GiB",
+        "--seconds",
+        "0.05",
+        "--min-entropy",
+        "0.99",
+    )
+    code = run_tune.main(["--file", str(path), "--out", str(out), *options, "--sweep-seconds", "0.01", "--turns", "2"])
+    record = json.loads(out.read_text())
+    rates = [row["cells_per_s"] for row in record["sweep"]]
+    advised = [row for row in record["sweep"] if row["setting"] == record["tuned"]["settings"]]
+    assert len(advised) == 1
+    assert rates == sorted(rates, reverse=True)
+    assert record["fraction_of_best"] == advised[0]["cells_per_s"] / rates[0]
+    assert code == (record["fraction_of_best"] < 0.9)
+    assert len({json.dumps(row["setting"]) for row in record["sweep"]}) == len(rates) > 5
+    assert "<- advised" in capsys.readouterr().out
+    assert {"commit", "machine", "file", "versions", "cache", "io_mode"} <= set(record)

@@ -1,0 +1,404 @@
+"""The theory of diversity against what others measured, against enumeration and running loaders; and its bounds."""
+
+from __future__ import annotations
+
+import time
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import gpuload
+from gpuload.diversity import (
+    TOLERANCE_BITS,
+    closed_form,
+    entropy_bits,
+    entropy_bounds,
+    entropy_of_runs,
+    expected_entropy,
+    fetch_entropy,
+    first_order_entropy,
+    iid_entropy,
+    label_entropy,
+    label_shares,
+    measure_entropy,
+)
+from gpuload.errors import PlanError
+from gpuload.plan import Plan
+from gpuload.sampling import BlockShuffle
+from tests import writers
+
+PLATES = {
+    (1, 1): (3.622, 3.628),
+    (4, 1): (3.091, 3.138),
+    (4, 4): (3.504, 3.499),
+    (4, 16): (3.594, 3.597),
+    (4, 64): (3.615, 3.612),
+    (16, 1): (1.784, 1.757),
+    (16, 4): (3.014, 3.054),
+    (16, 16): (3.476, 3.478),
+    (16, 64): (3.587, 3.582),
+    (16, 256): (3.613, 3.613),
+    (16, 1024): (3.620, 3.621),
+    (64, 4): (1.762, 1.754),
+    (64, 16): (2.995, 3.000),
+    (64, 64): (3.469, 3.453),
+    (64, 256): (3.585, 3.583),
+    (64, 1024): (3.613, 3.609),
+    (256, 16): (1.756, 1.773),
+    (256, 64): (2.991, 2.979),
+    (256, 256): (3.468, 3.479),
+    (256, 1024): (3.584, 3.585),
+    (1024, 64): (1.755, 1.725),
+    (1024, 256): (2.990, 2.982),
+    (1024, 1024): (3.467, 3.475),
+}
+"""Tahoe-100M's plates in minibatches of 64, by (block_size, fetch_factor): expected, and measured by scDataset."""
+
+DRUGS = {
+    1: 8.352,
+    16: 8.078,
+    32: 7.779,
+    64: 7.287,
+    128: 6.622,
+    256: 5.819,
+    512: 4.973,
+    1024: 4.117,
+    2048: 3.258,
+    4096: 2.393,
+}
+"""Tahoe-100M's drugs in minibatches of 4,096 out of fetches of 16,384, by block_size: measured with two loaders."""
+
+
+def plate_shares() -> np.ndarray:
+    """Return 14 shares from about 5 to 10 %, evenly spaced, with an entropy of 3.777 bits."""
+    return _fit(lambda spread: 1 + spread * np.linspace(-1, 1, 14), 3.777, 1.0)
+
+
+def drug_shares() -> np.ndarray:
+    """Return 380 log-normal shares with an entropy of 8.420 bits."""
+    quantiles = np.random.default_rng(0).normal(size=380)
+    return _fit(lambda spread: np.exp(spread * quantiles), 8.420, 3.0)
+
+
+def _fit(weights, bits: float, most: float) -> np.ndarray:
+    low, high = 0.0, most
+    for _ in range(50):
+        middle = (low + high) / 2
+        p = weights(middle) / weights(middle).sum()
+        low, high = (middle, high) if label_entropy(p) > bits else (low, middle)
+    return p
+
+
+@pytest.fixture(scope="module")
+def drug_runs() -> np.ndarray:
+    """Return drugs as they lie in Tahoe-100M: long runs, but for two of the 14 plates with runs of 380 to 540 cells.
+
+    The two plates hold 13 % of the cells here: the one number chosen, between the least and the most that any two do.
+    """
+    rng, p, n_plates, plate_rows = np.random.default_rng(1), drug_shares(), 14, 1 << 19
+    n_short = int(0.13 * n_plates * plate_rows) // 4096 * 4096
+    order = rng.permutation(p.size)
+    n_long = (n_plates * plate_rows - n_short) // 4096
+    long = np.repeat(order, np.diff(np.rint(np.cumsum([0, *p[order]]) * n_long).astype(int)) * 4096)
+    lengths = rng.integers(380, 541, size=n_short // 400)
+    short = np.repeat(rng.choice(p.size, size=lengths.size, p=p), lengths)[:n_short]
+    return np.concatenate([long, short]).astype(np.int16)
+
+
+# --- what others measured ---
+
+
+@pytest.mark.parametrize(("block_size", "fetch_factor"), PLATES)
+def test_plates_come_out_as_published(block_size, fetch_factor):
+    expected, measured = PLATES[block_size, fetch_factor]
+    found = expected_entropy(plate_shares(), batch_size=64, block_size=block_size, fetch_factor=fetch_factor)
+    assert found == pytest.approx(expected, abs=0.0015)
+    assert found == pytest.approx(measured, abs=0.05)
+
+
+@pytest.mark.parametrize("block_size", DRUGS)
+def test_drugs_come_out_as_published_and_label_runs_explain_the_rest(block_size, drug_runs):
+    """One label a block is right for blocks up to 256; above, two plates' short runs make minibatches more diverse."""
+    sizes = {"batch_size": 4096, "block_size": block_size, "fetch_factor": 4}
+    by_model, by_runs = expected_entropy(drug_shares(), **sizes), entropy_of_runs(drug_runs, **sizes)
+    measured = DRUGS[block_size]
+    assert by_runs.bits == pytest.approx(measured, abs=0.05)
+    assert by_runs.model_bits == pytest.approx(by_model, abs=0.03)
+    if block_size <= 256:
+        assert by_model == pytest.approx(measured, abs=0.05)
+        assert by_runs.model_holds
+        assert by_runs.explain() == "one label a block describes these labels to within 0.05 bits."
+    else:
+        assert measured - by_model > 0.05
+        assert not by_runs.model_holds
+        assert by_runs.explain().startswith("the model of one label a block fails: 13 % of the cells lie in blocks of")
+
+
+def test_thousands_of_cells_and_hundreds_of_classes_take_no_time():
+    shares, sizes = drug_shares(), {"batch_size": 4096, "block_size": 16, "fetch_factor": 4}
+    expected_entropy(shares, **sizes)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        expected_entropy(shares, **sizes)
+        entropy_bounds(shares, **sizes)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.5
+
+
+# --- bounds ---
+
+SIZES = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 96),
+        "block_size": st.integers(1, 200) | st.sampled_from([1, 2, 3, 4, 6, 8, 16, 24]),
+        "fetch_factor": st.integers(1, 12),
+    }
+)
+
+
+@st.composite
+def distributions(draw: st.DrawFn) -> np.ndarray:
+    """Draw shares of 1 to 40 classes: even, skewed, with zeros, with one that has nearly all."""
+    weights = np.array(draw(st.lists(st.sampled_from([0.0, 1e-9, 0.01, 0.3, 1.0, 50.0]), min_size=1, max_size=40)))
+    assume(weights.sum() > 0)
+    return weights / weights.sum()
+
+
+@settings(deadline=None, max_examples=150)
+@given(p=distributions(), sizes=SIZES)
+def test_bounds_hold_for_any_shares_and_sizes(p, sizes):
+    found = expected_entropy(p, **sizes)
+    lower, upper = entropy_bounds(p, **sizes)
+    low, high = closed_form(p, batch_size=sizes["batch_size"], block_size=sizes["block_size"])
+    assert low - 1e-9 <= lower <= found + 1e-9
+    assert found <= upper + 1e-9 <= high + 2e-9
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    runs=st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 30)), min_size=1, max_size=30),
+    sizes=SIZES,
+)
+def test_bounds_hold_however_the_labels_lie(runs, sizes):
+    """The lower bound needs no pure blocks, and no independent ones; runs of whole blocks keep the upper one too."""
+    fetch = sizes["batch_size"] * sizes["fetch_factor"]
+    assume(sizes["block_size"] // np.gcd(fetch, sizes["block_size"]) <= 8)  # all places in a block are looked at
+    codes = np.repeat(*np.array(runs).T)
+    codes = codes[: codes.size - codes.size % sizes["block_size"]]  # a short block would tilt the shares of the labels
+    assume(codes.size >= fetch)
+    found = entropy_of_runs(codes, **sizes)
+    lower, _ = entropy_bounds(label_shares(codes), **sizes)
+    assert lower - 1e-9 <= found.lower <= found.bits + 1e-9 <= found.upper + 2e-9
+    pure = np.repeat(codes, sizes["block_size"])
+    assert entropy_of_runs(pure, **sizes).lower <= entropy_bounds(label_shares(pure), **sizes)[1] + 1e-9
+
+
+def test_without_label_runs_bounds_are_not_reached():
+    """Where every block holds all labels alike, the upper bound of the model does not apply: it is more diverse."""
+    codes = np.tile(np.arange(4), 4_000)
+    sizes = {"batch_size": 16, "block_size": 16, "fetch_factor": 1}
+    assert entropy_of_runs(codes, **sizes).bits == pytest.approx(2.0)
+    assert entropy_bounds(label_shares(codes), **sizes)[1] == pytest.approx(0.0)
+
+
+def test_first_order_is_no_bound():
+    p = plate_shares()
+    assert first_order_entropy(p, 64) == pytest.approx(iid_entropy(p, 64), abs=0.03)
+    lower, _ = entropy_bounds(p, batch_size=64, block_size=4, fetch_factor=1)
+    assert first_order_entropy(p, 64 / 4) == pytest.approx(3.191, abs=0.001)
+    assert lower == pytest.approx(3.091, abs=0.001)
+    assert first_order_entropy(p, 64 / 64) < 0
+    assert closed_form(p, batch_size=64, block_size=4)[0] < lower
+    with pytest.raises(PlanError, match=r"^n_draws=0: expected a number above 0\.$"):
+        first_order_entropy(p, 0)
+
+
+@pytest.mark.parametrize(("batch_size", "block_size"), [(64, 16), (64, 48), (64, 100), (10, 3)])
+def test_lower_bound_is_reached_by_whole_blocks(batch_size, block_size):
+    """A minibatch of as many whole blocks as fit in and a part of one more, by enumeration of their labels."""
+    p = np.array([0.5, 0.3, 0.2])
+    lengths = [block_size] * (batch_size // block_size) + [batch_size % block_size] * (batch_size % block_size > 0)
+    mean = sum(
+        np.prod(p[list(labels)]) * entropy_bits(np.repeat(labels, lengths), 3)
+        for labels in product(range(3), repeat=len(lengths))
+    )
+    sizes = {"batch_size": batch_size, "block_size": block_size}
+    assert entropy_bounds(p, **sizes, fetch_factor=3)[0] == pytest.approx(mean, abs=1e-12)
+
+
+# --- enumeration ---
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 6, 9])
+def test_a_fetch_by_enumeration(batch_size):
+    codes = np.array([0, 0, 0, 0, 1, 1, 2, -1, 2])
+    means = [entropy_bits(codes[list(taken)], 3) for taken in set(map(tuple, map(sorted, _subsets(9, batch_size))))]
+    assert fetch_entropy(codes, batch_size) == pytest.approx(np.mean(means), abs=1e-12)
+    assert fetch_entropy(codes, 100) == fetch_entropy(codes, 9)
+
+
+def _subsets(n: int, size: int):
+    from itertools import combinations
+
+    return combinations(range(n), size)
+
+
+def _fetches(blocks: list[np.ndarray], fetch: int, offset: int, *, with_replacement: bool):
+    """Yield every fetch of so many cells that begins `offset` cells into a block, for all orders of the blocks."""
+    n = -(-(offset + fetch) // len(blocks[0]))
+    orders = product(blocks, repeat=n) if with_replacement else permutations(blocks, n)
+    for order in orders:
+        yield np.concatenate(order)[offset : offset + fetch]
+
+
+LAYOUTS = {
+    "pure": [[0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1], [2, 2, 2, 2], [0, 0, 0, 0], [3, 3, 3, 3]],
+    "mixed": [[0, 0, 0, 1], [1, 2, 1, 1], [2, 2, 2, 2], [2, 0, -1, 0], [0, 0, 3, 3], [3, 3, 3, 3]],
+    "even": [[0, 1, 2, 3]] * 6,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("batch_size", "fetch_factor"), [(4, 1), (4, 2), (2, 4), (4, 4), (3, 1), (3, 2), (2, 1), (6, 3)]
+)
+def test_runs_by_enumeration(layout, batch_size, fetch_factor):
+    """The lower value is exact for independent blocks; the truth without replacement lies on or next to `bits`."""
+    blocks, fetch = [np.array(b) for b in LAYOUTS[layout]], batch_size * fetch_factor
+    offsets = range(0, 4, np.gcd(4, fetch))
+    found = entropy_of_runs(np.concatenate(blocks), batch_size=batch_size, block_size=4, fetch_factor=fetch_factor)
+    independent, true = (
+        np.mean(
+            [
+                np.mean([fetch_entropy(f, batch_size) for f in _fetches(blocks, fetch, o, with_replacement=replace)])
+                for o in offsets
+            ]
+        )
+        for replace in (True, False)
+    )
+    assert found.lower == pytest.approx(independent, abs=1e-9)
+    assert found.lower - 1e-9 <= true <= found.upper + 1e-9
+    assert found.bits == pytest.approx(true, abs=max(1e-9, 0.06 * (found.upper - found.lower)))
+
+
+def test_one_block_a_fetch_and_a_whole_file_are_exact():
+    codes = np.concatenate(LAYOUTS["mixed"])
+    one = entropy_of_runs(codes, batch_size=2, block_size=4, fetch_factor=2)
+    assert one.bits == pytest.approx(np.mean([fetch_entropy(b, 2) for b in LAYOUTS["mixed"]]), abs=1e-12)
+    for fetch_factor in (6, 7, 100):
+        whole = entropy_of_runs(codes, batch_size=4, block_size=4, fetch_factor=fetch_factor)
+        assert whole.bits == pytest.approx(fetch_entropy(codes, 4), abs=1e-12)
+        assert whole.fetch_share == 1
+    small = entropy_of_runs([0, 1, 1], batch_size=64, block_size=16, fetch_factor=4)
+    assert small.bits == pytest.approx(entropy_bits([0, 1, 1], 2), abs=1e-12)
+
+
+# --- the plan's own fetches ---
+
+
+@pytest.mark.parametrize(
+    ("file_rows", "batch_size", "block_size", "fetch_factor"),
+    [
+        ((8_000,), 16, 16, 8),
+        ((8_000,), 64, 16, 60),
+        ((8_000,), 16, 100, 16),
+        ((3_000, 17, 0, 5_003), 32, 24, 9),
+        ((8_000,), 32, 1, 4),
+        ((400, 600, 300), 8, 16, 8),
+    ],
+)
+def test_runs_agree_with_the_fetches_of_the_plan(file_rows, batch_size, block_size, fetch_factor):
+    rng = np.random.default_rng(3)
+    n = sum(file_rows)
+    codes = np.repeat(rng.integers(-1, 7, size=n), rng.integers(1, 90, size=n))[:n]
+    sizes = {"batch_size": batch_size, "block_size": block_size, "fetch_factor": fetch_factor}
+    found = entropy_of_runs(codes, **sizes, file_rows=file_rows)
+    means = []
+    for epoch in range(30):
+        plan = Plan(file_rows, batch_size, fetch_factor, BlockShuffle(block_size), 0, epoch)
+        fetches = [f.rows() for f in plan.fetches()]
+        bits = [fetch_entropy(codes[rows], batch_size) for rows in fetches if rows.size == batch_size * fetch_factor]
+        means.append(np.mean(bits))
+    error = np.std(means, ddof=1) / np.sqrt(len(means))
+    assert found.bits == pytest.approx(np.mean(means), abs=max(4 * error, 0.01))
+
+
+def test_what_breaks_the_model_is_named():
+    rng = np.random.default_rng(0)
+    shuffled = rng.integers(0, 10, size=20_000)
+    sizes = {"batch_size": 64, "block_size": 64, "fetch_factor": 4}
+    mixed = entropy_of_runs(shuffled, **sizes)
+    assert mixed.one_label_share == 0
+    assert not mixed.model_holds
+    assert "fails: 100 % of the cells lie in blocks of several labels (+" in mixed.explain()
+    assert "independent" not in mixed.explain()
+    few = entropy_of_runs(np.sort(shuffled)[::16], batch_size=32, block_size=32, fetch_factor=20)
+    assert few.fetch_share == pytest.approx(0.512)
+    assert "a fetch is 51 % of the file, so its blocks are not independent (+" in few.explain()
+    good = entropy_of_runs(np.sort(shuffled), batch_size=64, block_size=16, fetch_factor=16)
+    assert good.model_holds
+    assert abs(good.bits - good.model_bits) <= TOLERANCE_BITS
+
+
+def test_runs_of_nothing_or_of_other_files_are_refused():
+    sizes = {"batch_size": 2, "block_size": 2, "fetch_factor": 2}
+    with pytest.raises(PlanError, match=r"^codes has 0 cells, file_rows adds up to 0; expected equal, above 0\.$"):
+        entropy_of_runs([], **sizes)
+    with pytest.raises(PlanError, match=r"^codes has 3 cells, file_rows adds up to 4; expected equal, above 0\.$"):
+        entropy_of_runs([0, 1, 1], **sizes, file_rows=(2, 2))
+    with pytest.raises(PlanError, match=r"^cells=0: expected at least 1\.$"):
+        fetch_entropy([], 4)
+
+
+# --- a running loader ---
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory):
+    """Return a file of cells sorted by a column, and that column."""
+    path = tmp_path_factory.mktemp("diversity") / "cells.h5ad"
+    writers.write_plain(path)
+    with gpuload.open_loader(path, obs=["cell_line"], shuffle=False) as loader:
+        return path, np.concatenate([b.obs["cell_line"] for b in loader])
+
+
+def test_a_running_loader_measures_what_is_expected(cells):
+    path, codes = cells
+    sizes = {"batch_size": 8, "block_size": 4, "fetch_factor": 4}
+    with gpuload.open_loader(path, obs=["cell_line"], **sizes) as loader:
+        found = measure_entropy(loader, "cell_line", 600)
+    assert found.n_batches == 600
+    expected = entropy_of_runs(codes, **sizes)
+    assert found.mean == pytest.approx(expected.bits, abs=4 * found.sd / np.sqrt(600) + 0.01)
+
+
+def test_only_full_minibatches_are_measured(cells):
+    path, codes = cells
+    with gpuload.open_loader(path, obs=["cell_line"], batch_size=codes.size - 1, shuffle=False) as loader:
+        found = measure_entropy(loader, "cell_line", 3)
+    assert found.mean == pytest.approx(entropy_bits(codes[:-1], int(codes.max()) + 1))
+    assert found.sd == pytest.approx(0, abs=1e-9)
+    with (
+        gpuload.open_loader(path, obs=["cell_line"], batch_size=codes.size + 1) as loader,
+        pytest.raises(PlanError, match=r"^the loader has no minibatch of \d+ cells; give it a smaller batch_size\.$"),
+    ):
+        measure_entropy(loader, "cell_line", 1)
+
+
+def test_whole_numbers_and_booleans_are_labels_too_and_fractions_are_not(cells):
+    path, _ = cells
+    with gpuload.open_loader(path, obs=["cell_line", "n_counts", "depth"], batch_size=8) as loader:
+        batch = next(iter(loader))
+        loader.set_epoch(0)
+        _, codes = np.unique(batch.obs["n_counts"], return_inverse=True)
+        assert measure_entropy(loader, "n_counts", 1).mean == pytest.approx(entropy_bits(codes, 8))
+        with pytest.raises(PlanError, match=r"^column='depth': it holds float\d\d; expected a label of each cell\.$"):
+            measure_entropy(loader, "depth", 1)
+        with pytest.raises(PlanError, match=r"^column='plate': the loader does not hand it over; open it with obs=\["):
+            measure_entropy(loader, "plate", 1)
+        with pytest.raises(PlanError, match=r"^n_batches=0: expected at least 1\.$"):
+            measure_entropy(loader, "n_counts", 0)

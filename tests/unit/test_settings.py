@@ -1,0 +1,103 @@
+"""Settings files: what is taken from them, what wins over them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import gpuload
+from gpuload.errors import PlanError, ReadError
+from gpuload.settings import takes_settings, write_settings
+
+SAVED = {"batch_size": 16, "block_size": "chunk", "fetch_factor": 3, "num_threads": 1, "prefetch": 1}
+
+
+@takes_settings
+def echo(paths, *, batch_size=64, prefetch=2, shuffle=True, block_size=16, sampler=None, settings=None):
+    """Return what it was given."""
+    return {k: v for k, v in locals().items() if k != "settings"}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Return the path of a settings file."""
+    path = tmp_path / "settings.json"
+    write_settings(path, SAVED, {"cells_per_s": 1})
+    return path
+
+
+@pytest.mark.parametrize("kind", ["path", "text", "content", "dict"])
+def test_a_loader_takes_its_settings_from_a_file_or_a_dict(plain, saved, kind):
+    settings = {"path": saved, "text": str(saved), "content": json.loads(saved.read_text()), "dict": SAVED}[kind]
+    with (
+        gpuload.open_loader(plain.path, settings=settings) as loader,
+        gpuload.open_loader(plain.path, **SAVED) as other,
+    ):
+        assert loader.batch_size == 16
+        assert [b.rows.tolist() for b in loader] == [b.rows.tolist() for b in other]
+
+
+def test_what_is_given_wins_also_where_it_is_the_default(saved):
+    assert echo("x", settings={"batch_size": 16, "prefetch": 1}) == echo("x", batch_size=16, prefetch=1)
+    assert echo("x", settings={"batch_size": 16}, batch_size=64)["batch_size"] == 64
+    assert echo("x", batch_size=8)["batch_size"] == 8
+    assert echo("x", settings=None) == echo("x")
+
+
+def test_a_sampler_that_is_given_wins_over_order_and_block_size_of_a_file(plain):
+    saved = {"shuffle": False, "block_size": 16}
+    assert echo("x", settings=saved, sampler=lambda: 1)["shuffle"] is True
+    assert echo("x", settings=saved, sampler=lambda: 1)["block_size"] == 16
+    sampler = gpuload.BlockShuffle(4)
+    assert "block_size" in SAVED
+    with gpuload.open_loader(plain.path, settings=SAVED, sampler=sampler) as loader:
+        assert sum(len(b) for b in loader) == loader.n_obs
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"blocksize": 4},
+            r"^settings: 'blocksize' is no setting that a file can hold; known are batch_size, prefetch",
+        ),
+        ({"settings": {"batch": 4}}, r"^settings: 'batch' is no setting"),
+        ({"sampler": 3}, r"^settings: 'sampler' is no setting"),
+        ({"settings": {}, "mesured": 1}, r"^settings: beside 'settings' there is 'mesured'; expected 'measured' or no"),
+        ({"settings": 3}, r"^settings: 'settings' is 3; expected names with values\.$"),
+        (3, r"^settings=3: expected the path of a settings file, a dict or None\.$"),
+    ],
+)
+def test_what_is_no_setting_is_refused(settings, message):
+    with pytest.raises(PlanError, match=message):
+        echo("x", settings=settings)
+
+
+def test_files_that_are_none_are_refused(tmp_path, plain):
+    path = tmp_path / "settings.json"
+    with pytest.raises(
+        ReadError, match=r"settings\.json: cannot be opened: No such file or directory\. Check the path"
+    ):
+        echo("x", settings=path)
+    path.write_text("block_size: 3")
+    with pytest.raises(PlanError, match=r"settings\.json: it is no settings file: .*\. Write one with gpuload tune\.$"):
+        echo("x", settings=path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match=r"settings\.json: it is no settings file: "):
+        echo("x", settings=path)
+    path.write_text("[1]")
+    with pytest.raises(PlanError, match=r"settings\.json: it holds a list; expected names with values\.$"):
+        echo("x", settings=path)
+    with pytest.raises(ReadError, match=r"cannot be written: .*\. Choose another place\.$"):
+        write_settings(tmp_path / "none" / "settings.json", {}, {})
+    with pytest.raises(PlanError, match=r"^batch_size=0: expected a whole number of at least 1\.$"):
+        gpuload.open_loader(plain.path, settings={"batch_size": 0})
+
+
+def test_every_saved_setting_is_one_of_the_loader(plain):
+    with pytest.raises(PlanError) as error:
+        gpuload.open_loader(plain.path, settings={"x": 1})
+    known = str(error.value).split("known are ")[1].rstrip(".").split(", ")
+    assert {"block_size", "fetch_factor", "num_threads", "prefetch", "seed", "layer", "device"} <= set(known)
+    assert not {"paths", "settings", "sampler", "transform", "rank", "world_size"} & set(known)
