@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from gpuload.errors import ReadError
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Iterator, Sequence
+
     from numpy.typing import NDArray
 
 
@@ -28,6 +32,9 @@ class FileSource:
     ReadError
         It cannot be opened.
     """
+
+    memory = None
+    has_files = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = os.fspath(path)
@@ -54,18 +61,20 @@ class FileSource:
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
         """Fill `buffer` from byte `offset` on; return the bytes got, fewer only at the end of the file."""
-        done = 0
-        while done < buffer.size:
-            try:
-                got = os.preadv(self.fileno(), [buffer[done:].data], offset + done)
-            except OSError as error:
-                raise ReadError(
-                    f"{self.name}: reading {buffer.size} bytes at byte {offset} failed: {error.strerror}."
-                ) from error
-            if got == 0:
-                break
-            done += got
-        return done
+        return read_at(self.fileno(), buffer, offset, self.name)
+
+    def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return file number 0, the byte in it and its size, for each offset."""
+        return np.zeros_like(offset), offset, np.full_like(offset, self.nbytes)
+
+    def where_is(self, offset: int) -> tuple[str, int]:
+        """Return the path and the offset."""
+        return self.name, offset
+
+    @contextmanager
+    def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Give the descriptor."""
+        yield [self.fileno()] * len(numbers)
 
     def check_unchanged(self) -> None:
         """Raise ReadError where the file was changed in place since it was opened."""
@@ -83,34 +92,83 @@ class FileSource:
             self._fd = -1
 
 
+def read_at(descriptor: int, buffer: NDArray[np.uint8], offset: int, name: str) -> int:
+    """Fill `buffer` from byte `offset` of an open file on; return the bytes got, fewer only at its end.
+
+    Raises
+    ------
+    ReadError
+        The system failed to read.
+    """
+    done = 0
+    while done < buffer.size:
+        try:
+            got = os.preadv(descriptor, [buffer[done:].data], offset + done)
+        except OSError as error:
+            raise ReadError(
+                f"{name}: reading {buffer.size} bytes at byte {offset} failed: {error.strerror}."
+            ) from error
+        if got == 0:
+            break
+        done += got
+    return done
+
+
 class BufferSource:
-    """Bytes in memory that stand for a part of a file.
+    """Bytes in memory: an array that was given, or a part of a file.
 
     Parameters
     ----------
     name
         What errors call it.
     data : (nbytes,) uint8
-        The bytes; kept, not copied.
+        The bytes; kept, not copied, until it is closed.
     """
+
+    has_files = False
 
     def __init__(self, name: str, data: NDArray[np.uint8]) -> None:
         self.name = name
         self.nbytes = data.size
-        self._data = data
+        self.memory: NDArray[np.uint8] | None = data if data.flags.writeable else _of_one_type(data)
 
-    def fileno(self) -> int:
-        """Return -1: no descriptor."""
-        return -1
+    def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return number 0, the byte and the size, for each offset."""
+        return np.zeros_like(offset), offset, np.full_like(offset, self.nbytes)
+
+    def where_is(self, offset: int) -> tuple[str, int]:
+        """Return the name and the offset."""
+        return self.name, offset
+
+    @contextmanager
+    def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Give -1: no descriptor."""
+        yield [-1] * len(numbers)
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
         """Fill `buffer` from byte `offset` on; return the bytes got."""
-        part = self._data[offset : offset + buffer.size]
+        if self.memory is None:
+            raise ReadError(f"{self.name}: the loader was closed; open it again with open_loader().")
+        part = self.memory[offset : offset + buffer.size]
         buffer[: part.size] = part
         return int(part.size)
 
     def check_unchanged(self) -> None:
-        """Do nothing: nobody else holds the bytes."""
+        """Do nothing: there is nothing to tell a change by."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Let go of the bytes; may be called twice."""
+        self.memory = None
+
+
+class _Bytes:
+    """The bytes of an array, which it keeps alive, under another description."""
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self._data = data
+        self.__array_interface__ = {**data.__array_interface__, "data": (data.ctypes.data, False)}
+
+
+def _of_one_type(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return read-only bytes as an array that is not marked so: the kernels, which only read it, know one type."""
+    return np.asarray(_Bytes(data))

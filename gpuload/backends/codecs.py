@@ -1,7 +1,8 @@
 """Host decoders, one table: filter name -> function. The home of imagecodecs.
 
-Deflate, byte shuffle and fletcher32 in their usual order are decoded by the native kernels, thousands of chunks per
-call; what comes here is everything else, a chunk at a time, by libraries that release the GIL and check their input.
+What can be told in one line - byte shuffle, one codec, a checksum, in this order - is decoded by the native kernels,
+thousands of chunks per call; what comes here is everything else, a chunk at a time, by libraries that release the GIL
+and check their input. The native kernels call some of those libraries too, by the addresses that are looked up here.
 
 References
 ----------
@@ -11,11 +12,16 @@ zstd).
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import struct
+from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.backends.native import frames
 from gpuload.backends.native.chunks import is_fletcher32
 
 if TYPE_CHECKING:
@@ -27,6 +33,10 @@ if TYPE_CHECKING:
 
 Bytes = Any
 """bytes or a (n,) uint8 array: the decoders take and give either."""
+
+
+_CHECKSUMS = ("fletcher32", "crc32c")
+"""Filters that add 4 bytes."""
 
 
 class DecodeError(Exception):
@@ -47,7 +57,7 @@ def decode(
     stored : (n,) uint8
         The bytes in the file.
     nbytes
-        Decoded size.
+        Decoded size; -1 where only the codecs know it.
     itemsize
         Bytes per element.
 
@@ -64,13 +74,14 @@ def decode(
     for place in range(len(filters) - 1, -1, -1):
         if not mask >> place & 1:
             step = filters[place]
+            added = sum(4 for k in range(place) if filters[k].name in _CHECKSUMS and not mask >> k & 1)
             try:
-                data = DECODERS[step.name](data, step.values, nbytes, itemsize)
+                data = DECODERS[step.name](data, step.values, nbytes + added if nbytes >= 0 else -1, itemsize)
             except DecodeError:
                 raise
             except Exception as error:
                 raise DecodeError(f"{step.name} cannot decode it ({str(error) or type(error).__name__})") from error
-    if len(data) != nbytes:
+    if nbytes >= 0 and len(data) != nbytes:
         raise DecodeError(f"it decodes to {len(data)} bytes instead of {nbytes}")
     return np.frombuffer(data, dtype=np.uint8)
 
@@ -80,6 +91,13 @@ def _deflate(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -
 
     del values, itemsize
     return imagecodecs.zlib_decode(data, out=_room(nbytes))
+
+
+def _gzip(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    import imagecodecs
+
+    del values, itemsize
+    return imagecodecs.gzip_decode(data, out=_room(nbytes))
 
 
 def _shuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
@@ -98,6 +116,14 @@ def _fletcher32(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int
     array = np.frombuffer(data, dtype=np.uint8)
     if array.size < 4 or not is_fletcher32(array, 0, array.size - 4):
         raise DecodeError("its fletcher32 checksum does not match")
+    return array[:-4]
+
+
+def _crc32c(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    del values, nbytes, itemsize
+    array = np.frombuffer(data, dtype=np.uint8)
+    if array.size < 4 or not frames.is_crc32c(array, 0, array.size - 4):
+        raise DecodeError("its crc32c checksum does not match")
     return array[:-4]
 
 
@@ -128,7 +154,7 @@ def _check_blosc_size(data: Bytes, nbytes: int) -> None:
     if len(data) < 16:
         raise DecodeError(f"it is too short for blosc ({len(data)} bytes)")
     decoded, _, stored = struct.unpack_from("<3I", data, 4)
-    if decoded != nbytes or stored > len(data):
+    if nbytes not in (-1, decoded) or stored > len(data):
         raise DecodeError(
             f"its blosc header says {decoded} bytes made of {stored}, but {nbytes} of {len(data)} are there"
         )
@@ -142,6 +168,16 @@ def _lz4(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> By
     if len(data) < 12 or struct.unpack_from(">Q", data)[0] != nbytes:
         raise DecodeError("its lz4 header does not give the chunk's size")
     return imagecodecs.lz4h5_decode(data, out=_room(nbytes))
+
+
+def _lz4_sized(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    """Decode numcodecs' framing of LZ4: the size, then one block."""
+    import imagecodecs
+
+    del values, itemsize
+    if len(data) < 4 or nbytes not in (-1, struct.unpack_from("<I", data)[0]):
+        raise DecodeError("its lz4 header does not give the chunk's size")
+    return imagecodecs.lz4_decode(memoryview(data)[4:], out=struct.unpack_from("<I", data)[0])
 
 
 def _bitshuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
@@ -185,16 +221,89 @@ def _bitshuffle_blocks(data: Bytes, itemsize: int, nbytes: int, decode_block: Ca
 
 def _room(nbytes: int) -> Any:
     """Return memory for a decoder; a chunk is small enough to come from the allocator's free lists."""
-    return np.empty(nbytes, dtype=np.uint8)
+    return np.empty(nbytes, dtype=np.uint8) if nbytes >= 0 else None
 
 
 DECODERS: dict[str, Callable[[Bytes, tuple[int, ...], int, int], Bytes]] = {
     "deflate": _deflate,
+    "gzip": _gzip,
     "shuffle": _shuffle,
     "fletcher32": _fletcher32,
+    "crc32c": _crc32c,
     "lzf": _lzf,
     "zstd": _zstd,
     "blosc": _blosc,
     "lz4": _lz4,
+    "lz4-sized": _lz4_sized,
     "bitshuffle": _bitshuffle,
 }
+
+BY_ADDRESS = ("zstd", "lz4-sized", "blosc")
+"""Filters that the native kernels decode where `has_addresses`."""
+
+_FUNCTIONS = {
+    frames.LZ4: ("_lz4", "LZ4_decompress_safe"),
+    frames.LZ4_PARTIAL: ("_lz4", "LZ4_decompress_safe_partial"),
+    frames.ZSTD: ("_zstd", "ZSTD_decompressDCtx"),
+    frames.BLOSC: ("_blosc", "blosc_decompress_ctx"),
+}
+"""By place in the table of addresses: a module of imagecodecs, and a function of the library that it is linked with."""
+
+
+@cache
+def _functions() -> dict[int, int] | None:
+    """Return the addresses of the libraries' functions; None, and a warning, where they are not to be had.
+
+    They are looked up in the extension modules, and with them in the libraries that those have loaded, however a build
+    of imagecodecs names and places them.
+    """
+    try:
+        return {place: _address(_library(module), name) for place, (module, name) in _FUNCTIONS.items()}
+    except (ImportError, OSError, AttributeError) as error:
+        logging.getLogger("gpuload").warning(
+            "this build of imagecodecs hides the libraries that it uses (%s): blosc, lz4 and zstd are decoded chunk by "
+            "chunk, which is slower",
+            error,
+        )
+        return None
+
+
+@cache
+def _library(module: str) -> ctypes.CDLL:
+    return ctypes.CDLL(import_module(f"imagecodecs.{module}").__file__)
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
+
+
+def has_addresses() -> bool:
+    """Return whether the native kernels can decode what `BY_ADDRESS` names."""
+    return _functions() is not None
+
+
+class Addresses:
+    """The addresses that the native kernels call, and a context of zstd, for one thread.
+
+    Attributes
+    ----------
+    table : (5,) int64
+        As `native.frames` orders them; zeros where there are none.
+    """
+
+    def __init__(self) -> None:
+        self.table = np.zeros(frames.N_ADDRESSES, dtype=np.int64)
+        functions = _functions()
+        if functions is None:
+            return
+        for place, address in functions.items():
+            self.table[place] = address
+        zstd = _library("_zstd")
+        zstd.ZSTD_createDCtx.restype = ctypes.c_void_p
+        self._free = zstd.ZSTD_freeDCtx
+        self._free.argtypes = [ctypes.c_void_p]
+        self.table[frames.ZSTD_CONTEXT] = zstd.ZSTD_createDCtx() or 0
+
+    def __del__(self) -> None:
+        if self.table[frames.ZSTD_CONTEXT]:
+            self._free(int(self.table[frames.ZSTD_CONTEXT]))

@@ -30,10 +30,11 @@ import numpy as np
 
 from gpuload.backends import codecs
 from gpuload.backends.buffers import BufferPool
-from gpuload.backends.damage import corrupt, reason, rounding_warning
+from gpuload.backends.damage import corrupt, reason, rounding_warning, too_large_for_half
 from gpuload.backends.native import chunks, inflate, rows
 from gpuload.backends.parts import cut
-from gpuload.errors import PlanError, ReadError
+from gpuload.backends.reading import read_ranges, short_read
+from gpuload.errors import PlanError
 from gpuload.stats import Stats
 
 if TYPE_CHECKING:
@@ -48,9 +49,22 @@ TASK_NBYTES = 8 << 20
 MAX_CSR = (1 << 31) - 1
 """Stored values that the int32 row offsets of a CSR minibatch can count."""
 
+_OUTPUTS = {
+    "float32": (np.float32, np.float32),
+    "float16": (np.uint16, np.float16),
+    "bfloat16": (np.int16, np.uint16),
+}
+"""By dtype of a form: what stands for it in the kernels, and what is handed over."""
+
 VERIFY = {"never": chunks.NEVER, "once": chunks.ONCE, "always": chunks.ALWAYS}
 
-_NATIVE_ORDER = ("shuffle", "deflate", "fletcher32")
+_NATIVE_CODECS = {
+    "deflate": chunks.DEFLATE,
+    "gzip": chunks.GZIP,
+    "zstd": chunks.ZSTD,
+    "lz4-sized": chunks.LZ4,
+    "blosc": chunks.BLOSC,
+}
 _NO_COLUMNS = np.empty(0, dtype=np.int32)
 
 _THREADS = "gpuload-"
@@ -118,6 +132,11 @@ class _Scratch(threading.local):
     def tables(self) -> NDArray[np.uint8]:
         """The inflater's workspace."""
         return inflate.new_tables()
+
+    @cached_property
+    def addresses(self) -> codecs.Addresses:
+        """Where the libraries' functions are that decode natively."""
+        return codecs.Addresses()
 
     def zeros(self, name: str, nbytes: int) -> NDArray[np.uint8]:
         """Return memory that is zero; who writes into it sets it to zero again."""
@@ -229,13 +248,17 @@ class CpuBackend:
         """Read and decode extents lo..hi of one array into the resident."""
         layout = read.layout
         start = time.perf_counter()
-        nbytes = read.extent_nbytes[lo:hi]
-        place = np.cumsum(nbytes) - nbytes
-        buffer = self._scratch.bytes("stored", int(nbytes.sum()))
-        _read(layout, read.extent_offset[lo:hi], nbytes, place, buffer)
+        offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
+        memory = layout.source.memory
+        if memory is not None and int((offset + nbytes).max()) <= memory.size:
+            buffer, place = memory, offset  # decoded from where it lies
+        else:
+            place = np.cumsum(nbytes) - nbytes
+            buffer = self._scratch.bytes("stored", int(nbytes.sum()))
+            _read(layout, offset, nbytes, place, buffer)
         middle = time.perf_counter()
         first, last = read.extent_chunks[lo], read.extent_chunks[hi]
-        shift = np.repeat(place - read.extent_offset[lo:hi], np.diff(read.extent_chunks[lo : hi + 1]))
+        shift = np.repeat(place - offset, np.diff(read.extent_chunks[lo : hi + 1]))
         steps = _native_steps(layout)
         part = (read, int(first), int(last), buffer, shift, resident)
         decoded, n_partial, is_rounded = (
@@ -288,6 +311,7 @@ class CpuBackend:
             float(layout.fill_value),
             read.limit,
             self._scratch.tables,
+            self._scratch.addresses.table,
             one,
             one.view(stored_dtype),
             two,
@@ -350,8 +374,9 @@ class CpuBackend:
             )
 
     def _take_dense(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> NDArray[Any]:
-        is_half = form.dtype == "float16"
-        out = self._outputs.array((positions.size, form.n_cols), np.uint16 if is_half else np.float32)
+        kind, visible = _OUTPUTS[form.dtype]
+        is_half = kind is not np.float32
+        out = self._outputs.array((positions.size, form.n_cols), kind)
         arithmetic = _arithmetic(form)
         bad = -1
         if resident.X is not None:
@@ -360,16 +385,13 @@ class CpuBackend:
             csr = (positions, resident.indptr, resident.indices, resident.data)
             wide = self._scratch.zeros("wide", form.n_cols * 4 + rows.SLACK).view(np.float32)
             if is_half:
-                narrow = self._scratch.zeros("narrow", form.n_cols * 2 + rows.SLACK).view(np.uint16)
+                narrow = self._scratch.zeros("narrow", form.n_cols * 2 + rows.SLACK).view(kind)
                 bad = rows.densify_csr_half(*csr, *arithmetic, wide, narrow, out)
             else:
                 rows.densify_csr(*csr, *arithmetic, wide, out)
         if bad >= 0:
-            raise PlanError(
-                f"dtype='float16': row {bad} of a minibatch holds a value beyond 65504, which float16 cannot hold; use "
-                "dtype='float32', or a transform that makes the values smaller."
-            )
-        return out.view(np.float16) if is_half else out
+            raise PlanError(too_large_for_half(bad))
+        return out.view(visible)
 
     def _take_csr(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Any:
         from scipy.sparse import csr_matrix
@@ -413,25 +435,32 @@ def _read(
 ) -> None:
     """Read byte ranges of the source into a buffer, natively where it has a descriptor."""
     source = layout.source
-    done = chunks.read_extents(source.fileno(), offset, nbytes, place, buffer) if source.fileno() >= 0 else 0
-    for e in range(done, offset.size):
+    for e in range(read_ranges(source, offset, nbytes, place, buffer), offset.size):
         wanted, at = int(nbytes[e]), int(offset[e])
         got = source.read_into(buffer[place[e] : place[e] + wanted], at)
         if got < wanted:
-            raise ReadError(
-                f"{source.name}: short read of {layout.name} at byte {at}: wanted {wanted} bytes, got {got}. Was the "
-                "file truncated?"
-            )
+            raise short_read(source, layout.name, at, wanted, got)
 
 
 def _native_steps(layout: ArrayLayout) -> NDArray[np.int64] | None:
-    """Return the places of shuffle, deflate and fletcher32 in the pipeline; None where libraries must decode."""
+    """Return the places of shuffle, codec, fletcher32 and crc32c in the pipeline, and the codec's number.
+
+    None where libraries must decode.
+    """
     names = [f.name for f in layout.filters]
     if any(f.name == "shuffle" and f.values not in ((), (layout.dtype.itemsize,)) for f in layout.filters):
         return None
-    if not layout.dtype.isnative or _is_half(layout.dtype) or names != [n for n in _NATIVE_ORDER if n in names]:
+    kinds = [name for name in names if name in _NATIVE_CODECS]
+    order = ["shuffle", *kinds, "fletcher32", "crc32c"]
+    if not layout.dtype.isnative or _is_half(layout.dtype):
         return None
-    return np.array([names.index(n) if n in names else -1 for n in _NATIVE_ORDER], dtype=np.int64)
+    if len(kinds) > 1 or names != [n for n in order if n in names]:
+        return None
+    codec = kinds[0] if kinds else ""
+    if codec in codecs.BY_ADDRESS and not codecs.has_addresses():
+        return None
+    places = [names.index(n) if n in names else -1 for n in ("shuffle", codec, "fletcher32", "crc32c")]
+    return np.array([*places, _NATIVE_CODECS.get(codec, -1)], dtype=np.int64)
 
 
 def _is_half(dtype: np.dtype[Any]) -> bool:

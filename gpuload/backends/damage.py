@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpuload.backends.native import chunks, inflate
+from gpuload.backends.native import chunks, frames, inflate
 from gpuload.errors import CorruptDataError
 
 if TYPE_CHECKING:
@@ -13,15 +13,27 @@ if TYPE_CHECKING:
 
 def reason(code: int) -> str:
     """Return what a code of the native decoders and the kernels means, as a part of a sentence."""
-    return chunks.describe(code) if code <= chunks.BAD_SIZE else inflate.describe(code)
+    for module, last in ((frames, frames.BAD_BLOSC), (chunks, chunks.BAD_SIZE)):
+        if code <= last:
+            return module.describe(code)
+    return inflate.describe(code)
 
 
 def corrupt(read: ArrayRead, chunk: int, why: str) -> CorruptDataError:
     """Return the error for chunk `chunk` of a read."""
     layout = read.layout
+    path, at = layout.source.where_is(int(read.chunk_offset[chunk]))
     return CorruptDataError(
-        f"{layout.source.name}: chunk {int(read.chunk_id[chunk])} of {layout.name} at byte "
-        f"{int(read.chunk_offset[chunk])} is damaged: {why}. Restore the file from its source."
+        f"{path}: chunk {int(read.chunk_id[chunk])} of {layout.name} at byte {at} is damaged: {why}. Restore it from "
+        "its source."
+    )
+
+
+def too_large_for_half(row: int) -> str:
+    """Return the sentence that says that a minibatch cannot be of float16."""
+    return (
+        f"dtype='float16': row {row} of a minibatch holds a value beyond 65504, which float16 cannot hold; use "
+        "dtype='float32', or a transform that makes the values smaller."
     )
 
 

@@ -1,4 +1,4 @@
-"""obs and var columns of an open HDF5 group -> host arrays. The home of anndata.
+"""obs and var columns of an open HDF5 group, or of an AnnData in memory -> host arrays. The home of anndata.
 
 Columns are read one by one, so that a file with a hundred columns costs only those asked for. What anndata wrote
 before it marked its elements (compound data sets, `__categories`) is read as well.
@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from gpuload.errors import StoreError
+from gpuload.formats.arrays import as_strings, no_column
 from gpuload.store import ObsColumn
 
 if TYPE_CHECKING:
@@ -40,8 +41,9 @@ def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
     if name is None:
         raise StoreError(f"{path}: /{key} has no index; write the file anew with anndata's write_h5ad.")
     stored = frame[name]
-    values = _read_element(stored) if hasattr(stored, "attrs") else stored
-    return _as_strings(values)
+    if hasattr(stored, "asstr"):  # an HDF5 data set, be it of text or numbers
+        return as_strings(stored[()])
+    return as_strings(_read_element(stored) if hasattr(stored, "attrs") else stored)
 
 
 def read_column(frame: Any, name: str, path: str) -> ObsColumn:
@@ -69,8 +71,36 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     """
     names = column_names(frame)
     if name not in names:
-        raise StoreError(f"{path}: obs has no column {name!r}; it has {_listing(names)}.")
-    return _encode(_read_series(frame, name), name, path)
+        raise no_column(path, name, names)
+    return encode(_read_series(frame, name), name, path)
+
+
+def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, ObsColumn]:
+    """Return columns of an AnnData's obs as they would read from a file that it is written to.
+
+    Parameters
+    ----------
+    adata
+        The AnnData; not changed.
+    names
+        Columns.
+    where
+        What errors call it.
+
+    Raises
+    ------
+    StoreError
+        No such column, two of that name, or a type that has no place in a minibatch.
+    """
+    known = [str(name) for name in adata.obs.columns]
+    for name in names:
+        if name not in known:
+            raise no_column(where, name, known)
+        if known.count(name) > 1:
+            raise StoreError(f"{where}: obs has {known.count(name)} columns {name!r}; rename all but one.")
+    frame = pd.DataFrame({name: adata.obs[name] for name in names}, index=adata.obs.index)
+    adata.strings_to_categoricals(frame)  # as anndata does before it writes; the frame alone is changed
+    return {name: encode(_array_of(frame[name]), name, where) for name in names}
 
 
 def write_h5ad(
@@ -100,7 +130,7 @@ def _read_series(frame: Any, name: str) -> Any:
         legacy = frame.file.get(f"uns/{name}_categories")
         if categories is None and legacy is not None:
             categories = legacy[()]
-        return values if categories is None else pd.Categorical.from_codes(values, _as_strings(categories))
+        return values if categories is None else pd.Categorical.from_codes(values, as_strings(categories))
     stored = frame[name]
     if "categories" in stored.attrs and not hasattr(stored, "keys"):
         categories = frame.file[stored.attrs["categories"]][()]
@@ -108,12 +138,21 @@ def _read_series(frame: Any, name: str) -> Any:
     return _read_element(stored)
 
 
+def _array_of(column: Any) -> Any:
+    return column.array if isinstance(column.dtype, pd.api.extensions.ExtensionDtype) else column.to_numpy()
+
+
 def _unique(categories: NDArray[Any]) -> NDArray[Any]:
-    return _as_strings(categories) if categories.dtype.kind in "OSU" else categories
+    return as_strings(categories) if categories.dtype.kind in "OSU" else categories
 
 
 def _read_element(stored: Any) -> Any:
-    """Read one element through anndata, which knows every encoding; unmarked ones are plain data sets."""
+    """Read one element through anndata, which knows every encoding; unmarked ones are plain data sets.
+
+    Nodes that are of no library that anndata knows read themselves.
+    """
+    if hasattr(stored, "element"):
+        return stored.element()
     if "encoding-type" not in stored.attrs and not hasattr(stored, "keys"):
         return stored[()]
     from anndata.io import read_elem
@@ -121,13 +160,8 @@ def _read_element(stored: Any) -> Any:
     return read_elem(stored)
 
 
-def _as_strings(values: Any) -> NDArray[np.object_]:
-    out = np.empty(len(values), dtype=object)
-    out[:] = [v.decode() if isinstance(v, bytes) else str(v) for v in values]
-    return out
-
-
-def _encode(values: Any, name: str, path: str) -> ObsColumn:
+def encode(values: Any, name: str, path: str) -> ObsColumn:
+    """Return a NumPy or pandas array as a column; types as for `read_column`."""
     if isinstance(values, pd.Categorical):
         return ObsColumn(values.codes.astype(np.int32), np.asarray(values.categories, dtype=object))
     if isinstance(values, pd.arrays.BooleanArray):
@@ -150,7 +184,3 @@ def _encode_strings(array: Any) -> ObsColumn:
     values = pd.Series([v.decode() if isinstance(v, bytes) else v for v in array], dtype=object)
     codes, categories = pd.factorize(values, sort=True)
     return ObsColumn(codes.astype(np.int32), np.asarray(categories, dtype=object))
-
-
-def _listing(names: Sequence[str]) -> str:
-    return ", ".join(repr(n) for n in names) if names else "no columns"

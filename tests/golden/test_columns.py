@@ -229,6 +229,45 @@ def test_a_value_that_float16_cannot_hold_is_an_error(tmp_path: Path, is_csr: bo
         list(loader)
 
 
+@pytest.mark.parametrize("name", ["csr-gzip4", "csr-repeated", "dense-gzip4", "csr-data-f8"])
+@pytest.mark.parametrize("transform", [None, gpuload.Transform()])
+def test_bfloat16(store_variant: StoreVariant, name: str, transform: gpuload.Transform | None) -> None:
+    torch = pytest.importorskip("torch")
+    from gpuload.torch import CellDataset
+
+    stored = store_variant(name)
+    with gpuload.open_loader(stored.path, dtype="bfloat16", transform=transform, batch_size=17) as loader:
+        bits = [batch.X for batch in loader]
+        loader.set_epoch(0)
+        tensors = [batch["X"] for batch in CellDataset(loader)]
+    with gpuload.open_loader(stored.path, transform=transform, batch_size=17) as loader:
+        single = [torch.from_numpy(batch.X).to(torch.bfloat16) for batch in loader]
+    for X, tensor, expected in zip(bits, tensors, single, strict=True):
+        assert X.dtype == np.uint16
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, expected)
+        np.testing.assert_array_equal(X.view(np.int16), expected.view(torch.int16).numpy())
+
+
+@pytest.mark.parametrize("is_csr", [True, False])
+def test_bfloat16_rounds_as_torch_does(tmp_path: Path, is_csr: bool) -> None:
+    """All halves of float32: ties, infinities, the largest (which become infinite), numbers that are none."""
+    torch = pytest.importorskip("torch")
+    upper = np.arange(1 << 16, dtype=np.uint32)
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    X = (upper[:, None] << 16 | lower).view(np.float32).reshape(-1, 64)
+    if is_csr:
+        X[np.isin(X.view(np.uint32), (0x80000000,))] = 0  # what is not stored is +0, and a sum with it too
+    path = tmp_path / "brain.h5ad"
+    write_h5ad(path, lambda f: write_csr(f, "X", csr_matrix(X)) if is_csr else write_dense(f, "X", X), *X.shape)
+    with gpuload.open_loader(path, dtype="bfloat16", shuffle=False, batch_size=len(X)) as loader:
+        (batch,) = loader
+    expected = torch.from_numpy(X).to(torch.bfloat16)
+    is_none = np.isnan(X)
+    np.testing.assert_array_equal(batch.X[~is_none], expected.view(torch.int16).numpy().view(np.uint16)[~is_none])
+    assert torch.isnan(torch.from_numpy(batch.X.view(np.int16)).view(torch.bfloat16)).numpy()[is_none].all()
+
+
 @pytest.mark.parametrize("form", ["csr", "dense"])
 def test_integers_beyond_float32_are_rounded_and_said_so_once(
     tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture

@@ -26,8 +26,8 @@ import numpy as np
 from gpuload.backends.cuda.cache import ChunkCache
 from gpuload.backends.cuda.decode import N_THREADS, Decoder, Outcome
 from gpuload.backends.cuda.memory import DevicePool, Lease
-from gpuload.backends.cuda.readers import PAGE, place_extents
-from gpuload.backends.damage import rounding_warning
+from gpuload.backends.cuda.readers import PAGE, file_ends, place_extents
+from gpuload.backends.damage import rounding_warning, too_large_for_half
 from gpuload.backends.parts import cut
 from gpuload.errors import PlanError
 from gpuload.layout import select_chunks
@@ -270,7 +270,7 @@ class CudaBackend:
         lane.n_parts += 1
         source, name = read.layout.source, read.layout.name
         offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
-        _, _, place, total = place_extents(offset, nbytes, source.nbytes)
+        _, _, place, total = place_extents(offset, nbytes, file_ends(source, offset))
         self._grow(arena, total)
         self._reader.start(source, offset, nbytes, place, arena.memory, arena.stream, name=name).result()
         self._device.stream_wait(lane.stream, self._device.record(arena.stream))
@@ -345,9 +345,9 @@ class CudaBackend:
     # --- take
 
     def _take_dense(self, resident: CudaResident, positions: NDArray[np.int32], form: Form, stream: Any) -> Any:
-        kind = _OUTPUTS[form.dtype]
+        kind, visible = _OUTPUTS[form.dtype]
         shape = positions.size, form.n_cols
-        out, _ = self._outputs.array(shape, np.float16 if kind == "f2" else np.float32, stream)
+        out, _ = self._outputs.array(shape, visible, stream)
         places = self.asarray(positions)
         arithmetic = self._arithmetic(form)
         n_rows = np.int64(positions.size)
@@ -365,16 +365,14 @@ class CudaBackend:
             self._device.download(bad, host_bad, stream)
             self._device.wait(self._device.record(stream))
             if host_bad[0] != _NONE_BAD:
-                raise PlanError(
-                    f"dtype='float16': row {host_bad[0]} of a minibatch holds a value beyond 65504, which float16 "
-                    "cannot hold; use dtype='float32', or a transform that makes the values smaller."
-                )
+                raise PlanError(too_large_for_half(int(host_bad[0])))
         return out
 
     def _bad(self, form: Form, stream: Any) -> tuple[Any, NDArray[np.int32] | None]:
         """Return where the kernel notes a row that float16 cannot hold; on the host too, where one may be.
 
-        Only then does the host wait for the gather: with log1p no value comes near to what float16 holds.
+        Only then does the host wait for the gather: with log1p no value comes near to what float16 holds, and bfloat16
+        reaches as far as float32.
         """
         if form.dtype != "float16" or (form.transform is not None and form.transform.log1p):
             return self._never_bad, None
@@ -442,5 +440,5 @@ class _Uploads:
         self._held.append((self._device.record(stream), pinned))
 
 
-_OUTPUTS = {"float32": "f4", "float16": "f2"}
+_OUTPUTS = {"float32": ("f4", np.float32), "float16": ("f2", np.float16), "bfloat16": ("bf2", np.uint16)}
 _NONE_BAD = np.iinfo(np.int32).max

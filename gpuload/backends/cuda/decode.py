@@ -18,7 +18,7 @@ import numpy as np
 
 from gpuload.backends import codecs
 from gpuload.backends.damage import corrupt, reason
-from gpuload.errors import ReadError
+from gpuload.backends.reading import short_read
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -427,10 +427,7 @@ def decode_on_host(read: ArrayRead, chunk: int) -> NDArray[np.uint8]:
     stored = np.empty(nbytes, dtype=np.uint8)
     got = layout.source.read_into(stored, int(read.chunk_offset[chunk]))
     if got < nbytes:
-        raise ReadError(
-            f"{layout.source.name}: short read of {layout.name} at byte {int(read.chunk_offset[chunk])}: wanted "
-            f"{nbytes} bytes, got {got}. Was the file truncated?"
-        )
+        raise short_read(layout.source, layout.name, int(read.chunk_offset[chunk]), nbytes, got)
     wanted = nbytes if layout.is_raw else _full(layout)
     try:
         return codecs.decode(layout.filters, int(read.chunk_mask[chunk]), stored, wanted, layout.dtype.itemsize)

@@ -30,7 +30,7 @@ import os
 import re
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +41,14 @@ from gpuload.backends.cuda.readers import (
     Threads,
     bytes_there,
     check_places,
+    file_ends,
     place_extents,
-    short_read,
 )
+from gpuload.backends.reading import short_read
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -60,6 +61,9 @@ NUM_THREADS = 8
 
 N_SUBMITTERS = 2
 """Reads that are fed to KvikIO at a time: the next one's first parts fill the pool while the last of one run out."""
+
+MAX_FILES = 64
+"""Files that a reader keeps open; KvikIO opens each twice, buffered and direct, and registers it with the driver."""
 
 _DRIVER = "libcuda.so.1"
 
@@ -111,7 +115,7 @@ class KvikioReader:
         self._device = device
         self._task_nbytes = task_nbytes
         self._num_threads = num_threads or _default_num_threads(kvikio.defaults)
-        self._files: dict[int, tuple[Source, Any]] = {}
+        self._files = _Files(kvikio.CuFile)
         self._lock = threading.Lock()
         self.read_nbytes = 0
         _pool_size.join(kvikio.defaults, self._num_threads)
@@ -126,8 +130,10 @@ class KvikioReader:
         cuFile may bounce on its own account, which KvikIO counts as GDS. So it must also have its kernel driver
         (nvidia-fs), or be forbidden to bounce (``"allow_compat_mode": false`` in cufile.json), which a machine that
         reads by PCI P2PDMA alone must do to be recognised. The counters are the process's: reads of others through
-        KvikIO count too.
+        KvikIO count too. ``"pinned"`` where most bytes were of sources that are no files.
         """
+        if self._pinned.read_nbytes > self.read_nbytes:
+            return self._pinned.io_mode
         direct, bounced = self._counted()
         if direct == 0 or direct < bounced:
             return "compat"
@@ -163,9 +169,9 @@ class KvikioReader:
     ) -> Pending:
         """Start to read byte ranges; see `Reader.start`."""
         self._threads.check(source)
-        if source.fileno() < 0:
+        if not source.has_files:
             return self._pinned.start(source, offset, nbytes, place, out, stream, name=name)
-        read_offset, read_nbytes, _, _ = place_extents(offset, nbytes, source.nbytes)
+        read_offset, read_nbytes, _, _ = place_extents(offset, nbytes, file_ends(source, offset))
         first = place - (offset - read_offset)
         check_places(first, read_nbytes, int(out.shape[0]))
         pending = Pending()
@@ -194,27 +200,31 @@ class KvikioReader:
         self._device.use()
         self._device.wait(before)
         start = time.perf_counter()
-        file = self._file(source)
         memory = self._device.address(out)
-        in_flight: deque[tuple[int, int, Any]] = deque()
+        in_flight: deque[tuple[int, int, _File, Any]] = deque()
         failure: tuple[int, str] | None = None
         n_read, is_cut_short = 0, False
-        for e, at, first, n in self._parts(*ranges):
-            is_cut_short = pending.is_stopped
-            if is_cut_short:
-                break
-            try:
-                future = file.pread(_Span(memory + first, n), n, at, self._task_nbytes)
-            except Exception as error:  # noqa: BLE001 - a small read is carried out at once, and may fail in any way
-                failure = e, _reason(error)
-                break
-            in_flight.append((e, n, future))
-            if len(in_flight) > 2 * self._num_threads:
-                n_read, failure = _collect(in_flight.popleft(), n_read, failure)
-            if failure:
-                break
-        while in_flight:
-            n_read, failure = _collect(in_flight.popleft(), n_read, failure)
+        number, at, _ = source.locate(ranges[0])
+        try:
+            for e, at_byte, first, n in self._parts(at, *ranges[1:]):
+                is_cut_short = pending.is_stopped
+                if is_cut_short:
+                    break
+                file = self._files.take(source, int(number[e]))
+                try:
+                    future = file.handle.pread(_Span(memory + first, n), n, at_byte, self._task_nbytes)
+                except Exception as error:  # noqa: BLE001 - a small read is carried out at once, may fail in any way
+                    self._files.give_back(file)
+                    failure = e, _reason(error)
+                    break
+                in_flight.append((e, n, file, future))
+                if len(in_flight) > 2 * self._num_threads:
+                    n_read, failure = self._collect(in_flight.popleft(), n_read, failure)
+                if failure:
+                    break
+        finally:
+            while in_flight:
+                n_read, failure = self._collect(in_flight.popleft(), n_read, failure)
         pending.count(n_read, time.perf_counter() - start)
         with self._lock:
             self.read_nbytes += n_read
@@ -224,8 +234,9 @@ class KvikioReader:
             got = bytes_there(source, offset, nbytes)
             if got < nbytes:
                 raise short_read(source, name, offset, nbytes, got)
+            path, at_first = source.where_is(offset)
             raise ReadError(
-                f"{source.name}: reading {nbytes} bytes of {name} at byte {offset} through KvikIO failed: {reason}."
+                f"{path}: reading {nbytes} bytes of {name} at byte {at_first} through KvikIO failed: {reason}."
             )
         if is_cut_short:
             raise CancelledError
@@ -238,24 +249,22 @@ class KvikioReader:
             for done in range(0, n, self._task_nbytes):
                 yield e, at + done, to + done, min(self._task_nbytes, n - done)
 
-    def _file(self, source: Source) -> Any:
-        """Return the open file of a source; the same as long as this reader is open."""
-        with self._lock:
-            known = self._files.get(id(source))
-            if known is not None:
-                return known[1]
-            try:
-                file = self._kvikio.CuFile(f"/proc/self/fd/{source.fileno()}")
-            except (RuntimeError, OSError, ValueError) as error:
-                raise ReadError(f"{source.name}: KvikIO cannot open it: {_reason(error)}.") from error
-            self._files[id(source)] = (source, file)
-            return file
+    def _collect(
+        self, read: tuple[int, int, _File, Any], n_read: int, failure: tuple[int, str] | None
+    ) -> tuple[int, tuple[int, str] | None]:
+        """Wait for a read; return the bytes read so far with its own, and the first failure so far."""
+        extent, wanted, file, future = read
+        try:
+            got = int(future.get())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other reads must be waited for
+            return n_read, failure or (extent, _reason(error))
+        finally:
+            self._files.give_back(file)
+        return n_read + got, failure if got == wanted else failure or (extent, "KvikIO gave fewer bytes")
 
     def _release(self) -> None:
         self._monitor.stop()
-        files, self._files = self._files, {}
-        for _, file in files.values():
-            file.close()
+        self._files.close()
         _pool_size.leave(self._kvikio.defaults, self._num_threads)
 
     def _counted(self) -> tuple[int, int]:
@@ -268,6 +277,62 @@ class KvikioReader:
             return bool(self._kvikio.cufile_driver.get(fact))
         except RuntimeError:  # no cuFile
             return False
+
+
+class _File:
+    """A file that KvikIO has open, and how many of its reads are under way."""
+
+    __slots__ = ("handle", "n_users", "source")
+
+    def __init__(self, source: Source, handle: Any) -> None:
+        self.source = source  # kept, so that its place in memory is nobody else's
+        self.handle = handle
+        self.n_users = 0
+
+
+class _Files:
+    """The files that KvikIO has open: each opened once, those used longest ago closed where there are many."""
+
+    def __init__(self, open_file: Callable[[str], Any]) -> None:
+        self._open_file = open_file
+        self._lock = threading.Lock()
+        self._open: OrderedDict[tuple[int, int], _File] = OrderedDict()
+
+    def take(self, source: Source, number: int) -> _File:
+        """Return a file of a source, which stays open until it is given back."""
+        key = id(source), number
+        with self._lock:
+            file = self._open.get(key)
+            if file is None:
+                file = self._open[key] = self._new(source, number)
+                self._close_idle()
+            file.n_users += 1
+            self._open.move_to_end(key)
+            return file
+
+    def give_back(self, file: _File) -> None:
+        """Take back what `take` gave."""
+        with self._lock:
+            file.n_users -= 1
+
+    def close(self) -> None:
+        """Close all."""
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1].handle.close()
+
+    def _new(self, source: Source, number: int) -> _File:
+        with source.hold([number]) as (descriptor,):
+            try:
+                return _File(source, self._open_file(f"/proc/self/fd/{descriptor}"))
+            except (RuntimeError, OSError, ValueError) as error:
+                raise ReadError(f"{source.name}: KvikIO cannot open it: {_reason(error)}.") from error
+
+    def _close_idle(self) -> None:
+        """Close those used longest ago where there are too many; the last one is only about to be used."""
+        idle = [key for key, file in self._open.items() if not file.n_users][:-1]
+        for key in idle[: max(0, len(self._open) - MAX_FILES)]:
+            self._open.pop(key).handle.close()
 
 
 class _Span:
@@ -326,18 +391,6 @@ def _check_driver() -> None:
             f"KvikIO needs the NVIDIA driver, but {_DRIVER} cannot be loaded here; use device='cpu', or start the "
             "container with its GPUs."
         ) from error
-
-
-def _collect(
-    read: tuple[int, int, Any], n_read: int, failure: tuple[int, str] | None
-) -> tuple[int, tuple[int, str] | None]:
-    """Wait for a read; return the bytes read so far with its own, and the first failure so far."""
-    extent, wanted, future = read
-    try:
-        got = int(future.get())
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other reads must be waited for
-        return n_read, failure or (extent, _reason(error))
-    return n_read + got, failure if got == wanted else failure or (extent, "KvikIO gave fewer bytes")
 
 
 def _reason(error: Exception) -> str:

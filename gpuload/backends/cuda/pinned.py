@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.backends.cuda.readers import PAGE, Pending, Threads, bytes_there, check_places, short_read
-from gpuload.backends.native import chunks
+from gpuload.backends.cuda.readers import PAGE, Pending, Threads, bytes_there, check_places
+from gpuload.backends.reading import read_ranges, short_read
 from gpuload.errors import DeviceError, PlanError
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def _fill(
     place: NDArray[np.int64],
     host: NDArray[np.uint8],
 ) -> None:
-    """Read parts of ranges into a buffer, natively where the source has a descriptor.
+    """Read parts of ranges into a buffer, natively where the source has files.
 
     Parameters
     ----------
@@ -232,8 +232,7 @@ def _fill(
     at, nbytes, place : (n,) int64
         First byte in the source, length, and place in the buffer, of each part.
     """
-    done = chunks.read_extents(source.fileno(), at, nbytes, place, host) if source.fileno() >= 0 else 0
-    for p in range(done, at.size):
+    for p in range(read_ranges(source, at, nbytes, place, host), at.size):
         wanted = int(nbytes[p])
         got = source.read_into(host[place[p] : place[p] + wanted], int(at[p]))
         if got < wanted:

@@ -221,8 +221,14 @@ def _run(pending: Pending, run: Callable[..., None], *args: Any) -> None:
         raise
 
 
+def file_ends(source: Source, offset: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return, for each offset of a source, where in the source the file ends that it lies in; (n,) int64."""
+    _, at, nbytes = source.locate(offset)
+    return offset - at + nbytes
+
+
 def place_extents(
-    offset: NDArray[np.int64], nbytes: NDArray[np.int64], file_nbytes: int
+    offset: NDArray[np.int64], nbytes: NDArray[np.int64], file_nbytes: int | NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
     """Give each extent a place in an arena, with room for the whole pages of the file that it touches.
 
@@ -235,7 +241,7 @@ def place_extents(
     offset, nbytes : (n,) int64
         First byte in the file, and length, of each extent.
     file_nbytes
-        Size of the file.
+        Size of the file; of several, where each extent's ends.
 
     Returns
     -------
@@ -278,10 +284,3 @@ def bytes_there(source: Source, at: int, wanted: int) -> int:
         if n < part.size:
             break
     return got
-
-
-def short_read(source: Source, name: str, at: int, wanted: int, got: int) -> ReadError:
-    """Return the error of a range of which there is only a part."""
-    return ReadError(
-        f"{source.name}: short read of {name} at byte {at}: wanted {wanted} bytes, got {got}. Was the file truncated?"
-    )

@@ -20,6 +20,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from gpuload.backends.native.frames import decode_blosc, decode_lz4, decode_zstd, gunzip, is_crc32c, unshuffle_items
 from gpuload.backends.native.inflate import inflate_zlib
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ BAD_SIZE = -101
 BAD_FLETCHER = -102
 BAD_COLUMN = -103
 BAD_VALUE = -104
+BAD_CRC32C = -105
+
+DEFLATE, GZIP, ZSTD, LZ4, BLOSC = range(5)
+"""Codecs; LZ4 is framed as numcodecs does."""
 
 NEVER, ONCE, ALWAYS = 0, 1, 2
 """When a checksum is verified: not at all; the first time a chunk is decoded; every time."""
@@ -45,21 +50,22 @@ def describe(code: int) -> str:
     return {
         BAD_SIZE: "its decoded size is wrong",
         BAD_FLETCHER: "its fletcher32 checksum does not match",
+        BAD_CRC32C: "its crc32c checksum does not match",
         BAD_COLUMN: "it holds a column number outside the matrix",
         BAD_VALUE: "it holds a value beyond 3.4e38, which float32 cannot hold",
     }[code]
 
 
 @numba.njit(nogil=True, cache=True)
-def read_extents(fd: int, offset: Any, nbytes: Any, place: Any, buffer: Any) -> int:  # pragma: no cover - compiled
-    """Read byte ranges of a file into a buffer.
+def read_extents(fd: Any, offset: Any, nbytes: Any, place: Any, buffer: Any) -> int:  # pragma: no cover - compiled
+    """Read byte ranges of files into a buffer.
 
     Parameters
     ----------
-    fd
-        Open descriptor.
+    fd : (n,) int32
+        Open descriptor of the file of each range.
     offset, nbytes, place : (n,) int64
-        First byte in the file, length, and place in the buffer, of each range.
+        First byte in its file, length, and place in the buffer, of each range.
     buffer : (m,) uint8
         Where the bytes go.
 
@@ -72,7 +78,7 @@ def read_extents(fd: int, offset: Any, nbytes: Any, place: Any, buffer: Any) -> 
     for e in range(offset.size):
         done = 0
         while done < nbytes[e]:
-            got = _pread(np.int32(fd), np.uintp(base + place[e] + done), np.uintp(nbytes[e] - done), offset[e] + done)
+            got = _pread(fd[e], np.uintp(base + place[e] + done), np.uintp(nbytes[e] - done), offset[e] + done)
             if got <= 0:
                 return e
             done += got
@@ -117,12 +123,7 @@ def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - com
 @numba.njit(nogil=True, cache=True)
 def unshuffle(src: Any, dst: Any, n: int, itemsize: int) -> None:  # pragma: no cover - compiled
     """Undo HDF5's byte shuffle of n bytes; bytes beyond the last whole element stay where they are."""
-    n_items = n // itemsize
-    for i in range(n_items):
-        for k in range(itemsize):
-            dst[i * itemsize + k] = src[k * n_items + i]
-    for i in range(n_items * itemsize, n):
-        dst[i] = src[i]
+    unshuffle_items(src, 0, dst, 0, n, itemsize, 0, n // itemsize)
 
 
 def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:  # pragma: no cover - replaced below
@@ -224,14 +225,15 @@ def fill_pieces(
 
 
 @numba.njit(nogil=True, cache=True)
-def bytes_needed(
-    lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int, itemsize: int
-) -> int:  # pragma: no cover - compiled
-    """Return up to which byte of the decoded chunk pieces lo..hi reach."""
-    need = 0
+def items_needed(
+    lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int
+) -> Any:  # pragma: no cover - compiled
+    """Return from which to which element of the decoded chunk pieces lo..hi reach."""
+    first, last = piece_src[lo], 0
     for p in range(lo, hi):
-        need = max(need, piece_src[p] + (piece_rows[p] - 1) * stride + piece_width[p])
-    return need * itemsize
+        first = min(first, piece_src[p])
+        last = max(last, piece_src[p] + (piece_rows[p] - 1) * stride + piece_width[p])
+    return first, last
 
 
 @numba.njit(nogil=True, cache=True)
@@ -255,6 +257,7 @@ def decode_chunks(
     fill_value: float,
     limit: int,
     tables: Any,
+    addresses: Any,
     first: Any,
     first_typed: Any,
     second: Any,
@@ -272,20 +275,21 @@ def decode_chunks(
         As in `ArrayRead`; `chunk_place` counts from the start of `buffer`.
     strides : (2,) int64
         Elements from row to row in a decoded chunk and in `out`.
-    steps : (3,) int64
-        Places of shuffle, deflate and fletcher32 in the filter pipeline (the bit in the mask), or -1.
+    steps : (5,) int64
+        Places of shuffle, codec, fletcher32 and crc32c in the filter pipeline (the bit in the mask), or -1; and which
+        codec it is.
     full_nbytes
         Decoded size of a chunk.
     is_raw
         Whether chunks are parts of unencoded storage, of any size.
     verify
-        `NEVER`, `ONCE` or `ALWAYS`. Where nothing is left to verify, inflation stops at the last byte wanted.
+        `NEVER`, `ONCE` or `ALWAYS`. Where nothing is left to verify, decoding stops at the last byte wanted.
     verified : uint8
         Per chunk of the layout, whether its checksum was found right; set here.
     fill_value, limit
         Value of chunks never written; columns of the matrix for column numbers, -1 for values.
-    tables
-        Workspace of the inflater.
+    tables, addresses
+        Workspace of the inflater; the addresses of the libraries' functions, as `frames` orders them.
     first, second : uint8
         Scratch of at least `full_nbytes`; `first_typed`, `second_typed` are the same memory in the
         stored dtype.
@@ -299,7 +303,7 @@ def decode_chunks(
     int
         Number of chunks, or, where one is bad, ``-1 - c`` for chunk c with the reason in ``status[0]``.
     """
-    shuffle, deflate, fletcher = steps[0], steps[1], steps[2]
+    shuffle, codec, fletcher, crc = steps[0], steps[1], steps[2], steps[3]
     itemsize = first.size // first_typed.size
     for c in range(chunk_id.size):
         lo, hi = chunk_pieces[c], chunk_pieces[c + 1]
@@ -316,20 +320,32 @@ def decode_chunks(
             if n < 0 or (is_due and not is_fletcher32(buffer, place, n)):
                 status[0] = BAD_FLETCHER
                 return -1 - c
+        if crc >= 0:
+            n -= 4
+            if n < 0 or (is_due and not is_crc32c(buffer, place, n)):
+                status[0] = BAD_CRC32C
+                return -1 - c
         is_shuffled = shuffle >= 0 and not (mask >> np.uint32(shuffle)) & np.uint32(1)
         size = n if is_raw else full_nbytes
-        if deflate >= 0 and not (mask >> np.uint32(deflate)) & np.uint32(1):
-            need = (
-                full_nbytes
-                if is_shuffled
-                else bytes_needed(lo, hi, piece_src, piece_width, piece_rows, strides[0], itemsize)
-            )
-            got = inflate_zlib(buffer, place, n, first, 0, full_nbytes, need, tables, is_due)
+        from_item, to_item = items_needed(lo, hi, piece_src, piece_width, piece_rows, strides[0])
+        need = size if is_shuffled else to_item * itemsize
+        if codec >= 0 and not (mask >> np.uint32(codec)) & np.uint32(1):
+            if steps[4] == DEFLATE:
+                got = inflate_zlib(buffer, place, n, first, 0, size, need, tables, is_due)
+            elif steps[4] == GZIP:
+                got = gunzip(buffer, place, n, first, size, need, tables, is_due)
+            elif steps[4] == ZSTD:
+                got = decode_zstd(buffer, place, n, first, size, addresses)
+            elif steps[4] == LZ4:
+                got = decode_lz4(buffer, place, n, first, size, need, addresses)
+            else:
+                from_byte = 0 if is_shuffled else from_item * itemsize
+                got = decode_blosc(buffer, place, n, first, size, from_byte, need, second, tables, addresses)
             if got < 0:
                 status[0] = got
                 return -1 - c
             status[0] += got
-            status[1] += got < full_nbytes
+            status[1] += got < size
         else:
             if n != size:
                 status[0] = BAD_SIZE
@@ -339,7 +355,7 @@ def decode_chunks(
         if is_due:
             verified[chunk_id[c]] = 1
         if is_shuffled:
-            unshuffle(first, second, size, itemsize)
+            unshuffle_items(first, 0, second, 0, size, itemsize, from_item, to_item)
             code = copy_pieces(
                 second_typed, lo, hi, piece_src, piece_dest, piece_width, piece_rows, strides, limit, out
             )

@@ -103,6 +103,18 @@ def _in_line(to: int, scratch: Any) -> int:  # pragma: no cover - compiled
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def float_bits(typing_context: Any, value: Any) -> Any:  # pragma: no cover - compiled
+    """Return the bits of a float32, as uint32."""
+    del typing_context
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        del context, signature
+        return builder.bitcast(args[0], llvmlite.ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def half_bits(typing_context: Any, value: Any) -> Any:  # pragma: no cover - compiled
     """Return the bits of a float32 rounded to float16 (to nearest, ties to even), as uint16."""
     del typing_context
@@ -115,7 +127,10 @@ def half_bits(typing_context: Any, value: Any) -> Any:  # pragma: no cover - com
 
 
 def store(row: Any, c: int, value: float) -> bool:  # pragma: no cover - replaced below
-    """Set an element of a row; return whether its type cannot hold a finite value (uint16 stands for float16 bits)."""
+    """Set an element of a row; return whether its type cannot hold a finite value.
+
+    uint16 stands for the bits of a float16, int16 for those of a bfloat16.
+    """
     raise NotImplementedError
 
 
@@ -129,6 +144,19 @@ def _store(row: Any, c: int, value: float) -> Callable[..., bool]:  # pragma: no
             return bool((bits & np.uint16(0x7FFF)) == np.uint16(0x7C00) and np.isfinite(value))
 
         return half
+
+    if row.dtype is types.int16:
+
+        def brain(row: Any, c: int, value: float) -> bool:
+            bits = float_bits(np.float32(value))
+            if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):  # not a number: let no rounding make it infinite
+                row[np.uint64(c)] = np.int16((bits >> np.uint32(16)) | np.uint32(0x40))
+                return False
+            rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            row[np.uint64(c)] = np.int16(rounded)
+            return False
+
+        return brain
 
     def single(row: Any, c: int, value: float) -> bool:
         row[np.uint64(c)] = np.float32(value)
@@ -259,14 +287,15 @@ def densify_csr_half(
     narrow: Any,
     out: Any,
 ) -> int:  # pragma: no cover - compiled
-    """Write resident CSR rows into a dense array of float16 bits (uint16), rounding once, after all is added up.
+    """Write resident CSR rows into a dense array of 16-bit floats, rounding once, after all is added up.
 
-    Parameters are those of `densify_csr` and `narrow`, (n_cols + SLACK / 2,) uint16 of zeros, which is left so.
+    Parameters are those of `densify_csr` and `narrow`, (n_cols + SLACK / 2,) of zeros, which is left so. Its type and
+    that of `out` are uint16 for float16 bits, int16 for bfloat16 bits.
 
     Returns
     -------
     int
-        -1, or the first row of `out` that holds a value which float16 cannot.
+        -1, or the first row of `out` that holds a value which they cannot.
     """
     bad = -1
     nbytes = out.shape[1] * 2
@@ -301,12 +330,12 @@ def gather_dense(
 ) -> int:  # pragma: no cover - compiled
     """Write resident dense rows into a dense array.
 
-    As `densify_csr`; X is (n_rows, n_vars) float32, `out` float32 or uint16 for float16 bits.
+    As `densify_csr`; X is (n_rows, n_vars) float32, `out` float32, uint16 (float16 bits) or int16 (bfloat16 bits).
 
     Returns
     -------
     int
-        -1, or the first row of `out` that holds a value which float16 cannot.
+        -1, or the first row of `out` that holds a value which it cannot.
     """
     has_transform = log1p or target_sum != 0.0
     nbytes = out.shape[1] * out.itemsize

@@ -1,0 +1,401 @@
+"""Decoders and checksums of chunks that zarr and HDF5's plugins write: blosc, gzip, zstd, lz4, crc32, crc32c.
+
+What LZ4, zstd and c-blosc do is left to their own libraries, which are called here by their address, so that one native
+call decodes thousands of chunks without Python. Of blosc only the container is known here: so a chunk of which some
+rows are wanted is decoded, and its byte shuffle undone, only where they are.
+
+Input is untrusted: whatever the bytes, nothing outside input and output is touched. The libraries called check theirs.
+
+References
+----------
+.. [1] The Blosc Developers, c-blosc 1.21, README_CHUNK_FORMAT.rst (header, table of blocks, splits) and blosc.h.
+.. [2] Collet, "LZ4 Block Format Description"; lz4.h (`LZ4_decompress_safe`, `LZ4_decompress_safe_partial`).
+.. [3] Collet, Kucherawy, "Zstandard Compression and the application/zstd Media Type", RFC 8878; zstd.h.
+.. [4] Deutsch, "GZIP file format specification version 4.3", RFC 1952.
+.. [5] Castagnoli, Braeuer, Herrmann, "Optimization of cyclic redundancy-check codes with 24 and 32 parity bits", IEEE
+   Trans. Commun. 1993, doi:10.1109/26.231911 (CRC-32C). Kounavis, Berry, "A systematic approach to building high
+   performance software-based CRC generators", ISCC 2005, doi:10.1109/ISCC.2005.18 (eight tables).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from gpuload.backends.native.inflate import (
+    BAD_CHECKSUM,
+    BAD_HEADER,
+    TOO_SHORT,
+    TRUNCATED,
+    _decode_blocks,
+    _load8,
+    _load16,
+    _load32,
+    _load64,
+    inflate_zlib,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+BAD_BLOSC = -201
+BAD_BLOSC_SIZE = -202
+BAD_STREAM = -203
+BAD_ZSTD = -204
+BAD_LZ4 = -205
+BAD_CRC32C = -206
+
+LZ4, LZ4_PARTIAL, ZSTD, BLOSC, ZSTD_CONTEXT = range(5)
+"""Places in the table of addresses: three functions of LZ4 and zstd, one of c-blosc, and a context of zstd that one
+thread uses at a time."""
+
+N_ADDRESSES = 5
+
+_BYTE_SHUFFLED, _COPIED, _BIT_SHUFFLED, _UNSPLIT = 0x01, 0x02, 0x04, 0x10
+_BLOSC_LZ4, _BLOSC_ZLIB, _BLOSC_ZSTD = 1, 3, 4
+_MAX_SPLITS, _MIN_SPLIT_NBYTES = 16, 128
+_MAX_CODECS = 4
+_MAX_NBYTES = (1 << 31) - 1
+
+_native = numba.njit(nogil=True, cache=True, error_model="numpy")
+
+
+def describe(code: int) -> str:
+    """Return what a code of this module means, as a part of a sentence."""
+    return {
+        BAD_BLOSC: "its blosc container is malformed",
+        BAD_BLOSC_SIZE: "its blosc header does not give the chunk's size",
+        BAD_STREAM: "a stream of its blosc container cannot be decoded",
+        BAD_ZSTD: "zstd cannot decode it",
+        BAD_LZ4: "lz4 cannot decode it",
+        BAD_CRC32C: "its crc32c checksum does not match",
+    }[code]
+
+
+def _caller(result: ir.Type, *parameters: ir.Type) -> Any:
+    """Return an intrinsic that calls a C function by its address; its arguments are a tuple of int64."""
+
+    @intrinsic
+    def call(_typing: Any, address: Any, arguments: Any) -> Any:
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            function = builder.inttoptr(args[0], ir.FunctionType(result, parameters).as_pointer())
+            values = []
+            for i, kind in enumerate(parameters):
+                value = builder.extract_value(args[1], i)
+                values.append(builder.trunc(value, kind) if kind is not _I64 else value)
+            found = builder.call(function, values)
+            return builder.sext(found, _I64) if result is not _I64 else found
+
+        return types.int64(types.int64, types.UniTuple(types.int64, len(parameters))), codegen
+
+    return call
+
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_call_lz4 = _caller(_I32, _I64, _I64, _I32, _I32)
+_call_lz4_partial = _caller(_I32, _I64, _I64, _I32, _I32, _I32)
+_call_zstd = _caller(_I64, _I64, _I64, _I64, _I64, _I64)
+_call_blosc = _caller(_I32, _I64, _I64, _I64, _I32)
+
+
+def _crc_tables(polynomial: int) -> NDArray[np.uint32]:
+    """Return what a byte does to a reflected CRC, and what it does 1 to 7 bytes later: (8, 256)."""
+    tables = np.zeros((8, 256), dtype=np.uint32)
+    for byte in range(256):
+        crc = byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (polynomial if crc & 1 else 0)
+        tables[0, byte] = crc
+    for k in range(1, 8):
+        tables[k] = tables[k - 1] >> 8 ^ tables[0, tables[k - 1] & 255]
+    return tables
+
+
+_CRC32, _CRC32C = _crc_tables(0xEDB88320), _crc_tables(0x82F63B78)
+
+
+@_native
+def _crc(tables: Any, address: int, n: int) -> int:  # pragma: no cover - compiled
+    crc = 0xFFFFFFFF
+    i = 0
+    while n - i >= 8:
+        word = _load64(address + i)
+        low, high = (word & 0xFFFFFFFF) ^ crc, (word >> 32) & 0xFFFFFFFF
+        crc = (
+            np.int64(tables[7, low & 255])
+            ^ np.int64(tables[6, (low >> 8) & 255])
+            ^ np.int64(tables[5, (low >> 16) & 255])
+            ^ np.int64(tables[4, low >> 24])
+            ^ np.int64(tables[3, high & 255])
+            ^ np.int64(tables[2, (high >> 8) & 255])
+            ^ np.int64(tables[1, (high >> 16) & 255])
+            ^ np.int64(tables[0, high >> 24])
+        )
+        i += 8
+    while i < n:
+        crc = (crc >> 8) ^ np.int64(tables[0, (crc ^ _load8(address + i)) & 255])
+        i += 1
+    return crc ^ 0xFFFFFFFF
+
+
+@_native
+def crc32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
+    """Return the CRC-32 of gzip of buf[pos : pos + n] (uint8)."""
+    return _crc(_CRC32, np.int64(buf.ctypes.data) + pos, n)
+
+
+@_native
+def crc32c(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
+    """Return the CRC-32C of buf[pos : pos + n] (uint8)."""
+    return _crc(_CRC32C, np.int64(buf.ctypes.data) + pos, n)
+
+
+@_native
+def is_crc32c(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
+    """Return whether the 4 bytes after n bytes are their CRC-32C, little-endian."""
+    return bool(_load32(np.int64(buf.ctypes.data) + pos + n) == crc32c(buf, pos, n))
+
+
+@_native
+def unshuffle_items(
+    src: Any, src_pos: int, dst: Any, dst_pos: int, n: int, itemsize: int, lo: int, hi: int
+) -> None:  # pragma: no cover - compiled
+    """Undo the byte shuffle of n bytes, but only for the items from lo to hi; what follows the last whole item is kept.
+
+    The items go to where they belong, so `dst` must have room for all.
+    """
+    n_items = n // itemsize
+    if itemsize == 4 and dst_pos & 3 == 0 and dst.size & 3 == 0:
+        words = dst.view(np.uint32)[dst_pos >> 2 : (dst_pos >> 2) + n_items]
+        a, b = src[src_pos : src_pos + n_items], src[src_pos + n_items : src_pos + 2 * n_items]
+        c, d = src[src_pos + 2 * n_items : src_pos + 3 * n_items], src[src_pos + 3 * n_items : src_pos + 4 * n_items]
+        for i in range(lo, hi):
+            k = np.uint64(i)
+            words[k] = (
+                np.uint32(a[k])
+                | (np.uint32(b[k]) << np.uint32(8))
+                | (np.uint32(c[k]) << np.uint32(16))
+                | (np.uint32(d[k]) << np.uint32(24))
+            )
+    elif itemsize == 8 and dst_pos & 7 == 0 and dst.size & 7 == 0:
+        longs = dst.view(np.uint64)[dst_pos >> 3 : (dst_pos >> 3) + n_items]
+        for i in range(lo, hi):
+            k, value = np.uint64(i), np.uint64(0)
+            for plane in range(8):
+                value |= np.uint64(src[np.uint64(src_pos + plane * n_items) + k]) << np.uint64(8 * plane)
+            longs[k] = value
+    elif itemsize == 2 and dst_pos & 1 == 0 and dst.size & 1 == 0:
+        halves = dst.view(np.uint16)[dst_pos >> 1 : (dst_pos >> 1) + n_items]
+        a, b = src[src_pos : src_pos + n_items], src[src_pos + n_items : src_pos + 2 * n_items]
+        for i in range(lo, hi):
+            k = np.uint64(i)
+            halves[k] = np.uint16(np.uint16(a[k]) | np.uint16(np.uint16(b[k]) << np.uint16(8)))
+    else:
+        for i in range(lo, hi):
+            for k in range(itemsize):
+                dst[dst_pos + i * itemsize + k] = src[src_pos + k * n_items + i]
+    for i in range(n_items * itemsize, n):
+        dst[dst_pos + i] = src[src_pos + i]
+
+
+@_native
+def gunzip(
+    src: Any, src_pos: int, src_len: int, dst: Any, dst_len: int, need: int, tables: Any, verify: bool
+) -> int:  # pragma: no cover - compiled
+    """Decode a gzip member into dst[:dst_len]; parameters and result as of `inflate_zlib`."""
+    at = np.int64(src.ctypes.data) + np.int64(src_pos)
+    end = at + np.int64(src_len)
+    if end - at < 18:
+        return TRUNCATED
+    flags = _load8(at + 3)
+    if _load16(at) != 0x8B1F or _load8(at + 2) != 8 or flags & 0xE0:
+        return BAD_HEADER
+    at += 10
+    if flags & 4:  # further fields
+        at += 2 + _load16(at)
+    for bit in (8, 16):  # a name, a comment
+        if flags & bit:
+            while at < end and _load8(at):
+                at += 1
+            at += 1
+    if flags & 2:
+        at += 2
+    if end - at < 8:
+        return TRUNCATED
+    first = np.int64(dst.ctypes.data)
+    out_end = first + np.int64(dst_len)
+    enough = out_end + 1 if verify else first + np.int64(need)
+    code, at, out = _decode_blocks(np.int64(tables.ctypes.data), at, end, first, out_end, enough)
+    if code < 0:
+        return code
+    if not verify:
+        return out - first if out >= enough else TOO_SHORT
+    if out != out_end:
+        return TOO_SHORT
+    if end - at < 8:
+        return TRUNCATED
+    is_right = _load32(at) == crc32(dst, 0, dst_len) and _load32(at + 4) == dst_len & 0xFFFFFFFF
+    return out - first if is_right else BAD_CHECKSUM
+
+
+@_native
+def decode_lz4(
+    src: Any, src_pos: int, n: int, dst: Any, size: int, need: int, addresses: Any
+) -> int:  # pragma: no cover - compiled
+    """Decode an LZ4 block after its decoded size (int32), as numcodecs frames it; parameters as of `decode_blosc`."""
+    at = np.int64(src.ctypes.data) + src_pos
+    if n < 4 or _load32(at) != size:
+        return BAD_LZ4
+    got = _lz4(at + 4, n - 4, np.int64(dst.ctypes.data), size, need, addresses)
+    return got if got >= need else BAD_LZ4
+
+
+@_native
+def decode_zstd(
+    src: Any, src_pos: int, n: int, dst: Any, size: int, addresses: Any
+) -> int:  # pragma: no cover - compiled
+    """Decode a zstd frame; parameters as of `decode_blosc`."""
+    got = _zstd(np.int64(src.ctypes.data) + src_pos, n, np.int64(dst.ctypes.data), size, addresses)
+    return got if got == size else BAD_ZSTD
+
+
+@_native
+def _lz4(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> int:  # pragma: no cover - compiled
+    """Decode a block of exactly `size` bytes, or the first `need` of them; return how many there are now."""
+    if max(n, size) > _MAX_NBYTES:
+        return -1
+    if need < size - (size >> 3):  # else the whole is as fast
+        return _call_lz4_partial(addresses[LZ4_PARTIAL], (src, dst, n, need, size))
+    got = _call_lz4(addresses[LZ4], (src, dst, n, size))
+    return got if got == size else -1
+
+
+@_native
+def _zstd(src: int, n: int, dst: int, size: int, addresses: Any) -> int:  # pragma: no cover - compiled
+    """Decode a frame into `size` bytes; return how many there are now, or another number where that failed."""
+    return _call_zstd(addresses[ZSTD], (addresses[ZSTD_CONTEXT], dst, size, src, n))
+
+
+@_native
+def decode_blosc(
+    src: Any, src_pos: int, n: int, dst: Any, size: int, lo: int, hi: int, work: Any, tables: Any, addresses: Any
+) -> int:  # pragma: no cover - compiled
+    """Decode at least the bytes lo..hi of a blosc container.
+
+    Parameters
+    ----------
+    src : uint8
+        Holds the container, src[src_pos : src_pos + n].
+    dst : uint8
+        At least `size` bytes, the decoded size; bytes outside lo..hi are undefined afterwards.
+    lo, hi
+        Bytes wanted, 0 <= lo < hi <= size.
+    work : uint8
+        Scratch of at least `size` bytes.
+    tables, addresses
+        Workspace of the inflater; the table of addresses.
+
+    Returns
+    -------
+    int
+        Bytes decoded, or a code of this module.
+    """
+    base = np.int64(src.ctypes.data) + src_pos
+    if n < 16 or _load8(base) != 2:
+        return BAD_BLOSC
+    flags, typesize, block_nbytes = _load8(base + 2), _load8(base + 3), _load32(base + 8)
+    if _load32(base + 4) != size or _load32(base + 12) > n:
+        return BAD_BLOSC_SIZE
+    n = _load32(base + 12)
+    to = np.int64(dst.ctypes.data)
+    if flags & _COPIED:
+        if n != size + 16:
+            return BAD_BLOSC_SIZE
+        dst[lo:hi] = src[src_pos + 16 + lo : src_pos + 16 + hi]
+        return hi - lo
+    codec = flags >> 5
+    is_shuffled = flags & _BYTE_SHUFFLED != 0 and typesize > 1
+    is_own = codec == _BLOSC_LZ4 or codec == _BLOSC_ZLIB or codec == _BLOSC_ZSTD  # noqa: PLR1714 - compiled
+    if not is_own or flags & _BIT_SHUFFLED or typesize == 0:
+        if codec > _MAX_CODECS or typesize == 0:
+            return BAD_BLOSC
+        got = _call_blosc(addresses[BLOSC], (base, to, size, 1))
+        return got if got == size else BAD_STREAM
+    if block_nbytes == 0 or block_nbytes > size:
+        return BAD_BLOSC
+    n_blocks = (size + block_nbytes - 1) // block_nbytes
+    if 16 + 4 * n_blocks > n:
+        return BAD_BLOSC
+    may_split = not flags & _UNSPLIT and typesize <= _MAX_SPLITS and block_nbytes // typesize >= _MIN_SPLIT_NBYTES
+    if (is_shuffled or may_split) and block_nbytes % typesize:
+        return BAD_BLOSC
+    at_work, done = np.int64(work.ctypes.data), 0
+    for k in range(lo // block_nbytes, (hi + block_nbytes - 1) // block_nbytes):
+        first = k * block_nbytes
+        nbytes = min(block_nbytes, size - first)
+        n_streams = typesize if may_split and nbytes == block_nbytes else 1
+        if is_shuffled:
+            item_lo, item_hi = max(0, lo - first) // typesize, min(nbytes, hi - first + typesize - 1) // typesize
+            need = item_hi if n_streams > 1 else nbytes
+        else:
+            item_lo, item_hi = 0, 0
+            need = nbytes // n_streams if n_streams > 1 else min(nbytes, hi - first)
+        start = _load32(base + 16 + 4 * k)
+        if start < 16 + 4 * n_blocks or start > n - 4:
+            return BAD_BLOSC
+        code = _block(
+            base + start, base + n, at_work if is_shuffled else to + first, src, src_pos + start,
+            work if is_shuffled else dst, 0 if is_shuffled else first, nbytes // n_streams, n_streams, need, codec,
+            tables, addresses,
+        )
+        if code < 0:
+            return code
+        if is_shuffled:
+            unshuffle_items(work, 0, dst, first, nbytes, typesize, item_lo, min(item_hi, nbytes // typesize))
+        done += nbytes
+    return done
+
+
+@_native
+def _block(
+    at: int,
+    end: int,
+    to: int,
+    src: Any,
+    src_pos: int,
+    dst: Any,
+    dst_pos: int,
+    size: int,
+    n_streams: int,
+    need: int,
+    codec: int,
+    tables: Any,
+    addresses: Any,
+) -> int:  # pragma: no cover - compiled
+    """Decode the streams of a block, each of `size` bytes of which the first `need` are wanted."""
+    for _ in range(n_streams):
+        if end - at < 4:
+            return BAD_STREAM
+        stored = _load32(at)
+        at, src_pos = at + 4, src_pos + 4
+        if stored == 0 or stored > end - at:
+            return BAD_STREAM
+        if stored == size:
+            dst[dst_pos : dst_pos + need] = src[src_pos : src_pos + need]
+        elif codec == _BLOSC_LZ4:
+            if _lz4(at, stored, to, size, need, addresses) < need:
+                return BAD_STREAM
+        elif codec == _BLOSC_ZSTD:
+            if _zstd(at, stored, to, size, addresses) != size:
+                return BAD_STREAM
+        else:
+            code = inflate_zlib(src, src_pos, stored, dst, dst_pos, size, size, tables, True)
+            if code < 0:
+                return code
+        at, src_pos, to, dst_pos = at + stored, src_pos + stored, to + size, dst_pos + size
+    return 0

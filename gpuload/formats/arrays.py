@@ -1,0 +1,170 @@
+"""What every format needs: arrays whose stored bytes are the elements, row offsets that are not believed, and refusals.
+
+Knows no file format and no library but NumPy.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import CorruptDataError, ReadError, StoreError
+from gpuload.layout import ArrayLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.types import Source
+
+CHUNK_NBYTES = 1 << 20
+"""Bytes into which unchunked storage is cut, so that a read and its buffer stay bounded."""
+
+RESTORE = "Restore the file from its source."
+
+
+def plain_layout(
+    source: Source, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int | None, fill_value: float = 0
+) -> ArrayLayout:
+    """Return the layout of an array that lies in one piece, in C order.
+
+    Parameters
+    ----------
+    source, name, shape, dtype
+        As of `ArrayLayout`.
+    offset
+        First byte; None where nothing was ever written, so that all is the fill value.
+    fill_value
+        What is read where nothing was written.
+
+    Raises
+    ------
+    StoreError
+        A dtype that has no place in a minibatch.
+    ReadError
+        The source ends before the array does.
+    """
+    check_dtype(f"{source.name}: {name}", dtype)
+    row_nbytes = int(np.prod(shape[1:], dtype=object)) * dtype.itemsize
+    if offset is not None and offset + shape[0] * row_nbytes > source.nbytes:
+        raise ends_early(source, name, offset + shape[0] * row_nbytes)
+    chunk_rows = max(1, CHUNK_NBYTES // max(1, row_nbytes))
+    first = np.arange(0, shape[0], chunk_rows, dtype=np.int64)
+    nbytes = np.minimum(chunk_rows, shape[0] - first) * row_nbytes
+    return ArrayLayout(
+        source,
+        name,
+        shape,
+        dtype,
+        (chunk_rows, *shape[1:]),
+        first * row_nbytes + (offset or 0),
+        np.zeros_like(nbytes) if offset is None else nbytes,
+        np.zeros(first.size, dtype=np.uint32),
+        (),
+        fill_value,
+        is_chunked=False,
+    )
+
+
+def check_dtype(where: str, dtype: np.dtype[Any]) -> None:
+    """Raise StoreError where values of a dtype have no place in a minibatch."""
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise StoreError(f"{where} has dtype {dtype}; only integers, booleans and floats of up to 8 bytes can be read.")
+
+
+def check_integers(where: str, dtype: np.dtype[Any]) -> None:
+    """Raise StoreError where a dtype is none of row offsets or column numbers."""
+    if dtype.kind not in "iu":
+        raise StoreError(f"{where} has dtype {dtype}; expected integers.")
+
+
+def check_n_vars(where: str, n_vars: int) -> None:
+    """Raise StoreError where there are more genes than column numbers can count."""
+    if not 0 <= n_vars < 1 << 31:
+        raise StoreError(f"{where} has {n_vars} genes; at most 2**31 - 1 can be addressed.")
+
+
+def ends_early(source: Source, name: str, wanted: int) -> ReadError:
+    """Return the error of an array that reaches beyond its file's end."""
+    return ReadError(
+        f"{source.name}: {name} should reach byte {wanted} but the file ends at byte {source.nbytes}. Was it truncated?"
+    )
+
+
+def checked_indptr(
+    given: NDArray[Any], where: str, n_rows: int, nnz: tuple[int, int], cure: str = RESTORE
+) -> NDArray[np.int64]:
+    """Return row offsets as int64 once they are found to fit.
+
+    Parameters
+    ----------
+    given : (n_rows + 1,) integers
+        As stored.
+    where, cure
+        What errors call it, and what to do.
+    n_rows
+        Rows of the matrix.
+    nnz
+        Lengths of data and of indices.
+
+    Raises
+    ------
+    CorruptDataError
+        They are of another number, do not rise from 0, or do not end at both lengths.
+    """
+    if given.shape != (n_rows + 1,):
+        raise CorruptDataError(f"{where} has {given.size} entries for {n_rows} rows; expected {n_rows + 1}. {cure}")
+    indptr = np.ascontiguousarray(given, dtype=np.int64)
+    if indptr[0] != 0 or np.any(indptr[1:] < indptr[:-1]):
+        at = 0 if indptr[0] else int(np.argmax(indptr[1:] < indptr[:-1])) + 1
+        raise CorruptDataError(f"{where} does not rise from 0: entry {at} is {indptr[at]}. {cure}")
+    if nnz != (indptr[-1], indptr[-1]):
+        raise CorruptDataError(f"{where} ends at {indptr[-1]} but there are {nnz[0]} data and {nnz[1]} indices. {cure}")
+    return indptr
+
+
+def check_length(where: str, found: int, wanted: int, what: str) -> None:
+    """Raise CorruptDataError where names or a column do not fit the matrix."""
+    if found != wanted:
+        raise CorruptDataError(f"{where} has {found} entries but the matrix has {wanted} {what}; write the file anew.")
+
+
+def numbered(n_vars: int) -> NDArray[np.object_]:
+    """Return the names of genes that have none: ``"0"``, ``"1"``, ..."""
+    names = np.empty(n_vars, dtype=object)
+    names[:] = [str(i) for i in range(n_vars)]
+    return names
+
+
+def as_strings(values: Any) -> NDArray[np.object_]:
+    """Return names as an object array of str; bytes are UTF-8."""
+    out = np.empty(len(values), dtype=object)
+    if set(map(type, values)) == {bytes}:
+        names = b"\0".join(values).decode().split("\0")  # all at once, unless a name holds what they are joined by
+        values = names if len(names) == len(values) else values
+    is_text = set(map(type, values)) == {str}
+    out[:] = values if is_text else [v.decode() if isinstance(v, bytes) else str(v) for v in values]
+    return out
+
+
+def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) -> None:
+    """Raise StoreError where layers or obs are asked of a form that is one matrix and nothing else."""
+    for setting, value, is_plain in (("layer", layer, layer == "X"), ("obs", list(obs), not obs)):
+        if not is_plain:
+            raise StoreError(f"{where}: this form has no {setting}, so {setting}={value!r} cannot be had; {cure}.")
+
+
+def no_column(where: str, name: str, names: Sequence[str]) -> StoreError:
+    """Return the error of a column of obs that is not there, with those that are."""
+    near = get_close_matches(name, names, 1)
+    guess = f"did you mean {near[0]!r}? It has" if near else "it has"
+    return StoreError(f"{where}: obs has no column {name!r}; {guess} {listing(names)}.")
+
+
+def listing(names: Sequence[str], at_most: int = 30) -> str:
+    """Return names as a part of a sentence."""
+    shown = ", ".join(repr(n) for n in names[:at_most]) if names else "no columns"
+    return shown if len(names) <= at_most else f"{shown} and {len(names) - at_most} more"

@@ -1,0 +1,307 @@
+"""HDF5 data sets -> layouts: chunk byte ranges, filters, row offsets. The home of h5py.
+
+h5py is used once, when a file is opened, and is out of the data path from then on: no HDF5 library lock, no HDF5 chunk
+cache. What the groups of a file mean is known to `h5ad` and `tenx`.
+
+Requirements this module answers
+--------------------------------
+- Every storage form of HDF5 that holds bytes in the file itself: chunked, contiguous, compact; what cannot be read
+  from byte ranges (virtual, external) or decoded (a filter we do not have) is refused by name when the file is opened.
+- Nothing the file says is believed unchecked: offsets lie inside the file, indptr rises and ends at the number of
+  values.
+
+References
+----------
+.. [1] The HDF Group, "HDF5 File Format Specification Version 3.0" (chunk indexes, filter mask, userblock).
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+
+from gpuload.errors import CorruptDataError, GpuloadError, ReadError, StoreError
+from gpuload.formats.arrays import check_dtype, check_integers, check_n_vars, checked_indptr, ends_early, plain_layout
+from gpuload.formats.index import MIN_CHUNKS, MIN_ROWS, Index, counts_of, indptr_of
+from gpuload.layout import ArrayLayout, Filter
+from gpuload.source import BufferSource, FileSource
+from gpuload.store import CsrMatrix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from gpuload.types import Source
+
+FILTERS = {
+    1: "deflate",
+    2: "shuffle",
+    3: "fletcher32",
+    32000: "lzf",
+    32001: "blosc",
+    32004: "lz4",
+    32008: "bitshuffle",
+    32015: "zstd",
+}
+"""Filters that the host decoders know, by their number in the HDF5 filter registry."""
+
+_Chunks = tuple["NDArray[np.int64]", "NDArray[np.int64]", "NDArray[np.uint32]"]
+
+UNSUPPORTED = {4: "szip", 5: "nbit", 6: "scaleoffset", 32026: "blosc2"}
+"""Filters that are refused, named for the error."""
+
+
+class Hdf5Source(FileSource):
+    """An HDF5 file: its bytes, and what was kept of it when it was opened earlier."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.index = Index(self)
+
+
+@contextmanager
+def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
+    """Open a file for its metadata, and as a source of bytes.
+
+    Yields
+    ------
+    h5py.File
+        Open until the end of the block.
+    Hdf5Source
+        The same file; open beyond the block unless an error leaves it.
+
+    Raises
+    ------
+    ReadError
+        The file cannot be opened, or was replaced meanwhile.
+    StoreError
+        It is not HDF5.
+    CorruptDataError
+        Whatever else h5py and anndata raise inside the block: its metadata is damaged.
+    """
+    source = Hdf5Source(path)
+    try:
+        with _open_file(path) as file, _translated(path):
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) != source.identity:
+                raise ReadError(f"{path}: the file was replaced while it was being opened; open it again.")
+            yield file, source
+        source.index.save()
+    except BaseException:
+        source.close()
+        raise
+
+
+def is_array(node: Any) -> bool:
+    """Return whether a member of a file is a data set, not a group."""
+    return isinstance(node, h5py.Dataset)
+
+
+def is_group(node: Any) -> bool:
+    """Return whether a member of a file is a group."""
+    return isinstance(node, h5py.Group)
+
+
+def text(value: Any) -> str:
+    """Return an attribute that may be bytes as str."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _open_file(path: str) -> h5py.File:
+    """Open a file for reading; without HDF5's lock where it cannot be had (read-only and network file systems)."""
+    try:
+        return h5py.File(path, "r")
+    except OSError:
+        try:
+            return h5py.File(path, "r", locking=False)
+        except OSError as error:
+            raise StoreError(
+                f"{path}: not a readable HDF5 file ({_first_line(error)}); expected an .h5ad file."
+            ) from error
+
+
+@contextmanager
+def _translated(path: str) -> Iterator[None]:
+    """Translate what h5py and anndata raise on damaged metadata, once, at the edge."""
+    try:
+        yield
+    except GpuloadError:
+        raise
+    except MemoryError as error:
+        raise CorruptDataError(
+            f"{path}: a size in its metadata cannot be right ({_first_line(error)}); restore the file."
+        ) from error
+    except Exception as error:
+        raise CorruptDataError(
+            f"{path}: its metadata cannot be read ({_first_line(error)}); restore the file from its source."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def open_csr(node: h5py.Group, source: Hdf5Source, n_rows: int, n_vars: int) -> CsrMatrix:
+    """Return the CSR matrix whose data, indices and indptr lie in a group.
+
+    Raises
+    ------
+    StoreError
+        One of them is missing, has another number of dimensions or a type that cannot be read, or an encoding that
+        cannot be decoded.
+    ReadError, CorruptDataError
+        A byte range lies outside the file, or indptr does not fit.
+    """
+    where = f"{source.name}: {node.name}"
+    for name in ("data", "indices", "indptr"):
+        if not is_array(node.get(name)):
+            raise StoreError(f"{where} lacks {name!r}; a CSR matrix has data, indices and indptr.")
+        if node[name].ndim != 1:
+            raise StoreError(f"{where}/{name} has {node[name].ndim} dimensions; expected one.")
+    for name in ("indices", "indptr"):
+        check_integers(f"{where}/{name}", node[name].dtype)
+    check_n_vars(where, n_vars)
+    data, indices = array_layout(node["data"], source), array_layout(node["indices"], source)
+    indptr = _read_indptr(node["indptr"], source, n_rows, (data.shape[0], indices.shape[0]))
+    return CsrMatrix(indptr, data, indices, n_vars)
+
+
+def _read_indptr(stored: h5py.Dataset, source: Hdf5Source, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
+    where = f"{source.name}: {stored.name}"
+    if stored.shape[0] != n_rows + 1:
+        raise CorruptDataError(
+            f"{where} has {stored.shape[0]} entries for {n_rows} rows; expected {n_rows + 1}. Write the file anew."
+        )
+    if n_rows < MIN_ROWS:
+        return checked_indptr(stored[()], where, n_rows, nnz)
+    counts = source.index.get(stored.name)
+    if counts is not None and counts.size == n_rows:
+        indptr = indptr_of(counts)
+        if all(np.array_equal(stored[k : k + 2], indptr[k : k + 2]) for k in _places(n_rows)):
+            return checked_indptr(indptr, where, n_rows, nnz)
+    indptr = checked_indptr(stored[()], where, n_rows, nnz)
+    source.index.keep(stored.name, counts_of(indptr))
+    return indptr
+
+
+def _places(n: int) -> list[int]:
+    """Return some places of n at which what was kept is compared with the file: both ends, and between."""
+    return sorted({0, n // 4, n // 2, 3 * n // 4, n - 1})
+
+
+def array_layout(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
+    """Return where a data set's bytes lie, checked against the file's size."""
+    where = f"{source.name}: {stored.name}"
+    check_dtype(where, stored.dtype)
+    if stored.is_virtual or stored.external:
+        raise StoreError(f"{where} keeps its bytes in other files; copy it into one file with h5repack first.")
+    storage = stored.id.get_create_plist().get_layout()
+    if storage == h5py.h5d.CHUNKED:
+        return _chunked(stored, source)
+    fill_value = _fill_value(stored)
+    if storage == h5py.h5d.COMPACT:
+        data = np.frombuffer(np.ascontiguousarray(stored[()]).tobytes(), dtype=np.uint8)
+        return plain_layout(BufferSource(source.name, data), stored.name, stored.shape, stored.dtype, 0, fill_value)
+    return plain_layout(source, stored.name, stored.shape, stored.dtype, stored.id.get_offset(), fill_value)
+
+
+def _fill_value(stored: h5py.Dataset) -> float:
+    return float(stored.fillvalue)
+
+
+def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
+    shape, chunk_shape = stored.shape, stored.chunks
+    grid = tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
+    n_chunks = int(np.prod(grid))
+    if n_chunks > source.nbytes + (1 << 20):
+        raise CorruptDataError(
+            f"{source.name}: {stored.name} has {n_chunks} chunks, which its size cannot hold. Restore the file."
+        )
+    kept = _kept_chunks(stored, source, grid) if n_chunks >= MIN_CHUNKS else None
+    offset, nbytes, mask = _find_chunks(stored, source, grid) if kept is None else kept
+    if kept is None and n_chunks >= MIN_CHUNKS:
+        source.index.keep(f"{stored.name} offset", offset)
+        source.index.keep(f"{stored.name} nbytes", nbytes)
+        source.index.keep(f"{stored.name} mask", mask)
+    _check_inside(stored.name, source, offset, nbytes)
+    filters = _filters(stored, source.name)
+    if not filters:
+        full = int(np.prod(chunk_shape)) * stored.dtype.itemsize
+        if np.any((nbytes != full) & (nbytes != 0)):
+            raise CorruptDataError(
+                f"{source.name}: {stored.name} has an unencoded chunk of the wrong size. Restore the file."
+            )
+    return ArrayLayout(
+        source, stored.name, shape, stored.dtype, chunk_shape, offset, nbytes, mask, filters, _fill_value(stored)
+    )
+
+
+def _kept_chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]) -> _Chunks | None:
+    """Return the chunks that the index holds, where the file says the same of some of them."""
+    parts = [source.index.get(f"{stored.name} {part}") for part in ("offset", "nbytes", "mask")]
+    n_chunks, found = int(np.prod(grid)), [part for part in parts if part is not None]
+    if [part.size for part in found] != [n_chunks] * len(parts):
+        return None
+    offset, nbytes, mask = found[0].astype(np.int64), found[1].astype(np.int64), found[2].astype(np.uint32)
+    for k in _places(n_chunks):
+        start = tuple(int(i) * n for i, n in zip(np.unravel_index(k, grid), stored.chunks, strict=True))
+        info = stored.id.get_chunk_info_by_coord(start)
+        if (info.byte_offset or 0, info.size, info.filter_mask) != (offset[k], nbytes[k], mask[k]):
+            return None
+    return offset, nbytes, mask
+
+
+def _find_chunks(stored: h5py.Dataset, source: FileSource, grid: tuple[int, ...]) -> _Chunks:
+    """Return first byte, stored size and filter mask of every chunk, as the file says."""
+    shape, chunk_shape, n_chunks = stored.shape, stored.chunks, int(np.prod(grid))
+    offset = np.zeros(n_chunks, dtype=np.int64)
+    nbytes = np.zeros(n_chunks, dtype=np.int64)
+    mask = np.zeros(n_chunks, dtype=np.uint32)
+    rows = _chunk_infos(stored)
+    if rows.size:
+        place, remainder = np.divmod(rows[:, : len(shape)], np.array(chunk_shape))
+        is_inside = np.all(place < np.array(grid)) and not remainder.any()
+        chunk = np.ravel_multi_index(tuple(place.T), grid) if is_inside else np.empty(0, dtype=np.int64)
+        if np.unique(chunk).size != len(rows):
+            raise CorruptDataError(
+                f"{source.name}: the chunk index of {stored.name} names a place twice or one outside the array. "
+                "Restore the file from its source."
+            )
+        offset[chunk], nbytes[chunk] = rows[:, -3], rows[:, -2]
+        mask[chunk] = rows[:, -1].astype(np.uint32)
+    return offset, nbytes, mask
+
+
+def _chunk_infos(stored: h5py.Dataset) -> NDArray[np.int64]:
+    """Return a row per chunk: its first element along each axis, first byte, stored size, filter mask."""
+    flat = array("q")
+    if stored.size:
+        stored.id.chunk_iter(lambda c: flat.extend((*c.chunk_offset, c.byte_offset, c.size, c.filter_mask)))
+    return np.frombuffer(flat, dtype=np.int64).reshape(-1, stored.ndim + 3) if flat else np.empty((0, 1), np.int64)
+
+
+def _check_inside(name: str, source: Source, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
+    end = np.where(nbytes > 0, offset + nbytes, 0)
+    if np.any(end > source.nbytes) or np.any(offset < 0) or np.any(nbytes < 0):
+        raise ends_early(source, name, int(end.max()))
+
+
+def _filters(stored: h5py.Dataset, path: str) -> tuple[Filter, ...]:
+    plist = stored.id.get_create_plist()
+    filters = []
+    for i in range(plist.get_nfilters()):
+        number, _, values, name = plist.get_filter(i)
+        if number not in FILTERS:
+            label = UNSUPPORTED.get(number) or text(name).strip("\0") or "unnamed"
+            raise StoreError(
+                f"{path}: {stored.name} is encoded with HDF5 filter {number} ({label}), which cannot be decoded here; "
+                f"supported are {', '.join(FILTERS.values())}. Rewrite it, for example with compression='gzip'."
+            )
+        filters.append(Filter(FILTERS[number], tuple(int(v) for v in values)))
+    return tuple(filters)

@@ -1,0 +1,192 @@
+"""What opening a large file costs most, kept for the next time: chunk addresses and row offsets.
+
+An index is a small file beside the data (``.NAME.gpuload-index``), or, where that folder cannot be written to, in the
+user's cache folder. It is made by the first opening of a file of many cells or chunks. The environment variable
+``GPULOAD_INDEX`` names another folder for all of them, or is ``off``.
+
+Requirements this module answers
+--------------------------------
+- It is never believed blindly: it holds for one size, modification time and digest of the file's two ends, carries a
+  checksum of itself, and who asks it compares some of what it says with the file. What does not hold is made anew.
+- It can never hurt: whatever goes wrong with it, the file is read as without it. It is published by a rename, so that
+  any number of processes may make it at the same time.
+- Row offsets are kept as counts in the smallest type that holds them: 2 bytes a cell where `indptr` takes 8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import GpuloadError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.source import FileSource
+
+_log = logging.getLogger("gpuload")
+
+MIN_CHUNKS, MIN_ROWS = 1 << 12, 1 << 16
+"""Arrays of fewer are read from the file itself in some milliseconds."""
+
+SETTLED_NS = 2 * 10**9
+"""A file changed less than this ago may be changed again under the same modification time: no index is made of it."""
+
+_MAGIC = b"gpuload index 1\n"
+_ENDS = 64 << 10
+_DIGEST = 32
+
+
+class Index:
+    """Arrays that were kept of a file when it was opened earlier, by name; and those to keep.
+
+    Parameters
+    ----------
+    source
+        The file, open.
+    """
+
+    def __init__(self, source: FileSource) -> None:
+        self._source = source
+        self._arrays: dict[str, NDArray[Any]] | None = None
+        self._key: dict[str, Any] | None = None
+        self._has_news = False
+
+    def get(self, name: str) -> NDArray[Any] | None:
+        """Return an array that was kept, or None."""
+        if self._arrays is None:
+            self._arrays = self._load() if os.environ.get("GPULOAD_INDEX") != "off" else {}
+        return self._arrays.get(name)
+
+    def keep(self, name: str, array: NDArray[Any]) -> None:
+        """Keep an array for the next time; integers are narrowed to what holds them."""
+        self.get(name)
+        assert self._arrays is not None  # noqa: S101 - narrows the type; get() loads it
+        self._arrays[name] = _narrow(array)
+        self._has_news = True
+
+    def save(self) -> None:
+        """Write what is to be kept, if anything is new, and let go of it; never fails."""
+        arrays, self._arrays = self._arrays, {}
+        if not self._has_news or os.environ.get("GPULOAD_INDEX") == "off" or not arrays:
+            return
+        try:
+            key = self._key_of_file()
+            if time.time_ns() - key["mtime_ns"] < SETTLED_NS:
+                return
+            content = _pack(key, arrays)
+        except (OSError, GpuloadError):
+            return
+        for place in self._places():
+            if _publish(place, content):
+                _log.info("%s: kept %.1f MB in %s to open it faster.", self._source.name, len(content) / 1e6, place)
+                return
+
+    def _load(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays of the first index that holds for the file as it is now."""
+        for place in self._places():
+            try:
+                raw = np.fromfile(place, dtype=np.uint8)
+                arrays = _unpack(raw, self._key_of_file())
+            except FileNotFoundError:
+                continue
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the file itself says the same
+                _log.debug("%s: not used (%s: %s)", place, type(error).__name__, error)
+                continue
+            return arrays
+        return {}
+
+    def _places(self) -> list[str]:
+        """Return where the index may be, in order of preference."""
+        path = os.path.realpath(self._source.name)
+        name = f"{blake2b(os.fsencode(path), digest_size=16).hexdigest()}.gpuload-index"
+        chosen = os.environ.get("GPULOAD_INDEX")
+        if chosen:
+            return [os.path.join(chosen, name)]
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        folder, base = os.path.split(path)
+        return [os.path.join(folder, f".{base}.gpuload-index"), os.path.join(cache, "gpuload", name)]
+
+    def _key_of_file(self) -> dict[str, Any]:
+        """Return what tells this state of the file from any other."""
+        if self._key is None:
+            status, digest = os.fstat(self._source.fileno()), blake2b(digest_size=16)
+            for start in (0, max(0, status.st_size - _ENDS)):
+                end = np.empty(min(_ENDS, status.st_size), dtype=np.uint8)
+                digest.update(end[: self._source.read_into(end, start)].tobytes())
+            self._key = {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ends": digest.hexdigest()}
+        return self._key
+
+
+def counts_of(indptr: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the lengths of rows."""
+    return np.diff(indptr)
+
+
+def indptr_of(counts: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the row offsets of lengths."""
+    indptr = np.zeros(counts.size + 1, dtype=np.int64)
+    indptr[1:] = counts
+    return np.cumsum(indptr, out=indptr)  # in place: adding up while widening takes ten times as long
+
+
+def _narrow(array: NDArray[Any]) -> NDArray[Any]:
+    if array.dtype.kind not in "iu" or not array.size or int(array.min()) < 0:
+        return array
+    return array.astype(np.min_scalar_type(int(array.max())))
+
+
+def _pack(key: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> bytes:
+    """Return magic, length of the header, header, arrays at multiples of 8 bytes, digest of all before."""
+    table, parts, at = {}, [], 0
+    for name, array in arrays.items():
+        table[name] = [array.dtype.str, array.size, at]
+        parts.append(array.tobytes() + bytes(-array.nbytes % 8))
+        at += len(parts[-1])
+    header = json.dumps({"key": key, "arrays": table}).encode()
+    header += b" " * (-len(header) % 8)
+    body = b"".join([_MAGIC, len(header).to_bytes(8, "little"), header, *parts])
+    return body + blake2b(body, digest_size=_DIGEST).digest()
+
+
+def _unpack(raw: NDArray[np.uint8], key: dict[str, Any]) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an index; raises whatever shows that it does not hold."""
+    if raw[: len(_MAGIC)].tobytes() != _MAGIC:
+        raise ValueError("not an index")
+    body = raw[:-_DIGEST]
+    start = len(_MAGIC) + 8
+    stop = start + int.from_bytes(raw[start - 8 : start].tobytes(), "little")
+    header = json.loads(raw[start:stop].tobytes())
+    if header["key"] != key:
+        raise ValueError("stale")
+    if blake2b(body.data, digest_size=_DIGEST).digest() != raw[-_DIGEST:].tobytes():
+        raise ValueError("damaged")
+    return {
+        name: np.frombuffer(body, np.dtype(dtype), size, stop + at)
+        for name, (dtype, size, at) in header["arrays"].items()
+    }
+
+
+def _publish(place: str, content: bytes) -> bool:
+    """Write a file under a name of its own, then give it the name; return whether that was possible."""
+    part = f"{place}.{os.getpid()}-{time.monotonic_ns()}.part"
+    try:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with open(part, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, place)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        return False
+    return True

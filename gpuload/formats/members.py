@@ -1,0 +1,144 @@
+"""The members of AnnData's layout, in whatever holds groups and arrays: which is the matrix, its genes, its cells.
+
+References
+----------
+.. [1] AnnData documentation, "On-disk format" (encoding-type, shape, _index).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpuload.errors import StoreError
+from gpuload.formats.arrays import check_length
+from gpuload.formats.obs import read_column, read_index
+from gpuload.store import DenseMatrix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.layout import ArrayLayout
+    from gpuload.store import CsrMatrix, Matrix, ObsColumn
+
+_SPARSE = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
+
+
+class Access(Protocol):
+    """What differs between the libraries and files that hold the members."""
+
+    owner: str
+    """What errors take the whole for: "an .h5ad file"."""
+    writer: str
+    """What writes it: the name of a method of AnnData's."""
+
+    def is_array(self, node: Any) -> bool:
+        """Return whether a member is an array, not a group."""
+
+    def layout(self, node: Any) -> ArrayLayout:
+        """Return where an array's bytes lie."""
+
+    def csr(self, node: Any, n_rows: int, n_vars: int) -> CsrMatrix:
+        """Return the CSR matrix whose data, indices and indptr are in a group."""
+
+
+def read_members(
+    root: Any, path: str, layer: str, obs: Sequence[str], access: Access
+) -> tuple[Matrix, NDArray[Any], dict[str, ObsColumn]]:
+    """Return the matrix of an AnnData, the names of its genes, and columns of its obs.
+
+    Parameters
+    ----------
+    root
+        The group that is the AnnData; as h5py's, as far as it is used.
+    path
+        What errors call it.
+    layer
+        ``"X"``, ``"raw.X"`` or the name of a layer.
+    obs
+        Columns of obs.
+    access
+        What differs.
+
+    Raises
+    ------
+    StoreError
+        It lacks what is asked for, is CSC, or is encoded in a way that cannot be decoded.
+    CorruptDataError
+        Its members do not fit together.
+    """
+    matrix_key, var_key = _keys(root, layer, path)
+    matrix = _open_matrix(root, matrix_key, path, access)
+    var_names = read_index(_member(root, var_key, path, access), path, var_key)
+    check_length(f"{path}: {_name(root, var_key)}", var_names.size, matrix.n_vars, "genes")
+    frame = root.get("obs")
+    columns = {name: read_column(frame, name, path) for name in obs}
+    for name, column in columns.items():
+        check_length(f"{path}: {_name(root, 'obs')}/{name}", column.values.size, matrix.n_rows, "cells")
+    return matrix, var_names, columns
+
+
+def _name(root: Any, key: str) -> str:
+    """Return a member's place in its file."""
+    return f"{root.name.rstrip('/')}/{key}"
+
+
+def _keys(file: Any, layer: str, path: str) -> tuple[str, str]:
+    """Return the keys of the matrix and of its var."""
+    if layer == "raw.X":
+        if "raw.X" in file:
+            return "raw.X", "raw.var"
+        if "raw" not in file:
+            raise StoreError(
+                f"{path}: there is no raw; it has {_members(file)}. Choose layer='X' or one of the layers."
+            )
+        if "raw/X" not in file:
+            raise StoreError(f"{path}: its raw holds no matrix. Choose layer='X' or one of the layers.")
+        return "raw/X", "raw/var"
+    if layer == "X":
+        if "X" not in file:
+            raise StoreError(f"{path}: there is no /X; it has {_members(file)}. Choose one of its layers with layer=.")
+        return "X", "var"
+    key = f"layers/{layer}"
+    if key not in file:
+        names = list(file["layers"]) if "layers" in file else []
+        have = "its layers are " + ", ".join(repr(n) for n in names) if names else "it has no layers"
+        raise StoreError(f"{path}: there is no layer {layer!r}; {have}. Choose one of them, 'X' or 'raw.X'.")
+    return key, "var"
+
+
+def _members(file: Any) -> str:
+    return ", ".join(f"/{k}" for k in file) or "nothing"
+
+
+def _member(file: Any, key: str, path: str, access: Access) -> Any:
+    if key not in file:
+        raise StoreError(f"{path}: there is no /{key}; it has {_members(file)}. Is it {access.owner}?")
+    return file[key]
+
+
+def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
+    node = file[key]
+    if access.is_array(node):
+        if node.ndim != 2:
+            raise StoreError(f"{path}: /{key} has {node.ndim} dimensions; expected a matrix of cells x genes.")
+        return DenseMatrix(access.layout(node))
+    kind = _SPARSE.get(_text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", ""))))
+    if kind == "csc":
+        attribute = "adata.X" if key == "X" else f"adata.layers[{key.partition('/')[2]!r}]"
+        if key.startswith("raw"):
+            cure = "raw = adata.raw.to_adata(); raw.X = raw.X.tocsr(); adata.raw = raw"
+        else:
+            cure = f"{attribute} = {attribute}.tocsr()"
+        raise StoreError(f"{path}: /{key} is a CSC matrix; rows cannot be read from it. Rewrite it once with {cure}.")
+    shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
+    if kind is None or shape is None:
+        raise StoreError(
+            f"{path}: /{key} is neither a dense nor a CSR matrix; write the file anew with anndata's {access.writer}."
+        )
+    return access.csr(node, int(shape[0]), int(shape[1]))
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,245 @@
+"""NumPy's .npy and SciPy's .npz files -> Store.
+
+Requirements this module answers
+--------------------------------
+- A dense 2-D .npy is read where it lies. One in Fortran order is refused: a cell's values lie all over such a file, so
+  each fetch would read all of it.
+- Of an .npz, stored members are read where they lie in the archive; deflated ones, which cannot be entered in the
+  middle, are inflated into memory once, against their CRC-32, and refused where the machine has not the memory.
+- The CRC-32 of a stored member spans all of it, so it cannot be checked when parts are read; it is not.
+- Nothing in a header is run or believed: no pickle, sizes are checked against the file's.
+
+References
+----------
+.. [1] NumPy documentation, "A simple file format for NumPy arrays" (NEP 1), versions 1.0 to 3.0.
+.. [2] SciPy documentation, ``scipy.sparse.save_npz``.
+.. [3] PKWARE, "APPNOTE.TXT - .ZIP File Format Specification" 6.3.10, 4.3.7 (local file header).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zipfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import BytesIO
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from gpuload.errors import CorruptDataError, ReadError, StoreError
+from gpuload.formats.arrays import (
+    check_integers,
+    check_n_vars,
+    check_plain_matrix,
+    checked_indptr,
+    numbered,
+    plain_layout,
+)
+from gpuload.source import BufferSource, FileSource
+from gpuload.store import CsrMatrix, DenseMatrix, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.layout import ArrayLayout
+    from gpuload.types import Source
+
+_log = logging.getLogger("gpuload")
+
+_LOCAL_HEADER = 30
+"""Bytes of a zip member's local header before its name."""
+
+CURE = "give an .h5ad file, or an AnnData"
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """What a .npy header says, and where the elements start."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_fortran: bool
+    offset: int
+
+
+def open_npy(path: str, *, layer: str, obs: Sequence[str]) -> Store:
+    """Open a dense matrix of cells x genes that ``numpy.save`` wrote.
+
+    Genes are called ``"0"``, ``"1"``, ...; there is no obs.
+
+    Raises
+    ------
+    ReadError
+        The file cannot be opened, or ends early.
+    StoreError
+        It is not a 2-D matrix of numbers in C order; or a layer or obs is asked for.
+    CorruptDataError
+        Its header cannot be read.
+    """
+    check_plain_matrix(path, layer, obs, CURE)
+    source = FileSource(path)
+    try:
+        with open(path, "rb") as file:
+            array = _read_header(file, path)
+        if len(array.shape) != 2:
+            raise StoreError(f"{path}: it has {len(array.shape)} dimensions; expected a matrix of cells x genes.")
+        if array.is_fortran and min(array.shape) > 1:
+            raise StoreError(
+                f"{path}: it is in Fortran order, in which a cell's values lie apart; save it anew with "
+                "numpy.save(path, numpy.ascontiguousarray(X))."
+            )
+        check_n_vars(path, array.shape[1])
+        matrix = DenseMatrix(plain_layout(source, "its array", array.shape, array.dtype, array.offset))
+        return Store((matrix,), (path,), numbered(matrix.n_vars), {}, (source,))
+    except BaseException:
+        source.close()
+        raise
+
+
+def open_npz(path: str, *, layer: str, obs: Sequence[str]) -> Store:
+    """Open a CSR matrix of cells x genes that ``scipy.sparse.save_npz`` wrote.
+
+    Genes are called ``"0"``, ``"1"``, ...; there is no obs.
+
+    Raises
+    ------
+    ReadError
+        The file cannot be opened, or ends early.
+    StoreError
+        It is no CSR matrix, or is too large to be inflated; or a layer or obs is asked for.
+    CorruptDataError
+        The archive or an array is damaged, or the arrays do not fit together.
+    """
+    check_plain_matrix(path, layer, obs, CURE)
+    with ExitStack() as on_error:
+        source = FileSource(path)
+        on_error.callback(source.close)
+        with open(path, "rb") as file, _open_zip(file, path) as archive:
+            _check_is_csr(archive, path)
+            shape = _small(archive, "shape", path)
+            if shape.shape != (2,) or shape.dtype.kind not in "iu" or shape.min() < 0:
+                raise CorruptDataError(f"{path}: shape is {shape.tolist()!r}; expected two numbers. Save it anew.")
+            n_rows, n_vars = (int(n) for n in shape)
+            check_n_vars(path, n_vars)
+            indptr = _small(archive, "indptr", path)
+            check_integers(f"{path}: indptr", indptr.dtype)
+            data, indices = (_member(archive, file, name, source) for name in ("data", "indices"))
+        check_integers(f"{path}: indices", indices.dtype)
+        indptr = checked_indptr(
+            indptr.reshape(-1), f"{path}: indptr", n_rows, (data.shape[0], indices.shape[0]), "Save it anew."
+        )
+        matrix = CsrMatrix(indptr, data, indices, n_vars)
+        sources = tuple({id(s): s for s in (source, data.source, indices.source)}.values())
+        on_error.pop_all()
+        return Store((matrix,), (path,), numbered(n_vars), {}, sources)
+
+
+def _read_header(file: IO[bytes], where: str) -> _Array:
+    """Read the header that starts where `file` stands; `offset` counts from the beginning of `file`."""
+    try:
+        version = npy.read_magic(file)
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
+        # Version 3.0 differs from 2.0 in the encoding of field names alone, and fields are refused.
+        shape, is_fortran, dtype = (read or npy.read_array_header_2_0)(file)
+    except Exception as error:  # NumPy parses it as Python source, which can fail in any way
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise CorruptDataError(f"{where}: its .npy header cannot be read ({reason:.200}); save it anew.") from error
+    if any(not isinstance(n, int) or n < 0 for n in shape):
+        raise CorruptDataError(f"{where}: its .npy header gives the shape {shape!r}; save it anew.")
+    return _Array(tuple(shape), dtype, is_fortran, file.tell())
+
+
+def _open_zip(file: IO[bytes], path: str) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        raise CorruptDataError(f"{path}: not a readable .npz archive ({error}). Was it truncated?") from error
+
+
+def _check_is_csr(archive: zipfile.ZipFile, path: str) -> None:
+    names = {name.removesuffix(".npy") for name in archive.namelist()}
+    if "format" not in names:
+        raise StoreError(
+            f"{path}: it holds {', '.join(map(repr, sorted(names))) or 'nothing'}; expected a CSR matrix saved by "
+            "scipy.sparse.save_npz, or a dense one by numpy.save as .npy."
+        )
+    stored = _small(archive, "format", path)
+    kind = stored.item() if stored.ndim == 0 and stored.dtype.kind in "SU" else None
+    kind = kind.decode("latin-1") if isinstance(kind, bytes) else str(kind)
+    if kind != "csr":
+        raise StoreError(
+            f"{path}: it holds a {kind.upper()} matrix; rows can be read from CSR only. Save it once with "
+            "scipy.sparse.save_npz(path, X.tocsr(), compressed=False)."
+        )
+
+
+def _info(archive: zipfile.ZipFile, name: str, path: str) -> zipfile.ZipInfo:
+    try:
+        info = archive.getinfo(f"{name}.npy")
+    except KeyError as error:
+        raise StoreError(f"{path}: it lacks {name!r}; a CSR matrix has data, indices, indptr and shape.") from error
+    if info.flag_bits & 1:
+        raise StoreError(f"{path}: {name} is encrypted; save it anew.")
+    return info
+
+
+def _inflate(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
+    info = _info(archive, name, path)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if info.file_size > there // 2:
+        raise StoreError(
+            f"{path}: {name} is deflated and takes {info.file_size / 1e9:.1f} GB of memory, of which this machine "
+            f"has {there / 1e9:.1f} GB; save it once with scipy.sparse.save_npz(path, X, compressed=False), "
+            "which is read in place."
+        )
+    try:
+        return archive.read(info)
+    except Exception as error:  # zipfile passes on what each of its decoders raises
+        raise CorruptDataError(f"{path}: {name} cannot be inflated ({error}); restore the file.") from error
+
+
+def _small(archive: zipfile.ZipFile, name: str, path: str) -> NDArray[Any]:
+    """Return a member as an array in memory."""
+    raw = BytesIO(_inflate(archive, name, path))
+    array = _read_header(raw, f"{path}: {name}")
+    n = int(np.prod(array.shape, dtype=object))
+    if array.dtype.hasobject or n * array.dtype.itemsize != len(raw.getbuffer()) - array.offset:
+        raise CorruptDataError(f"{path}: {name} is {array.dtype}, {array.shape}, which its size does not fit.")
+    return np.frombuffer(raw.getbuffer(), array.dtype, n, array.offset).reshape(array.shape)
+
+
+def _member(archive: zipfile.ZipFile, file: IO[bytes], name: str, source: FileSource) -> ArrayLayout:
+    """Return where a member's elements lie: in the archive, or inflated in memory."""
+    path, info = source.name, _info(archive, name, source.name)
+    within: Source = source
+    if info.compress_type == zipfile.ZIP_STORED:
+        start = _data_start(file, info, path, name)
+        file.seek(start)
+        array, end = _read_header(file, f"{path}: {name}"), start + info.file_size
+    else:
+        raw = np.frombuffer(_inflate(archive, name, path), dtype=np.uint8)
+        _log.info("%s: %s is deflated and was inflated into memory (%.1f MB).", path, name, raw.size / 1e6)
+        array, end = _read_header(BytesIO(raw.data), f"{path}: {name}"), raw.size
+        within = BufferSource(path, raw)
+    if len(array.shape) != 1:
+        raise StoreError(f"{path}: {name} has {len(array.shape)} dimensions; expected one.")
+    if array.offset + array.shape[0] * array.dtype.itemsize > end:
+        raise CorruptDataError(f"{path}: {name} has {array.shape[0]} elements, more than its member holds; restore it.")
+    return plain_layout(within, name, array.shape, array.dtype, array.offset)
+
+
+def _data_start(file: IO[bytes], info: zipfile.ZipInfo, path: str, name: str) -> int:
+    """Return the first byte of a stored member: after its local header, whose lengths are its own."""
+    file.seek(info.header_offset)
+    header = file.read(_LOCAL_HEADER)
+    if len(header) < _LOCAL_HEADER:
+        raise ReadError(f"{path}: {name} should start at byte {info.header_offset}. Was it truncated?")
+    if header[:4] != b"PK\3\4":
+        raise CorruptDataError(f"{path}: {name} does not start where the archive says; restore the file.")
+    n_name, n_extra = (int.from_bytes(header[k : k + 2], "little") for k in (26, 28))
+    return info.header_offset + _LOCAL_HEADER + n_name + n_extra

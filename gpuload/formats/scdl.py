@@ -1,0 +1,218 @@
+"""BioNeMo-SCDL folders (``SingleCellMemMapDataset``) -> Store.
+
+A folder of raw arrays in C order, without any header in them: ``data.npy``, ``col_ptr.npy`` (column numbers) and
+``row_ptr.npy`` (row offsets), despite their names no .npy files. ``header.sch`` says their types. Names of genes and
+columns of obs are in Parquet, so reading them takes pyarrow.
+
+Requirements this module answers
+--------------------------------
+- Sizes are taken from the files, as SCDL takes them: the lengths in the header are not kept up when data sets are
+  joined. Types are the header's; without one (before 0.1) they are SCDL's first: float32, uint32, uint64.
+- SCDL keeps the columns of var and, where there are any, not its index: genes are called by the first column of
+  strings that are all different, else by the first column of strings, else by their numbers.
+- Several sets of genes in one folder (ragged) are refused: there is no common matrix.
+
+References
+----------
+.. [1] NVIDIA BioNeMo framework, sub-package bionemo-scdl 0.1.3, "SCDL schema" 0.1.0.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import CorruptDataError, ReadError, StoreError
+from gpuload.formats.arrays import (
+    RESTORE,
+    as_strings,
+    check_integers,
+    check_length,
+    check_n_vars,
+    checked_indptr,
+    no_column,
+    numbered,
+    plain_layout,
+)
+from gpuload.formats.parquet import column_names, n_rows_of, read_column
+from gpuload.source import FileSource
+from gpuload.store import CsrMatrix, ObsColumn, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+FILES = {"DATA": "data.npy", "ROWPTR": "row_ptr.npy", "COLPTR": "col_ptr.npy"}
+"""Arrays by the names that the header gives them."""
+
+DTYPES = {1: "u1", 2: "u2", 3: "u4", 4: "u8", 5: "f2", 6: "f4", 7: "f8"}
+"""Types of arrays by their number in the header."""
+
+FIRST_DTYPES = {"DATA": "f4", "ROWPTR": "u8", "COLPTR": "u4"}
+"""Types of arrays where there is no header."""
+
+MAGIC, BIG_ENDIAN, MEMMAP = b"SCDL", 1, 1
+
+
+def is_scdl(path: str) -> bool:
+    """Return whether a folder holds arrays of SCDL, be it that some are missing."""
+    return any(os.path.exists(os.path.join(path, name)) for name in ("header.sch", "row_ptr.npy", "col_ptr.npy"))
+
+
+def open_scdl(path: str, *, layer: str, obs: Sequence[str]) -> Store:
+    """Open a folder that SCDL wrote.
+
+    Parameters
+    ----------
+    path
+        The folder.
+    layer
+        ``"X"``: SCDL keeps one matrix.
+    obs
+        Columns of obs to hold.
+
+    Raises
+    ------
+    ReadError
+        A file cannot be opened, or ends early.
+    StoreError
+        A layer or column that is not there, several sets of genes, or a version that is not known.
+    CorruptDataError
+        The arrays do not fit together, or the header cannot be read.
+    MissingDependencyError
+        pyarrow is not installed.
+    """
+    if layer != "X":
+        raise StoreError(f"{path}: there is no layer {layer!r}; SCDL keeps one matrix: use layer='X'.")
+    dtypes = _read_dtypes(os.path.join(path, "header.sch"))
+    with ExitStack() as on_error:
+        sources = {}
+        for name in ("DATA", "COLPTR"):
+            sources[name] = FileSource(os.path.join(path, FILES[name]))
+            on_error.callback(sources[name].close)
+        data, indices = (
+            plain_layout(s, name, (_length(s, dtypes[name]),), dtypes[name], 0) for name, s in sources.items()
+        )
+        where = os.path.join(path, FILES["ROWPTR"])
+        row_ptr = _read_whole(where, dtypes["ROWPTR"])
+        indptr = checked_indptr(row_ptr, where, _n_rows(path, row_ptr.size - 1), (data.shape[0], indices.shape[0]))
+        var_names = _gene_names(path)
+        check_n_vars(path, var_names.size)
+        matrix = CsrMatrix(indptr, data, indices, var_names.size)
+        columns = {name: _obs_column(path, name, matrix.n_rows) for name in obs}
+        on_error.pop_all()
+        return Store((matrix,), (path,), var_names, columns, tuple(sources.values()))
+
+
+def obs_columns(path: str) -> list[str]:
+    """Return the names of the columns of obs."""
+    frames = _frames(os.path.join(path, "obs_features"))
+    return column_names(frames[0]) if frames else []
+
+
+def _read_dtypes(path: str) -> dict[str, np.dtype[Any]]:
+    """Return the types of the arrays, as the header says."""
+    found = dict(FIRST_DTYPES)
+    if os.path.exists(path):
+        with open(path, "rb") as file:
+            header = file.read(1 << 20)
+        try:
+            found |= _parse_header(header, path)
+        except (struct.error, UnicodeDecodeError) as error:
+            raise CorruptDataError(f"{path}: its header cannot be read ({error}). {RESTORE}") from error
+    for name in ("ROWPTR", "COLPTR"):
+        check_integers(f"{path}: {FILES[name]}", np.dtype(found[name]))
+    return {name: np.dtype(dtype) for name, dtype in found.items()}
+
+
+def _parse_header(header: bytes, path: str) -> dict[str, str]:
+    magic, major, minor, _, endianness, backend, n_arrays = struct.unpack_from(">4s4B2I", header)
+    if magic != MAGIC:
+        raise CorruptDataError(f"{path}: it starts with {magic!r}, not {MAGIC!r}. {RESTORE}")
+    if (major, minor) > (0, 1) or backend != MEMMAP or endianness != BIG_ENDIAN:
+        raise StoreError(
+            f"{path}: SCDL schema {major}.{minor}, backend {backend}, byte order {endianness} is not known here; known "
+            "is 0.1 with memory maps."
+        )
+    found, at = {}, 16
+    for _ in range(n_arrays):
+        (n_name,) = struct.unpack_from(">I", header, at)
+        name = header[at + 4 : at + 4 + n_name].decode()
+        _, number, has_shape = struct.unpack_from(">QIB", header, at + 4 + n_name)
+        at += 4 + n_name + 13
+        if has_shape:
+            at += 4 + 4 * int(struct.unpack_from(">I", header, at)[0])
+        if name in FILES and number not in DTYPES:
+            raise StoreError(f"{path}: {FILES[name]} has element type {number}; known are {DTYPES}.")
+        if name in FILES:
+            found[name] = DTYPES[number]
+    return found
+
+
+def _length(source: FileSource, dtype: np.dtype[Any]) -> int:
+    if source.nbytes % dtype.itemsize:
+        raise ReadError(
+            f"{source.name}: {source.nbytes} bytes are not a whole number of {dtype} elements. Was it truncated?"
+        )
+    return source.nbytes // dtype.itemsize
+
+
+def _read_whole(path: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    source = FileSource(path)
+    try:
+        raw = np.empty(_length(source, dtype) * dtype.itemsize, dtype=np.uint8)
+        if not raw.size or source.read_into(raw, 0) < raw.size:
+            raise ReadError(f"{path}: it holds no row offsets. Was it truncated?")
+        return raw.view(dtype)
+    finally:
+        source.close()
+
+
+def _n_rows(path: str, found: int) -> int:
+    """Return the rows that the genes' index counts, which SCDL keeps up; without one, those found."""
+    index = os.path.join(path, "var_features", "cumulative_sum_index.npy")
+    if not os.path.exists(index):
+        return found
+    try:
+        return max(0, int(np.load(index, allow_pickle=False)[-1]))
+    except Exception as error:  # NumPy parses its header as Python source, which can fail in any way
+        raise CorruptDataError(f"{index}: it cannot be read ({type(error).__name__}). {RESTORE}") from error
+
+
+def _frames(folder: str) -> list[str]:
+    """Return the Parquet files of a feature index, in their order."""
+    if not os.path.isdir(folder):
+        return []
+    return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".parquet")]
+
+
+def _gene_names(path: str) -> NDArray[np.object_]:
+    folder = next((f for f in ("var_features", "features") if os.path.isdir(os.path.join(path, f))), "var_features")
+    frames = _frames(os.path.join(path, folder))
+    if len(frames) != 1:
+        raise StoreError(
+            f"{path}: {folder} holds {len(frames)} sets of genes; one can be read. Convert its sources one by one with "
+            "the same genes, and give the folders as a list."
+        )
+    columns = [(name, read_column(frames[0], name)) for name in column_names(frames[0])]
+    texts = [as_strings(values) for _, values in columns if getattr(values, "dtype", np.dtype("O")).kind in "OU"]
+    chosen = next((t for t in texts if len(set(t)) == t.size), texts[0] if texts else None)
+    return numbered(n_rows_of(frames[0])) if chosen is None else chosen
+
+
+def _obs_column(path: str, name: str, n_rows: int) -> ObsColumn:
+    from gpuload.formats.obs import encode
+
+    frames = _frames(os.path.join(path, "obs_features"))
+    for frame in frames or [""]:
+        known = column_names(frame) if frame else []
+        if name not in known:
+            raise no_column(frame or path, name, known)
+    column = encode(np.concatenate([read_column(frame, name) for frame in frames]), name, path)
+    check_length(f"{path}: obs column {name!r}", column.values.size, n_rows, "cells")
+    return column

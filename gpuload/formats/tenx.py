@@ -1,0 +1,119 @@
+"""10x Genomics' feature-barcode matrices (`.h5` of Cell Ranger) -> Store.
+
+Their CSC matrix of genes x cells is, array by array, the CSR matrix of cells x genes: nothing is transposed.
+
+Requirements this module answers
+--------------------------------
+- Cell Ranger 3 and later: one group ``/matrix`` with ``features`` and ``barcodes``; all features are handed over,
+  antibodies and guides included (choose by ``genes=``).
+- Cell Ranger 2: a group per genome with ``genes``, ``gene_names`` and ``barcodes``; of several, `layer` names one.
+- Genes are called by their names, as scanpy calls them; those need not be unique, so their ids are kept beside.
+
+References
+----------
+.. [1] 10x Genomics, "Feature-Barcode Matrices (HDF5 Format)", Cell Ranger documentation, versions 3 to 9 and 2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import StoreError
+from gpuload.formats import hdf5
+from gpuload.formats.arrays import as_strings, check_length, no_column
+from gpuload.formats.obs import encode
+from gpuload.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpuload.formats.hdf5 import Hdf5Source
+    from gpuload.store import ObsColumn
+
+COLUMNS = {"barcode": "barcodes", "filtered_barcodes": "filtered_barcodes"}
+"""Columns of obs and the data sets that hold them; the second is in probe matrices only."""
+
+
+def is_tenx(file: Any) -> bool:
+    """Return whether an open HDF5 file holds feature-barcode matrices."""
+    return bool(genomes(file))
+
+
+def genomes(file: Any) -> list[str]:
+    """Return the names of the groups that are matrices: ``["matrix"]`` since version 3, else the genomes."""
+    return [name for name, node in file.items() if hdf5.is_group(node) and {"barcodes", "indptr"} <= set(node)]
+
+
+def read_tenx(file: Any, source: Hdf5Source, layer: str, obs: Sequence[str]) -> Store:
+    """Return the store of a feature-barcode matrix.
+
+    Parameters
+    ----------
+    file
+        The open file.
+    source
+        Its bytes.
+    layer
+        ``"X"``; where a file of version 2 holds several genomes, the name of one.
+    obs
+        Of ``"barcode"`` and, in probe matrices, ``"filtered_barcodes"``.
+
+    Raises
+    ------
+    StoreError
+        No such matrix or column, or an encoding that cannot be decoded.
+    ReadError, CorruptDataError
+        A byte range lies outside the file, or the arrays do not fit together.
+    """
+    group = file[_choose(genomes(file), layer, source.name)]
+    where = f"{source.name}: {group.name}"
+    if not hdf5.is_array(group.get("shape")) or group["shape"].shape != (2,):
+        raise StoreError(f"{where} lacks its 'shape' of two numbers; is it a feature-barcode matrix of Cell Ranger?")
+    n_vars, n_rows = (int(n) for n in group["shape"][()])
+    matrix = hdf5.open_csr(group, source, n_rows, n_vars)
+    names, ids = ("features/name", "features/id") if "features" in group else ("gene_names", "genes")
+    var_names, var_ids = (_strings(group, key, where, n_vars, "genes") for key in (names, ids))
+    columns = {name: _column(group, name, where, n_rows) for name in obs}
+    return Store((matrix,), (source.name,), var_names, columns, (source,), var_ids)
+
+
+def obs_columns(file: Any) -> list[str]:
+    """Return the columns of obs that a file can give."""
+    return _columns_of(file[genomes(file)[0]])
+
+
+def _choose(names: list[str], layer: str, path: str) -> str:
+    if layer in names:
+        return layer
+    if layer == "X" and len(names) == 1:
+        return names[0]
+    if layer == "X":
+        raise StoreError(
+            f"{path}: it holds several genomes: {', '.join(map(repr, names))}; choose one, for example "
+            f"layer={names[0]!r}."
+        )
+    raise StoreError(f"{path}: there is no layer {layer!r}; this 10x file has 'X', which is /{' or /'.join(names)}.")
+
+
+def _strings(group: Any, key: str, where: str, wanted: int, what: str) -> Any:
+    if not hdf5.is_array(group.get(key)):
+        raise StoreError(f"{where} lacks {key!r}; is it a feature-barcode matrix of Cell Ranger?")
+    check_length(f"{where}/{key}", group[key].size, wanted, what)
+    return as_strings(group[key][()])
+
+
+def _columns_of(group: Any) -> list[str]:
+    return [name for name, key in COLUMNS.items() if key in group]
+
+
+def _column(group: Any, name: str, where: str, n_rows: int) -> ObsColumn:
+    known = _columns_of(group)
+    if name not in known:
+        raise no_column(where, name, known)
+    if name == "barcode":
+        return encode(_strings(group, COLUMNS[name], where, n_rows, "cells"), name, where)
+    stored = group[COLUMNS[name]]
+    check_length(f"{where}/{COLUMNS[name]}", stored.size, n_rows, "cells")
+    return encode(np.asarray(stored[()]).astype(bool), name, where)

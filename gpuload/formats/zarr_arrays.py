@@ -1,0 +1,508 @@
+"""Arrays of a zarr store -> layouts: which byte range is which chunk, and how it is encoded.
+
+Only what can be read from byte ranges and decoded chunk by chunk is let through: chunks in C order, little-endian,
+plain or in shards. All else is refused by name when the array is opened.
+
+Requirements this module answers
+--------------------------------
+- Versions 2 and 3, regular grids, any separator; shards with their index at the end or the start, its checksum checked.
+- A chunk without a file, or marked absent in its shard, is the fill value.
+- Nothing is believed unchecked: every byte range lies inside its file.
+
+References
+----------
+.. [1] Zarr core specification version 3, doi:10.5281/zenodo.7319826; ZEP 2, "Sharding codec".
+.. [2] Zarr specification version 2 ("Metadata", "Chunks").
+.. [3] numcodecs documentation ("VLenUTF8": framing of strings).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from gpuload.backends import codecs
+from gpuload.backends.native.frames import crc32c
+from gpuload.backends.reading import short_read
+from gpuload.errors import CorruptDataError, ReadError, StoreError
+from gpuload.formats.arrays import RESTORE, check_dtype
+from gpuload.layout import ArrayLayout, Filter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.formats.zarr_nodes import Tree
+    from gpuload.types import Source
+
+MAX_NBYTES = (1 << 31) - 1
+"""Largest decoded chunk: what the codecs can count."""
+
+_FILTERS = {
+    "blosc": "blosc",
+    "crc32c": "crc32c",
+    "fletcher32": "fletcher32",
+    "gzip": "gzip",
+    "lz4": "lz4-sized",
+    "shuffle": "shuffle",
+    "zlib": "deflate",
+    "zstd": "zstd",
+}
+"""Our filters by the names of zarr's and numcodecs' codecs."""
+
+_NUMBERS = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+}  # fmt: skip
+_FLOATS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+_ABSENT = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+_TEXT = {"vlen-utf8": "utf8", "vlen-bytes": "bytes", "string": "utf8", "variable_length_bytes": "bytes"}
+_NUMBER = re.compile(r"0|[1-9][0-9]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What an array's metadata says.
+
+    Attributes
+    ----------
+    shape, chunk_shape
+        In elements; of the smallest pieces that are encoded by themselves.
+    shard_shape
+        Of the pieces that are files, where each holds many chunks; else None.
+    dtype
+        Of the elements; object for strings.
+    text
+        ``"utf8"`` or ``"bytes"`` where the elements are strings of any length, else ``""``.
+    filters
+        In the order of writing.
+    fill_value
+        Of chunks that were never written.
+    prefix, separator
+        A chunk's key is the prefix and its place in the grid, joined by the separator.
+    index_is_first, index_has_crc
+        Where a shard's index is, and whether a CRC-32C follows it.
+    """
+
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    shard_shape: tuple[int, ...] | None
+    dtype: np.dtype[Any]
+    text: str
+    filters: tuple[Filter, ...]
+    fill_value: Any
+    prefix: str
+    separator: str
+    index_is_first: bool = False
+    index_has_crc: bool = True
+
+
+def parse_v2(meta: dict[str, Any], where: str) -> Spec:
+    """Return what a ``.zarray`` says.
+
+    Raises
+    ------
+    StoreError
+        The array cannot be read from byte ranges.
+    CorruptDataError
+        The metadata makes no sense.
+    """
+    try:
+        if meta["zarr_format"] != 2:
+            _refuse(where, f"is of zarr format {meta['zarr_format']!r}", "only 2 and 3 can be read")
+        shape, chunks = _sizes(meta["shape"]), _sizes(meta["chunks"])
+        steps = [*(meta.get("filters") or ()), *([meta["compressor"]] if meta.get("compressor") else [])]
+        text = _TEXT.get(steps[0]["id"], "") if steps and meta["dtype"] == "|O" else ""
+        dtype = np.dtype(meta["dtype"] if isinstance(meta["dtype"], str) else "V")
+        if dtype.kind == "O" and not text:
+            _refuse(where, "holds Python objects", "write it anew with anndata's write_zarr")
+        if dtype.kind not in "biufOSU":
+            _refuse(where, f"has dtype {meta['dtype']!r}", "only numbers, booleans and strings can be read")
+        _check_order(where, dtype.byteorder != ">", meta["order"] == "C" or sum(n > 1 for n in chunks) < 2)
+        filters = tuple(_filter(step["id"], step, where) for step in (steps[1:] if text else steps))
+        fill_value = _fill_value(meta.get("fill_value"), dtype)
+        separator = meta.get("dimension_separator", ".")
+        return _checked(Spec(shape, chunks, None, dtype, text, filters, fill_value, "", separator), where)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise _senseless(where, error) from error
+
+
+def parse_v3(meta: dict[str, Any], where: str) -> Spec:
+    """Return what the ``zarr.json`` of an array says; errors as of `parse_v2`."""
+    try:
+        if meta["zarr_format"] != 3:
+            _refuse(where, f"is of zarr format {meta['zarr_format']!r}", "only 2 and 3 can be read")
+        if meta.get("storage_transformers"):
+            _refuse(where, "has storage transformers", "write it anew without them")
+        grid, keys = meta["chunk_grid"], meta["chunk_key_encoding"]
+        if grid["name"] != "regular":
+            _refuse(where, f"has a chunk grid {grid['name']!r}", "write it anew with chunks of one shape")
+        dtype, text = _v3_dtype(meta["data_type"], where)
+        chunks, shards, index = _sizes(grid["configuration"]["chunk_shape"]), None, {}
+        steps = [(s["name"], s.get("configuration") or {}) for s in map(_named, meta["codecs"])]
+        steps = _without_transpose(steps, where)
+        if steps and steps[0][0] == "sharding_indexed":
+            if len(steps) > 1:
+                _refuse(
+                    where, f"encodes whole shards with {steps[1][0]!r}", "write it anew with that inside the shards"
+                )
+            configuration = steps[0][1]
+            shards, chunks = chunks, _sizes(configuration["chunk_shape"])
+            steps = [(s["name"], s.get("configuration") or {}) for s in map(_named, configuration["codecs"])]
+            steps, index = _without_transpose(steps, where), _shard_index(configuration, where)
+        filters = _v3_filters(steps, dtype, text, where)
+        if keys["name"] not in ("default", "v2"):
+            _refuse(where, f"names its chunks by {keys['name']!r}", "write it anew with the default names")
+        is_default = keys["name"] == "default"
+        separator = (keys.get("configuration") or {}).get("separator", "/" if is_default else ".")
+        fill_value = _fill_value(meta.get("fill_value"), dtype)
+        spec = Spec(
+            _sizes(meta["shape"]),
+            chunks,
+            shards,
+            dtype,
+            text,
+            filters,
+            fill_value,
+            "c" if is_default else "",
+            separator,
+            **index,
+        )
+        return _checked(spec, where)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise _senseless(where, error) from error
+
+
+def _senseless(where: str, error: Exception) -> Exception:
+    if isinstance(error, (StoreError, CorruptDataError)):  # both are ValueErrors
+        return error
+    words = f"there is no {error}" if isinstance(error, KeyError) else str(error).splitlines()[0].rstrip(".")
+    return CorruptDataError(f"{where}: its metadata makes no sense ({words}). Restore the store from its source.")
+
+
+def _refuse(where: str, what: str, cure: str) -> NoReturn:
+    raise StoreError(f"{where} {what}, which cannot be read here; {cure}.")
+
+
+def _check_order(where: str, is_little: bool, is_c: bool) -> None:
+    if not is_little:
+        _refuse(where, "is big-endian", "write it anew as little-endian, for example with .astype('<f4')")
+    if not is_c:
+        _refuse(where, "is stored transposed (Fortran order)", "write it anew with order='C'")
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in values):
+        raise ValueError(f"{values!r} is no shape")
+    return tuple(values)
+
+
+def _named(step: Any) -> dict[str, Any]:
+    """Return a codec's entry; version 3 allows its name alone."""
+    return {"name": step} if isinstance(step, str) else dict(step)
+
+
+def _without_transpose(steps: list[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
+    while steps and steps[0][0] == "transpose":
+        order = steps[0][1].get("order")
+        _check_order(where, is_little=True, is_c=order == "C" or order == list(range(len(order))))
+        steps = steps[1:]
+    return steps
+
+
+def _shard_index(configuration: dict[str, Any], where: str) -> dict[str, bool]:
+    names = [(s["name"], s.get("configuration") or {}) for s in map(_named, configuration["index_codecs"])]
+    kinds = [name for name, _ in names]
+    if kinds not in (["bytes"], ["bytes", "crc32c"]):
+        _refuse(where, f"encodes the index of its shards by {' + '.join(kinds)}", "write it anew with the default")
+    _check_order(where, is_little=names[0][1].get("endian", "little") == "little", is_c=True)
+    location = configuration.get("index_location", "end")
+    if location not in ("start", "end"):
+        raise ValueError(f"index_location is {location!r}")
+    return {"index_is_first": location == "start", "index_has_crc": "crc32c" in kinds}
+
+
+def _v3_dtype(name: Any, where: str) -> tuple[np.dtype[Any], str]:
+    """Return the dtype, and what kind of strings it is where it is one of any length."""
+    configuration = name.get("configuration") or {} if isinstance(name, dict) else {}
+    name = name["name"] if isinstance(name, dict) else name
+    if name in _NUMBERS:
+        return np.dtype(name), ""
+    if name in ("string", "variable_length_bytes"):
+        return np.dtype(object), _TEXT[name]
+    if name == "fixed_length_utf32":
+        return np.dtype(f"<U{int(configuration['length_bytes']) // 4}"), ""
+    if name == "null_terminated_bytes":
+        return np.dtype(f"S{int(configuration['length_bytes'])}"), ""
+    _refuse(where, f"has data type {name!r}", "only numbers, booleans and strings can be read")
+
+
+def _v3_filters(steps: list[tuple[str, Any]], dtype: np.dtype[Any], text: str, where: str) -> tuple[Filter, ...]:
+    if not steps:
+        raise ValueError("no codec makes bytes of it")
+    name, configuration = steps[0]
+    if name == "sharding_indexed":
+        _refuse(where, "has shards within shards", "write it anew with one level of shards")
+    if name != ("bytes" if not text else f"vlen-{text}"):
+        _refuse(where, f"is encoded with {name!r}", f"codecs that can be read are {', '.join(_FILTERS)}")
+    is_little = dtype.itemsize == 1 or text != "" or configuration["endian"] == "little"
+    _check_order(where, is_little=is_little, is_c=True)
+    return tuple(_filter(name.removeprefix("numcodecs."), configuration, where) for name, configuration in steps[1:])
+
+
+def _filter(name: str, configuration: dict[str, Any], where: str) -> Filter:
+    if name not in _FILTERS or configuration.get("location", "end") != "end":
+        _refuse(where, f"is encoded with {name!r}", f"codecs that can be read are {', '.join(_FILTERS)}")
+    return Filter(_FILTERS[name], (int(configuration.get("elementsize", 4)),) if name == "shuffle" else ())
+
+
+def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
+    if dtype.kind in "OSU":
+        return value if isinstance(value, str) else ""
+    if value is None:
+        return 0
+    if isinstance(value, str):
+        if value.startswith("0x"):
+            return np.array(int(value, 16), dtype=f"<u{dtype.itemsize}").view(dtype)[()]
+        value = _FLOATS[value]
+    return np.array(value).astype(dtype)[()]
+
+
+def _checked(spec: Spec, where: str) -> Spec:
+    shapes = [spec.chunk_shape, *([spec.shard_shape] if spec.shard_shape is not None else [])]
+    if any(len(s) != len(spec.shape) for s in shapes) or any(
+        c < 1 and n for s in shapes for c, n in zip(s, spec.shape, strict=True)
+    ):
+        raise ValueError(f"chunks of shape {spec.chunk_shape} do not fit an array of shape {spec.shape}")
+    if spec.shard_shape is not None and any(
+        c < 1 or s % c for s, c in zip(spec.shard_shape, spec.chunk_shape, strict=True)
+    ):
+        raise ValueError(f"shards of shape {spec.shard_shape} are not made of chunks of shape {spec.chunk_shape}")
+    if spec.separator not in ("/", "."):
+        raise ValueError(f"separator {spec.separator!r}")
+    if int(np.prod(spec.chunk_shape, dtype=object)) * spec.dtype.itemsize > MAX_NBYTES:
+        _refuse(where, f"has chunks of shape {spec.chunk_shape}", "a chunk may have 2 GB at most: write it anew")
+    return spec
+
+
+class Array:
+    """An array: attributes, shape, dtype, where its chunks lie; as h5py's data sets, as far as it is used here.
+
+    Parameters
+    ----------
+    tree, key
+        Where it lies.
+    attrs
+        Its attributes.
+    spec
+        Its metadata.
+    """
+
+    def __init__(self, tree: Tree, key: str, attrs: dict[str, Any], spec: Spec) -> None:
+        self._tree = tree
+        self._key = key
+        self.attrs = attrs
+        self.spec = spec
+        self.shape = spec.shape
+        self.dtype = spec.dtype
+
+    @property
+    def name(self) -> str:
+        """Its path in the store."""
+        return f"/{self._key}"
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, _: Any) -> NDArray[Any]:
+        return self.read()
+
+    def layout(self) -> ArrayLayout:
+        """Return where the chunks lie; its source is the caller's to close.
+
+        Raises
+        ------
+        StoreError
+            The elements have no place in a minibatch.
+        ReadError, CorruptDataError
+            A chunk lies outside its file, or the index of a shard is damaged.
+        """
+        check_dtype(f"{self._tree.name}: {self.name}", self.dtype)
+        return self._layout()
+
+    def read(self) -> NDArray[Any]:
+        """Return the whole array, in memory.
+
+        Raises
+        ------
+        ReadError, CorruptDataError
+            A chunk cannot be read or is damaged.
+        """
+        layout = self._layout()
+        try:
+            out = np.full(self.shape, self.spec.fill_value, dtype=self.dtype)
+            grid = _grid(self.shape, layout.chunk_shape)
+            for chunk in np.flatnonzero(layout.chunk_nbytes).tolist():
+                place = np.unravel_index(chunk, grid)
+                spans = tuple(slice(p * c, (p + 1) * c) for p, c in zip(place, layout.chunk_shape, strict=True))
+                part = out[spans]
+                part[...] = self._decode(layout, chunk)[tuple(slice(n) for n in part.shape)]
+            return out
+        finally:
+            if layout.source is not getattr(self._tree, "source", None):
+                layout.source.close()
+
+    def element(self) -> NDArray[Any]:
+        """Return the whole array, as a column."""
+        return self.read()
+
+    def _decode(self, layout: ArrayLayout, chunk: int) -> NDArray[Any]:
+        """Return one decoded chunk."""
+        offset, stored_nbytes = int(layout.chunk_offset[chunk]), int(layout.chunk_nbytes[chunk])
+        stored = np.empty(stored_nbytes, dtype=np.uint8)
+        path, at = layout.source.where_is(offset)
+        got = layout.source.read_into(stored, offset)
+        if got < stored_nbytes:
+            raise short_read(layout.source, self.name, offset, stored_nbytes, got)
+        n = layout.chunk_size
+        try:
+            full = -1 if self.spec.text else n * self.dtype.itemsize
+            plain = codecs.decode(self.spec.filters, 0, stored, full, self.dtype.itemsize)
+            values = _strings(plain, n, self.spec.text) if self.spec.text else plain.view(self.dtype)
+        except (codecs.DecodeError, ValueError) as error:
+            words = str(error).splitlines()[0].rstrip(".")
+            raise CorruptDataError(
+                f"{path}: chunk {chunk} of {self.name} at byte {at} is damaged: {words}. {RESTORE}"
+            ) from error
+        return values.reshape(layout.chunk_shape)
+
+    def _layout(self) -> ArrayLayout:
+        spec = self.spec
+        where = f"{self._tree.name}: {self.name}"
+        if not spec.shape:
+            raise StoreError(f"{where} has no dimensions; expected an array of cells or genes.")
+        chunk_shape = tuple(max(1, n) for n in spec.chunk_shape)
+        grid = _grid(spec.shape, chunk_shape)
+        source, files = self._tree.chunks(self._key)
+        try:
+            n_chunks = int(np.prod(grid, dtype=object))
+            if n_chunks > sum(n for _, n in files.values()) + (1 << 20):
+                raise CorruptDataError(f"{where} has {n_chunks} chunks, which its files cannot hold. {RESTORE}")
+            offset, nbytes = np.zeros(n_chunks, dtype=np.int64), np.zeros(n_chunks, dtype=np.int64)
+            per_file = tuple(s // c for s, c in zip(spec.shard_shape or chunk_shape, chunk_shape, strict=True))
+            for place, first, size in self._found(files, _grid(grid, per_file)):
+                if spec.shard_shape is None:
+                    chunk = int(np.ravel_multi_index(place, grid))
+                    offset[chunk], nbytes[chunk] = first, size
+                    _check_sizes(source, self.name, spec, np.array([first]), np.array([size]))
+                else:
+                    self._add_shard(source, place, per_file, grid, first, size, offset, nbytes)
+        except BaseException:
+            if source is not getattr(self._tree, "source", None):
+                source.close()
+            raise
+        fill_value = 0.0 if spec.dtype.kind in "OSU" else float(spec.fill_value)
+        mask = np.zeros(n_chunks, dtype=np.uint32)
+        return ArrayLayout(
+            source, self.name, spec.shape, spec.dtype, chunk_shape, offset, nbytes, mask, spec.filters, fill_value
+        )
+
+    def _found(self, files: dict[str, tuple[int, int]], grid: Sequence[int]) -> list[tuple[tuple[int, ...], int, int]]:
+        """Return place in the grid, first byte and size of every chunk or shard file; others do not belong here."""
+        spec = self.spec
+        prefix = f"{spec.prefix}{spec.separator}" if spec.prefix else ""
+        found = []
+        for key, (first, size) in files.items():
+            parts = key.removeprefix(prefix).split(spec.separator)
+            is_one = key.startswith(prefix) and all(map(_NUMBER.fullmatch, parts)) and len(parts) == len(grid)
+            if is_one and all(int(p) < n for p, n in zip(parts, grid, strict=True)):
+                found.append((tuple(map(int, parts)), first, size))
+        return found
+
+    def _add_shard(
+        self,
+        source: Source,
+        place: tuple[int, ...],
+        per_file: tuple[int, ...],
+        grid: tuple[int, ...],
+        first: int,
+        size: int,
+        offset: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+    ) -> None:
+        """Enter the chunks of a shard."""
+        entries = self._read_index(source, int(np.prod(per_file, dtype=object)), first, size)
+        inside = np.stack(np.unravel_index(np.arange(entries.shape[0]), per_file)) + (
+            np.array(place) * np.array(per_file)
+        ).reshape(-1, 1)
+        is_there = (entries != _ABSENT).all(axis=1) & (inside < np.array(grid).reshape(-1, 1)).all(axis=0)
+        chunks, found = np.ravel_multi_index(tuple(inside[:, is_there]), grid), entries[is_there]
+        if np.any(found > np.uint64(size)) or np.any(found.sum(axis=1) > np.uint64(size)):
+            path, _ = source.where_is(first)
+            end = max(map(sum, found.tolist()))
+            raise ReadError(
+                f"{path}: a chunk of {self.name} should reach byte {end} but the shard has {size}. Was it truncated?"
+            )
+        places = found.astype(np.int64)
+        offset[chunks], nbytes[chunks] = places[:, 0] + first, places[:, 1]
+        _check_sizes(source, self.name, self.spec, offset[chunks], nbytes[chunks])
+
+    def _read_index(self, source: Source, n: int, first: int, size: int) -> NDArray[np.uint64]:
+        """Return (offset, nbytes) of each chunk of a shard: (n, 2)."""
+        path, _ = source.where_is(first)
+        wanted = 16 * n + 4 * self.spec.index_has_crc
+        if wanted > size:
+            raise ReadError(
+                f"{path}: the index of this shard of {self.name} should have {wanted} bytes but the shard has {size}. "
+                "Was it truncated?"
+            )
+        raw = np.empty(wanted, dtype=np.uint8)
+        if source.read_into(raw, first if self.spec.index_is_first else first + size - wanted) < wanted:
+            raise ReadError(f"{path}: the index of this shard of {self.name} cannot be read whole. Was it truncated?")
+        if self.spec.index_has_crc and int(raw[-4:].view("<u4")[0]) != crc32c(raw, 0, 16 * n):
+            raise CorruptDataError(
+                f"{path}: the index of this shard of {self.name} is damaged: its crc32c checksum does not match. "
+                f"{RESTORE}"
+            )
+        return raw[: 16 * n].view("<u8").reshape(n, 2)
+
+
+def _grid(shape: Sequence[int], chunk_shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
+
+
+def _check_sizes(source: Source, name: str, spec: Spec, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
+    """Raise CorruptDataError where a chunk that is there is empty, or cannot be what it is said to be."""
+    full = int(np.prod(spec.chunk_shape, dtype=object)) * spec.dtype.itemsize
+    is_bad = (nbytes < 1) if spec.filters or spec.text else (nbytes != full)
+    if is_bad.any():
+        at = int(np.argmax(is_bad))
+        path, byte = source.where_is(int(offset[at]))
+        wanted = "some" if spec.filters or spec.text else str(full)
+        raise CorruptDataError(
+            f"{path}: a chunk of {name} at byte {byte} has {nbytes[at]} bytes; expected {wanted}. Was it truncated?"
+        )
+
+
+def _strings(plain: NDArray[np.uint8], n: int, kind: str) -> NDArray[np.object_]:
+    """Return the strings of a chunk: their number, then each after its length, all int32, little-endian."""
+    raw = plain.tobytes()
+    if len(raw) < 4 or int.from_bytes(raw[:4], "little") != n:
+        raise ValueError("it does not begin with the number of its strings")
+    out, at = np.empty(n, dtype=object), 4
+    for i in range(n):
+        length = int.from_bytes(raw[at : at + 4], "little")
+        part = raw[at + 4 : at + 4 + length]
+        if at + 4 > len(raw) or len(part) < length:
+            raise ValueError(f"its string {i} is cut off")
+        out[i] = part.decode() if kind == "utf8" else part
+        at += 4 + length
+    return out

@@ -1,0 +1,305 @@
+"""What lies where in a zarr store: a tree of files in a folder or a zip file, and the groups and arrays that it holds.
+
+The nodes offer what h5py's do, as far as AnnData's layout needs it, so that one reader serves both. Consolidated
+metadata is not looked at: it may be stale, and each node has its own.
+
+References
+----------
+.. [1] Zarr core specification version 3, doi:10.5281/zenodo.7319826 ("Metadata", "Stores"); version 2 ("Hierarchies").
+.. [2] PKWARE, ".ZIP File Format Specification" 6.3.10 (local file header; central directory).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zipfile
+import zlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from gpuload.errors import CorruptDataError, ReadError, StoreError
+from gpuload.folder_source import FolderSource
+from gpuload.source import FileSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpuload.formats.zarr_arrays import Array
+    from gpuload.types import Source
+
+METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
+
+_ENCODINGS = {
+    "categorical": ("codes", "categories"),
+    "nullable-integer": ("values", "mask"),
+    "nullable-boolean": ("values", "mask"),
+    "nullable-string-array": ("values", "mask"),
+}
+"""The arrays of groups that are one column, by the encoding that anndata notes."""
+
+_LOCAL_HEADER, _LOCAL_NBYTES = b"PK\x03\x04", 30
+
+
+class Tree(Protocol):
+    """Files by their keys, which are paths with slashes relative to the store's root."""
+
+    @property
+    def name(self) -> str:
+        """What errors call the store."""
+
+    def read(self, key: str) -> bytes | None:
+        """Return a small file's bytes, or None where there is none."""
+
+    def children(self, key: str) -> list[str]:
+        """Return the names of the folders in a folder, in order."""
+
+    def chunks(self, key: str) -> tuple[Source, dict[str, tuple[int, int]]]:
+        """Return the source of an array's chunk files, and the place and size in it of each, by its key within."""
+
+
+class FolderTree:
+    """A store in a folder.
+
+    Parameters
+    ----------
+    path
+        The folder.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+
+    def read(self, key: str) -> bytes | None:
+        """Return a file's bytes; see `Tree.read`."""
+        path = os.path.join(self.name, key)
+        try:
+            with open(path, "rb") as file:
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise ReadError(f"{path}: cannot be read: {error.strerror}. Check its permissions.") from error
+
+    def children(self, key: str) -> list[str]:
+        """Return the folders in a folder; see `Tree.children`."""
+        try:
+            with os.scandir(os.path.join(self.name, key)) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except OSError as error:
+            raise ReadError(f"{os.path.join(self.name, key)}: cannot be listed: {error.strerror}.") from error
+
+    def chunks(self, key: str) -> tuple[Source, dict[str, tuple[int, int]]]:
+        """Return a source of an array's files alone; see `Tree.chunks`."""
+        found = list(_walk(os.path.join(self.name, key), ""))
+        nbytes, stamps = (np.array([f[i] for f in found], dtype=np.int64) for i in (1, 2))
+        source = FolderSource(self.name, [f"{key}/{f[0]}" for f in found], nbytes, stamps)
+        return source, {f[0]: (int(base), f[1]) for f, base in zip(found, source.base, strict=True)}
+
+
+def _walk(folder: str, prefix: str) -> Iterator[tuple[str, int, int]]:
+    """Yield name, size and time of change of all files below a folder, but for metadata."""
+    try:
+        with os.scandir(folder) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.is_dir():
+                    yield from _walk(entry.path, f"{prefix}{entry.name}/")
+                elif entry.name not in METADATA:
+                    status = entry.stat()
+                    yield prefix + entry.name, status.st_size, status.st_mtime_ns
+    except OSError as error:
+        raise ReadError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
+
+
+class ZipTree:
+    """A store in a zip file, whose members are not compressed by zip itself.
+
+    Parameters
+    ----------
+    path
+        The file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+        self.source = FileSource(path)
+        try:
+            with os.fdopen(os.dup(self.source.fileno()), "rb") as file, zipfile.ZipFile(file) as archive:
+                infos = archive.infolist()
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error, EOFError) as error:
+            self.source.close()
+            raise CorruptDataError(
+                f"{path}: its zip directory cannot be read ({str(error).rstrip('.')}). Was the file truncated?"
+            ) from error
+        self._members = {info.filename: info for info in infos if not info.is_dir()}  # of two, the last counts
+
+    def read(self, key: str) -> bytes | None:
+        """Return a member's bytes; see `Tree.read`."""
+        info = self._members.get(key)
+        if info is None:
+            return None
+        start, nbytes = self._place(info)
+        out = np.empty(nbytes, dtype=np.uint8)
+        if self.source.read_into(out, start) < nbytes or zlib.crc32(out) != info.CRC:
+            raise CorruptDataError(f"{self.name}: {key} is damaged: its zip checksum does not match. Restore the file.")
+        return out.tobytes()
+
+    def children(self, key: str) -> list[str]:
+        """Return the folders in a folder; see `Tree.children`."""
+        prefix = f"{key}/" if key else ""
+        rest = (name[len(prefix) :] for name in self._members if name.startswith(prefix))
+        return sorted({name.partition("/")[0] for name in rest if "/" in name})
+
+    def chunks(self, key: str) -> tuple[Source, dict[str, tuple[int, int]]]:
+        """Return the zip file, and the places of an array's chunks in it; see `Tree.chunks`."""
+        prefix = f"{key}/"
+        chosen = [i for n, i in self._members.items() if n.startswith(prefix) and n.rpartition("/")[2] not in METADATA]
+        return self.source, {info.filename[len(prefix) :]: self._place(info) for info in chosen}
+
+    def _place(self, info: zipfile.ZipInfo) -> tuple[int, int]:
+        """Return where a member's bytes lie."""
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            how = "encrypted" if info.flag_bits & 1 else "compressed by zip"
+            raise StoreError(
+                f"{self.name}: {info.filename} is {how}; a zip store's members must be stored as they are: unpack it, "
+                "or pack it again with zip -0."
+            )
+        head = np.empty(_LOCAL_NBYTES, dtype=np.uint8)
+        if self.source.read_into(head, info.header_offset) < head.size or head[:4].tobytes() != _LOCAL_HEADER:
+            raise CorruptDataError(
+                f"{self.name}: {info.filename} does not begin where the zip directory says. Restore "
+                "the file from its source."
+            )
+        start = info.header_offset + _LOCAL_NBYTES + sum(struct.unpack_from("<HH", head.tobytes(), 26))
+        if info.file_size != info.compress_size or start + info.file_size > self.source.nbytes:
+            raise ReadError(
+                f"{self.name}: {info.filename} should reach byte {start + info.file_size} but the file ends at byte "
+                f"{self.source.nbytes}. Was it truncated?"
+            )
+        return start, info.file_size
+
+
+class Group:
+    """A group: attributes, and members by name or path; as h5py's, as far as it is used here.
+
+    Parameters
+    ----------
+    tree, key
+        Where it lies.
+    attrs
+        Its attributes.
+    """
+
+    def __init__(self, tree: Tree, key: str, attrs: dict[str, Any]) -> None:
+        self._tree = tree
+        self._key = key
+        self.attrs = attrs
+
+    @property
+    def name(self) -> str:
+        """Its path in the store."""
+        return f"/{self._key}"
+
+    @property
+    def file(self) -> Group:
+        """Itself: in zarr the categories of an old column are named from the frame on."""
+        return self
+
+    def keys(self) -> list[str]:
+        """Return the names of its members."""
+        names = self._tree.children(self._key)
+        return [name for name in names if any(self._tree.read(f"{self._path(name)}/{m}") for m in METADATA[:3])]
+
+    def get(self, path: str, default: Any = None) -> Group | Array | Any:
+        """Return a member, or the default where there is none."""
+        found = open_node(self._tree, self._path(path.strip("/")))
+        return default if found is None else found
+
+    def __getitem__(self, path: str) -> Any:
+        found = self.get(path)
+        if found is None:
+            raise KeyError(path)
+        return found
+
+    def __contains__(self, path: str) -> bool:
+        return any(self._tree.read(f"{self._path(path)}/{name}") is not None for name in METADATA[:3])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def element(self) -> Any:
+        """Return what anndata encoded in this group: categories, or values some of which are missing.
+
+        Raises
+        ------
+        StoreError
+            It is something else.
+        """
+        import pandas as pd
+
+        encoding = self.attrs.get("encoding-type")
+        parts = {name: self.get(name) for name in _ENCODINGS.get(encoding, ())}
+        if not parts or any(not hasattr(part, "read") for part in parts.values()):
+            raise StoreError(
+                f"{self._tree.name}: {self.name} is encoded as {encoding!r}; expected categories, numbers, booleans or "
+                "strings."
+            )
+        first, second = (part.read() for part in parts.values())
+        if encoding == "categorical":
+            return pd.Categorical.from_codes(first, second, ordered=bool(self.attrs.get("ordered", False)))
+        if encoding == "nullable-integer":
+            return pd.arrays.IntegerArray(first, second)
+        if encoding == "nullable-boolean":
+            return pd.arrays.BooleanArray(first, second)
+        first[second] = None
+        return first
+
+    def _path(self, path: str) -> str:
+        return f"{self._key}/{path}" if self._key else path
+
+
+def open_node(tree: Tree, key: str) -> Group | Array | None:
+    """Return the group or array at a key, or None where there is none.
+
+    Raises
+    ------
+    StoreError
+        An array that cannot be read.
+    CorruptDataError
+        Its metadata is damaged.
+    """
+    from gpuload.formats.zarr_arrays import Array, parse_v2, parse_v3
+
+    prefix = f"{key}/" if key else ""
+    where = f"{tree.name}: /{key}"
+    meta = _read_json(tree, f"{prefix}zarr.json")
+    if meta is not None:
+        attrs = meta.get("attributes") or {}
+        if meta.get("node_type") == "array":
+            return Array(tree, key, attrs, parse_v3(meta, where))
+        if meta.get("node_type") != "group" or not isinstance(attrs, dict):
+            raise CorruptDataError(f"{where}: its zarr.json describes neither a group nor an array. Restore the store.")
+        return Group(tree, key, attrs)
+    attrs = _read_json(tree, f"{prefix}.zattrs") or {}
+    meta = _read_json(tree, f"{prefix}.zarray")
+    if meta is not None:
+        return Array(tree, key, attrs, parse_v2(meta, where))
+    return Group(tree, key, attrs) if _read_json(tree, f"{prefix}.zgroup") is not None else None
+
+
+def _read_json(tree: Tree, key: str) -> dict[str, Any] | None:
+    raw = tree.read(key)
+    if raw is None:
+        return None
+    try:
+        meta = json.loads(raw)
+    except ValueError as error:
+        raise CorruptDataError(
+            f"{tree.name}: {key} is no JSON ({str(error).splitlines()[0].rstrip('.')}). Restore the store from its "
+            "source."
+        ) from error
+    if not isinstance(meta, dict):
+        raise CorruptDataError(f"{tree.name}: {key} holds no JSON object. Restore the store from its source.")
+    return meta

@@ -1,0 +1,351 @@
+"""Which cells are wanted, as a short expression over columns of obs: ``"cell_type == 'T cell' and pct_mito < 0.1"``.
+
+The expression is parsed as Python and walked: only comparisons, and/or/not, in, parentheses, literals, names of columns
+and isna/notna are known, so nothing in it is ever run. X is not read.
+
+Missing values compare as in pandas: equal to nothing, unlike everything, neither above nor below.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.dealing import Column
+
+MAX_LENGTH = 100_000
+"""Characters of an expression; a list of more values is better given as `Subset` of a mask."""
+
+SLICE = 1 << 20
+"""Cells that are compared at one time, so that what is made on the way stays small."""
+
+_COMPARE: dict[type[ast.cmpop], tuple[str, Callable[[Any, Any], Any]]] = {
+    ast.Eq: ("==", operator.eq),
+    ast.NotEq: ("!=", operator.ne),
+    ast.Lt: ("<", operator.lt),
+    ast.LtE: ("<=", operator.le),
+    ast.Gt: (">", operator.gt),
+    ast.GtE: (">=", operator.ge),
+}
+_MIRRORED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.Gt,
+    ast.Gt: ast.Lt,
+    ast.LtE: ast.GtE,
+    ast.GtE: ast.LtE,
+}
+_WORDS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|`([^`]*)`""")
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A parsed expression.
+
+    Attributes
+    ----------
+    text
+        As given.
+    columns
+        Those that it names.
+    tree
+        Its syntax.
+    names
+        What stands for names in backticks.
+    """
+
+    text: str
+    columns: tuple[str, ...]
+    tree: ast.expr
+    names: Mapping[str, str]
+
+    def mask(self, obs: Mapping[str, Column]) -> NDArray[np.bool_]:
+        """Return which cells it holds for.
+
+        Parameters
+        ----------
+        obs
+            Columns by name, those of `columns` among them, over all cells.
+
+        Returns
+        -------
+        (n_obs,) bool
+
+        Raises
+        ------
+        PlanError
+            A value is compared with a column that cannot hold it, no cell has a category that is named, or no cell is
+            left.
+        """
+        test = _Compiler(self, obs).test(self.tree)
+        n_rows = next(iter(obs.values())).values.size
+        mask = np.empty(n_rows, dtype=bool)
+        for start in range(0, n_rows, SLICE):
+            rows = slice(start, min(start + SLICE, n_rows))
+            mask[rows] = test(rows)
+        if not mask.any():
+            raise PlanError(f"where={self.text!r}: it holds for none of the {n_rows} cells; loosen it.")
+        return mask
+
+
+def parse(text: Any) -> Where:
+    """Parse an expression; nothing is opened yet.
+
+    Parameters
+    ----------
+    text
+        Columns are named plainly, or in backticks where their name is no Python name (```pct mito```); text is quoted.
+
+    Raises
+    ------
+    PlanError
+        It is no such expression.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise PlanError(
+            f"where={text!r}: expected an expression over columns of obs, for example "
+            "where=\"cell_type == 'T cell' and pct_mito < 0.1\"."
+        )
+    if len(text) > MAX_LENGTH:
+        raise PlanError(f"where: {len(text)} characters; at most {MAX_LENGTH} are read. Give sampler=Subset(mask).")
+    names: dict[str, str] = {}
+
+    def put(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
+        word = f"_column_{len(names)}_"
+        names[word] = match[1]
+        return word
+
+    try:
+        tree = ast.parse(_WORDS.sub(put, text.strip()).replace("\n", " "), mode="eval").body
+        where = Where(text, (), tree, names)
+        columns = tuple(dict.fromkeys(_check(tree, where)))
+    except (SyntaxError, ValueError, MemoryError) as error:
+        if isinstance(error, PlanError):
+            raise
+        reason = getattr(error, "msg", None) or type(error).__name__
+        raise PlanError(f"where={text!r:.200}: it cannot be read as an expression ({reason}).") from error
+    except RecursionError as error:
+        raise PlanError(f"where={text!r:.200}: it is nested too deeply; give sampler=Subset(mask).") from error
+    if not columns:
+        raise PlanError(f"where={text!r}: it names no column of obs.")
+    return Where(text, columns, tree, names)
+
+
+def _check(node: ast.expr, where: Where) -> Iterator[str]:
+    """Yield the columns under a node that is to be true or false; refuse what is not known."""
+    if isinstance(node, ast.BoolOp):
+        for value in node.values:
+            yield from _check(value, where)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield from _check(node.operand, where)
+    elif isinstance(node, ast.Compare):
+        yield from _check_comparison(node, where)
+    elif isinstance(node, ast.Call) and _call_name(node) in ("isna", "notna"):
+        if len(node.args) != 1 or node.keywords or not isinstance(node.args[0], ast.Name):
+            raise _refusal(where, node, "takes the name of one column")
+        yield where.names.get(node.args[0].id, node.args[0].id)
+    elif isinstance(node, ast.Name):
+        yield where.names.get(node.id, node.id)
+    elif _is_of_bits(node):
+        raise _refusal(where, node, "is not known; write and, or, not")
+    else:
+        raise _refusal(where, node, "is not known; known are comparisons, and, or, not, in, isna() and notna()")
+
+
+def _check_comparison(node: ast.Compare, where: Where) -> Iterator[str]:
+    sides = [node.left, *node.comparators]
+    lists = [right for op, right in zip(node.ops, node.comparators, strict=True) if isinstance(op, ast.In | ast.NotIn)]
+    for side in sides:
+        if not isinstance(side, ast.Name) and side not in lists and not isinstance(node.ops[0], ast.Is | ast.IsNot):
+            _literal(side, where)
+    for left, op, right in zip(sides, node.ops, sides[1:], strict=False):
+        if isinstance(op, ast.In | ast.NotIn):
+            if not isinstance(left, ast.Name) or not isinstance(right, ast.List | ast.Tuple | ast.Set):
+                raise _refusal(where, node, "is not known; write column in ['one', 'two']")
+            for value in right.elts:
+                _literal(value, where)
+        elif type(op) not in _COMPARE:
+            raise _refusal(where, node, "is not known; write isna(column) or notna(column)")
+        elif not isinstance(left, ast.Name) and not isinstance(right, ast.Name):
+            raise _refusal(where, node, "compares no column")
+    for side in sides:
+        if isinstance(side, ast.Name):
+            yield where.names.get(side.id, side.id)
+
+
+def _literal(node: ast.expr, where: Where) -> Any:
+    """Return the value of a text, number or boolean."""
+    sign = 1
+    inner = node
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        sign, inner = -1 if isinstance(node.op, ast.USub) else 1, node.operand
+    if isinstance(inner, ast.Constant) and isinstance(inner.value, bool | int | float | str):
+        if sign == 1 and inner is node:
+            return inner.value
+        if isinstance(inner.value, int | float) and not isinstance(inner.value, bool):
+            return sign * inner.value
+    if _is_of_bits(inner):
+        raise _refusal(where, node, "is not known; write and, or, not")
+    if isinstance(inner, ast.Constant) and inner.value is None:
+        raise _refusal(where, node, "is not known; write isna(column)")
+    raise _refusal(where, node, "is not known; compare with text in quotes, a number, True or False")
+
+
+def _is_of_bits(node: ast.expr) -> bool:
+    """Return whether a node is one of the operators that pandas users write for and, or, not."""
+    return isinstance(node, ast.BinOp | ast.UnaryOp) and isinstance(node.op, ast.BitAnd | ast.BitOr | ast.Invert)
+
+
+def _call_name(node: ast.Call) -> str:
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def _refusal(where: Where, node: ast.expr, what: str) -> PlanError:
+    return PlanError(f"where={where.text!r:.200}: {_shown(node, where)!r:.100} {what}.")
+
+
+def _shown(node: ast.expr, where: Where) -> str:
+    text = ast.unparse(node)
+    for word, name in where.names.items():
+        text = text.replace(word, f"`{name}`")
+    return text
+
+
+class _Compiler:
+    """Turns a checked tree and columns into a test of a slice of the cells."""
+
+    def __init__(self, where: Where, obs: Mapping[str, Column]) -> None:
+        self._where = where
+        self._obs = obs
+
+    def test(self, node: ast.expr) -> Callable[[slice], NDArray[np.bool_]]:
+        if isinstance(node, ast.BoolOp):
+            parts = [self.test(value) for value in node.values]
+            join = np.logical_and if isinstance(node.op, ast.And) else np.logical_or
+            return lambda rows: join.reduce([part(rows) for part in parts])
+        if isinstance(node, ast.UnaryOp):
+            inner = self.test(node.operand)
+            return lambda rows: ~inner(rows)
+        if isinstance(node, ast.Call):
+            column = self._column(node.args[0])[1]
+            is_wanted = _call_name(node) == "isna"
+            return lambda rows: _is_missing(column, rows) == is_wanted
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            steps = [self._step(a, op, b, node) for a, op, b in zip(sides, node.ops, sides[1:], strict=False)]
+            return lambda rows: np.logical_and.reduce([step(rows) for step in steps])
+        return self._truth(node)
+
+    def _column(self, node: ast.expr) -> tuple[str, Column]:
+        assert isinstance(node, ast.Name)  # noqa: S101 - narrows the type; checked when it was parsed
+        name = self._where.names.get(node.id, node.id)
+        return name, self._obs[name]
+
+    def _truth(self, node: ast.expr) -> Callable[[slice], NDArray[np.bool_]]:
+        name, column = self._column(node)
+        if not _kind(column) == "booleans":
+            raise PlanError(
+                f"where={self._where.text!r:.200}: column {name!r} holds {_kind(column)}, so it is neither true nor "
+                "false; compare it with a value."
+            )
+        return self._lookup(column, operator.eq, True)
+
+    def _step(
+        self, left: ast.expr, op: ast.cmpop, right: ast.expr, node: ast.expr
+    ) -> Callable[[slice], NDArray[np.bool_]]:
+        if isinstance(op, ast.In | ast.NotIn):
+            assert isinstance(right, ast.List | ast.Tuple | ast.Set)  # noqa: S101 - checked when it was parsed
+            name, column = self._column(left)
+            values = [_literal(value, self._where) for value in right.elts]
+            for value in values:
+                self._check_value(name, column, value, "==")
+            is_in = isinstance(op, ast.In)
+            return self._lookup(column, lambda found, wanted: _is_in(found, wanted) == is_in, values)
+        if isinstance(left, ast.Name) and isinstance(right, ast.Name):
+            return self._two_columns(left, op, right, node)
+        if isinstance(right, ast.Name):
+            left, op, right = right, _MIRRORED.get(type(op), type(op))(), left
+        sign, compare = _COMPARE[type(op)]
+        name, column = self._column(left)
+        value = _literal(right, self._where)
+        self._check_value(name, column, value, sign)
+        return self._lookup(column, compare, value)
+
+    def _two_columns(
+        self, left: ast.expr, op: ast.cmpop, right: ast.expr, node: ast.expr
+    ) -> Callable[[slice], NDArray[np.bool_]]:
+        (_, one), (_, two) = self._column(left), self._column(right)
+        if one.categories is not None or two.categories is not None:
+            raise _refusal(self._where, node, "compares two columns that are not both numbers")
+        compare = _COMPARE[type(op)][1]
+        return lambda rows: np.asarray(compare(one.values[rows], two.values[rows]))
+
+    def _check_value(self, name: str, column: Column, value: Any, sign: str) -> None:
+        """Refuse a value that a column cannot hold, or that no cell has."""
+        where = f"where={self._where.text!r:.200}: column {name!r} holds {_kind(column)}"
+        kind = "text" if isinstance(value, str) else "a boolean" if isinstance(value, bool) else "a number"
+        fits = {"text": "text", "a boolean": "booleans", "a number": "numbers"}[kind] == _kind(column)
+        if not fits and not (_kind(column) == "booleans" and value in (0, 1) and kind == "a number"):
+            raise PlanError(f"{where}, and {value!r} is {kind}.")
+        if isinstance(value, str) and sign not in ("==", "!="):
+            raise PlanError(f"{where}, which has no order; use ==, != or in.")
+        known = None if column.categories is None or kind != "text" else [str(c) for c in column.categories]
+        if known is not None and value not in known:
+            near = get_close_matches(value, known, 1)
+            guess = f"did you mean {near[0]!r}?" if near else f"it has {_listing(known)}."
+            raise PlanError(f"{where}, but not {value!r}; {guess}")
+
+    @staticmethod
+    def _lookup(column: Column, compare: Callable[[Any, Any], Any], value: Any) -> Callable[[slice], NDArray[np.bool_]]:
+        """Compare numbers as they are, and the categories once."""
+        values = column.values
+        if column.categories is None:
+            return lambda rows: np.asarray(compare(values[rows], value), dtype=bool)
+        is_text = _kind(column) == "text"
+        table = [bool(compare(str(c) if is_text else c, value)) for c in column.categories]
+        lookup = np.array([*table, bool(compare(float("nan"), value))])
+        return lambda rows: lookup[values[rows]]
+
+
+def _is_in(found: Any, wanted: list[Any]) -> Any:
+    """Return whether values, or one category, are among others; as often as == says so."""
+    if not isinstance(found, np.ndarray):
+        return any(found == value for value in wanted)
+    if found.dtype.kind in "iub":
+        return np.isin(found, wanted)
+    return np.logical_or.reduce([np.zeros(found.size, dtype=bool), *(found == value for value in wanted)])
+
+
+def _is_missing(column: Column, rows: slice) -> NDArray[np.bool_]:
+    values = column.values[rows]
+    if column.categories is not None:
+        return np.asarray(values < 0)
+    return np.isnan(values) if values.dtype.kind == "f" else np.zeros(values.size, dtype=bool)
+
+
+def _kind(column: Column) -> str:
+    """Return what a column holds, in a word."""
+    if column.categories is None:
+        return "booleans" if column.values.dtype.kind == "b" else "numbers"
+    kinds = {type(c) for c in column.categories}
+    if kinds and all(issubclass(k, bool | np.bool_) for k in kinds):
+        return "booleans"
+    return "numbers" if kinds and all(issubclass(k, int | float | np.number) for k in kinds) else "text"
+
+
+def _listing(names: Sequence[str], at_most: int = 20) -> str:
+    shown = ", ".join(repr(n) for n in names[:at_most]) or "no categories"
+    return shown if len(names) <= at_most else f"{shown} and {len(names) - at_most} more"

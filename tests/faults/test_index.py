@@ -1,0 +1,346 @@
+"""What is kept of a file to open it faster changes nothing but the time, whatever becomes of it or of the file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import pytest
+
+import gpuload
+from gpuload.formats import hdf5, index, open_store
+from gpuload.source import FileSource
+from tests.writers import counts, write_csr, write_h5ad, write_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.conftest import StoreVariant
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+YEAR_2020_NS = 1_577_836_800 * 10**9
+
+
+@pytest.fixture(autouse=True)
+def _small_files_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hdf5, "MIN_CHUNKS", 1)
+    monkeypatch.setattr(hdf5, "MIN_ROWS", 1)
+    monkeypatch.delenv("GPULOAD_INDEX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the arrays whose chunks were looked for in a file itself."""
+    found: list[str] = []
+    find = hdf5._find_chunks
+
+    def record(stored: Any, *rest: Any) -> Any:
+        found.append(stored.name)
+        return find(stored, *rest)
+
+    monkeypatch.setattr(hdf5, "_find_chunks", record)
+    return found
+
+
+def settle(path: Path) -> Path:
+    """Make a file as old as data usually are."""
+    os.utime(path, ns=(YEAR_2020_NS, YEAR_2020_NS))
+    return path
+
+
+def beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.gpuload-index")
+
+
+def made(folder: Path, seed: int = 0, name: str = "cells.h5ad") -> Path:
+    write_plain(folder / name, seed=seed)
+    return settle(folder / name)
+
+
+def values(path: Path, layer: str = "X") -> np.ndarray:
+    with gpuload.open_loader(path, layer=layer, shuffle=False, batch_size=1000) as loader:
+        return np.concatenate([np.empty((0, loader.n_vars), np.float32), *(batch.X for batch in loader)])
+
+
+VARIANTS = [
+    "csr-gzip4-shuffle",
+    "csr-filter-masks",
+    "csr-absent-chunks-3",
+    "csr-indptr-gzip-i8",
+    "csr-all-empty",
+    "csr-userblock-512",
+    "csr-0x53",
+    "csr-1x1",
+    "csr-libver-latest",
+    "csr-contiguous",
+    "csr-old-compound",
+    "dense-gzip4-shuffle-tiles",
+    "dense-absent-chunks-3",
+    "dense-resized",
+    "layer-csr",
+    "raw",
+]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_form_reads_the_same(name: str, store_variant: StoreVariant, tmp_path: Path, searched: list[str]) -> None:
+    stored = store_variant(name)
+    path = tmp_path / "cells.h5ad"
+    shutil.copyfile(stored.path, path)
+    settle(path)
+    for _ in range(3):
+        np.testing.assert_array_equal(values(path, stored.layer), stored.dense)
+    assert beside(path).exists() == (bool(searched) or name == "csr-contiguous")
+    assert len(searched) == len(set(searched)), "the second opening searched again"
+
+
+def test_layers_share_an_index(store_variant: StoreVariant, tmp_path: Path, searched: list[str]) -> None:
+    stored, path = store_variant("layer-csr"), tmp_path / "cells.h5ad"
+    shutil.copyfile(stored.path, path)
+    settle(path)
+    expected = {layer: values(path, layer) for layer in ("X", "spliced", "scaled")}
+    searched.clear()
+    for layer, X in expected.items():
+        np.testing.assert_array_equal(values(path, layer), X)
+    assert not searched
+
+
+@pytest.mark.parametrize("setting", ["folder", "off", "read-only"])
+def test_where_it_lies(setting: str, tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = made(tmp_path)
+    if setting != "read-only":
+        monkeypatch.setenv("GPULOAD_INDEX", "off" if setting == "off" else str(tmp_path / "kept"))
+    else:
+        publish = index._publish
+        monkeypatch.setattr(index, "_publish", lambda place, content: "cache" in place and publish(place, content))
+    for _ in range(2):
+        np.testing.assert_array_equal(values(path), counts().toarray())
+    assert not beside(path).exists()
+    place = {"folder": tmp_path / "kept", "off": None, "read-only": tmp_path / "cache" / "gpuload"}[setting]
+    assert len(searched) == (4 if place is None else 2)
+    if place is not None:
+        assert [p.suffix for p in place.iterdir()] == [".gpuload-index"]
+
+
+def test_nowhere_to_write(tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = made(tmp_path)
+
+    def refuse(*args: Any) -> None:
+        raise PermissionError(13, "no")
+
+    monkeypatch.setattr(index.os, "replace", refuse)
+    for _ in range(2):
+        np.testing.assert_array_equal(values(path), counts().toarray())
+    assert len(searched) == 4
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path], "a part was left behind"
+
+
+def test_no_index_of_small_files_and_of_files_just_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = made(tmp_path)
+    os.utime(path)
+    values(path)
+    assert not beside(path).exists()
+    settle(path)
+    monkeypatch.undo()
+    values(path)
+    assert not beside(path).exists()
+
+
+def another(path: Path) -> None:
+    """Put another matrix in place, in a file of another size."""
+    write_plain(path, seed=1)
+
+
+def same_size(path: Path) -> None:
+    """Move the stored chunks about, so that size and both ends of the file stay as they are."""
+    with h5py.File(path) as file:
+        spans = [file["X/data"].id.get_chunk_info(k) for k in range(2)]
+    raw = bytearray(path.read_bytes())
+    for span in spans:
+        raw[span.byte_offset : span.byte_offset + span.size] = bytes(span.size)
+    path.write_bytes(raw)
+
+
+def test_a_file_that_was_replaced(tmp_path: Path, searched: list[str]) -> None:
+    path = made(tmp_path)
+    values(path)
+    another(path)
+    np.testing.assert_array_equal(values(path), counts(seed=1).toarray())  # just written: read without an index
+    settle(path)
+    np.testing.assert_array_equal(values(path), counts(seed=1).toarray())
+    before = len(searched)
+    np.testing.assert_array_equal(values(path), counts(seed=1).toarray())
+    assert len(searched) == before == 6
+
+
+@pytest.mark.parametrize("what", ["mtime", "size", "head", "tail"])
+def test_the_key(what: str, tmp_path: Path, searched: list[str]) -> None:
+    """Each part of it alone makes an index stale."""
+    path = made(tmp_path)
+    with open(path, "ab") as file:
+        file.write(bytes(200_000))
+    settle(path)
+    values(path)
+    searched.clear()
+    raw = bytearray(path.read_bytes())
+    if what == "size":
+        raw += b"\0"
+    if what == "tail":
+        raw[-1] = 1
+    if what == "head":
+        raw[9] ^= 0  # as it is; what follows changes a byte that HDF5 does not use
+        raw[13] = 0
+        at = raw.find(b"cell_0")
+        raw[at : at + 6] = b"cell_X"
+    path.write_bytes(raw)
+    settle(path)
+    if what == "mtime":
+        os.utime(path, ns=(YEAR_2020_NS, YEAR_2020_NS + 1))
+    np.testing.assert_array_equal(values(path), counts().toarray())
+    assert len(searched) == 2
+
+
+def test_a_change_that_the_key_does_not_show(tmp_path: Path, searched: list[str]) -> None:
+    """An index with a right key, of a file whose chunks and rows lie otherwise, is found out by comparing."""
+    path, other = made(tmp_path), made(tmp_path, seed=1, name="other.h5ad")
+    for p in (path, other):
+        values(p)
+    source = FileSource(path)
+    key = index.Index(source)._key_of_file()
+    source.close()
+    raw = np.fromfile(beside(other), np.uint8)
+    source = FileSource(other)
+    arrays = index._unpack(raw, index.Index(source)._key_of_file())
+    source.close()
+    beside(path).write_bytes(index._pack(key, arrays))
+    searched.clear()
+    np.testing.assert_array_equal(values(path), counts().toarray())
+    assert searched == ["/X/data", "/X/indices"]
+    np.testing.assert_array_equal(values(path), counts().toarray())
+    assert len(searched) == 2, "it was not made anew"
+
+
+def tampered(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change arrays of an index, and put its checksum right."""
+    source = FileSource(path)
+    key = index.Index(source)._key_of_file()
+    source.close()
+    arrays = {k: a.copy() for k, a in index._unpack(np.fromfile(beside(path), np.uint8), key).items()}
+    change(arrays)
+    beside(path).write_bytes(index._pack(key, arrays))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: a.clear(),
+        lambda a: a.pop("/X/data mask"),
+        lambda a: a.update({"/X/data offset": a["/X/data offset"][:-1]}),
+        lambda a: a.update({"/X/data nbytes": a["/X/data nbytes"] + 1}),
+        lambda a: a.update({"/X/data mask": a["/X/data mask"] + 1}),
+        lambda a: a.update({"/X/indptr": a["/X/indptr"][:-1]}),
+        lambda a: a.update({"/X/indptr": a["/X/indptr"][::-1]}),
+        lambda a: a.update({"/X/indptr": a["/X/indptr"].astype(float)}),
+    ],
+    ids=["none", "no-masks", "offsets-short", "sizes", "masks", "rows-short", "rows-turned", "rows-floats"],
+)
+def test_arrays_that_do_not_fit(tmp_path: Path, change: Any) -> None:
+    path = made(tmp_path)
+    values(path)
+    tampered(path, change)
+    np.testing.assert_array_equal(values(path), counts().toarray())
+
+
+def test_a_damaged_index(tmp_path: Path, searched: list[str]) -> None:
+    path = made(tmp_path)
+    values(path)
+    base, rng = beside(path).read_bytes(), np.random.default_rng(0)
+    for number in range(60):
+        raw = bytearray(base)
+        if number % 3 == 0:
+            del raw[int(rng.integers(0, len(raw))) :]
+        else:
+            raw[int(rng.integers(0, [len(raw), 40][number % 2]))] ^= int(rng.integers(1, 256))
+        beside(path).write_bytes(raw)
+        searched.clear()
+        store = open_store(path, layer="X", obs=())
+        store.close()
+        (matrix,) = store.matrices
+        assert len(searched) == 2
+        np.testing.assert_array_equal(matrix.indptr, counts().indptr)
+        assert beside(path).read_bytes() == base, "it was not made anew"
+
+
+def test_an_index_that_is_a_folder(tmp_path: Path) -> None:
+    path = made(tmp_path)
+    beside(path).mkdir()
+    for _ in range(2):
+        np.testing.assert_array_equal(values(path), counts().toarray())
+    assert list((tmp_path / "cache" / "gpuload").iterdir())
+
+
+def test_many_at_once(tmp_path: Path) -> None:
+    path = made(tmp_path)
+
+    def opened(_: int) -> np.ndarray:
+        store = open_store(path, layer="X", obs=())
+        store.close()
+        return store.matrices[0].indptr
+
+    with ThreadPoolExecutor(4) as pool:
+        for indptr in pool.map(opened, range(24)):
+            np.testing.assert_array_equal(indptr, counts().indptr)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == [".cells.h5ad.gpuload-index", "cells.h5ad"]
+
+
+def test_a_folder_of_files_with_indices(tmp_path: Path) -> None:
+    for seed in range(2):
+        made(tmp_path, seed, f"{seed}.h5ad")
+    expected = np.concatenate([counts(seed=seed).toarray() for seed in range(2)])
+    for _ in range(2):
+        np.testing.assert_array_equal(values(tmp_path), expected)
+
+
+@pytest.mark.parametrize(("largest", "itemsize"), [(200, 1), (60_000, 2), (70_000, 4), (1 << 33, 8)])
+def test_row_offsets_are_kept_as_counts(largest: int, itemsize: int) -> None:
+    lengths = np.random.default_rng(0).integers(0, largest, 1000)
+    lengths[3] = largest
+    indptr = np.concatenate([[0], np.cumsum(lengths)])
+    kept = index._narrow(index.counts_of(indptr))
+    assert kept.itemsize == itemsize
+    np.testing.assert_array_equal(index.indptr_of(kept), indptr)
+    assert index.indptr_of(kept).dtype == np.int64
+
+
+def test_nine_bytes_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays in memory, with 40 cells a chunk, as in the smallest files of real size."""
+    path = tmp_path / "cells.h5ad"
+    n_obs, per_chunk = 20_000, 40
+
+    def write(file: h5py.File) -> None:
+        X = counts(50, 40)
+        group = write_csr(file, "X", X)
+        lengths = np.full(n_obs, 3)
+        for name in ("data", "indices"):
+            del group[name]
+            group.create_dataset(name, (3 * n_obs,), "i4", chunks=(3 * per_chunk,), compression="gzip")
+        del group["indptr"]
+        group["indptr"] = np.concatenate([[0], np.cumsum(lengths)])
+        group.attrs["shape"] = (n_obs, 40)
+
+    write_h5ad(path, write, 50, 40)
+    settle(path)
+    for _ in range(2):
+        store = open_store(path, layer="X", obs=())
+        store.close()
+        (matrix,) = store.matrices
+        held = matrix.indptr.nbytes + sum(layout.index_nbytes for layout in matrix.layouts)
+        assert held <= 9.1 * n_obs
+        assert not store.sources[0].index._arrays

@@ -1,0 +1,435 @@
+"""What cannot be read of the other forms is refused in a sentence, whatever was done to it."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import shutil
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import pytest
+from scipy.sparse import load_npz, save_npz
+
+import gpuload
+from tests import other_forms
+from tests.faults.test_refusals import assert_refused, assert_says
+from tests.other_forms import FORMS, write_mudata, write_tenx
+from tests.writers import N_OBS, N_VARS, counts, write_csr, write_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _pyarrow_has_its_threads(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if importlib.util.find_spec("pyarrow") is None:
+        return
+    with gpuload.open_loader(FORMS["scdl"](tmp_path_factory.mktemp("warm")).path, obs=["depth"]) as loader:
+        list(loader)
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing(_pyarrow_has_its_threads: None, no_leaks: None) -> None:
+    """Check it for every test here."""
+
+
+def made(name: str, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return Path(str(FORMS[name](folder).path))
+
+
+# --- folders and paths
+
+
+def test_folder_without_cells(tmp_path: Path) -> None:
+    (tmp_path / "readme.txt").write_text("")
+    assert_refused("StoreError", tmp_path, str(tmp_path), "folder", ".h5ad", "SCDL")
+
+
+def test_folder_of_several_forms(tmp_path: Path) -> None:
+    write_plain(tmp_path / "a.h5ad")
+    np.save(tmp_path / "b.npy", np.zeros((3, 2)))
+    assert_refused("StoreError", tmp_path, str(tmp_path), ".h5ad, .npy", "list")
+
+
+def test_folder_whose_files_do_not_agree(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((3, 2)))
+    np.save(tmp_path / "b.npy", np.zeros((3, 4)))
+    assert_refused("StoreError", tmp_path, "b.npy", "4 genes", "2")
+
+
+def test_something_behind_a_file(tmp_path: Path) -> None:
+    write_plain(tmp_path / "a.h5ad")
+    assert_refused("StoreError", tmp_path / "a.h5ad" / "rna", "no modalities", "a.h5ad/rna")
+    assert_refused("ReadError", tmp_path / "b.h5ad" / "rna", "no such file")
+    assert_refused("ReadError", tmp_path / "a.h5ad" / "x" / "y" / "z", "no such file")
+
+
+def test_parquet_of_cells(tmp_path: Path) -> None:
+    path = tmp_path / "train-00000.parquet"
+    path.write_bytes(b"PAR1" + bytes(100))
+    assert_refused("StoreError", path, str(path), "Parquet", ".h5ad")
+
+
+# --- 10x
+
+
+def changed(tmp_path: Path, change: Callable[[h5py.Group], object], *, is_old: bool = False) -> Path:
+    path = tmp_path / "cells.h5"
+    write_tenx(path, {"GRCh38" if is_old else "matrix": counts()}, other_forms.GZIP, is_old=is_old)
+    with h5py.File(path, "r+") as file:
+        change(next(iter(file.values())))
+    return path
+
+
+def put(group: h5py.Group, name: str, values: Any) -> None:
+    del group[name]
+    group[name] = values
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "parts"),
+    [
+        (lambda g: g.pop("shape"), "StoreError", ("'shape'", "Cell Ranger")),
+        (lambda g: put(g, "shape", np.arange(3)), "StoreError", ("'shape'",)),
+        (
+            lambda g: put(g, "shape", [N_VARS, N_OBS + 1]),
+            "CorruptDataError",
+            ("indptr", "132 entries" if 0 else "entries"),
+        ),
+        (lambda g: put(g, "shape", [N_VARS + 1, N_OBS]), "CorruptDataError", ("features/name", "53", "54")),
+        (lambda g: put(g, "shape", [-1, N_OBS]), "StoreError", ("-1 genes",)),
+        (lambda g: g.pop("data"), "StoreError", ("'data'",)),
+        (lambda g: g["features"].pop("id"), "StoreError", ("'features/id'",)),
+        (lambda g: put(g, "indptr", np.arange(N_OBS + 1)[::-1]), "CorruptDataError", ("/matrix/indptr", "rise")),
+        (lambda g: put(g, "indices", np.full(counts().nnz, N_VARS)), "CorruptDataError", ("/matrix/indices", "column")),
+        (lambda g: put(g, "indices", np.zeros(counts().nnz)), "StoreError", ("/matrix/indices", "integers")),
+        (lambda g: put(g, "data", np.zeros(3)), "CorruptDataError", ("3 data",)),
+    ],
+)
+def test_10x(tmp_path: Path, change: Any, kind: str, parts: tuple[str, ...]) -> None:
+    path = changed(tmp_path, change)
+    assert_refused(kind, path, str(path), *parts)
+
+
+def test_10x_columns_and_layers(tmp_path: Path) -> None:
+    path = changed(tmp_path, lambda g: put(g, "barcodes", [b"A"]))
+    assert_refused("CorruptDataError", path, "barcodes", "1 entries", "131", obs=["barcode"])
+    assert_refused("StoreError", path, "'barcodes'", "did you mean 'barcode'", obs=["barcodes"])
+    assert_refused("StoreError", path, "'spliced'", "'X'", layer="spliced")
+    two = made("tenx-2-genomes", tmp_path / "two")
+    assert_refused("StoreError", two, "'hg19', 'mm10'", "layer='hg19'")
+    assert_refused("StoreError", two, "'GRCh38'", "/hg19 or /mm10", layer="GRCh38")
+
+
+# --- MuData
+
+
+def test_mudata_modalities(tmp_path: Path) -> None:
+    path = made("mudata-rna", tmp_path).parent
+    assert_refused("StoreError", path, "several modalities", "'few', 'prot', 'rna'", f"{path}/few")
+    assert_refused("StoreError", path / "atac", "'atac'", "'few', 'prot', 'rna'")
+    assert_refused("StoreError", path / "rna", "'spliced'", "no layers", layer="spliced")
+    assert_refused("StoreError", path / "few", "/X", "/layers")
+    assert_refused("StoreError", path / "rna", "'cell_lines'", "did you mean 'cell_line'", obs=["cell_lines"])
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda m: m[:-1], ("130", "131")),
+        (lambda m: m + 1, ("names cell 132 of 131",)),
+        (lambda m: np.where(m == 3, 4, m), ("leaves out cells",)),
+    ],
+)
+def test_mudata_whose_map_is_wrong(tmp_path: Path, change: Any, parts: tuple[str, ...]) -> None:
+    path = made("mudata-alone", tmp_path)
+    with h5py.File(path, "r+") as file:
+        put(file["obsmap"], "rna", change(file["obsmap/rna"][()]))
+    assert_refused("CorruptDataError", path, "/obsmap/rna", *parts, obs=["donor"])
+    with gpuload.open_loader(path, obs=["depth"]) as loader:
+        assert sum(len(batch) for batch in loader) == N_OBS
+
+
+def test_mudata_without_a_map(tmp_path: Path) -> None:
+    path = tmp_path / "cells.h5mu"
+    write_mudata(path, {"rna": lambda g: write_csr(g, "X", counts())}, has_map=False)
+    assert_refused("StoreError", path, "/obsmap/rna", "'donor'", obs=["donor"])
+
+
+def test_mudata_without_modalities(tmp_path: Path) -> None:
+    path = tmp_path / "cells.h5mu"
+    write_mudata(path, {})
+    with h5py.File(path, "r+") as file:
+        file.create_group("mod")
+    assert_refused("StoreError", path, "none")
+
+
+# --- NumPy's files
+
+
+@pytest.mark.parametrize(
+    ("X", "kind", "parts"),
+    [
+        (np.asfortranarray(np.ones((4, 3))), "StoreError", ("Fortran", "ascontiguousarray")),
+        (np.ones(4), "StoreError", ("1 dimensions", "cells x genes")),
+        (np.ones((2, 2, 2)), "StoreError", ("3 dimensions",)),
+        (np.ones((4, 3), np.complex64), "StoreError", ("complex64",)),
+        (np.full((4, 3), "a", object), "StoreError", ("object",)),
+        (np.zeros((4, 3), [("a", "f4")]), "StoreError", ("dtype",)),
+    ],
+)
+def test_npy(tmp_path: Path, X: np.ndarray, kind: str, parts: tuple[str, ...]) -> None:
+    path = tmp_path / "X.npy"
+    np.save(path, X)
+    assert_refused(kind, path, str(path), *parts)
+
+
+def test_npy_that_ends_early(tmp_path: Path) -> None:
+    path = made("npy-f4", tmp_path)
+    raw = path.read_bytes()
+    for n in (len(raw) - 1, 200, 130):
+        path.write_bytes(raw[:n])
+        assert_refused("ReadError", path, str(path), f"byte {n}", "truncated")
+    for n in (100, 11, 9, 8, 7, 6):
+        path.write_bytes(raw[:n])
+        assert_refused("CorruptDataError", path, str(path), "header")
+
+
+@pytest.mark.parametrize("shape", ["(-1, 3)", "(4, -3)", "(4.0, 3)", "4", "'a'", "(1<<70, 3)", "(" * 500])
+def test_npy_whose_header_is_wrong(tmp_path: Path, shape: str) -> None:
+    path = tmp_path / "X.npy"
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(100))
+    assert_refused("CorruptDataError", path, str(path), "header")
+
+
+def test_npy_that_claims_more_than_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "X.npy"
+    text = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1152921504606846976, 1073741824), }"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(100))
+    assert_refused("ReadError", path, str(path), "truncated")
+
+
+@pytest.mark.parametrize("name", ["npy-f4", "npz-stored"])
+def test_plain_matrices_have_no_columns_and_layers(tmp_path: Path, name: str) -> None:
+    path = made(name, tmp_path)
+    assert_refused("StoreError", path, str(path), "obs=['depth']", ".h5ad", obs=["depth"])
+    assert_refused("StoreError", path, str(path), "layer='raw.X'", ".h5ad", layer="raw.X")
+
+
+@pytest.mark.parametrize("form", ["csc", "coo", "bsr"])
+def test_npz_of_other_forms(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "X.npz"
+    save_npz(path, counts().asformat(form))
+    assert_refused("StoreError", path, str(path), form.upper(), "tocsr()")
+
+
+def test_npz_of_something_else(tmp_path: Path) -> None:
+    np.savez(tmp_path / "X.npz", X=np.zeros((3, 2)))
+    assert_refused("StoreError", tmp_path / "X.npz", "'X'", "save_npz", ".npy")
+    with zipfile.ZipFile(tmp_path / "Y.npz", "w") as archive:
+        archive.writestr("text.txt", "x" * 100)
+    assert_refused("StoreError", tmp_path / "Y.npz", "'text.txt'")
+
+
+PARTS = {
+    "data": counts().data,
+    "indices": counts().indices,
+    "indptr": counts().indptr,
+    "shape": np.array(counts().shape),
+}
+
+
+def write_npz(path: Path, method: int = zipfile.ZIP_STORED, **changes: Any) -> None:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, values in {"format": np.array(b"csr"), **PARTS, **changes}.items():
+            if values is not None:
+                raw = io.BytesIO()
+                np.save(raw, values)
+                archive.writestr(f"{name}.npy", raw.getvalue())
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_npz_of_any_method(tmp_path: Path, method: int) -> None:
+    write_npz(tmp_path / "X.npz", method)
+    with gpuload.open_loader(tmp_path / "X.npz", shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, counts().toarray())
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "parts"),
+    [
+        ({"data": None}, "StoreError", ("'data'",)),
+        ({"shape": None}, "StoreError", ("'shape'",)),
+        ({"shape": np.array([1, 2, 3])}, "CorruptDataError", ("[1, 2, 3]",)),
+        ({"shape": np.array([-1, 2])}, "CorruptDataError", ("[-1, 2]",)),
+        ({"shape": np.array([N_OBS, 1 << 40])}, "StoreError", ("genes",)),
+        ({"shape": np.array([N_OBS, 7])}, "CorruptDataError", ("indices", "column")),
+        ({"indptr": counts().indptr[:-1]}, "CorruptDataError", ("indptr", "131 entries")),
+        ({"indptr": counts().indptr[::-1]}, "CorruptDataError", ("indptr", "rise")),
+        ({"indptr": counts().indptr.astype(float)}, "StoreError", ("indptr", "integers")),
+        ({"indices": counts().indices.astype(float)}, "StoreError", ("indices", "integers")),
+        ({"data": counts().data[:-1]}, "CorruptDataError", ("data", "indices")),
+        ({"data": counts().data[None]}, "StoreError", ("data", "2 dimensions")),
+        ({"data": counts().data.astype(complex)}, "StoreError", ("data", "complex")),
+    ],
+)
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_npz_whose_arrays_do_not_fit(
+    tmp_path: Path, changes: Any, kind: str, parts: tuple[str, ...], method: int
+) -> None:
+    path = tmp_path / "X.npz"
+    write_npz(path, method, **changes)
+    assert_refused(kind, path, str(path), *parts)
+
+
+def test_npz_that_ends_early(tmp_path: Path) -> None:
+    path = made("npz-stored", tmp_path)
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-30])
+    assert_refused("CorruptDataError", path, str(path), "truncated")
+
+
+def test_npz_too_large_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = made("npz-deflated", tmp_path)
+    monkeypatch.setattr("os.sysconf", lambda name: 100)
+    assert_refused("StoreError", path, str(path), "GB of memory", "compressed=False")
+
+
+# --- SCDL
+
+
+@pytest.fixture
+def scdl(tmp_path: Path) -> Path:
+    pytest.importorskip("pyarrow")
+    return made("scdl-small", tmp_path / "cells")
+
+
+def test_scdl(scdl: Path) -> None:
+    assert_refused("StoreError", scdl, str(scdl), "'spliced'", "layer='X'", layer="spliced")
+    assert_refused("StoreError", scdl, "'cell_lines'", "did you mean 'cell_line'", obs=["cell_lines"])
+
+
+@pytest.mark.parametrize(("name", "n"), [("data.npy", 1), ("col_ptr.npy", 1), ("row_ptr.npy", 2), ("row_ptr.npy", 264)])
+def test_scdl_that_ends_early(scdl: Path, name: str, n: int) -> None:
+    raw = (scdl / name).read_bytes()
+    (scdl / name).write_bytes(raw[:-n])
+    kind = "ReadError" if n == 264 else "CorruptDataError"
+    assert_refused(kind, scdl, "row_ptr.npy")
+    (scdl / name).unlink()
+    assert_refused("ReadError", scdl, name, "No such file")
+
+
+def test_scdl_of_half_an_element(scdl: Path) -> None:
+    with open(scdl / "row_ptr.npy", "ab") as file:
+        file.write(b"x")
+    assert_refused("ReadError", scdl, "row_ptr.npy", "265 bytes", "truncated")
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "kind", "parts"),
+    [
+        (0, b"X", "CorruptDataError", ("XCDL",)),
+        (4, b"\1", "StoreError", ("1.1", "0.1")),
+        (5, b"\7", "StoreError", ("0.7", "0.1")),
+        (7, b"\0", "StoreError", ("byte order 0",)),
+        (11, b"\2", "StoreError", ("backend 2",)),
+        (35, b"\10", "StoreError", ("data.npy", "type 8")),
+        (16, b"\377", "CorruptDataError", ("header",)),
+        (20, b"\377", "CorruptDataError", ("header",)),
+    ],
+)
+def test_scdl_whose_header_is_wrong(scdl: Path, at: int, value: bytes, kind: str, parts: tuple[str, ...]) -> None:
+    raw = bytearray((scdl / "header.sch").read_bytes())
+    raw[at : at + 1] = value
+    (scdl / "header.sch").write_bytes(raw)
+    assert_refused(kind, scdl, "header.sch", *parts)
+
+
+def test_scdl_types_that_the_header_has_wrong(scdl: Path) -> None:
+    (scdl / "header.sch").unlink()  # then they are taken for wider ones
+    assert_refused("ReadError", scdl, "data.npy", "truncated")
+
+
+def test_scdl_whose_tables_do_not_fit(scdl: Path) -> None:
+    shutil.copy(scdl / "var_features/dataframe_0.parquet", scdl / "var_features/dataframe_1.parquet")
+    assert_refused("StoreError", scdl, "2 sets of genes")
+    (scdl / "var_features/dataframe_1.parquet").unlink()
+    shutil.copy(scdl / "obs_features/dataframe_0.parquet", scdl / "obs_features/dataframe_1.parquet")
+    assert_refused("CorruptDataError", scdl, "'depth'", "262", "131", obs=["depth"])
+    (scdl / "obs_features/dataframe_1.parquet").write_bytes(b"PAR1 and nothing else")
+    assert_refused("CorruptDataError", scdl, "dataframe_1.parquet", "Parquet", obs=["depth"])
+    shutil.copy(scdl / "obs_features/dataframe_0.parquet", scdl / "var_features/dataframe_0.parquet")
+    with gpuload.open_loader(scdl) as loader:  # 131 genes, whose names are all sorts
+        assert loader.n_vars == N_OBS
+    shutil.rmtree(scdl / "obs_features")
+    assert_refused("StoreError", scdl, "'depth'", "no columns", obs=["depth"])
+    shutil.rmtree(scdl / "var_features")
+    assert_refused("StoreError", scdl, "0 sets of genes")
+
+
+def test_scdl_without_pyarrow(scdl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(gpuload.MissingDependencyError) as caught:
+        gpuload.open_loader(scdl)
+    assert_says(ValueError(f"{caught.value}."), "pyarrow", "gpuload[parquet]")
+
+
+# --- bytes flipped anywhere
+
+
+def as_owner(path: Path) -> Any:
+    """Return what the library that owns a form reads; raises whatever it raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if path.suffix == ".npy":
+            return np.load(path).astype(np.float32)
+        if path.suffix == ".npz":
+            return load_npz(path).toarray()
+        with h5py.File(path) as file:
+            group = file["matrix"]
+            X = counts().astype(np.float32)
+            X.data, X.indices, X.indptr = (
+                group[k][()].astype(X.data.dtype if k == "data" else int) for k in ("data", "indices", "indptr")
+            )
+            return X.toarray()
+
+
+@pytest.mark.parametrize("name", ["npy-f4", "npz-deflated", "npz-stored", "tenx-3"])
+def test_flipped_bytes(name: str, tmp_path: Path) -> None:
+    """An error, or what the owner reads; stored members of an .npz have no checksum that parts can be held against."""
+    path = made(name, tmp_path)
+    base, outcomes = path.read_bytes(), {"error": 0, "equal": 0, "unlike": 0}
+    for number in range(150):
+        rng = np.random.default_rng(number)
+        raw = bytearray(base)
+        limit = [len(raw), min(len(raw), 300)][number % 2]
+        for at in rng.integers(0, limit, rng.integers(1, 4)):
+            raw[at] ^= int(rng.integers(1, 256))
+        path.write_bytes(raw)
+        try:
+            with gpuload.open_loader(path, shuffle=False, batch_size=1 << 20, fetch_factor=1, num_threads=1) as loader:
+                found = np.concatenate([np.empty((0, loader.n_vars), np.float32), *(b.X for b in loader)])
+        except gpuload.GpuloadError as error:
+            assert_says(error)
+            outcomes["error"] += 1
+            continue
+        try:
+            expected = as_owner(path)
+        except Exception:
+            outcomes["unlike"] += 1
+            assert name == "npz-stored" or (found.shape == counts().shape), number
+            continue
+        if not np.array_equal(found, counts().toarray()):  # HDF5 may miss a chunk whose key was hit, and fill it in
+            np.testing.assert_array_equal(found, expected)
+        outcomes["equal"] += 1
+    assert outcomes["error"] > 10
+    assert outcomes["equal"] > (0 if "npz" in name else 10), outcomes
+    assert outcomes["unlike"] <= (150 if name == "npz-stored" else 5), outcomes

@@ -1,0 +1,387 @@
+"""Stores of zarr that are damaged, cut off, changed while open, or of a kind that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+zarr = pytest.importorskip("zarr", minversion="3.0")
+
+import zarr.codecs as zc  # noqa: E402
+
+import gpuload  # noqa: E402
+from tests import zarr_writers as writers  # noqa: E402
+from tests.faults.test_refusals import assert_refused, assert_says  # noqa: E402
+from tests.writers import N_OBS, N_VARS, counts  # noqa: E402
+from tests.zarr_writers import CODECS_V3, LZ4_SHUFFLED  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def read(path: Path, **settings: Any) -> np.ndarray:
+    """Return the matrix, in the order of the rows, read in small blocks twice over."""
+    settings = {"batch_size": 8, "fetch_factor": 2, "block_size": 3, "num_threads": 1, "obs": ["depth"], **settings}
+    with gpuload.open_loader(path, **settings) as loader:
+        X = np.full((loader.n_obs, loader.n_vars), -1, np.float32)
+        for _ in range(2):
+            for batch in loader:
+                X[batch.rows] = batch.X
+    return X
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+BASES: dict[str, Callable[[Path], object]] = {
+    "v2-blosc": lambda path: writers.csr(path, 2, compressors=writers.CODECS_V2["blosc-lz4-shuffle"]),
+    "v2-none": lambda path: writers.dense(path, 2, chunks=(30, 30)),
+    "v3-zstd": lambda path: writers.csr(path, compressors=CODECS_V3["zstd-checksum"]),
+    "v3-gzip-crc32c": lambda path: writers.csr(path, compressors=CODECS_V3["gzip-crc32c"]),
+    "v3-sharded-blosc": lambda path: writers.csr(path, shards=True, compressors=LZ4_SHUFFLED),
+    "v3-sharded-bitshuffle": lambda path: writers.csr(
+        path, shards=True, compressors=CODECS_V3["blosc-zstd-bitshuffle"]
+    ),
+    "v3-sharded-blosc-zlib": lambda path: writers.dense(
+        path, chunks=(10, 53), shards=(50, 53), compressors=CODECS_V3["blosc-zlib-shuffle"]
+    ),
+    "v2-lz4": lambda path: writers.csr(path, 2, compressors=writers.CODECS_V2["lz4"]),
+}
+
+
+def by_zarr(path: Path) -> np.ndarray | None:
+    """Return the matrix as zarr reads it, or None where it fails or breaks a rule."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            X = writers.read_matrix(path, "X")
+            if hasattr(X, "toarray"):
+                X.check_format()
+                X = X.toarray()
+            return X
+        except Exception:
+            return None
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_flipped_bytes_give_an_error_or_what_zarr_reads(tmp_path: Path, name: str) -> None:
+    """Bytes of every file of the matrix in turn: never a crash, a foreign error or a number that zarr does not read."""
+    path = tmp_path / "store.zarr"
+    BASES[name](path)
+    rng = np.random.default_rng(len(name))
+    chosen = [file for file in files(path) if "/X" in file.as_posix()]
+    n_refused = 0
+    for number in range(160):
+        file = chosen[number % len(chosen)]
+        whole = file.read_bytes()
+        damaged = bytearray(whole)
+        for at in rng.integers(0, len(whole), rng.integers(1, 4)):
+            damaged[at] ^= int(rng.integers(1, 256))
+        file.write_bytes(damaged)
+        try:
+            found = read(path)
+        except gpuload.GpuloadError as error:
+            n_refused += 1
+            assert_says(error, str(path))
+        else:
+            expected = by_zarr(path)
+            assert expected is not None, (file, "zarr refuses it")
+            np.testing.assert_array_equal(found, expected.astype(np.float32))
+        file.write_bytes(whole)
+    assert n_refused > 10
+    np.testing.assert_array_equal(read(path), counts().toarray())
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_each_file_cut_off_is_an_error(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "store.zarr"
+    BASES[name](path)
+    for file in files(path):
+        key = file.relative_to(path).as_posix()
+        if not key.startswith("X") and not key.startswith(("obs/depth", "var/_index")):
+            continue
+        whole = file.read_bytes()
+        for length in sorted({0, 1, len(whole) // 2, len(whole) - 1}):
+            if file.name == ".zattrs" and key != "X/.zattrs":
+                continue
+            file.write_bytes(whole[:length])
+            with pytest.raises(gpuload.GpuloadError) as caught:
+                read(path)
+            assert_says(caught.value, str(path))
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["v3-csr-zstd-crc32c", "v3-csr-sharded-crc32c", "v3-csr-gzip-crc32c", "v3-csr-gzip"])
+@pytest.mark.parametrize("verify", ["once", "always"])
+def test_each_flipped_byte_under_a_checksum_is_found(tmp_path: Path, name: str, verify: str) -> None:
+    path = tmp_path / "store.zarr"
+    options = {"shards": True} if "sharded" in name else {}
+    writers.csr(path, compressors=CODECS_V3[name.replace("sharded-", "").removeprefix("v3-csr-")], **options)
+    file = path / "X/data/c" / ("1" if options else "3")
+    whole = file.read_bytes()
+    stop = len(whole) - (84 if options else 0)  # the index has a test of its own
+    for at in range(0, stop, 23):
+        if name == "v3-csr-gzip" and at in range(3, 10):
+            continue  # flags, time, system: of no account
+        damaged = bytearray(whole)
+        damaged[at] ^= 0x10
+        file.write_bytes(damaged)
+        with pytest.raises(gpuload.CorruptDataError) as caught:
+            read(path, batch_size=2, fetch_factor=1, block_size=1, verify=verify)
+        assert_says(caught.value, str(file), "/X/data", "chunk", "damaged")
+
+
+@pytest.mark.parametrize("is_zip", [False, True])
+def test_each_flipped_byte_of_a_shards_index_is_found(tmp_path: Path, is_zip: bool) -> None:
+    path = tmp_path / "store.zarr"
+    writers.csr(path, shards=True, compressors=LZ4_SHUFFLED)
+    file = path / "X/indices/c/1"
+    whole = file.read_bytes()
+    for k in range(1, 85, 3):
+        damaged = bytearray(whole)
+        damaged[-k] ^= 0x01
+        file.write_bytes(damaged)
+        target = path
+        if is_zip:
+            target = tmp_path / "store.zip"
+            writers.pack(path, target)
+        with pytest.raises(gpuload.CorruptDataError) as caught:
+            read(target)
+        assert_says(caught.value, str(target if is_zip else file), "/X/indices", "index", "crc32c")
+
+
+def test_a_shard_whose_index_leads_beyond_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    writers.by_serializer(path, zc.ZstdCodec(), "end", has_crc=False)
+    file = path / "X/data/c/0"
+    whole = bytearray(file.read_bytes())
+    for value in (len(whole), 1 << 40, (1 << 64) - 2):
+        whole[-64:-56] = value.to_bytes(8, "little")
+        file.write_bytes(whole)
+        with pytest.raises(gpuload.ReadError) as caught:
+            read(path)
+        assert_says(caught.value, str(file), "/X/data", "truncated")
+
+
+def test_truncated_zip(tmp_path: Path) -> None:
+    path = tmp_path / "store.zip"
+    writers.zipped(path, lambda folder: writers.csr(folder, compressors=LZ4_SHUFFLED))
+    whole = path.read_bytes()
+    for length in (30, len(whole) // 2, len(whole) - 100, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(gpuload.GpuloadError) as caught:
+            read(path)
+        assert_says(caught.value, str(path))
+
+
+def test_a_zip_that_is_compressed_by_zip_is_refused(tmp_path: Path) -> None:
+    folder, path = tmp_path / "store.zarr", tmp_path / "store.zip"
+    writers.csr(folder)
+    writers.pack(folder, path, zipfile.ZIP_DEFLATED)
+    assert_refused("StoreError", path, str(path), "compressed by zip", "zip -0")
+
+
+# --- stores that change while they are open
+
+
+def test_a_file_removed_while_the_store_is_open(tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    writers.csr(path, compressors=LZ4_SHUFFLED)
+    with gpuload.open_loader(path, batch_size=4, fetch_factor=1, prefetch=1) as loader:
+        shutil.rmtree(path / "X/data/c")
+        with pytest.raises(gpuload.ReadError) as caught:
+            list(loader)
+    assert_says(caught.value, str(path / "X/data/c"), "cannot be opened", "removed")
+
+
+@pytest.mark.parametrize("when", ["before it is opened", "after it was opened"])
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_file_changed_while_the_store_is_open(tmp_path: Path, when: str, is_replaced: bool) -> None:
+    path = tmp_path / "store.zarr"
+    writers.csr(path, compressors=LZ4_SHUFFLED)
+    expected = counts().toarray()
+    with gpuload.open_loader(path, batch_size=4, fetch_factor=1, block_size=1, prefetch=1) as loader:
+        if when == "after it was opened":
+            list(loader)
+        for file in files(path / "X/data/c"):
+            content = file.read_bytes()
+            if is_replaced:
+                other = file.with_suffix(".new")
+                other.write_bytes(content[::-1])
+                other.replace(file)
+            else:
+                with file.open("r+b") as out:
+                    out.write(content[::-1])
+                os.utime(file, (1, 1))
+        if when == "after it was opened" and is_replaced:
+            for batch in loader:  # the descriptors are on the old bytes
+                np.testing.assert_array_equal(batch.X, expected[batch.rows])
+            return
+        with pytest.raises(gpuload.ReadError) as caught:
+            list(loader)
+    assert_says(caught.value, str(path / "X/data/c"), "changed")
+
+
+def test_a_closed_loader_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    writers.csr(path, compressors=LZ4_SHUFFLED)
+    loader = gpuload.open_loader(path)
+    loader.close()
+    with pytest.raises(gpuload.GpuloadError, match="closed"):
+        list(loader)
+
+
+def test_bytes_that_vanish_during_a_read_are_a_short_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpuload.folder_source import FolderSource
+
+    path = tmp_path / "store.zarr"
+    writers.csr(path, compressors=LZ4_SHUFFLED)
+    monkeypatch.setattr(FolderSource, "check_file", lambda *_: None)
+    with gpuload.open_loader(path, batch_size=4, fetch_factor=2) as loader:
+        for file in files(path / "X/data/c"):
+            os.truncate(file, 3)
+        with pytest.raises(gpuload.ReadError) as caught:
+            list(loader)
+    assert_says(caught.value, str(path / "X/data/c"), "short read", "/X/data", "at byte 0", "got 3", "truncated")
+
+
+# --- what cannot be read
+
+
+def test_transposed_and_big_endian_are_refused(tmp_path: Path) -> None:
+    for name, options, words in (
+        ("v2-F", {"zarr_format": 2, "order": "F"}, ("transposed", "order='C'")),
+        ("v3-F", {"filters": [zc.TransposeCodec(order=(1, 0))]}, ("transposed", "order='C'")),
+        ("v2-big", {"zarr_format": 2, "dtype": ">f4"}, ("big-endian", "<f4")),
+        ("v3-big", {"serializer": zc.BytesCodec(endian="big")}, ("big-endian", "<f4")),
+    ):
+        path = tmp_path / f"{name}.zarr"
+        writers.dense(path, chunks=(10, 20), **options)
+        assert_refused("StoreError", path, str(path), "/X", *words)
+
+
+def test_a_transpose_that_changes_nothing_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "same.zarr"
+    writers.dense(path, chunks=(10, 20), filters=[zc.TransposeCodec(order=(0, 1))])
+    np.testing.assert_array_equal(read(path), counts().toarray())
+
+
+def edit(path: Path, key: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a metadata file."""
+    file = path / key
+    meta = json.loads(file.read_text())
+    change(meta)
+    file.write_text(json.dumps(meta))
+
+
+def set_at(*places: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(meta: Any) -> None:
+        for place in places[:-1]:
+            meta = meta[place]
+        meta[places[-1]] = value
+
+    return change
+
+
+REFUSALS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str, tuple[str, ...]]] = {
+    "codec": ("X/data/zarr.json", set_at("codecs", 1, value={"name": "magic"}), "StoreError", ("'magic'", "zstd")),
+    "grid": ("X/data/zarr.json", set_at("chunk_grid", "name", value="rectilinear"), "StoreError", ("rectilinear",)),
+    "keys": ("X/data/zarr.json", set_at("chunk_key_encoding", "name", value="odd"), "StoreError", ("'odd'",)),
+    "transformers": ("X/data/zarr.json", set_at("storage_transformers", value=[{}]), "StoreError", ("transformers",)),
+    "dtype": ("X/data/zarr.json", set_at("data_type", value="complex64"), "StoreError", ("'complex64'", "numbers")),
+    "float indices": ("X/indices/zarr.json", set_at("data_type", value="float32"), "StoreError", ("integers",)),
+    "format": ("X/data/zarr.json", set_at("zarr_format", value=4), "StoreError", ("format 4",)),
+    "no shape": ("X/data/zarr.json", lambda meta: meta.pop("shape"), "CorruptDataError", ("'shape'",)),
+    "negative": ("X/data/zarr.json", set_at("shape", value=[-1]), "CorruptDataError", ("[-1]",)),
+    "huge": ("X/data/zarr.json", set_at("shape", value=[1 << 60]), "CorruptDataError", ("chunks", "cannot hold")),
+    "huge chunk": (
+        "X/data/zarr.json",
+        set_at("chunk_grid", "configuration", "chunk_shape", value=[1 << 40]),
+        "StoreError",
+        ("2 GB",),
+    ),
+    "zero chunk": (
+        "X/data/zarr.json",
+        set_at("chunk_grid", "configuration", "chunk_shape", value=[0]),
+        "CorruptDataError",
+        ("do not fit",),
+    ),
+    "longer": ("X/data/zarr.json", set_at("shape", value=[5000]), "CorruptDataError", ("indptr", "5000 data")),
+    "csc": ("X/zarr.json", set_at("attributes", "encoding-type", value="csc_matrix"), "StoreError", ("CSC", "tocsr")),
+    "kind": ("X/zarr.json", set_at("attributes", "encoding-type", value="odd"), "StoreError", ("neither", "write_zarr")),
+    "node": ("X/zarr.json", set_at("node_type", value="tree"), "CorruptDataError", ("neither a group nor",)),
+    "genes": ("X/zarr.json", set_at("attributes", "shape", 1, value=7), "CorruptDataError", ("53 entries",)),
+    "cells": ("X/zarr.json", set_at("attributes", "shape", 0, value=7), "CorruptDataError", ("indptr", "for 7 rows")),
+    "array": ("zarr.json", set_at("node_type", value="nothing"), "CorruptDataError", ("neither",)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+    key, change, kind, words = REFUSALS[name]
+    path = tmp_path / "store.zarr"
+    writers.csr(path, compressors=CODECS_V3["zstd"])
+    edit(path, key, change)
+    assert_refused(kind, path, str(path), *words)
+
+
+def test_shards_that_are_encoded_as_a_whole_or_nested_are_refused(tmp_path: Path) -> None:
+    inner = zc.ShardingCodec(chunk_shape=(10, N_VARS))
+    nested = zc.ShardingCodec(chunk_shape=(20, N_VARS), codecs=[inner])
+    for name, options, words in (
+        ("whole", {"serializer": inner, "compressors": [zc.ZstdCodec()]}, ("encodes whole shards", "zstd")),
+        ("nested", {"serializer": nested}, ("shards within shards",)),
+    ):
+        path = tmp_path / f"{name}.zarr"
+        writers.dense(path, chunks=(40, N_VARS), **options)
+        assert_refused("StoreError", path, str(path), "/X", *words)
+
+
+def test_members_that_are_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    writers.by_anndata(path, 3, is_csr=True)
+    assert_refused("StoreError", path, str(path), "'unspliced'", "'spliced'", layer="unspliced")
+    assert_refused("StoreError", path, str(path), "'batch'", "'cell_line'", obs=["batch"])
+    shutil.rmtree(path / "raw")
+    assert_refused("StoreError", path, str(path), "no raw", layer="raw.X")
+    shutil.rmtree(path / "X/indices")
+    assert_refused("StoreError", path, str(path), "lacks 'indices'")
+    shutil.rmtree(path / "X")
+    assert_refused("StoreError", path, str(path), "no /X", "/obs", "/var")
+    shutil.rmtree(path / "var")
+    assert_refused("StoreError", path, str(path), "no /var", layer="spliced")
+
+
+def test_an_array_is_no_anndata(tmp_path: Path) -> None:
+    path = tmp_path / "array.zarr"
+    zarr.create_array(str(path), shape=(N_OBS, N_VARS), chunks=(10, 10), dtype="f4")
+    assert_refused("StoreError", path, str(path), "an array", "AnnData")
+
+
+def test_collections_that_are_not_whole(tmp_path: Path) -> None:
+    path = tmp_path / "collection.zarr"
+    writers.collection(path, 3)
+    shutil.rmtree(path / "dataset_1")
+    assert_refused("CorruptDataError", path, str(path), "dataset_1")
+    for i in (0, 2):
+        shutil.rmtree(path / f"dataset_{i}")
+    assert_refused("StoreError", path, str(path), "no data sets")
+
+
+def test_metadata_that_is_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    writers.csr(path)
+    for content in ("{", "[1]", "", "\xff"):
+        (path / "X/zarr.json").write_text(content, encoding="latin-1")
+        assert_refused("CorruptDataError", path, str(path), "X/zarr.json", "JSON")

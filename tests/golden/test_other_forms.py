@@ -1,0 +1,140 @@
+"""Every form besides .h5ad, by one contract: what is handed over is what was written, row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+
+import gpuload
+from gpuload.formats.recognise import obs_columns
+from tests.other_forms import FORMS, Form, write_tenx
+from tests.writers import counts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that writes a form once per session."""
+    made: dict[str, Form] = {}
+
+    def get(name: str) -> Form:
+        if name not in made:
+            if name.startswith("scdl"):
+                pytest.importorskip("pyarrow")
+            made[name] = FORMS[name](tmp_path_factory.mktemp(name))
+            next(read(made[name], obs=list(made[name].obs)), None)  # pyarrow starts threads once per process
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest, written: Any) -> Form:
+    return written(request.param)
+
+
+def read(form: Form, **settings: Any) -> Iterator[gpuload.Batch]:
+    with gpuload.open_loader(form.path, layer=form.layer, **settings) as loader:
+        yield from loader
+
+
+def test_in_order(form: Form) -> None:
+    batches = list(read(form, shuffle=False, batch_size=16, fetch_factor=3))
+    X = np.concatenate([np.empty((0, form.dense.shape[1]), np.float32), *(batch.X for batch in batches)])
+    np.testing.assert_array_equal(X, form.dense)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, "chunk"])
+def test_shuffled(form: Form, block_size: int | str) -> None:
+    seen = [np.empty(0, np.int64)]
+    for batch in read(form, seed=3, batch_size=7, fetch_factor=4, block_size=block_size):
+        np.testing.assert_array_equal(batch.X, form.dense[batch.rows])
+        seen.append(batch.rows)
+    np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.arange(len(form.dense)))
+
+
+def test_csr(form: Form) -> None:
+    for batch in read(form, output="csr", batch_size=50):
+        expected = form.expected[batch.rows]
+        if isinstance(expected, csr_matrix):
+            np.testing.assert_array_equal(batch.X.indices, expected.indices)
+        np.testing.assert_array_equal(batch.X.toarray(), form.dense[batch.rows])
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_nothing_is_left_open(form: Form, is_finished: bool, no_leaks: None) -> None:
+    batches = read(form, obs=list(form.obs), batch_size=8, fetch_factor=2)
+    assert isinstance(list(batches) if is_finished else next(batches, []), (list, gpuload.Batch))
+    batches.close()  # type: ignore[attr-defined]
+
+
+def test_names_and_columns(form: Form) -> None:
+    with gpuload.open_loader(form.path, layer=form.layer, obs=list(form.obs), batch_size=40) as loader:
+        assert list(loader.var_names) == form.var_names
+        assert (loader.n_obs, loader.n_vars) == form.dense.shape
+        for batch in loader:
+            for name, expected in form.obs.items():
+                values, categories = batch.obs[name], loader.categories.get(name)
+                wanted = [expected[row] for row in batch.rows]
+                if categories is None:
+                    np.testing.assert_array_equal(values, wanted)
+                else:
+                    found = [None if v < 0 else categories[v] for v in values]
+                    assert found == [None if w != w else w for w in wanted]
+
+
+def test_columns_are_listed(form: Form) -> None:
+    if isinstance(form.path, list) or (Path(form.path).is_dir() and not (Path(form.path) / "data.npy").exists()):
+        pytest.skip("several files")
+    assert set(form.obs) <= set(obs_columns(str(form.path)))
+
+
+def test_genes_of_10x_by_name_and_id(written: Any, tmp_path: Path) -> None:
+    form = written("tenx-3")
+    ids = ["ENSG00000000007", "ENSG00000000002", "TP26"]  # the last gene alone has no namesake
+    with gpuload.open_loader(form.path, genes=ids, shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, form.dense[:, [7, 2, 52]])
+        assert list(loader.var_names) == ["TP3", "TP1", "TP26"]
+    with pytest.raises(gpuload.PlanError, match=r"'TP3' stands more than once .* ids or by a mask"):
+        gpuload.open_loader(form.path, genes=["TP3"])
+    with pytest.raises(gpuload.PlanError, match="'TP26' is given twice"):
+        gpuload.open_loader(form.path, genes=["ENSG00000000052", "TP26"])
+    two = tmp_path / "two.h5"
+    write_tenx(two, {"matrix": counts(seed=1)}, {})
+    with gpuload.open_loader([form.path, two], genes=ids, shuffle=False, batch_size=1000) as loader:
+        X = np.concatenate([form.dense, counts(seed=1).toarray()])
+        np.testing.assert_array_equal(next(iter(loader)).X, X[:, [7, 2, 52]])
+
+
+def test_forms_may_be_mixed(written: Any) -> None:
+    """A store of one form beside one of another, where genes agree."""
+    parts = [written(name) for name in ("mudata-rna", "folder-of-h5ad", "mudata-alone")]
+    expected = np.concatenate([p.dense for p in parts])
+    with gpuload.open_loader([p.path for p in parts], obs=["depth"], batch_size=33, fetch_factor=2) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, expected[batch.rows])
+
+
+def test_a_form_is_told_by_its_contents(written: Any, tmp_path: Path) -> None:
+    for name in ("tenx-3", "npy-f4", "npz-stored", "mudata-alone"):
+        path = tmp_path / "cells.h5ad"
+        path.write_bytes(Path(written(name).path).read_bytes())
+        with gpuload.open_loader(path, shuffle=False, batch_size=1000) as loader:
+            np.testing.assert_array_equal(next(iter(loader)).X, written(name).dense)
+
+
+def test_stored_members_are_read_in_place_and_deflated_ones_from_memory(written: Any) -> None:
+    from gpuload.formats import open_store
+
+    for name, is_in_memory in (("npz-stored", False), ("npz-deflated", True)):
+        store = open_store(written(name).path, layer="X", obs=())
+        assert [
+            s.memory is not None for s in {id(a.source): a.source for m in store.matrices for a in m.layouts}.values()
+        ] == ([True, True] if is_in_memory else [False])
+        store.close()

@@ -1,0 +1,171 @@
+"""Row filters hold for the cells that pandas finds by the same words; whatever the sampler, only those are read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import pytest
+
+import gpuload
+from gpuload.where import parse
+from tests import writers
+from tests.other_forms import FORMS
+from tests.writers import N_OBS, counts, write_csr, write_plain
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pandas as pd
+
+    from tests.variants import Stored
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+EXPRESSIONS = {
+    "cell_line == 'K562'": None,
+    'cell_line != "K562"': None,
+    "'HeLa' == cell_line": None,
+    "cell_line in ['K562', 'A549']": None,
+    "cell_line not in ('K562', 'A549')": None,
+    "cell_line in {'K562'}": "cell_line == 'K562'",
+    "depth < 0.1": None,
+    "0.1 > depth": None,
+    "-0.5 <= depth < +0.5": None,
+    "n_counts >= 500 and depth < 0 or cell_line == 'HeLa'": None,
+    "n_counts >= 500 and (depth < 0 or cell_line == 'HeLa')": None,
+    "not (n_counts >= 500 and depth < 0)": None,
+    "passed": None,
+    "not passed": None,
+    "passed == True": None,
+    "passed != 1": None,
+    "passed in [True]": None,
+    "n_counts in [1, 2, 3] or n_big > 100": None,
+    "n_big == 300 or n_big > -1 and n_big in [-1, 5, 7]": None,
+    "n_counts > n_big": None,
+    "depth32 in [0.5] or depth32 < 0": None,
+    "n_counts == n_counts": None,
+    "isna(cell_line)": "cell_line.isna()",
+    "notna(cell_line) and depth > 0": "cell_line.notna() and depth > 0",
+    "isna(depth)": "depth.isna()",
+    "isna(number) or number > 50": "number.isna() or number > 50",
+    "number <= 50": None,
+    "isna(flag) or flag": "flag.isna() or flag == True",
+    "notna(flag) and not flag": "flag == False",
+    "year > 2024": "year.astype('int64') > 2024",
+    "year == 2024": None,
+    "year in [2025, 2026]": None,
+    "donor == 'zoë' and donor != 'ann'": None,
+    "`depth` > 0 and `cell_line` == '`'": "depth > 1e9",
+    "cell_line == 'K562' \n and depth > 0": "cell_line == 'K562' and depth > 0",
+    "(((passed)))": None,
+}
+"""What is given, and the same in pandas where that says it otherwise."""
+
+
+def wanted_rows(obs: pd.DataFrame, text: str) -> np.ndarray:
+    """Return the rows that pandas finds."""
+    spelled = EXPRESSIONS[text] or text
+    found = obs.eval(spelled, engine="python")
+    return np.flatnonzero(np.asarray(found.fillna(False), dtype=bool))
+
+
+@pytest.mark.parametrize("text", [t for t in EXPRESSIONS if "'`'" not in t])
+def test_as_pandas(plain: Stored, text: str) -> None:
+    rows = wanted_rows(plain.obs, text)
+    if not rows.size:
+        with pytest.raises(gpuload.PlanError, match=f"none of the {N_OBS} cells"):
+            gpuload.open_loader(plain.path, where=text)
+        return
+    with gpuload.open_loader(plain.path, where=text, batch_size=10, fetch_factor=2, block_size=3) as loader:
+        batches = list(loader)
+        assert len(loader) == len(batches) == -(-rows.size // 10)
+    np.testing.assert_array_equal(np.sort(np.concatenate([b.rows for b in batches])), rows)
+    for batch in batches:
+        assert not batch.obs
+        np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+
+
+def test_columns_in_backticks(tmp_path: Path) -> None:
+    path = tmp_path / "odd.h5ad"
+    obs = writers.cells_frame()[["depth", "cell_line"]].rename(columns={"depth": "pct mito", "cell_line": "it's"})
+    with h5py.File(path, "w") as file:
+        writers.write_root(file, obs, writers.genes_frame())
+        write_csr(file, "X", counts())
+    text = "`pct mito` < 0.1 and not `it's` == 'K562' and `it's` != \"HeLa\""
+    with gpuload.open_loader(path, where=text, shuffle=False, batch_size=1000) as loader:
+        (batch,) = loader
+    expected = (obs["pct mito"] < 0.1) & (obs["it's"] != "K562") & (obs["it's"] != "HeLa")
+    np.testing.assert_array_equal(batch.rows, np.flatnonzero(expected))
+
+
+SAMPLERS: dict[str, Any] = {
+    "none": None,
+    "blocks": gpuload.BlockShuffle(4),
+    "balanced": gpuload.ClassBalanced("stage"),
+    "weighted": gpuload.Weighted(np.arange(N_OBS, dtype=float)),
+    "subset": gpuload.Subset(np.arange(0, N_OBS, 2)),
+    "grouped": gpuload.Grouped("stage", 4, remainder="fill"),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_with_any_sampler(plain: Stored, name: str) -> None:
+    """It is the sampler over a Subset: the same cells in the same order."""
+    text = "n_counts >= 100 and passed"
+    mask = (plain.obs["n_counts"] >= 100) & plain.obs["passed"]
+    same = {"batch_size": 8, "fetch_factor": 2, "seed": 5, "obs": ["stage"]}
+    with gpuload.open_loader(plain.path, where=text, sampler=SAMPLERS[name], **same) as loader:
+        found = [b.rows for b in loader]
+        assert len(loader) == len(found)
+    sampler = gpuload.Subset(mask.to_numpy(), SAMPLERS[name])
+    with gpuload.open_loader(plain.path, sampler=sampler, **same) as loader:
+        np.testing.assert_array_equal(np.concatenate(found), np.concatenate([b.rows for b in loader]))
+    assert mask.to_numpy()[np.concatenate(found)].all()
+
+
+def test_over_several_files_and_forms(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    paths = [tmp_path / f"{k}.h5ad" for k in range(2)]
+    for k, path in enumerate(paths):
+        write_plain(path, seed=k)
+    form = FORMS["mudata-alone"](tmp_path / "more")
+    line = [
+        *writers.cells_frame(seed=0)["cell_line"],
+        *writers.cells_frame(seed=1)["cell_line"],
+        *form.obs["cell_line"],
+    ]
+    with gpuload.open_loader([*paths, form.path], where="cell_line == 'A549'", shuffle=False, obs=["depth"]) as loader:
+        rows = np.concatenate([b.rows for b in loader])
+    np.testing.assert_array_equal(rows, np.flatnonzero([v == "A549" for v in line]))
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
+    """X of other cells may be damaged and nobody sees it."""
+    path = tmp_path / "damaged.h5ad"
+    X = write_plain(path)
+    depth = writers.cells_frame()["depth"].to_numpy()
+    first = int(np.searchsorted(X.indptr, writers.DATA_CHUNK, side="right")) - 1  # cells of the first chunk
+    rows = np.arange(2, first)
+    with h5py.File(path) as file:
+        spans = [file[f"X/{name}"].id.get_chunk_info(3) for name in ("data", "indices")]
+    with open(path, "r+b") as raw:
+        for span in spans:
+            raw.seek(span.byte_offset)
+            raw.write(bytes(span.size))
+    text = f"depth in {depth[rows].tolist()}"
+    with gpuload.open_loader(path, where=text, block_size=2) as loader:
+        seen = np.concatenate([b.rows for b in loader])
+    np.testing.assert_array_equal(np.sort(seen), rows)
+    with pytest.raises(gpuload.CorruptDataError), gpuload.open_loader(path) as loader:
+        list(loader)
+
+
+def test_many_cells_are_compared_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpuload.store import ObsColumn
+
+    monkeypatch.setattr("gpuload.where.SLICE", 7)
+    values = np.arange(100)
+    mask = parse("15 <= x < 40 or x in [99, 3]").mask({"x": ObsColumn(values)})
+    np.testing.assert_array_equal(np.flatnonzero(mask), [3, *range(15, 40), 99])

@@ -1,0 +1,187 @@
+"""AnnData in every form of zarr: what is handed over is what zarr-python and anndata read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+zarr = pytest.importorskip("zarr", minversion="3.0")
+
+import gpuload  # noqa: E402
+from tests import zarr_writers as writers  # noqa: E402
+from tests.golden.test_forms import assert_same_csr  # noqa: E402
+from tests.writers import N_OBS, N_VARS, cells_frame, counts, genes_frame  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+FORMS = {form.name: form for form in writers.forms()}
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that writes a form once per session and gives its path."""
+    folder, paths = tmp_path_factory.mktemp("zarr"), {}
+
+    def get(name: str) -> Path:
+        if name not in paths:
+            path = folder / f"{name}.zarr{'.zip' if name.startswith('zip') else ''}"
+            FORMS[name].write(path)
+            paths[name] = path
+        return paths[name]
+
+    return get
+
+
+def read(path: Path, layer: str, **settings: Any) -> tuple[Any, np.ndarray]:
+    """Return one epoch's rows, as one matrix, and their numbers."""
+    with gpuload.open_loader(path, layer=layer, **settings) as loader:
+        batches = list(loader)
+    rows = np.concatenate([batch.rows for batch in batches])
+    if settings.get("output") == "csr":
+        from scipy.sparse import vstack
+
+        return vstack([batch.X for batch in batches], format="csr"), rows
+    return np.concatenate([batch.X for batch in batches]), rows
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_are_what_zarr_reads(written: Callable[[str], Path], name: str) -> None:
+    path, layer = written(name), FORMS[name].layer
+    expected = writers.read_matrix(path, layer)
+    dense = expected.toarray() if hasattr(expected, "toarray") else expected
+    X, rows = read(path, layer, batch_size=7, fetch_factor=3, block_size=5)
+    assert sorted(rows) == list(range(N_OBS))
+    np.testing.assert_array_equal(X, dense[rows])
+    X, rows = read(path, layer, batch_size=50, shuffle=False, output="csr")
+    if hasattr(expected, "toarray"):
+        assert_same_csr(X, expected)
+    else:
+        np.testing.assert_array_equal(X.toarray(), dense)
+
+
+@pytest.mark.parametrize("name", ["v3-csr-sharded-blosc-lz4-shuffle", "v2-csr-zstd", "v3-csr-zstd-crc32c"])
+@pytest.mark.parametrize("verify", ["never", "once", "always"])
+def test_single_rows_from_chunks_in_part(written: Callable[[str], Path], name: str, verify: str) -> None:
+    expected = counts().toarray()
+    with gpuload.open_loader(written(name), batch_size=1, fetch_factor=1, block_size=1, verify=verify) as loader:
+        for _ in range(2):
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X, expected[batch.rows])
+
+
+@pytest.mark.parametrize("name", ["anndata-v2-csr-X", "anndata-v3-csr-X", "zip-v2", "v3-csr-zstd"])
+def test_obs_and_var_are_what_anndata_reads(written: Callable[[str], Path], name: str) -> None:
+    frame = cells_frame()
+    columns = list(frame.columns)
+    with gpuload.open_loader(written(name), batch_size=1000, shuffle=False, obs=columns) as loader:
+        (batch,) = loader
+        assert list(loader.var_names) == list(genes_frame().index)
+        for column in columns:
+            found = batch.obs[column]
+            if column in loader.categories:
+                names = [None if code < 0 else loader.categories[column][code] for code in found]
+                wanted = [None if pd.isna(value) else value for value in frame[column]]
+                assert names == wanted, column
+            else:
+                wanted = frame[column].to_numpy(dtype=np.float64, na_value=np.nan)
+                np.testing.assert_array_equal(found.astype(np.float64), wanted, err_msg=column)
+
+
+def test_columns_have_the_types_that_h5ad_gives(written: Callable[[str], Path], tmp_path: Path) -> None:
+    import anndata
+
+    path = tmp_path / "same.h5ad"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        anndata.AnnData(counts(), cells_frame(), genes_frame()).write_h5ad(path)
+    columns = list(cells_frame().columns)
+    found = []
+    for source in (path, written("anndata-v3-csr-X")):
+        with gpuload.open_loader(source, obs=columns) as loader:
+            found.append((dict(loader.obs_dtypes), {k: list(v) for k, v in loader.categories.items()}))
+    assert found[0] == found[1]
+
+
+def test_a_collection_is_its_data_sets_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "collection.zarr"
+    writers.collection(path)
+    expected = np.concatenate([counts(20 + i, seed=i).toarray() for i in range(11)])
+    donors = pd.concat([cells_frame(20 + i, i) for i in range(11)])["donor"]
+    for block_size in (3, "chunk"):
+        with gpuload.open_loader(path, batch_size=9, fetch_factor=4, block_size=block_size, obs=["donor"]) as loader:
+            assert loader.n_obs == len(expected)
+            seen = []
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X, expected[batch.rows])
+                names = loader.categories["donor"][batch.obs["donor"]]
+                assert list(names) == list(donors.iloc[batch.rows])
+                seen += batch.rows.tolist()
+        assert sorted(seen) == list(range(len(expected)))
+
+
+def test_several_stores_and_files_are_numbered_through(written: Callable[[str], Path], tmp_path: Path) -> None:
+    from tests.writers import write_plain
+
+    plain = tmp_path / "plain.h5ad"
+    write_plain(plain)
+    paths = [written("anndata-v2-csr-X"), plain, written("zip-csr-zstd")]
+    with gpuload.open_loader(paths, batch_size=20) as loader:
+        expected = np.concatenate([counts().toarray()] * 3)
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, expected[batch.rows])
+
+
+def test_stale_consolidated_metadata_is_not_believed(tmp_path: Path) -> None:
+    for zarr_format in (2, 3):
+        path = tmp_path / f"stale-{zarr_format}.zarr"
+        writers.by_anndata(path, zarr_format, is_csr=False)
+        root = zarr.open_group(str(path), mode="r+", use_consolidated=False)
+        del root["X"]
+        writers.add_array(root, "X", np.full((N_OBS, N_VARS), 5, np.float32), chunks=(30, 30))
+        X, _ = read(path, "X", batch_size=1000)
+        assert (X == 5).all()
+
+
+def test_many_chunk_files_with_few_descriptors(tmp_path: Path) -> None:
+    """More files than a process may have open: those used longest ago are closed."""
+    path = tmp_path / "many.zarr"
+    writers.dense(path, chunks=(1, 12), compressors=None)
+    assert sum(1 for _ in (path / "X" / "c").rglob("*")) > 500
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (180, 180))\n"
+        "import sys, gpuload, numpy as np\nsys.path.insert(0, '.')\nfrom tests.writers import counts\n"
+        f"with gpuload.open_loader({str(path)!r}, batch_size=32, fetch_factor=2, block_size=2) as loader:\n"
+        "    for _ in range(2):\n        for batch in loader:\n"
+        "            assert (batch.X == counts().toarray()[batch.rows]).all()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_neither_zarr_nor_anndata_nor_h5py_is_needed(written: Callable[[str], Path]) -> None:
+    code = (
+        "import sys, gpuload\n"
+        "for name in ('zarr', 'numcodecs', 'anndata', 'h5py'):\n    sys.modules[name] = None\n"
+        f"with gpuload.open_loader({str(written('anndata-v3-csr-X'))!r}, obs=['cell_line', 'number']) as loader:\n"
+        "    assert sum(map(len, loader)) == 131\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_without_the_libraries_addresses_all_is_the_same(
+    written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpuload.backends import codecs
+
+    monkeypatch.setattr(codecs, "has_addresses", lambda: False)
+    for name in ("v3-csr-zstd-crc32c", "v2-csr-lz4", "v3-csr-blosc-lz4-shuffle", "v3-csr-blosc-zstd-bitshuffle"):
+        X, rows = read(written(name), "X", batch_size=20)
+        np.testing.assert_array_equal(X, counts().toarray()[rows])
+
