@@ -1,0 +1,19 @@
+"""A growing local store of remote samples: downloaded ahead of training, within a budget, safe against every crash.
+
+    with gpuload.cache.SampleStore("/local/samples", "s3://bucket/train", budget="200GiB") as store:
+        for epoch in range(100):
+            with store.snapshot(seed=epoch, min_samples=1_000) as snapshot:
+                for batch in snapshot.batches(64):
+                    train(torch.from_numpy(batch.data))
+
+The parts, each knowing only those above it: `order` (pure), `leases`, `catalogue` (rows), `files` (disk), `fetch`,
+`process`, `reading`, `snapshot`, `store`.
+"""
+
+from __future__ import annotations
+
+from gpuload.cache.reading import SampleBatch
+from gpuload.cache.snapshot import Snapshot
+from gpuload.cache.store import Coverage, SampleStore
+
+__all__ = ["Coverage", "SampleBatch", "SampleStore", "Snapshot"]

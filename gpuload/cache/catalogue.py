@@ -1,0 +1,426 @@
+"""What a store holds, as rows: every change is one transaction, so every moment is one that can be gone on from.
+
+It knows nothing of the disk: whoever changes files tells the catalogue before and after, in the order that `files`
+states. Several processes may have it open; SQLite's lock lets them in one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.cache.database import Database
+from gpuload.errors import PlanError
+from gpuload.remote import RemoteObject
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from sqlite3 import Connection
+
+    from numpy.typing import NDArray
+
+RESERVED, PUBLISHED, LEAVING, GONE = range(4)
+KEPT_GENERATIONS = 64
+"""Snapshots that can be gone back to, besides those in use."""
+
+_BLOCK = 4096
+POLICIES = {
+    "coverage": "k.visits * (:now - f.published_at) DESC",
+    "fifo": "f.id",
+    "lru": "f.used_at",
+    "random": "random()",
+}
+"""Which of the files that may go is the first to go."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A local copy: its row, the object that it is of, its name in the store, its bytes in whole blocks."""
+
+    id: int
+    key_id: int
+    wanted: RemoteObject
+    name: str
+    cost: int
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """There is no room: so many bytes must go first."""
+
+    nbytes: int
+
+
+def cost_of(nbytes: int) -> int:
+    """Return the bytes that a file takes on disk."""
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+class Catalogue(Database):
+    """The rows of a store."""
+
+    # --- what the remote has ---
+
+    def begin_listing(self, lease: str, relist_s: float, is_alive: Any) -> int:
+        """Return the number of a new listing, or 0 where none is due or another process is at it."""
+        now = time.time()
+        with self.transaction() as db:
+            meta = dict(db.execute("SELECT name, value FROM meta"))
+            if now - meta["listed_at"] < relist_s:
+                return 0
+            if meta["listing_lease"] and is_alive(meta["listing_lease"]):
+                return 0
+            number = int(meta["listing"]) + 1
+            db.executemany(
+                "UPDATE meta SET value = ? WHERE name = ?",
+                [(number, "listing"), (now, "listing_began_at"), (lease, "listing_lease")],
+            )
+            return number
+
+    def add_listed(self, number: int, found: Sequence[RemoteObject]) -> None:
+        """Note objects that a listing has found. One whose content changed is free of its faults."""
+        with self.transaction() as db:
+            db.executemany(
+                "INSERT INTO keys (key, etag, nbytes, digest, place, listing) VALUES (?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (key) DO UPDATE SET"
+                " fault = CASE WHEN etag = excluded.etag THEN fault END,"
+                " n_failed = CASE WHEN etag = excluded.etag THEN n_failed ELSE 0 END,"
+                " etag = excluded.etag, nbytes = excluded.nbytes, digest = excluded.digest,"
+                " listing = excluded.listing, is_gone = 0",
+                [(o.key, o.etag, o.nbytes, o.digest, _place(o.key), number) for o in found],
+            )
+
+    def end_listing(self, number: int, *, is_whole: bool) -> None:
+        """End a listing; after a whole one, what it has not found is gone from the remote."""
+        with self.transaction() as db:
+            if is_whole:
+                db.execute("UPDATE keys SET is_gone = 1 WHERE listing < ?", (number,))
+                db.execute("UPDATE meta SET value = ? WHERE name = 'listed_at'", (time.time(),))
+            db.execute("UPDATE meta SET value = '' WHERE name = 'listing_lease'")
+
+    # --- downloads ---
+
+    def reserve(self, lease: str, budget: int) -> File | Full | None:
+        """Take the next object to download, with the bytes for it; or what must go first; or None: nothing to do."""
+        now = time.time()
+        with self.transaction() as db:
+            row = db.execute(_NEXT, (now,)).fetchone()
+            if row is None:
+                return None
+            key_id, wanted = row[0], RemoteObject(*row[1:])
+            cost = cost_of(wanted.nbytes)
+            if cost > budget:
+                fault = f"it has {wanted.nbytes} bytes, and the whole budget is {budget}"
+                db.execute("UPDATE keys SET fault = ? WHERE id = ?", (fault, key_id))
+                return Full(0)
+            held = db.execute("SELECT value FROM meta WHERE name = 'held_nbytes'").fetchone()[0]
+            if held + cost > budget:
+                return Full(held + cost - budget)
+            name = name_of(wanted)
+            cursor = db.execute(
+                "INSERT INTO files (key_id, etag, nbytes, cost, name, state, lease) VALUES (?, ?, ?, ?, ?, 0, ?)",
+                (key_id, wanted.etag, wanted.nbytes, cost, name, lease),
+            )
+            return File(int(cursor.lastrowid or 0), key_id, wanted, name, cost)
+
+    def publish(self, file: File, lease: str, crc: int, *, is_fetched: bool = True) -> bool:
+        """Let a reserved file be seen; False where the reservation is no longer this lease's."""
+        with self.transaction() as db:
+            changed = db.execute(
+                "UPDATE files SET state = 1, lease = NULL, crc = ?, published_at = ?"
+                " WHERE id = ? AND state = 0 AND lease = ?",
+                (crc, time.time(), file.id, lease),
+            ).rowcount
+            if changed:
+                db.execute(
+                    "UPDATE keys SET n_fetched = n_fetched + 1, n_failed = 0 WHERE id = ?",
+                    (file.key_id,),
+                )
+                if is_fetched:
+                    self._count(db, n_fetched=1, fetched_nbytes=file.wanted.nbytes)
+            return bool(changed)
+
+    def give_up(self, file: File, lease: str) -> None:
+        """Take a reservation back; its bytes are free again."""
+        with self.transaction() as db:
+            db.execute("UPDATE files SET state = 3 WHERE id = ? AND state = 0 AND lease = ?", (file.id, lease))
+            db.execute("DELETE FROM files WHERE id = ? AND state = 3", (file.id,))
+
+    def fail(self, key_id: int, reason: str, retry_at: float, max_failures: int) -> bool:
+        """Note a failed download; return whether the object is now in quarantine."""
+        with self.transaction() as db:
+            db.execute("UPDATE keys SET n_failed = n_failed + 1, retry_at = ? WHERE id = ?", (retry_at, key_id))
+            changed = db.execute(
+                "UPDATE keys SET fault = ? WHERE id = ? AND n_failed >= ?", (reason, key_id, max_failures)
+            )
+            return bool(changed.rowcount)
+
+    def count(self, **amounts: int) -> None:
+        """Add to single values of the store."""
+        with self.transaction() as db:
+            self._count(db, **amounts)
+
+    # --- eviction ---
+
+    def may_go(self, policy: str, min_visits: int, most: int) -> list[int]:
+        """Return the numbers of files that may go, the first to go first. Those of an older content are before all."""
+        with self._lock:
+            found = self._db.execute(
+                "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id WHERE f.state = 1 AND NOT k.is_gone"  # noqa: S608
+                " AND (f.visits >= :visits OR f.etag != k.etag)"
+                " AND NOT EXISTS (SELECT 1 FROM pinned p WHERE p.key_id = f.key_id)"
+                f" ORDER BY f.etag = k.etag, {POLICIES[policy]} LIMIT :most",
+                {"visits": min_visits, "now": time.time(), "most": most},
+            )
+            return [row[0] for row in found]
+
+    def outdated(self) -> list[int]:
+        """Return the numbers of files whose object has another content in the remote by now."""
+        return [
+            row[0]
+            for row in self.rows(
+                "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id WHERE f.state = 1 AND f.etag != k.etag"
+            )
+        ]
+
+    def take_leaving(self, file_id: int, lease: str) -> File | None:
+        """Take a file out of sight, so that it may be removed; None where it may not go any more."""
+        with self.transaction() as db:
+            changed = db.execute(
+                "UPDATE files SET state = 2, lease = ? WHERE id = ? AND state = 1"
+                " AND NOT EXISTS (SELECT 1 FROM pinned p WHERE p.key_id = files.key_id)"
+                " AND NOT (SELECT is_gone FROM keys k WHERE k.id = files.key_id)",
+                (lease, file_id),
+            ).rowcount
+            return self._files(db, "f.id = ?", file_id)[0] if changed else None
+
+    def put_back(self, file: File, lease: str, *, is_gone: bool) -> None:
+        """Let a file that was leaving be seen again; where its object is gone from the remote, for good."""
+        with self.transaction() as db:
+            changed = db.execute(
+                "UPDATE files SET state = 1, lease = NULL WHERE id = ? AND state = 2 AND lease = ?", (file.id, lease)
+            ).rowcount
+            if changed and is_gone:
+                db.execute("UPDATE keys SET is_gone = 1 WHERE id = ?", (file.key_id,))
+
+    def let_go(self, file: File, *, is_evicted: bool = True) -> None:
+        """Note that a file is gone from disk; its bytes are free again."""
+        with self.transaction() as db:
+            changed = db.execute(
+                "UPDATE files SET state = 3, lease = NULL,"
+                " died = (SELECT value FROM meta WHERE name = 'generation') WHERE id = ? AND state < 3",
+                (file.id,),
+            ).rowcount
+            if changed and is_evicted:
+                self._count(db, n_evicted=1, evicted_nbytes=file.wanted.nbytes)
+
+    # --- epochs ---
+
+    def take_snapshot(self, lease: str) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
+        """Pin all files that are there, as a new generation: return its number, its pin, file numbers and visits."""
+        with self.transaction() as db:
+            found = db.execute(
+                "SELECT f.id, k.visits FROM files f JOIN keys k ON k.id = f.key_id"
+                " WHERE f.state = 1 AND f.etag = k.etag AND k.fault IS NULL ORDER BY f.id"
+            ).fetchall()
+            ids, visits = (np.array([row[i] for row in found], dtype=np.int64) for i in (0, 1))
+            generation = db.execute(
+                "UPDATE meta SET value = value + 1 WHERE name = 'generation' RETURNING value"
+            ).fetchone()[0]
+            blobs = ids.astype("<i8").tobytes(), visits.astype("<i8").tobytes()
+            db.execute("INSERT INTO snapshots VALUES (?, ?, ?, ?)", (generation, time.time(), *blobs))
+            pin = self._pin(db, generation, lease, ids)
+            oldest = generation - KEPT_GENERATIONS
+            db.execute(
+                "DELETE FROM snapshots WHERE generation <= ? AND generation NOT IN (SELECT generation FROM pins)",
+                (oldest,),
+            )
+            db.execute(
+                "DELETE FROM files WHERE state = 3 AND (died IS NULL OR died < (SELECT min(generation) FROM snapshots))"
+            )
+            return generation, pin, ids, visits
+
+    def open_snapshot(self, generation: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the file numbers and visits of an earlier generation."""
+        found = self.rows("SELECT ids, visits FROM snapshots WHERE generation = ?", generation)
+        if not found:
+            last = self.meta("generation")
+            raise PlanError(
+                f"generation {generation} is no longer kept in {self.path} (the last is {last}); "
+                "start with a new snapshot."
+            )
+        ids, visits = (np.frombuffer(blob, dtype="<i8").astype(np.int64) for blob in found[0])
+        return ids, visits
+
+    def pin(self, generation: int, lease: str, ids: NDArray[np.int64]) -> int:
+        """Keep the objects of some files from going; return the number of the pin."""
+        with self.transaction() as db:
+            return self._pin(db, generation, lease, ids)
+
+    @staticmethod
+    def _pin(db: Connection, generation: int, lease: str, ids: NDArray[np.int64]) -> int:
+        cursor = db.execute("INSERT INTO pins (generation, lease) VALUES (?, ?)", (generation, lease))
+        pin = int(cursor.lastrowid or 0)
+        Catalogue._add_pinned(db, pin, ids)
+        return pin
+
+    @staticmethod
+    def _add_pinned(db: Connection, pin: int, ids: NDArray[np.int64]) -> None:
+        db.executemany(
+            "INSERT OR IGNORE INTO pinned SELECT key_id, ? FROM files WHERE id = ?", [(pin, i) for i in ids.tolist()]
+        )
+
+    def visited(self, pin: int, key_ids: Sequence[int]) -> None:
+        """Note that objects were used; this epoch needs them no more."""
+        now = time.time()
+        with self.transaction() as db:
+            values = [(key,) for key in key_ids]
+            db.executemany("DELETE FROM pinned WHERE key_id = ? AND pin = ?", [(key, pin) for key in key_ids])
+            db.executemany("UPDATE keys SET visits = visits + 1 WHERE id = ?", values)
+            db.executemany(
+                "UPDATE files SET visits = visits + 1, used_at = ? WHERE key_id = ? AND state = 1",
+                [(now, key) for key in key_ids],
+            )
+
+    def unpin(self, pin: int) -> None:
+        """End a pin."""
+        with self.transaction() as db:
+            db.execute("DELETE FROM pinned WHERE pin = ?", (pin,))
+            db.execute("DELETE FROM pins WHERE id = ?", (pin,))
+
+    def keep_pinned(self, pin: int, ids: NDArray[np.int64]) -> None:
+        """Let go of what a pin holds beside some files."""
+        with self.transaction() as db:
+            n_pinned = db.execute("SELECT count(*) FROM pinned WHERE pin = ?", (pin,)).fetchone()[0]
+            if n_pinned > ids.size:
+                db.execute("DELETE FROM pinned WHERE pin = ?", (pin,))
+                self._add_pinned(db, pin, ids)
+
+    def copies(self, ids: NDArray[np.int64]) -> list[tuple[Any, ...]]:
+        """Return (key_id, key, etag, nbytes, name, crc, file_id) of the objects of some files, in the order asked for.
+
+        Name and crc are those of the copy that is there now, and None where there is none of the same content.
+        """
+        rows = self.rows(
+            "SELECT f.id, f.key_id, k.key, f.etag, f.nbytes, now.name, now.crc, now.id FROM files f"
+            " JOIN keys k ON k.id = f.key_id"
+            " LEFT JOIN files now ON now.key_id = f.key_id AND now.state < 3 AND now.state = 1 AND now.etag = f.etag"
+            " WHERE f.id IN (SELECT value FROM json_each(?))",
+            json.dumps(ids.tolist()),
+        )
+        found = {row[0]: row[1:] for row in rows}
+        return [found[i] for i in ids.tolist()]
+
+    def find_by_id(self, file_id: int) -> File | None:
+        """Return a file by its number, where it is published."""
+        with self._lock:
+            return next(iter(self._files(self._db, "f.id = ? AND f.state = ?", file_id, PUBLISHED)), None)
+
+    def n_ready(self) -> int:
+        """Return how many samples a snapshot would have."""
+        return int(
+            self.rows(
+                "SELECT count(*) FROM files f JOIN keys k ON k.id = f.key_id"
+                " WHERE f.state = 1 AND f.etag = k.etag AND k.fault IS NULL"
+            )[0][0]
+        )
+
+    def n_known(self) -> int:
+        """Return how many samples the remote has that are not in quarantine, or that are here."""
+        return int(self.rows("SELECT count(*) FROM keys WHERE fault IS NULL AND (is_held OR NOT is_gone)")[0][0])
+
+    def n_bad(self) -> tuple[int, int]:
+        """Return how many samples are in quarantine, and how many there are."""
+        n_bad = self.rows("SELECT count(*) FROM keys WHERE fault IS NOT NULL")[0][0]
+        return int(n_bad), int(self.rows("SELECT count(*) FROM keys")[0][0]) if n_bad else 0
+
+    # --- repair ---
+
+    def leases(self) -> set[str]:
+        """Return the leases that rows refer to."""
+        query = "SELECT lease FROM files WHERE state IN (0, 2) UNION SELECT lease FROM pins"
+        return {row[0] for row in self.rows(query)}
+
+    def drop_pins(self, lease: str) -> None:
+        """End all pins of a lease."""
+        for (pin,) in self.rows("SELECT id FROM pins WHERE lease = ?", lease):
+            self.unpin(pin)
+
+    def take_over(self, dead: str, lease: str) -> tuple[list[File], list[File]]:
+        """Make a dead lease's work this lease's; return what it had reserved and what it was removing."""
+        with self.transaction() as db:
+            reserved, leaving = (
+                self._files(db, "f.lease = ? AND f.state = ?", dead, state) for state in (RESERVED, LEAVING)
+            )
+            db.execute("UPDATE files SET lease = ? WHERE lease = ? AND state IN (0, 2)", (lease, dead))
+            return reserved, leaving
+
+    def published(self) -> list[File]:
+        """Return all files that are to be there."""
+        with self._lock:
+            return self._files(self._db, "f.state = ?", PUBLISHED)
+
+    def listed(self) -> Iterator[RemoteObject]:
+        """Yield what the remote has, as far as it was listed."""
+        last = 0
+        while some := self.rows(
+            "SELECT id, key, nbytes, etag, digest FROM keys WHERE id > ? AND NOT is_gone ORDER BY id LIMIT 10000", last
+        ):
+            yield from (RemoteObject(*row[1:]) for row in some)
+            last = some[-1][0]
+
+    def names(self) -> set[str]:
+        """Return the names of all files that hold bytes."""
+        return {row[0] for row in self.rows("SELECT name FROM files WHERE state < 3")}
+
+    def adopt(self, name: str, wanted: RemoteObject, lease: str, budget: int) -> File | None:
+        """Reserve bytes for a file that is there without a row; None where it cannot be kept."""
+        with self.transaction() as db:
+            row = db.execute("SELECT id FROM keys WHERE key = ? AND etag = ?", (wanted.key, wanted.etag)).fetchone()
+            held = db.execute("SELECT value FROM meta WHERE name = 'held_nbytes'").fetchone()[0]
+            cost = cost_of(wanted.nbytes)
+            if row is None or held + cost > budget:
+                return None
+            cursor = db.execute(
+                "INSERT OR IGNORE INTO files (key_id, etag, nbytes, cost, name, state, lease)"
+                " VALUES (?, ?, ?, ?, ?, 0, ?)",
+                (row[0], wanted.etag, wanted.nbytes, cost, name, lease),
+            )
+            return File(int(cursor.lastrowid or 0), row[0], wanted, name, cost) if cursor.rowcount else None
+
+    @staticmethod
+    def _files(db: Connection, where: str, *values: Any) -> list[File]:
+        found = db.execute(
+            "SELECT f.id, f.key_id, f.name, f.cost, k.key, f.nbytes, f.etag, "  # noqa: S608  (ours)
+            "CASE WHEN f.etag = k.etag THEN k.digest"
+            f" ELSE '' END FROM files f JOIN keys k ON k.id = f.key_id WHERE {where}",
+            values,
+        )
+        return [File(id_, key_id, RemoteObject(*of), name, cost) for id_, key_id, name, cost, *of in found]
+
+
+_NEXT = (
+    "SELECT id, key, nbytes, etag, digest FROM keys"
+    " WHERE NOT is_held AND NOT is_gone AND fault IS NULL AND retry_at <= ?"
+    " ORDER BY n_fetched, place LIMIT 1"
+)
+
+
+def name_of(wanted: RemoteObject) -> str:
+    """Return a new name for a copy of an object: what it is of, and a part that never comes again."""
+    return f"{content_name(wanted)}.{secrets.token_hex(8)}"
+
+
+def content_name(wanted: RemoteObject) -> str:
+    """Return the part of a name that says which content of which key a file holds."""
+    return blake2b(f"{wanted.key}\0{wanted.etag}\0{wanted.nbytes}".encode(), digest_size=16).hexdigest()
+
+
+def _place(key: str) -> int:
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,123 @@
+"""One SQLite database for several threads and processes: every change is one transaction. The home of sqlite3."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import threading
+from contextlib import contextmanager
+from importlib.resources import files as package_files
+from typing import TYPE_CHECKING, Any
+
+from gpuload.errors import PlanError, ReadError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VERSION = 1
+"""Of the schema."""
+
+_BUSY_S = 60.0
+"""Longest wait for another process's transaction, which takes milliseconds."""
+
+
+class Database:
+    """A database with the schema of a store. Safe from any thread; not to be carried into a forked process.
+
+    Parameters
+    ----------
+    path
+        The database; it is made where it is not there.
+
+    Raises
+    ------
+    StoreError
+        It is of another version, or no database.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "cache_size = -16000"):
+                self._db.execute(f"PRAGMA {pragma}")
+            with self.transaction() as db:
+                if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+                    for statement in _statements():
+                        db.execute(statement)
+            found = self.meta("version")
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise StoreError(
+                f"{path}: it cannot be read as the catalogue of a sample store: {error}. Remove it, and the store "
+                "makes a new one out of the files that are there."
+            ) from error
+        if found != VERSION:
+            self._db.close()
+            raise StoreError(f"{path}: it is of version {found}, and this gpuload knows {VERSION}; use another folder.")
+
+    def close(self) -> None:
+        """Close the database; may be called twice."""
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Run a with-block as one transaction: all of it or nothing."""
+        if os.getpid() != self._pid:
+            raise PlanError("the sample store was opened in another process; open it in this one.")
+        with self._lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._db
+                    self._db.execute("COMMIT")
+                except BaseException:
+                    if self._db.in_transaction:
+                        self._db.execute("ROLLBACK")
+                    raise
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path) from error
+                if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+                    raise ReadError(f"{self.path}: another process has held it for {_BUSY_S:.0f} s.") from error
+                raise
+            except sqlite3.ProgrammingError as error:
+                raise PlanError("the sample store was closed; open it again.") from error
+
+    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Return the rows of a query, outside of a transaction."""
+        with self._lock:
+            try:
+                return self._db.execute(query, values).fetchall()
+            except sqlite3.ProgrammingError as error:
+                raise PlanError("the sample store was closed; open it again.") from error
+
+    def meta(self, name: str) -> Any:
+        """Return one of the store's single values."""
+        return self.rows("SELECT value FROM meta WHERE name = ?", name)[0][0]
+
+    def set_meta(self, **values: Any) -> None:
+        """Set single values of the store."""
+        with self.transaction() as db:
+            db.executemany(
+                "INSERT INTO meta VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value", values.items()
+            )
+
+    @staticmethod
+    def _count(db: sqlite3.Connection, **amounts: int) -> None:
+        """Add to single values of the store."""
+        db.executemany("UPDATE meta SET value = value + ? WHERE name = ?", [(n, name) for name, n in amounts.items()])
+
+
+def _statements() -> Iterator[str]:
+    """Yield the statements of the schema; those of triggers hold semicolons."""
+    statement = ""
+    for line in (package_files("gpuload.cache") / "schema.sql").read_text().splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

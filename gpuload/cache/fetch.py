@@ -1,0 +1,415 @@
+"""Download ahead: threads that take objects, make room for them, and publish them, until they are told to stop.
+
+Runs in a process of its own (`process`), or in threads of the training process. It never waits while it holds bytes
+that others could use, and what it is at is always in the catalogue, so it may be killed at any time.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from gpuload.cache import leases
+from gpuload.cache.catalogue import Full
+from gpuload.cache.files import Download, adopt_strays, repair
+from gpuload.errors import CorruptDataError, GpuloadError, ReadError
+from gpuload.remote import BusyError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpuload.cache.catalogue import Catalogue, File
+    from gpuload.cache.files import Folders
+    from gpuload.remote import Remote, RemoteObject
+
+_log = logging.getLogger("gpuload.cache")
+
+_CANDIDATES = 256
+"""Files looked up at a time that may go: the look-up passes over all rows."""
+_REPAIR_S = 5.0
+_IDLE_S = 0.05
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to download.
+
+    Attributes
+    ----------
+    budget, min_free
+        Most bytes of the store on disk; least bytes that the disk keeps free.
+    policy, min_visits
+        Which files go first; and how often one is used at least before it may go.
+    in_flight
+        Downloads at a time, in one process.
+    piece_nbytes
+        Bytes asked for at a time; a download that fails goes on from the last piece.
+    tries, first_wait_s, longest_wait_s
+        How often a piece is asked for, and the waits between: random, up to a bound that doubles.
+    max_failures
+        Failed downloads after which an object is left alone.
+    relist_s
+        Time from one listing of the remote to the next.
+    """
+
+    budget: int
+    min_free: int
+    policy: str
+    min_visits: int = 1
+    in_flight: int = 16
+    piece_nbytes: int = 8 << 20
+    tries: int = 6
+    first_wait_s: float = 0.1
+    longest_wait_s: float = 10.0
+    max_failures: int = 4
+    relist_s: float = 300.0
+
+
+class Window:
+    """How many downloads may run: one more for each full window that went well, half as many where the remote is busy.
+
+    References
+    ----------
+    .. [1] Chiu, Jain, "Analysis of the increase and decrease algorithms for congestion avoidance in computer networks",
+       Computer Networks and ISDN Systems 1989, doi:10.1016/0169-7552(89)90019-6.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._limit = float(most)
+        self._n_running = 0
+        self._halved_at = 0.0
+        self._changed = threading.Condition()
+
+    @property
+    def limit(self) -> float:
+        """Downloads that may run now."""
+        return self._limit
+
+    @contextmanager
+    def slot(self, stop: threading.Event) -> Iterator[bool]:
+        """Wait for a place; False where it is time to stop."""
+        with self._changed:
+            while self._n_running >= max(1, int(self._limit)) and not stop.is_set():
+                self._changed.wait(0.2)
+            self._n_running += 1
+        try:
+            yield not stop.is_set()
+        finally:
+            with self._changed:
+                self._n_running -= 1
+                self._changed.notify()
+
+    def went_well(self) -> None:
+        """Note an answer."""
+        with self._changed:
+            self._limit = min(self._most, self._limit + 1 / self._limit)
+
+    def was_busy(self) -> None:
+        """Note a refusal; those of one moment count once."""
+        with self._changed:
+            now = time.monotonic()
+            if now - self._halved_at > 0.5:
+                self._limit, self._halved_at = max(1.0, self._limit / 2), now
+
+
+def get_patiently(
+    remote: Remote,
+    wanted: RemoteObject,
+    span: tuple[int, int],
+    settings: Settings,
+    ended: threading.Event,
+    window: Window,
+) -> Any:
+    """Return bytes of an object, asked for again where the remote is busy, after a random wait each time."""
+    start, stop = span
+    for attempt in range(settings.tries):
+        try:
+            piece = remote.get(wanted, start, stop)
+            got = memoryview(piece).nbytes
+            if got != stop - start:
+                raise BusyError(
+                    f"{remote.name}/{wanted.key}: short read at byte {start}: wanted {stop - start}, got {got}."
+                )
+        except (BusyError, ConnectionError, TimeoutError):
+            window.was_busy()
+            bound = min(settings.longest_wait_s, settings.first_wait_s * 2**attempt)
+            if attempt + 1 == settings.tries or ended.wait(random.uniform(0, bound)):  # noqa: S311
+                raise
+        else:
+            window.went_well()
+            return piece
+    raise AssertionError
+
+
+class Fetcher:
+    """Keeps a store filled.
+
+    Parameters
+    ----------
+    folders, catalogue
+        The store.
+    lease
+        This process's.
+    remote
+        Where objects come from.
+    settings
+        How.
+    """
+
+    def __init__(self, folders: Folders, catalogue: Catalogue, lease: str, remote: Remote, settings: Settings) -> None:
+        self._folders, self._catalogue, self._lease = folders, catalogue, lease
+        self._remote, self._settings = remote, settings
+        self._stop = threading.Event()
+        self._window = Window(settings.in_flight)
+        self._soft = SoftDigests()
+        self._evict_lock = threading.Lock()
+        self._candidates: deque[int] = deque()
+        self._none_until = 0.0
+        self._progress: dict[int, float] = {}
+        self._threads: list[threading.Thread] = []
+        self._is_idle = False
+        self._probe = threading.Lock()
+
+    def start(self) -> None:
+        """Start the threads."""
+        for i in range(self._settings.in_flight):
+            self._threads.append(threading.Thread(target=self._work, name=f"gpuload-fetch-{i}", daemon=True))
+        self._threads.append(threading.Thread(target=self._look_after, name="gpuload-listing", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Stop, and wait for what is under way; a piece that is being received is waited for."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def longest_busy_s(self) -> float:
+        """Return the time for which the slowest thread that is at work has got nothing done."""
+        now = time.monotonic()
+        return max((now - since for since in self._progress.copy().values()), default=0.0)
+
+    # --- threads ---
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            is_probing = self._is_idle and self._probe.acquire(blocking=False)
+            if self._is_idle and not is_probing:
+                self._stop.wait(_IDLE_S)  # one thread looks whether there is work again
+                continue
+            try:
+                with self._window.slot(self._stop) as may_go:
+                    self._is_idle = not (may_go and self._attempt())
+            finally:
+                if is_probing:
+                    self._probe.release()
+            if self._is_idle:
+                self._stop.wait(_IDLE_S)
+
+    def _attempt(self) -> bool:
+        """Do one thing; return whether there was anything to do."""
+        try:
+            return self.fetch_one()
+        except GpuloadError as error:
+            if not self._stop.is_set():
+                _log.warning("a fetcher goes on after: %s", error)
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
+        finally:
+            self._progress.pop(threading.get_ident(), None)
+        return False
+
+    def _look_after(self) -> None:
+        """List the remote when it is due, and finish what dead processes have left."""
+        repaired_at = time.monotonic()
+        while not self._stop.is_set():
+            self._touch()
+            try:
+                if self.list_remote():
+                    self._drop_outdated()
+                if time.monotonic() - repaired_at > _REPAIR_S:
+                    self._drop_outdated()
+                    repair(self._folders, self._catalogue, self._lease, self._settings.budget, is_opening=False)
+                    repaired_at = time.monotonic()
+            except (GpuloadError, OSError) as error:
+                _log.warning("%s", error)
+                self._progress.pop(threading.get_ident(), None)
+                self._stop.wait(min(5.0, self._settings.longest_wait_s))
+            self._progress.pop(threading.get_ident(), None)
+            self._stop.wait(0.2)
+
+    def _touch(self) -> None:
+        self._progress[threading.get_ident()] = time.monotonic()
+
+    # --- steps ---
+
+    def list_remote(self) -> bool:
+        """List the remote, if that is due and nobody else does; return whether it was."""
+        catalogue, is_first = self._catalogue, not self._catalogue.meta("listed_at")
+        number = catalogue.begin_listing(
+            self._lease, self._settings.relist_s, lambda name: leases.is_alive(self._folders.leases, name)
+        )
+        if not number:
+            return False
+        is_whole = False
+        try:
+            found = iter(self._remote.list())
+            while some := list(islice(found, 2000)):
+                catalogue.add_listed(number, some)
+                self._touch()
+                if self._stop.is_set():
+                    return False
+            is_whole = True
+        finally:
+            catalogue.end_listing(number, is_whole=is_whole)
+        if is_first:
+            adopt_strays(self._folders, catalogue, self._lease, self._settings.budget)
+        return True
+
+    def fetch_one(self) -> bool:
+        """Download one object, or make room for one; return whether anything was done."""
+        self._touch()
+        lacking = self._settings.min_free - self._folders.free_nbytes()
+        file = Full(lacking) if lacking > 0 else self._catalogue.reserve(self._lease, self._settings.budget)
+        if isinstance(file, Full):
+            return self.make_room(file.nbytes) >= file.nbytes
+        return file is not None and self._fetch(file)
+
+    def _fetch(self, file: File) -> bool:
+        try:
+            crc = self._download(file)
+            self._folders.publish(file.name)
+        except BaseException as error:
+            self._folders.remove(file.name)
+            self._catalogue.give_up(file, self._lease)
+            if self._stop.is_set():
+                return False
+            if isinstance(error, OSError) and error.errno in _DISK_FULL:
+                return self._meet_full_disk(file)
+            if not isinstance(error, Exception):
+                raise
+            self._note_failure(file, error)
+            return True
+        return self._catalogue.publish(file, self._lease, crc)
+
+    def _download(self, file: File) -> int:
+        """Bring an object to the disk, under its temporary name; return its crc."""
+        wanted, size = file.wanted, self._settings.piece_nbytes
+        download = Download(self._folders.tmp_path(file.name), wanted)
+        try:
+            for start in range(0, wanted.nbytes, size):
+                span = start, min(wanted.nbytes, start + size)
+                piece = get_patiently(self._remote, wanted, span, self._settings, self._stop, self._window)
+                download.add(piece)
+                self._touch()
+            try:
+                download.finish()
+            except CorruptDataError:
+                if not self._soft.forgive(wanted, download.crc):
+                    raise
+            else:
+                self._soft.was_right(wanted)
+        finally:
+            download.close()
+        return download.crc
+
+    def _note_failure(self, file: File, error: Exception) -> None:
+        reason = str(error) or type(error).__name__
+        is_final = isinstance(error, ReadError) and not isinstance(error, BusyError)
+        wait_s = random.uniform(0.5, 1) * min(self._settings.longest_wait_s, self._settings.first_wait_s * 8)  # noqa: S311
+        max_failures = 1 if is_final else self._settings.max_failures
+        if self._catalogue.fail(file.key_id, reason, time.time() + wait_s, max_failures):
+            _log.warning("%s is in quarantine: %s", file.wanted.key, reason)
+
+    def _meet_full_disk(self, file: File) -> bool:
+        """Make room on a disk that others fill too; where there is nothing to remove, wait."""
+        self._catalogue.count(n_disk_full=1)
+        return self.make_room(file.cost) > 0
+
+    def make_room(self, nbytes: int) -> int:
+        """Remove files until so many bytes are free, as far as any may go; return the bytes freed."""
+        freed = 0
+        while freed < nbytes and not self._stop.is_set() and (file_id := self._next_candidate()) is not None:
+            try:
+                freed += self._remove(file_id)
+            except (BusyError, ConnectionError, TimeoutError):
+                self._window.was_busy()
+                break
+        return freed
+
+    def _remove(self, file_id: int) -> int:
+        """Remove a file that may go and whose object is in the remote; return the bytes freed."""
+        file = self._catalogue.take_leaving(file_id, self._lease)
+        if file is None:
+            return 0
+        self._touch()
+        try:
+            found = self._remote.head(file.wanted.key)
+        except BaseException:  # who cannot ask does not remove
+            self._catalogue.put_back(file, self._lease, is_gone=False)
+            raise
+        if found is None:
+            _log.warning("%s is gone from %s; its copy is kept", file.wanted.key, self._remote.name)
+            self._catalogue.put_back(file, self._lease, is_gone=True)
+            return 0
+        self._folders.remove(file.name)
+        self._catalogue.let_go(file)
+        return file.cost
+
+    def _drop_outdated(self) -> None:
+        """Remove copies of what the remote has replaced, so that the new content can come."""
+        for file_id in self._catalogue.outdated():
+            self._remove(file_id)
+
+    def _next_candidate(self) -> int | None:
+        with self._evict_lock:
+            if not self._candidates:
+                if time.monotonic() < self._none_until:
+                    return None
+                settings = self._settings
+                self._candidates.extend(self._catalogue.may_go(settings.policy, settings.min_visits, _CANDIDATES))
+                if not self._candidates:
+                    self._none_until = time.monotonic() + _IDLE_S / 2
+                    return None
+            return self._candidates.popleft()
+
+
+class SoftDigests:
+    """Digests that may be of something else: S3's ETag is the MD5 of an object, unless that was encrypted.
+
+    A download that does not match one is tried again; where the second has the same bytes as the first, the ETag is no
+    MD5. Once two objects have shown this, and none the contrary, such digests are no longer looked at.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+        self._n_right = 0
+        self._n_wrong = 0
+
+    def was_right(self, wanted: RemoteObject) -> None:
+        """Note an object that matched."""
+        self._n_right += wanted.digest.startswith("md5?")
+
+    def forgive(self, wanted: RemoteObject, crc: int) -> bool:
+        """Return whether an object that does not match is to be kept."""
+        if not wanted.digest.startswith("md5?"):
+            return False
+        if self._seen.get(wanted.key) == crc:
+            del self._seen[wanted.key]
+            self._n_wrong += 1
+            return True
+        if not self._n_right and self._n_wrong >= 2:
+            return True
+        self._seen[wanted.key] = crc
+        return False

@@ -1,0 +1,256 @@
+"""The files of a store on disk: how they appear, go, and are put in order after a crash.
+
+    root/objects/<2 hex>/<content>.<never used again>     published: whole, checked, never written again
+    root/tmp/<the same name>                              being downloaded
+    root/leases/                                          who is alive
+    root/catalogue.sqlite
+
+A file is written under tmp, brought to the disk, checked, and renamed; only then its row says that it is there. It goes
+the other way round: the row says that it is leaving, the file is removed, the row says that it is gone. Bytes count
+against the budget from before the first step until after the last. So a process may end between any two steps, and what
+it leaves is one of a few cases, which `repair` knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import zlib
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from gpuload.cache import leases
+from gpuload.cache.catalogue import content_name
+from gpuload.errors import CorruptDataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpuload.cache.catalogue import Catalogue
+    from gpuload.remote import RemoteObject
+
+_log = logging.getLogger("gpuload.cache")
+
+_PIECE = 8 << 20
+
+
+class Folders:
+    """The folders of a store.
+
+    Parameters
+    ----------
+    root
+        The store; it is made where it is not there.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = os.path.abspath(os.fspath(root))
+        self.tmp, self.leases = (os.path.join(self.root, name) for name in ("tmp", "leases"))
+        self.catalogue = os.path.join(self.root, "catalogue.sqlite")
+        for name in (self.tmp, self.leases):
+            os.makedirs(name, exist_ok=True)
+        if not os.path.isdir(self._objects("ff")):  # the last to be made
+            for i in range(256):
+                os.makedirs(self._objects(f"{i:02x}"), exist_ok=True)
+
+    def path(self, name: str) -> str:
+        """Return where a published file lies."""
+        return os.path.join(self._objects(name[:2]), name)
+
+    def tmp_path(self, name: str) -> str:
+        """Return where a file lies while it is downloaded."""
+        return os.path.join(self.tmp, name)
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of all published files on disk."""
+        for i in range(256):
+            yield from os.listdir(self._objects(f"{i:02x}"))
+
+    def publish(self, name: str) -> None:
+        """Let a downloaded file be under its final name, also after the machine fails."""
+        os.rename(self.tmp_path(name), self.path(name))
+        fd = os.open(self._objects(name[:2]), os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, wherever it lies; one that is not there is none."""
+        for path in (self.tmp_path(name), self.path(name)):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def free_nbytes(self) -> int:
+        """Return the bytes that the disk has left for this user."""
+        found = os.statvfs(self.root)
+        return found.f_bavail * found.f_frsize
+
+    def _objects(self, part: str) -> str:
+        return os.path.join(self.root, "objects", part)
+
+
+class Download:
+    """A file on its way: written piece by piece, its digests taken as it goes.
+
+    Parameters
+    ----------
+    path
+        Where it is written; it must not be there.
+    wanted
+        What it is to be.
+
+    Raises
+    ------
+    OSError
+        The disk is full (ENOSPC, EDQUOT), before anything is downloaded.
+    """
+
+    def __init__(self, path: str, wanted: RemoteObject) -> None:
+        self._wanted = wanted
+        self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        self._done = 0
+        self._digest = digest_of(wanted)
+        self.crc = 0
+        try:
+            if wanted.nbytes:
+                os.posix_fallocate(self._fd, 0, wanted.nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, piece: Any) -> None:
+        """Write the next bytes."""
+        view = memoryview(piece).cast("B")
+        self.crc = zlib.crc32(view, self.crc)
+        if self._digest is not None:
+            self._digest.update(view)
+        while view.nbytes:
+            done = os.pwrite(self._fd, view, self._done)
+            self._done += done
+            view = view[done:]
+
+    def finish(self) -> None:
+        """Bring it to the disk and check it; a wrong digest is a CorruptDataError."""
+        os.fdatasync(self._fd)
+        check_digest(self._wanted, self._digest)
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def digest_of(wanted: RemoteObject) -> Any:
+    """Return a new digest of the kind that an object has, or None."""
+    kind = wanted.digest.partition(":")[0].rstrip("?")
+    return hashlib.new(kind, usedforsecurity=False) if kind else None
+
+
+def check_digest(wanted: RemoteObject, digest: Any) -> None:
+    """Raise CorruptDataError where a digest is not what the remote says of an object."""
+    if digest is not None and digest.hexdigest() != wanted.digest.partition(":")[2]:
+        kind = wanted.digest.partition(":")[0].rstrip("?")
+        raise CorruptDataError(
+            f"{wanted.key}: after the download its {kind} is {digest.hexdigest()}, and in the remote "
+            f"{wanted.digest.partition(':')[2]}."
+        )
+
+
+def repair(folders: Folders, catalogue: Catalogue, lease: str, budget: int, *, is_opening: bool) -> None:
+    """Put in order what dead processes have left; on opening also what a failed machine may have.
+
+    Parameters
+    ----------
+    folders, catalogue
+        The store.
+    lease
+        This process's.
+    budget
+        Most bytes of the store.
+    is_opening
+        Compare all files with all rows, which only a failed machine or a lost catalogue can set apart.
+    """
+    for dead in catalogue.leases() - {lease}:
+        if not leases.is_alive(folders.leases, dead):
+            _finish_for(dead, folders, catalogue, lease)
+    if is_opening:
+        for file in catalogue.published():
+            size = _size(folders.path(file.name))
+            if size != file.wanted.nbytes:
+                _log.warning("%s: %s bytes on disk, %d wanted; dropped", file.wanted.key, size, file.wanted.nbytes)
+                folders.remove(file.name)
+                catalogue.let_go(file, is_evicted=False)
+        in_tmp = os.listdir(folders.tmp)
+        for name in set(in_tmp) - catalogue.names():
+            folders.remove(name)
+        if catalogue.meta("listed_at"):
+            adopt_strays(folders, catalogue, lease, budget)
+    leases.sweep(folders.leases, catalogue.leases())
+
+
+def _finish_for(dead: str, folders: Folders, catalogue: Catalogue, lease: str) -> None:
+    """Finish or undo what a dead process was at."""
+    catalogue.drop_pins(dead)
+    reserved, leaving = catalogue.take_over(dead, lease)
+    for file in leaving:
+        if _size(folders.path(file.name)) is None:
+            catalogue.let_go(file)
+        else:  # nobody knows whether the remote was asked
+            catalogue.put_back(file, lease, is_gone=False)
+    for file in reserved:
+        crc = checked_crc(folders.path(file.name), file.wanted)
+        if crc is None:
+            folders.remove(file.name)
+            catalogue.give_up(file, lease)
+        else:  # it was renamed, so it was whole
+            catalogue.publish(file, lease, crc)
+
+
+def adopt_strays(folders: Folders, catalogue: Catalogue, lease: str, budget: int) -> None:
+    """Give a row to published files that have none, as after the loss of the catalogue; remove what is of no use."""
+    strays: dict[str, list[str]] = {}
+    on_disk = list(folders.names())  # before the rows: a row comes before its file, and goes after it
+    known = catalogue.names()
+    for name in on_disk:
+        if name not in known:
+            strays.setdefault(name.partition(".")[0], []).append(name)
+    if not strays:
+        return
+    for wanted in catalogue.listed():
+        for name in strays.get(content_name(wanted), [])[:1]:
+            crc = checked_crc(folders.path(name), wanted)
+            file = catalogue.adopt(name, wanted, lease, budget) if crc is not None else None
+            if file is not None and crc is not None:
+                catalogue.publish(file, lease, crc, is_fetched=False)
+                strays[content_name(wanted)].remove(name)
+    for names in strays.values():
+        for name in names:
+            folders.remove(name)
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
+def checked_crc(path: str, wanted: RemoteObject) -> int | None:
+    """Return the crc of a file that is what it should be as far as its size and the remote's digest tell, else None."""
+    if _size(path) != wanted.nbytes:
+        return None
+    crc, digest = 0, digest_of(wanted)
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            crc = zlib.crc32(piece, crc)
+            if digest is not None:
+                digest.update(piece)
+    try:
+        check_digest(wanted, digest)
+    except CorruptDataError:
+        if not wanted.digest.partition(":")[0].endswith("?"):
+            return None
+    return crc

@@ -1,0 +1,85 @@
+"""Who is alive: a lease is a file with a lock on it, which the kernel takes off when its process ends, however it ends.
+
+No clock and no process number: neither says for certain that a process is dead. Local file systems only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+import weakref
+from contextlib import suppress
+
+_NEW_S = 60.0
+"""A file that was just made may not be locked yet."""
+
+
+class Lease:
+    """A proof that this process is alive.
+
+    Parameters
+    ----------
+    folder
+        The store's folder of leases.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.name = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._path = os.path.join(folder, self.name)
+        new = os.path.join(folder, f".{self.name}")
+        self._fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        os.rename(new, self._path)  # nobody sees it before it is locked
+        _held.add(self)
+
+    def release(self) -> None:
+        """End the lease; may be called twice."""
+        if self._fd >= 0:
+            os.unlink(self._path)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the file; where a forked process shares it, it stays locked until that closes it too."""
+        os.close(self._fd)
+        self._fd = -1
+
+
+_held: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Close what the parent holds: a child that lives on would keep its parent's leases alive."""
+    for lease in list(_held):
+        lease.forget()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def is_alive(folder: str, name: str) -> bool:
+    """Return whether the process that took a lease is there."""
+    try:
+        fd = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
+def sweep(folder: str, wanted: set[str]) -> None:
+    """Remove the files of dead leases that nothing refers to any more."""
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        with suppress(FileNotFoundError):
+            is_new = name.startswith(".") and time.time() - os.stat(path).st_mtime < _NEW_S
+            if not is_new and name not in wanted and not is_alive(folder, name):
+                os.unlink(path)

@@ -1,0 +1,174 @@
+"""Fetchers in processes of their own: their Python is not the training process's, and they can be killed.
+
+The child is a plain ``python -c``, not a fork (threads and CUDA do not survive one) and not multiprocessing's spawn
+(which imports the training script again). It gets its orders by its standard input, and ends when that ends: with its
+parent, however that ends. Every half second it says how long its slowest download has got nothing done.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from gpuload.cache.catalogue import Catalogue
+from gpuload.cache.fetch import Fetcher, Settings
+from gpuload.cache.files import Folders
+from gpuload.cache.leases import Lease
+from gpuload.errors import PlanError
+
+if TYPE_CHECKING:
+    from gpuload.remote import Remote
+
+_log = logging.getLogger("gpuload.cache")
+
+_START = """import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from gpuload.cache.process import main
+main()"""
+_REPORT_S = 0.5
+
+
+def main() -> None:
+    """Fetch until standard input ends."""
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is the parent's to hear
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    root, remote, settings = cast("tuple[str, Remote, Settings]", pickle.load(sys.stdin.buffer))  # noqa: S301
+    folders = Folders(root)
+    lease = Lease(folders.leases)
+    fetcher = Fetcher(folders, Catalogue(folders.catalogue), lease.name, remote, settings)
+    fetcher.start()
+    ended = threading.Event()
+
+    def wait_for_end() -> None:
+        while sys.stdin.buffer.read(1):
+            pass
+        ended.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+    parent = os.getppid()
+    while not ended.wait(_REPORT_S) and os.getppid() == parent:
+        try:
+            print(json.dumps({"busy_s": fetcher.longest_busy_s()}), flush=True)
+        except BrokenPipeError:
+            break
+    os._exit(0)  # at once: what is under way is in the catalogue, and the next process undoes it
+
+
+class FetcherProcess:
+    """A fetcher process, seen from its parent.
+
+    Parameters
+    ----------
+    root, remote, settings
+        Its orders.
+    hung_s
+        Time without any progress after which it is killed and another takes its place.
+
+    Raises
+    ------
+    PlanError
+        The remote cannot be sent to another process.
+    """
+
+    def __init__(self, root: str, remote: Remote, settings: Settings, hung_s: float) -> None:
+        if type(remote).__module__ == "__main__":
+            raise PlanError(
+                f"remote: {type(remote).__name__} is defined in the script that runs, which a fetcher process cannot "
+                "import; put it into a module of its own, or use n_processes=0."
+            )
+        try:
+            self._orders = pickle.dumps(list(sys.path)) + pickle.dumps((root, remote, settings))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise PlanError(
+                f"remote: it cannot be sent to a fetcher process ({error}); make it picklable, or use n_processes=0."
+            ) from error
+        self._hung_s = hung_s
+        self.n_killed = 0
+        self.n_died = 0
+        self._last_words: deque[str] = deque(maxlen=200)
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    def check(self) -> None:
+        """Kill the process where it hangs, after its stacks were logged; start another where it is dead."""
+        if self._process.poll() is not None:
+            self.n_died += 1
+            _log.error(
+                "a fetcher process ended with %s; another takes its place. Its last words:\n%s",
+                self._process.returncode,
+                "\n".join(self._last_words),
+            )
+            self._restart()
+        elif max(self._busy_s, time.monotonic() - self._heard_at - _REPORT_S) > self._hung_s:
+            self.n_killed += 1
+            self._last_words.clear()
+            self._process.send_signal(signal.SIGUSR2)
+            time.sleep(0.5)
+            self._process.kill()
+            self._process.wait()
+            _log.error(
+                "a fetcher process got nothing done for %.0f s; it is killed, and another takes its place:\n%s",
+                self._hung_s,
+                "\n".join(self._last_words),
+            )
+            self._restart()
+
+    def close(self) -> None:
+        """End the process; may be called twice."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._listener.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _start(self) -> None:
+        self._busy_s = 0.0
+        self._heard_at = time.monotonic() + 30.0  # to import what the remote needs
+        self._process = subprocess.Popen(  # noqa: S603  (our own code)
+            [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        self._listener = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
+        self._listener.start()
+        assert self._process.stdin is not None  # noqa: S101
+        with suppress(BrokenPipeError):  # it is dead already, and `check` will say so
+            self._process.stdin.write(self._orders)
+            self._process.stdin.flush()
+
+    def _restart(self) -> None:
+        self.close()
+        time.sleep(min(10.0, 0.1 * 2 ** (self.n_died + self.n_killed)))
+        self._last_words.clear()
+        self._start()
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None  # noqa: S101
+        for line in process.stdout:
+            text = line.decode(errors="replace").rstrip()
+            if text.startswith('{"busy_s"'):
+                said: dict[str, Any] = json.loads(text)
+                self._busy_s, self._heard_at = said["busy_s"], time.monotonic()
+            else:
+                self._last_words.append(text)
+                _log.warning("%s", text)

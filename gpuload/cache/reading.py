@@ -1,0 +1,250 @@
+"""Samples from local files to batches: read ahead, straight into the batch's memory, by threads that let go of the GIL.
+
+A sample of format ``"npy"`` is one positional read: its header into a scratch, its values into their row of the batch.
+Nothing is parsed but the first header; the others have to be the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends.buffers import BufferPool
+from gpuload.errors import CorruptDataError, PlanError, ReadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    Decode = str | Callable[[NDArray[np.uint8]], Any]
+
+MAX_HEADER = 1 << 16
+"""Bytes of a .npy header: version 1 has no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample to read.
+
+    Attributes
+    ----------
+    key_id, key, etag, nbytes
+        The object.
+    path, crc
+        Its local copy and what it should have as crc; None where there is none and it is read from the remote.
+    file_id
+        Row of the copy.
+    """
+
+    key_id: int
+    key: str
+    etag: str
+    nbytes: int
+    path: str | None
+    crc: int | None
+    file_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleBatch:
+    """Some samples, in the order of the epoch.
+
+    Attributes
+    ----------
+    data
+        Of format ``"npy"`` one array of shape (n, *shape), owned by the consumer; else a list of what each sample was
+        decoded to.
+    keys
+        Their keys.
+    """
+
+    data: Any
+    keys: list[str]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What every .npy sample of a snapshot looks like."""
+
+    header: bytes
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sample's values."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def read_form(sample: Sample, start: bytes) -> Form:
+    """Return the form of a .npy file, from its first bytes."""
+    file = io.BytesIO(start)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(file)
+    except ValueError as error:
+        raise CorruptDataError(
+            f"{sample.key}: it is no .npy file ({error}); use decode='bytes' or a function for other formats."
+        ) from error
+    if dtype.hasobject or (is_fortran and len(shape) > 1):
+        raise PlanError(f"{sample.key}: a .npy file of {dtype} in Fortran order or of objects cannot be read in place.")
+    return Form(start[: file.tell()], shape, dtype)
+
+
+class Reader:
+    """Reads samples into batches.
+
+    Parameters
+    ----------
+    decode
+        ``"npy"``, ``"bytes"`` (uint8 arrays), or a function from a uint8 array to a sample, called in a reader thread.
+    verify
+        ``"once"`` (per file and reader), ``"always"`` or ``"never"``: when crcs are checked.
+    fetch_whole
+        Returns all bytes of a sample from the remote, checked.
+    on_bad_copy
+        Called with a sample whose local copy is damaged or gone, and what was wrong.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        verify: str,
+        fetch_whole: Callable[[Sample], Any],
+        on_bad_copy: Callable[[Sample, str], None],
+        max_idle: int,
+    ) -> None:
+        self._decode, self._verify = decode, verify
+        self._fetch_whole, self._on_bad_copy = fetch_whole, on_bad_copy
+        self._verified: set[int] = set()
+        self._pool = BufferPool(max_idle)
+        self.form: Form | None = None
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Most bytes of batches that were held or kept for reuse at one time."""
+        return self._pool.peak_nbytes
+
+    def find_form(self, sample: Sample) -> None:
+        """Learn the form of all samples from one."""
+        if self._decode != "npy" or self.form is not None:
+            return
+        try:
+            with open(sample.path or "", "rb") as file:
+                start = file.read(MAX_HEADER)
+        except OSError:
+            start = bytes(memoryview(self._fetch_whole(sample))[:MAX_HEADER])
+        self.form = read_form(sample, start)
+
+    def new_batch(self, n: int) -> NDArray[Any] | None:
+        """Return memory for the values of n samples, or None where each has its own."""
+        return None if self.form is None else self._pool.array((n, *self.form.shape), self.form.dtype)
+
+    def read(self, sample: Sample, batch: NDArray[Any] | None, row: int) -> tuple[Any, float]:
+        """Read a sample into a row of a batch, or return what it was decoded to; and the seconds that it took."""
+        start_s = time.perf_counter()
+        if batch is not None and self.form is not None:
+            header, values = np.empty(len(self.form.header), dtype=np.uint8), batch[row : row + 1].reshape(-1)
+            self._read_parts(sample, [header, values.view(np.uint8)])
+            if header.tobytes() != self.form.header:
+                raise CorruptDataError(
+                    f"{sample.key}: it has another shape or dtype than the samples before it, which have "
+                    f"{self.form.shape} of {self.form.dtype}; use decode='bytes' or a function where they differ."
+                )
+            return None, time.perf_counter() - start_s
+        whole = np.empty(sample.nbytes, dtype=np.uint8)
+        self._read_parts(sample, [whole])
+        decoded = self._decode(whole) if callable(self._decode) else whole
+        return decoded, time.perf_counter() - start_s
+
+    def _read_parts(self, sample: Sample, parts: list[NDArray[np.uint8]]) -> None:
+        """Fill the parts, one after the other, with a sample's bytes; from the remote where the copy is of no use."""
+        if sum(part.size for part in parts) != sample.nbytes:
+            raise CorruptDataError(
+                f"{sample.key}: {sample.nbytes} bytes, where the samples before it have {sum(p.size for p in parts)}; "
+                "use decode='bytes' or a function where they differ."
+            )
+        if sample.path is not None:
+            fault = self._read_copy(sample, parts)
+            if fault is None:
+                return
+            self._on_bad_copy(sample, fault)
+        whole = np.frombuffer(self._fetch_whole(sample), dtype=np.uint8)
+        done = 0
+        for part in parts:
+            np.copyto(part, whole[done : done + part.size])
+            done += part.size
+
+    def _read_copy(self, sample: Sample, parts: list[NDArray[np.uint8]]) -> str | None:
+        """Fill the parts from the local copy; return what is wrong with it, or None."""
+        try:
+            fd = os.open(sample.path or "", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            return f"it cannot be opened: {error.strerror}"
+        try:
+            got = os.preadv(fd, [part.data for part in parts], 0)
+            done = got
+            while got and done < sample.nbytes:  # one call reads less than 2 GiB
+                got = os.preadv(fd, _rest_of(parts, done), done)
+                done += got
+        except OSError as error:
+            return f"it cannot be read: {error.strerror}"
+        finally:
+            os.close(fd)
+        if done != sample.nbytes:
+            return f"it has {done} bytes, and should have {sample.nbytes}"
+        if self._verify == "never" or (self._verify == "once" and sample.file_id in self._verified):
+            return None
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(part.data, crc)
+        if crc != sample.crc:
+            return f"its crc is {crc:08x}, and should be {sample.crc or 0:08x}"
+        self._verified.add(sample.file_id)
+        return None
+
+
+def _rest_of(parts: list[NDArray[np.uint8]], done: int) -> list[memoryview]:
+    rest = []
+    for part in parts:
+        if done < part.size:
+            rest.append(part[done:].data)
+        done = max(0, done - part.size)
+    return rest
+
+
+def assemble(batch: NDArray[Any] | None, decoded: list[Any], keys: list[str], kept: list[int]) -> SampleBatch:
+    """Return a batch of the samples that could be read."""
+    keys = [keys[i] for i in kept]
+    if batch is None:
+        return SampleBatch([decoded[i] for i in kept], keys)
+    return SampleBatch(batch if len(kept) == len(batch) else batch[kept], keys)
+
+
+def check_reading(decode: Decode, verify: str, on_error: str) -> None:
+    """Raise PlanError where an option is none."""
+    if not callable(decode) and decode not in ("npy", "bytes"):
+        raise PlanError(f"decode={decode!r}: expected 'npy', 'bytes' or a function.")
+    if verify not in ("once", "always", "never"):
+        raise PlanError(f"verify={verify!r}: expected 'once', 'always' or 'never'.")
+    if on_error not in ("raise", "skip"):
+        raise PlanError(f"on_error={on_error!r}: expected 'raise' or 'skip'.")
+
+
+def no_copy(sample: Sample, remote: str) -> ReadError:
+    """Return the error for a sample that is neither here nor, as it was, in the remote."""
+    return ReadError(
+        f"{sample.key}: this snapshot had it with ETag {sample.etag!r}, its local copy is gone, and {remote} has it no "
+        "more; start with a new snapshot."
+    )

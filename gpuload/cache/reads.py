@@ -1,0 +1,88 @@
+"""What reading took: bytes, seconds, waits of the consumer, and which stage holds it up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_KEPT = 10_000
+"""Waits kept for percentiles, the latest."""
+_WAITED_LITTLE = 0.05
+"""Up to this share of its time a consumer's waits are its own affair."""
+
+
+class Reads:
+    """Running totals since the store was opened."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waits: deque[float] = deque(maxlen=_KEPT)
+        self._began: float | None = None
+        self.n_samples = 0
+        self.nbytes = 0
+        self.read_s = 0.0
+        self.wait_s = 0.0
+        self.n_from_remote = 0
+        self.from_remote_nbytes = 0
+        self.peak_nbytes = 0
+
+    def add(self, seconds: float, nbytes: int) -> None:
+        """Note a sample that was read."""
+        with self._lock:
+            self.n_samples += 1
+            self.nbytes += nbytes
+            self.read_s += seconds
+
+    def add_remote(self, nbytes: int) -> None:
+        """Note a sample that had to be read from the remote."""
+        with self._lock:
+            self.n_from_remote += 1
+            self.from_remote_nbytes += nbytes
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note a with-block as a wait of the consumer."""
+        start = time.perf_counter()
+        if self._began is None:
+            self._began = start
+        try:
+            yield
+        finally:
+            waited = time.perf_counter() - start
+            self.wait_s += waited
+            self._waits.append(waited)
+
+    def as_dict(self) -> dict[str, float]:
+        """Return totals, the hit ratio, and percentiles of the waits in seconds."""
+        waits = sorted(self._waits)
+        percentiles = {
+            f"wait_p{p}_s": waits[min(len(waits) - 1, len(waits) * p // 100)] if waits else 0.0 for p in (50, 95, 99)
+        }
+        return {
+            "n_samples": self.n_samples,
+            "read_nbytes": self.nbytes,
+            "read_s": self.read_s,
+            "wait_s": self.wait_s,
+            "hit_ratio": 1 - self.n_from_remote / self.n_samples if self.n_samples else 1.0,
+            "peak_batches_nbytes": self.peak_nbytes,
+            **percentiles,
+        }
+
+    def verdict(self, snapshot_wait_s: float) -> str:
+        """Return in one line which stage holds the consumer up."""
+        if self._began is None:
+            return "nothing was read yet"
+        total = time.perf_counter() - self._began + snapshot_wait_s
+        share = (self.wait_s + snapshot_wait_s) / total
+        if share <= _WAITED_LITTLE:
+            return f"consumer-bound: it waited {share:.1%} of its time"
+        if snapshot_wait_s > self.wait_s or 2 * self.n_from_remote > self.n_samples:
+            return f"store-bound: it waited {share:.1%} of its time, most of it for the remote"
+        speed = self.nbytes / total / 1e6
+        return f"disk-bound: it waited {share:.1%} of its time for local copies, which came at {speed:,.0f} MB/s"

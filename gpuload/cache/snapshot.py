@@ -1,0 +1,264 @@
+"""An epoch: what was there when it began, in an order of its own, kept from going until it was used."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self
+
+from gpuload.cache.reading import Reader, Sample, assemble, check_reading
+from gpuload.errors import PlanError, ReadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Future
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from gpuload.cache.reading import Decode, SampleBatch
+    from gpuload.cache.store import SampleStore
+
+_NOTE_S = 0.05
+"""Time after which uses are written to the catalogue."""
+
+
+class Snapshot:
+    """The samples of one epoch. Made by `SampleStore.snapshot`; iterate once, over `batches`.
+
+    What it has still to read is kept from eviction; what it has handed over may go. Use it in a with-statement, or call
+    `close`.
+
+    Parameters
+    ----------
+    store
+        The store.
+    generation, pin
+        Its number, and what keeps its files.
+    ids : (n,) int64
+        The files to visit, in order, of this rank.
+    settings
+        What the order depends on, for the state.
+    position
+        Samples handed over before.
+    """
+
+    def __init__(
+        self,
+        store: SampleStore,
+        generation: int,
+        pin: int,
+        ids: NDArray[np.int64],
+        settings: dict[str, Any],
+        position: int,
+    ) -> None:
+        self._store, self._pin, self._ids, self._settings = store, pin, ids, settings
+        self.generation = generation
+        self.position = position
+        """Samples handed over."""
+        self.n_skipped = 0
+        """Samples left out because they could not be read."""
+        self._used: list[int] = []
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._clerk = threading.Thread(target=self._note_uses, name="gpuload-uses", daemon=True)
+        self._clerk.start()
+
+    def __len__(self) -> int:
+        """Samples of this epoch on this rank."""
+        return int(self._ids.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `SampleStore.snapshot(state=...)` needs to go on after the last batch: numbers and strings."""
+        return {"generation": self.generation, "position": self.position, **self._settings}
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        decode: Decode = "npy",
+        drop_last: bool = False,
+        prefetch: int = 2,
+        n_threads: int = 4,
+        verify: str = "once",
+        on_error: str = "raise",
+        max_skipped: float = 0.01,
+    ) -> Iterator[SampleBatch]:
+        """Hand over the samples that are left, in order.
+
+        Parameters
+        ----------
+        batch_size
+            Samples per batch.
+        decode
+            ``"npy"``: all samples have one shape and dtype, and a batch is one array; ``"bytes"``: a list of uint8
+            arrays; or a function from a uint8 array to anything, called in a reader thread, for a list of its results.
+        drop_last
+            Leave out the last batch where it is short.
+        prefetch
+            Batches read ahead: with the consumer's, the memory that is held.
+        n_threads
+            Threads that read.
+        verify
+            When the crc of a file is checked: ``"once"`` after the store was opened, ``"always"`` or ``"never"``.
+        on_error
+            What becomes of a sample that can be had neither from its copy nor from the remote: ``"raise"``, or
+            ``"skip"``, which puts it into quarantine and makes its batch smaller.
+        max_skipped
+            Share of the samples that may be skipped before an error is raised all the same.
+
+        Yields
+        ------
+        SampleBatch
+
+        Raises
+        ------
+        PlanError
+            An option that cannot be carried out.
+        ReadError, CorruptDataError
+            A sample cannot be had; after the batches before it.
+        """
+        check_reading(decode, verify, on_error)
+        if batch_size < 1 or prefetch < 1 or n_threads < 1:
+            raise PlanError(
+                f"batch_size={batch_size}, prefetch={prefetch}, n_threads={n_threads}: expected at least 1 of each."
+            )
+        if self._closed.is_set():
+            raise PlanError("the snapshot was closed; take another with store.snapshot().")
+        reader = Reader(decode, verify, self._store.fetch_whole, self._store.drop_copy, prefetch + 1)
+        starts = list(range(self.position, len(self), batch_size))
+        if starts and drop_last and starts[-1] + batch_size > len(self):
+            starts.pop()
+        limit = max(1, int(max_skipped * len(self))) if on_error == "skip" else 0
+        return self._run(reader, starts, batch_size, prefetch, n_threads, limit)
+
+    def _run(
+        self, reader: Reader, starts: list[int], batch_size: int, prefetch: int, n_threads: int, limit: int
+    ) -> Iterator[SampleBatch]:
+        stats = self._store.reads
+        pending: deque[_Pending] = deque()
+        left = iter(starts)
+        # One thread looks up and allots, so that the consumer's does neither; the others read.
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="gpuload-plan") as planner,
+            ThreadPoolExecutor(n_threads, thread_name_prefix="gpuload-read") as readers,
+        ):
+            try:
+                while True:
+                    while len(pending) < prefetch + 1 and (start := next(left, None)) is not None:
+                        ids = self._ids[start : start + batch_size]
+                        pending.append(_Pending(planner.submit(self._begin, reader, readers, ids)))
+                    if not pending:
+                        return
+                    with stats.waiting():
+                        batch, samples, n_read = pending[0].result()
+                    pending.popleft()
+                    ready = self._checked(batch, samples, n_read, limit)
+                    self._hand_over(samples)
+                    del batch, n_read
+                    yield ready
+                    del ready
+            finally:
+                for one in pending:
+                    one.cancel()
+                readers.shutdown(cancel_futures=True)
+                stats.peak_nbytes = max(stats.peak_nbytes, reader.peak_nbytes)
+
+    def _begin(
+        self, reader: Reader, readers: ThreadPoolExecutor, ids: NDArray[np.int64]
+    ) -> tuple[NDArray[Any] | None, list[Sample], list[Future[Any]]]:
+        samples = self._store.find_samples(ids)
+        reader.find_form(samples[0])
+        batch = reader.new_batch(len(samples))
+        return batch, samples, [readers.submit(reader.read, sample, batch, i) for i, sample in enumerate(samples)]
+
+    def _checked(
+        self, batch: NDArray[Any] | None, samples: list[Sample], outcomes: list[Any], limit: int
+    ) -> SampleBatch:
+        """Return a batch without the samples that could not be read; too many of them are an error."""
+        kept, decoded = [], []
+        for i, outcome in enumerate(outcomes):
+            decoded.append(None if isinstance(outcome, Exception) else outcome[0])
+            if not isinstance(outcome, Exception):
+                kept.append(i)
+                self._store.reads.add(outcome[1], samples[i].nbytes)
+                continue
+            if self.n_skipped >= limit:
+                raise outcome
+            self.n_skipped += 1
+            self._store.quarantine_sample(samples[i], str(outcome))
+        return assemble(batch, decoded, [sample.key for sample in samples], kept)
+
+    def _hand_over(self, samples: list[Sample]) -> None:
+        self.position += len(samples)
+        with self._lock:
+            self._used.extend(sample.key_id for sample in samples)
+
+    def _note_uses(self) -> None:
+        while not self._closed.wait(_NOTE_S):
+            with suppress(ReadError, OSError):  # a busy catalogue or a full disk: the next time will do
+                self.flush()
+
+    def flush(self) -> None:
+        """Write the uses so far to the catalogue, which lets the samples go."""
+        with self._lock:
+            used, self._used = self._used, []
+        if not used:
+            return
+        try:
+            self._store.note_visits(self._pin, used)
+        except BaseException:
+            with self._lock:
+                self._used = used + self._used
+            raise
+
+    def close(self) -> None:
+        """Let go of what was not read; may be called twice."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._clerk.join()
+            self.flush()
+            self._store.end_snapshot(self._pin)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _Pending:
+    """A batch on its way: first looked up, then read."""
+
+    def __init__(self, begun: Future[tuple[NDArray[Any] | None, list[Sample], list[Future[Any]]]]) -> None:
+        self._begun = begun
+
+    def result(self) -> tuple[NDArray[Any] | None, list[Sample], list[Any]]:
+        """Return the batch's memory, its samples, and of each what it was read as or why it could not be."""
+        batch, samples, futures = self._begun.result()
+        outcomes: list[Any] = []
+        for future in futures:
+            error = future.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            outcomes.append(error or future.result())
+        return batch, samples, outcomes
+
+    def cancel(self) -> None:
+        """Let it be, as far as it has not begun."""
+        if not self._begun.cancel():
+            for future in self._begun.result()[2] if self._begun.exception() is None else []:
+                future.cancel()
+
+
+def check_order_settings(settings: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise PlanError where a state is of another rank count or its position is none."""
+    if given["world_size"] != settings["world_size"]:
+        raise PlanError(
+            f"state: it is of world_size={given['world_size']}, and this is {settings['world_size']}; take a new "
+            "snapshot to go on with another number of ranks."
+        )
+    if not isinstance(given["position"], int) or given["position"] < 0:
+        raise PlanError(f"state: position={given['position']!r} is no number of samples.")

@@ -1,0 +1,458 @@
+"""The store: one folder, one remote, a budget; what fetchers, epochs and jobs share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from gpuload.cache.catalogue import POLICIES, Catalogue
+from gpuload.cache.fetch import Fetcher, Settings, Window, get_patiently
+from gpuload.cache.files import Folders, digest_of, repair
+from gpuload.cache.leases import Lease
+from gpuload.cache.order import MODES, visiting_order
+from gpuload.cache.process import FetcherProcess
+from gpuload.cache.reading import Sample, no_copy
+from gpuload.cache.reads import Reads
+from gpuload.cache.snapshot import Snapshot, check_order_settings
+from gpuload.errors import CorruptDataError, PlanError, ReadError, StoreError
+from gpuload.remote import open_remote
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from gpuload.remote import Remote
+
+_log = logging.getLogger("gpuload.cache")
+
+_UNITS = (
+    {"": 1, "B": 1}
+    | {f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGT")}
+    | {f"{p}B": 10 ** (3 * (i + 1)) for i, p in enumerate("kMGT")}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of the remote was trained on, and how evenly.
+
+    Attributes
+    ----------
+    n_known, n_held, n_visited
+        Objects that the remote has; that are here; that were used at least once.
+    n_visits
+        Uses in all.
+    effective
+        Kish's effective sample size of the uses: ``(sum of v)**2 / sum of v**2``; equal to `n_visited` where all were
+        used equally often.
+    """
+
+    n_known: int
+    n_held: int
+    n_visited: int
+    n_visits: int
+    effective: float
+
+    @property
+    def unique(self) -> float:
+        """Share of the remote's objects that were used at least once."""
+        return self.n_visited / self.n_known if self.n_known else 0.0
+
+
+class SampleStore:
+    """Samples of a remote in a local folder, downloaded ahead of training, within a budget.
+
+    Each epoch trains on what is there when it begins, so the set grows from epoch to epoch; once the budget is full,
+    what was used makes room for what was not. Any number of processes may open the same folder at the same time. It may
+    be ended at any moment, ``kill -9`` included, and opened again. The folder must be on a disk of this machine.
+
+    Parameters
+    ----------
+    root
+        The folder; it is made where it is not there.
+    remote
+        Where samples come from: a `gpuload.remote.Remote`, an address (``s3://bucket/prefix``) or a folder.
+    budget
+        Most bytes on disk, as a number or as ``"200GiB"``. Bytes are reserved before a download starts, so it is never
+        passed, not even for a moment; the catalogue itself (some hundred bytes a sample) is not counted.
+    policy
+        Which samples go first, among those that were used, that no running epoch has still to read, and that the remote
+        still has: ``"coverage"``, the most used and the oldest; ``"fifo"``; ``"lru"``; ``"random"``.
+    min_visits
+        Uses of a sample before it may go.
+    n_processes
+        Fetcher processes; 0 fetches in threads of this process.
+    in_flight
+        Downloads at a time, in each process; fewer while the remote says that it is busy.
+    min_free
+        Bytes that the disk keeps free, whatever the budget.
+    relist_s
+        Seconds from one listing of the remote to the next, which finds new, changed and removed objects.
+    max_bad
+        Share of the remote's objects that may be in quarantine before `snapshot` raises.
+    hung_s
+        Seconds without any progress after which a fetcher process is killed and replaced.
+    fetch
+        False opens the store without fetching, for a process that leaves that to another.
+
+    Raises
+    ------
+    PlanError
+        An option that cannot be carried out.
+    StoreError
+        The folder holds samples of another remote, or a catalogue of another version.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        remote: Remote | str | os.PathLike[str],
+        budget: int | str = "200GiB",
+        policy: str = "coverage",
+        *,
+        min_visits: int = 1,
+        n_processes: int = 1,
+        in_flight: int = 16,
+        min_free: int | str = "1GiB",
+        relist_s: float = 300.0,
+        max_bad: float = 0.01,
+        hung_s: float = 120.0,
+        fetch: bool = True,
+        **fetching: Any,
+    ) -> None:
+        if policy not in POLICIES:
+            raise PlanError(f"policy={policy!r}: expected one of {', '.join(map(repr, POLICIES))}.")
+        if n_processes < 0 or in_flight < 1 or min_visits < 1:
+            raise PlanError(
+                f"n_processes={n_processes}, in_flight={in_flight}, min_visits={min_visits}: expected at least 0, "
+                "1 and 1."
+            )
+        self._settings = Settings(
+            parse_nbytes("budget", budget),
+            parse_nbytes("min_free", min_free),
+            policy,
+            min_visits=min_visits,
+            in_flight=in_flight,
+            relist_s=relist_s,
+            **fetching,
+        )
+        self.remote: Remote = open_remote(remote) if isinstance(remote, (str, os.PathLike)) else remote
+        self.root = os.path.abspath(os.fspath(root))
+        self._max_bad = max_bad
+        self._folders = Folders(root)
+        self._catalogue = Catalogue(self._folders.catalogue)
+        self._lease = Lease(self._folders.leases)
+        self.reads = Reads()
+        """What reading from the local copies took."""
+        self._stop = threading.Event()
+        self._window = Window(in_flight)
+        self._processes: list[FetcherProcess] = []
+        self._fetcher: Fetcher | None = None
+        self._waited_s = 0.0
+        self._closer = weakref.finalize(self, _close, self._stop, self._processes, [], self._lease, self._catalogue)
+        try:
+            self._check_remote()
+            repair(self._folders, self._catalogue, self._lease.name, self._settings.budget, is_opening=True)
+            if fetch:
+                self._start_fetching(n_processes, hung_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_remote(self) -> None:
+        known = self._catalogue.meta("remote")
+        if known and known != self.remote.name:
+            raise StoreError(
+                f"{self.root}: it holds samples of {known}, not of {self.remote.name}; use a folder for each."
+            )
+        self._catalogue.set_meta(remote=self.remote.name)
+
+    def _start_fetching(self, n_processes: int, hung_s: float) -> None:
+        threads: list[Any] = []
+        if n_processes == 0:
+            self._fetcher = Fetcher(self._folders, self._catalogue, self._lease.name, self.remote, self._settings)
+            self._fetcher.start()
+            threads.append(self._fetcher)
+        for _ in range(n_processes):
+            self._processes.append(FetcherProcess(self.root, self.remote, self._settings, hung_s))
+        if self._processes:
+            keeper = threading.Thread(
+                target=_keep, args=(self._processes, self._stop), name="gpuload-keeper", daemon=True
+            )
+            keeper.start()
+            threads.append(keeper)
+        self._closer.detach()
+        self._closer = weakref.finalize(
+            self, _close, self._stop, self._processes, threads, self._lease, self._catalogue
+        )
+
+    def close(self) -> None:
+        """Stop fetching and let go of everything; may be called twice. What is downloaded stays."""
+        self._closer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- epochs ---
+
+    def snapshot(
+        self,
+        *,
+        seed: int = 0,
+        mode: str = "uniform",
+        n_samples: int | None = None,
+        echo_max: int | None = None,
+        min_samples: int = 1,
+        wait_s: float | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        generation: int | None = None,
+        state: dict[str, Any] | None = None,
+    ) -> Snapshot:
+        """Begin an epoch on what is there now.
+
+        Parameters
+        ----------
+        seed
+            At least 0. The order depends on (seed, generation), the samples of the generation, and how often each had
+            been used by then.
+        mode
+            ``"uniform"``: every sample once, in random order; ``"fresh-first"``: those never used before the others;
+            ``"inverse-visits"``: drawn with weights 1 / (1 + uses), without replacement.
+        n_samples
+            Samples of the epoch, over all ranks; None is all.
+        echo_max
+            Leave out samples that were used so often before.
+        min_samples, wait_s
+            Wait until so many samples are there; no longer than so many seconds, if given.
+        rank, world_size
+            Each rank gets every world_size-th sample of the order, and all equally many. Let rank 0 take a snapshot,
+            and the others the same `generation`.
+        generation
+            An earlier snapshot's, to begin it anew.
+        state
+            What `Snapshot.state_dict` returned: go on where it was taken. What was evicted since is read from the
+            remote.
+
+        Returns
+        -------
+        Snapshot
+
+        Raises
+        ------
+        PlanError
+            An option that cannot be carried out, or a generation that is no longer kept.
+        ReadError
+            The wait was over too soon, the remote has too few samples, or too many are in quarantine.
+        """
+        settings: dict[str, Any] = {
+            "seed": seed,
+            "mode": mode,
+            "n_samples": n_samples,
+            "echo_max": echo_max,
+            "rank": rank,
+            "world_size": world_size,
+        }
+        position = 0
+        if state is not None:
+            check_order_settings(settings, state)
+            settings |= {name: state[name] for name in ("seed", "mode", "n_samples", "echo_max")}
+            generation, position = state["generation"], state["position"]
+        if settings["mode"] not in MODES:
+            raise PlanError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}.")
+        if settings["seed"] < 0 or not 0 <= rank < world_size or (n_samples is not None and n_samples < 1):
+            raise PlanError(
+                f"seed={seed}, rank={rank}, world_size={world_size}, n_samples={n_samples}: expected a seed of at "
+                "least 0, a rank below world_size, and at least 1 sample."
+            )
+        pin = -1
+        if generation is None:
+            self._wait_for(min_samples, wait_s)
+            generation, pin, ids, visits = self._catalogue.take_snapshot(self._lease.name)
+        else:
+            ids, visits = self._catalogue.open_snapshot(generation)
+        chosen = visiting_order(
+            visits, settings["mode"], settings["seed"], generation, settings["n_samples"], settings["echo_max"]
+        )
+        per_rank = chosen.size // world_size
+        ids = ids[chosen[rank::world_size][:per_rank]]
+        if position > ids.size:
+            raise PlanError(f"state: position={position}: generation {generation} has only {ids.size} samples.")
+        if pin < 0:
+            pin = self._catalogue.pin(generation, self._lease.name, ids[position:])
+        else:
+            self._catalogue.keep_pinned(pin, ids)
+        return Snapshot(self, generation, pin, ids, settings, position)
+
+    def _wait_for(self, min_samples: int, wait_s: float | None) -> None:
+        start = time.monotonic()
+        pause_s = 0.01
+        while True:
+            n_here = self._catalogue.n_ready()
+            self._check_quarantine()
+            if n_here >= min_samples:
+                break
+            n_known = self._catalogue.n_known()
+            if self._catalogue.meta("listed_at") and n_known < min_samples:
+                raise ReadError(
+                    f"min_samples={min_samples}: {self.remote.name} has only {n_known} samples that can be had; use "
+                    "fewer."
+                )
+            if wait_s is not None and time.monotonic() - start > wait_s:
+                raise ReadError(
+                    f"wait_s={wait_s}: {n_here} samples are in {self.root} after that time, and "
+                    f"min_samples={min_samples}."
+                )
+            time.sleep(pause_s)
+            pause_s = min(0.2, pause_s * 1.5)
+        self._waited_s += time.monotonic() - start
+
+    def _check_quarantine(self) -> None:
+        n_bad, n_all = self._catalogue.n_bad()
+        if n_bad and n_bad > self._max_bad * n_all:
+            reasons = "; ".join(f"{key}: {fault}" for key, fault in list(self.quarantine().items())[:3])
+            raise ReadError(
+                f"{self.remote.name}: {n_bad} of {n_all} samples cannot be had, more than max_bad={self._max_bad:g}: "
+                f"{reasons}"
+            )
+
+    # --- what an epoch asks of its store ---
+
+    def find_samples(self, ids: NDArray[np.int64]) -> list[Sample]:
+        """Return what is to be read, by file numbers of a snapshot."""
+        return [
+            Sample(key_id, key, etag, nbytes, None if name is None else self._folders.path(name), crc, file_id)
+            for key_id, key, etag, nbytes, name, crc, file_id in self._catalogue.copies(ids)
+        ]
+
+    def fetch_whole(self, sample: Sample) -> Any:
+        """Return a sample's bytes from the remote, checked."""
+        found = self.remote.head(sample.key)
+        if found is None or found.etag != sample.etag:
+            raise no_copy(sample, self.remote.name)
+        whole = get_patiently(self.remote, found, (0, found.nbytes), self._settings, self._stop, self._window)
+        digest = digest_of(found)
+        if digest is not None:
+            digest.update(whole)
+            if digest.hexdigest() != found.digest.partition(":")[2] and not found.digest.startswith("md5?"):
+                raise CorruptDataError(f"{sample.key}: its digest is not what {self.remote.name} says.")
+        self.reads.add_remote(len(memoryview(whole)))
+        return whole
+
+    def drop_copy(self, sample: Sample, fault: str) -> None:
+        """Remove a local copy that is damaged; it will be downloaded anew."""
+        _log.warning("%s: its local copy is of no use: %s; read from the remote", sample.key, fault)
+        file = self._catalogue.find_by_id(sample.file_id)
+        if file is not None:
+            self._folders.remove(file.name)
+            self._catalogue.let_go(file, is_evicted=False)
+
+    def quarantine_sample(self, sample: Sample, reason: str) -> None:
+        """Leave a sample alone from now on."""
+        self._catalogue.fail(sample.key_id, reason, time.time(), 1)
+
+    def note_visits(self, pin: int, key_ids: Sequence[int]) -> None:
+        """Note uses of samples."""
+        self._catalogue.visited(pin, key_ids)
+
+    def end_snapshot(self, pin: int) -> None:
+        """Let go of what an epoch has kept."""
+        self._catalogue.unpin(pin)
+
+    # --- what it says of itself ---
+
+    def quarantine(self) -> dict[str, str]:
+        """Return the samples that are left alone, by key, with the reason."""
+        return dict(self._catalogue.rows("SELECT key, fault FROM keys WHERE fault IS NOT NULL ORDER BY key"))
+
+    def release_quarantine(self) -> None:
+        """Let the samples in quarantine be tried again."""
+        with self._catalogue.transaction() as db:
+            db.execute("UPDATE keys SET fault = NULL, n_failed = 0, retry_at = 0 WHERE fault IS NOT NULL")
+
+    def coverage(self) -> Coverage:
+        """Return how much of the remote was trained on."""
+        n, held, visited, total, squares = self._catalogue.rows(
+            "SELECT count(*), sum(is_held), sum(visits > 0), sum(visits), sum(visits * visits) FROM keys"
+        )[0]
+        return Coverage(n, held or 0, visited or 0, total or 0, total**2 / squares if squares else 0.0)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes on disk and reserved, in whole blocks: never above the budget."""
+        return int(self._catalogue.meta("held_nbytes"))
+
+    def stats(self) -> dict[str, Any]:
+        """Return bytes, counts and waits so far: of the store over all processes, and of this process's reading."""
+        meta = dict(self._catalogue.rows("SELECT name, value FROM meta"))
+        names = (
+            "held_nbytes",
+            "fetched_nbytes",
+            "evicted_nbytes",
+            "n_fetched",
+            "n_evicted",
+            "n_disk_full",
+            "generation",
+        )
+        of_store = {name: meta[name] for name in names}
+        n_in_flight = self._catalogue.rows("SELECT count(*) FROM files WHERE state = 0")[0][0]
+        return {
+            **of_store,
+            "n_in_flight": n_in_flight,
+            "n_quarantined": len(self.quarantine()),
+            "n_fetchers_killed": sum(p.n_killed for p in self._processes),
+            "n_fetchers_died": sum(p.n_died for p in self._processes),
+            "snapshot_wait_s": self._waited_s,
+            **self.reads.as_dict(),
+        }
+
+    def verdict(self) -> str:
+        """Return in one line which stage holds the training up."""
+        return self.reads.verdict(self._waited_s)
+
+
+def _keep(processes: list[FetcherProcess], stop: threading.Event) -> None:
+    while not stop.wait(0.5):
+        for process in processes:
+            process.check()
+
+
+def _close(
+    stop: threading.Event, processes: list[FetcherProcess], threads: list[Any], lease: Lease, catalogue: Catalogue
+) -> None:
+    stop.set()
+    for thread in threads:
+        if isinstance(thread, Fetcher):
+            thread.stop()
+        else:
+            thread.join()
+    for process in processes:
+        process.close()
+    catalogue.close()
+    lease.release()
+
+
+def parse_nbytes(name: str, value: int | str) -> int:
+    """Return a size in bytes, of a number or a text as ``"200GiB"``; what is none is a PlanError."""
+    if isinstance(value, str):
+        digits = value.strip().rstrip("BiKkMGT")
+        unit = value.strip()[len(digits) :]
+        try:
+            found = int(float(digits) * _UNITS[unit])
+        except (ValueError, KeyError):
+            found = -1
+    else:
+        found = int(value)
+    if found < 0:
+        raise PlanError(f"{name}={value!r}: expected a number of bytes, or a text such as '200GiB'.")
+    return found

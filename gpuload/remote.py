@@ -1,0 +1,267 @@
+"""Where samples come from: a folder, or an object store over the network. The home of obstore.
+
+A `Remote` is small on purpose, so that a store of one's own, or one that makes its samples, is three methods. Faults
+are of two kinds: `BusyError`, where trying again may help, and any other `ReadError`, where it will not. Nothing is
+tried again here: who asks knows how long to wait.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpuload.errors import MissingDependencyError, PlanError, ReadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class BusyError(ReadError):
+    """Bytes could not be had now (503, reset, timeout, short body); trying again may help."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteObject:
+    """One object of a remote.
+
+    Attributes
+    ----------
+    key
+        Its name.
+    nbytes
+        Its size.
+    etag
+        What differs between two contents of the same key.
+    digest
+        ``"md5:..."`` or ``"sha256:..."`` in hexadecimal, checked after the download; ``"md5?:..."`` where it may be of
+        something else (an ETag); or empty.
+    """
+
+    key: str
+    nbytes: int
+    etag: str
+    digest: str = ""
+
+
+class Remote(Protocol):
+    """Objects under keys. It is pickled into fetcher processes, and used there by several threads at a time."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it: an address or a path."""
+
+    def list(self) -> Iterator[RemoteObject]:
+        """Yield every object, in any order."""
+
+    def head(self, key: str) -> RemoteObject | None:
+        """Return the object that is under a key now, or None."""
+
+    def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
+        """Return bytes start..stop of an object, as a buffer; an error where it is not the wanted one any more."""
+
+
+class FolderRemote:
+    """The files of a folder, by their paths in it; names that begin with a dot are left out.
+
+    Parameters
+    ----------
+    folder
+        The folder, for example of a network file system.
+
+    Raises
+    ------
+    ReadError
+        There is no such folder.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.name = os.fspath(folder)
+        if not os.path.isdir(self.name):
+            raise ReadError(f"{self.name}: no such folder. Check the path.")
+
+    def list(self) -> Iterator[RemoteObject]:
+        """Yield every file."""
+        for parent, folders, files in os.walk(self.name):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in files:
+                if not name.startswith("."):
+                    found = self.head(os.path.relpath(os.path.join(parent, name), self.name))
+                    if found is not None:
+                        yield found
+
+    def head(self, key: str) -> RemoteObject | None:
+        """Return what is known of a file, or None where it is not there."""
+        try:
+            return _of_file(key, os.stat(os.path.join(self.name, key)))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise BusyError(f"{self.name}/{key}: {error.strerror}.") from error
+
+    def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
+        """Return bytes of a file."""
+        path = os.path.join(self.name, wanted.key)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                if _of_file(wanted.key, os.fstat(file.fileno())).etag != wanted.etag:
+                    raise ReadError(f"{path}: the file was changed since it was listed.")
+                buffer = bytearray(stop - start)
+                got = os.preadv(file.fileno(), [buffer], start)
+        except FileNotFoundError as error:
+            raise ReadError(f"{path}: the file was removed since it was listed.") from error
+        except ReadError:
+            raise
+        except OSError as error:
+            raise BusyError(
+                f"{path}: reading {stop - start} bytes at byte {start} failed: {error.strerror}."
+            ) from error
+        if got != stop - start:
+            raise BusyError(f"{path}: short read at byte {start}: wanted {stop - start} bytes, got {got}.")
+        return buffer
+
+
+def _of_file(key: str, status: os.stat_result) -> RemoteObject:
+    return RemoteObject(key, status.st_size, f"{status.st_size:x}-{status.st_mtime_ns:x}")
+
+
+class ObjectRemote:
+    """The objects under an address, through obstore: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``http(s)://``.
+
+    Credentials, region and endpoint are taken from the environment as the cloud's own tools name them
+    (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...), or from `options`.
+
+    Parameters
+    ----------
+    url
+        The address.
+    timeout_s
+        Longest time of one request, its body included.
+    anonymous
+        Send no signature: for public buckets.
+    **options
+        Settings of obstore's store, by their names there (``endpoint=``, ``region=``, ...).
+
+    Raises
+    ------
+    MissingDependencyError
+        obstore is not installed.
+    PlanError
+        An address or option that obstore does not know.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 30.0, anonymous: bool = False, **options: Any) -> None:
+        self.name = url.rstrip("/")
+        self._settings = {"timeout_s": timeout_s, "anonymous": anonymous, **options}
+        self._obstore, self._store = _open(self.name, timeout_s, anonymous, options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _object_remote, (self.name, self._settings)
+
+    def list(self) -> Iterator[RemoteObject]:
+        """Yield every object under the address."""
+        try:
+            for some in self._obstore.list(self._store):
+                yield from (self._object(meta) for meta in some)
+        except self._obstore.exceptions.BaseError as error:
+            raise self._translated(error, "") from error
+
+    def head(self, key: str) -> RemoteObject | None:
+        """Return what is known of an object, or None where it is not there."""
+        try:
+            return self._object(self._obstore.head(self._store, key))
+        except self._obstore.exceptions.BaseError as error:
+            translated = self._translated(error, key)
+            if isinstance(error, (self._obstore.exceptions.NotFoundError, FileNotFoundError)):
+                return None
+            raise translated from error
+        except FileNotFoundError:
+            return None
+
+    def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
+        """Return bytes of an object, if its ETag is still the wanted one."""
+        if start >= stop:
+            return b""
+        options: dict[str, Any] = {"range": (start, stop)}
+        if wanted.etag:
+            options["if_match"] = f'"{wanted.etag}"'
+        try:
+            body = self._obstore.get(self._store, wanted.key, options=options).bytes()
+        except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
+            raise self._translated(error, wanted.key) from error
+        got = memoryview(body).nbytes
+        if got != stop - start:
+            raise BusyError(
+                f"{self.name}/{wanted.key}: short read at byte {start}: wanted {stop - start} bytes, got {got}."
+            )
+        return body
+
+    def _object(self, meta: Any) -> RemoteObject:
+        etag = (meta.get("e_tag") or "").removeprefix("W/").strip('"')
+        is_md5 = self.name.startswith("s3:") and re.fullmatch("[0-9a-f]{32}", etag)
+        return RemoteObject(meta["path"], meta["size"], etag, f"md5?:{etag}" if is_md5 else "")
+
+    def _translated(self, error: Exception, key: str) -> ReadError:
+        kinds = self._obstore.exceptions
+        place = f"{self.name}/{key}" if key else self.name
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, (kinds.NotFoundError, FileNotFoundError)):
+            return ReadError(f"{place}: no such object. Was it removed since it was listed?")
+        if isinstance(error, kinds.PreconditionError):
+            return ReadError(f"{place}: the object was changed since it was listed.")
+        if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
+            return ReadError(f"{place}: access was denied; check the credentials: {said}")
+        if isinstance(error, kinds.GenericError):
+            return BusyError(f"{place}: {said}")
+        return ReadError(f"{place}: {said}")
+
+
+def _object_remote(url: str, settings: dict[str, Any]) -> ObjectRemote:
+    return ObjectRemote(url, **settings)
+
+
+def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Return obstore and its store for an address."""
+    try:
+        import obstore
+        import obstore.store
+    except ImportError as error:
+        raise MissingDependencyError("obstore", f"reading {url}", "remote") from error
+    settings: dict[str, Any] = {
+        "client_options": {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=10)},
+        "retry_config": {"max_retries": 0},
+        **options,
+    }
+    if anonymous:
+        settings["skip_signature"] = True
+    if str(options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or url).startswith("http://"):
+        settings["client_options"]["allow_http"] = True
+    try:
+        return obstore, obstore.store.from_url(url, **settings)
+    except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
+        raise PlanError(f"{url}: {str(error).splitlines()[0]}") from error
+
+
+def open_remote(place: str | os.PathLike[str], **options: Any) -> Remote:
+    """Return the remote at an address or in a folder.
+
+    Parameters
+    ----------
+    place
+        A folder, or an address with ``://``.
+    **options
+        Of `ObjectRemote`.
+
+    Raises
+    ------
+    ReadError, PlanError, MissingDependencyError
+        See `FolderRemote` and `ObjectRemote`.
+    """
+    if "://" in os.fspath(place) and not os.fspath(place).startswith("file://"):
+        return ObjectRemote(os.fspath(place), **options)
+    if options:
+        raise PlanError(f"{os.fspath(place)}: a folder takes no options, found {', '.join(sorted(options))}.")
+    return FolderRemote(Path(os.fspath(place).removeprefix("file://")))

@@ -1,0 +1,694 @@
+"""The growing sample store: what it hands over, what it keeps, what it lets go, and what it goes through."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from gpuload.cache import SampleStore
+from gpuload.cache.catalogue import POLICIES, cost_of
+from gpuload.cache.fetch import SoftDigests, Window
+from gpuload.cache.order import visiting_order
+from gpuload.cache.store import parse_nbytes
+from gpuload.errors import CorruptDataError, PlanError, ReadError, StoreError
+from gpuload.remote import FolderRemote, RemoteObject, open_remote
+from tests.remotes import CountingRemote, FlakyRemote, HangingRemote, fill
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+N = 40
+COST = cost_of(4_000 + 128)
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> CountingRemote:
+    return CountingRemote(fill(tmp_path / "remote", N))
+
+
+@contextmanager
+def opened(tmp_path: Path, remote: Any, n_held: int = 10, **settings: Any) -> Iterator[SampleStore]:
+    settings = {"n_processes": 0, "in_flight": 4, "min_free": 0, "first_wait_s": 0.005, **settings}
+    with SampleStore(tmp_path / "store", remote, budget=n_held * COST, **settings) as store:
+        yield store
+
+
+def until(is_so, wait_s: float = 20.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
+
+
+def full(store: SampleStore, n: int) -> None:
+    until(lambda: store._catalogue.n_ready() >= n)
+
+
+def train(store: SampleStore, **settings: Any) -> list[int]:
+    """Use a whole snapshot; return the numbers of its samples."""
+    with store.snapshot(**settings) as snapshot:
+        return [i for batch in snapshot.batches(3) for i in checked(batch)]
+
+
+def checked(batch: Any) -> list[int]:
+    """Return the numbers of a batch's samples, compared with what they should hold."""
+    for row, key in zip(batch.data, batch.keys, strict=True):
+        wanted = np.random.default_rng(int(row[0])).random(1_000, dtype=np.float32)
+        assert key == f"{int(row[0]):04d}.npy"
+        assert np.array_equal(row[1:], wanted[1:])
+    return [int(row[0]) for row in batch.data]
+
+
+def on_disk(tmp_path: Path) -> int:
+    total = 0
+    for part in ("objects", "tmp"):
+        for path in (tmp_path / "store" / part).rglob("*.*"):
+            with suppress(FileNotFoundError):
+                total += path.stat().st_blocks * 512
+    return total
+
+
+# --- growing, within the budget ---
+
+
+def test_the_set_grows_from_epoch_to_epoch(tmp_path: Path, remote: CountingRemote) -> None:
+    remote.wait_s = 0.02
+    with opened(tmp_path, remote, n_held=N) as store:
+        sizes = [0]
+        deadline = time.monotonic() + 20
+        while sizes[-1] < N and time.monotonic() < deadline:
+            seen = train(store, seed=len(sizes))
+            assert len(set(seen)) == len(seen)
+            sizes.append(len(seen))
+        assert sizes == sorted(sizes)
+        assert len(set(sizes)) > 3
+        assert sizes[-1] == N
+        assert store.coverage().unique == 1.0
+        assert max(remote.gets.values()) == 1  # and each is downloaded once
+
+
+def test_the_budget_holds_at_every_moment_and_all_of_the_remote_comes_by(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, most, lock = [0], [0], threading.Lock()
+    fallocate, unlink = os.posix_fallocate, os.unlink
+
+    def counted_fallocate(fd: int, offset: int, nbytes: int) -> None:
+        with lock:
+            used[0] += cost_of(nbytes)
+            most[0] = max(most[0], used[0])
+        fallocate(fd, offset, nbytes)
+
+    def counted_unlink(path: str) -> None:
+        nbytes = os.stat(path).st_size
+        unlink(path)
+        with lock:
+            used[0] -= cost_of(nbytes) if "store" in path and "leases" not in path else 0
+
+    monkeypatch.setattr(os, "posix_fallocate", counted_fallocate)
+    monkeypatch.setattr(os, "unlink", counted_unlink)
+    with opened(tmp_path, remote, in_flight=8) as store:
+        deadline = time.monotonic() + 30
+        while store.coverage().unique < 1:
+            assert time.monotonic() < deadline
+            train(store, min_samples=5)
+            time.sleep(0.05)
+        assert most[0] == 10 * COST
+        assert store.stats()["n_evicted"] >= N - 10
+    assert on_disk(tmp_path) == used[0] <= 10 * COST
+
+
+def test_fetchers_rest_while_nothing_is_used(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote) as store:
+        full(store, 10)
+        time.sleep(0.3)
+        assert sum(remote.gets.values()) == 10
+        assert store.stats()["n_evicted"] == 0
+
+
+def test_what_an_epoch_has_still_to_read_stays(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote) as store:
+        full(store, 10)
+        train(store)  # now all may go
+        with store.snapshot() as snapshot:
+            members = snapshot._ids.copy()
+            time.sleep(0.5)
+            still = {file_id for *_, file_id in store._catalogue.copies(members)}
+            assert set(members.tolist()) == still
+            batches = snapshot.batches(5)
+            next(batches)
+            until(lambda: store.stats()["n_evicted"] > 0)  # what was used is replaced
+            batches.close()
+
+
+def test_a_pin_of_one_job_holds_against_another(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote) as ours, opened(tmp_path, remote) as theirs:
+        full(ours, 10)
+        with ours.snapshot() as held:
+            before = sum(remote.gets.values())
+            train(theirs)
+            train(theirs)
+            time.sleep(0.3)
+            assert sum(remote.gets.values()) == before  # all may go, for them, and none has gone
+            assert len([i for batch in held.batches(4) for i in checked(batch)]) == 10
+        until(lambda: ours.stats()["n_evicted"] > 0)
+
+
+def test_two_jobs_download_nothing_twice(tmp_path: Path, remote: CountingRemote) -> None:
+    remote.wait_s = 0.01
+    with opened(tmp_path, remote, n_held=N) as one, opened(tmp_path, remote, n_held=N) as other:
+        full(one, N)
+        assert sorted(train(one)) == sorted(train(other)) == list(range(N))
+        assert set(remote.gets.values()) == {1}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(tmp_path: Path, remote: CountingRemote, policy: str) -> None:
+    with opened(tmp_path, remote, policy=policy, fetch=False) as store:
+        from gpuload.cache.fetch import Fetcher
+
+        fetcher = Fetcher(store._folders, store._catalogue, store._lease.name, remote, store._settings)
+        fetcher.list_remote()
+        for _ in range(10):
+            assert fetcher.fetch_one()
+        catalogue = store._catalogue
+        assert catalogue.may_go(policy, 1, 99) == []  # unread: nothing may go
+        ids = [row[0] for row in catalogue.rows("SELECT id FROM files ORDER BY id")]
+        uses = {0: 3, 1: 1, 2: 5, 3: 2}  # by place
+        with store.snapshot() as snapshot:
+            for place in (3, 1, 0, 2):
+                key = catalogue.rows("SELECT key_id FROM files WHERE id = ?", ids[place])[0][0]
+                for _ in range(uses[place]):
+                    catalogue.visited(snapshot._pin, [key])
+        with catalogue.transaction() as db:
+            db.execute("UPDATE files SET published_at = 1e9")
+        wanted = {"fifo": [0, 1, 2, 3], "lru": [3, 1, 0, 2], "coverage": [2, 0, 3, 1]}
+        found = [ids.index(i) for i in catalogue.may_go(policy, 1, 99)]
+        assert found == wanted.get(policy, found)
+        assert sorted(found) == [0, 1, 2, 3]
+        assert [ids.index(i) for i in catalogue.may_go(policy, 5, 99)] == [2]
+        if policy == "random":
+            assert len({tuple(catalogue.may_go(policy, 1, 99)) for _ in range(20)}) > 3
+
+
+def test_the_only_copy_is_never_evicted(tmp_path: Path, remote: CountingRemote, caplog: Any) -> None:
+    with opened(tmp_path, remote) as store:
+        full(store, 10)
+        mine = sorted(train(store))[:4]
+        for i in mine:
+            (tmp_path / "remote" / f"{i:04d}.npy").unlink()
+        deadline = time.monotonic() + 20
+        while store.coverage().n_visited < N:
+            train(store, min_samples=4)
+            time.sleep(0.05)
+            if time.monotonic() > deadline:
+                break
+        seen = train(store)
+        assert set(mine) <= set(seen)
+        assert store.coverage().n_visited == N
+    assert "is gone from" in caplog.text
+
+
+def test_what_cannot_be_asked_is_not_removed(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote) as store:
+        full(store, 10)
+
+        def busy(key: str) -> None:
+            raise ConnectionError
+
+        remote.head = busy  # type: ignore[method-assign, assignment]
+        train(store)
+        time.sleep(0.3)
+        assert store.stats()["n_evicted"] == 0
+        assert len(train(store)) == 10
+
+
+def test_a_changed_object_replaces_its_old_copy(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N, relist_s=0.2) as store:
+        full(store, N)
+        values = np.zeros(1_000, dtype=np.float32)
+        np.save(tmp_path / "remote" / "0007.npy", values)
+        until(lambda: store._catalogue.n_ready() == N - 1)  # the old one is no longer handed over
+        with store.snapshot() as snapshot:
+            assert len(snapshot) == N - 1
+    with opened(tmp_path, remote, n_held=N + 1, relist_s=0.2) as store:
+        with store.snapshot() as snapshot:
+            list(snapshot.batches(9))  # to be let go it need not have been used
+        full(store, N)
+        assert remote.gets["0007.npy"] == 2
+
+
+def test_a_full_disk_is_a_normal_event(tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has room for six samples, whatever the budget says."""
+    fallocate = os.posix_fallocate
+
+    def scarce(fd: int, offset: int, nbytes: int) -> None:
+        if on_disk(tmp_path) + COST > 6 * COST:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fallocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", scarce)
+    with opened(tmp_path, remote, n_held=N) as store:
+        deadline = time.monotonic() + 30
+        while store.coverage().unique < 1:
+            assert time.monotonic() < deadline
+            train(store, min_samples=2)
+            time.sleep(0.05)
+        stats = store.stats()
+        assert stats["n_disk_full"] > 0
+        assert stats["n_quarantined"] == 0
+        assert on_disk(tmp_path) <= 6 * COST
+
+
+def test_some_of_the_disk_stays_free(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, min_free=1 << 62) as store:
+        until(lambda: store._catalogue.meta("listed_at") > 0)
+        time.sleep(0.2)
+        assert store.held_nbytes == 0
+
+
+def test_a_sample_above_the_budget_is_told(tmp_path: Path, remote: CountingRemote) -> None:
+    np.save(tmp_path / "remote" / "huge.npy", np.zeros(100_000, dtype=np.float32))
+    with opened(tmp_path, remote, max_bad=0.5) as store:
+        until(store.quarantine)
+        assert store.quarantine() == {"huge.npy": f"it has 400128 bytes, and the whole budget is {10 * COST}"}
+
+
+# --- orders and resuming ---
+
+
+def test_orders() -> None:
+    visits = np.arange(1_000, dtype=np.int64) % 5
+    uniform = visiting_order(visits, "uniform", 1, 2, None, None)
+    assert np.array_equal(np.sort(uniform), np.arange(1_000))
+    for other in ((2, 2), (1, 3)):
+        assert not np.array_equal(uniform, visiting_order(visits, "uniform", *other, None, None))
+    fresh = visiting_order(visits, "fresh-first", 1, 2, None, None)
+    assert not visits[fresh[:200]].any()
+    assert visits[fresh[200:]].all()
+    assert np.ptp(visits[fresh[200:300]]) > 0  # the others are mixed
+    assert set(visits[visiting_order(visits, "uniform", 1, 2, None, 3)]) == {0, 1, 2}
+    drawn = np.concatenate([visits[visiting_order(visits, "inverse-visits", s, 2, 50, None)] for s in range(200)])
+    shares = np.bincount(drawn) / drawn.size
+    weights = 1 / (1 + np.arange(5))
+    assert shares == pytest.approx(weights / weights.sum(), abs=0.02)
+
+
+@pytest.mark.parametrize("mode", ["uniform", "fresh-first", "inverse-visits"])
+def test_a_state_goes_on_exactly_whatever_happened_since(tmp_path: Path, remote: CountingRemote, mode: str) -> None:
+    with opened(tmp_path, remote) as store:
+        full(store, 10)
+        train(store, n_samples=5)
+        with store.snapshot(seed=3, mode=mode) as snapshot:
+            keys = []
+            states = [snapshot.state_dict()]
+            for batch in snapshot.batches(3):
+                keys.append(checked(batch))
+                states.append(json.loads(json.dumps(snapshot.state_dict())))
+        evicted = store.stats()["n_evicted"]
+        while store.stats()["n_evicted"] < evicted + 10:  # until nothing of it is there
+            train(store)
+            time.sleep(0.05)
+    with opened(tmp_path, remote) as store:
+        for done, state in enumerate(states):
+            with store.snapshot(state=state) as snapshot:
+                assert snapshot.generation == state["generation"]
+                assert [checked(batch) for batch in snapshot.batches(3)] == keys[done:]
+        assert store.stats()["hit_ratio"] < 1  # some came from the remote itself
+
+
+def test_a_state_whose_object_changed_is_refused(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote) as store:
+        full(store, 10)
+        with store.snapshot() as snapshot:
+            state = snapshot.state_dict()
+            key = snapshot._store.find_samples(snapshot._ids)[4].key
+    np.save(tmp_path / "remote" / key, np.zeros(1_000, dtype=np.float32))
+    for path in (tmp_path / "store" / "objects").rglob("*.*"):
+        path.unlink()
+    with opened(tmp_path, remote, fetch=False) as store, store.snapshot(state=state) as snapshot:
+        batches = snapshot.batches(2)
+        next(batches)
+        next(batches)
+        with pytest.raises(ReadError, match=f"{key}: this snapshot had it with ETag .* start with a new snapshot"):
+            next(batches)
+
+
+def test_ranks_share_a_generation(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote) as store, opened(tmp_path, remote) as other:
+        full(store, 10)
+        with (
+            store.snapshot(seed=1, rank=0, world_size=3) as first,
+            other.snapshot(seed=1, rank=2, world_size=3, generation=first.generation) as last,
+        ):
+            ours = [i for batch in first.batches(2) for i in checked(batch)]
+            theirs = [i for batch in last.batches(2) for i in checked(batch)]
+        assert len(ours) == len(theirs) == 3
+        assert not set(ours) & set(theirs)
+        with pytest.raises(PlanError, match="world_size=3, and this is 2"):
+            store.snapshot(state=first.state_dict(), world_size=2)
+
+
+def test_an_unknown_generation_is_refused(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote) as store, pytest.raises(PlanError, match="generation 7 is no longer kept"):
+        store.snapshot(generation=7)
+
+
+# --- faults ---
+
+
+def test_a_flaky_remote_is_got_through(tmp_path: Path) -> None:
+    remote = FlakyRemote(fill(tmp_path / "remote", N), every=3)
+    with opened(tmp_path, remote, n_held=N, piece_nbytes=1_500, tries=10) as store:
+        full(store, N)
+        assert sorted(train(store)) == list(range(N))
+        assert not store.quarantine()
+
+
+def test_an_object_that_stays_corrupt_is_quarantined_and_released(tmp_path: Path) -> None:
+    remote = FlakyRemote(fill(tmp_path / "remote", N), every=10**9)
+    right = remote.get
+
+    def wrong(wanted: RemoteObject, start: int, stop: int) -> Any:
+        piece = right(wanted, start, stop)
+        if wanted.key == "0003.npy":
+            piece[100] ^= 1
+        return piece
+
+    remote.get = wrong  # type: ignore[method-assign]
+    with opened(tmp_path, remote, n_held=N, max_bad=0.5) as store:
+        full(store, N - 1)
+        until(store.quarantine)
+        assert "0003.npy: after the download its sha256 is" in store.quarantine()["0003.npy"]
+        assert remote.gets["0003.npy"] == 4
+        assert sorted(train(store)) == [i for i in range(N) if i != 3]
+        remote.get = right  # type: ignore[method-assign]
+        store.release_quarantine()
+        full(store, N)
+    with opened(tmp_path, remote, n_held=N, max_bad=0.01) as store:
+        store.quarantine_sample(store.find_samples(np.array([1]))[0], "it smells")
+        with pytest.raises(ReadError, match=r"1 of 40 samples cannot be had, more than max_bad=0.01: .*it smells"):
+            store.snapshot()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_copy_is_read_from_the_remote(
+    tmp_path: Path, remote: CountingRemote, damage: str, caplog: Any
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    with opened(tmp_path, remote, n_held=N, fetch=False) as store:
+        path = Path(store.find_samples(np.array([5]))[0].path or "")
+        if damage == "remove":
+            path.unlink()
+        else:
+            data = bytearray(path.read_bytes())
+            data[777] ^= 1
+            path.write_bytes(data if damage == "flip" else data[:-5])
+        assert sorted(train(store)) == list(range(N))
+        assert store.stats()["hit_ratio"] == 1 - 1 / N
+        assert not path.exists()
+    assert "its local copy is of no use" in caplog.text
+    with opened(tmp_path, remote, n_held=N) as store:  # and it is downloaded anew
+        full(store, N)
+
+
+def test_what_cannot_be_had_at_all_is_raised_or_skipped(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N, max_bad=1.0) as store:
+        full(store, N)
+        lost = store.find_samples(np.array([5]))[0]
+        Path(lost.path or "").unlink()
+        (tmp_path / "remote" / lost.key).unlink()
+        with store.snapshot() as snapshot, pytest.raises(ReadError, match=f"{lost.key}: this snapshot had it"):
+            list(snapshot.batches(4))
+    np.save(tmp_path / "remote" / lost.key, np.zeros(1_000, dtype=np.float32))
+    with opened(tmp_path, remote, n_held=N, max_bad=1.0, fetch=False) as store:
+        state = {"generation": 1, "position": 0, "seed": 0, "mode": "uniform", "n_samples": None, "echo_max": None}
+        with store.snapshot(state={**state, "world_size": 1}) as snapshot:
+            sizes = [len(batch) for batch in snapshot.batches(4, on_error="skip", max_skipped=0.05)]
+            assert sorted(sizes) == [3] + [4] * 9
+            assert snapshot.n_skipped == 1
+        assert "this snapshot had it" in store.quarantine()[lost.key]
+
+
+def test_a_sample_of_another_shape_is_told(tmp_path: Path, remote: CountingRemote) -> None:
+    np.save(tmp_path / "remote" / "0005.npy", np.zeros((10, 100), dtype=np.float32))
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with (
+            store.snapshot() as snapshot,
+            pytest.raises(CorruptDataError, match=r"0005\.npy: it has another shape or dtype"),
+        ):
+            list(snapshot.batches(4))
+
+
+def test_other_formats(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            for batch in snapshot.batches(7, decode="bytes", drop_last=True):
+                assert len(batch.data) == 7
+                for data, key in zip(batch.data, batch.keys, strict=True):
+                    assert data.tobytes() == (tmp_path / "remote" / key).read_bytes()
+        with store.snapshot() as snapshot:
+            sizes = [size for batch in snapshot.batches(7, decode=lambda data: data.size) for size in batch.data]
+        assert sizes == [4_128] * N
+
+
+def test_batches_are_the_consumers_own(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            kept = list(snapshot.batches(3))
+            assert sorted(i for batch in kept for i in checked(batch)) == list(range(N))
+
+
+# --- processes ---
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_fetcher_process_fetches_and_ends(tmp_path: Path) -> None:
+    with opened(tmp_path, fill(tmp_path / "remote", N), n_held=N, n_processes=2) as store:
+        full(store, N)
+        assert sorted(train(store)) == list(range(N))
+        pids = [process.pid for process in store._processes]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_killed_fetcher_is_replaced(tmp_path: Path, caplog: Any) -> None:
+    with opened(tmp_path, HangingRemote(fill(tmp_path / "remote", N)), n_held=N, n_processes=1) as store:
+        os.kill(store._processes[0].pid, signal.SIGKILL)
+        full(store, N)
+        assert store.stats()["n_fetchers_died"] == 1
+        assert sorted(train(store)) == list(range(N))
+    assert "a fetcher process ended with -9" in caplog.text
+
+
+def test_a_hung_fetcher_is_killed_and_its_stack_is_shown(tmp_path: Path, caplog: Any) -> None:
+    fill(tmp_path / "remote", N)
+    (tmp_path / "remote.hang").touch()
+    with opened(tmp_path, HangingRemote(tmp_path / "remote"), n_held=N, n_processes=1, hung_s=1.0) as store:
+        until(lambda: store.stats()["n_fetchers_killed"] == 1)
+        (tmp_path / "remote.hang").unlink()
+        full(store, N)
+        assert store.stats()["n_in_flight"] == 0
+    assert "got nothing done for 1 s" in caplog.text
+    assert "remotes.py" in caplog.text
+
+
+TRAINING = """
+import sys, time
+from gpuload.cache import SampleStore
+store = SampleStore(sys.argv[1], sys.argv[2], budget=int(sys.argv[3]), n_processes=1, in_flight=2, min_free=0)
+snapshot = store.snapshot(min_samples=10)
+batches = snapshot.batches(2)
+next(batches)
+print(store._processes[0].pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_training_leaves_neither_pins_nor_fetchers(tmp_path: Path, remote: CountingRemote) -> None:
+    arguments = [str(tmp_path / "store"), remote.name, str(10 * COST)]
+    with subprocess.Popen([sys.executable, "-c", TRAINING, *arguments], stdout=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        fetcher = int(training.stdout.readline())
+        with opened(tmp_path, remote.name, fetch=False) as store:
+            assert store._catalogue.rows("SELECT count(*) FROM pins") == [(1,)]
+        training.kill()
+    until(lambda: not os.path.exists(f"/proc/{fetcher}") or "Z" in Path(f"/proc/{fetcher}/stat").read_text().split()[2])
+    with opened(tmp_path, remote.name, fetch=False) as store:
+        assert store._catalogue.rows("SELECT count(*) FROM pins") == [(0,)]
+        assert store._catalogue.rows("SELECT count(*) FROM pinned") == [(0,)]
+
+
+def test_a_lost_catalogue_costs_no_download(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    for path in (tmp_path / "store").glob("catalogue*"):
+        path.unlink()
+    remote.gets.clear()
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        assert sorted(train(store)) == list(range(N))
+        assert len(list((tmp_path / "store" / "objects").rglob("*.*"))) == N
+    assert sum(remote.gets.values()) < N / 4  # a download may begin before the files are found
+
+
+def test_a_broken_catalogue_is_told(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, fetch=False):
+        pass
+    for path in (tmp_path / "store").glob("catalogue*"):
+        path.unlink()
+    (tmp_path / "store" / "catalogue.sqlite").write_bytes(b"no database at all, " * 100)
+    with pytest.raises(StoreError, match="cannot be read as the catalogue of a sample store"), opened(tmp_path, remote):
+        pass
+
+
+# --- refusals ---
+
+
+def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
+    class Local(FolderRemote):
+        pass
+
+    with (
+        pytest.raises(PlanError, match="policy='best': expected one of 'coverage'"),
+        opened(tmp_path, remote, policy="best"),
+    ):
+        pass
+    local = Local(remote.name)
+    with pytest.raises(PlanError, match="remote: it cannot be sent to a"), opened(tmp_path, local, n_processes=1):
+        pass
+    with opened(tmp_path, remote) as store:
+        for settings, sentence in (
+            ({"mode": "best"}, "mode='best'"),
+            ({"seed": -1}, "seed=-1"),
+            ({"rank": 2, "world_size": 2}, "rank=2, world_size=2"),
+        ):
+            with pytest.raises(PlanError, match=sentence):
+                store.snapshot(**settings)
+        with pytest.raises(ReadError, match="has only 40 samples that can be had"):
+            store.snapshot(min_samples=41)
+        with pytest.raises(ReadError, match=r"wait_s=0.3: .* and min_samples=20"):
+            store.snapshot(min_samples=20, wait_s=0.3)
+        with store.snapshot() as snapshot:
+            for settings, sentence in (
+                ({"decode": "pt"}, "decode='pt'"),
+                ({"verify": "no"}, "verify='no'"),
+                ({"on_error": "no"}, "on_error='no'"),
+                ({"prefetch": 0}, "prefetch=0"),
+            ):
+                with pytest.raises(PlanError, match=sentence):
+                    snapshot.batches(4, **settings)
+        with pytest.raises(PlanError, match="the snapshot was closed"):
+            snapshot.batches(4)
+    with pytest.raises(PlanError, match="the sample store was closed"):
+        store.snapshot()
+    other = FolderRemote(fill(tmp_path / "other", 1))
+    with pytest.raises(StoreError, match=r"it holds samples of .*remote, not of .*other"), opened(tmp_path, other):
+        pass
+    with pytest.raises(ReadError, match="no such folder"):
+        open_remote(tmp_path / "nowhere")
+    with pytest.raises(PlanError, match="a folder takes no options, found region"):
+        open_remote(tmp_path, region="x")
+
+
+def test_a_forked_process_is_refused_and_harms_nothing(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, fetch=False) as store:
+        pid = os.fork()
+        if not pid:
+            try:
+                store.coverage()
+                with store._catalogue.transaction():
+                    os._exit(1)
+            except PlanError:
+                os._exit(0)
+            finally:
+                os._exit(2)
+        assert os.waitpid(pid, 0)[1] == 0
+        store._catalogue.count(n_retries=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("200GiB", 200 << 30), ("1.5MB", 1_500_000), ("8", 8), (7, 7), ("3 KiB", 3072), ("0.5TiB", 1 << 39)],
+)
+def test_sizes(text: Any, nbytes: int) -> None:
+    assert parse_nbytes("budget", text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-2", "3 apples", -1])
+def test_no_sizes(text: Any) -> None:
+    with pytest.raises(PlanError, match=r"budget=.*: expected a number of bytes, or a text such as '200GiB'"):
+        parse_nbytes("budget", text)
+
+
+# --- small parts ---
+
+
+def test_the_window_halves_and_grows() -> None:
+    window = Window(16)
+    window.was_busy()
+    window.was_busy()  # the same moment
+    assert window.limit == 8
+    for _ in range(8):
+        window.went_well()
+    assert 8.9 < window.limit < 9.1
+    ended, running, most = threading.Event(), [0], [0]
+
+    def work() -> None:
+        with window.slot(ended):
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            time.sleep(0.05)
+            running[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most[0] <= 9
+
+
+def test_an_etag_that_is_no_md5_is_found_out() -> None:
+    soft = SoftDigests()
+    a, b, c = (RemoteObject(key, 1, "x", "md5?:00") for key in "abc")
+    assert [soft.forgive(a, 1), soft.forgive(a, 2), soft.forgive(a, 2)] == [False, False, True]
+    assert [soft.forgive(b, 1), soft.forgive(b, 1)] == [False, True]
+    assert soft.forgive(c, 5)  # two have shown it
+    strict = SoftDigests()
+    strict.was_right(a)
+    assert [strict.forgive(key, 1) for key in (a, a, b, b, c)] == [False, True, False, True, False]
+    assert not soft.forgive(RemoteObject("d", 1, "x", "sha256:00"), 1)
+
+
+def test_uses_are_counted_once_each(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        uses: Counter[int] = Counter()
+        for epoch in range(3):
+            uses.update(train(store, seed=epoch))
+        coverage = store.coverage()
+        assert (coverage.n_known, coverage.n_held, coverage.n_visited, coverage.n_visits) == (N, N, N, 3 * N)
+        assert coverage.effective == pytest.approx(N)
+        stats = store.stats()
+        assert stats["n_samples"] == 3 * N
+        assert stats["wait_p50_s"] <= stats["wait_p95_s"] <= stats["wait_p99_s"]
+        assert store.verdict().split(":")[0] in ("consumer-bound", "disk-bound", "store-bound")

@@ -1,0 +1,345 @@
+"""The server that makes trouble: it answers as moto does, and its faults are those that its knobs say."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import io
+import os
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+from urllib.parse import urlparse
+
+import pytest
+
+from benchmarks.s3server import start
+from benchmarks.s3server.faults import Faults, fate_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from benchmarks.s3server import Running
+
+DATA = os.urandom(300_000)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    root = tmp_path_factory.mktemp("s3")
+    (root / "data" / "deep").mkdir(parents=True)
+    (root / "data" / "deep" / "one").write_bytes(DATA)
+    for i in range(40):
+        (root / "data" / f"{i:03d}").write_bytes(DATA[i:][:5_000])
+    with start(root) as running:
+        yield running
+
+
+NEUTRAL = {
+    **{f"p_{kind}": 0 for kind in ("503", "reset", "truncate", "corrupt", "stall")},
+    "latency_ms": 0,
+    "latency_sigma": 0,
+    "bandwidth": 0,
+    "total_bandwidth": 0,
+    "most_in_a_row": 0,
+    "seed": 0,
+}
+
+
+@pytest.fixture
+def quiet(server: Running) -> Running:
+    server.set(**NEUTRAL)
+    return server
+
+
+def ask(server: Running, path: str, method: str = "GET", body: bytes | None = None, **headers: str):
+    """Return (status, headers, body) of one request on a connection of its own."""
+    address = urlparse(server.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=10)
+    try:
+        connection.request(method, path, body, {k.replace("_", "-"): v for k, v in headers.items()})
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def kind_of(server: Running, path: str, wanted: bytes) -> str:
+    """Return what befell a GET, as its client sees it."""
+    try:
+        status, _, body = ask(server, path)
+    except http.client.IncompleteRead:
+        return "truncate"
+    except ConnectionError:
+        return "reset"
+    return "503" if status == 503 else "none" if body == wanted else "corrupt"
+
+
+# --- the answers ---
+
+
+def test_ranges_and_conditions(quiet: Running) -> None:
+    etag = f'"{hashlib.md5(DATA).hexdigest()}"'
+    status, headers, body = ask(quiet, "/data/deep/one")
+    assert (status, body, headers["ETag"]) == (200, DATA, etag)
+    status, headers, body = ask(quiet, "/data/deep/one", Range="bytes=10-19")
+    assert (status, body, headers["Content-Range"]) == (206, DATA[10:20], f"bytes 10-19/{len(DATA)}")
+    assert ask(quiet, "/data/deep/one", Range="bytes=-7")[2] == DATA[-7:]
+    assert ask(quiet, "/data/deep/one", Range="bytes=299999-")[2] == DATA[-1:]
+    assert ask(quiet, "/data/deep/one", Range=f"bytes={len(DATA)}-")[0] == 416
+    assert ask(quiet, "/data/deep/one", If_Match='"other"')[0] == 412
+    assert ask(quiet, "/data/deep/one", If_None_Match=etag)[0] == 304
+    assert ask(quiet, "/data/nothing")[0] == 404
+    status, headers, body = ask(quiet, "/data/deep/one", "HEAD")
+    assert (status, body, headers["Content-Length"]) == (200, b"", str(len(DATA)))
+
+
+def test_keys_that_file_systems_do_not_like(quiet: Running) -> None:
+    for key in ("a%2F..%2Fb", "deep//x", "100%25", "end/"):
+        assert ask(quiet, f"/data/odd/{key}", "PUT", b"value")[0] == 200
+        assert ask(quiet, f"/data/odd/{key}")[2] == b"value"
+    listed = ask(quiet, "/data?list-type=2&prefix=odd/")[2].decode()
+    for key in ("odd/a/../b", "odd/deep//x", "odd/100%", "odd/end/"):
+        assert f"<Key>{key}</Key>" in listed
+
+
+def test_a_file_replaced_by_hand_has_another_etag(quiet: Running) -> None:
+    ask(quiet, "/data/hand", "PUT", b"first", Content_Type="text/plain")
+    assert ask(quiet, "/data/hand")[1]["Content-Type"] == "text/plain"
+    (quiet.root / "data" / "hand").write_bytes(b"second")
+    _, headers, body = ask(quiet, "/data/hand")
+    assert (body, headers["ETag"]) == (b"second", f'"{hashlib.md5(b"second").hexdigest()}"')
+
+
+def test_a_body_that_is_not_what_it_says_is_refused(quiet: Running) -> None:
+    status, _, body = ask(quiet, "/data/sum", "PUT", b"x", Content_MD5="AAAAAAAAAAAAAAAAAAAAAA==")
+    assert (status, b"BadDigest" in body) == (400, True)
+    assert ask(quiet, "/data/sum")[0] == 404
+
+
+# --- the faults ---
+
+
+def test_faults_are_drawn_per_request_and_attempt_whatever_the_order(quiet: Running) -> None:
+    paths = [f"/data/{i:03d}" for i in range(40)] * 3
+    rates = {"p_503": 0.2, "p_reset": 0.1, "p_truncate": 0.2, "p_corrupt": 0.2, "seed": 7}
+
+    def befallen(order: list[str], n_threads: int) -> dict[str, list[str]]:
+        quiet.set(**rates)
+        with ThreadPoolExecutor(n_threads) as pool:
+            kinds = list(pool.map(lambda p: kind_of(quiet, p, DATA[int(p[-3:]) :][:5_000]), order))
+        found: dict[str, list[str]] = {}
+        for path, kind in zip(order, kinds, strict=True):
+            found.setdefault(path, []).append(kind)
+        return found
+
+    one_by_one = befallen(paths, 1)
+    at_once = befallen(paths[:40][::-1], 8)
+    assert {path: kinds[:1] for path, kinds in one_by_one.items()} == at_once
+    drawn = [kind for kinds in one_by_one.values() for kind in kinds]
+    assert set(drawn) == {"none", "503", "reset", "truncate", "corrupt"}
+    assert any(len(set(kinds)) > 1 for kinds in one_by_one.values())  # an attempt draws anew
+    quiet.set(seed=8)
+    assert [kind_of(quiet, p, DATA[int(p[-3:]) :][:5_000]) for p in paths[:40]] != [k[0] for k in one_by_one.values()]
+
+
+def test_rates_are_kept() -> None:
+    faults = Faults(p_503=0.1, p_reset=0.2, p_truncate=0.05, p_corrupt=0.05, p_stall=0.1, seed=3)
+    kinds = [fate_of(faults, f"GET /b/{i}", 0).kind for i in range(20_000)]
+    for kind, rate in faults.rates().items():
+        assert kinds.count(kind) / len(kinds) == pytest.approx(rate, abs=0.01)
+
+
+def test_latency_is_lognormal() -> None:
+    faults = Faults(latency_ms=130, latency_sigma=0.5)
+    waits = sorted(fate_of(faults, f"GET /b/{i}", 0).latency_s for i in range(20_000))
+    assert statistics.median(waits) == pytest.approx(0.130, rel=0.02)
+    assert waits[int(0.8413 * len(waits))] / waits[len(waits) // 2] == pytest.approx(2.718**0.5, rel=0.03)
+
+
+def test_most_in_a_row() -> None:
+    faults = Faults(p_503=1.0, most_in_a_row=2)
+    kinds = [fate_of(faults, "GET /b/x", attempt).kind for attempt in range(3)]
+    assert kinds == ["503", "503", None]
+    faults = Faults(p_503=0.5, most_in_a_row=2)
+    for i in range(200):
+        kinds = [fate_of(faults, f"GET /b/{i}", attempt).kind for attempt in range(20)]
+        assert ["503"] * 3 not in [kinds[k : k + 3] for k in range(18)]
+
+
+def test_a_stall_and_a_latency_take_their_time(quiet: Running) -> None:
+    quiet.set(latency_ms=200)
+    start_s = time.perf_counter()
+    assert ask(quiet, "/data/001")[0] == 200
+    assert 0.2 <= time.perf_counter() - start_s < 2
+    quiet.set(latency_ms=0, p_stall=1, stall_s=0.5)
+    start_s = time.perf_counter()
+    assert ask(quiet, "/data/deep/one")[2] == DATA
+    assert 0.5 <= time.perf_counter() - start_s < 2
+
+
+def test_bandwidth_of_one_and_of_all(quiet: Running) -> None:
+    quiet.set(bandwidth=1_000_000)
+    start_s = time.perf_counter()
+    with ThreadPoolExecutor(3) as pool:
+        assert all(answer[2] == DATA for answer in pool.map(lambda _: ask(quiet, "/data/deep/one"), range(3)))
+    of_one = time.perf_counter() - start_s
+    quiet.set(bandwidth=0, total_bandwidth=1_000_000)
+    start_s = time.perf_counter()
+    with ThreadPoolExecutor(3) as pool:
+        assert all(answer[2] == DATA for answer in pool.map(lambda _: ask(quiet, "/data/deep/one"), range(3)))
+    assert 0.28 <= of_one < 0.85
+    assert time.perf_counter() - start_s >= 0.85
+
+
+def test_counts(quiet: Running) -> None:
+    before = quiet.counts()
+    quiet.set(p_503=1)
+    ask(quiet, "/data/001")
+    after = quiet.counts()
+    assert after["fault 503"] == before.get("fault 503", 0) + 1
+    assert after["GET 503"] == before.get("GET 503", 0) + 1
+
+
+def test_wrong_knobs_are_refused() -> None:
+    with pytest.raises(ValueError, match="p_503=-1"):
+        Faults(p_503=-1)
+    with pytest.raises(ValueError, match="add up to more than 1"):
+        Faults(p_503=0.6, p_reset=0.6)
+    with pytest.raises(ValueError, match="no such knob: p_404"):
+        Faults.of({"p_404": 1})
+
+
+# --- against moto ---
+
+
+def calls(client, bucket: str) -> list[object]:
+    """Return what a client sees of a fixed sequence of calls; times and names that a server draws are left out."""
+    seen: list[object] = []
+
+    def call(name: str, **arguments: object) -> dict:
+        try:
+            answer = getattr(client, name)(**arguments)
+        except client.exceptions.ClientError as error:
+            answer = error.response
+        kept = {k: v for k, v in answer.items() if k in KEPT}
+        kept["status"] = answer["ResponseMetadata"]["HTTPStatusCode"]
+        if "Error" in answer:
+            kept["Error"] = answer["Error"]["Code"]
+        if "Body" in kept:
+            kept["Body"] = hashlib.md5(kept["Body"].read()).hexdigest()
+        for name_ in ("Contents", "Parts"):
+            kept[name_] = [{k: v for k, v in e.items() if k in KEPT} for e in answer.get(name_, [])]
+        seen.append((name, sorted(arguments.keys()), kept))
+        return answer
+
+    b = {"Bucket": bucket}
+    call("head_bucket", **b)
+    call("create_bucket", **b)
+    call("head_bucket", **b)
+    call("list_objects_v2", **b)
+    call("put_object", **b, Key="a/one", Body=DATA, ContentType="text/x", Metadata={"who": "me"})
+    for key in ("a/two", "a/b/three", "b", "b/c", "é ü+&<", "z"):
+        call("put_object", **b, Key=key if key != "b" else "bb", Body=key.encode())
+    for method in ("get_object", "head_object"):
+        call(method, **b, Key="a/one")
+        call(method, **b, Key="none")
+        call(method, **b, Key="a/one", IfMatch='"00"')
+        call(method, **b, Key="a/one", IfNoneMatch=f'"{hashlib.md5(DATA).hexdigest()}"')
+    for span in ("bytes=0-0", "bytes=5-99", "bytes=-3", "bytes=299990-999999", "bytes=300000-"):
+        call("get_object", **b, Key="a/one", Range=span)
+    for settings in (
+        {},
+        {"Prefix": "a/"},
+        {"Delimiter": "/"},
+        {"Prefix": "a/", "Delimiter": "/"},
+        {"StartAfter": "a/one"},
+        {"MaxKeys": 0},
+        {"EncodingType": "url"},
+    ):
+        call("list_objects_v2", **b, **settings)
+    for delimiter in ("", "/"):
+        token: dict[str, str] = {}
+        for _ in range(8):
+            answer = call("list_objects_v2", **b, MaxKeys=2, Delimiter=delimiter, **token)
+            if not answer.get("NextContinuationToken"):
+                break
+            token = {"ContinuationToken": answer["NextContinuationToken"]}
+    five = bytes(5 << 20)
+    for parts, wanted in (([five, b"end"], [1, 2]), ([b"small", b"end"], [1, 2]), ([five], [1, 2])):
+        key = {**b, "Key": "big"}
+        upload = client.create_multipart_upload(**key, ContentType="text/y")["UploadId"]
+        etags = [
+            client.upload_part(**key, UploadId=upload, PartNumber=n, Body=part)["ETag"]
+            for n, part in enumerate(parts, 1)
+        ]
+        call("list_parts", **key, UploadId=upload)
+        listed = [{"PartNumber": n, "ETag": etags[min(n, len(etags)) - 1]} for n in wanted]
+        call("complete_multipart_upload", **key, UploadId=upload, MultipartUpload={"Parts": listed})
+        call("head_object", **key)
+    upload = client.create_multipart_upload(**key)["UploadId"]
+    call("abort_multipart_upload", **key, UploadId=upload)
+    call("list_parts", **key, UploadId=upload)
+    call("copy_object", **b, Key="copy", CopySource={"Bucket": bucket, "Key": "a/one"})
+    call("head_object", **b, Key="copy")
+    client.upload_fileobj(io.BytesIO(DATA * 40), bucket, "managed")  # several parts, by boto3's own rules
+    call("get_object", **b, Key="managed")
+    call("delete_object", **b, Key="a/two")
+    call("delete_object", **b, Key="a/two")
+    call("delete_objects", **b, Delete={"Objects": [{"Key": "z"}, {"Key": "never"}]})
+    call("list_objects_v2", **b)
+    call("get_object", Bucket="nobucket", Key="x")
+    call("list_objects_v2", Bucket="nobucket")
+    call("delete_bucket", **b)
+    return seen
+
+
+KEPT = {
+    *(
+        "Key",
+        "Size",
+        "ETag",
+        "KeyCount",
+        "IsTruncated",
+        "CommonPrefixes",
+        "Prefix",
+        "MaxKeys",
+        "Delimiter",
+        "StartAfter",
+    ),
+    *("EncodingType", "ContentLength", "ContentRange", "ContentType", "Metadata", "AcceptRanges", "Body", "PartNumber"),
+    "Deleted",
+}
+
+
+def test_it_answers_as_moto_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boto3 = pytest.importorskip("boto3")
+    moto = pytest.importorskip("moto.server")
+    from botocore.config import Config
+
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+    def client(url: str):
+        return boto3.client(
+            "s3",
+            endpoint_url=url,
+            region_name="us-east-1",
+            aws_access_key_id="a",
+            aws_secret_access_key="b",
+            config=Config(retries={"max_attempts": 1}, s3={"addressing_style": "path"}),
+        )
+
+    oracle = moto.ThreadedMotoServer(port=0, verbose=False)
+    oracle.start()
+    try:
+        _, port = oracle.get_host_and_port()
+        wanted = calls(client(f"http://127.0.0.1:{port}"), "bucket")
+    finally:
+        oracle.stop()
+    with start(tmp_path) as server:
+        found = calls(client(server.url), "bucket")
+    assert len(found) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == theirs
