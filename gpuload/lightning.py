@@ -1,0 +1,259 @@
+"""Lightning front: loaders as a LightningDataModule. The home of lightning.
+
+It only opens loaders for the process that Lightning runs in, and tells them the trainer's epoch: no shuffling, ranks,
+prefetching or places in an epoch here. Lightning is handed neither a DataLoader nor a sampler, so it has no worker
+processes to start and nothing to replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from gpuload import open_loader
+from gpuload.errors import MissingDependencyError, PlanError
+from gpuload.loader import Loader
+from gpuload.sampling import Subset
+from gpuload.torch import CellDataset
+
+try:
+    from lightning.pytorch import LightningDataModule
+except ImportError as error:
+    raise MissingDependencyError("lightning", "gpuload.lightning", "lightning") from error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+_PARTS = ("train", "val", "test", "predict")
+_PARTS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+"""What is open in each of the trainer's stages; all of it where no stage is named."""
+
+
+class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types without Lightning
+    """Loaders of the parts of a data set, as Lightning's Trainer takes them.
+
+    Each part is a dict of arguments of `gpuload.open_loader` (``"paths"`` among them), or a `gpuload.Loader`, or None.
+    Loaders of dicts are opened in each training process when its stage is set up, and closed when it is torn down.
+    Minibatches are dicts of tensors, as `gpuload.torch.CellDataset` gives them.
+
+    Parameters
+    ----------
+    train, val, test, predict
+        The parts. Where a dict does not say otherwise, `rank` and `world_size` are the trainer's, `device` is the one
+        that the trainer's strategy gives this process, and all parts but `train` come in the order of the files.
+
+    Raises
+    ------
+    PlanError
+        A part is none of these, or the same loader is both `train` and `val`.
+
+    Notes
+    -----
+    The epoch is the trainer's: the order of epoch 3 is the same after a restart as without one.
+
+    Checkpoints hold the place in the training epoch, so a run resumed with ``ckpt_path`` gets the minibatches that it
+    had not yet had, and no others. Lightning takes the number of minibatches of an epoch for fixed; so a checkpoint
+    from the middle of an epoch is refused with another number of processes. One from the end of an epoch is not.
+    """
+
+    def __init__(
+        self,
+        train: Mapping[str, Any] | Loader | None = None,
+        val: Mapping[str, Any] | Loader | None = None,
+        test: Mapping[str, Any] | Loader | None = None,
+        predict: Mapping[str, Any] | Loader | None = None,
+    ) -> None:
+        super().__init__()
+        given = dict(zip(_PARTS, (train, val, test, predict), strict=True))
+        for part, value in given.items():
+            if value is not None and not isinstance(value, (Mapping, Loader)):
+                raise PlanError(
+                    f"{part}={value!r}: expected a dict of arguments of gpuload.open_loader, a gpuload.Loader or None."
+                )
+            if isinstance(value, Mapping) and "paths" not in value:
+                raise PlanError(f"{part}: 'paths' is missing; name the files, for example {part}={{'paths': [...]}}.")
+        if isinstance(train, Loader) and train is val:
+            raise PlanError("train and val are one loader, which can only be iterated once at a time; open two.")
+        for part, value in given.items():
+            if value is None:  # Lightning's own method instead of ours is how it sees that there is no such part
+                name = f"{part}_dataloader"
+                setattr(self, name, getattr(super(), name))
+        self._given = given
+        self._open: dict[str, tuple[dict[str, Any], CellDataset]] = {}
+        self._to_load: dict[str, Any] | None = None  # a state that came before there was a loader
+        self._left: dict[str, Any] | None = None  # the state of a loader that is closed
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the loaders of a stage: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``, or None for all.
+
+        Those that are open for the same process and device stay open, so it may be called before the trainer does, for
+        example to see `Loader.n_vars` and `Loader.categories`.
+
+        Raises
+        ------
+        PlanError, StoreError, ReadError, CorruptDataError, DeviceError
+            As `gpuload.open_loader`; or a given loader is of another rank than this process.
+        """
+        process = self._process()
+        for part in _PARTS_OF.get(str(stage), _PARTS):
+            given = self._given[part]
+            if given is None or (part in self._open and self._open[part][0] == process):
+                continue
+            self._close(part)
+            self._open[part] = process, CellDataset(_loader_of(part, given, process))
+            if part == "train" and self._to_load is not None:
+                state, self._to_load = self._to_load, None
+                self._load(state)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Close the loaders of a stage that `setup` opened; the place in the training epoch is still known."""
+        for part in _PARTS_OF.get(str(stage), _PARTS):
+            self._close(part)
+
+    def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002 - Lightning passes it
+        """Close what is open: Lightning tears nothing down after an exception."""
+        self.teardown()
+
+    def loader(self, part: str) -> Loader:
+        """Return the open loader of a part: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+
+        Raises
+        ------
+        PlanError
+            It is not open, or was not given.
+        """
+        return self._dataset(part).loader
+
+    def train_dataloader(self) -> _TrainEpochs:
+        """Return the training minibatches; each iteration is the trainer's epoch, or the rest of it."""
+        return _TrainEpochs(self._dataset("train"), self)
+
+    def val_dataloader(self) -> _Epochs:
+        """Return the minibatches to validate on."""
+        return _Epochs(self._dataset("val"), self)
+
+    def test_dataloader(self) -> _Epochs:
+        """Return the minibatches to test on."""
+        return _Epochs(self._dataset("test"), self)
+
+    def predict_dataloader(self) -> _Epochs:
+        """Return the minibatches to predict for."""
+        return _Epochs(self._dataset("predict"), self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the training epoch, as `Loader.state_dict` does; Lightning puts it into checkpoints."""
+        if "train" in self._open:
+            return {"train": self._open["train"][1].state_dict()}
+        state = self._to_load or self._left
+        return {} if state is None else {"train": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let training go on where a state says, at once or when the loader is opened.
+
+        Raises
+        ------
+        PlanError
+            As `Loader.load_state_dict`; or the state is of the middle of an epoch and another number of processes.
+        """
+        if "train" not in state_dict:
+            return
+        if "train" in self._open:
+            self._load(state_dict["train"])
+        else:
+            self._to_load = state_dict["train"]
+
+    def _load(self, state: dict[str, Any]) -> None:
+        dataset = self._dataset("train")
+        _check_world_size(state, dataset.loader)
+        dataset.load_state_dict(state)
+
+    def _process(self) -> dict[str, Any]:
+        """Return what a loader must know of the process that Lightning runs in; nothing without a trainer."""
+        if self.trainer is None:
+            return {}
+        device: torch.device = self.trainer.strategy.root_device
+        return {
+            "rank": self.trainer.global_rank,
+            "world_size": self.trainer.world_size,
+            "device": str(device) if device.type == "cuda" else "cpu",
+        }
+
+    def _dataset(self, part: str) -> CellDataset:
+        if self._given.get(part) is None:
+            raise PlanError(f"CellDataModule has no {part!r} part; give it one of {', '.join(map(repr, _PARTS))}.")
+        if part not in self._open:
+            raise PlanError(f"{part!r} is not open; call setup() first.")
+        return self._open[part][1]
+
+    def _close(self, part: str) -> None:
+        _, dataset = self._open.pop(part, ({}, None))
+        if dataset is None:
+            return
+        if part == "train":
+            self._left = dataset.state_dict()
+        if isinstance(self._given[part], Mapping):
+            dataset.loader.close()
+
+
+def _loader_of(part: str, given: Mapping[str, Any] | Loader, process: dict[str, Any]) -> Loader:
+    """Return the loader of a part in a process: the one given, or one of the arguments given."""
+    if isinstance(given, Mapping):
+        wanted = dict(given)
+        sampler = wanted.get("sampler")
+        if part != "train" and (sampler is None or (isinstance(sampler, Subset) and sampler.inner is None)):
+            wanted.setdefault("shuffle", False)
+        if {"rank", "world_size"} & wanted.keys():
+            process = {name: value for name, value in process.items() if name not in ("rank", "world_size")}
+        return open_loader(wanted.pop("paths"), **{**process, **wanted})
+    if process and part == "train" and (given.rank, given.world_size) != (process["rank"], process["world_size"]):
+        raise PlanError(
+            f"train: the loader is of rank {given.rank} of {given.world_size}, and Lightning runs this process as rank "
+            f"{process['rank']} of {process['world_size']}; give a dict of arguments of open_loader, which is opened "
+            "in each process."
+        )
+    return given
+
+
+class _Epochs:
+    """A part's minibatches; each iteration is the trainer's epoch."""
+
+    def __init__(self, dataset: CellDataset, module: CellDataModule) -> None:
+        self._dataset = dataset
+        self._module = module
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        # As a generator: Lightning calls iter() before it knows in which epoch it asks for the first minibatch.
+        if self._module.trainer is not None:
+            self._dataset.set_epoch(self._module.trainer.current_epoch)
+        yield from self._dataset
+
+
+class _TrainEpochs(_Epochs):
+    """The training minibatches, with a place that Lightning saves; validation always starts at its first minibatch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        _check_world_size(state, self._dataset.loader)
+        self._dataset.load_state_dict(state)
+
+
+def _check_world_size(state: Any, loader: Loader) -> None:
+    """Refuse what Lightning cannot count: to it every epoch has ``len`` minibatches, those already done included."""
+    if not isinstance(state, dict):
+        return  # the loader says what is wrong
+    then = [pair[0] for pair in state.get("history", ())]
+    if state.get("step") or then:
+        then.append(state.get("world_size"))
+    odd = [n for n in then if n != loader.world_size]
+    if odd:
+        raise PlanError(
+            f"checkpoint: it is from the middle of an epoch with {odd[0]} processes, and here are "
+            f"{loader.world_size}; resume with {odd[0]}, or from a checkpoint of the end of an epoch."
+        )

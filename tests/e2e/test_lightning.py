@@ -1,0 +1,531 @@
+"""The Lightning front: over a stand-in for Lightning everywhere, and in Lightning's own Trainer where that is there."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from itertools import chain
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import gpuload
+
+torch = pytest.importorskip("torch")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.variants import Stored
+
+SETTINGS: dict[str, Any] = {"batch_size": 8, "fetch_factor": 3, "block_size": 4, "seed": 7, "obs": ["cell_line"]}
+
+
+class StandIn:
+    """What `LightningDataModule` is to a subclass."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def _missing(self) -> None:
+        raise NotImplementedError
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _missing
+
+
+@pytest.fixture(params=["stand-in", "lightning"])
+def base(request: pytest.FixtureRequest) -> str:
+    """What gpuload.lightning is to be built on; the tests of Lightning's Trainer have their own word in this."""
+    return request.param
+
+
+@pytest.fixture
+def front(base: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Return gpuload.lightning, over a stand-in for the base class or over Lightning."""
+    if base == "lightning":
+        pytest.importorskip("lightning.pytorch")
+    else:
+        package, inner = ModuleType("lightning"), ModuleType("lightning.pytorch")
+        inner.LightningDataModule = StandIn  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "lightning", package)
+        monkeypatch.setitem(sys.modules, "lightning.pytorch", inner)
+    monkeypatch.delitem(sys.modules, "gpuload.lightning", raising=False)
+    yield importlib.import_module("gpuload.lightning")
+    sys.modules.pop("gpuload.lightning", None)
+
+
+def fake_trainer(epoch: int = 0, rank: int = 0, world_size: int = 1, device: str = "cpu") -> SimpleNamespace:
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    return SimpleNamespace(current_epoch=epoch, global_rank=rank, world_size=world_size, strategy=strategy)
+
+
+def attached(module: Any, stage: str | None = "fit", **trainer: int) -> Any:
+    """Return a module as a trainer has set it up."""
+    module.trainer = fake_trainer(**trainer)
+    module.setup(stage)
+    return module
+
+
+def rows(batches: Any) -> list[list[int]]:
+    return [batch["rows"].tolist() for batch in batches]
+
+
+def epoch_of(path: Any, epoch: int, **settings: Any) -> list[list[int]]:
+    with gpuload.open_loader(path, **{**SETTINGS, **settings}) as loader:
+        loader.set_epoch(epoch)
+        return [batch.rows.tolist() for batch in loader]
+
+
+@pytest.fixture
+def train(plain: Stored) -> dict[str, Any]:
+    return {"paths": plain.path, **SETTINGS}
+
+
+# --- epochs ---
+
+
+def test_each_iteration_is_the_trainers_epoch(front, plain, train):
+    module = attached(front.CellDataModule(train))
+    batches = module.train_dataloader()
+    assert len(batches) == len(epoch_of(plain.path, 0))
+    for epoch in (0, 1, 1, 5, 0):
+        iterator = iter(batches)  # before the trainer has come to the epoch, as Lightning does
+        module.trainer.current_epoch = epoch
+        assert rows(iterator) == epoch_of(plain.path, epoch)
+    module.teardown("fit")
+
+
+def test_without_a_trainer_it_is_a_loader(front, plain, train):
+    module = front.CellDataModule(train)
+    module.setup()
+    batches = module.train_dataloader()
+    assert [rows(batches), rows(batches)] == [epoch_of(plain.path, 0), epoch_of(plain.path, 1)]
+    module.teardown()
+
+
+def test_minibatches_are_those_of_the_torch_front(front, plain, train):
+    module = attached(front.CellDataModule(train))
+    for batch in module.train_dataloader():
+        assert set(batch) == {"X", "cell_line", "rows"}
+        np.testing.assert_array_equal(batch["X"].numpy(), plain.dense[batch["rows"].numpy()])
+    assert list(module.loader("train").categories["cell_line"]) == list(plain.obs["cell_line"].cat.categories)
+    module.teardown("fit")
+
+
+@pytest.mark.parametrize("part", ["val", "test", "predict"])
+def test_other_parts_come_in_order_and_from_the_start_each_time(front, plain, train, part):
+    module = attached(front.CellDataModule(train, **{part: train}), None)
+    batches = getattr(module, f"{part}_dataloader")()
+    in_order = epoch_of(plain.path, 0, shuffle=False)
+    for epoch in (0, 0, 3):
+        module.trainer.current_epoch = epoch
+        assert rows(batches) == in_order
+        next(iter(batches))  # as in Lightning's sanity check
+        assert rows(batches) == in_order
+    assert not hasattr(batches, "state_dict")  # or Lightning would go on in the middle of a validation
+    module.teardown()
+
+
+def test_the_order_of_other_parts_can_be_chosen(front, plain, train):
+    some = np.arange(3, 40)
+    parts = {
+        "val": {**train, "shuffle": True},
+        "test": {**train, "sampler": gpuload.Subset(some)},
+        "predict": {**train, "sampler": gpuload.Subset(some, gpuload.BlockShuffle(4))},
+    }
+    module = attached(front.CellDataModule(**parts), None, epoch=2)
+    assert rows(module.val_dataloader()) == epoch_of(plain.path, 2)
+    assert [*chain(*rows(module.test_dataloader()))] == some.tolist()
+    shuffled = [*chain(*rows(module.predict_dataloader()))]
+    assert shuffled != some.tolist()
+    assert sorted(shuffled) == some.tolist()
+    module.teardown()
+
+
+def test_lightning_sees_which_parts_there_are(front, train):
+    module = front.CellDataModule(train, test=train)
+    (base,) = front.CellDataModule.__bases__
+    for part, is_there in (("train", True), ("val", False), ("test", True), ("predict", False)):
+        name = f"{part}_dataloader"
+        assert (getattr(module, name).__code__ is not getattr(base, name).__code__) == is_there
+
+
+# --- processes ---
+
+
+def test_ranks_share_the_epoch(front, plain, train):
+    modules = [attached(front.CellDataModule(train), rank=rank, world_size=3, epoch=1) for rank in range(3)]
+    of_ranks = [rows(module.train_dataloader()) for module in modules]
+    expected = [epoch_of(plain.path, 1, rank=rank, world_size=3) for rank in range(3)]
+    assert of_ranks == expected
+    assert len({len(batches) for batches in of_ranks}) == 1
+    for module in modules:
+        module.teardown("fit")
+
+
+def test_ranks_that_are_given_win(front, plain, train):
+    module = attached(front.CellDataModule(train, {**train, "rank": 0, "world_size": 1}), rank=1, world_size=2)
+    assert (module.loader("train").rank, module.loader("train").world_size) == (1, 2)
+    assert rows(module.val_dataloader()) == epoch_of(plain.path, 0, shuffle=False)
+    module.teardown("fit")
+
+
+def test_a_rank_alone_is_not_completed_from_the_trainer(front, train):
+    with pytest.raises(gpuload.PlanError, match="rank=0 without world_size"):
+        attached(front.CellDataModule({**train, "rank": 0}), rank=1, world_size=2)
+
+
+def test_a_loader_of_another_rank_is_refused(front, train):
+    with gpuload.open_loader(train["paths"]) as loader:
+        with pytest.raises(gpuload.PlanError, match=r"train: the loader is of rank 0 of 1, and .* rank 1 of 2; give a"):
+            attached(front.CellDataModule(loader), rank=1, world_size=2)
+        attached(front.CellDataModule(val=loader), rank=1, world_size=2)  # each may validate on everything
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "cpu"), ("cuda:3", "cuda:3"), ("mps", "cpu")])
+def test_minibatches_are_made_where_the_model_is(front, train, monkeypatch, device, expected):
+    asked = []
+    cpu = gpuload.open_loader
+
+    def record(paths, **settings):
+        asked.append(settings["device"])
+        return cpu(paths, **{**settings, "device": "cpu"})
+
+    monkeypatch.setattr(front, "open_loader", record)
+    module = attached(front.CellDataModule(train, {**train, "device": "cpu"}), device=device)
+    assert asked == [expected, "cpu"]
+    module.teardown()
+
+
+def test_a_loader_that_is_open_stays_open_until_the_process_is_another(front, train):
+    module = front.CellDataModule(train)
+    module.setup("fit")
+    early = module.loader("train")
+    module.setup("fit")
+    assert module.loader("train") is early
+    attached(module)
+    late = module.loader("train")
+    assert late is not early
+    with pytest.raises(gpuload.PlanError, match="the loader was closed"):
+        iter(early)
+    attached(module)
+    assert module.loader("train") is late
+    module.teardown("fit")
+
+
+# --- the place in an epoch ---
+
+
+@pytest.mark.parametrize("through", ["module", "dataloader", "both"])
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_a_state_taken_anywhere_gives_what_is_left(front, plain, train, through, epoch):
+    whole = epoch_of(plain.path, epoch)
+    for n_done in (0, 1, 3, 7, len(whole)):
+        first = attached(front.CellDataModule(train), epoch=epoch)
+        batches = first.train_dataloader()
+        iterator = iter(batches)
+        assert [next(iterator)["rows"].tolist() for _ in range(n_done)] == whole[:n_done]
+        saved = json.loads(json.dumps([first.state_dict(), batches.state_dict()]))
+        first.teardown("fit")
+
+        second = attached(front.CellDataModule(train), epoch=epoch)
+        if through != "dataloader":
+            second.load_state_dict(saved[0])
+        batches = second.train_dataloader()
+        if through != "module":
+            batches.load_state_dict(saved[1])
+        assert second.state_dict() == saved[0]
+        assert rows(batches) == (whole[n_done:] if n_done or epoch else whole)
+        second.trainer.current_epoch = epoch + 1
+        assert rows(batches) == epoch_of(plain.path, epoch + 1)
+        second.teardown("fit")
+
+
+def test_a_state_of_an_epochs_last_minibatch_leads_to_the_next_epoch(front, plain, train):
+    first = attached(front.CellDataModule(train))
+    iterator = iter(first.train_dataloader())
+    for _ in range(len(first.train_dataloader())):
+        next(iterator)
+    saved = first.state_dict()  # the epoch's end was not yet asked for
+    first.teardown("fit")
+    second = attached(front.CellDataModule(train))
+    second.load_state_dict(saved)
+    iterator = iter(second.train_dataloader())
+    second.trainer.current_epoch = 1
+    assert rows(iterator) == epoch_of(plain.path, 1)
+    second.teardown("fit")
+
+
+def test_a_state_may_come_before_the_loader_and_outlive_it(front, plain, train):
+    first = attached(front.CellDataModule(train))
+    next(iter(first.train_dataloader()))
+    first.teardown("fit")
+    saved = first.state_dict()
+    assert saved["train"]["step"] == 1
+    second = front.CellDataModule(train)
+    assert second.state_dict() == {}
+    second.load_state_dict({})
+    second.load_state_dict(saved)
+    assert second.state_dict() == saved
+    attached(second)
+    assert rows(second.train_dataloader()) == epoch_of(plain.path, 0)[1:]
+    second.teardown("fit")
+    nothing = front.CellDataModule(val=train)
+    assert nothing.state_dict() == {}
+
+
+def test_another_number_of_processes_must_wait_for_the_end_of_the_epoch(front, plain, train):
+    first = attached(front.CellDataModule(train), world_size=2)
+    iterator = iter(first.train_dataloader())
+    next(iterator)
+    middle = first.state_dict()
+    list(iterator)
+    end = first.state_dict()
+    first.teardown("fit")
+
+    alone = attached(front.CellDataModule(train))
+    for load, state in ((alone.load_state_dict, middle), (alone.train_dataloader().load_state_dict, middle["train"])):
+        with pytest.raises(gpuload.PlanError, match=r"of an epoch with 2 processes, and here are 1; resume with 2,"):
+            load(state)
+    alone.load_state_dict(end)
+    alone.trainer.current_epoch = 1
+    assert rows(alone.train_dataloader()) == epoch_of(plain.path, 1)
+    alone.teardown("fit")
+
+
+def test_a_state_of_other_data_is_refused_by_the_loader(front, train):
+    first = attached(front.CellDataModule(train))
+    saved = first.state_dict()
+    first.teardown("fit")
+    module = attached(front.CellDataModule({**train, "batch_size": 9}))
+    with pytest.raises(gpuload.PlanError, match="batch_size=8 in the state, 9 here"):
+        module.load_state_dict(saved)
+    with pytest.raises(gpuload.PlanError, match="expected what a loader's state_dict"):
+        module.load_state_dict({"train": 3})
+    module.teardown("fit")
+
+
+# --- opening, closing, refusing ---
+
+
+def test_teardown_closes_what_was_opened_here(front, train, no_leaks):
+    module = attached(front.CellDataModule(train, train, train), None)
+    next(iter(module.train_dataloader()))
+    module.teardown("fit")
+    for part in ("train", "val"):
+        with pytest.raises(gpuload.PlanError, match=f"'{part}' is not open; call setup"):
+            module.loader(part)
+    assert len(module.loader("test")) > 0
+    module.on_exception(KeyboardInterrupt())
+    with pytest.raises(gpuload.PlanError, match="'test' is not open"):
+        module.test_dataloader()
+
+
+def test_teardown_leaves_a_given_loader_open(front, plain, train):
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        module = attached(front.CellDataModule(loader))
+        assert rows(module.train_dataloader()) == epoch_of(plain.path, 0)
+        module.teardown("fit")
+        loader.set_epoch(0)
+        assert [batch.rows.tolist() for batch in loader] == epoch_of(plain.path, 0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"train": "cells.h5ad"}, r"train='cells.h5ad': expected a dict of arguments of gpuload.open_loader"),
+        ({"val": {"batch_size": 3}}, r"val: 'paths' is missing; name the files"),
+    ],
+)
+def test_what_is_no_part_is_refused(front, parts, message):
+    with pytest.raises(gpuload.PlanError, match=message):
+        front.CellDataModule(**parts)
+
+
+def test_train_and_val_cannot_be_one_loader(front, plain):
+    with gpuload.open_loader(plain.path) as loader, pytest.raises(gpuload.PlanError, match=r"one loader.*open two"):
+        front.CellDataModule(loader, loader)
+
+
+def test_a_part_that_was_not_given_is_named(front, train):
+    module = attached(front.CellDataModule(train), None)
+    with pytest.raises(gpuload.PlanError, match=r"no 'predict' part; give it one of 'train', 'val'"):
+        module.loader("predict")
+    module.teardown()
+
+
+# --- Lightning's own Trainer ---
+
+
+def in_lightning(test: Any) -> Any:
+    """Let a test run over Lightning alone; it and torch warn each other of what is theirs."""
+    test = pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*callbacks used to create the checkpoint")(test)
+    return pytest.mark.parametrize("base", ["lightning"])(test)
+
+
+@pytest.fixture
+def pl(front: ModuleType) -> Any:
+    return pytest.importorskip("lightning.pytorch")
+
+
+@pytest.fixture
+def Model(pl: Any) -> Any:
+    """A model that writes down which rows it was given in which epoch, and stops with an error where it is told to."""
+
+    class Recorder(pl.LightningModule):
+        def __init__(self, n_vars: int, fail_at: int | None = None) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(n_vars, 1)
+            self.fail_at = fail_at
+            self.seen: list[tuple[int, list[int]]] = []
+            self.others: dict[str, list[list[int]]] = {"val": [], "test": [], "predict": []}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if len(self.seen) == self.fail_at:
+                raise KeyError("stopped")
+            self.seen.append((self.current_epoch, batch["rows"].tolist()))
+            return self.layer(batch["X"]).square().mean()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.others["val"].append(batch["rows"].tolist())
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.others["test"].append(batch["rows"].tolist())
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch["rows"]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    return Recorder
+
+
+@pytest.fixture
+def make_trainer(pl: Any, tmp_path: Path) -> Any:
+    def make(**options: Any) -> Any:
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        return pl.Trainer(default_root_dir=tmp_path, **{**quiet, "enable_checkpointing": False, **options})
+
+    return make
+
+
+N_EPOCHS = 3
+
+
+@pytest.fixture
+def uninterrupted(front, Model, make_trainer, train, plain):
+    model = Model(plain.dense.shape[1])
+    make_trainer(max_epochs=N_EPOCHS).fit(model, front.CellDataModule(train, train))
+    assert model.seen == [(e, batch) for e in range(N_EPOCHS) for batch in epoch_of(plain.path, e)]
+    return model.seen
+
+
+@in_lightning
+def test_a_checkpoint_of_any_step_resumes_the_run(
+    front, Model, make_trainer, pl, train, plain, uninterrupted, tmp_path, no_leaks
+):
+    n_vars, n_steps = plain.dense.shape[1], len(uninterrupted) // N_EPOCHS
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    model = Model(n_vars)
+    trainer = make_trainer(max_epochs=N_EPOCHS, callbacks=[saver], enable_checkpointing=True)
+    trainer.fit(model, front.CellDataModule(train, train))
+    assert model.seen == uninterrupted
+    for step in (1, n_steps - 1, n_steps, n_steps + 1, 2 * n_steps, 2 * n_steps + 3):
+        model = Model(n_vars)
+        module = front.CellDataModule(train, train)
+        make_trainer(max_epochs=N_EPOCHS).fit(model, module, ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert model.seen == uninterrupted[step:], step
+
+
+@in_lightning
+def test_an_error_in_the_middle_of_an_epoch_loses_and_repeats_nothing(
+    front, Model, make_trainer, pl, train, plain, uninterrupted, tmp_path, no_leaks
+):
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, "last", every_n_train_steps=1)
+    model = Model(plain.dense.shape[1], fail_at=len(uninterrupted) // 2)
+    with pytest.raises(KeyError, match="stopped"):
+        make_trainer(max_epochs=N_EPOCHS, callbacks=[saver], enable_checkpointing=True).fit(
+            model, front.CellDataModule(train, train)
+        )
+    again = Model(plain.dense.shape[1])
+    make_trainer(max_epochs=N_EPOCHS).fit(again, front.CellDataModule(train, train), ckpt_path=tmp_path / "last.ckpt")
+    assert model.seen + again.seen == uninterrupted
+
+
+@in_lightning
+def test_validation_within_an_epoch_tests_and_predictions(
+    front, Model, make_trainer, train, plain, uninterrupted, no_leaks
+):
+    n_steps = len(uninterrupted) // N_EPOCHS
+    in_order = epoch_of(plain.path, 0, shuffle=False)
+    model = Model(plain.dense.shape[1])
+    module = front.CellDataModule(train, train, train, train)
+    trainer = make_trainer(max_epochs=1, val_check_interval=n_steps // 2)
+    trainer.fit(model, module)
+    assert model.others["val"] == in_order[:2] + 2 * in_order  # two minibatches to try, then two validations
+    assert model.seen == uninterrupted[:n_steps]
+    trainer.test(model, module)
+    assert model.others["test"] == in_order
+    assert [r.tolist() for r in trainer.predict(model, module)] == in_order
+
+
+@in_lightning
+def test_part_of_an_epoch_and_then_the_next(front, Model, make_trainer, train, plain, uninterrupted):
+    model = Model(plain.dense.shape[1])
+    make_trainer(max_epochs=2, limit_train_batches=2, reload_dataloaders_every_n_epochs=1).fit(
+        model, front.CellDataModule(train, train)
+    )
+    assert model.seen == [(e, batch) for e in range(2) for batch in epoch_of(plain.path, e)[:2]]
+
+
+RANKS = """
+import json, sys
+import lightning.pytorch as pl, torch
+from gpuload.lightning import CellDataModule
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear({n_vars}, 1), []
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.current_epoch, batch["rows"].tolist()))
+        return self.layer(batch["X"]).square().mean()
+    def on_train_end(self):
+        with open(f"{folder}/{{self.global_rank}}.json", "w") as file:
+            json.dump(self.seen, file)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+if __name__ == "__main__":
+    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", strategy="ddp", devices=2, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    trainer.fit(Model(), CellDataModule(dict(paths={path!r}, **{settings!r})))
+"""
+
+
+@pytest.mark.slow
+@in_lightning
+def test_two_processes_share_each_epoch(front, pl, train, plain, tmp_path):
+    program = tmp_path / "program.py"
+    text = RANKS.format(n_vars=plain.dense.shape[1], folder=tmp_path, path=str(plain.path), settings=SETTINGS)
+    program.write_text(text)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        expected = [[e, b] for e in range(2) for b in epoch_of(plain.path, e, rank=rank, world_size=2)]
+        assert seen == expected

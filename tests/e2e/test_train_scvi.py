@@ -1,0 +1,138 @@
+"""The program that trains SCVI: what it learns and writes is what scvi-tools itself finds in the same cells."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuload.formats.obs import write_h5ad
+from gpuload.synthetic import tahoe_shaped
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # scvi-tools, Lightning and torch warn of things that are theirs
+
+N_CELLS, N_GENES = 1_501, 300
+SMALL = ("--accelerator", "cpu", "--batch-size", "100", "--lr", "0.01")
+
+
+@pytest.fixture(scope="module")
+def scvi() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("scvi")
+
+
+@pytest.fixture(scope="module")
+def program(scvi: Any) -> Any:
+    return importlib.import_module("pipelines.train_scvi")
+
+
+@pytest.fixture(scope="module")
+def cells() -> Any:
+    return tahoe_shaped(N_CELLS, n_vars=N_GENES, mean_counts_per_cell=70, n_plates=3, n_cell_lines=3, n_drugs=5)
+
+
+@pytest.fixture(scope="module")
+def path(cells: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("scvi") / "cells.h5ad"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_h5ad(path, *cells, "gzip")
+    return path
+
+
+@pytest.fixture
+def adata(path: Any) -> Any:
+    import anndata
+
+    return anndata.read_h5ad(path)
+
+
+def losses(out: str, part: str) -> list[float]:
+    (line,) = (text for text in out.splitlines() if text.startswith(f"{part} loss: "))
+    return [float(word) for word in line.split()[2:]]
+
+
+@pytest.mark.parametrize("batch", [("--batch-key", "plate"), ()])
+def test_it_learns_and_scvi_reads_what_it_wrote(program, scvi, path, adata, capsys, tmp_path, batch):
+    assert program.main([str(path), *SMALL, *batch, "--epochs", "4", "--out", str(tmp_path / "model")]) == 0
+    out = capsys.readouterr().out
+    assert f"1,501 cells x 300 genes in {3 if batch else 1} batches" in out
+    for part in ("train", "validation"):
+        of_epochs = losses(out, part)
+        assert len(of_epochs) == 4
+        assert of_epochs[-1] < 0.95 * of_epochs[0]
+
+    model = scvi.model.SCVI.load(str(tmp_path / "model"), adata=adata, accelerator="cpu")
+    latent = np.load(tmp_path / "model" / "latent.npy")
+    assert latent.shape == (N_CELLS, 10)
+    np.testing.assert_allclose(latent, model.get_latent_representation(), atol=1e-4)
+
+
+def test_the_same_seed_gives_the_same_model(program, path, capsys):
+    def last(seed: int) -> float:
+        assert program.main([str(path), *SMALL, "--epochs", "1", "--seed", str(seed)]) == 0
+        return losses(capsys.readouterr().out, "train")[-1]
+
+    assert last(1) == last(1) != last(2)
+
+
+def test_the_registry_is_that_of_scvi_tools(program, scvi, path, adata):
+    scvi.model.SCVI.setup_anndata(adata, batch_key="plate")
+    theirs = scvi.model.SCVI(adata).registry_
+    ours = program.Cells([str(path)], "plate").registry
+    assert ours["setup_method_name"] == theirs["setup_method_name"]
+    assert ours["setup_args"] == {k: v for k, v in theirs["setup_args"].items() if k in ours["setup_args"]}
+    assert set(theirs["field_registries"]) <= set(ours["field_registries"])
+    for name, field in theirs["field_registries"].items():
+        mine = ours["field_registries"][name]
+        assert mine["summary_stats"] == field["summary_stats"], name
+        for key, value in field["state_registry"].items():
+            np.testing.assert_array_equal(mine["state_registry"][key], value, err_msg=f"{name}: {key}")
+
+
+def test_held_out_cells_are_not_trained_on(program, path):
+    module = program.Cells([str(path)], "plate", batch_size=100)
+    module.setup("fit")
+    parts = [
+        np.concatenate([batch["rows"].numpy() for batch in dataloader])
+        for dataloader in (module.train_dataloader(), module.val_dataloader())
+    ]
+    module.teardown("fit")
+    assert parts[0].size == module.n_train
+    assert 0 < parts[1].size < N_CELLS / 5
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(N_CELLS))
+
+
+def test_minibatches_are_the_files_cells(program, path, cells):
+    X, obs, _ = cells
+    module = program.Cells([str(path)], "plate", batch_size=100)
+    at = 0
+    for batch in module.in_order():
+        n = len(batch["X"])
+        np.testing.assert_array_equal(batch["X"].numpy(), X[at : at + n].toarray())
+        assert module.batches[batch["batch"].numpy().ravel()].tolist() == obs["plate"].tolist()[at : at + n]
+        assert batch["labels"].tolist() == [[0]] * n
+        at += n
+    assert at == N_CELLS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--batch-key", "nowhere"], 1, "obs has no column 'nowhere'"),
+        (["--batch-key", "n_counts"], 2, "--batch-key n_counts: expected an obs column of categories"),
+        (["--batch-key", "gaps"], 1, "obs column 'gaps' is empty for some cells; fill it, or drop them."),
+        (["--batch-size", "0"], 2, "batch_size=0"),
+        (["--genes", "nowhere.txt"], 1, "nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_said(program, cells, tmp_path, capsys, arguments, code, message):
+    X, obs, var = cells
+    obs = obs.assign(gaps=obs["plate"].cat.remove_categories(obs["plate"].iloc[0]), n_counts=np.arange(len(obs)))
+    write_h5ad(tmp_path / "cells.h5ad", X, obs, var, "gzip")
+    assert program.main([str(tmp_path / "cells.h5ad"), "--accelerator", "cpu", "--epochs", "1", *arguments]) == code
+    assert message in capsys.readouterr().err
