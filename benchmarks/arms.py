@@ -12,12 +12,17 @@ SCDATASET_BLOCK = 16
 ANNBATCH_CHUNK = 32
 """Rows annbatch reads together; its store is shuffled beforehand, so this does not cost diversity."""
 
+ANNBATCH_DEFAULT = 512
+"""Rows that annbatch's loader reads together unless told otherwise; on its own store they cost no diversity either."""
+
 
 def arms(batch_size: int = 64, fetch_factor: int = 256) -> list[Arm]:
     """Return every arm, those that are compared with one another beside one another."""
     return [
         *_dense(batch_size, fetch_factor),
         *_csr(batch_size, fetch_factor),
+        *_collection(batch_size, fetch_factor, "dense"),
+        *_collection(batch_size, fetch_factor, "csr"),
         *_streaming(batch_size, fetch_factor),
         *_random(batch_size, fetch_factor),
         *_ours(batch_size, fetch_factor),
@@ -53,10 +58,12 @@ def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
     """Shuffled, CSR, minibatches as diverse as random ones."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "csr"}
     later = {**common, "order": "blocks", "block_size": "chunk", "n_epochs_before": 1}
+    unverified = {**common, "order": "blocks", "block_size": "2 chunks", "verify": "never"}
     scdataset = {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}
     return [
         Arm("gpuload/csr/chunk", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": "chunk"}),
         Arm("gpuload/csr/2-chunks", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": "2 chunks"}),
+        Arm("gpuload/csr/2-chunks-unverified", "csr", "gpuload_torch", unverified),
         Arm("gpuload/csr/chunk-later", "csr", "gpuload_torch", later),
         Arm("gpuload/csr/16", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}),
         Arm("scdataset/csr/16", "csr", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
@@ -64,6 +71,20 @@ def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
         Arm("annbatch/csr", "csr", "annbatch_store", _annbatch(common)),
         Arm("scipy-in-ram/csr", "csr", "scipy_ram", {**common, "fetch_factor": 1}),
     ]
+
+
+def _collection(batch_size: int, fetch_factor: int, output: str) -> list[Arm]:
+    """annbatch's own pre-shuffled collection, read by annbatch and by gpuload, in blocks as annbatch advises."""
+    common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": output}
+    group, found = f"collection-{output}", []
+    for size in (ANNBATCH_DEFAULT, ANNBATCH_CHUNK):
+        theirs = _annbatch(common, size)
+        ours = {**common, "order": "pre-shuffled", "block_size": size, "fetch_factor": theirs["fetch_factor"]}
+        found += [
+            Arm(f"annbatch-collection/{output}/{size}", group, "annbatch_store", theirs),
+            Arm(f"gpuload-collection/{output}/{size}", group, "gpuload_zarr", ours),
+        ]
+    return found
 
 
 def _streaming(batch_size: int, fetch_factor: int) -> list[Arm]:
@@ -111,11 +132,11 @@ def _ours(batch_size: int, fetch_factor: int) -> list[Arm]:
     ]
 
 
-def _annbatch(common: dict[str, Any]) -> dict[str, Any]:
-    """Return annbatch's settings for the same number of resident rows, at most 256 chunks of 32."""
+def _annbatch(common: dict[str, Any], size: int = ANNBATCH_CHUNK) -> dict[str, Any]:
+    """Return annbatch's settings for the same number of resident rows, at most 256 chunks of a size."""
     resident = common["batch_size"] * common["fetch_factor"]
-    n_chunks = max(1, min(256, resident // ANNBATCH_CHUNK))
-    chunk_size = min(ANNBATCH_CHUNK, resident)
+    n_chunks = max(1, min(256, resident // size))
+    chunk_size = min(size, resident)
     return {
         **common,
         "order": "pre-shuffled",

@@ -50,7 +50,8 @@ def measure(job: Job) -> dict[str, Any]:
     prepared = rival.prepare(job) if hasattr(rival, "prepare") else {}
     if hasattr(rival, "warm_up"):
         rival.warm_up(job)
-    set_cache(job.path, job.cache)
+    for path in rival.stored(job) if hasattr(rival, "stored") else [job.path]:
+        set_cache(path, job.cache)
     load_before, rss_before_mib = os.getloadavg()[0], machine.resident_mib()
     machine.reset_peak()
     opened = time.perf_counter()

@@ -25,6 +25,8 @@ BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 GROUPS = {
     "dense": "dense float32, shuffled",
     "csr": "CSR, shuffled",
+    "collection-dense": "annbatch's own collection, dense float32",
+    "collection-csr": "annbatch's own collection, CSR",
     "streaming": "dense, in file order",
     "random": "dense, true random order",
     "front": "dense, shuffled, DALI's front",
@@ -33,7 +35,12 @@ GROUPS = {
 }
 """The groups in the order of the report, and what their arms have in common."""
 
-REFERENCE = {"dense": "gpuload/dense/chunk", "csr": "gpuload/csr/chunk"}
+REFERENCE = {
+    "dense": "gpuload/dense/chunk",
+    "csr": "gpuload/csr/chunk",
+    "collection-dense": "gpuload-collection/dense/512",
+    "collection-csr": "gpuload-collection/csr/512",
+}
 """Where a group has more than one arm of ours, the one that the others are compared with; else the first."""
 
 
@@ -43,6 +50,10 @@ RATIOS = (
     ("gpuload/dense/chunk", "scipy-in-ram/dense", 1.0),
     ("gpuload/csr/chunk", "scdataset/csr/16", 6.0),
     ("gpuload/csr/chunk", "annbatch/csr", 1.5),
+    ("gpuload-collection/dense/512", "annbatch-collection/dense/512", 2.0),
+    ("gpuload-collection/dense/32", "annbatch-collection/dense/32", 2.0),
+    ("gpuload-collection/csr/512", "annbatch-collection/csr/512", 2.0),
+    ("gpuload-collection/csr/32", "annbatch-collection/csr/32", 2.0),
     ("gpuload/dense/streaming", "scdataset/dense/streaming", 3.0),
     ("gpuload/dense/1", "scdataset/dense/1", 2.5),
     ("gpuload/dense/16", "scdataset/dense/16", 3.0),

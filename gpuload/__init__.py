@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload import errors
+from gpuload.distributed import rank_and_world_size
 from gpuload.errors import (
     CorruptDataError,
     DeviceError,
@@ -27,14 +29,32 @@ from gpuload.errors import (
 )
 from gpuload.loader import Loader
 from gpuload.plan import Plan, check_sizes, chunks_per_block
-from gpuload.sampling import BlockShuffle, Sequential
+from gpuload.sampling import (
+    BlockShuffle,
+    Cells,
+    ClassBalanced,
+    Custom,
+    Grouped,
+    Mixture,
+    PairedControl,
+    Sequential,
+    Subset,
+    Weighted,
+    as_sampler,
+    plain,
+    split_pairs,
+)
+from gpuload.settings import takes_settings
+from gpuload.split import Split, split
 from gpuload.types import Batch, Form, Transform
+from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from gpuload.sampling import Sampler, Strategy
     from gpuload.store import Store
 
 __version__ = "0.1.0"
@@ -43,33 +63,51 @@ _log = logging.getLogger("gpuload")
 
 __all__ = [
     "Batch",
+    "BlockShuffle",
+    "ClassBalanced",
     "CorruptDataError",
+    "Custom",
     "DeviceError",
     "GpuloadError",
+    "Grouped",
     "Loader",
     "MissingDependencyError",
+    "Mixture",
+    "PairedControl",
     "PlanError",
     "ReadError",
+    "Sequential",
+    "Split",
     "StoreError",
+    "Subset",
     "Transform",
+    "Weighted",
     "__version__",
     "errors",
     "open_loader",
+    "split",
+    "split_pairs",
 ]
 
 
+@takes_settings
 def open_loader(
-    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    paths: Any,
     *,
     batch_size: int = 64,
     block_size: int | str = 16,
     fetch_factor: int = 256,
     shuffle: bool = True,
+    sampler: Sampler | Callable[[int, int, int], Any] | None = None,
     seed: int = 0,
     drop_last: bool = False,
+    rank: int | None = None,
+    world_size: int | None = None,
+    uneven: str = "pad",
     obs: Sequence[str] = (),
     layer: str = "X",
     genes: Sequence[str] | NDArray[np.bool_] | None = None,
+    where: str | None = None,
     transform: Transform | None = None,
     output: str = "dense",
     dtype: Any = "float32",
@@ -80,13 +118,17 @@ def open_loader(
     device_memory: int | str | None = None,
     device_cache: int | str | None = None,
     io: str = "auto",
+    settings: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Loader:
-    """Open .h5ad files as an endless supply of epochs of minibatches.
+    """Open .h5ad files, or cells in memory, as an endless supply of epochs of minibatches.
 
     Parameters
     ----------
     paths
-        One .h5ad file, or several with the same genes; rows are numbered through in the order given.
+        One .h5ad file, or several with the same genes; rows are numbered through in the order given. In place of a
+        file: an AnnData, a SciPy CSR matrix or a 2-D NumPy array, which is read where it lies (a dense one that is not
+        in C order from one copy), so do not write into it meanwhile. A plain matrix has no obs, and its genes are
+        called ``"0"``, ``"1"``, ... Of a backed AnnData, X and raw.X are read from its file.
     batch_size
         Cells per minibatch.
     block_size
@@ -98,22 +140,43 @@ def open_loader(
         other.
     shuffle
         False hands the cells over as they lie in the files.
+    sampler
+        Which cells an epoch has, and in which order: a value such as ``gpuload.ClassBalanced("cell_type")``,
+        ``Weighted``, ``Subset``, ``PairedControl``, ``Grouped`` or ``Mixture``; or a function of your own, see
+        `gpuload.Custom`. None takes every cell once, in shuffled blocks (``BlockShuffle(block_size)``) or, with
+        ``shuffle=False``, in order (``Sequential()``). Samplers read in blocks of `block_size` cells too; ``"chunk"``
+        is there the number of cells that a chunk holds on average. Columns that a sampler names need not be in `obs`.
     seed
-        At least 0. The order depends on (seed, epoch) and on the sizes above, and on nothing else.
+        At least 0. The order depends on (seed, epoch), on the sizes above and on the ranks, and on nothing else. Give
+        all ranks the same.
     drop_last
-        Leave out the last minibatch of an epoch where it is short.
+        Leave out the last minibatch of an epoch where it is short; on each rank.
+    rank, world_size
+        Which of how many training processes this is. Each hands over its own part of every epoch: equally many
+        minibatches of equal sizes on all ranks, other cells on each, dealt anew in each epoch. None: as
+        torch.distributed says where it is initialised, else as torchrun's environment says, else 0 of 1.
+    uneven
+        What to do with the last cells where they cannot be dealt equally: ``"pad"`` hands over fewer than `world_size`
+        cells twice in an epoch; ``"drop"`` leaves out fewer than `world_size`.
     obs
         Columns of obs to hand over with each minibatch.
     layer
         ``"X"``, ``"raw.X"``, or the name of a layer.
     genes
         Names, handed over in the order given, or a mask over all genes, in the order of the file; None takes all.
+    where
+        Which cells are wanted, by columns of obs: ``"cell_type == 'T cell' and pct_mito < 0.1"``. Known are ==, !=, <,
+        <=, >, >=, in, and, or, not, isna(column) and notna(column); columns whose name is no Python name stand in
+        backticks. Missing values are equal to nothing. The columns need not be in `obs`, and X is not read. It is
+        ``sampler=Subset(mask, sampler)``: whatever the sampler, the other cells are never read; rows keep their
+        numbers over all cells, and labels and weights of a sampler are over all cells.
     transform
         Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``.
     output
         ``"dense"``: (n, n_vars) arrays; ``"csr"``: CSR matrices of float32.
     dtype
-        ``"float32"`` or, for dense output, ``"float16"``.
+        ``"float32"`` or, for dense output, ``"float16"`` or ``"bfloat16"``. NumPy and CuPy have no bfloat16: its
+        minibatches are uint16 arrays of the bits, which the PyTorch front hands over as torch.bfloat16.
     device
         ``"cpu"``; ``"cuda:0"``; ``"cuda"``, the GPU of this process under torchrun, else the first; or ``"auto"``, a
         GPU where one can be used, else the CPU, which logs what it chose.
@@ -134,6 +197,9 @@ def open_loader(
         Of a GPU, how bytes get there: ``"kvikio"`` (GPUDirect Storage where the machine has it), ``"pinned"`` (through
         page-locked host memory), or ``"auto"``: the first reads go either way in turn, the rest the faster one, which
         is logged.
+    settings
+        A settings file, as ``gpuload tune`` writes it, or what it holds: stands for every argument above that is not
+        given. What is given wins, also where it equals the default.
 
     Returns
     -------
@@ -149,12 +215,18 @@ def open_loader(
     DeviceError
         The device cannot be used.
     """
+    del settings  # read by the decorator
     check_sizes(batch_size, block_size, fetch_factor, prefetch, seed)
     batch_size, fetch_factor, prefetch, seed = int(batch_size), int(fetch_factor), int(prefetch), int(seed)
+    _check_choice("uneven", uneven, ("drop", "pad"))
+    rank, world_size = rank_and_world_size(rank, world_size)
+    sampler = None if sampler is None else as_sampler(sampler)
+    block_size = _check_sampler(sampler, shuffle, block_size)
     _check_choice("output", output, ("dense", "csr"))
     dtype = _check_dtype(dtype, output)
     if transform is not None and not isinstance(transform, Transform):
         raise PlanError(f"transform={transform!r}: expected a gpuload.Transform or None.")
+    wanted = None if where is None else parse_where(where)
     if isinstance(obs, str):
         raise PlanError(f"obs={obs!r}: expected a list of column names, for example obs=[{obs!r}].")
     from gpuload.backends import open_backend
@@ -164,7 +236,9 @@ def open_loader(
         device, num_threads=num_threads, verify=verify, device_memory=device_memory, device_cache=device_cache, io=io
     )
     try:
-        store = open_store(paths, layer=layer, obs=tuple(obs))
+        columns_of_sampler = () if sampler is None else sampler.columns
+        columns_of_where = () if wanted is None else wanted.columns
+        store = open_store(paths, layer=layer, obs=tuple(dict.fromkeys([*obs, *columns_of_sampler, *columns_of_where])))
     except BaseException:
         backend.close()
         raise
@@ -172,14 +246,20 @@ def open_loader(
         columns, var_names = _select_genes(genes, store)
         form = Form(output, dtype, var_names.size, columns, transform)
         _check_memory(store, batch_size, fetch_factor, prefetch)
+        if wanted is not None:
+            sampler = Subset(wanted.mask(store.obs), sampler)
+        strategy = _strategy(sampler, shuffle, block_size, batch_size, fetch_factor, store)
+        store = replace(store, obs={name: store.obs[name] for name in obs})
         plan = Plan(
             store.file_rows,
             batch_size,
             fetch_factor,
-            _strategy(shuffle, block_size, batch_size * fetch_factor, store),
+            strategy,
             seed,
-            0,
-            drop_last,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+            uneven=uneven,
         )
         return Loader(store, backend, plan, form, var_names, prefetch)
     except BaseException:
@@ -220,10 +300,9 @@ def _check_dtype(dtype: Any, output: str) -> str:
     try:
         name = str(np.dtype(dtype).name)
     except TypeError:
-        name = str(dtype)
-    if name not in ("float32", "float16"):
-        cure = "; for bfloat16 use gpuload.torch.CellDataset(loader, dtype='bfloat16')" if "bfloat16" in name else ""
-        raise PlanError(f"dtype={dtype!r}: expected 'float32' or 'float16'{cure}.")
+        name = str(dtype).removeprefix("torch.")
+    if name not in ("float32", "float16", "bfloat16"):
+        raise PlanError(f"dtype={dtype!r}: expected 'float32', 'float16' or 'bfloat16'.")
     if output == "csr" and name != "float32":
         raise PlanError(
             f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype='float32' or output='dense'."
@@ -231,21 +310,43 @@ def _check_dtype(dtype: Any, output: str) -> str:
     return name
 
 
-def _strategy(shuffle: bool, block_size: int | str, fetch_rows: int, store: Store) -> Sequential | BlockShuffle:
-    if not shuffle:
-        return Sequential()
+def _check_sampler(sampler: Sampler | None, shuffle: bool, block_size: int | str) -> int | str:
+    """Refuse a sampler beside settings that say something else; return the block size that holds."""
+    if sampler is None:
+        return block_size
+    if not shuffle and not (isinstance(sampler, Subset) and sampler.inner is None):
+        raise PlanError(
+            f"shuffle=False with sampler={type(sampler).__name__}(...): the sampler says the order; drop one."
+        )
+    if isinstance(sampler, BlockShuffle):
+        if block_size not in (16, sampler.block_size):
+            raise PlanError(
+                f"block_size={block_size!r} with sampler=BlockShuffle({sampler.block_size}): two block sizes; drop one."
+            )
+        return sampler.block_size
+    return block_size
+
+
+def _strategy(
+    sampler: Sampler | None, shuffle: bool, block_size: int | str, batch_size: int, fetch_factor: int, store: Store
+) -> Strategy:
+    """Bind what was asked for to the cells of a store."""
+    fetch_rows, edges = batch_size * fetch_factor, None
     n_chunks = chunks_per_block(block_size)
     if n_chunks is not None:
         edges = store.chunk_edges(n_chunks)
-        if edges.size > 1 and store.n_obs / (edges.size - 1) > fetch_rows / 4:
+        if shuffle and edges.size > 1 and store.n_obs / (edges.size - 1) > fetch_rows / 4:
             _log.warning(
                 "block_size=%r: a block holds %d cells, more than a quarter of a fetch; minibatches will be "
                 "as alike as neighbours in the file. Give block_size a number.",
                 block_size,
                 store.n_obs // max(1, edges.size - 1),
             )
-        return BlockShuffle(edges=edges)
-    return BlockShuffle(int(block_size))
+    n_in_block = int(block_size) if edges is None else max(1, round(store.n_obs / max(1, edges.size - 1)))
+    cells = Cells(
+        store.paths, store.file_rows, n_in_block, edges, store.obs, batch_size, fetch_rows, shuffle=bool(shuffle)
+    )
+    return plain(cells) if sampler is None else sampler.over(cells)
 
 
 def _select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, NDArray[np.object_]]:
@@ -281,18 +382,23 @@ def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
         if name in place:
             repeated.add(name)
         place[name] = i
+    for i, name in enumerate(() if store.var_ids is None else store.var_ids):
+        place.setdefault(name, i)
     unknown = [n for n in names if n not in place]
     if unknown:
         raise PlanError(
             f"genes: {unknown[0]!r} is not a gene of {store.paths[0]} ({len(unknown)} of {len(names)} are not); see "
             "loader.var_names."
         )
-    twice = [n for i, n in enumerate(names) if n in names[:i]] if len(set(names)) < len(names) else []
-    if twice:
-        raise PlanError(f"genes: {twice[0]!r} is given twice; give every gene once.")
     unclear = [n for n in names if n in repeated]
     if unclear:
+        other = "their ids or by a mask" if store.var_ids is not None else "a mask"
         raise PlanError(
-            f"genes: {unclear[0]!r} stands more than once in {store.paths[0]}; choose genes by a mask instead."
+            f"genes: {unclear[0]!r} stands more than once in {store.paths[0]}; choose genes by {other} instead."
         )
-    return np.array([place[n] for n in names], dtype=np.int64)
+    chosen = np.array([place[n] for n in names], dtype=np.int64)
+    is_first = np.zeros(chosen.size, dtype=bool)
+    is_first[np.unique(chosen, return_index=True)[1]] = True
+    if not is_first.all():
+        raise PlanError(f"genes: {names[int(np.argmin(is_first))]!r} is given twice; give every gene once.")
+    return chosen

@@ -8,9 +8,10 @@ share between threads.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -170,6 +171,8 @@ class Store:
         The chosen columns.
     sources
         What is held open.
+    var_ids : (n_vars,) object, optional
+        What genes are called besides, where the file has both names and ids; genes may be chosen by either.
     """
 
     matrices: tuple[Matrix, ...]
@@ -177,6 +180,7 @@ class Store:
     var_names: NDArray[np.object_]
     obs: Mapping[str, ObsColumn]
     sources: tuple[Source, ...]
+    var_ids: NDArray[np.object_] | None = None
 
     @property
     def kind(self) -> str:
@@ -249,6 +253,18 @@ class Store:
             edges += [matrix.chunk_edges()[every::every] + start - matrix.n_rows, np.array([start], dtype=np.int64)]
         return np.unique(np.concatenate(edges))
 
+    def describe(self) -> list[dict[str, Any]]:
+        """Return name (without folders) and sizes of each file, as JSON values."""
+        return [
+            {
+                "name": os.path.basename(path),
+                "n_obs": int(matrix.n_rows),
+                "n_vars": int(matrix.n_vars),
+                "nnz": int(matrix.indptr[-1]) if isinstance(matrix, CsrMatrix) else None,
+            }
+            for path, matrix in zip(self.paths, self.matrices, strict=True)
+        ]
+
     def close(self) -> None:
         """Close the files."""
         for source in self.sources:
@@ -295,7 +311,12 @@ def concat(stores: Sequence[Store]) -> Store:
         var_names=first.var_names,
         obs=obs,
         sources=tuple(x for s in stores for x in s.sources),
+        var_ids=first.var_ids if all(_is_same(first.var_ids, s.var_ids) for s in stores) else None,
     )
+
+
+def _is_same(one: NDArray[np.object_] | None, other: NDArray[np.object_] | None) -> bool:
+    return one is other or (one is not None and other is not None and bool(np.array_equal(one, other)))
 
 
 def _check_alike(first: Store, other: Store) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from gpuload.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -67,7 +68,7 @@ class Form:
     output
         ``"dense"`` or ``"csr"``.
     dtype
-        ``"float32"`` or ``"float16"`` (dense only).
+        ``"float32"``; or, dense only, ``"float16"`` or ``"bfloat16"`` (bits, as uint16).
     n_cols
         Width of what is handed over.
     columns : (n_vars,) int32, optional
@@ -226,8 +227,25 @@ class Source(Protocol):
     def nbytes(self) -> int:
         """Its size."""
 
-    def fileno(self) -> int:
-        """Return a descriptor for positional reads, or -1 where there is none and `read_into` must be used."""
+    @property
+    def memory(self) -> NDArray[np.uint8] | None:
+        """The bytes themselves, to be read only, where they lie in host memory; else None."""
+
+    @property
+    def has_files(self) -> bool:
+        """Whether the bytes lie in files that have descriptors; else `read_into` must be used."""
+
+    def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return, for each offset, the number of the file it is in, the byte in that file, and the file's size.
+
+        A source of one file has number 0 for all. No range of bytes that is read lies in two files.
+        """
+
+    def where_is(self, offset: int) -> tuple[str, int]:
+        """Return what errors call the file at an offset, and the byte in it."""
+
+    def hold(self, numbers: Sequence[int]) -> AbstractContextManager[list[int]]:
+        """Keep files open for positional reads, and give their descriptors; a few dozen at a time."""
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
         """Fill `buffer` from byte `offset` on; return the bytes got, fewer only at the end or on a fault."""

@@ -12,7 +12,8 @@ import numpy as np
 from gpuload.stats import Stats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -53,8 +54,16 @@ class FakeSource:
     def nbytes(self) -> int:
         return self._inner.nbytes
 
-    def fileno(self) -> int:
-        return -1
+    memory, has_files = None, False  # so that it is read through `read_into`
+
+    def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        return self._inner.locate(offset)
+
+    def where_is(self, offset: int) -> tuple[str, int]:
+        return self._inner.where_is(offset)
+
+    def hold(self, numbers: Sequence[int]) -> AbstractContextManager[list[int]]:
+        raise AssertionError("it has no files")
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
         with self._lock:

@@ -199,7 +199,7 @@ def write_old_categories(path: Path, X: csr_matrix) -> None:
             group.create_dataset("index", data=list(frame.index), dtype=TEXT)
             for name, column in frame.items():
                 if not isinstance(column.dtype, pd.CategoricalDtype):
-                    is_text = column.dtype == object
+                    is_text = pd.api.types.is_string_dtype(column)  # pandas 2 says object, pandas 3 says str
                     group.create_dataset(
                         name, data=list(column) if is_text else column, dtype=TEXT if is_text else None
                     )

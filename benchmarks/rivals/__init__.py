@@ -11,6 +11,8 @@ A rival is a module with
     prepare(job) -> dict, optional
         Make what the rival needs of the file once (a converted store, in ``job.work_dir``) and return what that took.
         Must return quickly where it is there already.
+    stored(job) -> list of Path, optional
+        The files that it reads where that is not ``job.path``; they are brought into the stated state of the cache.
 
 It must not do work for the rival that the rival's users would not do, nor less: a minibatch is the values as float32 in
 the wanted form, the label's codes and the row numbers.

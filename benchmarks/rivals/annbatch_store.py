@@ -46,6 +46,11 @@ def prepare(job: Job) -> dict[str, Any]:
     return taken
 
 
+def stored(job: Job) -> list[Path]:
+    """Return the files that are read."""
+    return [part for part in _store_path(job).rglob("*") if part.is_file()]
+
+
 def start(job: Job) -> AnnbatchLoading:
     """Open a loader with the settings of an arm."""
     settings = job.arm.settings

@@ -33,7 +33,8 @@ class AnnLoaderLoading:
 
     def __init__(self, adata: anndata.AnnData, batch_size: int) -> None:
         self._adata = adata
-        self._batches = AnnLoader([adata], batch_size=batch_size, shuffle=True)
+        columns = {"label": np.asarray, "rows": np.asarray}  # AnnLoader makes no tensor of a Series of pandas 3
+        self._batches = AnnLoader([adata], batch_size=batch_size, shuffle=True, convert={"obs": columns})
 
     def epoch(self) -> Iterator[Mapping[str, Any]]:
         """Iterate over the minibatches of the next epoch; a batch is a lazy view, read when X is asked for."""

@@ -42,6 +42,7 @@ def open_loader(path: Path, settings: Mapping[str, Any], seed: int) -> gpuload.L
         seed=seed,
         output=settings["output"],
         obs=(LABEL,),
+        verify=settings.get("verify", "once"),
         **({} if is_streaming else {"block_size": settings["block_size"]}),
     )
 

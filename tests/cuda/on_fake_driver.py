@@ -424,6 +424,7 @@ def what_is_no_file_goes_through_pinned_memory() -> None:
     got = out.download()
     for at, n, to in zip(offset, nbytes, place, strict=True):
         np.testing.assert_array_equal(got[to : to + n], data[at : at + n])
+    assert reader.io_mode == "pinned", reader.io_mode
     message = read_error_of(reader.start(source, offset, nbytes + 1, place, out, device.stream, name="/obsm").result)
     assert message == (
         "memory: short read of /obsm at byte 2999990: wanted 11 bytes, got 10. Was the file truncated?"

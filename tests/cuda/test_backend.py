@@ -106,6 +106,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"transform": gpuload.Transform(target_sum=1e4, log1p=True)},
     {"transform": gpuload.Transform(target_sum=None, log1p=True), "dtype": "float16"},
     {"dtype": "float16"},
+    {"dtype": "bfloat16"},
     {"genes": ["gene_007", "gene_003", "gene_011"]},
     {"genes": ["gene_007", "gene_003"], "output": "csr", "transform": gpuload.Transform(target_sum=10.0)},
 ]

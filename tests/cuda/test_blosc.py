@@ -66,6 +66,14 @@ def by_imagecodecs(plain: bytes, clevel: int, cname: str, shuffle: str, typesize
     return bytes(imagecodecs.blosc_encode(array, clevel, compressor=cname, shuffle=shuffle, numthreads=1))
 
 
+def snappy_encode(data: bytes) -> bytes:
+    """Return what snappy makes of bytes; imagecodecs demands a level since 2026.10, and took none before."""
+    try:
+        return bytes(imagecodecs.snappy_encode(data))
+    except TypeError:
+        return bytes(imagecodecs.snappy_encode(data, None))
+
+
 def written(
     plain: bytes, codec: str, typesize: int, blocksize: int, is_split: bool, is_shuffled: bool, /, **changes: int
 ) -> bytes:
@@ -78,7 +86,7 @@ def written(
     """
     encode = {
         "lz4": imagecodecs.lz4_encode,
-        "snappy": imagecodecs.snappy_encode,
+        "snappy": snappy_encode,
         "zlib": zlib.compress,
         "zstd": imagecodecs.zstd_encode,
     }

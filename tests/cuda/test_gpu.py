@@ -60,6 +60,7 @@ def test_csr(stored: Stored) -> None:
         {"transform": gpuload.Transform(target_sum=1e4, log1p=True)},
         {"transform": gpuload.Transform(target_sum=None, log1p=True), "dtype": "float16"},
         {"dtype": "float16"},
+        {"dtype": "bfloat16"},
         {"genes": ["gene_007", "gene_003", "gene_011"]},
     ],
     ids=str,

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from benchmarks import machine, report, run_rivals, run_stages
@@ -37,12 +38,28 @@ def job(cells, tmp_path):
     return Job(ARMS["gpuload/dense/chunk"], cells[0], tmp_path, seconds=0.01, n_epochs=2)
 
 
+def can_collect():
+    """Whether anndata can do what scDataset's AnnCollection recipe asks of it; 0.13.4 cannot, X being a layer there."""
+    anndata = pytest.importorskip("anndata")
+    from anndata.experimental import AnnCollection
+
+    try:
+        adata = anndata.AnnData(np.eye(2, dtype=np.float32), obs=pd.DataFrame({"rows": [0, 1]}, index=["a", "b"]))
+        AnnCollection([adata])[[0]].to_adata()
+    except ValueError as error:
+        assert "must be identical" in str(error)
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", ARMS)
 def test_every_arm_runs(name, job):
     arm = ARMS[name]
     for package in NEEDED[arm.rival]:
         if not run_rivals._has_module(package):
             pytest.skip(f"{package} is not installed")
+    if arm.rival == "scdataset_anncollection" and not can_collect():
+        pytest.skip("this version of anndata makes no AnnData of an AnnCollection")
     record = measure(replace(job, arm=arm))
     assert record["cells_per_s"] > 0
     assert record["first_batch_s"] > 0

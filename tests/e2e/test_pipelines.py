@@ -111,7 +111,7 @@ def test_the_same_seed_gives_the_same_model_and_another_seed_another(run, path):
 def test_held_out_and_unlabelled_cells_teach_nothing(run, path, cells, tmp_path):
     X, obs, var = cells
     obs = obs.copy()
-    labels = obs["cell_line"].astype(object).to_numpy()
+    labels = obs["cell_line"].astype(object).to_numpy(copy=True)
     labels[::10] = np.roll(labels[::10], 77)
     obs["cell_line"] = labels
     obs["cell_line"] = obs["cell_line"].astype("category")

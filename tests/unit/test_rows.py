@@ -38,7 +38,7 @@ def test_store_row_copies_its_bytes_and_no_others(n: int, to_shift: int, from_sh
 @pytest.fixture(scope="module")
 def matrix() -> csr_matrix:
     rng = np.random.default_rng(0)
-    stored = random_array((70, 33_001), density=0.01, rng=rng, format="csr", dtype=np.float32)
+    stored = random_array((70, 33_001), density=0.01, random_state=rng, format="csr", dtype=np.float32)
     stored.data[:] = rng.integers(1, 50, stored.nnz)
     return csr_matrix(stored)
 

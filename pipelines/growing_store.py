@@ -1,0 +1,268 @@
+"""Train on a set that grows from epoch to epoch: a remote of any size -> a local store of some GB -> PyTorch.
+
+    python pipelines/growing_store.py s3://bucket/train --root /local/samples --budget 200GiB
+
+Fetcher processes download ahead of training, within the budget. Each epoch trains on what is there when it begins; what
+was used makes room for what was not. Samples are read from the local disk by threads that hold no GIL, straight into
+the batch's memory. The program may be killed at any moment and started again.
+
+The way of a sample is `train`; the rest is clocks, words, and samples to try it with (``--make``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+try:
+    import torch
+
+    import gpuload
+    from gpuload.cache import SampleStore
+    from gpuload.remote import open_remote
+except ImportError as missing:
+    sys.exit(f"growing_store.py: {missing}. From the checkout, pip install '.[torch,remote]' installs what it needs.")
+
+EPILOG = """\
+Samples are .npy files of one shape, of float32: the first value is what the model learns to tell from the others.
+
+examples:
+  python pipelines/growing_store.py /tmp/remote --make 400 --root /tmp/store --budget 256MiB
+  AWS_ENDPOINT_URL=http://127.0.0.1:9000 python pipelines/growing_store.py s3://data/train --root /tmp/store --anonymous
+
+exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted
+"""
+
+N_FEATURES = 256
+"""Values after the first that say something about it; the others are noise, which no compression makes smaller."""
+
+
+def train(store: SampleStore, args: argparse.Namespace, meter: StallMeter) -> list[Epoch]:
+    """Train for some epochs, each on what is in the store when it begins."""
+    torch.manual_seed(args.seed)
+    model = torch.nn.Linear(N_FEATURES, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    epochs = []
+    for number in range(args.epochs):
+        if args.cold:
+            forget_files(Path(store.root) / "objects")
+        with store.snapshot(seed=args.seed, mode=args.mode, min_samples=args.min_samples) as snapshot:
+            epoch = Epoch(number, snapshot.generation, len(snapshot))
+            for batch in snapshot.batches(args.batch_size, n_threads=args.threads):
+                x = torch.from_numpy(batch.data).flatten(1)  # over the same memory
+                x = x.to(args.device, non_blocking=True)
+                loss = torch.nn.functional.mse_loss(model.to(x.device)(x[:, 1 : N_FEATURES + 1])[:, 0], x[:, 0])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                epoch.add(batch.data.nbytes, float(loss.detach()))
+                meter.spin()
+        epoch.end(store)
+        epochs.append(epoch)
+        print(epoch, flush=True)
+    return epochs
+
+
+@dataclass
+class Epoch:
+    """What an epoch took and gave."""
+
+    number: int
+    generation: int
+    n_samples: int
+    nbytes: int = 0
+    losses: list[float] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+    resident: int = 0
+    coverage: float = 0.0
+    held: int = 0
+
+    def add(self, nbytes: int, loss: float) -> None:
+        """Note a step."""
+        self.nbytes += nbytes
+        self.losses.append(loss)
+        self.resident = max(self.resident, resident_nbytes())
+
+    def end(self, store: SampleStore) -> None:
+        """Note what the store has come to."""
+        self.seconds = time.perf_counter() - self.began
+        self.coverage, self.held = store.coverage().unique, store.held_nbytes
+
+    @property
+    def speed(self) -> float:
+        """Bytes of tensors per second."""
+        return self.nbytes / self.seconds
+
+    def __str__(self) -> str:
+        return (
+            f"epoch {self.number}: {self.n_samples:6,d} samples, {self.speed / 1e6:5.0f} MB/s, "
+            f"seen {self.coverage:4.0%} of the remote, store {self.held / 1e9:.2f} GB, "
+            f"resident {self.resident / 1e6:,.0f} MB, loss {np.mean(self.losses):.4f}"
+        )
+
+
+class StallMeter:
+    """Measures for how long other threads keep the training thread from going on.
+
+    For some milliseconds a step the training thread does nothing but look at the clock, as a training thread that is
+    all Python would: two looks far apart mean that it lost the interpreter in between, or the processor. The kernel
+    tells which: who waits for a lock leaves the processor by itself, and who is interrupted does not. Where it waited
+    for the interpreter, its holder may have been off the processor too, on a machine that is busy with other programs;
+    so of such a wait no more is laid to this program than all its threads together worked in that time.
+
+    Parameters
+    ----------
+    seconds
+        Length of each look.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.waits_s: list[float] = []
+        """Times without the interpreter."""
+        self.held_s: list[float] = []
+        """Of each at most how much another thread of this program worked."""
+        self.longest_interrupt_s = 0.0
+        """Longest time without the processor."""
+        self.watched_s = 0.0
+
+    def spin(self, seconds: float | None = None) -> None:
+        """Watch the clock."""
+        switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        worked, start = time.process_time(), time.perf_counter()
+        end, last = start + (self._seconds if seconds is None else seconds), start
+        while last < end:
+            now_worked, now = time.process_time(), time.perf_counter()
+            if now - last > 50e-6:
+                now_switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+                if now_switches > switches:
+                    self.waits_s.append(now - last)
+                    self.held_s.append(min(now - last, now_worked - worked))
+                else:
+                    self.longest_interrupt_s = max(self.longest_interrupt_s, now - last)
+                switches, now_worked, now = now_switches, time.process_time(), time.perf_counter()
+            last, worked = now, now_worked
+        self.watched_s += last - start
+
+    def __str__(self) -> str:
+        waits, held = sorted(self.waits_s) or [0.0], sorted(self.held_s) or [0.0]
+        return (
+            f"in {self.watched_s:.1f} s of watching the training thread waited {len(self.waits_s)} times for the "
+            f"interpreter, longest {waits[-1] * 1e3:.2f} ms; other threads worked in one {held[-1] * 1e3:.2f} ms at most, "
+            f"p99 {held[len(held) * 99 // 100] * 1e3:.2f} ms; it was interrupted for "
+            f"{self.longest_interrupt_s * 1e3:.2f} ms at most"
+        )
+
+
+def resident_nbytes() -> int:
+    """Return the resident memory of this process, without that of files."""
+    pages = Path("/proc/self/statm").read_text().split()
+    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def forget_files(folder: Path) -> None:
+    """Take files out of the page cache, so that they are read from the disk."""
+    for path in folder.rglob("*.*"):
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def make_samples(folder: Path, n: int, nbytes: int, seed: int) -> None:
+    """Write samples whose first value follows from the next ones, and whose bytes are noise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = np.random.default_rng(seed).standard_normal(N_FEATURES, dtype=np.float32) / N_FEATURES**0.5
+    for i in range(n):
+        values = np.random.default_rng([seed, i]).standard_normal(max(N_FEATURES + 1, nbytes // 4), dtype=np.float32)
+        values[0] = values[1 : N_FEATURES + 1] @ weights
+        np.save(folder / f"{i:08d}.npy", values)
+
+
+def read_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="growing_store.py",
+        description="Train on a set that grows from epoch to epoch.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("remote", help="a folder, or an address such as s3://bucket/prefix")
+    add("--root", required=True, help="the folder of the local store")
+    add("--budget", default="200GiB", metavar="SIZE", help="most bytes of it (default: 200GiB)")
+    add("--policy", default="coverage", help="coverage, fifo, lru or random: what goes first (default: coverage)")
+    add("--mode", default="uniform", help="uniform, fresh-first or inverse-visits (default: uniform)")
+    add("--epochs", type=int, default=5, metavar="N")
+    add("--batch-size", type=int, default=32, metavar="N")
+    add("--min-samples", type=int, default=32, metavar="N", help="wait for so many before an epoch (default: 32)")
+    add("--threads", type=int, default=4, metavar="N", help="threads that read (default: 4)")
+    add("--processes", type=int, default=1, metavar="N", help="processes that download (default: 1)")
+    add("--in-flight", type=int, default=16, metavar="N", help="downloads at a time in each (default: 16)")
+    add("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    add("--anonymous", action="store_true", help="sign no request: a public bucket")
+    add("--meter-ms", type=float, default=6.0, metavar="MS", help="length of a look of the stall meter (default: 6)")
+    add("--cold", action="store_true", help="read each epoch from the disk, not from the page cache")
+    add("--make", type=int, default=0, metavar="N", help="first write N samples into the remote, a folder")
+    add("--sample-bytes", type=int, default=1 << 20, metavar="N", help="size of those (default: 1 MiB)")
+    add("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; return its exit code."""
+    args = read_arguments(argv)
+    try:
+        if args.make:
+            make_samples(Path(args.remote), args.make, args.sample_bytes, args.seed)
+        remote = open_remote(args.remote, **({"anonymous": True} if args.anonymous else {}))
+        alone, meter = StallMeter(0.5), StallMeter(args.meter_ms / 1e3)
+        alone.spin()
+        before = resident_nbytes()
+        with SampleStore(
+            args.root,
+            remote,
+            args.budget,
+            args.policy,
+            n_processes=args.processes,
+            in_flight=args.in_flight,
+        ) as store:
+            epochs = train(store, args, meter)
+            stats, verdict = store.stats(), store.verdict()
+    except gpuload.PlanError as error:
+        print(f"growing_store.py: {error}", file=sys.stderr)
+        return 2
+    except gpuload.GpuloadError as error:
+        print(f"growing_store.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("growing_store.py: interrupted", file=sys.stderr)
+        return 130
+    say_result(epochs, stats, before)
+    print(f"stalls: {meter}; before the store was opened {alone.longest_interrupt_s * 1e3:.2f} ms")
+    print(f"verdict: {verdict}")
+    return 0
+
+
+def say_result(epochs: list[Epoch], stats: dict[str, float], before: int) -> None:
+    """Print what a training gave."""
+    batches_mb = stats["peak_batches_nbytes"] / 1e6
+    grown = (max(epoch.resident for epoch in epochs) - before) / 1e6
+    print(f"loss: {epochs[0].losses[0]:.4f} at first, {np.mean(epochs[-1].losses):.4f} in the last epoch")
+    print(f"speed: {max(epoch.speed for epoch in epochs) / 1e6:,.0f} MB/s of tensors in the best epoch")
+    print(f"memory: {grown:,.0f} MB more than before the store was opened, of which batches {batches_mb:,.0f} MB")
+    print(
+        f"store: {stats['fetched_nbytes'] / 1e9:.2f} GB fetched, {stats['evicted_nbytes'] / 1e9:.2f} GB evicted; "
+        f"waits p50 {stats['wait_p50_s'] * 1e3:.2f} ms, p99 {stats['wait_p99_s'] * 1e3:.1f} ms"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The growing store as a program: it learns while its set grows, within its memory, and says so."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from pipelines import growing_store
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--sample-bytes", "20000", "--min-samples", "8", "--batch-size", "8", "--meter-ms", "1"]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = growing_store.main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def test_it_learns_while_the_set_grows(run, tmp_path: Path) -> None:
+    arguments = ["--make", 120, "--root", tmp_path / "store", "--budget", "1MiB", "--epochs", 14, "--cold", *SMALL]
+    code, out, err = run(tmp_path / "remote", *arguments)
+    assert (code, err) == (0, "")
+    sizes = [int(n) for n in re.findall(r"epoch +\d+: +(\d+) samples", out)]
+    assert len(sizes) == 14
+    assert sizes[0] < sizes[-1] <= 51  # the budget has room for 51
+    first, last = re.search(r"loss: ([\d.]+) at first, ([\d.]+) in the last epoch", out).groups()
+    assert float(last) < 0.7 * float(first)
+    memory, batches = re.search(r"memory: (-?\d+) MB more .* batches (\d+) MB", out).groups()
+    assert int(memory) < 150
+    assert int(batches) <= 1
+    worked = float(re.search(r"other threads worked in one ([\d.]+) ms at most", out).group(1))
+    assert worked < 20
+    assert re.search(r"verdict: (disk|store|consumer)-bound: it waited [\d.]+% of its time", out)
+
+
+def test_it_goes_on_after_a_kill(run, tmp_path: Path) -> None:
+    command = [sys.executable, "pipelines/growing_store.py", tmp_path / "remote", "--make", "60", "--root"]
+    command += [tmp_path / "store", "--budget", "2MiB", "--epochs", "100000", *SMALL]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as killed:
+        assert killed.stdout is not None
+        for _ in range(3):
+            assert killed.stdout.readline().startswith("epoch")
+        killed.kill()
+    code, out, _ = run(tmp_path / "remote", "--root", tmp_path / "store", "--budget", "2MiB", "--epochs", 3, *SMALL)
+    assert code == 0
+    assert len(re.findall("^epoch", out, re.MULTILINE)) == 3
+
+
+def test_what_cannot_be_carried_out_is_said_in_one_sentence(run, tmp_path: Path) -> None:
+    code, _, err = run(tmp_path / "nix", "--root", tmp_path / "store")
+    assert (code, err) == (1, f"growing_store.py: {tmp_path / 'nix'}: no such folder. Check the path.\n")
+    (tmp_path / "remote").mkdir()
+    code, _, err = run(tmp_path / "remote", "--root", tmp_path / "store", "--policy", "best")
+    assert (code, err.startswith("growing_store.py: policy='best': expected one of")) == (2, True)
+    code, _, err = run(tmp_path / "remote", "--root", tmp_path / "store")
+    assert code == 1
+    assert "has only 0 samples that can be had" in err
+
+
+def test_the_meter_finds_who_holds_the_interpreter() -> None:
+    import threading
+
+    ended = threading.Event()
+
+    def hold() -> None:
+        text = b"x" * 30_000_000
+        while not ended.is_set():
+            text.find(b"xy")  # does not let go
+            time.sleep(0.001)
+
+    meter = growing_store.StallMeter(0.2)
+    meter.spin()
+    alone = max(meter.held_s, default=0)
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        for _ in range(5):
+            meter.spin()
+    finally:
+        ended.set()
+        holder.join()
+    assert max(meter.held_s) > max(0.002, 2 * alone)
