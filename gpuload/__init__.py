@@ -125,8 +125,13 @@ def open_loader(
     Parameters
     ----------
     paths
-        One .h5ad file, or several with the same genes; rows are numbered through in the order given. In place of a
-        file: an AnnData, a SciPy CSR matrix or a 2-D NumPy array, which is read where it lies (a dense one that is not
+        One .h5ad file, or several with the same genes; rows are numbered through in the order given. A folder of files
+        stands for them in the order of their names. Other forms are told by their contents: zarr stores, 10x .h5
+        files (genes by name or id), MuData (``"cells.h5mu/rna"`` names the modality where there are several), folders
+        of BioNeMo-SCDL, dense .npy, and the CSR matrices of scipy.sparse.save_npz (best with ``compressed=False``).
+        Large files are opened faster from the second time on: chunk addresses and row offsets are kept in a hidden file
+        beside them, or in the user's cache folder; the environment variable GPULOAD_INDEX names another folder or is
+        ``off``. In place of a file: an AnnData, a SciPy CSR matrix or a 2-D NumPy array, which is read where it lies (a dense one that is not
         in C order from one copy), so do not write into it meanwhile. A plain matrix has no obs, and its genes are
         called ``"0"``, ``"1"``, ... Of a backed AnnData, X and raw.X are read from its file.
     batch_size

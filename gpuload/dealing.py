@@ -336,7 +336,8 @@ def _balance(table: NDArray[np.float64], shares: NDArray[np.float64]) -> list[in
     held = np.zeros_like(wanted)
     placed = []
     for row in table:
-        part = int(np.argmin(((2 * (held - wanted) + row) * row / wanted).sum(axis=1)))
+        growth = ((2 * (held - wanted) + row) * row / wanted).sum(axis=1)
+        part = int(np.argmin(growth.round(6)))  # so that the order of summation decides no tie
         held[part] += row
         placed.append(part)
     return placed
@@ -358,7 +359,8 @@ def _distance(dealt: NDArray[np.int64], table: NDArray[Any], shares: NDArray[np.
     """Return how far a deal is from the shares: the largest distance in cells, or the sum that `_balance` keeps low."""
     held = np.stack([np.bincount(dealt, weights=column, minlength=shares.size) for column in table.T], axis=1)
     wanted = shares[:, None] * table.sum(axis=0)
-    return float((np.square(held - wanted) / wanted).sum() if is_squared else np.abs(held - wanted).max())
+    far = (np.square(held - wanted) / wanted).sum() if is_squared else np.abs(held - wanted).max()
+    return round(float(far), 6)
 
 
 def _table(groups: Classes, left: NDArray[np.int64], classes: Classes) -> NDArray[np.float64]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
@@ -299,20 +298,17 @@ class Loader:
             self._next = self._start_of(start.plan.epoch + 1)
         self._now = now = _Place(start.plan, start.step)
         try:
-            with closing(self._batches(start.plan, start.step)) as batches:
-                for batch in batches:
-                    now.step += 1
-                    yield batch
-                    del batch  # or its memory would not come back before the next is made
+            yield from self._batches(now)  # which keeps no minibatch, so that its memory comes back with its last use
         finally:
             now.is_live = False
         if self._now is now:
             self._now = None
 
-    def _batches(self, plan: Plan, step: int) -> Generator[Batch, None, None]:
-        """Yield the minibatches from a step on, in order, with loads and takes under way ahead of the consumer."""
+    def _batches(self, now: _Place) -> Generator[Batch, None, None]:
+        """Yield the minibatches from a place on, in order, with loads and takes under way ahead of the consumer."""
+        plan = now.plan
         ahead = self._backend.takes_ahead
-        first, n_passed = divmod(step, plan.fetch_factor)
+        first, n_passed = divmod(now.step, plan.fetch_factor)
         to_load = ((index, n_passed if index == first else 0) for index in range(first, plan.n_fetches))
         loads: deque[_Load] = deque()
         takes: deque[_Take] = deque()
@@ -370,6 +366,8 @@ class Loader:
         start = time.perf_counter()
         X = take.pending.result()
         self.stats.add(n_batches=1, n_rows=take.rows.size, wait_s=time.perf_counter() - start)
+        if self._now is not None:
+            self._now.step += 1
         return Batch(X, take.obs, take.rows)
 
 

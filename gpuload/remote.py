@@ -199,6 +199,18 @@ class ObjectRemote:
             )
         return body
 
+    def get_whole(self, key: str) -> Any:
+        """Return all bytes of an object, whatever its content is now, as a buffer."""
+        try:
+            answer = self._obstore.get(self._store, key)
+            body, wanted = answer.bytes(), answer.meta["size"]
+        except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
+            raise self._translated(error, key) from error
+        got = memoryview(body).nbytes
+        if got != wanted:
+            raise BusyError(f"{self.name}/{key}: short read: wanted {wanted} bytes, got {got}.")
+        return body
+
     def _object(self, meta: Any) -> RemoteObject:
         etag = (meta.get("e_tag") or "").removeprefix("W/").strip('"')
         is_md5 = self.name.startswith("s3:") and re.fullmatch("[0-9a-f]{32}", etag)

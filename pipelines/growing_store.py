@@ -138,27 +138,30 @@ class StallMeter:
     def spin(self, seconds: float | None = None) -> None:
         """Watch the clock."""
         switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-        worked, start = time.process_time(), time.perf_counter()
-        end, last = start + (self._seconds if seconds is None else seconds), start
+        before = worked = (
+            time.process_time()
+        )  # two looks ago: the interpreter may be lost between one clock and the other
+        start = last = time.perf_counter()
+        end = start + (self._seconds if seconds is None else seconds)
         while last < end:
-            now_worked, now = time.process_time(), time.perf_counter()
+            now, now_worked = time.perf_counter(), time.process_time()
             if now - last > 50e-6:
                 now_switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
                 if now_switches > switches:
                     self.waits_s.append(now - last)
-                    self.held_s.append(min(now - last, now_worked - worked))
+                    self.held_s.append(min(now - last, now_worked - before))
                 else:
                     self.longest_interrupt_s = max(self.longest_interrupt_s, now - last)
                 switches, now_worked, now = now_switches, time.process_time(), time.perf_counter()
-            last, worked = now, now_worked
+            last, before, worked = now, worked, now_worked
         self.watched_s += last - start
 
     def __str__(self) -> str:
         waits, held = sorted(self.waits_s) or [0.0], sorted(self.held_s) or [0.0]
         return (
             f"in {self.watched_s:.1f} s of watching the training thread waited {len(self.waits_s)} times for the "
-            f"interpreter, longest {waits[-1] * 1e3:.2f} ms; other threads worked in one {held[-1] * 1e3:.2f} ms at most, "
-            f"p99 {held[len(held) * 99 // 100] * 1e3:.2f} ms; it was interrupted for "
+            f"interpreter, longest {waits[-1] * 1e3:.2f} ms; other threads worked in one {held[-1] * 1e3:.2f} ms at "
+            f"most, p99 {held[len(held) * 99 // 100] * 1e3:.2f} ms; it was interrupted for "
             f"{self.longest_interrupt_s * 1e3:.2f} ms at most"
         )
 

@@ -252,7 +252,8 @@ def _kept_chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]
     for k in _places(n_chunks):
         start = tuple(int(i) * n for i, n in zip(np.unravel_index(k, grid), stored.chunks, strict=True))
         info = stored.id.get_chunk_info_by_coord(start)
-        if (info.byte_offset or 0, info.size, info.filter_mask) != (offset[k], nbytes[k], mask[k]):
+        stands = (0, 0, 0) if info.byte_offset is None else (info.byte_offset, info.size, info.filter_mask)
+        if stands != (offset[k], nbytes[k], mask[k]):
             return None
     return offset, nbytes, mask
 

@@ -106,8 +106,8 @@ def open_path(path: str, *, layer: str, obs: Sequence[str]) -> Store:
 
 
 def obs_columns(path: str) -> list[str]:
-    """Return the names of the columns of obs of one file or folder that `open_path` can open."""
-    path, modality = _modality(path)
+    """Return the names of the columns of obs of what a path stands for; of several files, those of the first."""
+    path, modality = _modality(expand(path)[0])
     from gpuload.formats import scdl, zarr
 
     if os.path.isdir(path):

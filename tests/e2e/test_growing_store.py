@@ -30,12 +30,15 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 
 def test_it_learns_while_the_set_grows(run, tmp_path: Path) -> None:
-    arguments = ["--make", 120, "--root", tmp_path / "store", "--budget", "1MiB", "--epochs", 14, "--cold", *SMALL]
+    arguments = ["--make", 120, "--root", tmp_path / "store", "--budget", "1MiB", "--epochs", 14, *SMALL, "--cold"]
     code, out, err = run(tmp_path / "remote", *arguments)
     assert (code, err) == (0, "")
     sizes = [int(n) for n in re.findall(r"epoch +\d+: +(\d+) samples", out)]
-    assert len(sizes) == 14
-    assert sizes[0] < sizes[-1] <= 51  # the budget has room for 51
+    seen = [int(n) for n in re.findall(r"seen +(\d+)% of the remote", out)]
+    assert len(sizes) == len(seen) == 14
+    assert 8 <= max(sizes) <= 51  # the budget has room for 51 of 120
+    assert seen == sorted(seen)
+    assert seen[-1] > seen[0] or seen[0] == 100
     first, last = re.search(r"loss: ([\d.]+) at first, ([\d.]+) in the last epoch", out).groups()
     assert float(last) < 0.7 * float(first)
     memory, batches = re.search(r"memory: (-?\d+) MB more .* batches (\d+) MB", out).groups()

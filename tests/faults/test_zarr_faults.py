@@ -44,6 +44,8 @@ def files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
+N_MUTANTS = 48
+
 BASES: dict[str, Callable[[Path], object]] = {
     "v2-blosc": lambda path: writers.csr(path, 2, compressors=writers.CODECS_V2["blosc-lz4-shuffle"]),
     "v2-none": lambda path: writers.dense(path, 2, chunks=(30, 30)),
@@ -81,8 +83,8 @@ def test_flipped_bytes_give_an_error_or_what_zarr_reads(tmp_path: Path, name: st
     BASES[name](path)
     rng = np.random.default_rng(len(name))
     chosen = [file for file in files(path) if "/X" in file.as_posix()]
-    n_refused = 0
-    for number in range(160):
+    n_refused, original = 0, counts().toarray()
+    for number in range(N_MUTANTS):
         file = chosen[number % len(chosen)]
         whole = file.read_bytes()
         damaged = bytearray(whole)
@@ -95,12 +97,13 @@ def test_flipped_bytes_give_an_error_or_what_zarr_reads(tmp_path: Path, name: st
             n_refused += 1
             assert_says(error, str(path))
         else:
-            expected = by_zarr(path)
-            assert expected is not None, (file, "zarr refuses it")
-            np.testing.assert_array_equal(found, expected.astype(np.float32))
+            # damage to what is not asked for (an attribute, the rest of a chunk) need not be noticed
+            expected = by_zarr(path) if not np.array_equal(found, original) else original
+            assert expected is not None, f"zarr refuses {file}"
+            np.testing.assert_array_equal(found, expected)
         file.write_bytes(whole)
-    assert n_refused > 10
-    np.testing.assert_array_equal(read(path), counts().toarray())
+    assert n_refused > 5
+    np.testing.assert_array_equal(read(path), original)
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -109,16 +112,19 @@ def test_each_file_cut_off_is_an_error(tmp_path: Path, name: str) -> None:
     BASES[name](path)
     for file in files(path):
         key = file.relative_to(path).as_posix()
-        if not key.startswith("X") and not key.startswith(("obs/depth", "var/_index")):
+        if not key.startswith("X") and not key.startswith(("obs/depth/", "var/_index/")):
             continue
         whole = file.read_bytes()
         for length in sorted({0, 1, len(whole) // 2, len(whole) - 1}):
             if file.name == ".zattrs" and key != "X/.zattrs":
                 continue
             file.write_bytes(whole[:length])
-            with pytest.raises(gpuload.GpuloadError) as caught:
+            try:
                 read(path)
-            assert_says(caught.value, str(path))
+            except gpuload.GpuloadError as error:
+                assert_says(error, str(path))
+            else:
+                raise AssertionError(f"{key} of {length} bytes instead of {len(whole)} is not noticed")
         file.write_bytes(whole)
 
 
@@ -304,7 +310,8 @@ REFUSALS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str, tuple[str, 
     "format": ("X/data/zarr.json", set_at("zarr_format", value=4), "StoreError", ("format 4",)),
     "no shape": ("X/data/zarr.json", lambda meta: meta.pop("shape"), "CorruptDataError", ("'shape'",)),
     "negative": ("X/data/zarr.json", set_at("shape", value=[-1]), "CorruptDataError", ("[-1]",)),
-    "huge": ("X/data/zarr.json", set_at("shape", value=[1 << 60]), "CorruptDataError", ("chunks", "cannot hold")),
+    "huge": ("X/indptr/zarr.json", set_at("shape", value=[1 << 60]), "CorruptDataError", ("entries for 131 rows",)),
+    "huge column": ("obs/depth/zarr.json", set_at("shape", value=[1 << 60]), "CorruptDataError", ("cannot hold",)),
     "huge chunk": (
         "X/data/zarr.json",
         set_at("chunk_grid", "configuration", "chunk_shape", value=[1 << 40]),
@@ -333,7 +340,7 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path: Path, name: str)
     path = tmp_path / "store.zarr"
     writers.csr(path, compressors=CODECS_V3["zstd"])
     edit(path, key, change)
-    assert_refused(kind, path, str(path), *words)
+    assert_refused(kind, path, str(path), *words, obs=["depth"])
 
 
 def test_shards_that_are_encoded_as_a_whole_or_nested_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from gpuload.cache import SampleStore
 from gpuload.cache.catalogue import POLICIES, cost_of
 from gpuload.cache.fetch import SoftDigests, Window
 from gpuload.cache.order import visiting_order
+from gpuload.cache.reading import Reader, Sample
 from gpuload.cache.store import parse_nbytes
 from gpuload.errors import CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject, open_remote
@@ -474,6 +477,36 @@ def test_batches_are_the_consumers_own(tmp_path: Path, remote: CountingRemote) -
         with store.snapshot() as snapshot:
             kept = list(snapshot.batches(3))
             assert sorted(i for batch in kept for i in checked(batch)) == list(range(N))
+
+
+def test_reading_lets_go_of_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a sample is read and checked, another thread goes on: with no forced switches, a call that held it would show."""
+    values = np.random.default_rng(0).random(1 << 24, dtype=np.float32)  # 64 MiB
+    np.save(tmp_path / "big.npy", values)
+    nbytes = os.stat(tmp_path / "big.npy").st_size
+    crc = zlib.crc32((tmp_path / "big.npy").read_bytes())
+    sample = Sample(1, "big.npy", "", nbytes, str(tmp_path / "big.npy"), crc, 1)
+    reader = Reader("npy", "always", lambda _: b"", lambda *_: None, 2)
+    reader.find_form(sample)
+    batch = reader.new_batch(1)
+    assert batch is not None
+    reader.read(sample, batch, 0)  # its pages are there from now on
+    least = 1.0
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e5)
+        for _ in range(10):
+            with ThreadPoolExecutor(1) as pool:
+                looks, future = [], pool.submit(reader.read, sample, batch, 0)
+                while not future.done():
+                    looks.append(time.perf_counter())
+                    time.sleep(0.0002)
+                _, seconds = future.result()
+                least = min(least, max(np.diff(looks), default=seconds) / seconds)
+    finally:
+        sys.setswitchinterval(before)
+    assert np.array_equal(batch[0], values)
+    assert least < 0.25
 
 
 # --- processes ---

@@ -1,10 +1,11 @@
 """Native kernels of the CPU backend, compiled by numba. The home of numba.
 
 Every function here runs without the GIL and without allocating, on arrays that its caller owns. `inflate` decodes
-deflate streams, `frames` what else chunks are encoded with, `chunks` reads and decodes stored chunks, `rows` gathers resident rows into minibatches.
-
 deflate streams, `frames` what else chunks are encoded with, `chunks` reads and decodes stored chunks, `rows` gathers
 resident rows into minibatches.
+
+Compiled code is kept in the user's cache folder, under a digest of all sources of this package. numba's own key is the
+one file that holds a function; but a kernel has those that it calls compiled into it, and would outlive a change there.
 """
 
 from __future__ import annotations

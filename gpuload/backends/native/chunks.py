@@ -337,7 +337,7 @@ def decode_chunks(
             elif steps[4] == ZSTD:
                 got = decode_zstd(buffer, place, n, first, size, addresses)
             elif steps[4] == LZ4:
-                got = decode_lz4(buffer, place, n, first, size, need, addresses)
+                got = decode_lz4(buffer, place, n, first, size, size if is_due else need, addresses)
             else:
                 from_byte = 0 if is_shuffled else from_item * itemsize
                 got = decode_blosc(buffer, place, n, first, size, from_byte, need, second, tables, addresses)

@@ -1,0 +1,57 @@
+"""Train on samples by ID with gpuload: partition, labels, a file per ID; no Dataset of one's own, and no workers.
+
+    python pipelines/tutorial_after.py DATA     (DATA/partition.json, DATA/labels.json, DATA/<ID>.pt)
+
+`tutorial_before.py` is the same on PyTorch alone.
+
+References
+----------
+.. [1] Afshine Amidi, Shervine Amidi, "A detailed example of how to generate your data in parallel with PyTorch".
+"""
+
+import json
+import sys
+import time
+
+import torch
+
+from gpuload.samples import SampleLoader, SampleSet
+
+
+def main(folder, max_epochs=3):
+    """Train and validate; return the validation accuracy and the samples per second after the first epoch."""
+    torch.manual_seed(0)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    params = {"batch_size": 64, "shuffle": True, "num_workers": 6}
+    with open(f"{folder}/partition.json") as partition_file, open(f"{folder}/labels.json") as labels_file:
+        partition, labels = json.load(partition_file), json.load(labels_file)
+
+    training_set = SampleSet(partition["train"], labels, folder)
+    training_generator = SampleLoader(training_set, **params)
+    validation_set = SampleSet(partition["validation"], labels, folder)
+    validation_generator = SampleLoader(validation_set, **params)
+
+    model = torch.nn.Linear(64, 2).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seconds = 0.0
+    for epoch in range(max_epochs):
+        start = time.perf_counter()
+        for local_batch, local_labels in training_generator:
+            local_batch, local_labels = local_batch.to(device), local_labels.to(device)
+            loss = torch.nn.functional.cross_entropy(model(local_batch.flatten(1)[:, :64]), local_labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        seconds += time.perf_counter() - start if epoch else 0.0
+
+        n_right = 0
+        with torch.set_grad_enabled(False):
+            for local_batch, local_labels in validation_generator:
+                local_batch, local_labels = local_batch.to(device), local_labels.to(device)
+                n_right += int((model(local_batch.flatten(1)[:, :64]).argmax(1) == local_labels).sum())
+    return n_right / len(validation_set), (max_epochs - 1) * len(training_set) / seconds
+
+
+if __name__ == "__main__":
+    accuracy, speed = main(sys.argv[1])
+    print(f"validation accuracy {accuracy:.1%}, {speed:,.0f} samples/s")
