@@ -74,7 +74,7 @@ def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
 
 
 def _collection(batch_size: int, fetch_factor: int, output: str) -> list[Arm]:
-    """annbatch's own pre-shuffled collection, read by annbatch and by gpuload, in blocks as annbatch advises."""
+    """Shuffled: annbatch's own pre-shuffled collection, read by both, in blocks of its default size and of 32."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": output}
     group, found = f"collection-{output}", []
     for size in (ANNBATCH_DEFAULT, ANNBATCH_CHUNK):

@@ -63,9 +63,7 @@ class FolderSource:
     memory = None
     has_files = True
 
-    def __init__(
-        self, root: str, names: Sequence[str], nbytes: NDArray[np.int64], stamps: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, root: str, names: Sequence[str], nbytes: NDArray[np.int64], stamps: NDArray[np.int64]) -> None:
         self.name = root
         self._names = names
         self._nbytes = nbytes
@@ -76,9 +74,7 @@ class FolderSource:
         self.is_closed = False
         self.key = next(_keys)
 
-    def locate(
-        self, offset: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of the file at each address, the byte in that file, and the file's size."""
         if not self.base.size:
             return np.zeros_like(offset), offset, np.zeros_like(offset)

@@ -7,7 +7,6 @@ import warnings
 import zipfile
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numcodecs
@@ -21,6 +20,7 @@ from tests.writers import DATA_CHUNK, INDICES_CHUNK, N_OBS, N_VARS, cells_frame,
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from numpy.typing import NDArray
 

@@ -177,7 +177,7 @@ def _lz4_sized(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int)
     del values, itemsize
     if len(data) < 4 or nbytes not in (-1, struct.unpack_from("<I", data)[0]):
         raise DecodeError("its lz4 header does not give the chunk's size")
-    return imagecodecs.lz4_decode(memoryview(data)[4:], out=struct.unpack_from("<I", data)[0])
+    return imagecodecs.lz4_decode(data[4:], out=struct.unpack_from("<I", data)[0])
 
 
 def _bitshuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:

@@ -15,7 +15,7 @@ def reason(code: int) -> str:
     """Return what a code of the native decoders and the kernels means, as a part of a sentence."""
     for module, last in ((frames, frames.BAD_BLOSC), (chunks, chunks.BAD_SIZE)):
         if code <= last:
-            return module.describe(code)
+            return str(module.describe(code))
     return inflate.describe(code)
 
 

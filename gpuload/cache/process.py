@@ -118,6 +118,7 @@ class FetcherProcess:
         elif max(self._busy_s, time.monotonic() - self._heard_at - _REPORT_S) > self._hung_s:
             self.n_killed += 1
             self._last_words.clear()
+            self._process.send_signal(signal.SIGUSR2)
             time.sleep(0.5)
             self._process.kill()
             self._process.wait()

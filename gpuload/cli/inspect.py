@@ -89,7 +89,7 @@ def describe(store: Store, paths: list[str], layer: str) -> dict[str, Any]:
     stored, decoded = (sum(a[k] for a in arrays) for k in ("stored_nbytes", "decoded_nbytes"))
     return {
         "paths": [os.fspath(p) for p in paths],
-        "file_nbytes": sum(os.path.getsize(p) for p in paths),
+        "file_nbytes": sum(_nbytes(os.fspath(p)) for p in paths),
         "layer": layer,
         "kind": store.kind,
         "n_obs": store.n_obs,
@@ -101,6 +101,15 @@ def describe(store: Store, paths: list[str], layer: str) -> dict[str, Any]:
         "arrays": arrays,
         "obs": obs_kinds(os.fspath(paths[0]), layer),
     }
+
+
+def _nbytes(path: str) -> int:
+    """Return the bytes of a file, or of all files of a folder; a modality's are those of its file."""
+    if os.path.isdir(path):
+        return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, names in os.walk(path) for name in names)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return os.path.getsize(path)
 
 
 def _nnz_per_cell(store: Store) -> dict[str, Any] | None:

@@ -142,7 +142,7 @@ class ZipTree:
             return None
         start, nbytes = self._place(info)
         out = np.empty(nbytes, dtype=np.uint8)
-        if self.source.read_into(out, start) < nbytes or zlib.crc32(out) != info.CRC:
+        if self.source.read_into(out, start) < nbytes or zlib.crc32(out.data) != info.CRC:
             raise CorruptDataError(f"{self.name}: {key} is damaged: its zip checksum does not match. Restore the file.")
         return out.tobytes()
 
@@ -239,14 +239,14 @@ class Group:
         """
         import pandas as pd
 
-        encoding = self.attrs.get("encoding-type")
-        parts = {name: self.get(name) for name in _ENCODINGS.get(encoding, ())}
-        if not parts or any(not hasattr(part, "read") for part in parts.values()):
+        encoding = str(self.attrs.get("encoding-type"))
+        parts: list[Any] = [self.get(name) for name in _ENCODINGS.get(encoding, ())]
+        if not parts or any(not hasattr(part, "read") for part in parts):
             raise StoreError(
                 f"{self._tree.name}: {self.name} is encoded as {encoding!r}; expected categories, numbers, booleans or "
                 "strings."
             )
-        first, second = (part.read() for part in parts.values())
+        first, second = (part.read() for part in parts)
         if encoding == "categorical":
             return pd.Categorical.from_codes(first, second, ordered=bool(self.attrs.get("ordered", False)))
         if encoding == "nullable-integer":

@@ -184,4 +184,3 @@ def test_without_the_libraries_addresses_all_is_the_same(
     for name in ("v3-csr-zstd-crc32c", "v2-csr-lz4", "v3-csr-blosc-lz4-shuffle", "v3-csr-blosc-zstd-bitshuffle"):
         X, rows = read(written(name), "X", batch_size=20)
         np.testing.assert_array_equal(X, counts().toarray()[rows])
-

@@ -424,10 +424,12 @@ def test_blocks_of_a_subset_keep_to_the_edges_of_chunks() -> None:
     edges = np.array([0, 10, 25, 40, 60])
     cells = cells_of(40, 20, edges=edges, block_size=15)
     chosen = np.r_[3:12, 20:50]
-    rows = rows_of(Subset(chosen).over(cells), cells)
-    assert sorted(rows) == chosen.tolist()
-    block = np.searchsorted(edges, rows, side="right")
-    assert np.count_nonzero(np.diff(block)) == 3, "the cells of a block stand together"
+    strategy = Subset(chosen).over(cells)
+    for epoch in range(10):
+        rows = rows_of(strategy, cells, (1, epoch, 1))
+        assert sorted(rows) == chosen.tolist()
+        block = np.searchsorted(edges, rows, side="right")
+        assert np.count_nonzero(np.diff(block)) == 3, "the cells of a block stand together"
 
 
 # --- mixtures

@@ -237,7 +237,7 @@ def items_needed(
 
 
 @numba.njit(nogil=True, cache=True)
-def decode_chunks(
+def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
     buffer: Any,
     chunk_place: Any,
     chunk_nbytes: Any,

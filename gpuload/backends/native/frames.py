@@ -204,7 +204,7 @@ def unshuffle_items(
 
 
 @_native
-def gunzip(
+def gunzip(  # noqa: PLR0911 - one for each way to end
     src: Any, src_pos: int, src_len: int, dst: Any, dst_len: int, need: int, tables: Any, verify: bool
 ) -> int:  # pragma: no cover - compiled
     """Decode a gzip member into dst[:dst_len]; parameters and result as of `inflate_zlib`."""
@@ -282,7 +282,7 @@ def _zstd(src: int, n: int, dst: int, size: int, addresses: Any) -> int:  # prag
 
 
 @_native
-def decode_blosc(
+def decode_blosc(  # noqa: PLR0911 - one for each way to end
     src: Any, src_pos: int, n: int, dst: Any, size: int, lo: int, hi: int, work: Any, tables: Any, addresses: Any
 ) -> int:  # pragma: no cover - compiled
     """Decode at least the bytes lo..hi of a blosc container.
@@ -349,9 +349,19 @@ def decode_blosc(
         if start < 16 + 4 * n_blocks or start > n - 4:
             return BAD_BLOSC
         code = _block(
-            base + start, base + n, at_work if is_shuffled else to + first, src, src_pos + start,
-            work if is_shuffled else dst, 0 if is_shuffled else first, nbytes // n_streams, n_streams, need, codec,
-            tables, addresses,
+            base + start,
+            base + n,
+            at_work if is_shuffled else to + first,
+            src,
+            src_pos + start,
+            work if is_shuffled else dst,
+            0 if is_shuffled else first,
+            nbytes // n_streams,
+            n_streams,
+            need,
+            codec,
+            tables,
+            addresses,
         )
         if code < 0:
             return code
