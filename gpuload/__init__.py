@@ -131,9 +131,9 @@ def open_loader(
         of BioNeMo-SCDL, dense .npy, and the CSR matrices of scipy.sparse.save_npz (best with ``compressed=False``).
         Large files are opened faster from the second time on: chunk addresses and row offsets are kept in a hidden file
         beside them, or in the user's cache folder; the environment variable GPULOAD_INDEX names another folder or is
-        ``off``. In place of a file: an AnnData, a SciPy CSR matrix or a 2-D NumPy array, which is read where it lies (a dense one that is not
-        in C order from one copy), so do not write into it meanwhile. A plain matrix has no obs, and its genes are
-        called ``"0"``, ``"1"``, ... Of a backed AnnData, X and raw.X are read from its file.
+        ``off``. In place of a file: an AnnData, a SciPy CSR matrix or a 2-D NumPy array, which is read where it lies (a
+        dense one that is not in C order from one copy), so do not write into it meanwhile. A plain matrix has no obs,
+        and its genes are called ``"0"``, ``"1"``, ... Of a backed AnnData, X and raw.X are read from its file.
     batch_size
         Cells per minibatch.
     block_size

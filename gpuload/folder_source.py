@@ -58,6 +58,8 @@ class FolderSource:
     ----------
     base : (n,) int64
         Address of the first byte of each file: rising, multiples of 4096.
+    opened
+        The files that are open now; kept by those who open them.
     """
 
     memory = None
@@ -73,6 +75,7 @@ class FolderSource:
         self.nbytes = int(self.base[-1] + nbytes[-1]) if nbytes.size else 0
         self.is_closed = False
         self.key = next(_keys)
+        self.opened: dict[int, _Open] = {}
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of the file at each address, the byte in that file, and the file's size."""
@@ -177,9 +180,10 @@ class _OpenFiles:
             if known is not None:
                 os.close(descriptor)
                 return self._use(key, known)
-            self._open[key] = _Open(descriptor)
+            self._open[key] = source.opened[number] = _Open(source, descriptor)
+            self._use(key, self._open[key])
             self._close_idle(MAX_IDLE)
-            return self._use(key, self._open[key])
+            return descriptor
 
     def give_back(self, source: FolderSource, numbers: Sequence[int]) -> None:
         """Take back what `take` gave."""
@@ -188,19 +192,18 @@ class _OpenFiles:
                 self._open[source.key, number].n_users -= 1
             self._close_idle(MAX_IDLE)
             if source.is_closed:
-                self._close_all_idle(source.key)
+                self._close_all_idle(source)
 
     def check(self, source: FolderSource) -> None:
         """Have a source look at those of its files that are open."""
         with self._lock:
-            for (key, number), known in self._open.items():
-                if key == source.key:
-                    source.check_file(number, known.descriptor)
+            for number, known in source.opened.items():
+                source.check_file(number, known.descriptor)
 
     def forget(self, source: FolderSource) -> None:
         """Close the files of a source, but for those that are read now."""
         with self._lock:
-            self._close_all_idle(source.key)
+            self._close_all_idle(source)
 
     def _use(self, key: tuple[int, int], known: _Open) -> int:
         known.n_users += 1
@@ -230,19 +233,25 @@ class _OpenFiles:
             return
         idle = [key for key, known in self._open.items() if not known.n_users]
         for key in idle[: len(self._open) - n_kept]:
-            os.close(self._open.pop(key).descriptor)
+            self._close(key)
 
-    def _close_all_idle(self, source: int) -> None:
-        for key in [k for k, known in self._open.items() if k[0] == source and not known.n_users]:
-            os.close(self._open.pop(key).descriptor)
+    def _close_all_idle(self, source: FolderSource) -> None:
+        for number in [number for number, known in source.opened.items() if not known.n_users]:
+            self._close((source.key, number))
+
+    def _close(self, key: tuple[int, int]) -> None:
+        known = self._open.pop(key)
+        del known.source.opened[key[1]]
+        os.close(known.descriptor)
 
 
 class _Open:
     """An open file, and how many read it now."""
 
-    __slots__ = ("descriptor", "n_users")
+    __slots__ = ("descriptor", "n_users", "source")
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, source: FolderSource, descriptor: int) -> None:
+        self.source = source
         self.descriptor = descriptor
         self.n_users = 0
 

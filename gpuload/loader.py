@@ -58,6 +58,10 @@ class _Place:
     is_live: bool = True
 
 
+AHEAD_NBYTES = 256 << 20
+"""Minibatches made ahead of the consumer take about so much memory, but for two that there are at least."""
+
+
 class Loader:
     """Minibatches of cells; iterate over it once per epoch. Made by `gpuload.open_loader`.
 
@@ -91,6 +95,8 @@ class Loader:
         self._plan = plan
         self._form = form
         self._prefetch = prefetch
+        batch_nbytes = plan.batch_size * (4.0 * form.n_cols if form.output == "dense" else store.nbytes_per_row)
+        self._takes_ahead = min(backend.takes_ahead, max(2, int(AHEAD_NBYTES / max(1.0, batch_nbytes))))
         self._fingerprint = fingerprint(plan, store.describe())
         self._next = _Place(plan)
         self._now: _Place | None = None  # of the live iteration, or of the last where that was left before its end
@@ -307,7 +313,7 @@ class Loader:
     def _batches(self, now: _Place) -> Generator[Batch, None, None]:
         """Yield the minibatches from a place on, in order, with loads and takes under way ahead of the consumer."""
         plan = now.plan
-        ahead = self._backend.takes_ahead
+        ahead = self._takes_ahead
         first, n_passed = divmod(now.step, plan.fetch_factor)
         to_load = ((index, n_passed if index == first else 0) for index in range(first, plan.n_fetches))
         loads: deque[_Load] = deque()

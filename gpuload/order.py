@@ -141,10 +141,12 @@ def _trim(begin: NDArray[np.int64], end: NDArray[np.int64], skip: int, n_rows: i
 
 
 def merge_ranges(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the rows of ranges, which may overlap, as ranges that are ascending, disjoint and not adjacent: (m, 2)."""
-    ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
-    reach = np.maximum.accumulate(ranges[:, 1]) if len(ranges) else ranges[:, 1]
-    is_first = np.ones(len(ranges), dtype=bool)
-    is_first[1:] = ranges[1:, 0] > reach[:-1]
-    is_last = np.append(is_first[1:], True) if len(ranges) else is_first
-    return np.stack([ranges[is_first, 0], reach[is_last]], axis=1)
+    """Return the rows of ranges, which may overlap, as ranges that are ascending, disjoint and not adjacent: (m, 2).
+
+    Starts and ends are sorted each for itself: before the k-th start all is over where the k-th end lies before it.
+    """
+    if len(ranges) < 2:
+        return ranges.copy()
+    starts, ends = np.sort(ranges[:, 0]), np.sort(ranges[:, 1])
+    is_gap = starts[1:] > ends[:-1]
+    return np.stack([starts[np.append(True, is_gap)], ends[np.append(is_gap, True)]], axis=1)

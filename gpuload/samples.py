@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends.buffers import BufferPool
-from gpuload.errors import CorruptDataError, GpuloadError, MissingDependencyError, PlanError, ReadError
+from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, ReadError
 from gpuload.permute import Permutation
 from gpuload.remote import BusyError, open_remote
 
@@ -135,7 +135,7 @@ class SampleSet:
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         """Return (X, y) of a sample, by its number; X is the caller's own."""
         id_ = self.ids[index]
-        return self._whole(id_, self.fetch(id_)), self.label(id_)
+        return self.decode(id_, self.fetch(id_)), self.label(id_)
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, Any]]:
         """Return (X, y) of several samples, in the order asked for; they are fetched concurrently."""
@@ -158,8 +158,8 @@ class SampleSet:
         """Return where the values of a sample lie in its bytes; None where it has to be deserialised."""
         return None if self._forms is None else self._forms.find(data)
 
-    def _whole(self, id_: Any, data: NDArray[np.uint8]) -> Any:
-        """Return a sample of its bytes."""
+    def decode(self, id_: Any, data: NDArray[np.uint8]) -> Any:
+        """Return the sample that its bytes are; what cannot be decoded is a CorruptDataError that names the ID."""
         try:
             if callable(self._decode):
                 return self._decode(data)
@@ -168,11 +168,11 @@ class SampleSet:
                 return _load(str(self._decode), data)
             values = torch.empty(span.shape, dtype=span.dtype)
             np.copyto(_bytes_of(values), data[span.start : span.start + span.nbytes])
-            return values
-        except GpuloadError:
+        except MissingDependencyError:
             raise
         except Exception as error:
             raise CorruptDataError(f"sample {id_!r}: its {data.size} bytes cannot be decoded: {error}") from error
+        return values
 
 
 class SampleLoader:
@@ -211,7 +211,12 @@ class SampleLoader:
         in_flight: int = 64,
         seed: int = 0,
     ) -> None:
-        least = {"batch_size": batch_size, "num_workers": num_workers, "prefetch": prefetch or 1, "in_flight": in_flight}
+        least = {
+            "batch_size": batch_size,
+            "num_workers": num_workers,
+            "prefetch": prefetch or 1,
+            "in_flight": in_flight,
+        }
         wrong = [f"{name}={value}" for name, value in least.items() if value < 1]
         if wrong or seed < 0:
             raise PlanError(f"{', '.join(wrong) or f'seed={seed}'}: expected at least {int(bool(wrong))}.")
@@ -241,13 +246,17 @@ class SampleLoader:
         differing = [name for name, value in mine.items() if state[name] != value]
         if differing:
             name = differing[0]
-            raise PlanError(f"state: {name}={state[name]}, and this loader has {mine[name]}; open it as the one before.")
+            raise PlanError(
+                f"state: {name}={state[name]}, and this loader has {mine[name]}; open it as the one before."
+            )
         self._epoch, self._step = state["epoch"], state["step"]
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the numbers of the samples of an epoch, in order."""
         numbers = np.arange(len(self.samples), dtype=np.int64)
-        return Permutation(numbers.size, self.seed, epoch, _PURPOSE)[numbers] if self.shuffle and numbers.size else numbers
+        return (
+            Permutation(numbers.size, self.seed, epoch, _PURPOSE)[numbers] if self.shuffle and numbers.size else numbers
+        )
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """Hand over the batches that are left of an epoch, in order; then the next iteration is the next epoch."""
@@ -304,9 +313,12 @@ class _Batch:
     def _read(self, row: int, id_: Any) -> Any:
         """Read a sample into its row and return None; or return it, where it has another form than the batch."""
         data = self._samples.fetch(id_)
-        span = self._samples.span(data)
+        try:
+            span = self._samples.span(data)
+        except CorruptDataError:
+            span = None  # it is told below, with its ID
         if span is None:
-            return self._samples._whole(id_, data)  # noqa: SLF001
+            return self._samples.decode(id_, data)
         with self._lock:
             if self._memory is None:
                 self._form, n = span, len(self._ids)
@@ -314,17 +326,17 @@ class _Batch:
                 self._memory = raw.view(span.dtype).reshape(n, *span.shape)
             memory, form = self._memory, self._form
         if form is None or (span.dtype, span.shape) != (form.dtype, form.shape):
-            return self._samples._whole(id_, data)  # noqa: SLF001
+            return self._samples.decode(id_, data)
         np.copyto(_bytes_of(memory[row]), data[span.start : span.start + span.nbytes])
         return None
 
 
 class _Forms:
-    """Descriptions of tensors that were seen, and what they say. Only what is byte for byte the same is taken for it."""
+    """Descriptions of tensors that were seen, and what they say; only the same bytes are taken for the same."""
 
     def __init__(self, decode: str) -> None:
         self._decode = decode
-        self._known: dict[bytes, tuple[torch.dtype, tuple[int, ...], int]] = {}
+        self._known: dict[bytes, tuple[torch.dtype, tuple[int, ...], int, bool]] = {}
 
     def find(self, data: NDArray[np.uint8]) -> Span | None:
         """Return where the values of a file's tensor lie, or None where its own library has to read it."""
@@ -336,9 +348,11 @@ class _Forms:
         header, start = described
         if header not in self._known and not self._learn(header, start, data):
             return None
-        dtype, shape, nbytes = self._known[header]
-        if start + nbytes > data.size or (self._decode == "pt" and not _pt_sum_is_right(data, start, nbytes)):
+        dtype, shape, nbytes, has_sum = self._known[header]
+        if start + nbytes > data.size:
             return None
+        if has_sum and not _pt_sum_is_right(data, start, nbytes):
+            raise CorruptDataError("the sum of its values is not the one beside them")
         return Span(start, nbytes, dtype, shape)
 
     def _learn(self, header: bytes, start: int, data: NDArray[np.uint8]) -> bool:
@@ -352,7 +366,8 @@ class _Forms:
         raw = _bytes_of(values)
         if not np.array_equal(raw, data[start : start + raw.size]):
             return False
-        self._known[header] = (values.dtype, tuple(values.shape), raw.size)
+        has_sum = self._decode == "pt" and _pt_sum_is_right(data, start, raw.size)  # torch can be told to write none
+        self._known[header] = (values.dtype, tuple(values.shape), raw.size, has_sum)
         return True
 
     @staticmethod
@@ -369,7 +384,7 @@ class _Forms:
         return (data[:length].tobytes(), length) if length <= data.size else None
 
     def _describe_pt(self, data: NDArray[np.uint8]) -> tuple[bytes, int] | None:
-        """Return a tensor's pickle and the place of its storage; they are the first and the fifth entry of a zip file."""
+        """Return a tensor's pickle and the place of its storage: the first and the fifth entry of a zip file."""
         for header in list(self._known):  # seldom more than one
             (n_pickle,) = struct.unpack("<I", header[:4])
             found = _pt_entry(data, 0, b"/data.pkl")
@@ -399,7 +414,7 @@ def _pt_entry(data: NDArray[np.uint8], place: int, name: bytes) -> int | None:
     n_name, n_extra = struct.unpack("<HH", head[26:30])
     if not data[place + 30 : place + 30 + n_name].tobytes().endswith(name):
         return None
-    return place + 30 + n_name + n_extra
+    return int(place + 30 + n_name + n_extra)
 
 
 def _pt_sum_is_right(data: NDArray[np.uint8], start: int, nbytes: int) -> bool:

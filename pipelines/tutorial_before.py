@@ -49,8 +49,8 @@ def main(folder, max_epochs=3):
     for epoch in range(max_epochs):
         start = time.perf_counter()
         for local_batch, local_labels in training_generator:
-            local_batch, local_labels = local_batch.to(device), local_labels.to(device)
-            loss = torch.nn.functional.cross_entropy(model(local_batch.flatten(1)[:, :64]), local_labels)
+            X, y = local_batch.to(device), local_labels.to(device)
+            loss = torch.nn.functional.cross_entropy(model(X.flatten(1)[:, :64]), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -59,8 +59,8 @@ def main(folder, max_epochs=3):
         n_right = 0
         with torch.set_grad_enabled(False):
             for local_batch, local_labels in validation_generator:
-                local_batch, local_labels = local_batch.to(device), local_labels.to(device)
-                n_right += int((model(local_batch.flatten(1)[:, :64]).argmax(1) == local_labels).sum())
+                X, y = local_batch.to(device), local_labels.to(device)
+                n_right += int((model(X.flatten(1)[:, :64]).argmax(1) == y).sum())
     return n_right / len(validation_set), (max_epochs - 1) * len(training_set) / seconds
 
 

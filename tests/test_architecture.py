@@ -20,7 +20,7 @@ MODULES = {
 
 LAYERS = [
     {"cli", "lightning"},
-    {"torch", "dali", "split", "estimators", "tune"},
+    {"torch", "dali", "split", "estimators", "tune", "samples"},
     {"outlook"},
     {"loader"},
     {"formats"},
@@ -48,7 +48,7 @@ HOMES = {
     "numba": {"backends/native/"},
     "llvmlite": {"backends/native/"},
     "imagecodecs": {"backends/codecs.py"},
-    "torch": {"torch.py", "cli/training.py", "estimators/arrays.py"},  # the demo trains a model; estimators calculate
+    "torch": {"torch.py", "cli/training.py", "estimators/arrays.py", "samples.py"},  # the demo trains; estimators calculate
     "nvidia": {"dali.py"},
     "lightning": {"lightning.py"},
     "cupy": {"backends/cuda/device.py", "estimators/arrays.py"},

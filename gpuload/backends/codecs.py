@@ -293,6 +293,7 @@ class Addresses:
 
     def __init__(self) -> None:
         self.table = np.zeros(frames.N_ADDRESSES, dtype=np.int64)
+        self._context: int | None = None
         functions = _functions()
         if functions is None:
             return
@@ -302,8 +303,11 @@ class Addresses:
         zstd.ZSTD_createDCtx.restype = ctypes.c_void_p
         self._free = zstd.ZSTD_freeDCtx
         self._free.argtypes = [ctypes.c_void_p]
-        self.table[frames.ZSTD_CONTEXT] = zstd.ZSTD_createDCtx() or 0
+        self._context = zstd.ZSTD_createDCtx()
+        if not self._context:
+            raise MemoryError("zstd")
+        self.table[frames.ZSTD_CONTEXT] = self._context
 
     def __del__(self) -> None:
-        if self.table[frames.ZSTD_CONTEXT]:
-            self._free(int(self.table[frames.ZSTD_CONTEXT]))
+        if self._context:
+            self._free(self._context)

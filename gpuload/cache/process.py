@@ -97,7 +97,13 @@ class FetcherProcess:
         self._hung_s = hung_s
         self.n_killed = 0
         self.n_died = 0
+        self.n_died_in_a_row = 0
+        """Ends since it last said that it was at work."""
         self._last_words: deque[str] = deque(maxlen=200)
+        self._process: subprocess.Popen[bytes]
+        self._start_at: float | None
+        self._busy_s: float
+        self._heard_at: float
         self._start()
 
     @property
@@ -107,15 +113,9 @@ class FetcherProcess:
 
     def check(self) -> None:
         """Kill the process where it hangs, after its stacks were logged; start another where it is dead."""
-        if self._process.poll() is not None:
-            self.n_died += 1
-            _log.error(
-                "a fetcher process ended with %s; another takes its place. Its last words:\n%s",
-                self._process.returncode,
-                "\n".join(self._last_words),
-            )
-            self._restart()
-        elif max(self._busy_s, time.monotonic() - self._heard_at - _REPORT_S) > self._hung_s:
+        if self._process.poll() is None:
+            if max(self._busy_s, time.monotonic() - self._heard_at - _REPORT_S) <= self._hung_s:
+                return
             self.n_killed += 1
             self._last_words.clear()
             self._process.send_signal(signal.SIGUSR2)
@@ -127,7 +127,24 @@ class FetcherProcess:
                 self._hung_s,
                 "\n".join(self._last_words),
             )
-            self._restart()
+        elif self._start_at is None:
+            self.n_died += 1
+            self.n_died_in_a_row += 1
+            _log.error(
+                "a fetcher process ended with %s; another takes its place. Its last words:\n%s",
+                self._process.returncode,
+                "\n".join(self._last_words),
+            )
+        if self._start_at is None:
+            self._start_at = time.monotonic() + min(10.0, 0.1 * 2**self.n_died_in_a_row)
+        if time.monotonic() >= self._start_at:
+            self.close()
+            self._last_words.clear()
+            self._start()
+
+    def last_words(self) -> str:
+        """Return what the process said last."""
+        return self._last_words[-1] if self._last_words else "none"
 
     def close(self) -> None:
         """End the process; may be called twice."""
@@ -144,6 +161,7 @@ class FetcherProcess:
             self._process.stdout.close()
 
     def _start(self) -> None:
+        self._start_at = None
         self._busy_s = 0.0
         self._heard_at = time.monotonic() + 30.0  # to import what the remote needs
         self._process = subprocess.Popen(  # noqa: S603  (our own code)
@@ -156,12 +174,6 @@ class FetcherProcess:
             self._process.stdin.write(self._orders)
             self._process.stdin.flush()
 
-    def _restart(self) -> None:
-        self.close()
-        time.sleep(min(10.0, 0.1 * 2 ** (self.n_died + self.n_killed)))
-        self._last_words.clear()
-        self._start()
-
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None  # noqa: S101
         for line in process.stdout:
@@ -169,6 +181,7 @@ class FetcherProcess:
             if text.startswith('{"busy_s"'):
                 said: dict[str, Any] = json.loads(text)
                 self._busy_s, self._heard_at = said["busy_s"], time.monotonic()
+                self.n_died_in_a_row = 0
             else:
                 self._last_words.append(text)
                 _log.warning("%s", text)

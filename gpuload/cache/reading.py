@@ -110,11 +110,15 @@ class Reader:
     decode
         ``"npy"``, ``"bytes"`` (uint8 arrays), or a function from a uint8 array to a sample, called in a reader thread.
     verify
-        ``"once"`` (per file and reader), ``"always"`` or ``"never"``: when crcs are checked.
+        ``"once"`` (per file in `verified`), ``"always"`` or ``"never"``: when crcs are checked.
     fetch_whole
         Returns all bytes of a sample from the remote, checked.
     on_bad_copy
         Called with a sample whose local copy is damaged or gone, and what was wrong.
+    max_idle
+        Batches whose memory is kept for reuse.
+    verified
+        Numbers of files that were checked; added to.
     """
 
     def __init__(
@@ -124,10 +128,11 @@ class Reader:
         fetch_whole: Callable[[Sample], Any],
         on_bad_copy: Callable[[Sample, str], None],
         max_idle: int,
+        verified: set[int],
     ) -> None:
         self._decode, self._verify = decode, verify
         self._fetch_whole, self._on_bad_copy = fetch_whole, on_bad_copy
-        self._verified: set[int] = set()
+        self._verified = verified
         self._pool = BufferPool(max_idle)
         self.form: Form | None = None
 

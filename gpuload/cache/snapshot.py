@@ -127,7 +127,9 @@ class Snapshot:
             )
         if self._closed.is_set():
             raise PlanError("the snapshot was closed; take another with store.snapshot().")
-        reader = Reader(decode, verify, self._store.fetch_whole, self._store.drop_copy, prefetch + 1)
+        reader = Reader(
+            decode, verify, self._store.fetch_whole, self._store.drop_copy, prefetch + 1, self._store.verified
+        )
         starts = list(range(self.position, len(self), batch_size))
         if starts and drop_last and starts[-1] + batch_size > len(self):
             starts.pop()

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("gpuload.cache")
 
+_MAX_DEATHS = 3
+"""Ends of a fetcher process after which who waits for it is told."""
+
 _UNITS = (
     {"": 1, "B": 1}
     | {f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGT")}
@@ -151,6 +154,8 @@ class SampleStore:
         self._lease = Lease(self._folders.leases)
         self.reads = Reads()
         """What reading from the local copies took."""
+        self.verified: set[int] = set()
+        """Files whose crc was checked since the store was opened."""
         self._stop = threading.Event()
         self._window = Window(in_flight)
         self._processes: list[FetcherProcess] = []
@@ -308,6 +313,7 @@ class SampleStore:
                     f"min_samples={min_samples}: {self.remote.name} has only {n_known} samples that can be had; use "
                     "fewer."
                 )
+            self._check_fetchers()
             if wait_s is not None and time.monotonic() - start > wait_s:
                 raise ReadError(
                     f"wait_s={wait_s}: {n_here} samples are in {self.root} after that time, and "
@@ -316,6 +322,15 @@ class SampleStore:
             time.sleep(pause_s)
             pause_s = min(0.2, pause_s * 1.5)
         self._waited_s += time.monotonic() - start
+
+    def _check_fetchers(self) -> None:
+        """Raise ReadError where fetcher processes end as often as they are started."""
+        for process in self._processes:
+            if process.n_died_in_a_row >= _MAX_DEATHS:
+                raise ReadError(
+                    f"{self.remote.name}: the fetcher process has ended {process.n_died_in_a_row} times; its last words: "
+                    f"{process.last_words()}"
+                )
 
     def _check_quarantine(self) -> None:
         n_bad, n_all = self._catalogue.n_bad()

@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any
 import kvikio.defaults
 import numpy as np
 
+import gpuload.backends.cuda.kvikio as kvikio_module
 from gpuload.backends.cuda.kvikio import KvikioReader
 from gpuload.backends.cuda.pinned import PinnedReader
-from gpuload.backends.cuda.readers import PAGE, place_extents
+from gpuload.backends.cuda.readers import PAGE, file_ends, place_extents
 from gpuload.errors import DeviceError, ReadError
+from gpuload.folder_source import FolderSource
 from gpuload.source import BufferSource, FileSource
 
 if TYPE_CHECKING:
@@ -215,6 +217,50 @@ def random_extents_are_byte_exact() -> None:
     assert reader.io_mode == "compat"
     reader.close()
     assert reader.io_mode == "compat"
+
+
+def files_of_a_folder_are_byte_exact_and_few_are_open() -> None:
+    """Chunk files of a store: every read ends at its own file's end, and those used longest ago are closed."""
+    device, rng = Device(), np.random.default_rng(5)
+    folder = Path(tempfile.mkdtemp())
+    sizes = rng.integers(1, 60_000, 40)
+    sizes[:4] = PAGE, 3 * PAGE, 1, 2 * PAGE - 1
+    data = [rng.integers(0, 256, n, dtype=np.uint8) for n in sizes]
+    for number, values in enumerate(data):
+        values.tofile(folder / str(number))
+    stamps = np.array([(folder / str(n)).stat().st_mtime_ns for n in range(40)])
+    kvikio_module.MAX_FILES = 5
+    for reader in (
+        KvikioReader(device, num_threads=3, task_nbytes=TASK_NBYTES),
+        PinnedReader(device, num_threads=2, buffer_nbytes=10_000),
+    ):
+        source = FolderSource(str(folder), [str(n) for n in range(40)], sizes, stamps)
+        for _ in range(6):
+            number = np.sort(rng.integers(0, 40, 60))
+            nbytes = np.array([rng.integers(1, sizes[n] + 1) for n in number])
+            at = np.array([rng.integers(0, sizes[n] - k + 1) for n, k in zip(number, nbytes, strict=True)])
+            offset = source.base[number] + at
+            _, read_nbytes, place, total = place_extents(offset, nbytes, file_ends(source, offset))
+            assert (at - at % PAGE + read_nbytes <= sizes[number]).all()
+            out = Arena(total)
+            reader.start(source, offset, nbytes, place, out, device.stream, name="/X/data").result()
+            driver.cuStreamSynchronize(device.stream)
+            got = out.download()
+            for n, start, k, to in zip(number, at, nbytes, place, strict=True):
+                np.testing.assert_array_equal(got[to : to + k], data[n][start : start + k])
+        if isinstance(reader, KvikioReader):
+            assert len(reader._files._open) <= 5 + 2 * 3 + 2, len(reader._files._open)
+            os.truncate(folder / "7", sizes[7] // 2)
+            offset, nbytes = np.array([source.base[7]]), np.array([sizes[7]])
+            _, _, place, total = place_extents(offset, nbytes, file_ends(source, offset))
+            source.check_file = lambda *_: None
+            read = reader.start(source, offset, nbytes, place, Arena(total), device.stream, name="/X/data")
+            message = read_error_of(read.result)
+            assert message.startswith(f"{folder / '7'}: short read of /X/data at byte 0: wanted {sizes[7]}"), message
+            data[7].tofile(folder / "7")
+            stamps[7] = (folder / "7").stat().st_mtime_ns
+        reader.close()
+        source.close()
 
 
 def pinned_reads_are_byte_exact_too() -> None:
@@ -542,6 +588,7 @@ def gds_is_claimed_only_where_bytes_went_there() -> None:
 
 COMPAT = (
     random_extents_are_byte_exact,
+    files_of_a_folder_are_byte_exact_and_few_are_open,
     pinned_reads_are_byte_exact_too,
     the_mode_is_compat_before_anything_is_read,
     a_truncated_file_is_a_read_error_and_nothing_is_written_after_it,

@@ -60,6 +60,8 @@ def test_every_arm_runs(name, job):
             pytest.skip(f"{package} is not installed")
     if arm.rival == "scdataset_anncollection" and not can_collect():
         pytest.skip("this version of anndata makes no AnnData of an AnnCollection")
+    if arm.rival == "gpuload_zarr":
+        write_collection(job)
     record = measure(replace(job, arm=arm))
     assert record["cells_per_s"] > 0
     assert record["first_batch_s"] > 0
@@ -73,6 +75,19 @@ def test_every_arm_runs(name, job):
         assert record["overlap_ratio"] > 0.9
     if arm.kind == "memory":
         assert len(record["epoch_peaks_mib"]) == 2
+
+
+def write_collection(job):
+    """Write what annbatch would make of the job's file: two shuffled data sets, the rows' numbers as a column."""
+    zarr = pytest.importorskip("zarr", minversion="3.0")
+    anndata = pytest.importorskip("anndata")
+    adata = anndata.read_h5ad(job.path)
+    order = np.random.default_rng(0).permutation(adata.n_obs)
+    adata.obs = adata.obs[[LABEL]].assign(rows=np.arange(adata.n_obs))
+    root = zarr.open_group(str(job.work_dir / f"{job.path.stem}-annbatch.zarr"), mode="w", zarr_format=3)
+    root.attrs["encoding-type"] = "annbatch-preshuffled"
+    for i, rows in enumerate(np.array_split(order, 2)):
+        anndata.io.write_elem(root, f"dataset_{i}", adata[rows].copy())
 
 
 def test_job_survives_json(job):

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from pipelines import growing_store
 
 ROOT = Path(__file__).parents[2]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gpuload.store import Store
+    from tests.conftest import StoreVariant
 
 __all__ = ["store"]
 
@@ -92,3 +93,17 @@ def test_a_break_while_the_last_takes_drain_cancels_the_fetch_waited_for(store: 
         next(batches)
         batches.close()  # type: ignore[attr-defined]
         assert "load 1" in backend.cancelled
+
+
+def test_large_minibatches_are_not_piled_up(store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made ahead is bounded in bytes; two are under way in any case."""
+    path = store_variant("csr-gzip4").path
+    held = {}
+    for bound in (1, 1 << 30):
+        monkeypatch.setattr("gpuload.loader.AHEAD_NBYTES", bound)
+        with gpuload.open_loader(path, device="cpu", batch_size=4, fetch_factor=16) as loader:
+            for _ in loader:
+                pass
+            held[bound] = loader.memory()["minibatches"] / (4 * 4 * loader.n_vars)
+    assert held[1] < 7
+    assert held[1 << 30] >= 8

@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import pytest
 
 from gpuload.cache import SampleStore
 from gpuload.cache.catalogue import POLICIES, cost_of
-from gpuload.cache.fetch import SoftDigests, Window
+from gpuload.cache.fetch import Settings, SoftDigests, Window, get_patiently
 from gpuload.cache.order import visiting_order
 from gpuload.cache.reading import Reader, Sample
 from gpuload.cache.store import parse_nbytes
@@ -73,6 +74,10 @@ def checked(batch: Any) -> list[int]:
         assert key == f"{int(row[0]):04d}.npy"
         assert np.array_equal(row[1:], wanted[1:])
     return [int(row[0]) for row in batch.data]
+
+
+def print_and_fail() -> None:
+    raise RuntimeError("no such bucket")
 
 
 def on_disk(tmp_path: Path) -> int:
@@ -479,14 +484,14 @@ def test_batches_are_the_consumers_own(tmp_path: Path, remote: CountingRemote) -
             assert sorted(i for batch in kept for i in checked(batch)) == list(range(N))
 
 
-def test_reading_lets_go_of_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a sample is read and checked, another thread goes on: with no forced switches, a call that held it would show."""
+def test_reading_lets_go_of_the_interpreter(tmp_path: Path) -> None:
+    """While a sample is read and checked another thread goes on: without forced switches a hold would show."""
     values = np.random.default_rng(0).random(1 << 24, dtype=np.float32)  # 64 MiB
     np.save(tmp_path / "big.npy", values)
     nbytes = os.stat(tmp_path / "big.npy").st_size
     crc = zlib.crc32((tmp_path / "big.npy").read_bytes())
     sample = Sample(1, "big.npy", "", nbytes, str(tmp_path / "big.npy"), crc, 1)
-    reader = Reader("npy", "always", lambda _: b"", lambda *_: None, 2)
+    reader = Reader("npy", "always", lambda _: b"", lambda *_: None, 2, set())
     reader.find_form(sample)
     batch = reader.new_batch(1)
     assert batch is not None
@@ -542,6 +547,19 @@ def test_a_hung_fetcher_is_killed_and_its_stack_is_shown(tmp_path: Path, caplog:
         assert store.stats()["n_in_flight"] == 0
     assert "got nothing done for 1 s" in caplog.text
     assert "remotes.py" in caplog.text
+
+
+def test_a_fetcher_that_cannot_start_is_told(tmp_path: Path) -> None:
+    class Absent(FolderRemote):
+        def __reduce__(self) -> Any:
+            return print_and_fail, ()
+
+    fill(tmp_path / "remote", 1)
+    with (
+        opened(tmp_path, Absent(tmp_path / "remote"), n_processes=1) as store,
+        pytest.raises(ReadError, match=r"the fetcher process has ended \d times; its last words: .*no such bucket"),
+    ):
+        store.snapshot()
 
 
 TRAINING = """
@@ -698,6 +716,29 @@ def test_the_window_halves_and_grows() -> None:
     for thread in threads:
         thread.join()
     assert most[0] <= 9
+
+
+def test_patience_has_bounds() -> None:
+    class Busy:
+        name, n_gets = "busy", 0
+
+        def get(self, wanted: RemoteObject, start: int, stop: int) -> bytes:
+            self.n_gets += 1
+            if self.n_gets < 4:
+                raise ConnectionResetError
+            return b"x" * (stop - start)
+
+    wanted, window, never = RemoteObject("a", 5, ""), Window(16), threading.Event()
+    settings = Settings(0, 0, "fifo", tries=4, first_wait_s=0.001)
+    assert get_patiently(Busy(), wanted, (1, 3), settings, never, window) == b"xx"  # type: ignore[arg-type]
+    assert window.limit < 9  # it was halved
+    with pytest.raises(ConnectionResetError):
+        get_patiently(Busy(), wanted, (1, 3), replace(settings, tries=3), never, window)  # type: ignore[arg-type]
+    never.set()
+    busy = Busy()
+    with pytest.raises(ConnectionResetError):
+        get_patiently(busy, wanted, (1, 3), settings, never, window)  # type: ignore[arg-type]
+    assert busy.n_gets == 1  # who is to stop does not wait
 
 
 def test_an_etag_that_is_no_md5_is_found_out() -> None:

@@ -1,0 +1,159 @@
+"""Native decoders of blosc, gzip, zstd and lz4, against the libraries that write them; and their checksums."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+
+import imagecodecs
+import numpy as np
+import pytest
+
+from gpuload.backends import codecs
+from gpuload.backends.damage import reason
+from gpuload.backends.native import frames
+from gpuload.backends.native.inflate import new_tables
+
+TABLES, ADDRESSES = new_tables(), codecs.Addresses()
+SLACK = 0xDD
+
+
+def values(dtype: str, n: int) -> np.ndarray:
+    return np.minimum(np.random.default_rng(n).geometric(0.3, n), 100).astype(dtype)
+
+
+def as_array(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype=np.uint8).copy()
+
+
+def room(nbytes: int) -> np.ndarray:
+    return np.full(-(-nbytes // 8) * 8 + 64, SLACK, dtype=np.uint8)
+
+
+def blosc(stored: np.ndarray, nbytes: int, lo: int, hi: int) -> tuple[int, np.ndarray]:
+    """Decode a part of a container that lies between other bytes, and see that nothing else is written."""
+    between = np.concatenate([[1, 2, 3], stored, [4, 5]]).astype(np.uint8)
+    out, work = room(nbytes), room(nbytes)
+    got = frames.decode_blosc(between, 3, stored.size, out, nbytes, lo, hi, work, TABLES, ADDRESSES.table)
+    assert (out[nbytes:] == SLACK).all()
+    return got, out
+
+
+def test_the_libraries_are_found() -> None:
+    assert codecs.has_addresses()
+    assert (ADDRESSES.table != 0).all()
+
+
+def test_crc() -> None:
+    assert frames.crc32c(as_array(b"123456789"), 0, 9) == 0xE3069283  # RFC 3720, B.4
+    assert frames.crc32c(np.zeros(32, np.uint8), 0, 32) == 0x8A9136AA
+    assert frames.crc32c(np.full(32, 255, np.uint8), 0, 32) == 0x62A8AB43
+    assert frames.crc32c(np.arange(32, dtype=np.uint8), 0, 32) == 0x46DD794E
+    data = values("u1", 1000)
+    for start, n in ((0, 0), (0, 1), (3, 7), (1, 8), (5, 900)):
+        assert frames.crc32(data, start, n) == zlib.crc32(data[start : start + n].tobytes())
+    checked = np.append(data, np.frombuffer(np.uint32(frames.crc32c(data, 0, 1000)).tobytes(), np.uint8))
+    assert frames.is_crc32c(checked, 0, 1000)
+    checked[-1] ^= 1
+    assert not frames.is_crc32c(checked, 0, 1000)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 3, 4, 8, 16])
+def test_unshuffle(itemsize: int) -> None:
+    data = np.random.default_rng(itemsize).integers(0, 256, itemsize * 37 + itemsize - 1, dtype=np.uint8)
+    n = data.size // itemsize
+    shuffled = np.concatenate([data[: n * itemsize].reshape(n, itemsize).T.ravel(), data[n * itemsize :]])
+    for lo, hi in ((0, n), (5, 30), (36, 37), (7, 7)):
+        for at in (0, 8, 3):
+            out = room(data.size + 8)
+            frames.unshuffle_items(np.append([9], shuffled).astype(np.uint8), 1, out, at, data.size, itemsize, lo, hi)
+            part = slice(lo * itemsize, hi * itemsize)
+            np.testing.assert_array_equal(out[at : at + data.size][part], data[part])
+            np.testing.assert_array_equal(out[at : at + data.size][n * itemsize :], data[n * itemsize :])
+            assert (out[:at] == SLACK).all()
+            assert (out[at + hi * itemsize : at + n * itemsize] == SLACK).all()
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "f4", "i8"])
+@pytest.mark.parametrize("codec", ["blosclz", "lz4", "lz4hc", "zlib", "zstd"])
+@pytest.mark.parametrize("shuffle", [0, 1, 2])
+@pytest.mark.parametrize("level", [0, 5])
+def test_blosc(dtype: str, codec: str, shuffle: int, level: int) -> None:
+    for n, blocksize in ((3, 0), (1000, 0), (5000, 1024), (70_001, 8192)):
+        data = values(dtype, n)
+        raw, size = data.tobytes(), data.itemsize
+        stored = as_array(
+            imagecodecs.blosc_encode(
+                raw, level=level, compressor=codec, shuffle=shuffle, typesize=size, blocksize=blocksize or None
+            )
+        )
+        for lo, hi in ((0, n), (n // 3, n // 2 + 1), (n - 1, n), (0, 1), (max(0, n - 300), n)):
+            got, out = blosc(stored, len(raw), lo * size, hi * size)
+            assert got >= (hi - lo) * size, reason(got)
+            assert out[lo * size : hi * size].tobytes() == raw[lo * size : hi * size]
+
+
+@pytest.mark.parametrize("codec", ["blosclz", "lz4", "zlib", "zstd"])
+@pytest.mark.parametrize("shuffle", [0, 1, 2])
+def test_damaged_blosc(codec: str, shuffle: int) -> None:
+    """Whatever the bytes, it ends and writes nowhere else; each code has words."""
+    rng = np.random.default_rng(shuffle)
+    data = values("f4", 3000)
+    raw = data.tobytes()
+    whole = as_array(
+        imagecodecs.blosc_encode(raw, level=5, compressor=codec, shuffle=shuffle, typesize=4, blocksize=4096)
+    )
+    assert blosc(whole, len(raw), 0, len(raw))[0] == len(raw)
+    n_bad = 0
+    for number in range(1500):
+        damaged = whole.copy()
+        most = 80 if number % 2 else whole.size  # the header and the table, or anywhere
+        for at in rng.integers(0, most, rng.integers(1, 4)):
+            damaged[at] = rng.integers(0, 256)
+        if number % 5 == 0:
+            damaged = damaged[: rng.integers(0, damaged.size)]
+        lo = int(rng.integers(0, len(raw)))
+        got, _ = blosc(damaged, len(raw), lo, int(rng.integers(lo + 1, len(raw) + 1)))
+        if got < 0:
+            n_bad += 1
+            assert reason(got)
+    assert n_bad > 300
+    assert blosc(whole, len(raw) + 4, 0, 8)[0] == frames.BAD_BLOSC_SIZE
+
+
+def test_zstd_and_lz4() -> None:
+    raw = values("f4", 9000).tobytes()
+    out = room(len(raw))
+    zstd = as_array(imagecodecs.zstd_encode(raw))
+    assert frames.decode_zstd(zstd, 0, zstd.size, out, len(raw), ADDRESSES.table) == len(raw)
+    assert out[: len(raw)].tobytes() == raw
+    assert frames.decode_zstd(zstd, 0, zstd.size - 1, out, len(raw), ADDRESSES.table) == frames.BAD_ZSTD
+    assert frames.decode_zstd(zstd, 0, zstd.size, out, len(raw) + 1, ADDRESSES.table) == frames.BAD_ZSTD
+    lz4 = as_array(len(raw).to_bytes(4, "little") + imagecodecs.lz4_encode(raw))
+    for need in (len(raw), len(raw) // 2, 1):
+        out = room(len(raw))
+        assert frames.decode_lz4(lz4, 0, lz4.size, out, len(raw), need, ADDRESSES.table) >= need
+        assert out[:need].tobytes() == raw[:need]
+        assert (out[len(raw) :] == SLACK).all()
+    for n, size in ((lz4.size - 1, len(raw)), (3, len(raw)), (lz4.size, len(raw) - 1)):
+        assert frames.decode_lz4(lz4, 0, n, out, size, size, ADDRESSES.table) == frames.BAD_LZ4
+
+
+def test_gzip() -> None:
+    raw = values("f4", 9000).tobytes()
+    named = bytearray(gzip.compress(raw))
+    named[3] |= 8 | 16 | 4 | 2  # name, comment, further fields, checksum of the header
+    with_all = bytes(named[:10]) + b"\x03\x00abc" + b"name\0" + b"comment\0" + b"\x00\x00" + bytes(named[10:])
+    for stored in (as_array(gzip.compress(raw)), as_array(with_all)):
+        for need, verify in ((len(raw), True), (100, False)):
+            out = room(len(raw))
+            got = frames.gunzip(stored, 0, stored.size, out, len(raw), need, TABLES, verify)
+            assert got >= need, reason(got)
+            assert out[:need].tobytes() == raw[:need]
+            assert (out[len(raw) :] == SLACK).all()
+        for at in (0, 1, 2, -1, -5):
+            damaged = stored.copy()
+            damaged[at] ^= 1
+            assert frames.gunzip(damaged, 0, damaged.size, out, len(raw), len(raw), TABLES, True) < 0
+        for n in range(0, stored.size, 97):
+            assert frames.gunzip(stored[:n].copy(), 0, n, out, len(raw), len(raw), TABLES, True) < 0

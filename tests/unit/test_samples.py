@@ -1,0 +1,242 @@
+"""Samples by ID: the tutorial's dictionaries, PyTorch's DataLoader unchanged, our own loader, and their faults."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpuload.errors import CorruptDataError, PlanError, ReadError
+from gpuload.samples import SampleLoader, SampleSet
+from tests.remotes import FlakyRemote
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+N = 50
+
+
+def value(i: int) -> Any:
+    return torch.full((3, 4), float(i)) + torch.arange(12).reshape(3, 4) / 100
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for i in range(N):
+        torch.save(value(i), folder / f"id-{i}.pt")
+        np.save(folder / f"id-{i}.npy", value(i).numpy())
+    return folder
+
+
+IDS = [f"id-{i}" for i in range(N)]
+LABELS = {id_: int(id_[3:]) for id_ in IDS}
+
+
+def is_right(X: Any, y: Any) -> bool:
+    return all(torch.equal(x, value(int(label))) for x, label in zip(X, y, strict=True))
+
+
+@pytest.mark.parametrize("decode", ["pt", "npy"])
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_pytorchs_loader_takes_it_unchanged(data: Path, decode: str, n_workers: int) -> None:
+    samples = SampleSet(IDS, LABELS, data, decode)
+    assert is_right([samples[3][0]], [samples[3][1]])
+    loader = torch.utils.data.DataLoader(samples, batch_size=8, shuffle=True, num_workers=n_workers)
+    batches = list(loader)
+    assert [len(y) for _, y in batches] == [8] * 6 + [2]
+    assert sorted(int(label) for _, y in batches for label in y) == list(range(N))
+    assert all(is_right(X, y) for X, y in batches)
+
+
+@pytest.mark.parametrize("decode", ["pt", "npy"])
+def test_our_loader_hands_over_the_same(data: Path, decode: str) -> None:
+    with_order = SampleLoader(SampleSet(IDS, LABELS, data, decode), batch_size=8)
+    theirs = torch.utils.data.DataLoader(SampleSet(IDS, LABELS, data, decode), batch_size=8)
+    for (X, y), (wanted_X, wanted_y) in zip(with_order, theirs, strict=True):
+        assert torch.equal(X, wanted_X)
+        assert X.dtype == wanted_X.dtype
+        assert torch.equal(y, wanted_y)
+        assert y.dtype == wanted_y.dtype
+
+
+def test_epochs_orders_and_states(data: Path) -> None:
+    def loader(**settings: Any) -> SampleLoader:
+        return SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8, shuffle=True, **settings)
+
+    one = loader()
+    assert len(one) == 7
+    kept = [list(one) for _ in range(2)]  # batches are the consumer's own
+    assert all(is_right(X, y) for epoch in kept for X, y in epoch)
+    orders = [[int(label) for _, y in epoch for label in y] for epoch in kept]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(N))
+    assert orders[0] != orders[1]
+    again = loader(num_workers=1, in_flight=1)
+    for n_done in range(8):
+        again.set_epoch(0)
+        batches = iter(again)
+        for _ in range(n_done):
+            next(batches, None)
+        state = json.loads(json.dumps(again.state_dict()))
+        rest = loader()
+        rest.load_state_dict(state)
+        wanted = orders[0][n_done * 8 :]
+        assert [int(label) for _, y in rest for label in y] == (wanted or orders[1]) or n_done == 7
+    with pytest.raises(PlanError, match="state: seed=0, and this loader has 1"):
+        loader(seed=1).load_state_dict(state)
+    assert len(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8, drop_last=True)) == 6
+
+
+def test_an_id_may_be_given_twice_and_the_order_is_that_asked_for(data: Path) -> None:
+    ids = ["id-7", "id-7", "id-3", "id-7"]
+    for loader in (SampleLoader, torch.utils.data.DataLoader):
+        ((X, y),) = list(loader(SampleSet(ids, LABELS, data), batch_size=4))
+        assert y.tolist() == [7, 7, 3, 7]
+        assert is_right(X, y)
+
+
+def test_values_are_copied_not_deserialised(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_loads = [0]
+    load = torch.load
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        n_loads[0] += 1
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", counted)
+    samples = SampleSet(IDS, LABELS, data)
+    assert all(is_right(X, y) for X, y in SampleLoader(samples, batch_size=8, num_workers=1, in_flight=1))
+    assert n_loads[0] <= 2
+    assert all(is_right([X], [y]) for X, y in (samples[i] for i in range(N)))
+    assert n_loads[0] <= 2
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.arange(6, dtype=torch.int16).reshape(2, 3),
+        torch.arange(12, dtype=torch.bfloat16),
+        torch.tensor(4.5),
+        torch.arange(24.0).reshape(4, 6).T,
+        torch.arange(24.0)[3:9],
+        torch.zeros(0, 3),
+        torch.tensor([True, False]),
+    ],
+    ids=["int16", "bfloat16", "scalar", "transposed", "part", "empty", "bool"],
+)
+def test_all_kinds_of_tensors(data: Path, odd: Any) -> None:
+    torch.save(odd, data / "odd.pt")
+    samples = SampleSet(["odd", "odd"], None, data)
+    for _ in range(2):
+        X, y = samples[0]
+        assert torch.equal(X, odd)
+        assert (X.dtype, y) == (odd.dtype, "odd")
+    ((X, _),) = list(SampleLoader(samples, batch_size=2))
+    assert torch.equal(X, torch.stack([odd, odd]))
+
+
+def test_other_contents_are_deserialised_or_refused(data: Path) -> None:
+    torch.save({"x": value(1), "n": 3}, data / "dict.pt")
+    X, _ = SampleSet(["dict"], None, data)[0]
+    assert torch.equal(X["x"], value(1))
+    assert X["n"] == 3
+    (data / "bad.pt").write_bytes(b"no tensor at all" * 9)
+    with pytest.raises(CorruptDataError, match="sample 'bad': its 144 bytes cannot be decoded"):
+        SampleSet(["bad"], None, data)[0]
+    decoded = SampleSet(["id-4"], LABELS, data, lambda raw: raw.size, suffix=".pt")[0]
+    assert decoded == ((data / "id-4.pt").stat().st_size, 4)
+    X, _ = SampleSet(["id-4.npy"], None, data, "bytes")[0]
+    assert X.numpy().tobytes() == (data / "id-4.npy").read_bytes()
+
+
+def test_safetensors(data: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    for i in range(N):
+        save_file({"x": value(i)}, data / f"id-{i}.safetensors")
+    assert all(is_right(X, y) for X, y in SampleLoader(SampleSet(IDS, LABELS, data, "safetensors"), batch_size=8))
+
+
+@pytest.mark.parametrize("place", [0, 20, 47])
+def test_a_damaged_sample_is_told(data: Path, place: int) -> None:
+    """Also where only values are damaged: a zip file has a sum of each entry."""
+    samples = SampleSet(IDS, LABELS, data)
+    assert is_right([samples[4][0]], [4])
+    damaged = bytearray((data / "id-5.pt").read_bytes())
+    damaged[damaged.find(value(5).numpy().tobytes()) + place] ^= 255
+    (data / "id-5.pt").write_bytes(damaged)
+    with pytest.raises(CorruptDataError, match=r"sample 'id-5': its \d+ bytes cannot be decoded: the sum of its"):
+        samples[5]
+    with pytest.raises(CorruptDataError, match="sample 'id-5'"):
+        list(SampleLoader(samples, batch_size=8))
+
+
+def test_a_sample_that_fails_ends_the_epoch_after_the_batches_before(data: Path) -> None:
+    (data / "id-20.pt").unlink()
+    batches = iter(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8))
+    assert [label for _ in range(2) for label in next(batches)[1].tolist()] == list(range(16))
+    with pytest.raises(ReadError, match=r"id-20\.pt: cannot be opened: No such file"):
+        next(batches)
+
+
+def test_remotes(data: Path) -> None:
+    remote = FlakyRemote(data, every=5)
+    remote.KINDS = ("busy", "reset", "busy", "reset")  # type: ignore[misc]
+    samples = SampleSet(IDS, LABELS, remote)
+    assert samples.is_remote
+    assert all(is_right(X, y) for X, y in SampleLoader(samples, batch_size=8, shuffle=True))
+    with pytest.raises(ReadError, match=r"none\.pt: no such object"):
+        SampleSet(["none"], None, remote)[0]
+
+
+def test_a_batch_and_the_next_ones_are_fetched_at_once(data: Path) -> None:
+    remote = FlakyRemote(data, every=10**9)
+    remote.wait_s = 0.05
+    loader = SampleLoader(SampleSet(IDS, LABELS, remote), batch_size=4, in_flight=16)
+    assert sum(len(y) for _, y in loader) == N
+    assert 12 <= remote.most_at_once <= 24
+    remote.most_at_once = 0
+    theirs = torch.utils.data.DataLoader(SampleSet(IDS, LABELS, remote, in_flight=5), batch_size=10)
+    assert sum(len(y) for _, y in theirs) == N
+    assert remote.most_at_once == 5
+
+
+def test_an_object_store(data: Path) -> None:
+    pytest.importorskip("obstore")
+    from benchmarks.s3server import start
+    from gpuload.remote import open_remote
+
+    with start(data.parent, p_503=0.2, p_truncate=0.1, most_in_a_row=3) as server:
+        remote = open_remote("s3://data", endpoint=server.url, region="us-east-1", anonymous=True)
+        samples = SampleSet(IDS, LABELS, remote)
+        assert all(is_right(X, y) for X, y in SampleLoader(samples, batch_size=8))
+        assert server.counts().get("HEAD 200", 0) == 0  # one request a sample
+        with pytest.raises(ReadError, match="no such object"):
+            SampleSet(["none"], None, remote)[0]
+
+
+def test_refusals(data: Path) -> None:
+    for arguments, settings, sentence in (
+        ((IDS, {}, data), {}, r"labels: 'id-0' has none \(50 of 50 IDs have none\)"),
+        ((IDS, LABELS, data, "jpg"), {}, "decode='jpg': expected one of 'pt', 'npy'"),
+        ((IDS, LABELS, data), {"in_flight": 0}, "in_flight=0: expected at least 1"),
+    ):
+        with pytest.raises(PlanError, match=sentence):
+            SampleSet(*arguments, **settings)
+    with pytest.raises(ReadError, match="no such folder"):
+        SampleSet(IDS, LABELS, data / "none")
+    samples = SampleSet(IDS, LABELS, data)
+    for settings, sentence in (({"batch_size": 0}, "batch_size=0: expected at least 1"), ({"seed": -1}, "seed=-1: ")):
+        with pytest.raises(PlanError, match=sentence):
+            SampleLoader(samples, **settings)
+    assert list(SampleLoader(SampleSet([], {}, data), batch_size=4, shuffle=True)) == []
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_an_early_break_leaves_nothing_behind(data: Path) -> None:
+    loader = SampleLoader(SampleSet(IDS, LABELS, data), batch_size=4)
+    for _ in loader:
+        break
