@@ -7,13 +7,14 @@
                     train(torch.from_numpy(batch.data))
 
 The parts, each knowing only those above it: `order` (pure), `leases`, `catalogue` (rows), `files` (disk), `fetch`,
-`process`, `reading`, `snapshot`, `store`.
+`process`, `reading`, `snapshot`, `store`, `blocks`.
 """
 
 from __future__ import annotations
 
+from gpuload.cache.blocks import BlockRemote, BlockSource
 from gpuload.cache.reading import SampleBatch
 from gpuload.cache.snapshot import Snapshot
 from gpuload.cache.store import Coverage, SampleStore
 
-__all__ = ["Coverage", "SampleBatch", "SampleStore", "Snapshot"]
+__all__ = ["BlockRemote", "BlockSource", "Coverage", "SampleBatch", "SampleStore", "Snapshot"]

@@ -317,6 +317,16 @@ class Catalogue(Database):
         found = {row[0]: row[1:] for row in rows}
         return [found[i] for i in ids.tolist()]
 
+    def find_key(self, key: str, etag: str) -> tuple[int, str, int, int] | None:
+        """Return (key_id, name, crc, file_id) of the published copy of an object, or None."""
+        found = self.rows(
+            "SELECT k.id, f.name, f.crc, f.id FROM keys k JOIN files f ON f.key_id = k.id AND f.state < 3"
+            " WHERE k.key = ? AND f.state = 1 AND f.etag = ?",
+            key,
+            etag,
+        )
+        return found[0] if found else None
+
     def find_by_id(self, file_id: int) -> File | None:
         """Return a file by its number, where it is published."""
         with self._lock:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from gpuload.remote import Remote
+    from gpuload.remote import Remote, RemoteObject
 
 _log = logging.getLogger("gpuload.cache")
 
@@ -328,8 +328,8 @@ class SampleStore:
         for process in self._processes:
             if process.n_died_in_a_row >= _MAX_DEATHS:
                 raise ReadError(
-                    f"{self.remote.name}: the fetcher process has ended {process.n_died_in_a_row} times; its last words: "
-                    f"{process.last_words()}"
+                    f"{self.remote.name}: the fetcher process has ended {process.n_died_in_a_row} times; its last "
+                    f"words: {process.last_words()}"
                 )
 
     def _check_quarantine(self) -> None:
@@ -363,6 +363,20 @@ class SampleStore:
                 raise CorruptDataError(f"{sample.key}: its digest is not what {self.remote.name} says.")
         self.reads.add_remote(len(memoryview(whole)))
         return whole
+
+    def find_copy(self, wanted: RemoteObject) -> Sample | None:
+        """Return the local copy of an object, if there is one of this content."""
+        found = self._catalogue.find_key(wanted.key, wanted.etag)
+        if found is None:
+            return None
+        key_id, name, crc, file_id = found
+        return Sample(key_id, wanted.key, wanted.etag, wanted.nbytes, self._folders.path(name), crc, file_id)
+
+    def get_patiently(self, wanted: RemoteObject, start: int, stop: int) -> Any:
+        """Return bytes of an object from the remote, asked for again where it is busy."""
+        piece = get_patiently(self.remote, wanted, (start, stop), self._settings, self._stop, self._window)
+        self.reads.add_remote(stop - start)
+        return piece
 
     def drop_copy(self, sample: Sample, fault: str) -> None:
         """Remove a local copy that is damaged; it will be downloaded anew."""

@@ -117,12 +117,7 @@ class Cells:
         """Return the class of each cell by one column or by several together; numbers and booleans are classes too."""
         codes, names = self._coded(columns[0])
         for column in columns[1:]:
-            more, more_names = self._coded(column)
-            joint = np.where((codes < 0) | (more < 0), -1, codes.astype(np.int64) * len(more_names) + more)
-            found = _distinct(joint)
-            found = found[found >= 0]
-            names = tuple(f"{names[i]}, {more_names[j]}" for i, j in zip(*_unjoin(found, len(more_names)), strict=True))
-            codes = np.where(joint < 0, -1, np.searchsorted(found, joint)).astype(np.int32)
+            codes, names = _joint(codes, names, *self._coded(column))
         return Classes(codes, names)
 
     def _coded(self, name: str) -> tuple[NDArray[np.integer], tuple[str, ...]]:
@@ -227,14 +222,28 @@ def check_rows(sampler: str, cells: Cells) -> None:
         raise PlanError(f"{sampler}: there are no cells to draw from.")
 
 
+def _joint(
+    codes: NDArray[np.integer], names: tuple[str, ...], more: NDArray[np.integer], more_names: tuple[str, ...]
+) -> tuple[NDArray[np.integer], tuple[str, ...]]:
+    """Return the classes that two columns make together: those that occur."""
+
+    def joint(start: int) -> NDArray[np.int64]:
+        first, second = codes[start : start + SLICE].astype(np.int64), more[start : start + SLICE]
+        return np.where((first < 0) | (second < 0), -1, first * len(more_names) + second)
+
+    starts = range(0, codes.size, SLICE)
+    found = np.unique(np.concatenate([np.unique(joint(start)) for start in starts]))
+    found = found[found >= 0]
+    out = np.empty(codes.size, dtype=np.int32)
+    for start in starts:
+        part = joint(start)
+        out[start : start + SLICE] = np.where(part < 0, -1, np.searchsorted(found, part))
+    pairs = zip(*(part.tolist() for part in np.divmod(found, len(more_names))), strict=True)
+    return out, tuple(f"{names[i]}, {more_names[j]}" for i, j in pairs)
+
+
 def _distinct(values: NDArray[Any]) -> NDArray[Any]:
     """Return the distinct values of a long array, ascending; slice by slice, as they are few."""
-    found = np.unique(values[:SLICE])
-    for start in range(SLICE, values.size, SLICE):
-        found = np.union1d(found, values[start : start + SLICE])
-    return found
-
-
-def _unjoin(joint: NDArray[np.int64], n: int) -> tuple[list[int], list[int]]:
-    first, second = np.divmod(joint, n)
-    return first.tolist(), second.tolist()
+    return np.unique(
+        np.concatenate([np.unique(values[start : start + SLICE]) for start in range(0, values.size, SLICE)])
+    )

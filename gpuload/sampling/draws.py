@@ -131,7 +131,7 @@ class Weighted:
             raise PlanError(f"Weighted(replace={self.replace!r}): expected True or False.")
 
     def over(self, cells: Cells) -> Strategy:
-        """Sort the cells by weight; 4 bytes a cell are held, 12 with more than 1,024 different weights."""
+        """Sort the cells by weight; 4 bytes a cell are held, 16 with more than 1,024 different weights."""
         check_rows("Weighted", cells)
         weights = check_weights(self.weights, cells)
         about = {"name": "Weighted", "replace": bool(self.replace)}

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-SLICE = 1 << 18
-"""Rows worked on at a time."""
+SLICE = 1 << 15
+"""Rows worked on at a time: arrays of so many numbers stay in the processor's caches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,8 +155,9 @@ def group_rows(
     """
     counts = np.zeros(n_groups + 1, dtype=np.int64)
     n_runs, last = 0, None
-    for start in range(0, n_rows, SLICE):
-        part = codes(start, min(start + SLICE, n_rows))
+    step = max(SLICE, 4 * n_groups)
+    for start in range(0, n_rows, step):
+        part = codes(start, min(start + step, n_rows))
         counts += np.bincount(part.astype(np.int64) + 1, minlength=n_groups + 1)
         n_runs += int(np.count_nonzero(part[1:] != part[:-1])) + int(last is None or part[0] != last)
         last = part[-1]
@@ -200,8 +201,9 @@ def _group_table(codes: Callable[[int, int], NDArray[np.integer]], n_rows: int, 
     table = np.empty(int(edges[-1]), dtype=_row_dtype(n_rows))
     place = edges[:-1].copy()
     small = np.int16 if n_groups < 1 << 15 else np.int64  # NumPy sorts 16-bit numbers by radix
-    for start in range(0, n_rows, SLICE):
-        part = codes(start, min(start + SLICE, n_rows)).astype(small)
+    step = max(SLICE, 4 * n_groups)
+    for start in range(0, n_rows, step):
+        part = codes(start, min(start + step, n_rows)).astype(small)
         order = np.argsort(part, kind="stable")
         counts = np.bincount(part.astype(np.int64) + 1, minlength=n_groups + 1)
         n_missing, counts = int(counts[0]), counts[1:]

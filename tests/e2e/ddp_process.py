@@ -34,7 +34,7 @@ def main(job: dict[str, Any]) -> None:
         init_method=f"file://{job['meeting']}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=120),
     )
     with gpuload.open_loader(job["paths"], num_threads=1, **job["settings"]) as loader:
         assert (loader.rank, loader.world_size) == (dist.get_rank(), dist.get_world_size())

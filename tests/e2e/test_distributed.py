@@ -42,7 +42,7 @@ def run(n_ranks: int, folder: Path, paths: list[Path], **job: Any) -> list[dict[
     ]
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=180)
+            _, errors = process.communicate(timeout=400)
             assert process.returncode == 0, errors
     finally:
         for process in processes:

@@ -380,7 +380,7 @@ def test_an_unknown_generation_is_refused(tmp_path: Path, remote: CountingRemote
 
 def test_a_flaky_remote_is_got_through(tmp_path: Path) -> None:
     remote = FlakyRemote(fill(tmp_path / "remote", N), every=3)
-    with opened(tmp_path, remote, n_held=N, piece_nbytes=1_500, tries=10) as store:
+    with opened(tmp_path, remote, n_held=N, piece_nbytes=1_500, tries=10, max_failures=50) as store:
         full(store, N)
         assert sorted(train(store)) == list(range(N))
         assert not store.quarantine()
