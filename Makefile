@@ -18,7 +18,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/gpuload demo
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(VENV)/check.stamp
 	$(BIN)/ruff check .

@@ -185,4 +185,4 @@ class _Model:
 def _log_ratio(counts: NDArray[np.float64]) -> NDArray[np.float32]:
     """Return ``log1p(counts / geometric mean of (1 + counts))`` of each cell."""
     centre = np.exp(np.log1p(counts).mean(axis=1, keepdims=True))
-    return np.log1p(counts / centre).astype(np.float32)
+    return np.asarray(np.log1p(counts / centre), dtype=np.float32)

@@ -180,10 +180,11 @@ def write_scdl(folder: Path, X: csr_matrix, dtypes: str = "f4 u8 u4", *, has_hea
     (folder / "metadata.json").write_text('{"num_rows": 0}')  # not kept up, and so not to be believed
 
 
-def scdl(folder: Path, dtypes: str = "f4 u8 u4", *, has_header: bool = True) -> Form:
-    write_scdl(folder, counts(), dtypes, has_header=has_header)
+def scdl(folder: Path, dtypes: str = "f4 u8 u4", *, scale: int = 1, has_header: bool = True) -> Form:
+    X = counts() * scale
+    write_scdl(folder, X, dtypes, has_header=has_header)
     obs = writers.cells_frame()
-    return Form(folder, counts(), NAMES, {c: obs[c].astype(object).tolist() for c in ("cell_line", "n_counts")})
+    return Form(folder, X, NAMES, {c: obs[c].astype(object).tolist() for c in ("cell_line", "n_counts")})
 
 
 def list_of_forms(folder: Path) -> Form:
@@ -224,6 +225,8 @@ FORMS: dict[str, Callable[[Path], Form]] = {
     "list-of-npz": list_of_forms,
     "scdl": scdl,
     "scdl-small": partial(scdl, dtypes="u1 u2 u1"),
+    "scdl-u1": partial(scdl, dtypes="u1 u4 u1", scale=28),
+    "scdl-u2": partial(scdl, dtypes="u2 u4 u1", scale=7000),
     "scdl-half": partial(scdl, dtypes="f2 u4 u2"),
     "scdl-wide": partial(scdl, dtypes="f8 u8 u8"),
     "scdl-no-header": partial(scdl, has_header=False),

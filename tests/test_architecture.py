@@ -28,7 +28,8 @@ LAYERS = [
     {"backends"},
     {"store"},
     {"folder_source"},
-    {"layout", "plan", "source", "stats", "state", "distributed", "where", "dealing", "diversity", "settings", "remote"},
+    {"layout", "plan", "source", "stats", "state", "distributed", "where", "dealing", "diversity", "settings"}
+    | {"remote"},
     {"sampling", "label_cells"},
     {"order"},
     {"permute"},
@@ -48,7 +49,7 @@ HOMES = {
     "numba": {"backends/native/"},
     "llvmlite": {"backends/native/"},
     "imagecodecs": {"backends/codecs.py"},
-    "torch": {"torch.py", "cli/training.py", "estimators/arrays.py", "samples.py"},  # the demo trains; estimators calculate
+    "torch": {"torch.py", "cli/training.py", "estimators/arrays.py", "samples/"},  # estimators calculate
     "nvidia": {"dali.py"},
     "lightning": {"lightning.py"},
     "cupy": {"backends/cuda/device.py", "estimators/arrays.py"},

@@ -126,6 +126,17 @@ def collection(path: Path, n_datasets: int = 11, **options: Any) -> None:
         add_csr(group, "X", counts(20 + i, seed=i), indices_dtype=np.uint16, shards=True, compressors=LZ4_SHUFFLED)
 
 
+def resized(path: Path, **options: Any) -> None:
+    """Shrink an array that was written larger, so that shards hold chunks beyond its edge; and add strange files."""
+    dense = counts().toarray()
+    array = add_array(open_group(path), "X", np.full((2 * N_OBS, 2 * N_VARS), 9, np.float32), **options)
+    array[:N_OBS, :N_VARS] = dense
+    array.resize((N_OBS, N_VARS))
+    for stray in ("c/99/0", "c/0/x", "c/0/00", "c/notes.txt", "0"):
+        (path / "X" / stray).parent.mkdir(exist_ok=True)
+        (path / "X" / stray).write_bytes(b"nothing")
+
+
 def absent(path: Path, zarr_format: int, is_csr: bool, fill: float, **options: Any) -> None:
     """Write only every other chunk, or parts of shards; the others read as the fill value."""
     root, X = open_group(path, zarr_format), counts()
@@ -248,6 +259,8 @@ def forms() -> Iterator[ZarrForm]:
     yield ZarrForm("v2-slash", partial(dense, zarr_format=2, chunks=(16, 20), chunk_key_encoding=_keys("v2", "/")))
     yield ZarrForm("v3-dot", partial(dense, chunks=(16, 20), chunk_key_encoding=_keys("default", ".")))
     yield ZarrForm("v3-v2-keys", partial(dense, chunks=(16, 20), chunk_key_encoding=_keys("v2", "/")))
+    yield ZarrForm("v3-resized", partial(resized, chunks=(10, 20)))
+    yield ZarrForm("v3-resized-sharded", partial(resized, chunks=(10, 20), shards=(40, 80), compressors=LZ4_SHUFFLED))
     for location in ("start", "end"):
         for has_crc in (True, False):
             label = f"{location}-{'crc' if has_crc else 'bare'}"

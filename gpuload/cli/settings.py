@@ -70,7 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", choices=("dense", "csr"), default="dense", help="container of a minibatch (default: dense)"
     )
     group.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of a dense minibatch (default: float32)"
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="float32",
+        help="of a dense minibatch (default: float32)",
     )
     group.add_argument("--device", default="auto", help="cpu, cuda:0 or auto (default: auto)")
     group.add_argument(

@@ -78,7 +78,7 @@ class PairedControl:
         return check_names("PairedControl", "fallback", self.fallback) if self.fallback else ()
 
     def over(self, cells: Cells) -> Strategy:
-        """Find the perturbed cells and their controls; about 12 bytes a perturbed cell and 4 a control are held, twice that meanwhile."""
+        """Find the cells and their controls; about 12 bytes a cell are held, and twice that meanwhile."""
         check_rows("PairedControl", cells)
         if cells.batch_size % 2:
             raise PlanError(

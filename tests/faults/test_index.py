@@ -7,7 +7,6 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import h5py
 import numpy as np
 import pytest
 
@@ -19,6 +18,8 @@ from tests.writers import counts, write_csr, write_h5ad, write_plain
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    import h5py
 
     from tests.conftest import StoreVariant
 

@@ -32,6 +32,8 @@ EXPRESSIONS = {
     "cell_line in {'K562'}": "cell_line == 'K562'",
     "depth < 0.1": None,
     "0.1 > depth": None,
+    "0.1 < depth": None,
+    "500 >= n_counts": None,
     "-0.5 <= depth < +0.5": None,
     "n_counts >= 500 and depth < 0 or cell_line == 'HeLa'": None,
     "n_counts >= 500 and (depth < 0 or cell_line == 'HeLa')": None,

@@ -26,7 +26,8 @@ def make(folder: Path, sizes: list[int]) -> tuple[FolderSource, list[np.ndarray]
     for i, values in enumerate(data):
         (folder / f"f{i}").write_bytes(values.tobytes())
     stamps = np.array([(folder / f"f{i}").stat().st_mtime_ns for i in range(len(sizes))], dtype=np.int64)
-    return FolderSource(str(folder), [f"f{i}" for i in range(len(sizes))], np.array(sizes, dtype=np.int64), stamps), data
+    names = [f"f{i}" for i in range(len(sizes))]
+    return FolderSource(str(folder), names, np.array(sizes, dtype=np.int64), stamps), data
 
 
 @pytest.fixture
@@ -161,7 +162,7 @@ def test_other_sources_files_are_closed_where_the_process_has_too_many(
     monkeypatch.setattr(os, "open", limited)
     assert source.read_into(out, int(source.base[20])) == 1
     assert out[0] == data[20][0]
-    with source.hold([1, 2, 3]), pytest.raises(ReadError, match="Too many open files.*ulimit"):
+    with source.hold([1, 2, 3]), pytest.raises(ReadError, match=r"Too many open files.*ulimit"):
         source.read_into(out, int(source.base[21]))
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gzip
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 
 import imagecodecs
 import numpy as np
 import pytest
 
-from gpuload.backends import codecs
-from gpuload.backends.damage import reason
-from gpuload.backends.native import frames
-from gpuload.backends.native.inflate import new_tables
+numcodecs = pytest.importorskip("numcodecs")
 
+from gpuload.backends import codecs  # noqa: E402
+from gpuload.backends.damage import reason  # noqa: E402
+from gpuload.backends.native import frames  # noqa: E402
+from gpuload.backends.native.inflate import new_tables  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
 TABLES, ADDRESSES = new_tables(), codecs.Addresses()
 SLACK = 0xDD
 
@@ -28,6 +34,11 @@ def as_array(data: bytes) -> np.ndarray:
 
 def room(nbytes: int) -> np.ndarray:
     return np.full(-(-nbytes // 8) * 8 + 64, SLACK, dtype=np.uint8)
+
+
+def container(data: np.ndarray, codec: str, shuffle: int, blocksize: int, level: int = 5) -> np.ndarray:
+    """Return what c-blosc makes of an array; imagecodecs' own encoder knows no size of elements."""
+    return as_array(numcodecs.Blosc(codec, level, shuffle, blocksize).encode(data))
 
 
 def blosc(stored: np.ndarray, nbytes: int, lo: int, hi: int) -> tuple[int, np.ndarray]:
@@ -82,11 +93,8 @@ def test_blosc(dtype: str, codec: str, shuffle: int, level: int) -> None:
     for n, blocksize in ((3, 0), (1000, 0), (5000, 1024), (70_001, 8192)):
         data = values(dtype, n)
         raw, size = data.tobytes(), data.itemsize
-        stored = as_array(
-            imagecodecs.blosc_encode(
-                raw, level=level, compressor=codec, shuffle=shuffle, typesize=size, blocksize=blocksize or None
-            )
-        )
+        stored = container(data, codec, shuffle, blocksize, level)
+        assert stored[3] == size
         for lo, hi in ((0, n), (n // 3, n // 2 + 1), (n - 1, n), (0, 1), (max(0, n - 300), n)):
             got, out = blosc(stored, len(raw), lo * size, hi * size)
             assert got >= (hi - lo) * size, reason(got)
@@ -100,9 +108,7 @@ def test_damaged_blosc(codec: str, shuffle: int) -> None:
     rng = np.random.default_rng(shuffle)
     data = values("f4", 3000)
     raw = data.tobytes()
-    whole = as_array(
-        imagecodecs.blosc_encode(raw, level=5, compressor=codec, shuffle=shuffle, typesize=4, blocksize=4096)
-    )
+    whole = container(data, codec, shuffle, 4096)
     assert blosc(whole, len(raw), 0, len(raw))[0] == len(raw)
     n_bad = 0
     for number in range(1500):
@@ -119,6 +125,45 @@ def test_damaged_blosc(codec: str, shuffle: int) -> None:
             assert reason(got)
     assert n_bad > 300
     assert blosc(whole, len(raw) + 4, 0, 8)[0] == frames.BAD_BLOSC_SIZE
+
+
+GUARDED = """
+import ctypes, mmap
+import numpy as np
+from tests.unit.test_frames import ADDRESSES, TABLES, container, frames, values
+
+def guarded(nbytes):
+    size = -(-nbytes // 4096) * 4096
+    memory = mmap.mmap(-1, size + 4096)
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.ctypes.data + size), 4096, 0) == 0
+    return whole[size - nbytes : size]
+
+rng, raw = np.random.default_rng(0), values("f4", 3000).tobytes()
+for codec in ("lz4", "zlib", "zstd"):
+    for shuffle in (0, 1):
+        stored = container(values("f4", 3000), codec, shuffle, 4096)
+        src, out, work = guarded(len(stored)), guarded(len(raw)), guarded(len(raw))
+        for number in range(3000):
+            src[:] = stored
+            for at in rng.integers(0, 80 if number % 2 else src.size, rng.integers(1, 4)):
+                src[at] = rng.integers(0, 256)
+            cut = int(rng.integers(0, 40)) if number % 3 == 0 else 0
+            frames.decode_blosc(
+                src[cut:] if number % 2 else src, 0, src.size - (cut if number % 2 else 0), out, len(raw), 0, len(raw),
+                work, TABLES, ADDRESSES.table,
+            )
+            for place in (16, 20, 24):  # blocks that begin near the end of the container
+                src[:] = stored
+                src[place : place + 4].view(np.uint32)[:] = src.size - rng.integers(0, 40)
+                frames.decode_blosc(src, 0, src.size, out, len(raw), 0, len(raw), work, TABLES, ADDRESSES.table)
+"""
+
+
+def test_nothing_is_read_or_written_outside_the_arrays() -> None:
+    """Input, output and scratch each end where memory does: a single byte beyond ends the process."""
+    done = subprocess.run([sys.executable, "-c", GUARDED], cwd=ROOT, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 
 def test_zstd_and_lz4() -> None:

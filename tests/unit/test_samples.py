@@ -139,6 +139,25 @@ def test_all_kinds_of_tensors(data: Path, odd: Any) -> None:
     assert torch.equal(X, torch.stack([odd, odd]))
 
 
+def test_a_batch_of_several_dtypes_is_what_pytorch_makes_of_it(data: Path) -> None:
+    torch.save(torch.arange(12, dtype=torch.int32).reshape(3, 4), data / "whole.pt")
+    samples = SampleSet(["id-1", "whole", "id-2"], None, data)
+    ((X, _),) = list(SampleLoader(samples, batch_size=3, num_workers=1, in_flight=1))
+    ((wanted, _),) = list(torch.utils.data.DataLoader(samples, batch_size=3))
+    assert torch.equal(X, wanted)
+    assert torch.equal(X[1], torch.arange(12.0).reshape(3, 4))
+    torch.save(torch.zeros(2), data / "short.pt")
+    with pytest.raises(RuntimeError, match="equal size"):
+        list(SampleLoader(SampleSet(["id-1", "short"], None, data), batch_size=2, num_workers=1))
+
+
+def test_threads_of_the_parent_are_not_taken_for_a_workers(data: Path) -> None:
+    samples = SampleSet(IDS, LABELS, data, in_flight=1)
+    assert len(samples.__getitems__([0, 1])) == 2  # from now on it has its thread
+    loader = torch.utils.data.DataLoader(samples, batch_size=8, num_workers=1, timeout=20)
+    assert all(is_right(X, y) for X, y in loader)
+
+
 def test_other_contents_are_deserialised_or_refused(data: Path) -> None:
     torch.save({"x": value(1), "n": 3}, data / "dict.pt")
     X, _ = SampleSet(["dict"], None, data)[0]

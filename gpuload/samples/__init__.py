@@ -1,0 +1,17 @@
+"""Samples by ID: one file or object per sample, labels in a dictionary. For PyTorch's DataLoader, and for our own.
+
+    training_set = SampleSet(partition["train"], labels, "data/")            # data/<ID>.pt
+    torch.utils.data.DataLoader(training_set, batch_size=64, shuffle=True, num_workers=6)
+    SampleLoader(training_set, batch_size=64, shuffle=True, num_workers=6)   # threads; the next batches are under way
+
+Files of one tensor (.pt, .npy, .safetensors) are not deserialised: where a file's description of its tensor is byte for
+byte one that was seen before, its values are copied to their place by a thread that holds no GIL. What is described
+otherwise is read by the format's own library.
+"""
+
+from __future__ import annotations
+
+from gpuload.samples.loader import SampleLoader
+from gpuload.samples.sampleset import SampleSet
+
+__all__ = ["SampleLoader", "SampleSet"]

@@ -1,0 +1,136 @@
+"""Samples by ID, as a map-style dataset."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError
+from gpuload.samples.forms import FORMATS, Forms, Span, bytes_of, load
+from gpuload.samples.sources import RemoteSource, open_source
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingDependencyError("torch", "gpuload.samples", "torch") from error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.remote import Remote
+
+
+class SampleSet:
+    """Samples by ID, as a map-style dataset: ``set[i]`` is ``(X, y)``.
+
+    Parameters
+    ----------
+    ids
+        IDs, in the order of the numbers that stand for them; some may be given more than once.
+    labels
+        Label of each ID; None hands over ``(X, ID)``.
+    source
+        A folder, an address (``s3://bucket/prefix``), or a `gpuload.remote.Remote`; the sample of an ID is under
+        ``ID + suffix``.
+    decode
+        ``"pt"`` (one tensor, as torch.save writes it), ``"npy"``, ``"safetensors"`` (one tensor), ``"bytes"`` (a uint8
+        tensor); or a function from a uint8 array to a sample.
+    suffix
+        What follows the ID; None takes ``"." + decode``, and nothing for bytes and functions.
+    in_flight
+        Samples fetched at a time for a batch that a DataLoader's worker asks for.
+
+    Raises
+    ------
+    PlanError
+        An option that cannot be carried out, or an ID without a label.
+    ReadError
+        There is no such source.
+
+    Notes
+    -----
+    It needs no base class: PyTorch's DataLoader takes it as it is, with any number of workers, and asks it for whole
+    batches (``__getitems__``), whose samples are then fetched concurrently.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[Any],
+        labels: Mapping[Any, Any] | None,
+        source: Remote | str | os.PathLike[str],
+        decode: str | Callable[[NDArray[np.uint8]], Any] = "pt",
+        *,
+        suffix: str | None = None,
+        in_flight: int = 16,
+    ) -> None:
+        if not callable(decode) and decode not in FORMATS:
+            raise PlanError(f"decode={decode!r}: expected one of {', '.join(map(repr, FORMATS))} or a function.")
+        if in_flight < 1:
+            raise PlanError(f"in_flight={in_flight}: expected at least 1.")
+        missing = [i for i in ids if i not in labels] if labels is not None else []
+        if missing:
+            raise PlanError(f"labels: {missing[0]!r} has none ({len(missing)} of {len(ids)} IDs have none).")
+        self.ids = list(ids)
+        self.labels = labels
+        self._decode = decode
+        self._suffix = suffix if suffix is not None else f".{decode}" if decode in FORMATS[:3] else ""
+        self._in_flight = in_flight
+        self._source = open_source(source)
+        self._forms = Forms(decode) if isinstance(decode, str) else None
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether samples come over a network, so that many have to be under way at a time."""
+        return isinstance(self._source, RemoteSource)
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """Return (X, y) of a sample, by its number; X is the caller's own."""
+        id_ = self.ids[index]
+        return self.decode(id_, self.fetch(id_)), self.label(id_)
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Any, Any]]:
+        """Return (X, y) of several samples, in the order asked for; they are fetched concurrently."""
+        if self._pool is None or self._pool[0] != os.getpid():  # threads do not come along into a worker
+            self._pool = os.getpid(), ThreadPoolExecutor(self._in_flight, thread_name_prefix="gpuload-samples")
+        return list(self._pool[1].map(self.__getitem__, indices))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pool": None}
+
+    def label(self, id_: Any) -> Any:
+        """Return the label of an ID, or the ID where there are no labels."""
+        return id_ if self.labels is None else self.labels[id_]
+
+    def fetch(self, id_: Any) -> NDArray[np.uint8]:
+        """Return the bytes of a sample."""
+        return self._source.read(f"{id_}{self._suffix}")
+
+    def span(self, data: NDArray[np.uint8]) -> Span | None:
+        """Return where the values of a sample lie in its bytes; None where it has to be deserialised."""
+        return None if self._forms is None else self._forms.find(data)
+
+    def decode(self, id_: Any, data: NDArray[np.uint8]) -> Any:
+        """Return the sample that its bytes are; what cannot be decoded is a CorruptDataError that names the ID."""
+        try:
+            if callable(self._decode):
+                return self._decode(data)
+            span = self.span(data)
+            if span is None:
+                return load(str(self._decode), data)
+            values = torch.empty(span.shape, dtype=span.dtype)
+            np.copyto(bytes_of(values), data[span.start : span.start + span.nbytes])
+        except MissingDependencyError:
+            raise
+        except Exception as error:
+            raise CorruptDataError(f"sample {id_!r}: its {data.size} bytes cannot be decoded: {error}") from error
+        return values

@@ -1,0 +1,85 @@
+"""Where samples lie: files of a folder, or objects of a remote; each is read whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import ReadError
+from gpuload.remote import BusyError, open_remote
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.remote import Remote
+
+_TRIES = 6
+"""Requests for a sample before its store is given up."""
+
+
+class FolderSource:
+    """Files of a folder, read whole."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def read(self, key: str) -> NDArray[np.uint8]:
+        """Return all bytes of a file."""
+        path = os.path.join(self._folder, key)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the ID and the suffix.") from error
+        try:
+            data = np.empty(os.fstat(fd).st_size, dtype=np.uint8)
+            done = 0
+            while done < data.size:
+                got = os.preadv(fd, [data[done:].data], done)
+                if not got:
+                    raise ReadError(f"{path}: short read: wanted {data.size} bytes, got {done}.")
+                done += got
+        finally:
+            os.close(fd)
+        return data
+
+
+class RemoteSource:
+    """Objects of a remote, read whole, with patience."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    def read(self, key: str) -> NDArray[np.uint8]:
+        """Return all bytes of an object; asked for again where the remote is busy."""
+        for attempt in range(_TRIES):
+            try:
+                return np.frombuffer(self._get(key), dtype=np.uint8)
+            except (BusyError, ConnectionError, TimeoutError):
+                if attempt + 1 == _TRIES:
+                    raise
+                time.sleep(random.uniform(0, 0.1 * 2**attempt))  # noqa: S311
+        raise AssertionError
+
+    def _get(self, key: str) -> Any:
+        whole = getattr(self._remote, "get_whole", None)
+        if whole is not None:
+            return whole(key)  # one request instead of two
+        found = self._remote.head(key)
+        if found is None:
+            raise ReadError(f"{self._remote.name}/{key}: no such object. Check the ID and the suffix.")
+        return self._remote.get(found, 0, found.nbytes)
+
+
+def open_source(source: Remote | str | os.PathLike[str]) -> FolderSource | RemoteSource:
+    """Return the source at an address, in a folder, or over a remote."""
+    if not isinstance(source, (str, os.PathLike)):
+        return RemoteSource(source)
+    if "://" in os.fspath(source):
+        return RemoteSource(open_remote(source))
+    if not os.path.isdir(source):
+        raise ReadError(f"{os.fspath(source)}: no such folder. Check the path.")
+    return FolderSource(os.fspath(source))
