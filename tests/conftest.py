@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     StoreVariant = Callable[[str], Stored]
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background; programs under test inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

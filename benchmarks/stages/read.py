@@ -23,8 +23,8 @@ def measure(setting: Setting) -> list[Rate]:
     def read_all() -> None:
         for read in reads:
             place = np.cumsum(read.extent_nbytes) - read.extent_nbytes
-            descriptor = read.layout.source.fileno()
-            done = read_extents(descriptor, read.extent_offset, read.extent_nbytes, place, buffer)
+            descriptors = np.full(place.size, read.layout.source.fileno(), dtype=np.int32)
+            done = read_extents(descriptors, read.extent_offset, read.extent_nbytes, place, buffer)
             if done < place.size:
                 raise OSError(f"extent {done} of {read.layout.name} could not be read")
 

@@ -127,7 +127,7 @@ def test_a_damaged_chunk_exits_with_1(run, path, tmp_path):
 def test_unknown_label_and_layer(run, path):
     code, _, err = run("inspect", path, "--label", "plates")
     assert code == 1
-    assert "obs has no column 'plates'; it has 'plate', 'cell_line'" in err
+    assert "obs has no column 'plates'; did you mean 'plate'? It has 'plate', 'cell_line'" in err
     code, _, err = run("inspect", path, "--layer", "counts")
     assert code == 1
     assert "there is no layer 'counts'" in err

@@ -269,7 +269,7 @@ def test_help_teaches_by_examples(run):
         (("--label", "cell_line", "--mask", "1.5"), 2, "argument --mask: 1.5: expected a number from 0 to 1"),
         (("--label", "cell_line", "--epochs", "few"), 2, "argument --epochs: invalid number value: 'few'"),
         (("--label", "cell_line", "--block-size", "rows"), 2, "train_dali.py: block_size='rows': expected "),
-        (("--label", "line"), 1, "obs has no column 'line'; it has 'plate', 'cell_line'"),
+        (("--label", "line"), 1, "obs has no column 'line'; did you mean 'cell_line'? It has 'plate', 'cell_line'"),
         (("--label", "pass_filter"), 2, "--label pass_filter: expected cells, and an obs column of two categories"),
         (
             ("--label", "cell_line", "--genes", "nowhere.txt"),
