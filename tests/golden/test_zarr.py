@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -148,6 +149,42 @@ def test_stale_consolidated_metadata_is_not_believed(tmp_path: Path) -> None:
         writers.add_array(root, "X", np.full((N_OBS, N_VARS), 5, np.float32), chunks=(30, 30))
         X, _ = read(path, "X", batch_size=1000)
         assert (X == 5).all()
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_of_two_members_of_a_zip_the_later_counts(tmp_path: Path) -> None:
+    """As zarr's own store of that kind writes them: whatever is changed is appended."""
+    path = tmp_path / "twice.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for fill in (7, None):
+            folder = tmp_path / f"store-{fill}.zarr"
+            writers.dense(folder, chunks=(20, 53))
+            if fill:
+                writers.zarr.open_group(str(folder))["X"][...] = fill
+            for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+                archive.write(file, file.relative_to(folder).as_posix())
+    X, rows = read(path, "X", batch_size=50)
+    np.testing.assert_array_equal(X, counts().toarray()[rows])
+
+
+def test_strings_some_of_which_are_missing(tmp_path: Path) -> None:
+    """As anndata writes columns of pandas' strings since 0.12.3."""
+    path = tmp_path / "strings.zarr"
+    writers.csr(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        root = zarr.open_group(str(path), mode="r+")
+        group = root["obs"].create_group("batch")
+        group.attrs.update({"encoding-type": "nullable-string-array", "encoding-version": "0.1.0"})
+        values = np.array(["a", "b", "zoë", ""] * N_OBS, dtype=object)[:N_OBS]
+        group.create_array("values", shape=(N_OBS,), dtype=str, chunks=(50,))[...] = values
+        writers.add_array(group, "mask", np.arange(N_OBS) % 3 == 0, chunks=(50,))
+        root["obs"].attrs["column-order"] = [*root["obs"].attrs["column-order"], "batch"]
+    with gpuload.open_loader(path, obs=["batch"], batch_size=20) as loader:
+        assert list(loader.categories["batch"]) == ["", "a", "b", "zoë"]
+        for batch in loader:
+            names = [None if code < 0 else loader.categories["batch"][code] for code in batch.obs["batch"]]
+            assert names == [None if row % 3 == 0 else values[row] for row in batch.rows]
 
 
 def test_many_chunk_files_with_few_descriptors(tmp_path: Path) -> None:

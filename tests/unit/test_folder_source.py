@@ -83,9 +83,10 @@ def test_ranges_of_more_files_than_are_held_at_a_time(made: tuple[FolderSource, 
     wanted = np.concatenate([data[n][a : a + k] for n, a, k in zip(number, at, nbytes, strict=True)])
     np.testing.assert_array_equal(buffer, wanted)
     beyond = nbytes.copy()
-    beyond[40] += SIZES[number[40]]
+    beyond[100] += SIZES[number[100]]
+    assert number[100] >= MAX_HELD
     room = np.zeros(int(beyond.sum()), np.uint8)
-    assert read_ranges(source, source.base[number] + at, beyond, np.cumsum(beyond) - beyond, room) == 40
+    assert read_ranges(source, source.base[number] + at, beyond, np.cumsum(beyond) - beyond, room) == 100
 
 
 def test_few_files_stay_open_and_none_is_closed_while_it_is_read(

@@ -26,7 +26,7 @@ import numpy as np
 from gpuload.backends.cuda.cache import ChunkCache
 from gpuload.backends.cuda.decode import N_THREADS, Decoder, Outcome
 from gpuload.backends.cuda.memory import DevicePool, Lease
-from gpuload.backends.cuda.readers import PAGE, file_ends, place_extents
+from gpuload.backends.cuda.readers import PAGE, place_extents
 from gpuload.backends.damage import rounding_warning, too_large_for_half
 from gpuload.backends.parts import cut
 from gpuload.errors import PlanError
@@ -270,7 +270,7 @@ class CudaBackend:
         lane.n_parts += 1
         source, name = read.layout.source, read.layout.name
         offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
-        _, _, place, total = place_extents(offset, nbytes, file_ends(source, offset))
+        _, _, place, total = place_extents(offset, nbytes, source.nbytes)
         self._grow(arena, total)
         self._reader.start(source, offset, nbytes, place, arena.memory, arena.stream, name=name).result()
         self._device.stream_wait(lane.stream, self._device.record(arena.stream))
