@@ -86,6 +86,11 @@ HEADLINE = (
         ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", ""),
     ),
     (
+        "the same, no checksum verified",
+        "gpuload/csr/2-chunks-unverified",
+        ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", ""),
+    ),
+    (
         "the same from the second epoch on",
         "gpuload/csr/chunk-later",
         ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", ""),
