@@ -8,6 +8,7 @@ else has to be told.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,7 +70,7 @@ class BufferPool:
     def array(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """Return an array of undefined contents over a leased buffer."""
         dtype = np.dtype(dtype)
-        n_items = int(np.prod(shape))
+        n_items = math.prod(shape)
         flat: NDArray[Any] = self.take(max(1, n_items) * dtype.itemsize).view(dtype)
         return flat[:n_items].reshape(shape)
 

@@ -400,12 +400,12 @@ class CpuBackend:
             return csr_matrix(self._take_dense(resident, positions, form))
         columns, target_sum, log1p, known = _arithmetic(form)
         assert resident.indptr is not None  # noqa: S101 - narrows the type; X is None
-        if int((resident.indptr[positions + 1] - resident.indptr[positions]).sum()) > MAX_CSR:
-            raise PlanError("output='csr': a minibatch has more than 2**31 - 1 values; use a smaller batch_size.")
         indptr = np.empty(positions.size + 1, dtype=np.int32)
-        rows.count_csr(positions, resident.indptr, resident.indices, columns, indptr)
-        nnz = int(indptr[-1])
-        indices, data = self._outputs.array((nnz,), np.int32), self._outputs.array((nnz,), np.float32)
+        nnz = rows.count_csr(positions, resident.indptr, resident.indices, columns, indptr)
+        if nnz > MAX_CSR:
+            raise PlanError("output='csr': a minibatch has more than 2**31 - 1 values; use a smaller batch_size.")
+        whole = self._outputs.array((_round_up(nnz, 16) + nnz,), np.int32)  # one lease, both parts on a cache line
+        indices, data = whole[:nnz], whole[-nnz or whole.size :].view(np.float32)
         is_canonical = rows.gather_csr(
             positions,
             resident.indptr,

@@ -368,8 +368,11 @@ def gather_dense(
 
 
 @numba.njit(nogil=True, cache=True)
-def count_csr(positions: Any, indptr: Any, indices: Any, columns: Any, out: Any) -> None:  # pragma: no cover - compiled
-    """Write the row offsets of gathered CSR rows: `out` is (n + 1,) int32; other parameters as for `densify_csr`."""
+def count_csr(positions: Any, indptr: Any, indices: Any, columns: Any, out: Any) -> int:  # pragma: no cover - compiled
+    """Write the row offsets of gathered CSR rows, and return the last, which may be more than int32 holds.
+
+    `out` is (n + 1,) int32; other parameters as for `densify_csr`.
+    """
     total = 0
     out[0] = 0
     for r in range(positions.size):
@@ -380,6 +383,7 @@ def count_csr(positions: Any, indptr: Any, indices: Any, columns: Any, out: Any)
         else:
             total += stop - start
         out[r + 1] = total
+    return total
 
 
 @numba.njit(nogil=True, cache=True)
