@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
@@ -35,14 +35,11 @@ GROUPS = {
 }
 """The groups in the order of the report, and what their arms have in common."""
 
-REFERENCE = {
-    "dense": "gpuload/dense/chunk",
-    "csr": "gpuload/csr/chunk",
-    "collection-dense": "gpuload-collection/dense/512",
-    "collection-csr": "gpuload-collection/csr/512",
-}
-"""Where a group has more than one arm of ours, the one that the others are compared with; else the first."""
+REFERENCE = {"dense": "gpuload/dense/chunk", "csr": "gpuload/csr/chunk"}
+"""Where a group has more than one arm of ours, the one that the others are compared with.
 
+Elsewhere it is the one with a rival's own settings, where there is such, or else the first.
+"""
 
 RATIOS = (
     ("gpuload/dense/chunk", "scdataset/dense/16", 7.0),
@@ -94,6 +91,16 @@ HEADLINE = (
         "the same from the second epoch on",
         "gpuload/csr/chunk-later",
         ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", ""),
+    ),
+    (
+        "annbatch's collection, dense",
+        "gpuload-collection/dense/512",
+        ("", "", "annbatch-collection/dense/512", ""),
+    ),
+    (
+        "annbatch's collection, CSR",
+        "gpuload-collection/csr/512",
+        ("", "", "annbatch-collection/csr/512", ""),
     ),
     ("in file order, dense", "gpuload/dense/streaming", ("scdataset/dense/streaming", "", "", "")),
     ("true random order, dense", "gpuload/dense/1", ("scdataset/dense/1", "", "", "")),
@@ -197,9 +204,16 @@ def table(records: Iterable[dict[str, Any]]) -> str:
         if not members:
             continue
         lines.append(f"| **{title}** | | | | | | |")
-        ours = next((m for m in members if m.name == REFERENCE.get(group, members[0].name)), None)
-        lines += [_row(member, ours) for member in members]
+        lines += [_row(member, _ours(member, members)) for member in members]
     return "\n".join(lines)
+
+
+def _ours(rival: Summary, members: Sequence[Summary]) -> Summary | None:
+    """Return the arm of ours that a rival is compared with."""
+    by_name = {member.name: member for member in members}
+    if rival.group in REFERENCE:
+        return by_name.get(REFERENCE[rival.group])
+    return by_name.get("gpuload" + rival.name.removeprefix("annbatch"), members[0])
 
 
 def headline(records: Iterable[dict[str, Any]]) -> str:
