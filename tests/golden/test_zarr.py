@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import warnings
@@ -165,6 +166,19 @@ def test_of_two_members_of_a_zip_the_later_counts(tmp_path: Path) -> None:
                 archive.write(file, file.relative_to(folder).as_posix())
     X, rows = read(path, "X", batch_size=50)
     np.testing.assert_array_equal(X, counts().toarray()[rows])
+
+
+@pytest.mark.parametrize(("text", "value"), [("0x40200000", 2.5), ("Infinity", np.inf), ("NaN", np.nan)])
+def test_fill_values_that_are_no_numbers_in_json(tmp_path: Path, text: str, value: float) -> None:
+    path = tmp_path / "filled.zarr"
+    writers.absent(path, 3, is_csr=False, fill=0.0)
+    file = path / "X" / "zarr.json"
+    meta = json.loads(file.read_text())
+    meta["fill_value"] = text
+    file.write_text(json.dumps(meta))
+    X, rows = read(path, "X", batch_size=50)
+    np.testing.assert_array_equal(X, writers.read_matrix(path, "X")[rows])
+    assert np.array_equal(X[rows == 10], np.full((1, N_VARS), value), equal_nan=True)  # of a chunk that is not there
 
 
 def test_strings_some_of_which_are_missing(tmp_path: Path) -> None:
