@@ -95,7 +95,7 @@ class Engine:
     def gene_scores(self, train: Path, test: Path) -> NDArray[np.float32]:
         """Return the SVD scores of all cells, those of `train` first."""
         with gpuload.open_loader(
-            [train, test], shuffle=False, batch_size=512, fetch_factor=8, device=self.args.device
+            [train, test], shuffle=False, batch_size=2048, fetch_factor=2, dtype="bfloat16", device=self.args.device
         ) as cells:
             return np.asarray(self.svd(min(N_GENE_COMPONENTS, cells.n_vars, cells.n_obs)).fit_transform(cells))
 

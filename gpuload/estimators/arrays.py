@@ -35,12 +35,15 @@ class Engine:
         Bring an array of any of the three to the device, with a dtype (``"float32"`` or ``"float64"``).
     host
         Bring an array back as NumPy.
+    of_bits
+        Make numbers of bfloat16 bits (uint16): bfloat16 where the library has it, else float32.
     """
 
     name: str
     xp: Any
     put: Callable[[Any, str], Any]
     host: Callable[[Any], NDArray[Any]]
+    of_bits: Callable[[Any], Any]
 
     def orthonormal(self, columns: Any) -> Any:
         """Return an orthonormal basis of what the columns span, (n, k) of (n, k)."""
@@ -124,8 +127,15 @@ def _triangular(name: str) -> Callable[..., Any]:
     return solve_triangular  # type: ignore[no-any-return]
 
 
+def float32_of_bits(bits: Any) -> Any:
+    """Return the numbers that bfloat16 bits (uint16, NumPy or CuPy) stand for, exactly."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 def _numpy() -> Engine:
-    return Engine("numpy", np, lambda a, dtype: np.ascontiguousarray(_to_host(a), dtype=dtype), _to_host)
+    return Engine(
+        "numpy", np, lambda a, dtype: np.ascontiguousarray(_to_host(a), dtype=dtype), _to_host, float32_of_bits
+    )
 
 
 def _torch(device: str) -> Engine:
@@ -142,7 +152,7 @@ def _torch(device: str) -> Engine:
             else torch.from_numpy(np.ascontiguousarray(array))
         )
 
-    return Engine("torch", torch, put, _to_host)
+    return Engine("torch", torch, put, _to_host, lambda bits: _torch_from(bits.view(np.int16)).view(torch.bfloat16))
 
 
 def _cupy(device: str) -> Engine:
@@ -151,7 +161,7 @@ def _cupy(device: str) -> Engine:
     except ImportError as error:
         raise MissingDependencyError("cupy", "engine='cupy'", "cuda13") from error
     cupy.cuda.Device(int(device.rpartition(":")[2] or 0) if ":" in device else 0).use()
-    return Engine("cupy", cupy, lambda a, dtype: cupy.asarray(a, dtype=dtype), _to_host)
+    return Engine("cupy", cupy, lambda a, dtype: cupy.asarray(a, dtype=dtype), _to_host, float32_of_bits)
 
 
 def _to_host(array: Any) -> NDArray[Any]:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import CorruptDataError, PlanError
+from gpuload.estimators.arrays import float32_of_bits
 from gpuload.estimators.passes import Passes
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
     from typing import Self
 
 
@@ -98,11 +100,11 @@ class Estimator:
             setattr(self, name, value.item() if value.ndim == 0 else value)
         return self
 
-    def _checked(self, X: Any, *, is_fitted: bool = False) -> Passes:
+    def _checked(self, X: Any, *, is_fitted: bool = False, of_bits: Callable[[Any], Any] = float32_of_bits) -> Passes:
         """Return the matrix to go through; where `is_fitted`, of the width that was fitted."""
         if is_fitted and not hasattr(self, "n_features_in_"):
             raise _not_fitted(type(self).__name__)
-        passes = Passes(X)
+        passes = Passes(X, of_bits=of_bits)
         if is_fitted and passes.n_columns != self.n_features_in_:
             raise PlanError(
                 f"X has {passes.n_columns} features, but {type(self).__name__} is expecting {self.n_features_in_} "

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.errors import PlanError
+from gpuload.estimators.arrays import float32_of_bits
 from gpuload.loader import Loader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -27,16 +30,22 @@ class Passes:
         A `Loader` gives its own minibatches (dense or CSR), each pass one epoch; it must hand over every row.
     name
         What errors call it.
+    of_bits
+        Makes numbers of a loader's bfloat16 bits; see `Engine.of_bits`.
 
     Attributes
     ----------
     n_rows, n_columns
         Its shape.
+    is_bfloat16
+        Whether its values have no more precision than that.
     """
 
-    def __init__(self, X: Any, name: str = "X") -> None:
+    def __init__(self, X: Any, name: str = "X", of_bits: Callable[[Any], Any] = float32_of_bits) -> None:
         self._X: Any
         self._name = name
+        self._of_bits = of_bits
+        self.is_bfloat16 = isinstance(X, Loader) and X.dtype == "bfloat16"
         if isinstance(X, Loader):
             self.n_rows, self.n_columns = X.n_obs, X.n_vars
             if len(X) * X.batch_size < X.n_obs:
@@ -61,20 +70,36 @@ class Passes:
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
         """Go through all rows once: (row numbers, (m, n_columns) dense array)."""
-        for rows, part in self._parts():
+        return self.some(1.0)
+
+    def some(self, share: float) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
+        """Go through a share of the rows, or somewhat more: as `__iter__`.
+
+        Of a loader these are its first minibatches, else minibatches spread over the matrix.
+        """
+        for rows, part in self._parts(share):
             if isinstance(part, np.ndarray) and part.dtype.kind not in "biu" and not _is_finite(part):
                 raise PlanError(f"{self._name} holds NaN or infinity; remove or fill them first.")
             yield rows, part
 
-    def _parts(self) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
+    def _parts(self, share: float) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
         if isinstance(self._X, Loader):
-            for batch in self._X:
-                yield batch.rows, batch.X.toarray() if hasattr(batch.X, "toarray") else batch.X
+            for batch in islice(self._X, math.ceil(share * len(self._X))):
+                yield batch.rows, self._dense(batch.X)
             return
-        for start in range(0, self.n_rows, BATCH_SIZE):
+        n_parts = -(-self.n_rows // BATCH_SIZE)
+        n_chosen = math.ceil(share * n_parts)
+        for k in range(n_chosen):
+            start = k * n_parts // n_chosen * BATCH_SIZE
             rows = slice(start, min(start + BATCH_SIZE, self.n_rows))
             part = self._X[rows]
             yield rows, part.toarray() if hasattr(part, "toarray") else part
+
+    def _dense(self, X: Any) -> Any:
+        """Return a loader's minibatch as a dense array of numbers."""
+        if hasattr(X, "toarray"):
+            return X.toarray()
+        return self._of_bits(X) if self.is_bfloat16 else X
 
 
 def _is_finite(part: NDArray[np.generic]) -> bool:

@@ -18,24 +18,35 @@ if TYPE_CHECKING:
     from gpuload.estimators.arrays import Engine
 
 
+SAMPLE_ROWS = 20
+"""A pass over a share of the rows takes so many for each column of the basis at least."""
+
+
 class TruncatedSVD(Estimator):
     """The leading singular vectors and values of a matrix of cells, found in a few passes over its rows.
 
     As `sklearn.decomposition.TruncatedSVD` (the matrix is not centred), but no more of the matrix than a minibatch is
-    ever in memory: each pass adds up ``X.T @ (X @ Q)`` over minibatches, for a basis Q of `n_components` +
-    `n_oversamples` columns; the last pass ends with a Nystrom approximation of ``X.T @ X``, which needs no further one.
+    ever in memory. Each pass but the last adds up ``X.T @ (X @ Q)`` over minibatches, which turns a basis Q of
+    `n_components` + `n_oversamples` columns towards the leading singular vectors; the last one takes them from
+    ``X @ Q``, which is also what `fit_transform` returns, turned: so it needs no pass more.
 
     Parameters
     ----------
     n_components
         Singular vectors wanted.
     n_passes
-        Passes over the matrix; each brings the result nearer to the exact one. Three suffice for cells.
+        Passes over the matrix; each brings the result nearer to the exact one. Four suffice for cells.
     n_oversamples
         Further columns of the basis.
+    sample
+        Share of the rows, above 0, that all passes go over but the last two: what they find is corrected by those. Of
+        an array these are minibatches spread over it; of a loader the first ones, in its own order. Where it is few
+        rows beside the width of the basis, all are taken; 1 takes all always.
     precision
-        ``"float32"``; ``"mixed"``: bfloat16 in all passes but the last, which only turn the basis (the engine must be
-        torch); ``"auto"``: mixed where the device multiplies bfloat16 natively, which is several times as fast.
+        ``"float32"``; ``"mixed"``: bfloat16 in all passes but the last, which only turn the basis; ``"bfloat16"``: in
+        all, which leaves about three digits (for either the engine must be torch). ``"auto"``: where the device
+        multiplies bfloat16 natively, which is several times as fast, bfloat16 for a loader of such values
+        (``open_loader(dtype="bfloat16")``) and mixed for all else.
     engine
         ``"auto"``, ``"numpy"``, ``"torch"`` or ``"cupy"``: what does the arithmetic.
     device
@@ -54,17 +65,17 @@ class TruncatedSVD(Estimator):
 
     References
     ----------
-    .. [1] Halko, Martinsson, Tropp, "Finding structure with randomness", SIAM Review 2011, doi:10.1137/090771806.
-    .. [2] Tropp, Yurtsever, Udell, Cevher, "Fixed-rank approximation of a positive-semidefinite matrix from streaming
-       data", NIPS 2017 (algorithm 3).
+    .. [1] Halko, Martinsson, Tropp, "Finding structure with randomness", SIAM Review 2011, doi:10.1137/090771806
+       (algorithms 4.4 and 5.1).
     """
 
     def __init__(
         self,
         n_components: int = 2,
         *,
-        n_passes: int = 3,
+        n_passes: int = 4,
         n_oversamples: int = 20,
+        sample: float = 0.125,
         precision: str = "auto",
         engine: str = "auto",
         device: str = "cpu",
@@ -73,6 +84,7 @@ class TruncatedSVD(Estimator):
         self.n_components = n_components
         self.n_passes = n_passes
         self.n_oversamples = n_oversamples
+        self.sample = sample
         self.precision = precision
         self.engine = engine
         self.device = device
@@ -94,66 +106,96 @@ class TruncatedSVD(Estimator):
             A parameter cannot be carried out, or the matrix is too small for it, or holds what is no number.
         """
         del y
+        self._fit(X, keeps_scores=False)
+        return self
+
+    def fit_transform(self, X: Any, y: Any = None) -> NDArray[np.float32]:
+        """Fit, and return X in the space of the components, (n, n_components) float32; see `fit`."""
+        del y
+        return self._fit(X, keeps_scores=True)
+
+    def _fit(self, X: Any, *, keeps_scores: bool) -> NDArray[np.float32]:
+        """Find the singular vectors; return the scores of all rows, or none."""
         engine = open_engine(self.engine, self.device)
-        passes = self._checked(X)
-        early = self._early_dtype(engine)
+        passes = self._checked(X, of_bits=engine.of_bits)
+        early, last = self._dtypes(engine, is_stored=passes.is_bfloat16)
+        p, k = passes.n_columns, self.n_components
+        self._check(passes.n_rows, p)
+        width = min(p, k + self.n_oversamples)
+        start = np.random.default_rng(self.random_state).standard_normal((p, width)).astype(np.float32)
+        basis = engine.orthonormal(engine.put(start, "float32"))
+        few = max(self.sample, min(1.0, SAMPLE_ROWS * width / passes.n_rows))
+        for number in range(1, self.n_passes):
+            basis = engine.orthonormal(
+                self._image(engine, passes.some(few if number < self.n_passes - 1 else 1.0), basis, early)
+            )
+        scores = np.empty((passes.n_rows if keeps_scores else 0, width), dtype=np.float32)
+        square = engine.zeros((width, width), "float64")
+        turned = engine.put(basis, last)
+        for rows, part in passes:
+            projected = engine.put(part, last) @ turned
+            exact = engine.put(projected, "float64")
+            square += exact.T @ exact
+            if keeps_scores:
+                scores[rows] = engine.host(engine.put(projected, "float32"))
+        values, turn = (engine.host(found) for found in engine.eigh(square))
+        if not np.all(np.isfinite(values)):
+            raise PlanError("X holds NaN or infinite values; remove or fill them first.")
+        values, turn = np.maximum(values[::-1][:k], 0), turn[:, ::-1][:, :k]
+        components = (engine.host(engine.put(basis, "float64")) @ turn).T
+        signs = np.sign(components[np.arange(k), np.argmax(np.abs(components), axis=1)])
+        self.components_: NDArray[np.float32] = np.ascontiguousarray(components * signs[:, None], dtype=np.float32)
+        self.singular_values_: NDArray[np.float32] = np.sqrt(values).astype(np.float32)
+        self.n_features_in_ = p
+        return np.asarray(scores @ (turn * signs).astype(np.float32))
+
+    def _image(self, engine: Engine, parts: Any, basis: Any, dtype: str) -> Any:
+        """Return ``X.T @ (X @ basis)``, (p, width) float32."""
+        image, turned = engine.zeros(basis.shape, "float32"), engine.put(basis, dtype)
+        for _, rows in parts:
+            part = engine.put(rows, dtype)
+            image += part.T @ (part @ turned)
+        return image
+
+    def _check(self, n: int, p: int) -> None:
+        """Raise PlanError where a parameter cannot be carried out on a matrix of n x p."""
         for name in ("n_components", "n_passes"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected a whole number of at least 1.")
-        p = passes.n_columns
-        if self.n_components > min(p, passes.n_rows):
+        if not 0 < self.sample <= 1:
+            raise PlanError(f"sample={self.sample!r}: expected a share of the rows, above 0 and at most 1.")
+        if self.n_components > min(p, n):
             raise PlanError(
-                f"n_components={self.n_components}: the matrix is {passes.n_rows} x {p}, so it has at most "
-                f"{min(p, passes.n_rows)}."
+                f"n_components={self.n_components}: the matrix is {n} x {p}, so it has at most {min(p, n)}."
             )
-        width = min(p, self.n_components + self.n_oversamples)
-        start = np.random.default_rng(self.random_state).standard_normal((p, width)).astype(np.float32)
-        basis = engine.orthonormal(engine.put(start, "float32"))
-        for k in range(self.n_passes):
-            image = engine.zeros((p, width), "float32")
-            dtype = early if k < self.n_passes - 1 else "float32"
-            turned = engine.put(basis, dtype)
-            for _, rows in passes:
-                part = engine.put(rows, dtype)
-                image += part.T @ (part @ turned)
-            if k < self.n_passes - 1:
-                basis = engine.orthonormal(image)
-        basis, image = engine.put(basis, "float64"), engine.put(image, "float64")
-        components, values = _nystrom(engine, basis, image)
-        components, values = engine.host(components)[:, : self.n_components].T, engine.host(values)
-        if not np.all(np.isfinite(values)):
-            raise PlanError("X holds NaN or infinite values; remove or fill them first.")
-        at = np.argmax(np.abs(components), axis=1)
-        components = components * np.sign(components[np.arange(len(components)), at])[:, None]
-        self.components_: NDArray[np.float32] = np.ascontiguousarray(components, dtype=np.float32)
-        self.singular_values_: NDArray[np.float32] = np.sqrt(values[: self.n_components]).astype(np.float32)
-        self.n_features_in_ = p
-        return self
 
-    def _early_dtype(self, engine: Engine) -> str:
-        """Return in which precision all passes but the last are made."""
-        if self.precision not in ("auto", "float32", "mixed"):
-            raise PlanError(f"precision={self.precision!r}: expected 'auto', 'float32' or 'mixed'.")
-        if self.precision == "mixed" and engine.name != "torch":
-            raise PlanError(f"precision='mixed' with engine={engine.name!r}: only torch has bfloat16; use 'float32'.")
-        is_mixed = self.precision == "mixed" or (
-            self.precision == "auto" and engine.name == "torch" and multiplies_bfloat16(self.device)
-        )
-        return "bfloat16" if is_mixed else "float32"
+    def _dtypes(self, engine: Engine, *, is_stored: bool) -> tuple[str, str]:
+        """Return the precision of all passes but the last, and that of the last; `is_stored`: X is bfloat16."""
+        if self.precision not in ("auto", "float32", "mixed", "bfloat16"):
+            raise PlanError(f"precision={self.precision!r}: expected 'auto', 'float32', 'mixed' or 'bfloat16'.")
+        if self.precision in ("mixed", "bfloat16") and engine.name != "torch":
+            raise PlanError(
+                f"precision={self.precision!r} with engine={engine.name!r}: only torch has bfloat16; use 'float32'."
+            )
+        precision = self.precision
+        if precision == "auto":
+            is_fast = engine.name == "torch" and multiplies_bfloat16(self.device)
+            precision = ("bfloat16" if is_stored else "mixed") if is_fast else "float32"
+        return {
+            "float32": ("float32", "float32"),
+            "mixed": ("bfloat16", "float32"),
+            "bfloat16": ("bfloat16", "bfloat16"),
+        }[precision]
 
     def transform(self, X: Any) -> NDArray[np.float32]:
         """Return X in the space of the components: ``X @ components_.T``, (n, n_components) float32."""
         engine = open_engine(self.engine, self.device)
-        passes = self._checked(X, is_fitted=True)
+        passes = self._checked(X, is_fitted=True)  # of bfloat16 bits it makes float32, in which this is
         to = engine.put(np.ascontiguousarray(self.components_.T), "float32")
         out = np.empty((passes.n_rows, len(self.components_)), dtype=np.float32)
         for rows, part in passes:
             out[rows] = engine.host(engine.put(part, "float32") @ to)
         return out
-
-    def fit_transform(self, X: Any, y: Any = None) -> NDArray[np.float32]:
-        """Fit, then transform: one pass more."""
-        return self.fit(X, y).transform(X)
 
     def inverse_transform(self, X: Any) -> NDArray[np.float32]:
         """Return what the components make of (n, n_components) scores: ``X @ components_``."""
@@ -161,26 +203,3 @@ class TruncatedSVD(Estimator):
         if scores.ndim != 2 or scores.shape[1] != len(self.components_):
             raise PlanError(f"X has shape {scores.shape}; expected (n, {len(self.components_)}) scores.")
         return np.asarray(scores @ self.components_)
-
-
-def _nystrom(engine: Any, basis: Any, image: Any) -> tuple[Any, Any]:
-    """Return eigenvectors and eigenvalues, descending, of the positive matrix that takes `basis` to `image`.
-
-    A small shift keeps the factorisation safe, and is taken off again.
-    """
-    shift = 1e-7 * float(engine.xp.linalg.norm(image))
-    image = image + shift * basis
-    core = basis.T @ image
-    values, vectors = engine.eigh((core + core.T) / 2)
-    floor = float(values[-1]) * 1e-14
-    scale = engine.xp.where(values > floor, values, values * 0 + 1) ** -0.5 * (values > floor)
-    half = image @ (vectors * scale)
-    small, turn = engine.eigh(half.T @ half)
-    order = slice(None, None, -1)
-    small, turn = (
-        engine.put(engine.host(small)[order].copy(), "float64"),
-        engine.put(np.ascontiguousarray(engine.host(turn)[:, order]), "float64"),
-    )
-    floor = float(small[0]) * 1e-14 if small.shape[0] else 0.0
-    safe = engine.xp.where(small > floor, small, small * 0 + 1)
-    return half @ (turn * safe**-0.5), engine.xp.where(small - shift > 0, small - shift, small * 0)

@@ -363,6 +363,14 @@ def test_shards_that_are_encoded_as_a_whole_or_nested_are_refused(tmp_path: Path
         assert_refused("StoreError", path, str(path), "/X", *words)
 
 
+def test_shards_that_are_not_made_of_whole_chunks_make_no_sense(tmp_path: Path) -> None:
+    path = tmp_path / "odd.zarr"
+    writers.dense(path, chunks=(10, 53), shards=(40, 53))
+    edit(path, "X/zarr.json", set_at("codecs", 0, "configuration", "chunk_shape", value=[7, 53]))
+    with pytest.raises(gpuload.CorruptDataError, match=r"shards of shape \(40, 53\) are not made of chunks"):
+        gpuload.open_loader(path)
+
+
 def test_members_that_are_not_there(tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     writers.by_anndata(path, 3, is_csr=True)

@@ -181,6 +181,16 @@ def test_fill_values_that_are_no_numbers_in_json(tmp_path: Path, text: str, valu
     assert np.array_equal(X[rows == 10], np.full((1, N_VARS), value), equal_nan=True)  # of a chunk that is not there
 
 
+def test_chunk_files_just_beyond_the_edge_do_not_belong_to_the_array(tmp_path: Path) -> None:
+    path = tmp_path / "strays.zarr"
+    writers.dense(path, chunks=(10, 20))
+    for stray in (f"c/{-(-N_OBS // 10)}/0", f"c/0/{-(-N_VARS // 20)}"):
+        (path / "X" / stray).parent.mkdir(exist_ok=True)
+        (path / "X" / stray).write_bytes((path / "X/c/0/0").read_bytes())
+    X, rows = read(path, "X", batch_size=50)
+    np.testing.assert_array_equal(X, counts().toarray()[rows])
+
+
 def test_strings_some_of_which_are_missing(tmp_path: Path) -> None:
     """As anndata writes columns of pandas' strings since 0.12.3."""
     path = tmp_path / "strings.zarr"

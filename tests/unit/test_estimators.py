@@ -12,6 +12,7 @@ import gpuload
 from gpuload.estimators import KernelRidge, TruncatedSVD
 from gpuload.estimators.arrays import open_engine
 from gpuload.estimators.kernel_ridge import cholesky
+from gpuload.estimators.passes import Passes
 from tests.writers import write_csr, write_h5ad
 
 if TYPE_CHECKING:
@@ -73,6 +74,55 @@ def test_svd_of_a_matrix_of_low_rank() -> None:
     assert (svd.singular_values_[3:] < 1e-3 * svd.singular_values_[0]).all()
     assert np.isfinite(svd.components_).all()
     assert TruncatedSVD(2).fit(np.zeros((5, 4))).singular_values_.max() == 0
+
+
+@pytest.mark.parametrize("kind", ["dense", "loader"])
+def test_a_pass_over_some_rows(cells: np.ndarray, kind: str) -> None:
+    """Minibatches spread over a matrix, the first ones of a loader; all of them where the share is 1."""
+    many = np.concatenate([cells, cells, cells])
+    loader = gpuload.open_loader(many, batch_size=2048, fetch_factor=1, shuffle=False, device="cpu")
+    passes = Passes(loader if kind == "loader" else many)
+    for share, dense, loaded in [(1e-9, [0], [0]), (0.25, [0, 4], [0, 1]), (0.3, [0, 2, 5], [0, 1, 2])]:
+        starts = [rows.start if isinstance(rows, slice) else int(rows[0]) for rows, _ in passes.some(share)]
+        assert starts == [2048 * k for k in (loaded if kind == "loader" else dense)]
+    assert sum(len(part) for _, part in passes.some(1.0)) == len(many)
+    assert sum(len(part) for _, part in passes) == len(many)
+    loader.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("precision", ["auto", "float32", "bfloat16"])
+def test_a_loader_of_bfloat16(cells: np.ndarray, engine: str, precision: str) -> None:
+    """Its minibatches are bits, which are no counts; the result is that of the rounded values, to three digits."""
+    if (engine, precision) == ("numpy", "bfloat16"):
+        with pytest.raises(ValueError, match="only torch has bfloat16"):
+            TruncatedSVD(4, engine=engine, precision=precision).fit(cells)
+        return
+    with gpuload.open_loader(cells, batch_size=700, fetch_factor=2, dtype="bfloat16", device="cpu") as loader:
+        svd = TruncatedSVD(4, engine=engine_or_skip(engine), precision=precision)
+        scores = svd.fit_transform(loader)
+        np.testing.assert_allclose(svd.transform(loader), scores, atol=0.01 * np.abs(scores).max())
+        model = KernelRidge(gamma=1e-4, n_landmarks=50, engine=engine).fit(cells, cells[:, 0])
+        np.testing.assert_allclose(model.predict(loader), model.predict(cells), atol=0.05)
+    U, S, Vt = np.linalg.svd(cells.astype(np.float64), full_matrices=False)
+    np.testing.assert_allclose(svd.singular_values_, S[:4], rtol=5e-3)
+    signs = np.sign(Vt[np.arange(4), np.abs(Vt[:4]).argmax(axis=1)])
+    np.testing.assert_allclose(scores, U[:, :4] * S[:4] * signs, atol=0.02 * np.abs(scores).max())
+
+
+def test_svd_that_begins_with_some_rows(cells: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    some = Passes.some
+    monkeypatch.setattr(Passes, "some", lambda self, share: (shares.append(share), some(self, share))[1])
+    svd = TruncatedSVD(8, n_oversamples=4, n_passes=5, sample=0.1).fit(cells)
+    assert shares == [0.1, 0.1, 0.1, 1.0, 1.0]
+    np.testing.assert_allclose(svd.singular_values_, np.linalg.svd(cells)[1][:8], rtol=1e-3)
+    shares.clear()
+    TruncatedSVD(30, n_passes=3, sample=0.1).fit(cells)  # 20 rows for each of 50 columns
+    assert shares == [0.2, 1.0, 1.0]
+    shares.clear()
+    TruncatedSVD(2, n_passes=1, sample=0.1).fit(cells)
+    assert shares == [1.0]
 
 
 def rbf(A: np.ndarray, B: np.ndarray, gamma: float) -> np.ndarray:
@@ -168,6 +218,7 @@ def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray,
         (lambda X, _: TruncatedSVD(61).fit(X), "n_components=61: the matrix is 5000 x 60"),
         (lambda X, _: TruncatedSVD(0).fit(X), "n_components=0: expected"),
         (lambda X, _: TruncatedSVD(2, n_passes=0).fit(X), "n_passes=0: expected"),
+        (lambda X, _: TruncatedSVD(2, sample=0.0).fit(X), "sample=0.0: expected a share"),
         (lambda X, _: TruncatedSVD(2, engine="jax").fit(X), "engine='jax': expected"),
         (lambda X, _: TruncatedSVD(2, engine="numpy", device="cuda:0").fit(X), "NumPy works on the CPU"),
         (lambda X, _: TruncatedSVD(2, engine="cupy").fit(X), "CuPy works on a GPU"),
