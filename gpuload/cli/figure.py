@@ -1,4 +1,4 @@
-"""Pictures. The demo's: speed, diversity, quality and losses of each order; inspect's: diversity against speed.
+"""Pictures: the demo's results; how a label and chunks lie in a file, and what can be chosen for it.
 
 Home of matplotlib.
 """
@@ -15,10 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from gpuload.cli.advice import Advice
+    from gpuload.store import ObsColumn
 
 COLORS = {"streaming": "#c44e52", "block shuffling": "#4c72b0", "true random": "#8c8c8c"}
 """Streaming warns, block shuffling stands out, true random order is the yardstick."""
+
+STRIP = 2000
+"""Places along a file whose label is drawn."""
 
 _INK, _FAINT = "#333333", "#d9d9d9"
 
@@ -50,8 +56,8 @@ def draw(path: Path, data_sets: Sequence[Mapping[str, Any]]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def draw_choices(path: Path, advised: Advice, label: str) -> None:
-    """Draw the expected entropy of minibatches against cells/s of every candidate, a line per fetch factor, as PNG.
+def draw_inspection(path: Path, advised: Advice, label: str, column: ObsColumn, cells_per_chunk: NDArray[Any]) -> None:
+    """Draw, as PNG, how a label lies along the file, how many cells a stored chunk has, and what can be chosen.
 
     Parameters
     ----------
@@ -61,6 +67,10 @@ def draw_choices(path: Path, advised: Advice, label: str) -> None:
         What was found, with a label.
     label
         Its name.
+    column
+        Its codes, in the order of the rows, and its categories.
+    cells_per_chunk : (n_chunks,) int64
+        Cells between two edges of the chunk grid.
 
     Raises
     ------
@@ -69,8 +79,46 @@ def draw_choices(path: Path, advised: Advice, label: str) -> None:
     ReadError
         The file cannot be written.
     """
-    figure = _figure(8.6, 5.6, "The plot")
-    axis = figure.subplots()
+    figure = _figure(11.5, 7.2, "The plot")
+    runs, rest = figure.subfigures(2, 1, height_ratios=(1, 2.9))
+    _draw_runs(runs.subplots(), label, column)
+    choices, chunks = rest.subplots(1, 2, width_ratios=(2.4, 1))
+    _draw_choices(choices, advised, label)
+    _draw_chunks(chunks, cells_per_chunk)
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
+
+
+def _draw_runs(axis: Any, label: str, column: ObsColumn) -> None:
+    """Draw the label of every place in the file as a strip of colours; few of the strip's columns hold one row only."""
+    codes: NDArray[np.int32] = np.asarray(column.values, dtype=np.int32)
+    edges = np.linspace(0, codes.size, min(codes.size, STRIP) + 1).astype(np.int64)
+    n_categories = len(column.categories) if column.categories is not None else 0
+    runs = 1 + int(np.count_nonzero(codes[1:] != codes[:-1]))
+    shown = np.where(codes[edges[:-1]] < 0, np.nan, codes[edges[:-1]] * 0.381966 % 1)  # neighbours far apart in colour
+    strip = (edges[0], codes.size, 0, 1)
+    axis.imshow(shown[None, :], aspect="auto", cmap="turbo", vmin=0, vmax=1, extent=strip, interpolation="nearest")
+    axis.set_yticks([])
+    axis.set_xlabel("row of the file", fontsize=9, color=_INK)
+    _dress(
+        axis,
+        f"{label} along the file",
+        f"{n_categories:,} labels in {runs:,} runs of {codes.size / runs:,.1f} cells on average; one colour a label",
+    )
+
+
+def _draw_chunks(axis: Any, cells_per_chunk: NDArray[Any]) -> None:
+    axis.hist(cells_per_chunk, bins=min(30, max(1, np.unique(cells_per_chunk).size)), color="#4c72b0", zorder=2)
+    axis.set_xlabel("cells", fontsize=9, color=_INK)
+    axis.set_ylabel("chunks", fontsize=9, color=_INK)
+    axis.set_xlim(0)
+    _dress(axis, "Cells per stored chunk", f"{cells_per_chunk.size:,} chunks, {cells_per_chunk.mean():,.1f} on average")
+
+
+def _draw_choices(axis: Any, advised: Advice, label: str) -> None:
+    """Draw the expected entropy of minibatches against cells/s of every candidate, a line per fetch factor."""
     factors = sorted({c.fetch_factor for c in advised.candidates}, reverse=True)
     for factor, color in zip(factors, ("#4c72b0", "#55a868", "#c44e52"), strict=False):
         line = [c for c in advised.candidates if c.fetch_factor == factor]
@@ -96,10 +144,6 @@ def draw_choices(path: Path, advised: Advice, label: str) -> None:
     _dress(
         axis, f"{label} in minibatches of {advised.batch_size}", "expected entropy, bits; beside each point block_size"
     )
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
 
 
 def _figure(width: float, height: float, feature: str) -> Any:

@@ -59,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="part of true random order's entropy that may be lost (default: 0.01)",
     )
-    parser.add_argument("--plot", metavar="PNG", help="draw entropy against cells/s into this file; needs --label")
+    parser.add_argument(
+        "--plot",
+        metavar="PNG",
+        help="draw the label along the file, cells per chunk, and entropy against cells/s; needs --label",
+    )
     text.add_output_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -73,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
     with closing(open_store(args.paths, layer=args.layer, obs=(args.label,) if args.label else ())) as store:
         found = describe(store, args.paths, args.layer)
         advised = advice.advise(store, args.batch_size, args.label, available_memory(), args.max_loss)
-    if args.plot:
-        figure.draw_choices(Path(args.plot), advised, args.label)
+        if args.plot:
+            per_chunk = np.diff(store.chunk_edges())
+            figure.draw_inspection(Path(args.plot), advised, args.label, store.obs[args.label], per_chunk)
     if args.json:
         settings = {**asdict(advised), "fetch_cells": advised.fetch_cells, "label": args.label}
         text.print_json({**found, "advice": settings})
