@@ -1,0 +1,122 @@
+"""The benchmark's page: whole in one file, with every figure, whatever the figures and names are."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from gpuload import ReadError
+from gpuload.cli import page
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def stage(share: float, rate: float, ceiling: float) -> dict[str, float]:
+    return {"thread_share": share, "bytes_per_s": rate, "ceiling_bytes_per_s": ceiling, "fraction": rate / ceiling}
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    """Return what a benchmark found, with figures that are told apart."""
+    nothing = stage(0.04, math.nan, math.nan)
+    return {
+        "paths": ["a<b>.h5ad"],
+        "device": "cpu",
+        "io_mode": "posix",
+        "n_vars": 62710,
+        "batch_size": 64,
+        "first_batch_s": 1.25,
+        "cells_per_s": {"median": 51324.0, "min": 32789.0, "max": 72440.0, "repeats": [51324.0, 72440.0, 32789.0]},
+        "stages": {
+            "plan": nothing,
+            "read": stage(0.2, 2.0e9, 6.25e9),
+            "decode": stage(1.42, 5.04e8, 2.21e8),
+            "take_rows": nothing,
+            "wait": stage(0.91, math.nan, math.nan),
+            "at_ceilings_cells_per_s": 26497.0,
+            "fraction_of_ceilings": 0.5,
+        },
+        "entropy_bits": {"mean": 3.536, "sd": 0.1, "true_random": 3.623},
+        "label": "plate & donor",
+        "peak_memory_nbytes": 888e6,
+        "memory_parts_nbytes": {"residents": 35_000_000, "minibatches": 179_000_000},
+        **changes,
+    }
+
+
+class Balanced(HTMLParser):
+    """Raises where an element is closed that is not open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check(text: str) -> str:
+    """Return the page's words; it must be whole, and refer to nothing outside itself."""
+    parser = Balanced()
+    parser.feed(text)
+    assert not parser.open
+    assert not re.search(r"https?:|<script|<link|url\(|nan", text)
+    return re.sub(r"<[^>]*>", " ", text)
+
+
+def test_all_figures_are_there() -> None:
+    words = check(page.page(result(verdict="decode-bound: a < b"), {"torch": "2.13.0"}))
+    for expected in (
+        "a&lt;b&gt;.h5ad",
+        "decode-bound: a &lt; b",
+        "51,324",
+        "(32,789 to 72,440)",
+        "50 %",
+        "of 26,497 cells/s",
+        "3.536 bits",
+        "plate &amp; donor in a minibatch; true random 3.623",
+        "1.25 s",
+        "888 MB",
+        "2.0 GB/s, 32 % of 6.2 GB/s",
+        "504 MB/s, 228 % of 221 MB/s",
+        "no rate here",
+        "round 3",
+        "72,440 cells/s",
+        "residents: 35.0 MB",
+        "Python and its packages: 674 MB",
+        "62710",
+        "2.13.0",
+    ):
+        assert expected in words, expected
+
+
+def test_without_label_verdict_and_ceilings() -> None:
+    nothing = {"fraction_of_ceilings": math.nan, "at_ceilings_cells_per_s": math.nan}
+    text = page.page(result(entropy_bits=None, label=None, stages={**result()["stages"], **nothing}), {})
+    words = check(text)
+    assert "bits" not in words
+    assert "all stages at their ceilings" not in words
+    assert "<img" not in text
+
+
+def test_the_timeline_is_part_of_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "bench.html"
+    page.write(path, result(), {}, b"\x89PNG")
+    check(path.read_text())
+    assert 'src="data:image/png;base64,iVBORw=="' in path.read_text()
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ReadError, match=r"none.bench\.html: cannot be written: No such file or directory\. Choose"):
+        page.write(tmp_path / "none" / "bench.html", result(), {})
