@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks import machine, report, run_rivals, run_stages
+import gpuload
+from benchmarks import machine, report, run_open, run_rivals, run_stages
 from benchmarks.arms import arms
 from benchmarks.job import LABEL, Job
 from benchmarks.measure import Batches, WrongRowsError, check_rows, entropy_bits, measure
@@ -242,3 +243,17 @@ def test_machine_says_where_numbers_come_from():
     assert machine.peak_mib() >= machine.resident_mib() / 2
     assert machine.cpu_s() > 0
     assert machine.commit()
+
+
+def test_opening_is_measured_with_and_without_an_index(tmp_path, capsys):
+    out = tmp_path / "open.jsonl"
+    arguments = [str(tmp_path / "cells"), "--cells", "140000", "--files", "2", "--rounds", "1", "--out", str(out)]
+    assert run_open.main(arguments) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["arm"] for record in records] == ["without index", "with index"]
+    assert all(record["cells"] == 140_000 and 0 < record["open_s"] < record["first_batch_s"] for record in records)
+    assert len(list((tmp_path / "cells" / "index").iterdir())) == 2
+    assert "without an index: opened in" in capsys.readouterr().out
+    with gpuload.open_loader(tmp_path / "cells" / "plate1.h5ad", batch_size=8, obs=["plate"], device="cpu") as loader:
+        assert loader.n_obs == 70_000
+        assert not next(iter(loader)).X.any()
