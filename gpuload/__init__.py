@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload import errors
+from gpuload.alignment import check_join
 from gpuload.distributed import rank_and_world_size
 from gpuload.errors import (
     CorruptDataError,
@@ -28,6 +29,8 @@ from gpuload.errors import (
     StoreError,
 )
 from gpuload.loader import Loader
+from gpuload.logs import set_log_level
+from gpuload.packing import pack
 from gpuload.plan import Plan, check_sizes, chunks_per_block
 from gpuload.sampling import (
     BlockShuffle,
@@ -41,12 +44,14 @@ from gpuload.sampling import (
     Subset,
     Weighted,
     as_sampler,
+    block_size_of,
     plain,
     split_pairs,
 )
 from gpuload.settings import takes_settings
-from gpuload.split import Split, split
-from gpuload.types import Batch, Form, Transform
+from gpuload.splitting import Split, split
+from gpuload.tables import check_modalities, check_names, check_transform, make_tables
+from gpuload.types import Batch, Transform
 from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.cache import SampleStore
     from gpuload.sampling import Sampler, Strategy
     from gpuload.store import Store
 
@@ -85,6 +91,8 @@ __all__ = [
     "__version__",
     "errors",
     "open_loader",
+    "pack",
+    "set_log_level",
     "split",
     "split_pairs",
 ]
@@ -95,7 +103,7 @@ def open_loader(
     paths: Any,
     *,
     batch_size: int = 64,
-    block_size: int | str = 16,
+    block_size: int | str | None = None,
     fetch_factor: int = 256,
     shuffle: bool = True,
     sampler: Sampler | Callable[[int, int, int], Any] | None = None,
@@ -105,10 +113,13 @@ def open_loader(
     world_size: int | None = None,
     uneven: str = "pad",
     obs: Sequence[str] = (),
-    layer: str = "X",
+    layer: str | Sequence[str] = "X",
+    obsm: str | Sequence[str] = (),
+    modality: str | Sequence[str] = (),
     genes: Sequence[str] | NDArray[np.bool_] | None = None,
+    join: str | Sequence[str] | None = None,
     where: str | None = None,
-    transform: Transform | None = None,
+    transform: Transform | Mapping[str, Transform | None] | None = None,
     output: str = "dense",
     dtype: Any = "float32",
     device: str = "auto",
@@ -118,6 +129,8 @@ def open_loader(
     device_memory: int | str | None = None,
     device_cache: int | str | None = None,
     io: str = "auto",
+    cache: SampleStore | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     settings: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Loader:
     """Open .h5ad files, or cells in memory, as an endless supply of epochs of minibatches.
@@ -125,21 +138,25 @@ def open_loader(
     Parameters
     ----------
     paths
-        One .h5ad file, or several with the same genes; rows are numbered through in the order given. A folder of files
-        stands for them in the order of their names. Other forms are told by their contents: zarr stores, 10x .h5
-        files (genes by name or id), MuData (``"cells.h5mu/rna"`` names the modality where there are several), folders
-        of BioNeMo-SCDL, dense .npy, and the CSR matrices of scipy.sparse.save_npz (best with ``compressed=False``).
-        Large files are opened faster from the second time on: chunk addresses and row offsets are kept in a hidden file
+        One .h5ad file, or several; rows are numbered through in the order given. A folder of files stands for them in
+        the order of their names. Other forms are told by their contents: zarr stores, 10x .h5 files (genes by name or
+        id), MuData (``"cells.h5mu/rna"`` or `modality` names the modality where there are several), folders of
+        BioNeMo-SCDL, dense .npy, and the CSR matrices of scipy.sparse.save_npz (best with ``compressed=False``). Large
+        files are opened faster from the second time on: chunk addresses and row offsets are kept in a hidden file
         beside them, or in the user's cache folder; the environment variable GPULOAD_INDEX names another folder or is
         ``off``. In place of a file: an AnnData, a SciPy CSR matrix or a 2-D NumPy array, which is read where it lies (a
         dense one that is not in C order from one copy), so do not write into it meanwhile. A plain matrix has no obs,
-        and its genes are called ``"0"``, ``"1"``, ... Of a backed AnnData, X and raw.X are read from its file.
+        and its genes are called ``"0"``, ``"1"``, ... Of a backed AnnData, X and raw.X are read from its file. A
+        mapping names modalities of the same cells: ``{"rna": adata, "prot": "prot.h5ad"}``.
+        An address (``s3://``, ``gs://``, ``az://``, ``http(s)://``) of an HDF5 file or of a folder of zarr is read over
+        the network, by ranges of bytes, many requests at a time; a web server must know ranges.
     batch_size
         Cells per minibatch.
     block_size
         Consecutive cells read together, the unit of shuffling on disk; 1 is true random sampling; ``"chunk"`` snaps
         the edges to the file's own chunks, which is faster; ``"2 chunks"`` and so on join neighbours, which is faster
-        still until every chunk's checksum was verified, and less mixed.
+        still until every chunk's checksum was verified, and less mixed. None: that of the sampler, where it is a
+        ``BlockShuffle(block_size)``; else 16.
     fetch_factor
         Minibatches per fetch: ``batch_size * fetch_factor`` cells are resident at one time and shuffled among each
         other.
@@ -166,9 +183,22 @@ def open_loader(
     obs
         Columns of obs to hand over with each minibatch.
     layer
-        ``"X"``, ``"raw.X"``, or the name of a layer.
+        ``"X"``, ``"raw.X"``, or the name of a layer. Several: the first is ``batch.X``, and ``batch.layers[name]`` are
+        the others, with the same choice of `genes` (raw.X has genes of its own), `output` and `dtype`.
+    obsm
+        Names of matrices of obsm, handed over as ``batch.obsm[name]``: dense float32.
+    modality
+        Which modality of .h5mu files, or which members of a mapping; all of a mapping where it is left out. Of several,
+        `layer`, `obsm`, `obs` and `genes` are of the first, and ``batch.modalities[name]`` are the X of the others, all
+        their genes, with the same `output` and `dtype`. Their cells must have the same names in the same order.
     genes
         Names, handed over in the order given, or a mask over all genes, in the order of the file; None takes all.
+    join
+        What to do where files have other genes, or have them in another order: None refuses them; ``"inner"`` hands
+        over the genes that all files have, in the order of the first; ``"outer"`` those of any, in the order in which
+        they first appear, 0 where a file lacks them; a list of names those. Genes are found by name, and the files stay
+        as they are. `genes` chooses among those that are joined. Each modality is joined by its own names; a list is of
+        the first.
     where
         Which cells are wanted, by columns of obs: ``"cell_type == 'T cell' and pct_mito < 0.1"``. Known are ==, !=, <,
         <=, >, >=, in, and, or, not, isna(column) and notna(column); columns whose name is no Python name stand in
@@ -176,7 +206,9 @@ def open_loader(
         ``sampler=Subset(mask, sampler)``: whatever the sampler, the other cells are never read; rows keep their
         numbers over all cells, and labels and weights of a sampler are over all cells.
     transform
-        Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``.
+        Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``: of X and the
+        further layers; other modalities and obsm stay as they are. A mapping says it for each, by the name of a layer
+        or further modality: ``{"X": gpuload.Transform(), "prot": None}``.
     output
         ``"dense"``: (n, n_vars) arrays; ``"csr"``: CSR matrices of float32.
     dtype
@@ -202,6 +234,13 @@ def open_loader(
         Of a GPU, how bytes get there: ``"kvikio"`` (GPUDirect Storage where the machine has it), ``"pinned"`` (through
         page-locked host memory), or ``"auto"``: the first reads go either way in turn, the rest the faster one, which
         is logged.
+    cache
+        Of addresses: a store that keeps what is read, so that later epochs are read from the local disk; a
+        `gpuload.cache.SampleStore` over a `gpuload.cache.BlockRemote`, whose credentials are then those that count.
+    storage_options
+        Of addresses: credentials and the like, where they are not to be taken from the environment:
+        ``{"anonymous": True}`` for public buckets, ``{"profile": "lab"}``, ``{"endpoint": "http://..."}``; see
+        `gpuload.remote.ObjectRemote`.
     settings
         A settings file, as ``gpuload tune`` writes it, or what it holds: stands for every argument above that is not
         given. What is given wins, also where it equals the default.
@@ -221,40 +260,52 @@ def open_loader(
         The device cannot be used.
     """
     del settings  # read by the decorator
-    check_sizes(batch_size, block_size, fetch_factor, prefetch, seed)
+    check_sizes(batch_size, 16 if block_size is None else block_size, fetch_factor, prefetch, seed)
     batch_size, fetch_factor, prefetch, seed = int(batch_size), int(fetch_factor), int(prefetch), int(seed)
     _check_choice("uneven", uneven, ("drop", "pad"))
     rank, world_size = rank_and_world_size(rank, world_size)
     sampler = None if sampler is None else as_sampler(sampler)
-    block_size = _check_sampler(sampler, shuffle, block_size)
+    _check_sampler(sampler, shuffle)
+    block_size = _block_size(sampler, block_size)
     _check_choice("output", output, ("dense", "csr"))
     dtype = _check_dtype(dtype, output)
-    if transform is not None and not isinstance(transform, Transform):
-        raise PlanError(f"transform={transform!r}: expected a gpuload.Transform or None.")
+    layers, obsm = check_names("layer", layer, at_least=1), check_names("obsm", obsm)
+    modalities = check_modalities(modality, paths)
+    transform = check_transform(transform, layers, modalities[1:])
+    join = check_join(join)
     wanted = None if where is None else parse_where(where)
     if isinstance(obs, str):
         raise PlanError(f"obs={obs!r}: expected a list of column names, for example obs=[{obs!r}].")
     from gpuload.backends import open_backend
-    from gpuload.formats import open_store
+    from gpuload.formats import open_matrices
+    from gpuload.formats.addresses import at_addresses
 
+    paths = at_addresses(paths, cache, storage_options)
     backend = open_backend(
-        device, num_threads=num_threads, verify=verify, device_memory=device_memory, device_cache=device_cache, io=io
+        device,
+        num_threads=num_threads,
+        verify=verify,
+        device_memory=device_memory,
+        device_cache=device_cache,
+        io=io,
+        n_matrices=len(layers) + len(obsm) + len(modalities[1:]),
     )
     try:
         columns_of_sampler = () if sampler is None else sampler.columns
         columns_of_where = () if wanted is None else wanted.columns
-        store = open_store(paths, layer=layer, obs=tuple(dict.fromkeys([*obs, *columns_of_sampler, *columns_of_where])))
+        columns = tuple(dict.fromkeys([*obs, *columns_of_sampler, *columns_of_where]))
+        stores = open_matrices(paths, layers=layers, obsm=obsm, modalities=modalities, obs=columns, join=join)
     except BaseException:
         backend.close()
         raise
     try:
-        columns, var_names = _select_genes(genes, store)
-        form = Form(output, dtype, var_names.size, columns, transform)
-        _check_memory(store, batch_size, fetch_factor, prefetch)
+        store = stores["X"]
+        _check_memory(list(stores.values()), batch_size, fetch_factor, prefetch)
         if wanted is not None:
             sampler = Subset(wanted.mask(store.obs), sampler)
         strategy = _strategy(sampler, shuffle, block_size, batch_size, fetch_factor, store)
-        store = replace(store, obs={name: store.obs[name] for name in obs})
+        stores["X"] = replace(store, obs={name: store.obs[name] for name in obs})
+        tables = make_tables(stores, layers[0], genes=genes, transform=transform, output=output, dtype=dtype)
         plan = Plan(
             store.file_rows,
             batch_size,
@@ -266,17 +317,18 @@ def open_loader(
             world_size=world_size,
             uneven=uneven,
         )
-        return Loader(store, backend, plan, form, var_names, prefetch)
+        return Loader(tables, backend, plan, prefetch)
     except BaseException:
         backend.close()
-        store.close()
+        for store in stores.values():
+            store.close()
         raise
 
 
-def _check_memory(store: Store, batch_size: int, fetch_factor: int, prefetch: int) -> None:
+def _check_memory(stores: Sequence[Store], batch_size: int, fetch_factor: int, prefetch: int) -> None:
     """Refuse fetches that this machine cannot hold; being killed in the middle of an epoch explains nothing."""
-    n_rows, n_held = min(batch_size * fetch_factor, store.n_obs), prefetch + 1
-    wanted = int(n_rows * n_held * store.nbytes_per_row)
+    n_rows, n_held = min(batch_size * fetch_factor, stores[0].n_obs), prefetch + 1
+    wanted = int(n_rows * n_held * sum(store.nbytes_per_row for store in stores))
     there = _memory_nbytes()
     if wanted > there:
         raise PlanError(
@@ -315,21 +367,22 @@ def _check_dtype(dtype: Any, output: str) -> str:
     return name
 
 
-def _check_sampler(sampler: Sampler | None, shuffle: bool, block_size: int | str) -> int | str:
-    """Refuse a sampler beside settings that say something else; return the block size that holds."""
-    if sampler is None:
-        return block_size
-    if not shuffle and not (isinstance(sampler, Subset) and sampler.inner is None):
+def _check_sampler(sampler: Sampler | None, shuffle: bool) -> None:
+    """Refuse a sampler beside ``shuffle=False``, which says something else."""
+    if sampler is not None and not shuffle and not (isinstance(sampler, Subset) and sampler.inner is None):
         raise PlanError(
             f"shuffle=False with sampler={type(sampler).__name__}(...): the sampler says the order; drop one."
         )
-    if isinstance(sampler, BlockShuffle):
-        if block_size not in (16, sampler.block_size):
-            raise PlanError(
-                f"block_size={block_size!r} with sampler=BlockShuffle({sampler.block_size}): two block sizes; drop one."
-            )
-        return sampler.block_size
-    return block_size
+
+
+def _block_size(sampler: Sampler | None, block_size: int | str | None) -> int | str:
+    """Return the block size that was given, or else the sampler's own, or else 16; refuse two that differ."""
+    own = block_size_of(sampler)
+    if own is None:
+        return 16 if block_size is None else block_size
+    if block_size not in (None, own):
+        raise PlanError(f"block_size={block_size!r} with sampler=BlockShuffle({own}): two block sizes; drop one.")
+    return own
 
 
 def _strategy(
@@ -352,58 +405,3 @@ def _strategy(
         store.paths, store.file_rows, n_in_block, edges, store.obs, batch_size, fetch_rows, shuffle=bool(shuffle)
     )
     return plain(cells) if sampler is None else sampler.over(cells)
-
-
-def _select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, NDArray[np.object_]]:
-    """Return the output column of every stored gene (-1 = not wanted; None = all) and the names of the chosen genes."""
-    if genes is None:
-        return None, store.var_names
-    if isinstance(genes, str):
-        raise PlanError(f"genes={genes!r}: expected a list of gene names or a mask, for example genes=[{genes!r}].")
-    wanted = np.asarray(genes)
-    if wanted.ndim != 1:
-        raise PlanError(
-            f"genes has {wanted.ndim} dimensions; expected a list of gene names or a mask with one entry per gene."
-        )
-    if wanted.dtype == bool:
-        if wanted.size != store.n_vars:
-            raise PlanError(f"genes is a mask of {wanted.size} entries but the matrix has {store.n_vars} genes.")
-        chosen = np.flatnonzero(wanted)
-    elif wanted.size and wanted.dtype.kind not in "OSU":
-        raise PlanError(f"genes has dtype {wanted.dtype}; expected gene names or a boolean mask.")
-    else:
-        chosen = _find_genes([str(g) for g in wanted], store)
-    if not chosen.size:
-        raise PlanError("genes selects no gene; expected at least one.")
-    columns = np.full(store.n_vars, -1, dtype=np.int32)
-    columns[chosen] = np.arange(chosen.size, dtype=np.int32)
-    return columns, store.var_names[chosen]
-
-
-def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
-    place: dict[str, int] = {}
-    repeated: set[str] = set()
-    for i, name in enumerate(store.var_names):
-        if name in place:
-            repeated.add(name)
-        place[name] = i
-    for i, name in enumerate(() if store.var_ids is None else store.var_ids):
-        place.setdefault(name, i)
-    unknown = [n for n in names if n not in place]
-    if unknown:
-        raise PlanError(
-            f"genes: {unknown[0]!r} is not a gene of {store.paths[0]} ({len(unknown)} of {len(names)} are not); see "
-            "loader.var_names."
-        )
-    unclear = [n for n in names if n in repeated]
-    if unclear:
-        other = "their ids or by a mask" if store.var_ids is not None else "a mask"
-        raise PlanError(
-            f"genes: {unclear[0]!r} stands more than once in {store.paths[0]}; choose genes by {other} instead."
-        )
-    chosen = np.array([place[n] for n in names], dtype=np.int64)
-    is_first = np.zeros(chosen.size, dtype=bool)
-    is_first[np.unique(chosen, return_index=True)[1]] = True
-    if not is_first.all():
-        raise PlanError(f"genes: {names[int(np.argmin(is_first))]!r} is given twice; give every gene once.")
-    return chosen

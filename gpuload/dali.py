@@ -74,14 +74,17 @@ class _Source:
 
     def _outputs(self, batch: Batch) -> tuple[Any, ...]:
         rows = batch.rows if self._loader.device == "cpu" else self._loader.to_device(batch.rows)
-        outputs = (batch.X, *batch.obs.values(), rows)
+        outputs = (*batch.matrices().values(), *batch.obs.values(), rows)
         self._kept.append(outputs)
         return outputs
 
 
 def output_names(loader: Loader) -> list[str]:
-    """Return the names of what `cells` gives, in order: ``"X"``, the obs columns, ``"rows"``."""
-    return ["X", *loader.obs_dtypes, "rows"]
+    """Return the names of what `cells` gives, in order.
+
+    ``"X"`` and the further matrices, as in `Loader.tables`; the obs columns; ``"rows"``.
+    """
+    return [*loader.tables, *loader.obs_dtypes, "rows"]
 
 
 def cells(loader: Loader, prefetch_queue_depth: int = 2) -> list[Any]:
@@ -97,8 +100,8 @@ def cells(loader: Loader, prefetch_queue_depth: int = 2) -> list[Any]:
     Returns
     -------
     list of DataNode
-        ``X`` (a sample is a row of n_vars), one scalar per cell for each obs column, and the row number, in the order
-        of `output_names`.
+        ``X`` (a sample is a row of n_vars) and the further matrices, one scalar per cell for each obs column, and the
+        row number, in the order of `output_names`.
 
     Raises
     ------
@@ -126,7 +129,7 @@ def cells(loader: Loader, prefetch_queue_depth: int = 2) -> list[Any]:
             batch=True,
             **on_gpu,
             dtype=[_DALI_TYPES[dtype.name] for dtype in dtypes],
-            ndim=[1] + [0] * (len(dtypes) - 1),
+            ndim=[1] * len(loader.tables) + [0] * (len(dtypes) - len(loader.tables)),
         )
     )
 
@@ -138,7 +141,7 @@ def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
             "output='csr': DALI has no sparse type; open the loader with output='dense', or use "
             "gpuload.torch.CellDataset."
         )
-    taken = [name for name in loader.obs_dtypes if name in ("X", "rows")]
+    taken = [name for name in loader.obs_dtypes if name in ("rows", *loader.tables)]
     if taken:
         raise PlanError(f"obs column {taken[0]!r} has the name of another output; rename it in the file.")
     if loader.dtype == "bfloat16":
@@ -149,7 +152,8 @@ def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
             f"obs column {unknown[0]!r} has dtype {loader.obs_dtypes[unknown[0]]}, which DALI has no type for; "
             "leave it out."
         )
-    return [np.dtype(loader.dtype), *loader.obs_dtypes.values(), np.dtype(np.int64)]
+    matrices = [np.dtype(table.form.dtype) for table in loader.tables.values()]
+    return [*matrices, *loader.obs_dtypes.values(), np.dtype(np.int64)]
 
 
 def cell_pipeline(loader: Loader) -> Pipeline:

@@ -64,6 +64,7 @@ class FolderSource:
 
     memory = None
     has_files = True
+    ranges = None
 
     def __init__(self, root: str, names: Sequence[str], nbytes: NDArray[np.int64], stamps: NDArray[np.int64]) -> None:
         self.name = root

@@ -126,8 +126,8 @@ def plan_read(
     dest: NDArray[np.int64],
     target: str,
     limit: int = -1,
-    max_gap: int = MAX_GAP,
-    max_extent: int = MAX_EXTENT,
+    max_gap: int | None = None,
+    max_extent: int | None = None,
 ) -> ArrayRead:
     """Plan the reads and decodes that bring ranges of an array's first axis into a resident's array.
 
@@ -144,7 +144,7 @@ def plan_read(
     limit
         Bound of the elements where they are column numbers, else -1.
     max_gap, max_extent
-        Limits of coalescing, in bytes.
+        Limits of coalescing, in bytes; None takes those that suit the source.
 
     Returns
     -------
@@ -152,11 +152,18 @@ def plan_read(
         Every needed chunk once, extents in ascending order of their offset.
     """
     pieces = _pieces_1d(layout, ranges, dest) if len(layout.shape) == 1 else _pieces_2d(layout, ranges, dest)
-    return _coalesce(layout, target, limit, pieces, max_gap, max_extent)
+    return _coalesce(layout, target, limit, pieces, *_limits(layout, max_gap, max_extent))
+
+
+def _limits(layout: ArrayLayout, max_gap: int | None, max_extent: int | None) -> tuple[int, int]:
+    """Return the limits of coalescing that were given, or else those of the source."""
+    ranges = layout.source.ranges
+    suited = (MAX_GAP, MAX_EXTENT) if ranges is None else (ranges.max_gap, ranges.max_extent)
+    return suited[0] if max_gap is None else max_gap, suited[1] if max_extent is None else max_extent
 
 
 def select_chunks(
-    read: ArrayRead, is_chosen: NDArray[np.bool_], max_gap: int = MAX_GAP, max_extent: int = MAX_EXTENT
+    read: ArrayRead, is_chosen: NDArray[np.bool_], max_gap: int | None = None, max_extent: int | None = None
 ) -> ArrayRead:
     """Return a read of some of its chunks only, coalesced anew; parameters as for `plan_read`."""
     chosen = np.flatnonzero(is_chosen)
@@ -167,7 +174,7 @@ def select_chunks(
         layout=read.layout,
         target=read.target,
         limit=read.limit,
-        **_extents(offset, nbytes, max_gap, max_extent),
+        **_extents(offset, nbytes, *_limits(read.layout, max_gap, max_extent)),
         chunk_id=read.chunk_id[chosen],
         chunk_offset=offset,
         chunk_nbytes=nbytes,

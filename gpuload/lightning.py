@@ -54,8 +54,10 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
     The epoch is the trainer's: the order of epoch 3 is the same after a restart as without one.
 
     Checkpoints hold the place in the training epoch, so a run resumed with ``ckpt_path`` gets the minibatches that it
-    had not yet had, and no others. Lightning takes the number of minibatches of an epoch for fixed; so a checkpoint
-    from the middle of an epoch is refused with another number of processes. One from the end of an epoch is not.
+    had not yet had, and no others. With another number of processes in the middle of an epoch, what is left is dealt
+    anew to them, and the epoch has another number of minibatches than the later ones. Lightning counts the minibatches
+    of an epoch once and cuts all later epochs off there; so this takes a
+    ``Trainer(reload_dataloaders_every_n_epochs=1)``, which counts them for each epoch, and is refused without.
     """
 
     def __init__(
@@ -155,7 +157,8 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
         Raises
         ------
         PlanError
-            As `Loader.load_state_dict`; or the state is of the middle of an epoch and another number of processes.
+            As `Loader.load_state_dict`; or the state is of the middle of an epoch and another number of processes, and
+            the trainer counts minibatches once.
         """
         if "train" not in state_dict:
             return
@@ -166,7 +169,7 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
 
     def _load(self, state: dict[str, Any]) -> None:
         dataset = self._dataset("train")
-        _check_world_size(state, dataset.loader)
+        _check_world_size(state, dataset.loader, self.trainer)
         dataset.load_state_dict(state)
 
     def _process(self) -> dict[str, Any]:
@@ -236,24 +239,37 @@ class _Epochs:
 class _TrainEpochs(_Epochs):
     """The training minibatches, with a place that Lightning saves; validation always starts at its first minibatch."""
 
+    def __len__(self) -> int:
+        """Minibatches of the epoch as Lightning counts them: those that each process has had, and those to come.
+
+        Another number than that of other epochs where this one goes on with another number of processes. Lightning
+        does not ask for a minibatch after the last one, so an epoch of which none is left is over.
+        """
+        n_left = self._dataset.loader.n_batches_left
+        if not n_left:
+            return super().__len__()
+        state = self._dataset.state_dict()
+        return n_left + int(state["step"]) + sum(int(steps) for _, steps in state["history"])
+
     def state_dict(self) -> dict[str, Any]:
         return self._dataset.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_world_size(state, self._dataset.loader)
+        _check_world_size(state, self._dataset.loader, self._module.trainer)
         self._dataset.load_state_dict(state)
 
 
-def _check_world_size(state: Any, loader: Loader) -> None:
-    """Refuse what Lightning cannot count: to it every epoch has ``len`` minibatches, those already done included."""
-    if not isinstance(state, dict):
-        return  # the loader says what is wrong
+def _check_world_size(state: Any, loader: Loader, trainer: Any) -> None:
+    """Refuse an epoch of a length of its own where the trainer takes the first one's for that of all."""
+    if not isinstance(state, dict) or getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1:
+        return  # where it is no state the loader says so
     then = [pair[0] for pair in state.get("history", ())]
     if state.get("step") or then:
         then.append(state.get("world_size"))
     odd = [n for n in then if n != loader.world_size]
     if odd:
         raise PlanError(
-            f"checkpoint: it is from the middle of an epoch with {odd[0]} processes, and here are "
-            f"{loader.world_size}; resume with {odd[0]}, or from a checkpoint of the end of an epoch."
+            f"checkpoint: it is from the middle of an epoch with {odd[0]} processes, and here are {loader.world_size}; "
+            "what is left makes an epoch of a length of its own: give Trainer(reload_dataloaders_every_n_epochs=1), so "
+            f"that Lightning counts each, or resume with {odd[0]}, or from a checkpoint of the end of an epoch."
         )

@@ -27,26 +27,28 @@ if TYPE_CHECKING:
     from gpuload.plan import Plan
     from gpuload.stats import Stats
     from gpuload.store import Store
-    from gpuload.types import Form
+    from gpuload.tables import Table
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A fetch on its way: places of its rows in the resident, row numbers and obs, all in the order of hand-over."""
+    """A fetch on its way: places of its rows in the residents, row numbers and obs, all in the order of hand-over."""
 
     positions: NDArray[np.int32]
     rows: NDArray[np.int64]
     obs: Mapping[str, Any]
-    pending: Pending[Resident]
+    pending: list[Pending[Resident]]
+    """One for each table."""
 
 
 @dataclass(slots=True, eq=False)
 class _Take:
-    """A minibatch on its way: all of it but X."""
+    """A minibatch on its way: all of it but the matrices."""
 
     rows: NDArray[np.int64]
     obs: Mapping[str, Any]
-    pending: Pending[Any]
+    pending: list[Pending[Any]]
+    """One for each table."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,37 +75,30 @@ class Loader:
 
     Parameters
     ----------
-    store
-        What is on disk.
+    tables
+        ``"X"``, whose store alone has obs, and further matrices of the same cells.
     backend
         Where bytes land.
     plan
         The order; its epoch is replaced by that of each iteration.
-    form
-        What rows are handed over as.
-    var_names : (n_cols,) object
-        Names of the columns handed over.
     prefetch
         Fetches loading ahead of the consumer.
     """
 
-    def __init__(
-        self, store: Store, backend: Backend, plan: Plan, form: Form, var_names: NDArray[np.object_], prefetch: int
-    ) -> None:
-        self._store = store
+    def __init__(self, tables: Mapping[str, Table], backend: Backend, plan: Plan, prefetch: int) -> None:
+        self._tables = tables
         self._backend = backend
         self._plan = plan
-        self._form = form
         self._prefetch = prefetch
-        batch_nbytes = plan.batch_size * (4.0 * form.n_cols if form.output == "dense" else store.nbytes_per_row)
+        self._store, self._form, self.var_names = tables["X"].store, tables["X"].form, tables["X"].var_names
+        batch_nbytes = plan.batch_size * sum(table.nbytes_per_row for table in tables.values())
         self._takes_ahead = min(backend.takes_ahead, max(2, int(AHEAD_NBYTES / max(1.0, batch_nbytes))))
-        self._fingerprint = fingerprint(plan, store.describe())
+        self._fingerprint = fingerprint(plan, self._store.describe(), [name for name in tables if name != "X"])
         self._next = _Place(plan)
         self._now: _Place | None = None  # of the live iteration, or of the last where that was left before its end
         self._live: weakref.ref[Generator[Batch, None, None]] | None = None
         self._is_closed = False
-        self.var_names = var_names
-        self._closer = weakref.finalize(self, _close, backend, store)
+        self._closer = weakref.finalize(self, _close, backend, [table.store for table in tables.values()])
 
     def __len__(self) -> int:
         """Minibatches of a whole epoch on this rank, and on every other."""
@@ -123,8 +118,35 @@ class Loader:
 
     @property
     def n_obs(self) -> int:
-        """Cells in all files together."""
+        """Cells in all files together, also those that ``where=`` or the sampler leave out; rows are numbers below."""
         return self._store.n_obs
+
+    @property
+    def epoch_n_obs(self) -> int:
+        """Cells that all ranks together hand over in a whole epoch: those of ``where=`` and of the sampler.
+
+        With those that ``uneven="pad"`` hands over twice, and without those that ``uneven="drop"`` or `drop_last`
+        leaves out. A sampler may draw a cell more than once.
+        """
+        plan = (self._now or self._next).plan if self._plan.is_per_rank else self._plan
+        return plan.n_rows * plan.world_size
+
+    @property
+    def n_batches_left(self) -> int:
+        """Minibatches that this rank's epoch still has: the live one, or one left before its end, else the next.
+
+        Right after a state of the middle of an epoch was loaded, with another `world_size` too: what is yet to come.
+        """
+        place = self._now or self._next
+        return place.plan.n_batches - place.step
+
+    @property
+    def store(self) -> Store:
+        """What is read: the sizes and names of the files, and the obs columns over all of their cells.
+
+        For what works on the cells rather than on minibatches, such as `gpuload.split`. The loader closes it.
+        """
+        return self._store
 
     @property
     def n_vars(self) -> int:
@@ -145,6 +167,15 @@ class Loader:
     def dtype(self) -> str:
         """``"float32"``, ``"float16"`` or ``"bfloat16"``."""
         return self._form.dtype
+
+    @property
+    def tables(self) -> Mapping[str, Table]:
+        """What is handed over, by name: ``"X"``, ``"layers/<name>"``, ``"obsm/<name>"``, ``"modalities/<name>"``.
+
+        ``loader.tables["modalities/prot"].var_names`` are the names of a matrix's columns, and its ``form`` says how it
+        is handed over.
+        """
+        return self._tables
 
     @property
     def obs_dtypes(self) -> Mapping[str, np.dtype[Any]]:
@@ -191,7 +222,8 @@ class Loader:
         that the consumer holds, and those kept for reuse. ``"scratch"``: working memory of the threads. ``"metadata"``:
         row offsets, chunk addresses and obs columns. What Python and its packages take is not among them.
         """
-        return {**self._backend.memory(), "metadata": self._store.metadata_nbytes}
+        metadata = sum(table.store.metadata_nbytes for table in self._tables.values())
+        return {**self._backend.memory(), "metadata": metadata}
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of `epoch` (at least 0); one that lives goes on as it is.
@@ -322,11 +354,11 @@ class Loader:
             loads.extend(self._start_load(plan, *which) for which in islice(to_load, self._prefetch))
             while loads:
                 load = loads[0]  # stays in the deque while it is waited for, so that it is cancelled with the rest
-                while takes and not load.pending.done():
+                while takes and not all(pending.done() for pending in load.pending):
                     yield self._hand_over(takes.popleft())
                 try:
                     with self.stats.timed("wait_s"):
-                        resident = load.pending.result()
+                        residents = [pending.result() for pending in load.pending]
                 except Exception:
                     while takes:  # what comes before the fault is handed over, however far ahead the loads are
                         yield self._hand_over(takes.popleft())
@@ -334,50 +366,67 @@ class Loader:
                 loads.popleft()
                 starts = range(0, load.positions.size, plan.batch_size)
                 for i, start in enumerate(starts):
-                    takes.append(self._start_take(load, resident, start))
+                    takes.append(self._start_take(load, residents, start))
                     while len(takes) > ahead:
                         yield self._hand_over(takes.popleft())
                     # Not before the last take of the fetch before is handed over: its resident's memory is used again.
                     if i == min(ahead, len(starts) - 1):
                         loads.extend(self._start_load(plan, *which) for which in islice(to_load, 1))
-                del resident, load
+                del residents, load
             while takes:
                 yield self._hand_over(takes.popleft())
         finally:
-            for pending in (*(load.pending for load in loads), *(take.pending for take in takes)):
-                pending.cancel()
+            for under_way in (*(load.pending for load in loads), *(take.pending for take in takes)):
+                for pending in under_way:
+                    pending.cancel()
 
     def _start_load(self, plan: Plan, index: int, n_passed: int) -> _Load:
         """Start to load a fetch for the minibatches after the first `n_passed`.
 
         Its obs columns are gathered whole, and minibatches are slices of them.
         """
-        self._store.check_unchanged()
+        stores = [table.store for table in self._tables.values()]
+        for store in stores:
+            store.check_unchanged()
         with self.stats.timed("plan_s"):
             fetch = plan.fetch(index)
-            recipe = self._store.recipe(fetch.ranges)
-        pending = self._backend.load(recipe)
+            recipes = [store.recipe(fetch.ranges) for store in stores]
+        pending = [self._backend.load(recipe) for recipe in recipes]
         positions = fetch.positions[n_passed * plan.batch_size :]
         rows = fetch.rows()[positions]
         obs = {name: self._backend.asarray(column.values[rows]) for name, column in self._store.obs.items()}
         self.stats.add(n_fetches=1)
         return _Load(positions, rows, obs, pending)
 
-    def _start_take(self, load: _Load, resident: Resident, start: int) -> _Take:
+    def _start_take(self, load: _Load, residents: list[Resident], start: int) -> _Take:
         part = slice(start, start + self._plan.batch_size)
-        pending = self._backend.take_rows(resident, load.positions[part], self._form)
+        positions = load.positions[part]
+        pending = [
+            self._backend.take_rows(resident, positions, table.form)
+            for resident, table in zip(residents, self._tables.values(), strict=True)
+        ]
         return _Take(load.rows[part], {name: values[part] for name, values in load.obs.items()}, pending)
 
     def _hand_over(self, take: _Take) -> Batch:
         start = time.perf_counter()
-        X = take.pending.result()
-        self.stats.add(n_batches=1, n_rows=take.rows.size, wait_s=time.perf_counter() - start)
+        X, *further = [pending.result() for pending in take.pending]
+        self.stats.spent("wait_s", start, n_batches=1, n_rows=take.rows.size)
         if self._now is not None:
             self._now.step += 1
-        return Batch(X, take.obs, take.rows)
+        return Batch(X, take.obs, take.rows, **_grouped(list(self._tables)[1:], further) if further else {})
 
 
-def _close(backend: Backend, store: Store) -> None:
+def _grouped(names: list[str], matrices: list[Any]) -> dict[str, dict[str, Any]]:
+    """Return matrices by group and by their own name: ``"layers/spliced"`` is ``["layers"]["spliced"]``."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, matrix in zip(names, matrices, strict=True):
+        group, _, own = name.partition("/")
+        groups.setdefault(group, {})[own] = matrix
+    return groups
+
+
+def _close(backend: Backend, stores: list[Store]) -> None:
     """Stop the backend's threads before its files: a descriptor must not be closed under a read."""
     backend.close()
-    store.close()
+    for store in stores:
+        store.close()

@@ -37,16 +37,18 @@ class RowOrder(Protocol):
 
 @dataclass(frozen=True)
 class FileOrder:
-    """Rows as they lie in the files."""
+    """Rows as they lie in the files; those of a fetch mixed where that is said."""
+
+    is_mixed: bool = False
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the one range start..stop, shape (1, 2)."""
         return np.array([[start, stop]], dtype=np.int64)
 
-    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
-        """Return the places as they are."""
+    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
+        """Return the places as they are; None where they are to be mixed."""
         del key
-        return np.arange(stop - start)
+        return None if self.is_mixed else np.arange(stop - start)
 
 
 class EqualBlocks:

@@ -26,6 +26,7 @@ from gpuload.errors import PlanError
 from gpuload.loader import Loader
 from gpuload.plan import Plan, chunks_per_block
 from gpuload.sampling import BlockShuffle
+from gpuload.tables import Table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -251,7 +252,7 @@ def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: st
         device, num_threads=num_threads, verify="never", device_memory=None, device_cache=None, io="auto"
     )
     try:
-        return Loader(replace(store, sources=()), backend, plan, form, store.var_names, prefetch)
+        return Loader({"X": Table(replace(store, sources=()), form, store.var_names)}, backend, plan, prefetch)
     except BaseException:
         backend.close()
         raise

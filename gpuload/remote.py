@@ -1,27 +1,80 @@
 """Where samples come from: a folder, or an object store over the network. The home of obstore.
 
 A `Remote` is small on purpose, so that a store of one's own, or one that makes its samples, is three methods. Faults
-are of two kinds: `BusyError`, where trying again may help, and any other `ReadError`, where it will not. Nothing is
-tried again here: who asks knows how long to wait.
+are of two kinds: `BusyError`, where trying again may help, and any other `ReadError`, where it will not. A remote tries
+nothing again, so that who asks knows what happens (obstore's own retries, which wait up to three minutes and know
+nothing of a 429, are switched off): `Patience` is how they wait.
 """
 
 from __future__ import annotations
 
+import configparser
 import os
+import random
 import re
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
 
 
 class BusyError(ReadError):
-    """Bytes could not be had now (503, reset, timeout, short body); trying again may help."""
+    """Bytes could not be had now (429, 5xx, reset, timeout, short body); trying again may help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How often something is asked for where a remote is busy, and how long is waited in between.
+
+    Attributes
+    ----------
+    tries
+        Requests in all.
+    first_wait_s, longest_wait_s
+        Each wait is random, between 0 and a bound: the first of these, which doubles from wait to wait up to the
+        second.
+
+    References
+    ----------
+    .. [1] Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog 2015 ("full jitter").
+    """
+
+    tries: int = 6
+    first_wait_s: float = 0.1
+    longest_wait_s: float = 10.0
+
+    def ask(self, question: Callable[[], T], ended: threading.Event | None = None) -> T:
+        """Return what a function returns, which is called again where it finds the remote busy.
+
+        Parameters
+        ----------
+        question
+            The function.
+        ended
+            Nothing is waited for once it is set.
+
+        Raises
+        ------
+        BusyError
+            The remote was busy each time; or any other error of the function's.
+        """
+        ended = ended or threading.Event()
+        for attempt in range(self.tries):
+            try:
+                return question()
+            except (BusyError, ConnectionError, TimeoutError):
+                bound = min(self.longest_wait_s, self.first_wait_s * 2**attempt)
+                if attempt + 1 == self.tries or ended.wait(random.uniform(0, bound)):  # noqa: S311 - no secret
+                    raise
+        raise AssertionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +181,16 @@ def _of_file(key: str, status: os.stat_result) -> RemoteObject:
     return RemoteObject(key, status.st_size, f"{status.st_size:x}-{status.st_mtime_ns:x}")
 
 
+_MODIFIED = "modified "
+"""How what stands for an ETag begins where a server has none: the time of the last change."""
+
+
 class ObjectRemote:
     """The objects under an address, through obstore: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``http(s)://``.
 
-    Credentials, region and endpoint are taken from the environment as the cloud's own tools name them
-    (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...), or from `options`.
+    Credentials, region and endpoint are taken from `options`, or else from the environment as the cloud's own tools
+    name them (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...); of S3, where it names no key, from the profile that
+    `profile` or ``AWS_PROFILE`` names in ``~/.aws/credentials`` and ``~/.aws/config``, or from the default one.
 
     Parameters
     ----------
@@ -142,6 +200,8 @@ class ObjectRemote:
         Longest time of one request, its body included.
     anonymous
         Send no signature: for public buckets.
+    profile
+        Of S3: section of the two files; one without keys of its own (roles, single sign-on) is left to boto3.
     **options
         Settings of obstore's store, by their names there (``endpoint=``, ``region=``, ...).
 
@@ -153,18 +213,33 @@ class ObjectRemote:
         An address or option that obstore does not know.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 30.0, anonymous: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 30.0,
+        anonymous: bool = False,
+        profile: str | None = None,
+        **options: Any,
+    ) -> None:
         self.name = url.rstrip("/")
-        self._settings = {"timeout_s": timeout_s, "anonymous": anonymous, **options}
+        self._settings = {"timeout_s": timeout_s, "anonymous": anonymous, "profile": profile, **options}
+        if url.startswith("s3://") and not anonymous:
+            options = {**_aws_profile(profile, options), **options}
         self._obstore, self._store = _open(self.name, timeout_s, anonymous, options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _object_remote, (self.name, self._settings)
 
-    def list(self) -> Iterator[RemoteObject]:
-        """Yield every object under the address."""
+    @property
+    def can_list(self) -> bool:
+        """Whether it can tell which objects there are; a web server cannot."""
+        return not self.name.startswith(("http://", "https://"))
+
+    def list(self, prefix: str = "") -> Iterator[RemoteObject]:
+        """Yield every object under the address, or under a folder below it."""
         try:
-            for some in self._obstore.list(self._store):
+            for some in self._obstore.list(self._store, prefix or None):
                 yield from (self._object(meta) for meta in some)
         except self._obstore.exceptions.BaseError as error:
             raise self._translated(error, "") from error
@@ -186,10 +261,13 @@ class ObjectRemote:
         if start >= stop:
             return b""
         options: dict[str, Any] = {"range": (start, stop)}
-        if wanted.etag:
+        if wanted.etag and not wanted.etag.startswith(_MODIFIED):
             options["if_match"] = f'"{wanted.etag}"'
         try:
-            body = self._obstore.get(self._store, wanted.key, options=options).bytes()
+            answer = self._obstore.get(self._store, wanted.key, options=options)
+            if wanted.etag and self._object(answer.meta).etag != wanted.etag:  # of a server that knows no condition
+                raise ReadError(f"{self.name}/{wanted.key}: the object was changed since it was listed.")
+            body = answer.bytes()
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
             raise self._translated(error, wanted.key) from error
         got = memoryview(body).nbytes
@@ -212,7 +290,7 @@ class ObjectRemote:
         return body
 
     def _object(self, meta: Any) -> RemoteObject:
-        etag = (meta.get("e_tag") or "").removeprefix("W/").strip('"')
+        etag = (meta.get("e_tag") or "").removeprefix("W/").strip('"') or f"{_MODIFIED}{meta['last_modified']}"
         is_md5 = self.name.startswith("s3:") and re.fullmatch("[0-9a-f]{32}", etag)
         return RemoteObject(meta["path"], meta["size"], etag, f"md5?:{etag}" if is_md5 else "")
 
@@ -225,7 +303,7 @@ class ObjectRemote:
         if isinstance(error, kinds.PreconditionError):
             return ReadError(f"{place}: the object was changed since it was listed.")
         if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
-            return ReadError(f"{place}: access was denied; check the credentials: {said}")
+            return ReadError(f"{place}: access was denied; check the credentials, or say anonymous=True: {said}")
         if isinstance(error, kinds.GenericError):
             return BusyError(f"{place}: {said}")
         return ReadError(f"{place}: {said}")
@@ -247,14 +325,66 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any]) 
         "retry_config": {"max_retries": 0},
         **options,
     }
-    if anonymous:
+    if anonymous and not url.startswith("http"):
         settings["skip_signature"] = True
-    if str(options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or url).startswith("http://"):
+    if str(options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or "").startswith("http://") or url.startswith(
+        "http://"
+    ):
         settings["client_options"]["allow_http"] = True
     try:
         return obstore, obstore.store.from_url(url, **settings)
     except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
         raise PlanError(f"{url}: {str(error).splitlines()[0]}") from error
+
+
+def _aws_profile(profile: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Return keys, region and endpoint of a profile of the AWS tools, where the environment names no key."""
+    if profile is None and ("AWS_ACCESS_KEY_ID" in os.environ or "access_key_id" in options):
+        return {}
+    name = profile or os.environ.get("AWS_PROFILE")
+    home = os.path.join(os.path.expanduser("~"), ".aws")
+    found: dict[str, str] = {}
+    for variable, file, prefix in (
+        ("AWS_CONFIG_FILE", "config", "profile "),
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", ""),
+    ):
+        parser = configparser.RawConfigParser()
+        parser.read(os.environ.get(variable) or os.path.join(home, file))
+        section = f"{prefix}{name}" if name and name != "default" else "default"
+        if parser.has_section(section):
+            found |= dict(parser.items(section))
+    if not found:
+        if name:
+            raise PlanError(f"profile={name!r}: neither the credentials nor the config file in {home} has it.")
+        return {}
+    settings: dict[str, Any] = {
+        ours: found[theirs]
+        for ours, theirs, variables in _PROFILE
+        if theirs in found and not any(os.environ.get(variable) for variable in variables)
+    }
+    if "access_key_id" not in settings and name:
+        settings["credential_provider"] = _boto3_credentials(name)
+    return settings
+
+
+def _boto3_credentials(profile: str) -> Any:
+    """Return what gives the credentials of a profile that has no keys of its own."""
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise MissingDependencyError("boto3", f"profile={profile!r}, which has no keys of its own,", "aws") from error
+    return Boto3CredentialProvider(boto3.Session(profile_name=profile))
+
+
+_PROFILE = (
+    ("access_key_id", "aws_access_key_id", ()),
+    ("secret_access_key", "aws_secret_access_key", ()),
+    ("session_token", "aws_session_token", ()),
+    ("region", "region", ("AWS_REGION", "AWS_DEFAULT_REGION")),
+    ("endpoint", "endpoint_url", ("AWS_ENDPOINT_URL", "AWS_ENDPOINT")),
+)
+"""obstore's settings, the AWS tools' words for them in their files, and the variables that go before these."""
 
 
 def open_remote(place: str | os.PathLike[str], **options: Any) -> Remote:

@@ -1,4 +1,4 @@
-"""Settings files: what `gpuload tune` writes and ``open_loader(settings=...)`` takes. Standard library only.
+"""Settings files: what `gpuload tune` writes and ``open_loader(settings=...)`` takes.
 
 A settings file is JSON: ``"settings"`` holds keyword arguments of `gpuload.open_loader`, and ``"measured"`` says what
 they were measured on, for people to read. What the caller gives always wins over the file, also where it equals the
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from gpuload.errors import PlanError, ReadError
+from gpuload.sampling import block_size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-NOT_SAVED = ("paths", "settings", "sampler", "transform", "rank", "world_size")
+NOT_SAVED = ("paths", "settings", "sampler", "transform", "rank", "world_size", "cache", "storage_options")
 """Arguments that a settings file cannot hold: values that JSON has not, and what differs between processes."""
 
 _PARTS = {"settings", "measured"}
@@ -42,7 +43,7 @@ def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
         sampler = given.get("sampler")
         if sampler is not None:  # it says the order, and may say the block size, as if these had been given
             saved.pop("shuffle", None)
-        if getattr(sampler, "block_size", None) is not None:
+        if block_size_of(sampler) is not None:
             saved.pop("block_size", None)
         return function(*args, **{**saved, **given})
 

@@ -35,6 +35,7 @@ class FileSource:
 
     memory = None
     has_files = True
+    ranges = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = os.fspath(path)
@@ -126,6 +127,7 @@ class BufferSource:
     """
 
     has_files = False
+    ranges = None
 
     def __init__(self, name: str, data: NDArray[np.uint8]) -> None:
         self.name = name

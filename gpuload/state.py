@@ -7,8 +7,8 @@ A state is a dict of plain ints, strings, lists and dicts, so that JSON, torch.s
 ``"world_size"``, ``"history"``
     How many ranks there were; and before that, as pairs ``[world_size, steps]``, the oldest first.
 ``"fingerprint"``
-    All that decides the order but the above. Not in it, so free to differ: `rank` and `world_size`, `prefetch`,
-    threads, device, genes, transform, output, folders.
+    All that decides the order but the above, and which matrices are handed over besides X. Not in it, so free to
+    differ: `rank` and `world_size`, `prefetch`, threads, device, genes, `join`, transform, output, folders.
 
 So the state of any one rank stands for all ranks at that step.
 """
@@ -30,7 +30,7 @@ VERSION = 1
 _PLACE = ("epoch", "step", "world_size", "history", "fingerprint")
 
 
-def fingerprint(plan: Plan, files: list[dict[str, Any]]) -> dict[str, Any]:
+def fingerprint(plan: Plan, files: list[dict[str, Any]], further: list[str]) -> dict[str, Any]:
     """Return what a state and a loader must agree in.
 
     Parameters
@@ -39,6 +39,8 @@ def fingerprint(plan: Plan, files: list[dict[str, Any]]) -> dict[str, Any]:
         Of the loader.
     files
         Name and sizes of each file, in their order.
+    further
+        The matrices that are handed over besides X, in their order.
     """
     return {
         "version": VERSION,
@@ -49,6 +51,7 @@ def fingerprint(plan: Plan, files: list[dict[str, Any]]) -> dict[str, Any]:
         "drop_last": bool(plan.drop_last),
         "uneven": plan.uneven,
         "sampler": plan.strategy.describe(),
+        **({"further matrices": further} if further else {}),  # left out where there are none, as in older states
     }
 
 

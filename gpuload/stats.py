@@ -1,17 +1,19 @@
-"""What the stages did: bytes, seconds, stalls.
+"""What the stages did: bytes, seconds, waits of the consumer, and which stage holds it up.
 
-Cheap enough to be always on: a few additions per task of some milliseconds.
+Cheap enough to be always on: a few additions per task of some milliseconds. The times of single tasks are kept on
+request only.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 COUNTERS = (
     "read_nbytes",
@@ -24,6 +26,20 @@ COUNTERS = (
     "n_fetches",
 )
 TIMERS = ("plan_s", "read_s", "decode_s", "take_s", "wait_s")
+
+_KEPT_WAITS, _KEPT_SPANS = 10_000, 1_000_000
+"""Waits kept for percentiles, and spans of a timeline: the latest."""
+_WAITED_LITTLE = 0.05
+"""Up to this share of its time a consumer's waits are its own affair."""
+
+
+class Span(NamedTuple):
+    """A task of a stage: the timer that it counts for, its thread, and when it was, by `time.perf_counter`."""
+
+    timer: str
+    thread: int
+    start: float
+    stop: float
 
 
 class Stats:
@@ -63,6 +79,9 @@ class Stats:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._waits: deque[float] = deque(maxlen=_KEPT_WAITS)
+        self._waited_s = 0.0
+        self._spans: deque[Span] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -71,12 +90,25 @@ class Stats:
             setattr(self, name, 0)
         for name in TIMERS:
             setattr(self, name, 0.0)
+        self._waits.clear()
+        self._waited_s = 0.0
 
     def add(self, **amounts: float) -> None:
         """Add to totals, by name; safe from any thread."""
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
+            self._waited_s += amounts.get("wait_s", 0.0)
+            if "n_batches" in amounts:
+                self._waits.append(self._waited_s)
+                self._waited_s = 0.0
+
+    def spent(self, timer: str, start: float, **amounts: float) -> None:
+        """Add the time since `start` to a timer, and amounts to totals."""
+        stop = time.perf_counter()
+        self.add(**{timer: stop - start}, **amounts)
+        if self._spans is not None:
+            self._spans.append(Span(timer, threading.get_ident(), start, stop))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -85,7 +117,48 @@ class Stats:
         try:
             yield
         finally:
-            self.add(**{name: time.perf_counter() - start})
+            self.spent(name, start)
+
+    def keep_spans(self) -> None:
+        """Keep the times of single tasks from now on."""
+        self._spans = deque(maxlen=_KEPT_SPANS)
+
+    def take_spans(self) -> list[Span]:
+        """Return the tasks since `keep_spans`, and keep none from now on."""
+        spans, self._spans = list(self._spans or ()), None
+        return spans
+
+    def waits(self) -> dict[str, float]:
+        """Return percentiles of the consumer's waits for a minibatch, in seconds; of the last 10,000."""
+        waits = sorted(self._waits.copy())
+        return {f"p{p}_s": waits[min(len(waits) - 1, len(waits) * p // 100)] if waits else 0.0 for p in (50, 95, 99)}
+
+    @staticmethod
+    def verdict(totals: Mapping[str, float], seconds: float, n_cores: int) -> str:
+        """Return in one line what holds the consumer up.
+
+        Parameters
+        ----------
+        totals
+            Of `as_dict`, or the differences of two of them.
+        seconds
+            Time in which they came about.
+        n_cores
+            Cores that the stages could use.
+        """
+        share = totals["wait_s"] / seconds
+        if share <= _WAITED_LITTLE:
+            return f"consumer-bound: it waited {share:.1%} of its time"
+        # Reads over a network wait in many threads at a time: what they held up is at most what the cores did not do.
+        worked = totals["decode_s"] + totals["take_s"]
+        held = {
+            "store": min(totals["read_s"], max(0.0, n_cores * seconds - worked)),
+            "decode": totals["decode_s"],
+            "copy": totals["take_s"],
+        }
+        bound = max(held, key=lambda stage: held[stage])
+        parts = ", ".join(f"{stage} {value / seconds:.2f}" for stage, value in held.items())
+        return f"{bound}-bound: the consumer waited {share:.1%} of its time; cores busy with each: {parts}"
 
     def as_dict(self) -> dict[str, float]:
         """Return all totals by name."""

@@ -9,12 +9,13 @@ share between threads.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.alignment import align
 from gpuload.errors import StoreError
 from gpuload.layout import ArrayLayout, plan_read
 from gpuload.types import ArrayRead, Recipe, expand_ranges
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.alignment import Alignment
     from gpuload.types import Source
 
 CONTIGUOUS_BLOCK = 64 << 10
@@ -139,11 +141,15 @@ class DenseMatrix:
         return (self.X,)
 
     def plan_reads(
-        self, ranges: NDArray[np.int64], first_row: NDArray[np.int64], indptr: object = None
+        self, ranges: NDArray[np.int64], first_row: NDArray[np.int64], indptr: NDArray[np.int64] | None = None
     ) -> list[ArrayRead]:
-        """Plan the reads of row ranges; parameters as for `CsrMatrix.plan_reads`."""
-        del indptr
-        return [plan_read(self.X, ranges, first_row, "X")] if self.n_vars else []
+        """Plan the reads of row ranges; parameters as for `CsrMatrix.plan_reads`, `indptr` for unequal widths only."""
+        if not self.n_vars:
+            return []
+        if indptr is None:
+            return [plan_read(self.X, ranges, first_row, "X")]
+        read = plan_read(self.X, ranges, first_row - first_row[0], "X")
+        return [replace(read, piece_dest=read.piece_dest + indptr[first_row[0]])]
 
     def chunk_edges(self) -> NDArray[np.int64]:
         """Return row edges snapped to the chunk grid: rising, from 0 to n_rows."""
@@ -153,6 +159,11 @@ class DenseMatrix:
 
 
 Matrix = CsrMatrix | DenseMatrix
+
+JOIN = (
+    "several files must have the same genes in the same order, unless join= says how to join them: join='inner' hands "
+    "over the genes that all have, join='outer' the genes of any, and a list of names those."
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +184,8 @@ class Store:
         What is held open.
     var_ids : (n_vars,) object, optional
         What genes are called besides, where the file has both names and ids; genes may be chosen by either.
+    alignment
+        Where the columns of each matrix go; None: all have the genes `var_names`.
     """
 
     matrices: tuple[Matrix, ...]
@@ -181,6 +194,7 @@ class Store:
     obs: Mapping[str, ObsColumn]
     sources: tuple[Source, ...]
     var_ids: NDArray[np.object_] | None = None
+    alignment: Alignment | None = None
 
     @property
     def kind(self) -> str:
@@ -195,7 +209,7 @@ class Store:
     @property
     def n_vars(self) -> int:
         """Genes."""
-        return self.matrices[0].n_vars
+        return int(self.var_names.size)
 
     @property
     def file_rows(self) -> tuple[int, ...]:
@@ -207,8 +221,9 @@ class Store:
         """Decoded bytes of a row, on average: 8 per stored value, or 4 per gene where X is dense."""
         if not self.n_obs:
             return 0.0
-        nnz = sum(int(m.indptr[-1]) for m in self.matrices if isinstance(m, CsrMatrix))
-        return 8.0 * nnz / self.n_obs if self.kind == "csr" else 4.0 * self.n_vars
+        if self.kind == "dense":
+            return 4.0 * sum(m.n_rows * m.n_vars for m in self.matrices) / self.n_obs
+        return 8.0 * sum(int(m.indptr[-1]) for m in self.matrices if isinstance(m, CsrMatrix)) / self.n_obs
 
     @property
     def metadata_nbytes(self) -> int:
@@ -228,7 +243,7 @@ class Store:
         file_start = np.concatenate([[0], np.cumsum(self.file_rows)])
         parts = [self._within(ranges, int(lo), int(hi)) for lo, hi in pairwise(file_start)]
         n_rows = int((ranges[:, 1] - ranges[:, 0]).sum())
-        indptr = self._resident_indptr(parts, n_rows) if self.kind == "csr" else None
+        indptr = self._resident_indptr(parts, n_rows)
         reads: list[ArrayRead] = []
         row = 0
         for matrix, part in zip(self.matrices, parts, strict=True):
@@ -237,7 +252,21 @@ class Store:
             if len(part):
                 reads += matrix.plan_reads(part, first_row, indptr)  # type: ignore[arg-type]
             row += int(lengths.sum())
-        return Recipe(self.kind, n_rows, self.n_vars, indptr, tuple(reads))
+        widest = max(matrix.n_vars for matrix in self.matrices)
+        return Recipe(self.kind, n_rows, widest, indptr, tuple(reads), self._map_start(parts))
+
+    def columns(self, chosen: NDArray[np.int32] | None = None) -> NDArray[np.int32] | None:
+        """Return `Form.columns`: the place of every stored column in the output, or -1; None keeps all as they are.
+
+        Parameters
+        ----------
+        chosen : (n_vars,) int32, optional
+            The place of every gene in the output, or -1; None takes all.
+        """
+        maps = None if self.alignment is None else self.alignment.maps
+        if maps is None or chosen is None:
+            return chosen if maps is None else maps
+        return np.where(maps < 0, np.int32(-1), chosen[maps])
 
     def chunk_edges(self, every: int = 1) -> NDArray[np.int64]:
         """Return row edges snapped to storage chunks, over all files: rising, from 0 to n_obs.
@@ -282,30 +311,54 @@ class Store:
         last = int(np.searchsorted(ranges[:, 0], hi, side="left"))
         return np.asarray(ranges[first:last].clip(lo, hi) - lo)
 
-    def _resident_indptr(self, parts: Sequence[NDArray[np.int64]], n_rows: int) -> NDArray[np.int64]:
+    def _resident_indptr(self, parts: Sequence[NDArray[np.int64]], n_rows: int) -> NDArray[np.int64] | None:
+        """Return the row offsets of a resident; None of a dense one whose rows are all of one width."""
+        if self.kind == "dense" and len({m.n_vars for m in self.matrices}) == 1:
+            return None
         indptr = np.zeros(n_rows + 1, dtype=np.int64)
         row = 0
         for matrix, part in zip(self.matrices, parts, strict=True):
-            assert isinstance(matrix, CsrMatrix)  # noqa: S101 - narrows the type; `kind` is checked in concat()
             rows = expand_ranges(part)
-            indptr[row + 1 : row + 1 + rows.size] = matrix.indptr[rows + 1] - matrix.indptr[rows]
+            of_part = slice(row + 1, row + 1 + rows.size)
+            if isinstance(matrix, CsrMatrix):
+                indptr[of_part] = matrix.indptr[rows + 1] - matrix.indptr[rows]
+            else:
+                indptr[of_part] = matrix.n_vars
             row += rows.size
         return np.cumsum(indptr, out=indptr)
 
+    def _map_start(self, parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64] | None:
+        """Return where the map of each resident row begins; None where all follow one."""
+        if self.alignment is None or not self.alignment.starts.any():
+            return None
+        n_rows = [int((part[:, 1] - part[:, 0]).sum()) for part in parts]
+        return np.repeat(self.alignment.starts, n_rows)
 
-def concat(stores: Sequence[Store]) -> Store:
-    """Return several stores with the same genes as one, rows numbered through in the order given.
+
+def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, cure: str = JOIN) -> Store:
+    """Return several stores as one, rows numbered through in the order given.
+
+    Parameters
+    ----------
+    stores
+        The parts; none was joined before.
+    join
+        None where all have the same genes in the same order, else as for `alignment.align`.
+    cure
+        What to do where they have not.
 
     Raises
     ------
     StoreError
-        Genes, kinds or types of obs columns differ.
+        Kinds or types of obs columns differ; genes differ, or cannot be joined.
     """
     first = stores[0]
     for store in stores[1:]:
-        _check_alike(first, store)
+        _check_kind(first, store)
+        if join is None:
+            _check_genes(first, store, cure)
     obs = {name: _concat_column(name, stores) for name in first.obs}
-    return Store(
+    whole = Store(
         matrices=tuple(m for s in stores for m in s.matrices),
         paths=tuple(p for s in stores for p in s.paths),
         var_names=first.var_names,
@@ -313,31 +366,38 @@ def concat(stores: Sequence[Store]) -> Store:
         sources=tuple(x for s in stores for x in s.sources),
         var_ids=first.var_ids if all(_is_same(first.var_ids, s.var_ids) for s in stores) else None,
     )
+    if join is None:
+        return whole
+    genes, paths = zip(*((s.var_names, path) for s in stores for path in s.paths), strict=True)
+    alignment = align(genes, paths, join)
+    if alignment.maps is None:
+        return whole
+    return replace(whole, var_names=alignment.var_names, var_ids=None, alignment=alignment)
 
 
 def _is_same(one: NDArray[np.object_] | None, other: NDArray[np.object_] | None) -> bool:
     return one is other or (one is not None and other is not None and bool(np.array_equal(one, other)))
 
 
-def _check_alike(first: Store, other: Store) -> None:
+def _check_kind(first: Store, other: Store) -> None:
     if other.kind != first.kind:
         raise StoreError(
             f"{other.paths[0]}: its matrix is {other.kind} but that of {first.paths[0]} is {first.kind}; open them "
             "apart, or rewrite one so that both are alike."
         )
+
+
+def _check_genes(first: Store, other: Store, cure: str) -> None:
     if other.n_vars != first.n_vars:
         raise StoreError(
-            f"{other.paths[0]}: it has {other.n_vars} genes but {first.paths[0]} has {first.n_vars}; several files "
-            "must have the same genes in the same order: subset them to their common genes first."
+            f"{other.paths[0]}: it has {other.n_vars} genes but {first.paths[0]} has {first.n_vars}; {cure}"
         )
     differing = np.flatnonzero(first.var_names != other.var_names)
     if differing.size:
         i = int(differing[0])
         raise StoreError(
             f"{other.paths[0]}: gene {i} is {other.var_names[i]!r} but in {first.paths[0]} it is "
-            f"{first.var_names[i]!r}; several files must have the "
-            "same genes in the same order: subset them to their "
-            "common genes first."
+            f"{first.var_names[i]!r}; {cure}"
         )
 
 
@@ -362,7 +422,8 @@ def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
         new: NDArray[np.int32] = np.array(
             [place.setdefault(c, len(place)) for c in column.categories] + [-1], dtype=np.int32
         )
-        codes.append(new[column.values])
+        is_same = bool(np.array_equal(new[:-1], np.arange(new.size - 1)))
+        codes.append(column.values if is_same else new[column.values])
     categories = np.empty(len(place), dtype=object)
     categories[:] = list(place)
     return ObsColumn(np.concatenate(codes), categories)

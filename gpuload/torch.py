@@ -36,14 +36,15 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
     loader
         Made by `gpuload.open_loader`.
     dtype
-        None keeps the loader's; ``torch.bfloat16`` (or its name) converts each dense minibatch of float32, which costs
-        one more pass over it; ``open_loader(dtype="bfloat16")`` makes it so from the start.
+        None keeps the loader's; ``torch.bfloat16`` (or its name) converts each dense minibatch of float32, but for
+        obsm, which costs one more pass over it; ``open_loader(dtype="bfloat16")`` makes it so from the start.
 
     Yields
     ------
     dict
         ``"X"``: (n, n_vars) tensor over the loader's memory (no copy), or a sparse CSR tensor where the loader's
-        output is ``"csr"``; one tensor of shape (n,) for each obs column, under its name, on the same device;
+        output is ``"csr"``; ``"layers/<name>"``, ``"obsm/<name>"`` and ``"modalities/<name>"``: the further matrices,
+        as in `Loader.tables`; one tensor of shape (n,) for each obs column, under its name, on the same device;
         ``"rows"``: (n,) int64 global row numbers, in host memory.
 
     Raises
@@ -60,7 +61,7 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
 
     def __init__(self, loader: Loader, dtype: torch.dtype | str | None = None) -> None:
         super().__init__()
-        taken = [name for name in loader.obs_dtypes if name in ("X", "rows")]
+        taken = [name for name in loader.obs_dtypes if name in ("rows", *loader.tables)]
         if taken:
             raise PlanError(
                 f"obs column {taken[0]!r} has the name of another entry of the minibatch; rename it in the file."
@@ -111,16 +112,20 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
             batch = next(batches, None)
             if batch is None:
                 return
-            X = _csr_tensor(batch.X) if self._loader.output == "csr" else self._dense(batch.X)
-            if self._dtype is not None:
-                X = X.to(self._dtype)
+            matrices = {name: self._matrix(name, matrix) for name, matrix in batch.matrices().items()}
             obs = {name: _tensor(values) for name, values in batch.obs.items()}
             rows = torch.from_numpy(batch.rows)
             del batch  # or its memory would not come back before the next is made
-            yield {"X": X, **obs, "rows": rows}
+            yield {**matrices, **obs, "rows": rows}
 
-    def _dense(self, X: Any) -> torch.Tensor:
-        return _tensor(X.view(np.int16)).view(torch.bfloat16) if self._loader.dtype == "bfloat16" else _tensor(X)
+    def _matrix(self, name: str, matrix: Any) -> torch.Tensor:
+        form = self._loader.tables[name].form
+        if form.output == "csr":
+            return _csr_tensor(matrix)
+        if form.dtype == "bfloat16":
+            return _tensor(matrix.view(np.int16)).view(torch.bfloat16)
+        tensor = _tensor(matrix)
+        return tensor if self._dtype is None or name.startswith("obsm/") else tensor.to(self._dtype)
 
 
 _NO_WORKERS = (

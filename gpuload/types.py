@@ -7,7 +7,7 @@ native call can carry out thousands of reads and decodes without touching Python
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -72,7 +72,8 @@ class Form:
     n_cols
         Width of what is handed over.
     columns : (n_vars,) int32, optional
-        For every stored column its place in the output, or -1 where it is not wanted. None keeps all.
+        For every stored column its place in the output, or -1 where it is not wanted; where files have other columns,
+        the maps of all files one after the other (`Recipe.map_start`). None keeps all.
     transform
         Arithmetic on the values, or None.
     """
@@ -174,11 +175,13 @@ class Recipe:
     kind
         ``"csr"`` or ``"dense"``.
     n_rows, n_vars
-        Shape of the resident.
+        Shape of the resident; of files with other columns, the most that one has.
     indptr : (n_rows + 1,) int64, optional
-        Row offsets of the resident, for CSR.
+        Row offsets of the resident, for CSR, and for dense rows of unequal widths.
     reads
         The arrays to read; for several files, several per target.
+    map_start : (n_rows,) int64, optional
+        Where the map of each resident row begins in `Form.columns`; None: at its start.
     """
 
     kind: str
@@ -186,11 +189,16 @@ class Recipe:
     n_vars: int
     indptr: NDArray[np.int64] | None
     reads: tuple[ArrayRead, ...]
+    map_start: NDArray[np.int64] | None = None
 
     @property
     def nnz(self) -> int:
-        """Stored values of the resident; for dense data n_rows * n_vars."""
+        """Stored values of the resident; for dense data all its elements."""
         return self.n_rows * self.n_vars if self.indptr is None else int(self.indptr[-1])
+
+    def row_offsets(self) -> NDArray[np.int64]:
+        """Return `indptr`, also of dense rows of one width."""
+        return np.arange(self.n_rows + 1, dtype=np.int64) * self.n_vars if self.indptr is None else self.indptr
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,14 +214,30 @@ class Batch:
         values otherwise.
     rows : (n,) int64
         Global row numbers, in the order of the paths given.
+    layers
+        The further layers asked for, by name, as X.
+    obsm
+        The matrices of obsm asked for, by name: (n, k) float32 arrays.
+    modalities
+        The further modalities asked for, by name, as X.
     """
 
     X: Any
     obs: Mapping[str, Any]
     rows: NDArray[np.int64]
+    layers: Mapping[str, Any] = field(default_factory=dict)
+    obsm: Mapping[str, Any] = field(default_factory=dict)
+    modalities: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return int(self.rows.size)
+
+    def matrices(self) -> dict[str, Any]:
+        """Return ``"X"`` and all further matrices, named as in `Loader.tables`: ``"layers/<name>"`` and so on."""
+        found = {"X": self.X}
+        for group in ("layers", "obsm", "modalities"):
+            found |= {f"{group}/{name}": matrix for name, matrix in getattr(self, group).items()}
+        return found
 
 
 class Source(Protocol):
@@ -235,6 +259,10 @@ class Source(Protocol):
     def has_files(self) -> bool:
         """Whether the bytes lie in files that have descriptors; else `read_into` must be used."""
 
+    @property
+    def ranges(self) -> RangeReader | None:
+        """Who reads many ranges at a time, where each takes long (over a network); else None."""
+
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return, for each offset, the number of the file it is in, the byte in that file, and the file's size.
 
@@ -255,6 +283,41 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Give back what is held open; later reads are errors."""
+
+
+class RangeReader(Protocol):
+    """Reads many ranges of a source at a time, each of which takes long.
+
+    Attributes
+    ----------
+    max_gap, max_extent
+        Limits of coalescing that suit it, in bytes; see `layout.plan_read`.
+    """
+
+    max_gap: int
+    max_extent: int
+
+    def read_many(
+        self,
+        offset: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        place: NDArray[np.int64],
+        buffer: NDArray[np.uint8],
+    ) -> None:
+        """Read byte ranges whole.
+
+        Parameters
+        ----------
+        offset, nbytes, place : (n,) int64
+            First byte in the source, length, and place in the buffer, of each range; none lies in two files.
+        buffer : (m,) uint8
+            Where the bytes go.
+
+        Raises
+        ------
+        ReadError
+            One of them cannot be had.
+        """
 
 
 def expand_ranges(ranges: NDArray[np.int64]) -> NDArray[np.int64]:

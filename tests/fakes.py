@@ -54,7 +54,7 @@ class FakeSource:
     def nbytes(self) -> int:
         return self._inner.nbytes
 
-    memory, has_files = None, False  # so that it is read through `read_into`
+    memory, has_files, ranges = None, False, None  # so that it is read through `read_into`
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         return self._inner.locate(offset)

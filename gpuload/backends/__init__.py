@@ -25,6 +25,7 @@ def open_backend(
     device_memory: int | str | None,
     device_cache: int | str | None,
     io: str,
+    n_matrices: int = 1,
 ) -> Backend:
     """Return the backend for a device.
 
@@ -41,6 +42,8 @@ def open_backend(
         Bytes, or text such as ``"20GiB"``: most device memory to take, and how much of it is for stored chunks.
     io
         ``"kvikio"``, ``"pinned"`` or ``"auto"``: how bytes get to a GPU.
+    n_matrices
+        Matrices that are loaded side by side.
 
     Raises
     ------
@@ -65,7 +68,7 @@ def open_backend(
                 raise PlanError(f"{name}={value!r}: is for a GPU; leave it out, or use device='cuda'.")
         from gpuload.backends.cpu import CpuBackend
 
-        return CpuBackend(num_threads=num_threads, verify=verify)
+        return CpuBackend(num_threads=num_threads, verify=verify, n_matrices=n_matrices)
     from gpuload.backends.cuda import open_cuda
 
     return open_cuda(

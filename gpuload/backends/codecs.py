@@ -1,4 +1,4 @@
-"""Host decoders, one table: filter name -> function. The home of imagecodecs.
+"""Host decoders, one table: filter name -> function; and the encoders of what is packed. The home of imagecodecs.
 
 What can be told in one line - byte shuffle, one codec, a checksum, in this order - is decoded by the native kernels,
 thousands of chunks per call; what comes here is everything else, a chunk at a time, by libraries that release the GIL
@@ -237,6 +237,23 @@ DECODERS: dict[str, Callable[[Bytes, tuple[int, ...], int, int], Bytes]] = {
     "lz4-sized": _lz4_sized,
     "bitshuffle": _bitshuffle,
 }
+
+
+def encode_zstd(plain: Any, level: int) -> bytes:
+    """Return bytes as one frame of zstd."""
+    import imagecodecs
+
+    return bytes(imagecodecs.zstd_encode(plain, level=level))
+
+
+def encode_blosc(plain: Any, compressor: str, level: int, itemsize: int) -> bytes:
+    """Return bytes as a blosc container, their elements shuffled byte by byte; `compressor` in blosc's words."""
+    import imagecodecs
+
+    return bytes(
+        imagecodecs.blosc_encode(plain, level=level, compressor=compressor, shuffle=1, typesize=itemsize, numthreads=1)
+    )
+
 
 BY_ADDRESS = ("zstd", "lz4-sized", "blosc")
 """Filters that the native kernels decode where `has_addresses`."""

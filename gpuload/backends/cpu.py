@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 TASK_NBYTES = 8 << 20
 """Decoded bytes per task: long beside the cost of a task, short beside a fetch, which decodes some 200 MB."""
 
+FAR_PARTS = 16
+"""Tasks' bytes that are on their way over a network, or wait to be decoded, at a time: some 100 MB."""
+
 MAX_CSR = (1 << 31) - 1
 """Stored values that the int32 row offsets of a CSR minibatch can count."""
 
@@ -66,6 +69,7 @@ _NATIVE_CODECS = {
     "blosc": chunks.BLOSC,
 }
 _NO_COLUMNS = np.empty(0, dtype=np.int32)
+_ONE_MAP = np.empty(0, dtype=np.int64)
 
 _THREADS = "gpuload-"
 """How the names of this backend's threads begin."""
@@ -79,22 +83,27 @@ class HostResident:
 
     Attributes
     ----------
-    indptr, indices, data
-        CSR: int64 (n_rows + 1,), uint16 or int32 (nnz,), float32 (nnz,). Column numbers below 2**16 take 2 bytes: a
-        quarter less memory for what waits.
+    indptr
+        Row offsets, int64 (n_rows + 1,).
+    indices, data
+        CSR: uint16 or int32 (nnz,), float32 (nnz,). Column numbers below 2**16 take 2 bytes: a quarter less memory for
+        what waits.
     X
-        Dense: (n_rows, n_vars) float32.
+        Dense: (nnz,) float32, the rows one after the other.
+    map_start : (n_rows,) int64
+        Where the map of each row begins in `Form.columns`; empty: all rows follow one map.
     """
 
     n_rows: int
-    indptr: NDArray[np.int64] | None = None
+    indptr: NDArray[np.int64]
+    map_start: NDArray[np.int64]
     indices: NDArray[np.uint16] | NDArray[np.int32] | None = None
     data: NDArray[np.float32] | None = None
     X: NDArray[np.float32] | None = None
 
     def flat(self, target: str) -> NDArray[Any]:
-        """Return the array that a read fills, one-dimensional."""
-        return getattr(self, target).reshape(-1)  # type: ignore[no-any-return]
+        """Return the array that a read fills."""
+        return getattr(self, target)  # type: ignore[no-any-return]
 
 
 class _Load:
@@ -167,6 +176,11 @@ class CpuBackend:
         take the cores from the consumer, which is a thread too.
     verify
         ``"once"``, ``"always"`` or ``"never"``; see the module.
+    values
+        Dtype of the residents' values: ``"float32"``, of which minibatches are made; or ``"float64"``, to store them
+        anew without loss.
+    n_matrices
+        Matrices that are loaded side by side: so many times as much memory is kept for reuse.
 
     Raises
     ------
@@ -178,7 +192,9 @@ class CpuBackend:
     io_mode = "posix"
     takes_ahead = 8
 
-    def __init__(self, *, num_threads: int | None = None, verify: str = "once") -> None:
+    def __init__(
+        self, *, num_threads: int | None = None, verify: str = "once", values: str = "float32", n_matrices: int = 1
+    ) -> None:
         if verify not in VERIFY:
             raise PlanError(f"verify={verify!r}: expected 'once', 'always' or 'never'.")
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
@@ -188,22 +204,25 @@ class CpuBackend:
         n = num_threads or len(os.sched_getaffinity(0))
         self.stats = Stats()
         self._verify = VERIFY[verify]
+        self._values = np.dtype(values)
         self._loads = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}load")
+        self._fetches = ThreadPoolExecutor(FAR_PARTS, thread_name_prefix=f"{_THREADS}fetch")
         self._takes = ThreadPoolExecutor(max(1, n // 2), thread_name_prefix=f"{_THREADS}take")
         self._scratch_nbytes: dict[tuple[int, str], int] = {}
         self._scratch = _Scratch(self._scratch_nbytes)
-        self._residents = BufferPool(max_idle=2)
-        self._outputs = BufferPool(max_idle=self.takes_ahead + 3)
+        self._stored = BufferPool(max_idle=FAR_PARTS)
+        self._residents = BufferPool(max_idle=2 * n_matrices)
+        self._outputs = BufferPool(max_idle=(self.takes_ahead + 3) * n_matrices)
         self._has_warned_of_rounding = False
 
     def load(self, recipe: Recipe) -> _Load:
         """Start to read and decode a fetch; see `Backend.load`."""
         resident = self._new_resident(recipe)
-        tasks = [
-            self._loads.submit(self._run, read, lo, hi, resident)
-            for read in recipe.reads
-            for lo, hi in cut(read, TASK_NBYTES)
-        ]
+        tasks = []
+        for read in recipe.reads:
+            is_near = read.layout.source.ranges is None
+            pool, run = (self._loads, self._run) if is_near else (self._fetches, self._run_far)
+            tasks += [pool.submit(run, read, lo, hi, resident) for lo, hi in cut(read, TASK_NBYTES)]
         return _Load(resident, tasks)
 
     def take_rows(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Future[Any]:
@@ -218,7 +237,7 @@ class CpuBackend:
         return {
             "residents": self._residents.peak_nbytes,
             "minibatches": self._outputs.peak_nbytes,
-            "scratch": sum(self._scratch_nbytes.copy().values()),
+            "scratch": sum(self._scratch_nbytes.copy().values()) + self._stored.peak_nbytes,
         }
 
     def asarray(self, host: NDArray[Any]) -> NDArray[Any]:
@@ -229,19 +248,23 @@ class CpuBackend:
         """Stop the threads, waiting for the tasks that run, and give back idle memory."""
         # The garbage collector may close a forgotten loader in one of these threads, which cannot wait for itself.
         is_own_thread = threading.current_thread().name.startswith(_THREADS)
+        self._fetches.shutdown(wait=False, cancel_futures=True)  # a request may take long; what it brings is dropped
         for pool in (self._loads, self._takes):
             pool.shutdown(wait=not is_own_thread, cancel_futures=True)
-        for buffers in (self._residents, self._outputs):
+        for buffers in (self._stored, self._residents, self._outputs):
             buffers.clear()
 
     def _new_resident(self, recipe: Recipe) -> HostResident:
-        if recipe.indptr is None:
-            return HostResident(recipe.n_rows, X=self._residents.array((recipe.n_rows, recipe.n_vars), np.float32))
+        map_start = _ONE_MAP if recipe.map_start is None else recipe.map_start
+        if recipe.kind == "dense":
+            X = self._residents.array((recipe.nnz,), self._values)
+            return HostResident(recipe.n_rows, recipe.row_offsets(), map_start, X=X)
         return HostResident(
             recipe.n_rows,
-            indptr=recipe.indptr,
+            recipe.row_offsets(),
+            map_start,
             indices=self._residents.array((recipe.nnz,), np.uint16 if recipe.n_vars <= 1 << 16 else np.int32),
-            data=self._residents.array((recipe.nnz,), np.float32),
+            data=self._residents.array((recipe.nnz,), self._values),
         )
 
     def _run(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
@@ -256,23 +279,44 @@ class CpuBackend:
             place = np.cumsum(nbytes) - nbytes
             buffer = self._scratch.bytes("stored", int(nbytes.sum()))
             _read(layout, offset, nbytes, place, buffer)
-        middle = time.perf_counter()
+        self.stats.spent("read_s", start, read_nbytes=int(nbytes.sum()))
+        self._decode(read, lo, hi, buffer, place - offset, resident)
+
+    def _run_far(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
+        """Read extents lo..hi of one array over a network, and have them decoded into the resident.
+
+        This thread waits for that too, so that no more parts are in memory than there are such threads.
+        """
+        start = time.perf_counter()
+        offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
+        place = np.cumsum(nbytes) - nbytes
+        buffer = self._stored.take(int(nbytes.sum()))
+        _read(read.layout, offset, nbytes, place, buffer)
+        self.stats.spent("read_s", start, read_nbytes=buffer.size)
+        self._loads.submit(self._decode, read, lo, hi, buffer, place - offset, resident).result()
+
+    def _decode(
+        self,
+        read: ArrayRead,
+        lo: int,
+        hi: int,
+        buffer: NDArray[np.uint8],
+        moved: NDArray[np.int64],
+        resident: HostResident,
+    ) -> None:
+        """Decode extents lo..hi of one array; each lies in the buffer `moved` bytes from its place in the source."""
+        layout, start = read.layout, time.perf_counter()
         first, last = read.extent_chunks[lo], read.extent_chunks[hi]
-        shift = np.repeat(place - offset, np.diff(read.extent_chunks[lo : hi + 1]))
+        shift = np.repeat(moved, np.diff(read.extent_chunks[lo : hi + 1]))
         steps = _native_steps(layout)
         part = (read, int(first), int(last), buffer, shift, resident)
         decoded, n_partial, is_rounded = (
             self._decode_by_library(*part) if steps is None else self._decode_native(*part, steps)
         )
-        if is_rounded:
+        if is_rounded and self._values.itemsize == 4:
             self._warn_of_rounding(read)
-        self.stats.add(
-            read_nbytes=int(nbytes.sum()),
-            read_s=middle - start,
-            decoded_nbytes=decoded,
-            decode_s=time.perf_counter() - middle,
-            n_chunks=int(last - first),
-            n_chunks_partial=n_partial,
+        self.stats.spent(
+            "decode_s", start, decoded_nbytes=decoded, n_chunks=int(last - first), n_chunks_partial=n_partial
         )
 
     def _decode_native(
@@ -380,9 +424,9 @@ class CpuBackend:
         arithmetic = _arithmetic(form)
         bad = -1
         if resident.X is not None:
-            bad = rows.gather_dense(positions, resident.X, *arithmetic, out)
+            bad = rows.gather_dense(positions, resident.indptr, resident.X, resident.map_start, *arithmetic, out)
         else:
-            csr = (positions, resident.indptr, resident.indices, resident.data)
+            csr = (positions, resident.indptr, resident.indices, resident.data, resident.map_start)
             wide = self._scratch.zeros("wide", form.n_cols * 4 + rows.SLACK).view(np.float32)
             if is_half:
                 narrow = self._scratch.zeros("narrow", form.n_cols * 2 + rows.SLACK).view(kind)
@@ -399,9 +443,8 @@ class CpuBackend:
         if resident.X is not None:
             return csr_matrix(self._take_dense(resident, positions, form))
         columns, target_sum, log1p, known = _arithmetic(form)
-        assert resident.indptr is not None  # noqa: S101 - narrows the type; X is None
         indptr = np.empty(positions.size + 1, dtype=np.int32)
-        nnz = rows.count_csr(positions, resident.indptr, resident.indices, columns, indptr)
+        nnz = rows.count_csr(positions, resident.indptr, resident.indices, resident.map_start, columns, indptr)
         if nnz > MAX_CSR:
             raise PlanError("output='csr': a minibatch has more than 2**31 - 1 values; use a smaller batch_size.")
         whole = self._outputs.array((_round_up(nnz, 16) + nnz,), np.int32)  # one lease, both parts on a cache line
@@ -411,6 +454,7 @@ class CpuBackend:
             resident.indptr,
             resident.indices,
             resident.data,
+            resident.map_start,
             columns,
             target_sum,
             log1p,

@@ -41,7 +41,15 @@ def read_ranges(
     int
         n, or the number of the first range that could not be read whole; 0 where the source has no files. What is left
         is to be read by `Source.read_into`, which says what is wrong.
+
+    Raises
+    ------
+    ReadError
+        A source that reads many ranges at a time (`Source.ranges`) cannot read one of them.
     """
+    if source.ranges is not None:
+        source.ranges.read_many(offset, nbytes, place, buffer)
+        return int(nbytes.size)
     if not source.has_files:
         return 0
     some = np.flatnonzero(nbytes)

@@ -12,9 +12,9 @@ The parts, each knowing only those above it: `order` (pure), `leases`, `catalogu
 
 from __future__ import annotations
 
-from gpuload.cache.blocks import BlockRemote, BlockSource
+from gpuload.cache.blocks import BlockCache, BlockRemote
 from gpuload.cache.reading import SampleBatch
 from gpuload.cache.snapshot import Snapshot
 from gpuload.cache.store import Coverage, SampleStore
 
-__all__ = ["BlockRemote", "BlockSource", "Coverage", "SampleBatch", "SampleStore", "Snapshot"]
+__all__ = ["BlockCache", "BlockRemote", "Coverage", "SampleBatch", "SampleStore", "Snapshot"]

@@ -129,6 +129,30 @@ class Catalogue(Database):
             )
             return File(int(cursor.lastrowid or 0), key_id, wanted, name, cost)
 
+    def reserve_known(self, wanted: RemoteObject, lease: str, budget: int) -> File | None:
+        """Reserve the bytes for an object that is at hand; None where it is here already, or there is no room."""
+        with self.transaction() as db:
+            held, listing = (
+                db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()[0]
+                for name in ("held_nbytes", "listing")
+            )
+            cost = cost_of(wanted.nbytes)
+            if held + cost > budget:
+                return None
+            db.execute(
+                "INSERT INTO keys (key, etag, nbytes, digest, place, listing) VALUES (?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (key) DO UPDATE SET etag = excluded.etag, nbytes = excluded.nbytes",
+                (wanted.key, wanted.etag, wanted.nbytes, wanted.digest, _place(wanted.key), listing),
+            )
+            (key_id,) = db.execute("SELECT id FROM keys WHERE key = ?", (wanted.key,)).fetchone()
+            name = name_of(wanted)
+            cursor = db.execute(
+                "INSERT OR IGNORE INTO files (key_id, etag, nbytes, cost, name, state, lease)"
+                " VALUES (?, ?, ?, ?, ?, 0, ?)",
+                (key_id, wanted.etag, wanted.nbytes, cost, name, lease),
+            )
+            return File(int(cursor.lastrowid or 0), key_id, wanted, name, cost) if cursor.rowcount else None
+
     def publish(self, file: File, lease: str, crc: int, *, is_fetched: bool = True) -> bool:
         """Let a reserved file be seen; False where the reservation is no longer this lease's."""
         with self.transaction() as db:
@@ -188,6 +212,12 @@ class Catalogue(Database):
                 "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id WHERE f.state = 1 AND f.etag != k.etag"
             )
         ]
+
+    def older_copies(self, key: str, etag: str) -> list[int]:
+        """Return the numbers of files that are of another content of an object."""
+        query = "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id WHERE f.state = 1 AND k.key = ?"
+        query += " AND f.etag != ?"
+        return [row[0] for row in self.rows(query, key, etag)]
 
     def take_leaving(self, file_id: int, lease: str) -> File | None:
         """Take a file out of sight, so that it may be removed; None where it may not go any more."""

@@ -36,7 +36,7 @@ _CANDIDATES = 256
 """Files looked up at a time that may go: the look-up passes over all rows."""
 _REPAIR_S = 5.0
 _IDLE_S = 0.05
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class Fetcher:
             if not self._stop.is_set():
                 _log.warning("a fetcher goes on after: %s", error)
         except OSError as error:
-            if error.errno not in _DISK_FULL:
+            if error.errno not in DISK_FULL:
                 raise
         finally:
             self._progress.pop(threading.get_ident(), None)
@@ -295,7 +295,7 @@ class Fetcher:
             self._catalogue.give_up(file, self._lease)
             if self._stop.is_set():
                 return False
-            if isinstance(error, OSError) and error.errno in _DISK_FULL:
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
                 return self._meet_full_disk(file)
             if not isinstance(error, Exception):
                 raise

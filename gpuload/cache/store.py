@@ -10,9 +10,9 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from gpuload.cache.catalogue import POLICIES, Catalogue
-from gpuload.cache.fetch import Fetcher, Settings, Window, get_patiently
-from gpuload.cache.files import Folders, digest_of, repair
+from gpuload.cache.catalogue import POLICIES, Catalogue, cost_of
+from gpuload.cache.fetch import DISK_FULL, Fetcher, Settings, Window, get_patiently
+from gpuload.cache.files import Download, Folders, digest_of, repair
 from gpuload.cache.leases import Lease
 from gpuload.cache.order import MODES, visiting_order
 from gpuload.cache.process import FetcherProcess
@@ -372,11 +372,40 @@ class SampleStore:
         key_id, name, crc, file_id = found
         return Sample(key_id, wanted.key, wanted.etag, wanted.nbytes, self._folders.path(name), crc, file_id)
 
-    def get_patiently(self, wanted: RemoteObject, start: int, stop: int) -> Any:
-        """Return bytes of an object from the remote, asked for again where it is busy."""
-        piece = get_patiently(self.remote, wanted, (start, stop), self._settings, self._stop, self._window)
-        self.reads.add_remote(stop - start)
-        return piece
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether the budget and the disk have room for so many bytes more."""
+        has_disk = self._settings.min_free + nbytes <= self._folders.free_nbytes()
+        return has_disk and self.held_nbytes + cost_of(nbytes) <= self._settings.budget
+
+    def keep(self, wanted: RemoteObject, whole: NDArray[np.uint8]) -> str | None:
+        """Keep an object that was read from the remote anyway; return where, or None where there is no room for it."""
+        if not self.has_room(wanted.nbytes):
+            return None
+        for file_id in self._catalogue.older_copies(wanted.key, wanted.etag):
+            old = self._catalogue.take_leaving(file_id, self._lease.name)
+            if old is not None:
+                self._folders.remove(old.name)
+                self._catalogue.let_go(old)
+        file = self._catalogue.reserve_known(wanted, self._lease.name, self._settings.budget)
+        if file is None:
+            found = self.find_copy(wanted)
+            return None if found is None else found.path
+        try:
+            download = Download(self._folders.tmp_path(file.name), wanted)
+            try:
+                download.add(whole)
+                download.finish()
+            finally:
+                download.close()
+            self._folders.publish(file.name)
+        except BaseException as error:
+            self._folders.remove(file.name)
+            self._catalogue.give_up(file, self._lease.name)
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
+                return None
+            raise
+        self._catalogue.publish(file, self._lease.name, download.crc)
+        return self._folders.path(file.name)
 
     def drop_copy(self, sample: Sample, fault: str) -> None:
         """Remove a local copy that is damaged; it will be downloaded anew."""

@@ -3,20 +3,85 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from gpuload.errors import StoreError
+import numpy as np
+
+from gpuload.errors import CorruptDataError, StoreError
+from gpuload.formats.addresses import as_address
+from gpuload.formats.arrays import OBSM, as_strings
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
-from gpuload.formats.recognise import expand, open_path
+from gpuload.formats.recognise import anndata_groups, expand, open_path
 from gpuload.store import concat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from gpuload.store import Store
 
+Join = str | tuple[str, ...] | None
 
-def open_store(paths: Any, *, layer: str, obs: Sequence[str]) -> Store:
+
+def open_matrices(
+    paths: Any, *, layers: Sequence[str], obsm: Sequence[str], modalities: Sequence[str], obs: Sequence[str], join: Join
+) -> dict[str, Store]:
+    """Open several matrices of the same cells.
+
+    Parameters
+    ----------
+    paths
+        As for `open_store`; or a mapping of modalities to such.
+    layers
+        Of the first modality, the first of them to be ``"X"``.
+    obsm
+        Of the first modality.
+    modalities
+        Names of the modalities, the first of them the one that layers, obsm and obs are of; none: `paths` are as for
+        `open_store`.
+    obs
+        Columns of obs to hold.
+    join
+        As for `store.concat`; a list of genes is of the first modality, and the others must agree.
+
+    Returns
+    -------
+    dict
+        ``"X"``, whose store alone holds obs, ``"layers/<name>"``, ``"obsm/<name>"`` and ``"modalities/<name>"``, in
+        the order asked for.
+
+    Raises
+    ------
+    StoreError, ReadError, CorruptDataError
+        As for `open_store`; or modalities are not there, or are not of the same cells in the same order.
+    """
+    first = _of_modality(paths, modalities[0]) if modalities else paths
+    with ExitStack() as on_error:
+        stores: dict[str, Store] = {}
+
+        def add(name: str, cells: Any, layer: str, obs: Sequence[str], join: Join) -> None:
+            stores[name] = open_store(cells, layer=layer, obs=obs, join=join)
+            on_error.callback(stores[name].close)
+
+        add("X", first, layers[0], obs, join)
+        for layer in layers[1:]:
+            add(f"layers/{layer}", first, layer, (), join)
+        for name in obsm:
+            add(f"{OBSM}{name}", first, f"{OBSM}{name}", (), None)
+        for name in modalities[1:]:
+            cells = _of_modality(paths, name)
+            add(f"modalities/{name}", cells, "X", (), None if isinstance(join, tuple) else join)
+            _check_cell_names((modalities[0], first), (name, cells))
+        for store in stores.values():
+            _check_cells(stores["X"], store)
+        on_error.pop_all()
+    return stores
+
+
+def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None) -> Store:
     """Open files, or cells in memory, as one table of cells.
 
     Parameters
@@ -25,9 +90,11 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str]) -> Store:
         One path (see `recognise`), AnnData or matrix (see `memory.open_memory`), or several whose rows are numbered
         through in the order given. A folder of files stands for them in the order of their names.
     layer
-        ``"X"``, ``"raw.X"`` or the name of a layer.
+        ``"X"``, ``"raw.X"``, the name of a layer, or ``"obsm/<name>"``.
     obs
         Columns of obs to hold.
+    join
+        How genes are joined that differ between files; see `store.concat`.
 
     Raises
     ------
@@ -38,16 +105,16 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str]) -> Store:
     CorruptDataError
         What is given does not fit together.
     """
-    is_one = isinstance(paths, (str, os.PathLike)) or is_anndata(paths) or is_matrix(paths)
-    is_list = hasattr(paths, "__iter__") and len(getattr(paths, "shape", ())) < 2
-    each = [part for one in ([paths] if is_one or not is_list else list(paths)) for part in _expand(one)]
+    each = _parts(paths)
     if not each:
         raise StoreError("paths=[]: expected at least one .h5ad file.")
     stores: list[Store] = []
     try:
         for place, one in enumerate(each):
             stores.append(_open(one, place if len(each) > 1 else None, layer, obs))
-        return concat(stores)
+            if layer.startswith(OBSM):
+                _check_width(stores[0], stores[-1], layer)
+        return concat(stores, join)
     except BaseException:
         for store in stores:
             store.close()
@@ -60,5 +127,92 @@ def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str]) -> Stor
     return open_path(os.fspath(cells), layer=layer, obs=obs)
 
 
+def _parts(paths: Any) -> list[Any]:
+    """Return the files, and cells in memory, that are given."""
+    is_one = isinstance(paths, (str, os.PathLike)) or is_anndata(paths) or is_matrix(paths)
+    is_list = hasattr(paths, "__iter__") and len(getattr(paths, "shape", ())) < 2
+    return [part for one in ([paths] if is_one or not is_list else list(paths)) for part in _expand(one)]
+
+
 def _expand(cells: Any) -> list[Any]:
     return list(expand(os.fspath(cells))) if isinstance(cells, (str, os.PathLike)) else [cells]
+
+
+def _of_modality(paths: Any, name: str) -> Any:
+    """Return the cells of a modality: a member of a mapping, or within each file."""
+    if isinstance(paths, Mapping):
+        if name not in paths:
+            have = ", ".join(repr(str(known)) for known in paths) or "none"
+            raise StoreError(f"paths: there is no modality {name!r}; its modalities are {have}. Choose one of them.")
+        return paths[name]
+    parts = _parts(paths)
+    for number, part in enumerate(parts):
+        if not isinstance(part, (str, os.PathLike)):
+            raise StoreError(
+                f"<{type(part).__name__} {number}>: it holds one modality, so modality={name!r} cannot be had; give "
+                "paths={'rna': adata, 'prot': other}, for example, or the mdata.mod of a MuData."
+            )
+    return [_member_of(os.fspath(part), name) for part in parts]
+
+
+def _member_of(path: str, name: str) -> str:
+    address = as_address(path)
+    return os.path.join(path, name) if address is None else address.child(name)
+
+
+def _check_width(first: Store, other: Store, layer: str) -> None:
+    if other.n_vars != first.n_vars:
+        raise StoreError(
+            f"{other.paths[0]}: its {layer} has {other.n_vars} columns but that of {first.paths[0]} has "
+            f"{first.n_vars}; make them alike, or leave it out."
+        )
+
+
+def _check_cells(first: Store, other: Store) -> None:
+    """Refuse matrices of the same cells that have other numbers of rows."""
+    if first.n_obs != other.n_obs:
+        raise CorruptDataError(
+            f"{other.paths[0]}: it has {other.n_obs} rows where {first.paths[0]} has {first.n_obs}, though both are of "
+            "the same cells; restore the files from their source."
+        )
+
+
+def _check_cell_names(first: tuple[str, Any], other: tuple[str, Any]) -> None:
+    """Refuse modalities whose cells do not stand in the same order; each is a name, and cells as given."""
+    parts, parts_too = _parts(first[1]), _parts(other[1])
+    if len(parts) != len(parts_too):
+        raise StoreError(
+            f"modality {other[0]!r} is in {len(parts_too)} files and {first[0]!r} in {len(parts)}; give as many of "
+            "each, with the same cells in each pair."
+        )
+    for one, two in zip(parts, parts_too, strict=True):
+        (where, names), (where_too, names_too) = _cell_names(one, first[0]), _cell_names(two, other[0])
+        if names.size != names_too.size:
+            found = f"modality {other[0]!r} has {names_too.size} cells but {first[0]!r} has {names.size}"
+        elif (differing := np.flatnonzero(names != names_too)).size:
+            i = int(differing[0])
+            found = f"cell {i} is {names_too[i]!r} in modality {other[0]!r} but {names[i]!r} in {first[0]!r} ({where})"
+        else:
+            continue
+        raise StoreError(
+            f"{where_too}: {found}; modalities that are read together need the same cells in the same order: subset "
+            "each to the common cells, in one order, and write them anew."
+        )
+
+
+def _cell_names(cells: Any, modality: str) -> tuple[str, NDArray[np.object_]]:
+    """Return what errors call a part of a modality, and the names of its cells."""
+    if is_anndata(cells):
+        return f"<AnnData {modality!r}>", as_strings(cells.obs_names)
+    if isinstance(cells, (str, os.PathLike)):
+        from gpuload.formats.obs import read_index
+
+        path = os.fspath(cells)
+        with anndata_groups(path) as groups:
+            found = [read_index(group["obs"], path, "obs") for group in groups if "obs" in group]
+        if found:
+            return path, np.concatenate(found)
+    raise StoreError(
+        f"modality {modality!r}: its cells have no names, so it cannot be known whether they are those of the other "
+        "modalities; give .h5mu, .h5ad or zarr files, or AnnDatas."
+    )

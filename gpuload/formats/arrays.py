@@ -14,7 +14,7 @@ from gpuload.errors import CorruptDataError, ReadError, StoreError
 from gpuload.layout import ArrayLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 CHUNK_NBYTES = 1 << 20
 """Bytes into which unchunked storage is cut, so that a read and its buffer stay bounded."""
+
+OBSM = "obsm/"
+"""How the name of a matrix begins that is no layer but one of obsm."""
 
 RESTORE = "Restore the file from its source."
 
@@ -151,10 +154,21 @@ def as_strings(values: Any) -> NDArray[np.object_]:
 
 
 def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) -> None:
-    """Raise StoreError where layers or obs are asked of a form that is one matrix and nothing else."""
+    """Raise StoreError where more is asked of a form that is one matrix and nothing else."""
+    if layer.startswith(OBSM):
+        raise no_obsm(where, layer, ())
     for setting, value, is_plain in (("layer", layer, layer == "X"), ("obs", list(obs), not obs)):
         if not is_plain:
             raise StoreError(f"{where}: this form has no {setting}, so {setting}={value!r} cannot be had; {cure}.")
+
+
+def no_obsm(where: str, layer: str, names: Iterable[str]) -> StoreError:
+    """Return the error of a matrix of obsm that is not there, with those that are."""
+    have = ", ".join(repr(str(name)) for name in names)
+    return StoreError(
+        f"{where}: there is no obsm {layer.removeprefix(OBSM)!r}; "
+        + (f"its obsm has {have}. Choose one of them." if have else "it has no obsm. Leave obsm= out.")
+    )
 
 
 def no_column(where: str, name: str, names: Sequence[str]) -> StoreError:

@@ -21,7 +21,7 @@ import numpy as np
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats import hdf5
 from gpuload.formats.arrays import check_length, no_column
-from gpuload.formats.members import read_members
+from gpuload.formats.members import read_by_columns, read_members
 from gpuload.formats.obs import column_names, read_column
 from gpuload.store import ObsColumn, Store
 
@@ -62,6 +62,14 @@ def read_anndata(root: Any, source: Hdf5Source, layer: str, obs: Sequence[str]) 
     """Return the store of an AnnData: a file, or a group of one; see `open_h5ad`."""
     matrix, var_names, columns = read_members(root, source.name, layer, obs, _Access(source))
     return Store((matrix,), (source.name,), var_names, columns, (source,))
+
+
+def by_columns(root: Any, source: Hdf5Source, layer: str) -> Store | None:
+    """Return the store of genes x cells, without names, of an AnnData whose matrix is CSC; None where it is no CSC."""
+    matrix = read_by_columns(root, source.name, layer, _Access(source))
+    if matrix is None:
+        return None
+    return Store((matrix,), (source.name,), np.empty(matrix.n_vars, dtype=object), {}, (source,))
 
 
 class _Access:

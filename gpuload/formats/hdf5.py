@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import os
 from array import array
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
 
 from gpuload.errors import CorruptDataError, GpuloadError, ReadError, StoreError
+from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import check_dtype, check_integers, check_n_vars, checked_indptr, ends_early, plain_layout
-from gpuload.formats.index import MIN_CHUNKS, MIN_ROWS, Index, counts_of, indptr_of
+from gpuload.formats.index import Index, counts_of, indptr_of
 from gpuload.layout import ArrayLayout, Filter
+from gpuload.remote_source import RemoteFile, RemoteSource
 from gpuload.source import BufferSource, FileSource
 from gpuload.store import CsrMatrix
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.formats.addresses import Address
     from gpuload.types import Source
 
 FILTERS = {
@@ -57,17 +60,45 @@ UNSUPPORTED = {4: "szip", 5: "nbit", 6: "scaleoffset", 32026: "blosc2"}
 """Filters that are refused, named for the error."""
 
 
-class Hdf5Source(FileSource):
+class LocalHdf5(FileSource):
     """An HDF5 file: its bytes, and what was kept of it when it was opened earlier."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.index = Index(self)
 
+    def is_at(self, path: str) -> bool:
+        """Return whether it is still this file that a path leads to."""
+        status = os.stat(path)
+        return (status.st_dev, status.st_ino) == self.identity
+
+    @contextmanager
+    def content(self) -> Iterator[None]:
+        """Give nothing: h5py opens the path."""
+        yield None
+
+
+class RemoteHdf5(RemoteSource):
+    """An HDF5 file that is an object of a remote."""
+
+    def __init__(self, address: Address) -> None:
+        super().__init__(str(address), address.remote, [address.object()])
+        self.index = Index(self)
+        self._uncached = address.uncached
+
+    @contextmanager
+    def content(self) -> Iterator[RemoteFile]:
+        """Give what h5py reads, within the block."""
+        with closing(RemoteSource(self.name, self._uncached, self.objects)) as source:
+            yield RemoteFile(source)
+
+
+Hdf5Source = LocalHdf5 | RemoteHdf5
+
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
-    """Open a file for its metadata, and as a source of bytes.
+    """Open a file, or an object at an address, for its metadata and as a source of bytes.
 
     Yields
     ------
@@ -85,11 +116,11 @@ def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
     CorruptDataError
         Whatever else h5py and anndata raise inside the block: its metadata is damaged.
     """
-    source = Hdf5Source(path)
+    address = as_address(path)
+    source = LocalHdf5(path) if address is None else RemoteHdf5(address)
     try:
-        with _open_file(path) as file, _translated(path):
-            status = os.stat(path)
-            if (status.st_dev, status.st_ino) != source.identity:
+        with source.content() as content, _open_file(path, content) as file, _translated(path):
+            if isinstance(source, LocalHdf5) and not source.is_at(path):
                 raise ReadError(f"{path}: the file was replaced while it was being opened; open it again.")
             yield file, source
         source.index.save()
@@ -113,13 +144,15 @@ def text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _open_file(path: str) -> h5py.File:
+def _open_file(path: str, content: RemoteFile | None = None) -> h5py.File:
     """Open a file for reading; without HDF5's lock where it cannot be had (read-only and network file systems)."""
     try:
-        return h5py.File(path, "r")
+        return h5py.File(content or path, "r")
+    except ReadError:
+        raise
     except OSError:
         try:
-            return h5py.File(path, "r", locking=False)
+            return h5py.File(content or path, "r", locking=False)
         except OSError as error:
             raise StoreError(
                 f"{path}: not a readable HDF5 file ({_first_line(error)}); expected an .h5ad file."
@@ -178,12 +211,12 @@ def _read_indptr(stored: h5py.Dataset, source: Hdf5Source, n_rows: int, nnz: tup
         raise CorruptDataError(
             f"{where} has {stored.shape[0]} entries for {n_rows} rows; expected {n_rows + 1}. Write the file anew."
         )
-    if n_rows < MIN_ROWS:
+    if n_rows < source.index.min_rows:
         return checked_indptr(stored[()], where, n_rows, nnz)
     counts = source.index.get(stored.name)
     if counts is not None and counts.size == n_rows:
         indptr = indptr_of(counts)
-        if all(np.array_equal(stored[k : k + 2], indptr[k : k + 2]) for k in _places(n_rows)):
+        if source.index.is_exact or all(np.array_equal(stored[k : k + 2], indptr[k : k + 2]) for k in _places(n_rows)):
             return checked_indptr(indptr, where, n_rows, nnz)
     indptr = checked_indptr(stored[()], where, n_rows, nnz)
     source.index.keep(stored.name, counts_of(indptr))
@@ -223,9 +256,9 @@ def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
         raise CorruptDataError(
             f"{source.name}: {stored.name} has {n_chunks} chunks, which its size cannot hold. Restore the file."
         )
-    kept = _kept_chunks(stored, source, grid) if n_chunks >= MIN_CHUNKS else None
+    kept = _kept_chunks(stored, source, grid) if n_chunks >= source.index.min_chunks else None
     offset, nbytes, mask = _find_chunks(stored, source, grid) if kept is None else kept
-    if kept is None and n_chunks >= MIN_CHUNKS:
+    if kept is None and n_chunks >= source.index.min_chunks:
         source.index.keep(f"{stored.name} offset", offset)
         source.index.keep(f"{stored.name} nbytes", nbytes)
         source.index.keep(f"{stored.name} mask", mask)
@@ -249,7 +282,8 @@ def _kept_chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]
     if [part.size for part in found] != [n_chunks] * len(parts):
         return None
     offset, nbytes, mask = found[0].astype(np.int64), found[1].astype(np.int64), found[2].astype(np.uint32)
-    for k in _places(n_chunks):
+    # HDF5 goes through the chunks from the first on to find one, so only early ones are asked for.
+    for k in () if source.index.is_exact else sorted({0, n_chunks // 64, n_chunks // 16}):
         start = tuple(int(i) * n for i, n in zip(np.unravel_index(k, grid), stored.chunks, strict=True))
         info = stored.id.get_chunk_info_by_coord(start)
         stands = (0, 0, 0) if info.byte_offset is None else (info.byte_offset, info.size, info.filter_mask)
@@ -258,7 +292,7 @@ def _kept_chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]
     return offset, nbytes, mask
 
 
-def _find_chunks(stored: h5py.Dataset, source: FileSource, grid: tuple[int, ...]) -> _Chunks:
+def _find_chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]) -> _Chunks:
     """Return first byte, stored size and filter mask of every chunk, as the file says."""
     shape, chunk_shape, n_chunks = stored.shape, stored.chunks, int(np.prod(grid))
     offset = np.zeros(n_chunks, dtype=np.int64)

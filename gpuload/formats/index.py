@@ -1,8 +1,8 @@
 """What opening a large file costs most, kept for the next time: chunk addresses and row offsets.
 
-An index is a small file beside the data (``.NAME.gpuload-index``), or, where that folder cannot be written to, in the
-user's cache folder. It is made by the first opening of a file of many cells or chunks. The environment variable
-``GPULOAD_INDEX`` names another folder for all of them, or is ``off``.
+An index is a small file beside the data (``.NAME.gpuload-index``), or, where that folder cannot be written to or the
+data are objects of a remote, in the user's cache folder. It is made by the first opening of a file of many cells or
+chunks. The environment variable ``GPULOAD_INDEX`` names another folder for all of them, or is ``off``.
 
 Requirements this module answers
 --------------------------------
@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import GpuloadError
+from gpuload.remote_source import RemoteSource
+from gpuload.source import FileSource
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from gpuload.source import FileSource
 
 _log = logging.getLogger("gpuload")
 
@@ -43,6 +43,7 @@ SETTLED_NS = 2 * 10**9
 _MAGIC = b"gpuload index 1\n"
 _ENDS = 64 << 10
 _DIGEST = 32
+_STEP = 1 << 15
 
 
 class Index:
@@ -52,13 +53,22 @@ class Index:
     ----------
     source
         The file, open.
+
+    Attributes
+    ----------
+    is_exact
+        Whether what it says needs no comparing with the file: an object's ETag tells all its states apart.
+    min_chunks, min_rows
+        Arrays of fewer are not kept.
     """
 
-    def __init__(self, source: FileSource) -> None:
+    def __init__(self, source: FileSource | RemoteSource) -> None:
         self._source = source
         self._arrays: dict[str, NDArray[Any]] | None = None
         self._key: dict[str, Any] | None = None
         self._has_news = False
+        self.is_exact = isinstance(source, RemoteSource)
+        self.min_chunks, self.min_rows = (1, 1) if self.is_exact else (MIN_CHUNKS, MIN_ROWS)
 
     def get(self, name: str) -> NDArray[Any] | None:
         """Return an array that was kept, or None."""
@@ -80,7 +90,7 @@ class Index:
             return
         try:
             key = self._key_of_file()
-            if time.time_ns() - key["mtime_ns"] < SETTLED_NS:
+            if time.time_ns() - key.get("mtime_ns", 0) < SETTLED_NS:
                 return
             content = _pack(key, arrays)
         except (OSError, GpuloadError):
@@ -106,18 +116,23 @@ class Index:
 
     def _places(self) -> list[str]:
         """Return where the index may be, in order of preference."""
-        path = os.path.realpath(self._source.name)
+        is_remote = isinstance(self._source, RemoteSource)
+        path = self._source.name if is_remote else os.path.realpath(self._source.name)
         name = f"{blake2b(os.fsencode(path), digest_size=16).hexdigest()}.gpuload-index"
         chosen = os.environ.get("GPULOAD_INDEX")
         if chosen:
             return [os.path.join(chosen, name)]
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         folder, base = os.path.split(path)
-        return [os.path.join(folder, f".{base}.gpuload-index"), os.path.join(cache, "gpuload", name)]
+        beside = [] if is_remote else [os.path.join(folder, f".{base}.gpuload-index")]
+        return [*beside, os.path.join(cache, "gpuload", name)]
 
     def _key_of_file(self) -> dict[str, Any]:
         """Return what tells this state of the file from any other."""
-        if self._key is None:
+        if self._key is None and isinstance(self._source, RemoteSource):
+            self._key = {"size": self._source.nbytes, "etag": self._source.objects[0].etag}
+        elif self._key is None:
+            assert isinstance(self._source, FileSource)  # noqa: S101 - narrows the type
             status, digest = os.fstat(self._source.fileno()), blake2b(digest_size=16)
             for start in (0, max(0, status.st_size - _ENDS)):
                 end = np.empty(min(_ENDS, status.st_size), dtype=np.uint8)
@@ -133,9 +148,14 @@ def counts_of(indptr: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def indptr_of(counts: NDArray[Any]) -> NDArray[np.int64]:
     """Return the row offsets of lengths."""
-    indptr = np.zeros(counts.size + 1, dtype=np.int64)
-    indptr[1:] = counts
-    return np.cumsum(indptr, out=indptr)  # in place: adding up while widening takes ten times as long
+    indptr, total = np.empty(counts.size + 1, dtype=np.int64), np.int64(0)
+    indptr[0] = 0
+    for start in range(0, counts.size, _STEP):  # so that what is added up is still in cache
+        part = indptr[start + 1 : start + 1 + _STEP]
+        part[:] = counts[start : start + _STEP]
+        part[0] += total
+        total = np.cumsum(part, out=part)[-1]
+    return indptr
 
 
 def _narrow(array: NDArray[Any]) -> NDArray[Any]:

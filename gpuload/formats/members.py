@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpuload.errors import StoreError
-from gpuload.formats.arrays import check_length
+from gpuload.formats.arrays import OBSM, check_length, no_obsm, numbered
 from gpuload.formats.obs import read_column, read_index
 from gpuload.store import DenseMatrix
 
@@ -55,7 +55,7 @@ def read_members(
     path
         What errors call it.
     layer
-        ``"X"``, ``"raw.X"`` or the name of a layer.
+        ``"X"``, ``"raw.X"``, the name of a layer, or ``"obsm/<name>"``, whose columns are called ``"0"``, ``"1"``, ...
     obs
         Columns of obs.
     access
@@ -70,8 +70,11 @@ def read_members(
     """
     matrix_key, var_key = _keys(root, layer, path)
     matrix = _open_matrix(root, matrix_key, path, access)
-    var_names = read_index(_member(root, var_key, path, access), path, var_key)
-    check_length(f"{path}: {_name(root, var_key)}", var_names.size, matrix.n_vars, "genes")
+    if var_key:
+        var_names = read_index(_member(root, var_key, path, access), path, var_key)
+        check_length(f"{path}: {_name(root, var_key)}", var_names.size, matrix.n_vars, "genes")
+    else:
+        var_names = numbered(matrix.n_vars)
     frame = root.get("obs")
     columns = {name: read_column(frame, name, path) for name in obs}
     for name, column in columns.items():
@@ -85,7 +88,11 @@ def _name(root: Any, key: str) -> str:
 
 
 def _keys(file: Any, layer: str, path: str) -> tuple[str, str]:
-    """Return the keys of the matrix and of its var."""
+    """Return the keys of the matrix and of its var, which is ``""`` where the columns have no names."""
+    if layer.startswith(OBSM):
+        if layer not in file:
+            raise no_obsm(path, layer, file.get("obsm", ()))
+        return layer, ""
     if layer == "raw.X":
         if "raw.X" in file:
             return "raw.X", "raw.var"
@@ -122,15 +129,25 @@ def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
     node = file[key]
     if access.is_array(node):
         if node.ndim != 2:
-            raise StoreError(f"{path}: /{key} has {node.ndim} dimensions; expected a matrix of cells x genes.")
+            what = "columns" if key.startswith(OBSM) else "genes"
+            raise StoreError(f"{path}: /{key} has {node.ndim} dimensions; expected a matrix of cells x {what}.")
         return DenseMatrix(access.layout(node))
-    kind = _SPARSE.get(_text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", ""))))
+    encoding = _text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", "")))
+    kind = _SPARSE.get(encoding)
+    group, _, name = key.partition("/")
+    attribute = "adata.X" if key == "X" else f"adata.{group}[{name!r}]"
+    if encoding == "dataframe":
+        raise StoreError(
+            f"{path}: /{key} is a data frame, not a matrix; rewrite it once with {attribute} = {attribute}.to_numpy(), "
+            "or keep its columns in obs."
+        )
     if kind == "csc":
-        attribute = "adata.X" if key == "X" else f"adata.layers[{key.partition('/')[2]!r}]"
         if key.startswith("raw"):
             cure = "raw = adata.raw.to_adata(); raw.X = raw.X.tocsr(); adata.raw = raw"
         else:
             cure = f"{attribute} = {attribute}.tocsr()"
+        if access.writer == "write_h5ad" and not key.startswith(OBSM):
+            cure += f", or with: gpuload pack {path} DST"
         raise StoreError(f"{path}: /{key} is a CSC matrix; rows cannot be read from it. Rewrite it once with {cure}.")
     shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
     if kind is None or shape is None:
@@ -138,6 +155,17 @@ def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
             f"{path}: /{key} is neither a dense nor a CSR matrix; write the file anew with anndata's {access.writer}."
         )
     return access.csr(node, int(shape[0]), int(shape[1]))
+
+
+def read_by_columns(root: Any, path: str, layer: str, access: Access) -> CsrMatrix | None:
+    """Return a CSC matrix as the CSR matrix of genes x cells that it is, array by array; None where it is no CSC."""
+    key, _ = _keys(root, layer, path)
+    node = root[key]
+    if access.is_array(node):
+        return None
+    kind = _SPARSE.get(_text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", ""))))
+    shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
+    return access.csr(node, int(shape[1]), int(shape[0])) if kind == "csc" and shape is not None else None
 
 
 def _text(value: Any) -> str:

@@ -25,6 +25,7 @@ import numpy as np
 
 from gpuload.errors import StoreError
 from gpuload.formats.arrays import (
+    OBSM,
     as_strings,
     check_dtype,
     check_integers,
@@ -32,6 +33,7 @@ from gpuload.formats.arrays import (
     check_n_vars,
     check_plain_matrix,
     checked_indptr,
+    no_obsm,
     numbered,
     plain_layout,
 )
@@ -110,8 +112,9 @@ def _open_anndata(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Sto
     X, var, name, cure = _member(adata, where, layer)
     matrix, sources = _matrix(X, where, name, cure)
     check_length(f"{where}: obs", adata.n_obs, matrix.n_rows, "cells")
-    check_length(f"{where}: var", len(var), matrix.n_vars, "genes")
-    return Store((matrix,), (where,), as_strings(var.index), frame_columns(adata, obs, where), sources)
+    var_names = numbered(matrix.n_vars) if var is None else as_strings(var.index)
+    check_length(f"{where}: var", var_names.size, matrix.n_vars, "genes")
+    return Store((matrix,), (where,), var_names, frame_columns(adata, obs, where), sources)
 
 
 def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Store:
@@ -139,7 +142,18 @@ def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Stor
 
 
 def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:
-    """Return a matrix of an AnnData, its var, its name for errors, and how to make it CSR."""
+    """Return a matrix of an AnnData, its var (None: columns without names), its name, and how to make it CSR."""
+    if layer.startswith(OBSM):
+        key = layer.removeprefix(OBSM)
+        if key not in adata.obsm:
+            raise no_obsm(where, layer, adata.obsm.keys())
+        name = f"obsm[{key!r}]"
+        if hasattr(adata.obsm[key], "iloc"):
+            raise StoreError(
+                f"{where}: {name} is a data frame, not a matrix; give adata.{name} = adata.{name}.to_numpy(), or keep "
+                "its columns in obs."
+            )
+        return adata.obsm[key], None, name, f"adata.{name} = adata.{name}.tocsr()"
     if layer == "X":
         X = adata.X  # of a view, a copy each time
         if X is None:

@@ -75,6 +75,11 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     return encode(_read_series(frame, name), name, path)
 
 
+def read_values(frame: Any, name: str) -> Any:
+    """Return a column of a stored data frame as anndata holds it: a NumPy or pandas array."""
+    return _read_series(frame, name)
+
+
 def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, ObsColumn]:
     """Return columns of an AnnData's obs as they would read from a file that it is written to.
 
@@ -170,13 +175,13 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
     if pd.api.types.is_extension_array_dtype(values) and pd.api.types.is_numeric_dtype(values):
         return ObsColumn(np.asarray(values.to_numpy(dtype=np.float64, na_value=np.nan)))
     array = values if pd.api.types.is_extension_array_dtype(values) else np.asarray(values)
-    if array.dtype.kind in "biuf":
+    if array.dtype.kind in "biuf" and array.dtype.itemsize <= 8:
         return ObsColumn(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
     if array.ndim == 1 and (array.dtype.kind in "OSU" or pd.api.types.is_string_dtype(array)):
         return _encode_strings(array)
     raise StoreError(
         f"{path}: obs column {name!r} has dtype {array.dtype} and shape {array.shape}; only categorical, string, "
-        "numeric and boolean columns of one value per cell can be handed over."
+        "numeric (of up to 8 bytes) and boolean columns of one value per cell can be handed over."
     )
 
 

@@ -10,13 +10,16 @@ Requirements this module answers
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import ReadError, StoreError
+from gpuload.formats.addresses import as_address
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from gpuload.formats.addresses import Address
     from gpuload.store import Store
 
 HDF5, NPY, ZIP, PARQUET = b"\x89HDF\r\n\x1a\n", b"\x93NUMPY", b"PK\x03\x04", b"PAR1"
@@ -38,9 +41,12 @@ def expand(path: str) -> list[str]:
     StoreError
         A folder that holds nothing that can be opened, or files of several forms.
     """
-    if not os.path.isdir(path) or folder_form(path):
+    address = as_address(path)
+    path = path if address is None else address
+    if not _is_folder(path) or folder_form(path):
         return [path]
-    names = sorted(name for name in os.listdir(path) if name.endswith(ENDINGS) and not name.startswith("."))
+    within = os.listdir(path) if address is None else {key.partition("/")[0] for key in address.listed or ()}
+    names = sorted(name for name in within if name.endswith(ENDINGS) and not name.startswith("."))
     endings = sorted({os.path.splitext(name)[1] for name in names})
     if not names:
         raise StoreError(
@@ -51,13 +57,16 @@ def expand(path: str) -> list[str]:
         raise StoreError(
             f"{path}: this folder holds files of several forms ({', '.join(endings)}); give those you mean as a list."
         )
-    return [os.path.join(path, name) for name in names]
+    return [os.path.join(path, name) if address is None else address.child(name) for name in names]
 
 
 def folder_form(path: str) -> str:
     """Return ``"zarr"`` or ``"scdl"`` where a folder is a store of that form, else ``""``."""
     from gpuload.formats.scdl import is_scdl
 
+    address = as_address(path)
+    if address is not None:
+        return "zarr" if address.is_zarr else ""
     if any(os.path.exists(os.path.join(path, name)) for name in _ZARR):
         return "zarr"
     return "scdl" if is_scdl(path) else ""
@@ -83,9 +92,11 @@ def open_path(path: str, *, layer: str, obs: Sequence[str]) -> Store:
         It is damaged.
     """
     path, modality = _modality(path)
-    if os.path.isdir(path):
+    if _is_folder(path):
         return _open_folder(path, layer, obs)
     first = _first_bytes(path)
+    if as_address(path) is not None and first.startswith((NPY, ZIP, PARQUET)):
+        raise StoreError(f"{path}: at an address only HDF5 files and folders of zarr can be read; copy it first.")
     if not modality and first.startswith(NPY):
         from gpuload.formats.numpy import open_npy
 
@@ -110,22 +121,63 @@ def obs_columns(path: str) -> list[str]:
     path, modality = _modality(expand(path)[0])
     from gpuload.formats import scdl, zarr
 
-    if os.path.isdir(path):
+    if _is_folder(path):
         return scdl.obs_columns(path) if folder_form(path) == "scdl" else zarr.obs_columns(path)
     first = _first_bytes(path)
     if first.startswith((NPY, ZIP)):
         return zarr.obs_columns(path) if first.startswith(ZIP) and zarr.is_zarr_zip(path) else []
     from gpuload.formats import h5ad, hdf5, tenx
 
-    with hdf5.opened(path) as (file, source):
-        source.close()
+    with hdf5.opened(path) as (file, source), closing(source):
         if h5ad.is_mudata(file):
             return h5ad.mudata_columns(file, modality)
         return tenx.obs_columns(file) if tenx.is_tenx(file) else h5ad.anndata_columns(file)
 
 
+def open_by_columns(path: str, *, layer: str) -> Store | None:
+    """Open an .h5ad file whose matrix is CSC as a store of genes x cells, without names; None where it is no such."""
+    if not os.path.isfile(path) or not _first_bytes(path).startswith(HDF5):
+        return None
+    from gpuload.formats import h5ad, hdf5, tenx
+
+    with hdf5.opened(path) as (file, source):
+        is_other = h5ad.is_mudata(file) or tenx.is_tenx(file)
+        store = None if is_other else h5ad.by_columns(file, source, layer)
+        if store is None:
+            source.close()
+        return store
+
+
+@contextmanager
+def anndata_groups(path: str) -> Iterator[list[Any]]:
+    """Yield the groups of a path that are each an AnnData, open within the block; none where the form is another."""
+    path, modality = _modality(path)
+    from gpuload.formats import h5ad, hdf5, tenx, zarr
+
+    first = b"" if _is_folder(path) else _first_bytes(path)
+    if folder_form(path) == "zarr" or (first.startswith(ZIP) and zarr.is_zarr_zip(path)):
+        with zarr.anndata_groups(path) as groups:
+            yield groups
+    elif not first or first.startswith((NPY, ZIP)):
+        yield []
+    else:
+        with hdf5.opened(path) as (file, source), closing(source):
+            if h5ad.is_mudata(file):
+                yield [file["mod"][modality or next(iter(file["mod"]))]]
+            else:
+                yield [] if tenx.is_tenx(file) else [file]
+
+
+def file_of(path: str) -> str:
+    """Return the file or folder that a path names, without what chooses a part of it; ReadError where there is none."""
+    return _modality(path)[0]
+
+
 def _modality(path: str) -> tuple[str, str]:
     """Return a path and what follows the name of its file."""
+    address = as_address(path)
+    if address is not None:
+        return _modality_at(address)
     if os.path.exists(path):
         return path, ""
     head, tail = os.path.split(path)
@@ -137,7 +189,28 @@ def _modality(path: str) -> tuple[str, str]:
     raise ReadError(f"{path}: no such file. Check the path.")
 
 
+def _modality_at(address: Address) -> tuple[Address, str]:
+    """Return an address and what follows the key of its object."""
+    at, tail = address, ""
+    for _ in range(3):
+        if at.is_file or (not tail and at.is_folder):
+            return at, tail.removeprefix("mod/")
+        tail = f"{at.rpartition('/')[2]}/{tail}".strip("/")
+        at = at.parent()
+        if not at.key:
+            break
+    raise ReadError(f"{address}: no such object. Check the address.")
+
+
+def _is_folder(path: str) -> bool:
+    address = as_address(path)
+    return os.path.isdir(path) if address is None else address.is_folder
+
+
 def _first_bytes(path: str) -> bytes:
+    address = as_address(path)
+    if address is not None:
+        return address.first_bytes(8)
     try:
         with open(path, "rb") as file:
             return file.read(8)

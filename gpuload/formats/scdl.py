@@ -28,6 +28,7 @@ import numpy as np
 
 from gpuload.errors import CorruptDataError, ReadError, StoreError
 from gpuload.formats.arrays import (
+    OBSM,
     RESTORE,
     as_strings,
     check_integers,
@@ -35,6 +36,7 @@ from gpuload.formats.arrays import (
     check_n_vars,
     checked_indptr,
     no_column,
+    no_obsm,
     numbered,
     plain_layout,
 )
@@ -87,6 +89,8 @@ def open_scdl(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     MissingDependencyError
         pyarrow is not installed.
     """
+    if layer.startswith(OBSM):
+        raise no_obsm(path, layer, ())
     if layer != "X":
         raise StoreError(f"{path}: there is no layer {layer!r}; SCDL keeps one matrix: use layer='X'.")
     dtypes = _read_dtypes(os.path.join(path, "header.sch"))

@@ -22,7 +22,7 @@ import numpy as np
 
 from gpuload.errors import StoreError
 from gpuload.formats import hdf5
-from gpuload.formats.arrays import as_strings, check_length, no_column
+from gpuload.formats.arrays import OBSM, as_strings, check_length, no_column, no_obsm
 from gpuload.formats.obs import encode
 from gpuload.store import Store
 
@@ -85,6 +85,8 @@ def obs_columns(file: Any) -> list[str]:
 
 
 def _choose(names: list[str], layer: str, path: str) -> str:
+    if layer.startswith(OBSM):
+        raise no_obsm(path, layer, ())
     if layer in names:
         return layer
     if layer == "X" and len(names) == 1:

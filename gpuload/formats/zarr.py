@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError
+from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import check_integers, check_n_vars, checked_indptr
 from gpuload.formats.members import read_members
 from gpuload.formats.obs import column_names
 from gpuload.formats.zarr_arrays import Array
 from gpuload.formats.zarr_nodes import FolderTree, Group, ZipTree, open_node
+from gpuload.formats.zarr_remote import RemoteTree
 from gpuload.store import CsrMatrix, Store, concat
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     with _opened(path) as (root, tree, held):
         groups = _datasets(root, path)
         stores = [_read(group, tree, held, layer, obs) for group in groups]
-        return concat(stores)
+        return concat(stores, cure="a collection's data sets have the same genes in the same order: make it anew.")
 
 
 def obs_columns(path: str) -> list[str]:
@@ -75,6 +77,17 @@ def obs_columns(path: str) -> list[str]:
         for source in held:
             source.close()
         return names
+
+
+@contextmanager
+def anndata_groups(path: str) -> Iterator[list[Group]]:
+    """Yield the groups of a store that are each an AnnData: the store, or a collection's data sets."""
+    with _opened(path) as (root, _, held):
+        try:
+            yield _datasets(root, path)
+        finally:
+            for source in held:
+                source.close()
 
 
 def is_zarr_zip(path: str) -> bool:
@@ -90,14 +103,18 @@ def is_zarr_zip(path: str) -> bool:
 def _opened(path: str) -> Iterator[tuple[Group, Tree, list[Source]]]:
     """Open a store's root; sources that are noted in the list are closed where an error leaves the block."""
     held: list[Source] = []
+    address = as_address(path)
     try:
         tree: Tree
-        if os.path.isdir(path):
-            tree = FolderTree(path)
-        else:
-            tree = ZipTree(path)
-            held.append(tree.source)
-        with _translated(path):
+        with ExitStack() as asking, _translated(path):
+            if address is not None:
+                tree = RemoteTree(address)
+                asking.callback(tree.close)
+            elif os.path.isdir(path):
+                tree = FolderTree(path)
+            else:
+                tree = ZipTree(path)
+                held.append(tree.source)
             root = open_node(tree, "")
             if not isinstance(root, Group):
                 found = "an array" if isinstance(root, Array) else "no zarr group"

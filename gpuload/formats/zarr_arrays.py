@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -32,7 +33,7 @@ from gpuload.formats.arrays import RESTORE, check_dtype
 from gpuload.layout import ArrayLayout, Filter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -391,13 +392,13 @@ class Array:
             raise StoreError(f"{where} has no dimensions; expected an array of cells or genes.")
         chunk_shape = tuple(max(1, n) for n in spec.chunk_shape)
         grid = _grid(spec.shape, chunk_shape)
-        source, files = self._tree.chunks(self._key)
+        per_file = tuple(s // c for s, c in zip(spec.shard_shape or chunk_shape, chunk_shape, strict=True))
+        source, files = self._tree.chunks(self._key, self._file_names(_grid(grid, per_file)))
         try:
             n_chunks = int(np.prod(grid, dtype=object))
             if n_chunks > sum(n for _, n in files.values()) + (1 << 20):
                 raise CorruptDataError(f"{where} has {n_chunks} chunks, which its files cannot hold. {RESTORE}")
             offset, nbytes = np.zeros(n_chunks, dtype=np.int64), np.zeros(n_chunks, dtype=np.int64)
-            per_file = tuple(s // c for s, c in zip(spec.shard_shape or chunk_shape, chunk_shape, strict=True))
             for place, first, size in self._found(files, _grid(grid, per_file)):
                 if spec.shard_shape is None:
                     chunk = int(np.ravel_multi_index(place, grid))
@@ -414,6 +415,11 @@ class Array:
         return ArrayLayout(
             source, self.name, spec.shape, spec.dtype, chunk_shape, offset, nbytes, mask, spec.filters, fill_value
         )
+
+    def _file_names(self, grid: Sequence[int]) -> Iterator[str]:
+        """Yield the keys of all chunk or shard files that there may be."""
+        head = [self.spec.prefix] if self.spec.prefix else []
+        return (self.spec.separator.join([*head, *map(str, place)]) for place in product(*map(range, grid)))
 
     def _found(self, files: dict[str, tuple[int, int]], grid: Sequence[int]) -> list[tuple[tuple[int, ...], int, int]]:
         """Return place in the grid, first byte and size of every chunk or shard file; others do not belong here."""

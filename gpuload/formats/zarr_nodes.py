@@ -25,7 +25,7 @@ from gpuload.folder_source import FolderSource
 from gpuload.source import FileSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from gpuload.formats.zarr_arrays import Array
     from gpuload.types import Source
@@ -56,8 +56,11 @@ class Tree(Protocol):
     def children(self, key: str) -> list[str]:
         """Return the names of the folders in a folder, in order."""
 
-    def chunks(self, key: str) -> tuple[Source, dict[str, tuple[int, int]]]:
-        """Return the source of an array's chunk files, and the place and size in it of each, by its key within."""
+    def chunks(self, key: str, names: Iterable[str]) -> tuple[Source, dict[str, tuple[int, int]]]:
+        """Return the source of an array's chunk files, and the place and size in it of each, by its key within.
+
+        `names` are the keys that there may be, for who cannot list those that there are.
+        """
 
 
 class FolderTree:
@@ -91,8 +94,9 @@ class FolderTree:
         except OSError as error:
             raise ReadError(f"{os.path.join(self.name, key)}: cannot be listed: {error.strerror}.") from error
 
-    def chunks(self, key: str) -> tuple[Source, dict[str, tuple[int, int]]]:
+    def chunks(self, key: str, names: Iterable[str] = ()) -> tuple[Source, dict[str, tuple[int, int]]]:
         """Return a source of an array's files alone; see `Tree.chunks`."""
+        del names
         found = list(_walk(os.path.join(self.name, key), ""))
         nbytes, stamps = (np.array([f[i] for f in found], dtype=np.int64) for i in (1, 2))
         source = FolderSource(self.name, [f"{key}/{f[0]}" for f in found], nbytes, stamps)
@@ -152,8 +156,9 @@ class ZipTree:
         rest = (name[len(prefix) :] for name in self._members if name.startswith(prefix))
         return sorted({name.partition("/")[0] for name in rest if "/" in name})
 
-    def chunks(self, key: str) -> tuple[Source, dict[str, tuple[int, int]]]:
+    def chunks(self, key: str, names: Iterable[str] = ()) -> tuple[Source, dict[str, tuple[int, int]]]:
         """Return the zip file, and the places of an array's chunks in it; see `Tree.chunks`."""
+        del names
         prefix = f"{key}/"
         chosen = [i for n, i in self._members.items() if n.startswith(prefix) and n.rpartition("/")[2] not in METADATA]
         return self.source, {info.filename[len(prefix) :]: self._place(info) for info in chosen}

@@ -12,7 +12,7 @@ import numpy as np
 from gpuload.backends.buffers import BufferPool
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError
 from gpuload.permute import Permutation
-from gpuload.samples.forms import bytes_of
+from gpuload.samples.forms import Span, bytes_of
 
 try:
     import torch
@@ -21,12 +21,11 @@ except ImportError as error:
     raise MissingDependencyError("torch", "gpuload.samples", "torch") from error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
-    from gpuload.samples.forms import Span
     from gpuload.samples.sampleset import SampleSet
 
 _PURPOSE = 41
@@ -44,6 +43,8 @@ class SampleLoader:
         As in PyTorch.
     num_workers
         Threads that fetch and decode.
+    collate_fn
+        As in PyTorch: makes a batch of the list of its ``(X, y)``, for samples that cannot be stacked.
     prefetch
         Batches under way besides the consumer's; None takes enough for `in_flight` samples.
     in_flight
@@ -65,6 +66,7 @@ class SampleLoader:
         *,
         num_workers: int = 4,
         drop_last: bool = False,
+        collate_fn: Callable[[list[tuple[Any, Any]]], Any] | None = None,
         prefetch: int | None = None,
         in_flight: int = 64,
         seed: int = 0,
@@ -82,6 +84,7 @@ class SampleLoader:
         self.batch_size, self.drop_last, self.shuffle, self.seed = batch_size, drop_last, shuffle, seed
         self._n_threads = max(num_workers, in_flight if samples.is_remote else num_workers)
         self._prefetch = prefetch or max(2, -(-in_flight // batch_size))
+        self._collate_fn = collate_fn
         self._epoch, self._step = 0, 0
         self._buffers = BufferPool(self._prefetch + 1)
 
@@ -116,7 +119,7 @@ class SampleLoader:
             Permutation(numbers.size, self.seed, epoch, _PURPOSE)[numbers] if self.shuffle and numbers.size else numbers
         )
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+    def __iter__(self) -> Iterator[Any]:
         """Hand over the batches that are left of an epoch, in order; then the next iteration is the next epoch."""
         order = self.order(self._epoch)
         batches = iter(range(self._step, len(self)))
@@ -126,7 +129,7 @@ class SampleLoader:
             while True:
                 while len(under_way) <= self._prefetch and (number := next(batches, None)) is not None:
                     part = order[number * self.batch_size : (number + 1) * self.batch_size]
-                    under_way.append(_Batch(self.samples, part.tolist(), pool, self._buffers))
+                    under_way.append(_Batch(self.samples, part.tolist(), pool, self._buffers, self._collate_fn))
                 if not under_way:
                     break
                 ready = under_way[0].result()
@@ -144,19 +147,29 @@ class SampleLoader:
 class _Batch:
     """A batch on its way; the first of its samples to arrive says what memory it needs."""
 
-    def __init__(self, samples: SampleSet, indices: list[int], pool: ThreadPoolExecutor, buffers: BufferPool) -> None:
-        self._samples, self._buffers = samples, buffers
+    def __init__(
+        self,
+        samples: SampleSet,
+        indices: list[int],
+        pool: ThreadPoolExecutor,
+        buffers: BufferPool,
+        collate_fn: Callable[[list[tuple[Any, Any]]], Any] | None,
+    ) -> None:
+        self._samples, self._buffers, self._collate_fn = samples, buffers, collate_fn
         self._ids = [samples.ids[i] for i in indices]
         self._lock = threading.Lock()
         self._form: Span | None = None
         self._memory: torch.Tensor | None = None
         self._futures: list[Future[Any]] = [pool.submit(self._read, row, id_) for row, id_ in enumerate(self._ids)]
 
-    def result(self) -> tuple[Any, Any]:
-        """Wait for all samples; return (X, y)."""
+    def result(self) -> Any:
+        """Wait for all samples; return (X, y), or what the caller's function makes of them."""
         whole = [future.result() for future in self._futures]
-        labels = default_collate([self._samples.label(id_) for id_ in self._ids])
+        labels = [self._samples.label(id_) for id_ in self._ids]
         memory = self._memory
+        if self._collate_fn is not None:
+            return self._collate_fn(list(zip(whole, labels, strict=True)))
+        labels = default_collate(labels)
         if memory is not None and all(sample is None for sample in whole):
             return memory, labels
         if memory is not None:  # some were described otherwise
@@ -171,12 +184,19 @@ class _Batch:
     def _read(self, row: int, id_: Any) -> Any:
         """Read a sample into its row and return None; or return it, where it has another form than the batch."""
         data = self._samples.fetch(id_)
+        if self._collate_fn is not None:
+            return self._samples.decode(id_, data)
         try:
             span = self._samples.span(data)
         except CorruptDataError:
             span = None  # it is told below, with its ID
+        sample = None
         if span is None:
-            return self._samples.decode(id_, data)
+            sample = self._samples.decode(id_, data)
+            if not isinstance(sample, torch.Tensor) or not sample.is_contiguous() or sample.requires_grad:
+                return sample
+            data = bytes_of(sample)
+            span = Span(0, data.size, sample.dtype, tuple(sample.shape))
         with self._lock:
             if self._memory is None:
                 self._form, n = span, len(self._ids)
@@ -184,6 +204,6 @@ class _Batch:
                 self._memory = raw.view(span.dtype).reshape(n, *span.shape)
             memory, form = self._memory, self._form
         if form is None or (span.dtype, span.shape) != (form.dtype, form.shape):
-            return self._samples.decode(id_, data)
+            return self._samples.decode(id_, data) if sample is None else sample
         np.copyto(bytes_of(memory[row]), data[span.start : span.start + span.nbytes])
         return None

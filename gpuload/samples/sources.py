@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import random
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.errors import ReadError
-from gpuload.remote import BusyError, open_remote
+from gpuload.remote import Patience, open_remote
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.remote import Remote
-
-_TRIES = 6
-"""Requests for a sample before its store is given up."""
 
 
 class FolderSource:
@@ -55,14 +50,7 @@ class RemoteSource:
 
     def read(self, key: str) -> NDArray[np.uint8]:
         """Return all bytes of an object; asked for again where the remote is busy."""
-        for attempt in range(_TRIES):
-            try:
-                return np.frombuffer(self._get(key), dtype=np.uint8)
-            except (BusyError, ConnectionError, TimeoutError):
-                if attempt + 1 == _TRIES:
-                    raise
-                time.sleep(random.uniform(0, 0.1 * 2**attempt))  # noqa: S311
-        raise AssertionError
+        return np.frombuffer(Patience().ask(lambda: self._get(key)), dtype=np.uint8)
 
     def _get(self, key: str) -> Any:
         whole = getattr(self._remote, "get_whole", None)

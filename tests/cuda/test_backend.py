@@ -11,11 +11,13 @@ from scipy.sparse import csr_matrix
 
 import gpuload
 from gpuload.backends.cuda.backend import CudaBackend
+from tests import several
 from tests.cuda import shim
 from tests.cuda.fake_device import FakeDevice, FakeNvcomp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tests.conftest import StoreVariant
     from tests.variants import Stored
@@ -252,3 +254,30 @@ def test_good_chunks_are_never_decoded_on_the_host(
     for _ in range(3):
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+
+
+# --- several matrices, and files that do not agree
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("join", ["inner", "outer"])
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_joined_files_and_several_matrices(
+    open_fake: Callable[..., Opened], tmp_path: Path, is_dense: bool, join: str, output: str
+) -> None:
+    paths = several.write(tmp_path, [several.part(seed, is_dense=is_dense) for seed in range(3)])
+    settings: dict[str, Any] = {
+        **SMALL,
+        "join": join,
+        "output": output,
+        "layer": ["X", "spliced"],
+        "obsm": ["X_pca"],
+        "transform": gpuload.Transform(target_sum=100.0),
+    }
+    for genes in (None, ["gene_3", "gene_8"]):
+        with gpuload.open_loader(paths, device="cpu", genes=genes, **settings) as loader:
+            expected = list(loader)
+        for batch, wanted in zip(open_fake(paths, genes=genes, **settings).epoch(), expected, strict=True):
+            assert list(batch.matrices()) == ["X", "layers/spliced", "obsm/X_pca"]
+            for found, matrix in zip(batch.matrices().values(), wanted.matrices().values(), strict=True):
+                np.testing.assert_array_max_ulp(several.dense(found), several.dense(matrix), maxulp=1)

@@ -134,8 +134,8 @@ def noise(rng: np.random.Generator, n: int) -> NDArray[np.uint8]:
 # ---------------------------------------------------------------------------------------------------------------------
 # The names and parameters that the backend counts on.
 
-ROWS = ["r:i4", "r:i8", "r:i4", "r:f4", "r:i4", "f8", "i4", "i8"]
-DENSE = ["r:i4", "r:f4", "r:i4", "f8", "i4", "i8", "i8", "i8"]
+ROWS = ["r:i4", "r:i8", "r:i4", "r:f4", "r:i8", "r:i4", "f8", "i4", "i8"]
+DENSE = ["r:i4", "r:i8", "r:f4", "r:i8", "r:i4", "f8", "i4", "i8", "i8", "i8"]
 COPY = ["r:u1", *["r:i8"] * 5, "r:i4", "i8", "i8", "i8", "f8", "i8"]
 PLAIN_TYPES = ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
 STORED = {
@@ -155,7 +155,7 @@ SIGNATURES = {
     **{f"copy_pieces_{src}_{out}": [*COPY, f"w:{out}", "w:i4", "w:i4"] for src in STORED for out in OUT},
     **{f"densify_csr_{out}": [*ROWS, "i8", f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
     **{f"gather_dense_{out}": [*DENSE, f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
-    "count_csr": ["r:i4", "r:i8", "r:i4", "r:i4", "i8", "w:i8"],
+    "count_csr": ["r:i4", "r:i8", "r:i4", "r:i8", "r:i4", "i8", "w:i8"],
     "gather_csr": [*ROWS, "r:i8", "w:i4", "w:f4"],
 }
 
@@ -628,6 +628,7 @@ class Taken:
     log1p: int
     n_vars: int
     n_cols: int
+    map_start: NDArray[np.int64] | None = None
 
     @property
     def has_transform(self) -> bool:
@@ -635,17 +636,29 @@ class Taken:
 
     def args(self, *sizes: int) -> tuple[Any, ...]:
         csr = (self.positions, self.indptr, self.indices, self.data)
-        arithmetic = (self.columns, np.float64(self.target_sum), np.int32(self.log1p))
+        arithmetic = (self.map_start, self.columns, np.float64(self.target_sum), np.int32(self.log1p))
         return *csr, *arithmetic, np.int64(self.positions.size), *(np.int64(size) for size in sizes)
 
     def host_args(self) -> tuple[Any, ...]:
         """Return the arguments of the CPU backend's kernels, up to its scratch."""
-        columns = np.empty(0, np.int32) if self.columns is None else self.columns
         known = np.empty(rows.N_CACHED, dtype=np.float32)
         return (
-            *(self.positions, self.indptr, self.indices, self.data),
-            *(columns, self.target_sum, bool(self.log1p), known),
+            *(self.positions, self.indptr, self.indices, self.data, *self.host_maps()),
+            *(self.target_sum, bool(self.log1p), known),
         )
+
+    def host_maps(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        return host_maps(self.map_start, self.columns)
+
+
+def host_maps(
+    map_start: NDArray[np.int64] | None, columns: NDArray[np.int32] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Return maps as the CPU backend's kernels take them: empty for none."""
+    return (
+        np.empty(0, np.int64) if map_start is None else map_start,
+        np.empty(0, np.int32) if columns is None else columns,
+    )
 
 
 def dense_args(
@@ -655,10 +668,13 @@ def dense_args(
     target_sum: float,
     log1p: int,
     n_cols: int,
+    indptr: NDArray[np.int64] | None = None,
+    map_start: NDArray[np.int64] | None = None,
 ) -> tuple[Any, ...]:
+    """Return the arguments of gather_dense up to its outputs; with `indptr`, X is at least as wide as any row."""
     sizes = (np.int64(positions.size), np.int64(X.shape[1]), np.int64(n_cols))
     X = placed(X.tobytes())[: X.nbytes].view(np.float32)
-    return positions, X, columns, np.float64(target_sum), np.int32(log1p), *sizes
+    return positions, indptr, X, map_start, columns, np.float64(target_sum), np.int32(log1p), *sizes
 
 
 def draw_values(draw: st.DrawFn, rng: np.random.Generator, n: int, *, has_transform: bool) -> NDArray[np.float32]:
@@ -688,6 +704,23 @@ def draw_columns(draw: st.DrawFn, rng: np.random.Generator, n_vars: int) -> tupl
     return columns, n_cols
 
 
+def draw_maps(
+    draw: st.DrawFn, rng: np.random.Generator, widths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int32], int]:
+    """Draw a map for each of several files: where each begins, all one after the other, and how many places there are.
+
+    Places that no column of a file goes to are left free.
+    """
+    n_cols = draw(st.integers(1, 2 * int(widths.max())))
+    maps = []
+    for width in widths:
+        columns = np.full(width, -1, dtype=np.int32)
+        n = min(width, n_cols)
+        columns[rng.permutation(width)[:n]] = rng.permutation(n_cols)[:n]
+        maps.append(np.where(rng.random(width) < 0.8, columns, -1).astype(np.int32))
+    return np.cumsum(widths) - widths, np.concatenate(maps), n_cols
+
+
 def draw_widths(draw: st.DrawFn) -> int:
     edges = st.integers(TILE - 9, TILE + 9)
     return draw(st.one_of(st.integers(1, 40), st.integers(1, 40), edges, st.just(2 * TILE + 5)))
@@ -711,9 +744,13 @@ def takes(draw: st.DrawFn, *, has_transform: bool | None = None) -> Taken:
     indptr = np.cumsum([0, *(piece.size for piece in pieces)]).astype(np.int64)
     values = draw_values(draw, rng, int(indptr[-1]), has_transform=bool(log1p or target_sum))
     columns, n_cols = draw_columns(draw, rng, n_vars)
+    map_start = None
+    if draw(st.booleans()):
+        starts, columns, n_cols = draw_maps(draw, rng, np.full(draw(st.integers(1, 3)), n_vars))
+        map_start = rng.choice(starts, n_rows)
     positions = rng.integers(0, n_rows, draw(st.integers(0, 12))).astype(np.int32)
     indices = np.concatenate([*pieces, np.empty(0, np.int32)]).astype(np.int32)
-    return Taken(positions, indptr, indices, values, columns, target_sum, log1p, n_vars, n_cols)
+    return Taken(positions, indptr, indices, values, columns, target_sum, log1p, n_vars, n_cols, map_start)
 
 
 def shifted(n: int, dtype: Any, skew: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -828,20 +865,30 @@ def test_gather_dense(data: st.DataObject, grid: Grid, seed: int, out: str, skew
     X = np.where(rng.random(values.size) < 0.5, values, 0).astype(np.float32).reshape(n_rows, n_vars)
     X[rng.random(n_rows) < 0.2] = 0
     columns, n_cols = draw_columns(data.draw, rng, n_vars)
+    offsets = map_start = None
+    if data.draw(st.booleans()):  # two files with genes of their own
+        widths = np.array([n_vars, data.draw(st.integers(1, n_vars))])
+        starts, columns, n_cols = draw_maps(data.draw, rng, widths)
+        file = np.sort(rng.integers(0, 2, n_rows))
+        map_start, offsets = starts[file], np.cumsum([0, *widths[file]])
+    indptr = np.arange(n_rows + 1) * n_vars if offsets is None else offsets
     positions = rng.integers(0, n_rows, data.draw(st.integers(0, 7))).astype(np.int32)
 
     def gather(out: str, skew: int) -> tuple[NDArray[Any], int]:
         n = positions.size * n_cols
         memory, flat = shifted(n, BITS[out], skew)
         bad = np.array([INT32_MAX], dtype=np.int32)
-        run(f"gather_dense_{out}", grid, *dense_args(positions, X, columns, target_sum, log1p, n_cols), flat, bad)
+        if columns is not None:
+            flat[:] = 0  # as the backend does
+        args = dense_args(positions, X, columns, target_sum, log1p, n_cols, offsets, map_start)
+        run(f"gather_dense_{out}", grid, *args, flat, bad)
         assert_rest_untouched(memory, skew, n)
         return flat.reshape(positions.size, n_cols), int(bad[0])
 
     wanted = np.empty((positions.size, n_cols), dtype=np.float32)
     known = np.empty(rows.N_CACHED, dtype=np.float32)
-    chosen = np.empty(0, np.int32) if columns is None else columns
-    rows.gather_dense(positions, X, chosen, target_sum, bool(log1p), known, wanted)
+    maps = host_maps(map_start, columns)
+    rows.gather_dense(positions, indptr, X.reshape(-1), *maps, target_sum, bool(log1p), known, wanted)
     full, bad = gather("f4", skew % 4)
     assert_equal(full, wanted, has_transform=bool(log1p or target_sum))
     assert bad == INT32_MAX
@@ -852,10 +899,10 @@ def test_gather_dense(data: st.DataObject, grid: Grid, seed: int, out: str, skew
 @given(takes(), grids())
 def test_count_csr(take: Taken, grid: Grid) -> None:
     out = np.full(take.positions.size, -9, dtype=np.int64)
-    csr = (take.positions, take.indptr, take.indices, take.columns)
+    csr = (take.positions, take.indptr, take.indices, take.map_start, take.columns)
     run("count_csr", grid, *csr, np.int64(take.positions.size), out)
     wanted = np.empty(take.positions.size + 1, dtype=np.int32)
-    rows.count_csr(take.positions, take.indptr, take.indices, take.host_args()[4], wanted)
+    rows.count_csr(take.positions, take.indptr, take.indices, *take.host_maps(), wanted)
     np.testing.assert_array_equal(out, np.diff(wanted))
 
 
@@ -863,7 +910,7 @@ def test_count_csr(take: Taken, grid: Grid) -> None:
 @given(takes(), grids())
 def test_gather_csr(take: Taken, grid: Grid) -> None:
     wanted_indptr = np.empty(take.positions.size + 1, dtype=np.int32)
-    rows.count_csr(take.positions, take.indptr, take.indices, take.host_args()[4], wanted_indptr)
+    rows.count_csr(take.positions, take.indptr, take.indices, *take.host_maps(), wanted_indptr)
     nnz = int(wanted_indptr[-1])
     wanted_indices, wanted = np.empty(nnz, np.int32), np.empty(nnz, np.float32)
     rows.gather_csr(*take.host_args(), wanted_indices, wanted)

@@ -16,6 +16,7 @@ from gpuload.formats import open_store
 from gpuload.loader import Loader
 from gpuload.plan import Plan
 from gpuload.sampling import BlockShuffle
+from gpuload.tables import Table
 from gpuload.types import Form
 from tests.fakes import FakeBackend, FakeSource
 
@@ -39,7 +40,8 @@ def store(plain: Stored) -> Iterator[Store]:
 
 def loader_over(store: Store, backend: Any, *, fetch_factor: int = 2, prefetch: int = 2) -> Loader:
     plan = Plan(store.file_rows, 8, fetch_factor, BlockShuffle(4))
-    return Loader(store, backend, plan, Form("dense", "float32", store.n_vars), store.var_names, prefetch)
+    table = Table(store, Form("dense", "float32", store.n_vars), store.var_names)
+    return Loader({"X": table}, backend, plan, prefetch)
 
 
 def with_source(store: Store, wrap: Callable[[Any], Any]) -> tuple[Store, Any]:

@@ -30,8 +30,8 @@ YEAR_2020_NS = 1_577_836_800 * 10**9
 
 @pytest.fixture(autouse=True)
 def _small_files_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hdf5, "MIN_CHUNKS", 1)
-    monkeypatch.setattr(hdf5, "MIN_ROWS", 1)
+    monkeypatch.setattr(index, "MIN_CHUNKS", 1)
+    monkeypatch.setattr(index, "MIN_ROWS", 1)
     monkeypatch.delenv("GPULOAD_INDEX", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 

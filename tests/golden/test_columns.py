@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import anndata
 import numpy as np
 import pandas as pd
 import pytest
@@ -64,6 +65,43 @@ def test_string_columns_as_strings(store_variant: StoreVariant) -> None:
 def test_columns_of_old_files(store_variant: StoreVariant, name: str, columns: list[str]) -> None:
     stored = store_variant(name)
     assert_columns(stored.path, columns, stored.obs)
+
+
+@pytest.mark.parametrize("name", ["float16", "int8", "uint64", ">i4", "bytes", "Int8", "string", "boolean", "old"])
+def test_columns_of_further_types(tmp_path: Path, name: str) -> None:
+    values: dict[str, Any] = {
+        "float16": np.arange(6, dtype=np.float16),
+        "int8": np.arange(-3, 3, dtype=np.int8),
+        "uint64": np.arange(6, dtype=np.uint64) + (1 << 63),
+        ">i4": np.arange(6).astype(">i4"),
+        "bytes": np.array([b"x", b"yy"] * 3),
+        "Int8": pd.array([1, None, 3] * 2, dtype="Int8"),
+        "string": pd.array(["x", None, "y"] * 2, dtype="string"),
+        "boolean": pd.array([True, None, False] * 2, dtype="boolean"),
+        "old": pd.Categorical.from_codes([0, 1, -1] * 2, categories=[1.5, 2.5]),
+    }
+    obs = pd.DataFrame({"c": values[name]}, index=list("abcdef"))
+    path = tmp_path / "typed.h5ad"
+    with writers.h5py.File(path, "w") as file, anndata.settings.override(allow_write_nullable_strings=True):
+        writers.write_root(file, obs, writers.genes_frame(3))
+        write_dense(file, "X", np.zeros((6, 3), np.float32))
+    expected = obs["c"].str.decode("utf-8") if name == "bytes" else obs["c"]
+    expected = expected.astype(np.int32) if name == ">i4" else expected
+    assert_columns(path, ["c"], expected.to_frame())
+    cells = anndata.AnnData(np.zeros((6, 3), np.float32), obs=obs)
+    assert_columns(cells, ["c"], expected.to_frame())
+
+
+@pytest.mark.parametrize("kind", ["complex128", "float128", "datetime64[ns]", "timedelta64[ns]"])
+def test_columns_that_have_no_place_in_a_minibatch(kind: str) -> None:
+    obs = pd.DataFrame({"c": np.arange(6).astype(kind)}, index=list("abcdef"))
+    cells = anndata.AnnData(np.zeros((6, 3), np.float32), obs=obs)
+    with pytest.raises(gpuload.StoreError) as caught:
+        gpuload.open_loader(cells, obs=["c"])
+    assert str(caught.value) == (
+        f"<AnnData>: obs column 'c' has dtype {kind} and shape (6,); only categorical, string, numeric (of up to 8 "
+        "bytes) and boolean columns of one value per cell can be handed over."
+    )
 
 
 def test_categories_keep_their_order_and_unused_ones(plain: Stored) -> None:

@@ -81,10 +81,20 @@ def rows_of(files: Any, sampler: Any, **settings: Any) -> np.ndarray:
 
 def test_the_samplers_that_settings_stand_for(files: Any) -> None:
     plain = np.concatenate([batch.rows for batch in loaded(files)])
-    np.testing.assert_array_equal(rows_of(files, BlockShuffle(6), block_size=16), plain)
+    np.testing.assert_array_equal(rows_of(files, BlockShuffle(6), block_size=None), plain)
     np.testing.assert_array_equal(rows_of(files, BlockShuffle(6), block_size=6), plain)
     np.testing.assert_array_equal(rows_of(files, Sequential()), EVERY)
     np.testing.assert_array_equal(rows_of(files, None, shuffle=False), EVERY)
+
+
+def test_streaming_through_a_shuffle_buffer(files: Any) -> None:
+    rows = rows_of(files, Sequential(shuffle_fetch=True))
+    for start in range(0, EVERY.size, 64):  # a fetch is four minibatches of 16
+        found = rows[start : start + 64]
+        np.testing.assert_array_equal(np.sort(found), EVERY[start : start + 64])
+        assert not np.array_equal(found, np.sort(found))
+    within = rows_of(files, Subset(HALF, Sequential(shuffle_fetch=True)))
+    np.testing.assert_array_equal(np.sort(within[:64]), np.flatnonzero(HALF)[:64])
 
 
 @pytest.mark.parametrize("block_size", [1, 6, "chunk"])

@@ -16,6 +16,7 @@ from gpuload.formats import open_store
 from gpuload.loader import Loader
 from gpuload.plan import Plan
 from gpuload.sampling import BlockShuffle, Sequential
+from gpuload.tables import Table
 from gpuload.types import Form
 from tests.fakes import FakeBackend
 
@@ -39,8 +40,8 @@ def make_loader(store_variant: StoreVariant) -> MakeLoader:
     def make(plan: Plan = PLAN, *, prefetch: int = 2, takes_ahead: int = 0, **faults: Any) -> Loader:
         assert plan.file_rows == store.file_rows
         backend = FakeBackend(takes_ahead=takes_ahead, **faults)
-        form = Form("dense", "float32", 1)
-        return Loader(replace(store, sources=()), backend, plan, form, store.var_names, prefetch)  # type: ignore[arg-type]
+        table = Table(replace(store, sources=()), Form("dense", "float32", 1), store.var_names)
+        return Loader({"X": table}, backend, plan, prefetch)  # type: ignore[arg-type]
 
     return make
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from gpuload.cache import BlockRemote, BlockSource, SampleStore
+from gpuload.cache import BlockCache, BlockRemote, SampleStore
 from gpuload.errors import PlanError, ReadError
 from gpuload.remote import FolderRemote
 from tests.remotes import CountingRemote
@@ -36,39 +38,66 @@ def store_of(tmp_path: Path, remote: Any, n_held: int = N_BLOCKS, **settings: An
     return SampleStore(tmp_path / "store", blocks, budget=n_held * BLOCK, **settings)
 
 
-def read_all_over(source: BlockSource, wanted: bytes) -> None:
+def read_all_over(cache: BlockCache, wanted: bytes, key: str = "big.h5ad") -> None:
+    found = cache.head(key)
+    assert found is not None
     chance = np.random.default_rng(1)
-    for start in chance.integers(0, NBYTES, 60):
-        buffer = np.zeros(int(chance.integers(0, 3 * BLOCK)), dtype=np.uint8)
-        got = source.read_into(buffer, int(start))
-        assert got == min(buffer.size, NBYTES - start)
-        assert buffer[:got].tobytes() == wanted[start : start + got]
+    for start in chance.integers(0, NBYTES - 3 * BLOCK, 60).tolist():
+        stop = start + int(chance.integers(1, 3 * BLOCK))
+        out = np.zeros(stop - start, dtype=np.uint8)
+        if not cache.fill(found, start, out):
+            out = cache.get(found, start, stop)
+        assert out.tobytes() == wanted[start:stop]
 
 
 def test_the_second_time_all_comes_from_the_disk(tmp_path: Path, big: CountingRemote) -> None:
     wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
-    with store_of(tmp_path, big) as store:
-        source = BlockSource(store, "big.h5ad")
-        assert source.nbytes == NBYTES
-        read_all_over(source, wanted)
-        full(store, N_BLOCKS)
     with store_of(tmp_path, big, fetch=False) as store:
-        source = BlockSource(store, "big.h5ad")
+        cache = BlockCache(store)
+        read_all_over(cache, wanted)
+        n_first = cache.n_remote_nbytes
+        assert NBYTES / 2 < n_first <= NBYTES, "a block was brought twice"
         big.gets.clear()
-        read_all_over(source, wanted)
+        read_all_over(cache, wanted)
+        assert cache.n_remote_nbytes == n_first
+    with store_of(tmp_path, big, fetch=False) as store:
+        cache = BlockCache(store)
+        read_all_over(cache, wanted)
         assert not big.gets
-        assert source.n_remote_nbytes == 0 < source.n_local_nbytes
+        assert cache.n_remote_nbytes == 0 < cache.n_local_nbytes
+
+
+def test_a_store_that_fetches_brings_the_blocks_by_itself(tmp_path: Path, big: CountingRemote) -> None:
+    wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
+    with store_of(tmp_path, big) as store:
+        full(store, N_BLOCKS)
+        cache = BlockCache(store)
+        read_all_over(cache, wanted)
+        assert cache.n_remote_nbytes == 0
 
 
 def test_what_the_budget_has_no_room_for_comes_from_the_remote(tmp_path: Path, big: CountingRemote) -> None:
     wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
-    with store_of(tmp_path, big, n_held=10) as store:
-        full(store, 10)
-        source = BlockSource(store, "big.h5ad")
+    with store_of(tmp_path, big, n_held=10, fetch=False) as store:
+        cache = BlockCache(store)
         for _ in range(2):
-            read_all_over(source, wanted)
-        assert source.n_local_nbytes > 0 < source.n_remote_nbytes
+            read_all_over(cache, wanted)
+        assert store.held_nbytes == 10 * BLOCK
+        assert cache.n_remote_nbytes > NBYTES
         assert store.stats()["n_evicted"] == 0
+
+
+def test_one_block_is_fetched_once_for_many_threads(tmp_path: Path, big: CountingRemote) -> None:
+    big.wait_s = 0.05
+    wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
+    with store_of(tmp_path, big, fetch=False) as store:
+        cache = BlockCache(store)
+        found = cache.head("big.h5ad")
+        assert found is not None
+        with ThreadPoolExecutor(8) as pool:
+            parts = list(pool.map(lambda i: cache.get(found, i, i + 10).tobytes(), range(0, 80, 10)))
+        assert b"".join(parts) == wanted[:80]
+        assert sum(big.gets.values()) == 1
 
 
 def test_a_damaged_block_is_read_from_the_remote(tmp_path: Path, big: CountingRemote) -> None:
@@ -80,17 +109,45 @@ def test_a_damaged_block_is_read_from_the_remote(tmp_path: Path, big: CountingRe
         data[5] ^= 1
         path.write_bytes(data)
     with store_of(tmp_path, big, fetch=False) as store:
-        source = BlockSource(store, "big.h5ad")
-        read_all_over(source, wanted)
-        assert source.n_local_nbytes == 0
+        cache = BlockCache(store)
+        read_all_over(cache, wanted)
+        assert cache.n_remote_nbytes > 0
 
 
 def test_another_content_is_an_error(tmp_path: Path, big: CountingRemote) -> None:
     with store_of(tmp_path, big, fetch=False) as store:
-        source = BlockSource(store, "big.h5ad")
+        cache = BlockCache(store)
+        found = cache.head("big.h5ad")
+        assert found is not None
+        cache.get(found, 0, 10)
         (tmp_path / "remote" / "big.h5ad").write_bytes(os.urandom(NBYTES))
         with pytest.raises(ReadError, match="changed since it was listed"):
-            source.read_into(np.zeros(10, dtype=np.uint8), 0)
+            cache.get(found, 2 * BLOCK, 2 * BLOCK + 10)
+
+
+def test_another_content_takes_the_place_of_the_old(tmp_path: Path, big: CountingRemote) -> None:
+    for _ in range(2):
+        wanted = os.urandom(NBYTES)
+        (tmp_path / "remote" / "big.h5ad").write_bytes(wanted)
+        with store_of(tmp_path, big, fetch=False) as store:
+            cache = BlockCache(store)
+            read_all_over(cache, wanted)
+            assert store.held_nbytes <= N_BLOCKS * BLOCK
+            n_first = cache.n_remote_nbytes
+            read_all_over(cache, wanted)
+            assert cache.n_remote_nbytes == n_first
+
+
+def test_a_full_disk_is_room_for_nothing(tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
+
+    def no_space(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with store_of(tmp_path, big, fetch=False) as store:
+        monkeypatch.setattr(os, "posix_fallocate", no_space)
+        read_all_over(BlockCache(store), wanted)
+        assert store.held_nbytes == 0
 
 
 def test_blocks_in_a_fetcher_process(tmp_path: Path, big: CountingRemote) -> None:
@@ -103,10 +160,10 @@ def test_blocks_in_a_fetcher_process(tmp_path: Path, big: CountingRemote) -> Non
 def test_refusals(tmp_path: Path, big: CountingRemote) -> None:
     with pytest.raises(PlanError, match="block_nbytes=0"):
         BlockRemote(big, None, 0)
-    with store_of(tmp_path, big, fetch=False) as store, pytest.raises(ReadError, match="none: no such object"):
-        BlockSource(store, "none")
     with (
         SampleStore(tmp_path / "whole", big, fetch=False) as store,
-        pytest.raises(PlanError, match="open it over a Bl"),
+        pytest.raises(PlanError, match=r"it keeps the objects of .* whole; expected a SampleStore over a BlockRemote"),
     ):
-        BlockSource(store, "big.h5ad")
+        BlockCache(store)
+    with pytest.raises(PlanError, match="cache: 'folder'; expected a SampleStore"):
+        BlockCache("folder")  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from scipy.sparse import csr_matrix, random_array
 from gpuload.backends.native import rows
 
 NO_COLUMNS = np.empty(0, dtype=np.int32)
+ONE_MAP = np.empty(0, dtype=np.int64)
 
 
 def guarded(n: int, dtype: Any, shift: int) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +60,7 @@ def test_a_large_minibatch_is_what_scipy_makes_of_it(matrix: csr_matrix, n_cols:
     assert out.nbytes >= rows.STREAMED_NBYTES
     wide = np.zeros(n_cols + rows.SLACK // 4, dtype=np.float32)
     known = np.empty(rows.N_CACHED, dtype=np.float32)
-    rows.densify_csr(positions, *resident(matrix), columns, 0.0, False, known, wide, out)
+    rows.densify_csr(positions, *resident(matrix), ONE_MAP, columns, 0.0, False, known, wide, out)
     np.testing.assert_array_equal(out, matrix[positions].toarray()[:, chosen])
     assert not wide.any()
 
@@ -73,7 +74,8 @@ def test_a_large_minibatch_of_float16(matrix: csr_matrix, shift: int) -> None:
     wide = np.zeros(matrix.shape[1] + rows.SLACK // 4, dtype=np.float32)
     narrow = np.zeros(matrix.shape[1] + rows.SLACK // 2, dtype=np.uint16)
     known = np.empty(rows.N_CACHED, dtype=np.float32)
-    bad = rows.densify_csr_half(positions, *resident(matrix), NO_COLUMNS, 0.0, False, known, wide, narrow, out)
+    csr = (*resident(matrix), ONE_MAP, NO_COLUMNS)
+    bad = rows.densify_csr_half(positions, *csr, 0.0, False, known, wide, narrow, out)
     assert bad == -1
     np.testing.assert_array_equal(out.view(np.float16), matrix[:66].toarray().astype(np.float16))
     assert not wide.any()
@@ -86,7 +88,8 @@ def test_a_large_minibatch_of_dense_rows(matrix: csr_matrix) -> None:
     _, flat = guarded(40 * X.shape[1], np.float32, 3)
     out = flat.reshape(40, -1)
     known = np.empty(rows.N_CACHED, dtype=np.float32)
-    rows.gather_dense(positions, X, NO_COLUMNS, 0.0, False, known, out)
+    indptr = np.arange(len(X) + 1) * X.shape[1]
+    rows.gather_dense(positions, indptr, X.reshape(-1), ONE_MAP, NO_COLUMNS, 0.0, False, known, out)
     np.testing.assert_array_equal(out, X[positions])
 
 
@@ -100,8 +103,7 @@ def test_gather_csr_tells_whether_columns_rise(row: list[int], is_canonical: boo
     data = np.ones(indices.size, dtype=np.float32)
     out_indices, out_data = np.empty(indices.size, np.int32), np.empty(indices.size, np.float32)
     known = np.empty(rows.N_CACHED, dtype=np.float32)
-    found = rows.gather_csr(
-        np.array([2, 1, 0], np.int32), indptr, indices, data, NO_COLUMNS, 0.0, log1p, known, out_indices, out_data
-    )
+    csr = (indptr, indices, data, ONE_MAP, NO_COLUMNS)
+    found = rows.gather_csr(np.array([2, 1, 0], np.int32), *csr, 0.0, log1p, known, out_indices, out_data)
     assert found == is_canonical
     np.testing.assert_array_equal(out_indices, [0, 1, 2, *row, 7, 8])

@@ -62,13 +62,15 @@ class CudaResident:
     host_indptr, indptr, indices, data
         CSR: row offsets in host and in device memory, int64 (n_rows + 1,); int32 and float32 (nnz,).
     X
-        Dense: (n_rows, n_vars) float32.
+        Dense: (nnz,) float32, the rows one after the other; with `indptr` where they are not all n_vars wide.
+    map_start : (n_rows,) int64, optional
+        Where the map of each row begins in `Form.columns`.
     leases
         What to tell of the streams that use it.
     kept_counts : (n_rows,) int64, optional
         Values of each row that are of chosen columns, once they were counted.
     held
-        Page-locked memory that `indptr` is uploaded from.
+        Page-locked memory that `indptr` and `map_start` are uploaded from.
     """
 
     n_rows: int
@@ -78,13 +80,14 @@ class CudaResident:
     indices: Any = None
     data: Any = None
     X: Any = None
+    map_start: Any = None
     leases: list[Lease] = field(default_factory=list)
     kept_counts: NDArray[np.int64] | None = None
-    held: Any = None
+    held: list[Any] = field(default_factory=list)
 
     def flat(self, target: str) -> Any:
-        """Return the array that a read fills, one-dimensional."""
-        return getattr(self, target).reshape(-1)
+        """Return the array that a read fills."""
+        return getattr(self, target)
 
 
 class _Ready:
@@ -159,7 +162,7 @@ class CudaBackend:
         self._cache = ChunkCache(device, cache_nbytes)
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
-        self._columns: tuple[Any, Any] = (None, None)
+        self._columns: dict[int, tuple[NDArray[np.int32], Any]] = {}  # by id: on the host, which keeps it, and here
         self._stream: Any = None
         self._uploads = _Uploads(device)
         self._never_bad = device.typed(device.empty(4), np.int32, (1,))
@@ -251,16 +254,21 @@ class CudaBackend:
             resident.leases.append(lease)
             return made
 
-        if recipe.indptr is None:
-            resident.X = array((recipe.n_rows, recipe.n_vars), np.float32)
-            return resident
+        def uploaded(host: NDArray[np.int64] | None) -> Any:
+            if host is None:
+                return None
+            made, pinned = array(host.shape, np.int64), self._device.pinned(host.nbytes)
+            pinned[:] = host.view(np.uint8)
+            self._device.upload(pinned, made, stream)
+            resident.held.append(pinned)
+            return made
+
         resident.host_indptr = recipe.indptr
-        resident.indptr = array((recipe.n_rows + 1,), np.int64)
-        resident.indices, resident.data = array((recipe.nnz,), np.int32), array((recipe.nnz,), np.float32)
-        pinned = self._device.pinned(recipe.indptr.nbytes)
-        pinned[:] = recipe.indptr.view(np.uint8)
-        self._device.upload(pinned, resident.indptr, stream)
-        resident.held = pinned
+        resident.indptr, resident.map_start = uploaded(recipe.indptr), uploaded(recipe.map_start)
+        if recipe.kind == "dense":
+            resident.X = array((recipe.nnz,), np.float32)
+        else:
+            resident.indices, resident.data = array((recipe.nnz,), np.int32), array((recipe.nnz,), np.float32)
         return resident
 
     def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident) -> Outcome:
@@ -355,11 +363,14 @@ class CudaBackend:
         if resident.X is not None:
             name = f"gather_dense_{kind}"
             sizes: tuple[Any, ...] = (n_rows, np.int64(resident.n_vars), np.int64(form.n_cols))
-            args: tuple[Any, ...] = (places, resident.X, *arithmetic, *sizes, out, bad)
+            args: tuple[Any, ...] = (places, resident.indptr, resident.X, resident.map_start)
+            args = (*args, *arithmetic, *sizes, out, bad)
+            if form.columns is not None:  # of which a row may lack some
+                self._device.fill(out, 0, stream)
         else:
             name = f"densify_csr_{kind}"
             sizes = (n_rows, np.int64(form.n_cols))
-            args = (places, resident.indptr, resident.indices, resident.data, *arithmetic, *sizes, out, bad)
+            args = (*self._csr_args(places, resident), *arithmetic, *sizes, out, bad)
         self._device.launch(name, int(n_rows), N_THREADS, args, stream)
         if host_bad is not None:
             self._device.download(bad, host_bad, stream)
@@ -399,7 +410,7 @@ class CudaBackend:
         offsets = self.asarray(indptr)
         short = self.asarray(indptr.astype(np.int32))
         (indices, _), (data, _) = (self._outputs.array((nnz,), t, stream) for t in (np.int32, np.float32))
-        args = (places, resident.indptr, resident.indices, resident.data, *arithmetic, np.int64(positions.size))
+        args = (*self._csr_args(places, resident), *arithmetic, np.int64(positions.size))
         self._device.launch("gather_csr", positions.size, N_THREADS, (*args, offsets, indices, data), stream)
         return self._device.csr(data, indices, short, (positions.size, form.n_cols))
 
@@ -408,7 +419,8 @@ class CudaBackend:
         if resident.kept_counts is None:
             places = self.asarray(np.arange(resident.n_rows, dtype=np.int32))
             counts, _ = self._small.array((resident.n_rows,), np.int64, stream)
-            args = (places, resident.indptr, resident.indices, columns, np.int64(resident.n_rows), counts)
+            csr = (places, resident.indptr, resident.indices, resident.map_start, columns)
+            args = (*csr, np.int64(resident.n_rows), counts)
             self._device.launch("count_csr", resident.n_rows, N_THREADS, args, stream)
             host = self._device.pinned(8 * resident.n_rows).view(np.int64)
             self._device.download(counts, host, stream)
@@ -416,13 +428,21 @@ class CudaBackend:
             resident.kept_counts = host
         return resident.kept_counts
 
+    @staticmethod
+    def _csr_args(places: Any, resident: CudaResident) -> tuple[Any, ...]:
+        """Return the arguments that kernels over CSR rows begin with."""
+        return places, resident.indptr, resident.indices, resident.data, resident.map_start
+
     def _arithmetic(self, form: Form) -> tuple[Any, np.float64, np.int32]:
         """Return a form in the words of the kernels: columns, target sum (0 = none), log1p."""
-        if self._columns[0] is not form.columns:
-            self._columns = form.columns, None if form.columns is None else self.asarray(form.columns)
+        columns = None
+        if form.columns is not None:
+            if id(form.columns) not in self._columns:
+                self._columns[id(form.columns)] = form.columns, self.asarray(form.columns)
+            columns = self._columns[id(form.columns)][1]
         transform = form.transform
         target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
-        return self._columns[1], np.float64(target_sum), np.int32(transform is not None and transform.log1p)
+        return columns, np.float64(target_sum), np.int32(transform is not None and transform.log1p)
 
 
 class _Uploads:

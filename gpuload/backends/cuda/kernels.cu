@@ -789,6 +789,11 @@ struct Arithmetic {
     }
 };
 
+// Return the map of a resident row's columns: that of its file, which begins at map_start[row], or the only one, or none.
+DEVICE const int32_t* map_of(int32_t row, const int64_t* map_start, const int32_t* columns) {
+    return columns && map_start ? columns + map_start[row] : columns;
+}
+
 // Return where a stored column goes, or below 0.
 DEVICE int64_t place_of(const int32_t* columns, int32_t column) { return columns ? columns[column] : column; }
 
@@ -800,8 +805,9 @@ DEVICE int64_t place_of(const int32_t* columns, int32_t column) { return columns
 template <class Form>
 DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
                         const int32_t* __restrict__ indices, const float* __restrict__ data,
-                        const int32_t* __restrict__ columns, double target_sum, int32_t log1p_, int64_t n_rows,
-                        int64_t n_cols, typename Form::Element* __restrict__ out, int32_t* bad) {
+                        const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
+                        int32_t log1p_, int64_t n_rows, int64_t n_cols, typename Form::Element* __restrict__ out,
+                        int32_t* bad) {
     constexpr int PER = PER_STORE<Form>;
     SHARED_ARRAY(float, tile, TILE + PER);
     SHARED_ARRAY(double, partial, MAX_THREADS);
@@ -814,6 +820,7 @@ DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __
     for (int64_t b = BLOCK; b < n_rows * n_parts; b += N_BLOCKS) {
         const int64_t row = b / n_parts, part = b % n_parts;
         const int64_t start = indptr[positions[row]], stop = indptr[positions[row] + 1];
+        const int32_t* chosen = map_of(positions[row], map_start, columns);
         PHASE(t) {
             for (int64_t k = start + 1 + t; k < stop; k += N_THREADS) {
                 if (indices[k] <= indices[k - 1]) atomic_min(is_rising, 0);
@@ -831,12 +838,12 @@ DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __
             PHASE(t) {
                 if (is_apart) {
                     for (int64_t j = start + t; j < stop; j += N_THREADS) {
-                        const int64_t place = place_of(columns, indices[j]) - lo;
+                        const int64_t place = place_of(chosen, indices[j]) - lo;
                         if (uint64_t(place) < uint64_t(width)) tile[skew + place] += arithmetic.of(data[j]);
                     }
                 } else {
                     for (int64_t j = start; j < stop; ++j) {
-                        const int64_t place = place_of(columns, indices[j]) - lo;
+                        const int64_t place = place_of(chosen, indices[j]) - lo;
                         if (uint64_t(place) < uint64_t(width) && int(place) % N_THREADS == t) {
                             tile[skew + place] += arithmetic.of(data[j]);
                         }
@@ -873,18 +880,21 @@ DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __
 #define DENSIFY_CSR(name, form)                                                                                        \
     KERNEL(densify_csr_##name,                                                                                         \
            (const int32_t* positions, const int64_t* indptr, const int32_t* indices, const float* data,                \
-            const int32_t* columns, double target_sum, int32_t log1p, int64_t n_rows, int64_t n_cols,                  \
-            form::Element* out, int32_t* bad)) {                                                                       \
-        densify_csr<form>(positions, indptr, indices, data, columns, target_sum, log1p, n_rows, n_cols, out, bad);     \
+            const int64_t* map_start, const int32_t* columns, double target_sum, int32_t log1p, int64_t n_rows,        \
+            int64_t n_cols, form::Element* out, int32_t* bad)) {                                                       \
+        densify_csr<form>(positions, indptr, indices, data, map_start, columns, target_sum, log1p, n_rows, n_cols,     \
+                          out, bad);                                                                                   \
     }
 
 DENSIFY_CSR(f4, Single)
 DENSIFY_CSR(f2, Half)
 DENSIFY_CSR(bf2, Brain)
 
-// Write dense rows into a dense array.
+// Write dense rows into a dense array. Rows are n_vars wide, or begin where indptr says and are at most so wide; columns
+// that a row has nothing for are left as they are.
 template <class Form>
-DEVICE void gather_dense(const int32_t* __restrict__ positions, const float* __restrict__ X,
+DEVICE void gather_dense(const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
+                         const float* __restrict__ X, const int64_t* __restrict__ map_start,
                          const int32_t* __restrict__ columns, double target_sum, int32_t log1p_, int64_t n_rows,
                          int64_t n_vars, int64_t n_cols, typename Form::Element* __restrict__ out, int32_t* bad) {
     constexpr int PER = PER_STORE<Form>;
@@ -892,15 +902,18 @@ DEVICE void gather_dense(const int32_t* __restrict__ positions, const float* __r
     const int64_t n_parts = parts_of_each(n_rows, (n_vars + MIN_PART - 1) / MIN_PART);
     for (int64_t b = BLOCK; b < n_rows * n_parts; b += N_BLOCKS) {
         const int64_t row = b / n_parts, part = b % n_parts;
-        const int64_t first = n_vars * part / n_parts, width = n_vars * (part + 1) / n_parts - first;
-        const float* stored = X + positions[row] * n_vars;
+        const int64_t start = indptr ? indptr[positions[row]] : positions[row] * n_vars;
+        const int64_t n_stored = indptr ? indptr[positions[row] + 1] - start : n_vars;
+        const int64_t first = n_stored * part / n_parts, width = n_stored * (part + 1) / n_parts - first;
+        const float* stored = X + start;
         const float* from = stored + first;
-        const Arithmetic arithmetic(row_scale(stored, n_vars, target_sum, partial), target_sum, log1p_);
+        const int32_t* chosen = map_of(positions[row], map_start, columns);
+        const Arithmetic arithmetic(row_scale(stored, n_stored, target_sum, partial), target_sum, log1p_);
         EACH_THREAD(t) {
             bool is_bad = false;
-            if (columns) {
+            if (chosen) {
                 for (int64_t k = t; k < width; k += N_THREADS) {
-                    const int32_t place = columns[first + k];
+                    const int32_t place = chosen[first + k];
                     if (place >= 0) out[row * n_cols + place] = Form::narrow(arithmetic.of(from[k]), is_bad);
                 }
             } else {
@@ -927,9 +940,11 @@ DEVICE void gather_dense(const int32_t* __restrict__ positions, const float* __r
 
 #define GATHER_DENSE(name, form)                                                                                       \
     KERNEL(gather_dense_##name,                                                                                        \
-           (const int32_t* positions, const float* X, const int32_t* columns, double target_sum, int32_t log1p,        \
-            int64_t n_rows, int64_t n_vars, int64_t n_cols, form::Element* out, int32_t* bad)) {                       \
-        gather_dense<form>(positions, X, columns, target_sum, log1p, n_rows, n_vars, n_cols, out, bad);                \
+           (const int32_t* positions, const int64_t* indptr, const float* X, const int64_t* map_start,                 \
+            const int32_t* columns, double target_sum, int32_t log1p, int64_t n_rows, int64_t n_vars, int64_t n_cols,  \
+            form::Element* out, int32_t* bad)) {                                                                       \
+        gather_dense<form>(positions, indptr, X, map_start, columns, target_sum, log1p, n_rows, n_vars, n_cols, out,   \
+                           bad);                                                                                       \
     }
 
 GATHER_DENSE(f4, Single)
@@ -938,8 +953,8 @@ GATHER_DENSE(bf2, Brain)
 
 // Count the values of each row that `columns` keeps.
 KERNEL(count_csr, (const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
-                   const int32_t* __restrict__ indices, const int32_t* __restrict__ columns, int64_t n_rows,
-                   int64_t* out)) {
+                   const int32_t* __restrict__ indices, const int64_t* __restrict__ map_start,
+                   const int32_t* __restrict__ columns, int64_t n_rows, int64_t* out)) {
     SHARED_ARRAY(int64_t, partial, MAX_THREADS);
     if (!columns) {
         EACH_THREAD(t) {
@@ -951,10 +966,11 @@ KERNEL(count_csr, (const int32_t* __restrict__ positions, const int64_t* __restr
     }
     for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
         const int64_t start = indptr[positions[row]], stop = indptr[positions[row] + 1];
+        const int32_t* chosen = map_of(positions[row], map_start, columns);
         PHASE(t) {
             int64_t n = 0;
 #pragma unroll 4
-            for (int64_t k = start + t; k < stop; k += N_THREADS) n += columns[indices[k]] >= 0;
+            for (int64_t k = start + t; k < stop; k += N_THREADS) n += chosen[indices[k]] >= 0;
             partial[t] = n;
         }
         const int64_t n = block_sum(partial);
@@ -967,9 +983,9 @@ KERNEL(count_csr, (const int32_t* __restrict__ positions, const int64_t* __restr
 // Write CSR rows one after the other, row r from out_indptr[r] on; values keep the order of storage.
 KERNEL(gather_csr, (const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
                     const int32_t* __restrict__ indices, const float* __restrict__ data,
-                    const int32_t* __restrict__ columns, double target_sum, int32_t log1p_, int64_t n_rows,
-                    const int64_t* __restrict__ out_indptr, int32_t* __restrict__ out_indices,
-                    float* __restrict__ out_data)) {
+                    const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
+                    int32_t log1p_, int64_t n_rows, const int64_t* __restrict__ out_indptr,
+                    int32_t* __restrict__ out_indices, float* __restrict__ out_data)) {
     SHARED_ARRAY(double, partial, MAX_THREADS);
     SHARED_ARRAY(int64_t, kept, 2 * MAX_THREADS);
     for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
@@ -984,11 +1000,12 @@ KERNEL(gather_csr, (const int32_t* __restrict__ positions, const int64_t* __rest
             }
             continue;
         }
+        const int32_t* chosen = map_of(positions[row], map_start, columns);
         // Each thread takes a run of values; how many the threads before it keep is where its own go.
         PHASE(t) {
             int64_t count = 0;
             for (int64_t k = n * t / N_THREADS; k < n * (t + 1) / N_THREADS; ++k) {
-                count += columns[indices[start + k]] >= 0;
+                count += chosen[indices[start + k]] >= 0;
             }
             kept[t] = count;
         }
@@ -1002,7 +1019,7 @@ KERNEL(gather_csr, (const int32_t* __restrict__ positions, const int64_t* __rest
         PHASE(t) {
             int64_t place = to + (t ? kept[from + t - 1] : 0);
             for (int64_t k = start + n * t / N_THREADS; k < start + n * (t + 1) / N_THREADS; ++k) {
-                const int32_t column = columns[indices[k]];
+                const int32_t column = chosen[indices[k]];
                 if (column >= 0) {
                     out_indices[place] = column;
                     out_data[place++] = arithmetic.of(data[k]);

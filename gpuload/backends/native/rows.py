@@ -191,6 +191,12 @@ def transformed(value: float, scale: float, log1p: bool, known: Any) -> float:  
 
 
 @numba.njit(nogil=True, cache=True)
+def map_of(row: int, map_start: Any, columns: Any) -> Any:  # pragma: no cover - compiled
+    """Return the map of a resident row's columns; empty where there are none."""
+    return columns[map_start[row] :] if map_start.size else columns
+
+
+@numba.njit(nogil=True, cache=True)
 def scatter_row(
     start: int, stop: int, indices: Any, data: Any, columns: Any, target_sum: float, log1p: bool, known: Any, row: Any
 ) -> None:  # pragma: no cover - compiled
@@ -218,6 +224,7 @@ def densify_csr(
     indptr: Any,
     indices: Any,
     data: Any,
+    map_start: Any,
     columns: Any,
     target_sum: float,
     log1p: bool,
@@ -233,8 +240,10 @@ def densify_csr(
         Resident rows, in the order wanted.
     indptr, indices, data
         The resident: int64, uint16 or int32, float32; column numbers already checked.
+    map_start : (n_rows,) int64
+        Where the map of each row begins in `columns`; empty: all rows follow one map.
     columns : (n_vars,) int32
-        Place of every stored column, -1 = not wanted; empty: all, as they are.
+        Place of every stored column, -1 = not wanted; the maps one after the other; empty: all, as they are.
     target_sum, log1p
         The transform; 0 = no scaling.
     known : (N_CACHED,) float32
@@ -248,16 +257,17 @@ def densify_csr(
     is_streamed = out.shape[0] * nbytes >= STREAMED_NBYTES
     for r in range(positions.size):
         start, stop = indptr[positions[r]], indptr[positions[r] + 1]
+        chosen = map_of(positions[r], map_start, columns)
         if not is_streamed:
             out[r, :] = 0
-            scatter_row(start, stop, indices, data, columns, target_sum, log1p, known, out[r])
+            scatter_row(start, stop, indices, data, chosen, target_sum, log1p, known, out[r])
             continue
         to = np.int64(out.ctypes.data) + r * nbytes
         shift = _in_line(to, wide)
         row = wide[shift : shift + out.shape[1]]
-        scatter_row(start, stop, indices, data, columns, target_sum, log1p, known, row)
+        scatter_row(start, stop, indices, data, chosen, target_sum, log1p, known, row)
         store_row(to, np.int64(row.ctypes.data), nbytes)
-        clear_row(start, stop, indices, columns, row)
+        clear_row(start, stop, indices, chosen, row)
     _drain_stores()
 
 
@@ -279,6 +289,7 @@ def densify_csr_half(
     indptr: Any,
     indices: Any,
     data: Any,
+    map_start: Any,
     columns: Any,
     target_sum: float,
     log1p: bool,
@@ -302,35 +313,45 @@ def densify_csr_half(
     is_streamed = out.shape[0] * nbytes >= STREAMED_NBYTES
     for r in range(positions.size):
         start, stop = indptr[positions[r]], indptr[positions[r] + 1]
+        chosen = map_of(positions[r], map_start, columns)
         to = np.int64(out.ctypes.data) + r * nbytes
         shift = _in_line(to, narrow)
         half = narrow[shift : shift + out.shape[1]] if is_streamed else out[r]
         if not is_streamed:
             out[r, :] = 0
-        scatter_row(start, stop, indices, data, columns, target_sum, log1p, known, wide)
+        scatter_row(start, stop, indices, data, chosen, target_sum, log1p, known, wide)
         for k in range(start, stop):
             column = np.int64(indices[np.uint64(k)])
-            if columns.size:
-                column = np.int64(columns[np.uint64(column)])
+            if chosen.size:
+                column = np.int64(chosen[np.uint64(column)])
                 if column < 0:
                     continue
             if store(half, column, wide[np.uint64(column)]) and bad < 0:
                 bad = r
-        clear_row(start, stop, indices, columns, wide)
+        clear_row(start, stop, indices, chosen, wide)
         if is_streamed:
             store_row(to, np.int64(half.ctypes.data), nbytes)
-            clear_row(start, stop, indices, columns, half)
+            clear_row(start, stop, indices, chosen, half)
     _drain_stores()
     return bad
 
 
 @numba.njit(nogil=True, cache=True)
 def gather_dense(
-    positions: Any, X: Any, columns: Any, target_sum: float, log1p: bool, known: Any, out: Any
+    positions: Any,
+    indptr: Any,
+    X: Any,
+    map_start: Any,
+    columns: Any,
+    target_sum: float,
+    log1p: bool,
+    known: Any,
+    out: Any,
 ) -> int:  # pragma: no cover - compiled
     """Write resident dense rows into a dense array.
 
-    As `densify_csr`; X is (n_rows, n_vars) float32, `out` float32, uint16 (float16 bits) or int16 (bfloat16 bits).
+    As `densify_csr`; X is float32, the rows one after the other, which begin where `indptr` says; `out` is float32,
+    uint16 (float16 bits) or int16 (bfloat16 bits). Columns of `out` that a row has nothing for are zero.
 
     Returns
     -------
@@ -342,10 +363,13 @@ def gather_dense(
     is_copied = not has_transform and not columns.size and out.itemsize == X.itemsize
     is_streamed = is_copied and out.shape[0] * nbytes >= STREAMED_NBYTES
     for r in range(positions.size):
-        row = X[positions[r]]
+        row = X[indptr[positions[r]] : indptr[positions[r] + 1]]
         if is_streamed:
             store_row(np.int64(out.ctypes.data) + r * nbytes, np.int64(row.ctypes.data), nbytes)
             continue
+        chosen = map_of(positions[r], map_start, columns)
+        if chosen.size:
+            out[r, :] = 0
         is_bad = False
         scale = 1.0
         if has_transform:
@@ -353,8 +377,8 @@ def gather_dense(
             known[:] = -1.0
         for k in range(row.size):
             column = k
-            if columns.size:
-                column = np.int64(columns[k])
+            if chosen.size:
+                column = np.int64(chosen[k])
                 if column < 0:
                     continue
             value = row[k]
@@ -368,7 +392,9 @@ def gather_dense(
 
 
 @numba.njit(nogil=True, cache=True)
-def count_csr(positions: Any, indptr: Any, indices: Any, columns: Any, out: Any) -> int:  # pragma: no cover - compiled
+def count_csr(
+    positions: Any, indptr: Any, indices: Any, map_start: Any, columns: Any, out: Any
+) -> int:  # pragma: no cover - compiled
     """Write the row offsets of gathered CSR rows, and return the last, which may be more than int32 holds.
 
     `out` is (n + 1,) int32; other parameters as for `densify_csr`.
@@ -378,8 +404,9 @@ def count_csr(positions: Any, indptr: Any, indices: Any, columns: Any, out: Any)
     for r in range(positions.size):
         start, stop = indptr[positions[r]], indptr[positions[r] + 1]
         if columns.size:
+            chosen = map_of(positions[r], map_start, columns)
             for k in range(start, stop):
-                total += columns[indices[np.uint64(k)]] >= 0
+                total += chosen[indices[np.uint64(k)]] >= 0
         else:
             total += stop - start
         out[r + 1] = total
@@ -392,6 +419,7 @@ def gather_csr(
     indptr: Any,
     indices: Any,
     data: Any,
+    map_start: Any,
     columns: Any,
     target_sum: float,
     log1p: bool,
@@ -425,6 +453,7 @@ def gather_csr(
                 out_data[np.uint64(j + k)] = data[np.uint64(start + k)]
             j += n
             continue
+        chosen = map_of(positions[r], map_start, columns)
         scale = 1.0
         if has_transform:
             scale = row_scale(data, start, stop, target_sum)
@@ -432,8 +461,8 @@ def gather_csr(
         last = -1
         for k in range(start, stop):
             column = np.int64(indices[np.uint64(k)])
-            if columns.size:
-                column = np.int64(columns[np.uint64(column)])
+            if chosen.size:
+                column = np.int64(chosen[np.uint64(column)])
                 if column < 0:
                     continue
             value = data[np.uint64(k)]

@@ -1,0 +1,159 @@
+"""What rewriting stored cells needs: runs of elements moved, values judged, rows counted by what they hold.
+
+The digest of a row does not depend on how its numbers are stored, nor a sum of digests on the order of the rows, so two
+stores hold the same rows where their sums agree (but for a chance of 2**-64).
+
+References
+----------
+.. [1] Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, doi:10.1145/2660193.2660195
+   (the mixing of 64 bits).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+_ONE = np.uint64(0x9E3779B97F4A7C15)
+_TWO = np.uint64(0xBF58476D1CE4E5B9)
+_THREE = np.uint64(0x94D049BB133111EB)
+_HALF = np.uint64(32)
+
+
+@numba.njit(nogil=True, cache=True)
+def copy_runs(start: Any, length: Any, dest: Any, src: Any, out: Any) -> None:  # pragma: no cover - compiled
+    """Copy run k, of length[k] elements from start[k] on, to dest[k] on, converted to the dtype of `out`."""
+    for k in range(start.size):
+        a, b, n = start[k], dest[k], length[k]
+        for j in range(n):
+            out[np.uint64(b + j)] = src[np.uint64(a + j)]
+
+
+@numba.njit(nogil=True, cache=True)
+def judge_values(values: Any) -> Any:  # pragma: no cover - compiled
+    """Return the largest magnitude (0 where there is none), and whether all are counts, and all exact as float32.
+
+    Counts are whole and not negative, nor a negative zero.
+    """
+    largest = values.dtype.type(0)
+    are_counts, are_single = True, True
+    for k in range(values.size):
+        value = values[k]
+        largest = max(largest, abs(value))
+        are_counts &= (np.floor(value) == value) & (not np.signbit(value))
+        are_single &= (np.float64(np.float32(value)) == np.float64(value)) | np.isnan(value)
+    return np.float64(largest), are_counts, are_single
+
+
+@numba.njit(nogil=True, cache=True)
+def digest_rows(ids: Any, indptr: Any, indices: Any, bits: Any) -> int:  # pragma: no cover - compiled
+    """Return the sum, modulo 2**64, of the digests of rows.
+
+    Parameters
+    ----------
+    ids : (n,) int64
+        What a row is called; two rows of one content are told apart by it.
+    indptr : (n + 1,) int64
+        Row offsets.
+    indices : (nnz,) unsigned or int32
+        Column numbers; of length 0 where the rows are dense, as wide as `indptr` says.
+    bits : (nnz,) uint32 or uint64
+        The values, as they lie in memory.
+    """
+    total = np.uint64(0)
+    is_dense = indices.size == 0
+    for r in range(ids.size):
+        first, last = indptr[r], indptr[r + 1]
+        row = np.uint64(0)
+        for k in range(first, last):
+            column = np.uint64(k - first) if is_dense else np.uint64(indices[np.uint64(k)])
+            x = (np.uint64(bits[np.uint64(k)]) + (column + np.uint64(1)) * _ONE) * _TWO
+            row += (x ^ (x >> _HALF)) * _THREE
+        x = (row ^ (np.uint64(ids[r]) + np.uint64(1)) * _ONE) * _TWO
+        x = (x ^ (x >> _HALF)) * _THREE
+        total += x ^ (x >> _HALF)
+    return total
+
+
+@numba.njit(nogil=True, cache=True)
+def digest_elements(
+    first: int, indptr: Any, indices: Any, bits: Any, is_by_columns: bool
+) -> int:  # pragma: no cover - compiled
+    """Return the sum, modulo 2**64, of the digests of elements, each by its row, its column and its value.
+
+    Parameters
+    ----------
+    first
+        Row of the matrix that `indptr` begins with; its column, where the elements lie by columns.
+    indptr, indices, bits
+        As of `digest_rows`; row numbers in place of column numbers, where the elements lie by columns.
+    is_by_columns
+        Whether they do.
+    """
+    total = np.uint64(0)
+    for r in range(indptr.size - 1):
+        own = np.uint64(first + r)
+        for k in range(indptr[r], indptr[r + 1]):
+            other = np.uint64(indices[np.uint64(k)])
+            row, column = (other, own) if is_by_columns else (own, other)
+            x = (np.uint64(bits[np.uint64(k)]) + (column + np.uint64(1)) * _ONE) * _TWO
+            x = ((x ^ (x >> _HALF)) + row + np.uint64(1)) * _THREE
+            total += x ^ (x >> _HALF)
+    return total
+
+
+@numba.njit(nogil=True, cache=True)
+def count_rows(rows: Any, counts: Any) -> None:  # pragma: no cover - compiled
+    """Add to `counts` how often each row occurs."""
+    for k in range(rows.size):
+        counts[np.uint64(rows[np.uint64(k)])] += 1
+
+
+@numba.njit(nogil=True, cache=True)
+def count_buckets(rows: Any, offsets: Any, size: int, counts: Any) -> None:  # pragma: no cover - compiled
+    """Add to `counts` how many elements go to each bucket of `size` elements; those of a row to all that it is in."""
+    for k in range(rows.size):
+        row = np.int64(rows[np.uint64(k)])
+        for bucket in range(offsets[row] // size, (offsets[row + 1] - 1) // size + 1):
+            counts[bucket] += 1
+
+
+@numba.njit(nogil=True, cache=True)
+def sort_by_bucket(
+    first: int,
+    indptr: Any,
+    rows: Any,
+    values: Any,
+    offsets: Any,
+    size: int,
+    cursor: Any,
+    out_rows: Any,
+    out_columns: Any,
+    out_values: Any,
+) -> None:  # pragma: no cover - compiled
+    """Put elements that lie by columns, from column `first` on, together by bucket, from each bucket's cursor on."""
+    for c in range(indptr.size - 1):
+        for k in range(indptr[c], indptr[c + 1]):
+            row = np.int64(rows[np.uint64(k)])
+            for bucket in range(offsets[row] // size, (offsets[row + 1] - 1) // size + 1):
+                at = np.uint64(cursor[bucket])
+                cursor[bucket] += 1
+                out_rows[at] = row
+                out_columns[at] = first + c
+                out_values[at] = values[np.uint64(k)]
+
+
+@numba.njit(nogil=True, cache=True)
+def place_elements(
+    rows: Any, columns: Any, values: Any, first: int, cursor: Any, out_columns: Any, out_values: Any
+) -> None:  # pragma: no cover - compiled
+    """Append elements to their rows, which begin at row `first` and at its cursor; what lies outside is left out."""
+    for k in range(rows.size):
+        row = np.int64(rows[k]) - first
+        at = cursor[row]
+        cursor[row] += 1
+        if 0 <= at < out_values.size:
+            out_columns[np.uint64(at)] = columns[k]
+            out_values[np.uint64(at)] = values[k]

@@ -1,0 +1,177 @@
+"""Addresses in place of paths: what is there, and how it is reached.
+
+An `Address` is a str, so that it goes wherever a path goes; who opens a path asks `as_address` first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import unquote
+
+from gpuload.errors import PlanError, ReadError
+from gpuload.remote import ObjectRemote, Patience, open_remote
+
+if TYPE_CHECKING:
+    from gpuload.cache import SampleStore
+    from gpuload.remote import Remote, RemoteObject
+
+_ZARR = ("zarr.json", ".zgroup")
+
+
+class Address(str):  # noqa: SLOT000 - keeps what it has found
+    """The address of an object, or of a folder of objects, with what it takes to reach it.
+
+    Attributes
+    ----------
+    cache
+        A store over a `BlockRemote` that keeps what is read; or None.
+    options
+        Of `gpuload.remote.ObjectRemote`.
+    """
+
+    cache: SampleStore | None = None
+    options: Mapping[str, Any] = {}
+
+    @classmethod
+    def of(cls, url: str, cache: SampleStore | None = None, options: Mapping[str, Any] | None = None) -> Self:
+        """Return an address that is reached through a cache, or with options."""
+        address = cls(url.rstrip("/"))
+        address.cache, address.options = cache, options or {}
+        return address
+
+    def parent(self) -> Self:
+        """Return the address of the folder that it is in."""
+        return self.of(self.rpartition("/")[0], self.cache, self.options)
+
+    def child(self, name: str) -> Self:
+        """Return the address of something in a folder."""
+        return self.of(f"{self}/{name}", self.cache, self.options)
+
+    @cached_property
+    def _reached(self) -> tuple[Remote, str]:
+        if self.cache is not None:
+            from gpuload.cache import BlockCache
+
+            remote = BlockCache(self.cache)
+            if not f"{self}/".startswith(f"{remote.name}/"):
+                raise PlanError(
+                    f"{self}: the cache is of {remote.name}; open it over BlockRemote(open_remote(...)) of an address "
+                    "that this one begins with."
+                )
+            return remote, self[len(remote.name) + 1 :]
+        scheme, _, rest = self.partition("://")
+        folder, _, key = rest.rpartition("/")
+        if not folder:
+            return open_remote(self, **self.options), ""
+        return open_remote(f"{scheme}://{folder}", **self.options), unquote(key) if scheme.startswith("http") else key
+
+    @property
+    def remote(self) -> Remote:
+        """Where it leads to."""
+        return self._reached[0]
+
+    @property
+    def uncached(self) -> Remote:
+        """The remote itself, for small reads all over an object, for each of which a cache would bring a block."""
+        return getattr(self.remote, "inner", self.remote)
+
+    @property
+    def key(self) -> str:
+        """What the remote calls it."""
+        return self._reached[1]
+
+    @cached_property
+    def found(self) -> RemoteObject | None:
+        """The object that is there now, or None."""
+        return self.head(self.key) if self.key else None
+
+    @cached_property
+    def listed(self) -> dict[str, RemoteObject] | None:
+        """The objects of the folder that is there, by their keys within it; None where the remote cannot list."""
+        inner: Any = self.uncached
+        if isinstance(inner, ObjectRemote) and not inner.can_list:
+            return None
+        prefix = f"{self.key}/" if self.key else ""
+        every = inner.list(self.key) if isinstance(inner, ObjectRemote) else inner.list()
+        found = Patience().ask(lambda: [o for o in every if o.key.startswith(prefix)])
+        return {o.key[len(prefix) :]: o for o in found}
+
+    @property
+    def is_file(self) -> bool:
+        """Whether an object is there."""
+        return self.found is not None
+
+    @cached_property
+    def is_zarr(self) -> bool:
+        """Whether a folder is there that is a store of zarr."""
+        if self.listed is not None:
+            return any(name in self.listed for name in _ZARR)
+        return any(self.head(f"{self.key}/{name}") is not None for name in _ZARR)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether a folder is there: objects whose keys begin so."""
+        return not self.is_file and (self.is_zarr or bool(self.listed))
+
+    def head(self, key: str) -> RemoteObject | None:
+        """Return what the remote has under a key."""
+        return Patience().ask(lambda: self.remote.head(key))
+
+    def object(self) -> RemoteObject:
+        """Return the object that is there now; none is a ReadError."""
+        if self.found is None:
+            raise ReadError(f"{self}: no such object. Check the address.")
+        return self.found
+
+    def first_bytes(self, n: int) -> bytes:
+        """Return the first bytes of the object."""
+        found = self.object()
+        return bytes(memoryview(Patience().ask(lambda: self.remote.get(found, 0, min(n, found.nbytes)))))
+
+
+def as_address(path: str) -> Address | None:
+    """Return a path as an address, or None where it is none."""
+    if isinstance(path, Address):
+        return path
+    return Address.of(path) if "://" in path else None
+
+
+def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, Any] | None) -> Any:
+    """Return paths with those that are addresses as such.
+
+    Parameters
+    ----------
+    paths
+        As `gpuload.open_loader` takes them.
+    cache, options
+        How addresses are reached.
+
+    Raises
+    ------
+    PlanError
+        There is a cache, or there are options, and no address.
+    """
+    changed, n_found = _mapped(paths, cache, options)
+    for name, value in (("cache", cache), ("storage_options", options)):
+        if value is not None and not n_found:
+            raise PlanError(f"{name}: it is for addresses such as 's3://bucket/atlas.h5ad', and paths has none.")
+    return changed
+
+
+def _mapped(paths: Any, cache: SampleStore | None, options: Mapping[str, Any] | None) -> tuple[Any, int]:
+    """Return paths with addresses as such, and how many they are."""
+    if isinstance(paths, (str, os.PathLike)):
+        path = os.fspath(paths)
+        if path.startswith("file://"):
+            return path.removeprefix("file://"), 0
+        return (Address.of(path, cache, options), 1) if "://" in path else (paths, 0)
+    if isinstance(paths, (list, tuple)):
+        parts = [_mapped(one, cache, options) for one in paths]
+        return [part for part, _ in parts], sum(n for _, n in parts)
+    if isinstance(paths, Mapping):
+        named = {name: _mapped(one, cache, options) for name, one in paths.items()}
+        return {name: part for name, (part, _) in named.items()}, sum(n for _, n in named.values())
+    return paths, 0

@@ -1,0 +1,87 @@
+"""Tables of cells and genes, as their owners hold them: for writing them anew without loss.
+
+Minibatches need codes and numbers, which `obs` gives; a copy of a file needs what the file says: ordered categories,
+missing integers, names.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from gpuload.formats.arrays import numbered
+from gpuload.formats.obs import column_names, read_index, read_values
+from gpuload.formats.recognise import anndata_groups, open_path
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.store import ObsColumn
+
+
+def cell_names(path: str, layer: str) -> NDArray[np.object_]:
+    """Return the index of obs as strings, shape (n_obs,) object; the numbers of the rows where the form keeps none."""
+    with anndata_groups(path) as groups:
+        parts = [read_index(group["obs"], path, "obs") for group in groups]
+    if parts:
+        return np.concatenate(parts)
+    store = open_path(path, layer=layer, obs=())
+    store.close()
+    return numbered(store.n_obs)
+
+
+def cell_column(path: str, name: str, layer: str) -> Any:
+    """Return a column of obs as a NumPy or pandas array of length n_obs.
+
+    Of a form that is no AnnData, and of a column that a MuData keeps for all modalities, as minibatches have it.
+    """
+    with anndata_groups(path) as groups:
+        if groups and all(name in column_names(group.get("obs")) for group in groups):
+            return join([read_values(group["obs"], name) for group in groups])
+    store = open_path(path, layer=layer, obs=(name,))
+    store.close()
+    return _decoded(store.obs[name])
+
+
+def gene_columns(path: str, layer: str) -> dict[str, Any]:
+    """Return the columns of the var that belongs to a matrix, by name; none where the form is no AnnData."""
+    with anndata_groups(path) as groups:
+        if not groups:
+            return {}
+        frame = groups[0][_var_key(groups[0], layer)]
+        return {name: read_values(frame, name) for name in column_names(frame)}
+
+
+def gene_names(path: str, layer: str) -> NDArray[np.object_]:
+    """Return the index of the var that belongs to a matrix of an AnnData, shape (n_vars,) object."""
+    with anndata_groups(path) as groups:
+        key = _var_key(groups[0], layer)
+        return read_index(groups[0][key], path, key)
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Return arrays of one column one after the other; categories are united, ordered where all agree."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(part, pd.Categorical) for part in parts):
+        is_one = all(part.dtype == parts[0].dtype for part in parts)
+        return pd.api.types.union_categoricals(parts, ignore_order=not is_one)
+    joined = pd.concat([pd.Series(part) for part in parts], ignore_index=True)
+    return joined.array if pd.api.types.is_extension_array_dtype(joined.dtype) else joined.to_numpy()
+
+
+def _var_key(group: Any, layer: str) -> str:
+    """Return the key of the var that belongs to a matrix."""
+    if layer != "raw.X":
+        return "var"
+    return "raw/var" if "raw/var" in group else "raw.var"
+
+
+def _decoded(column: ObsColumn) -> Any:
+    if column.categories is None:
+        return column.values  # noqa: PD011 - no frame of pandas
+    return pd.Categorical.from_codes(column.values, column.categories)

@@ -1,0 +1,102 @@
+"""A store of zarr among the objects of a remote: few requests for its metadata, ranges of its chunks' objects.
+
+Where the remote can list, one listing says what there is, how large it is, and what its ETags are. A web server cannot;
+there the objects that an array may have are asked for one by one, many at a time.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from gpuload.errors import ReadError
+from gpuload.formats.zarr_nodes import METADATA
+from gpuload.remote_source import RemoteSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gpuload.formats.addresses import Address
+    from gpuload.remote import RemoteObject
+
+
+MAX_ASKED = 100_000
+"""Objects of an array that a web server is asked for one by one: some minutes."""
+
+
+class RemoteTree:
+    """A store at an address; see `zarr_nodes.Tree`.
+
+    Parameters
+    ----------
+    address
+        The folder.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self.name = str(address)
+        self._address = address
+        self._asking = RemoteSource(self.name, address.remote, [])
+        self._small: dict[str, bytes | None] = {}
+
+    def close(self) -> None:
+        """Ask no more; the sources that it gave go on."""
+        self._asking.close()
+
+    def read(self, key: str) -> bytes | None:
+        """Return a small object's bytes, or None where there is none; see `Tree.read`."""
+        listed = self._address.listed
+        if listed is not None and key not in listed:
+            return None
+        if key not in self._small:
+            names = [key] if listed is None else self._metadata_beside(key, listed)
+            self._small |= zip(names, self._asking.requests.map(self._get, names), strict=True)
+        return self._small[key]
+
+    def children(self, key: str) -> list[str]:
+        """Return the names of the folders in a folder; see `Tree.children`."""
+        if self._address.listed is None:
+            raise ReadError(f"{self.name}: a web server cannot list what is in {key or 'it'}; copy the store first.")
+        prefix = f"{key}/" if key else ""
+        rest = (name[len(prefix) :] for name in self._address.listed if name.startswith(prefix))
+        return sorted({name.partition("/")[0] for name in rest if "/" in name})
+
+    def chunks(self, key: str, names: Iterable[str]) -> tuple[RemoteSource, dict[str, tuple[int, int]]]:
+        """Return a source of an array's objects alone; see `Tree.chunks`."""
+        listed = self._address.listed
+        found: dict[str, RemoteObject]
+        if listed is not None:
+            prefix = f"{key}/"
+            found = {
+                name[len(prefix) :]: o
+                for name, o in sorted(listed.items())
+                if name.startswith(prefix) and name.rpartition("/")[2] not in METADATA
+            }
+        else:
+            names = list(islice(names, MAX_ASKED + 1))
+            if len(names) > MAX_ASKED:
+                raise ReadError(
+                    f"{self.name}: /{key} may have more than {MAX_ASKED} objects, and a web server cannot list which it "
+                    "has; copy the store first, or write it anew with larger chunks or shards."
+                )
+            heads = self._asking.requests.map(lambda name: self._address.head(self._key(f"{key}/{name}")), names)
+            found = {name: o for name, o in zip(names, heads, strict=True) if o is not None}
+        source = RemoteSource(self.name, self._address.remote, list(found.values()))
+        bases = source.base.tolist()
+        return source, {name: (base, o.nbytes) for (name, o), base in zip(found.items(), bases, strict=True)}
+
+    def _metadata_beside(self, key: str, listed: dict[str, RemoteObject]) -> list[str]:
+        """Return a key and those of the metadata of the same member, which are asked for with it."""
+        member = f"{key.partition('/')[0]}/" if "/" in key else ""
+        near = (n for n in listed if n.rpartition("/")[2] in METADATA and n.startswith(member))
+        return list(dict.fromkeys([key, *(n for n in near if member and n not in self._small)]))
+
+    def _get(self, key: str) -> bytes | None:
+        listed = self._address.listed
+        found = self._address.head(self._key(key)) if listed is None else listed[key]
+        if found is None or not found.nbytes:
+            return None if found is None else b""
+        return bytes(memoryview(self._address.uncached.get(found, 0, found.nbytes)))
+
+    def _key(self, key: str) -> str:
+        return f"{self._address.key}/{key}" if self._address.key else key

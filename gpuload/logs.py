@@ -1,0 +1,46 @@
+"""What the package says through logging, and how loudly. It prints nothing by itself.
+
+Warnings and worse reach stderr as Python's own default has it; what is chosen and why (device, I/O path, indices that
+are kept) is told at level INFO, which nobody hears who has not asked.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from gpuload.errors import PlanError
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def set_log_level(level: str | int) -> None:
+    """Say from which level on gpuload's messages are heard; all go through the logger ``"gpuload"``.
+
+    Where neither it nor the root logger has a handler, it is given one that writes to stderr; an application that has
+    set up logging keeps its own.
+
+    Parameters
+    ----------
+    level
+        ``"debug"``, ``"info"`` (which device and path were chosen), ``"warning"`` (Python's default), ``"error"`` or
+        ``"critical"``; or a level of the logging module, at least 0.
+
+    Raises
+    ------
+    PlanError
+        `level` is none of these.
+    """
+    logger = logging.getLogger("gpuload")
+    logger.setLevel(_number(level))
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+def _number(level: object) -> int:
+    if isinstance(level, str) and level.lower() in LEVELS:
+        return int(getattr(logging, level.upper()))
+    if isinstance(level, int) and not isinstance(level, bool) and level >= 0:
+        return level
+    raise PlanError(f"level={level!r}: expected one of {', '.join(map(repr, LEVELS))}.")

@@ -1,0 +1,445 @@
+"""Where bytes lie, when they lie in objects of a remote: ranges by many requests at a time, and files for libraries.
+
+Requirements this module answers
+--------------------------------
+- What is read comes in one request for each coalesced range, many of them under way in one process.
+- Where the remote is busy it is asked again, with patience; where it is slow with one answer, it is asked for that a
+  second time, and the first to come counts.
+- What is read is what was there when it was opened, or reading it is an error.
+- Libraries that read metadata in small pieces make few requests.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import numpy as np
+
+from gpuload.errors import ReadError
+from gpuload.remote import Patience
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.remote import Remote, RemoteObject
+
+T = TypeVar("T")
+
+IN_FLIGHT = 64
+"""Requests of this process that are under way at a time: of 1 MB and 30 ms each, 2 GB/s, which few networks give."""
+
+MAX_GAP, MAX_EXTENT = 128 << 10, 4 << 20
+"""Limits of coalescing: with so many under way, a request at 30 ms takes 0.5 ms of a network's time, in which 250 MB/s
+bring 128 KB; and an object store gives its best from some MB a request on."""
+
+_SLOW = 4.0
+"""What takes so many times as long as usual is asked for a second time."""
+_LEAST_SLOW_S = 0.1
+_LEAST_ANSWERS = 20
+"""Answers before it is known what is usual."""
+_SECOND_SHARE = 0.05
+"""At most this share of the requests are second ones: a remote that is slow with everything is left in peace."""
+
+_BLOCK, _BLOCKS_AHEAD, _MAX_BLOCKS_AHEAD, _MAX_BLOCKS = 64 << 10, 4, 128, 4096
+"""A file's cache: bytes of a block; blocks read at least, and at most where they are read in turn; blocks kept."""
+
+
+class NearRemote(Protocol):
+    """A remote that has some of its bytes near at hand, so that ranges of it are coalesced like a disk's."""
+
+    max_gap: int
+    max_extent: int
+
+    def fill(self, wanted: RemoteObject, start: int, out: NDArray[np.uint8]) -> bool:
+        """Fill `out` with the bytes from `start` on and return True, or return False where they are not all here."""
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """A range of an object on its way, and how often it is being asked for."""
+
+    wanted: RemoteObject
+    start: int
+    out: NDArray[np.uint8]
+    began_at: float = 0.0
+    n_asked: int = 0
+    is_there: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Errand:
+    """Pieces of one remote that are waited for together."""
+
+    remote: Remote
+    answers: SimpleQueue[tuple[_Piece, Any]] = field(default_factory=SimpleQueue)
+    is_over: bool = False
+
+
+class Requests:
+    """Threads that ask remotes for ranges.
+
+    Parameters
+    ----------
+    in_flight
+        Requests under way at a time.
+    patience
+        With remotes that are busy.
+    """
+
+    def __init__(self, in_flight: int = IN_FLIGHT, patience: Patience | None = None) -> None:
+        self._pool = ThreadPoolExecutor(in_flight, thread_name_prefix="gpuload-request")
+        self._patience = patience or Patience()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._usual_s = 0.0
+        self._n_answers = 0
+        self._n_second = 0
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """Return what a function returns, called again where it finds a remote busy."""
+        return self._patience.ask(question, self._ended)
+
+    def map(self, function: Callable[[Any], T], values: Iterable[Any]) -> list[T]:
+        """Return what a function returns for each value, in order; it is called for many at a time."""
+        return list(self._pool.map(lambda value: self.ask(lambda: function(value)), values))
+
+    def fill(self, remote: Remote, ranges: Sequence[tuple[RemoteObject, int, NDArray[np.uint8]]]) -> None:
+        """Read ranges of objects, each (object, first byte, where its bytes go), and return when all are there.
+
+        Raises
+        ------
+        ReadError
+            One of them cannot be had, or the requests were ended.
+        """
+        errand, pieces = _Errand(remote), [_Piece(*each) for each in ranges]
+        n_left, look_at = len(pieces), time.monotonic() + self._slow_s() / 2
+        try:
+            for piece in pieces:
+                self._send(errand, piece)
+            while n_left:
+                try:
+                    n_left -= self._take(*errand.answers.get(timeout=max(0.001, look_at - time.monotonic())))
+                except Empty:
+                    if self._ended.is_set():
+                        raise _ended(remote) from None
+                if time.monotonic() >= look_at:
+                    self._ask_again(errand, pieces)
+                    look_at = time.monotonic() + self._slow_s() / 2
+        finally:
+            errand.is_over = True
+
+    def close(self) -> None:
+        """End all: what is under way is not waited for, and brings an error to those who wait for it."""
+        self._ended.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _send(self, errand: _Errand, piece: _Piece) -> None:
+        piece.n_asked += 1
+        try:
+            self._pool.submit(self._work, errand, piece)
+        except RuntimeError as error:  # the pool was shut down
+            raise _ended(errand.remote) from error
+
+    def _work(self, errand: _Errand, piece: _Piece) -> None:
+        if errand.is_over or piece.is_there:
+            return
+        answer: Any
+        try:
+            answer = self.ask(lambda: self._get(errand.remote, piece))
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            answer = error
+        errand.answers.put((piece, answer))
+
+    def _get(self, remote: Remote, piece: _Piece) -> Any:
+        piece.began_at = start = time.monotonic()
+        body = remote.get(piece.wanted, piece.start, piece.start + piece.out.size)
+        took_s = time.monotonic() - start
+        with self._lock:
+            self._n_answers += 1
+            n = min(self._n_answers, 50)
+            self._usual_s += (min(took_s, _SLOW * self._usual_s if n > 1 else took_s) - self._usual_s) / n
+        return body
+
+    @staticmethod
+    def _take(piece: _Piece, answer: Any) -> int:
+        """Put an answer where it belongs; return how many pieces fewer are missing."""
+        piece.n_asked -= 1
+        if piece.is_there:
+            return 0
+        if isinstance(answer, BaseException):
+            if piece.n_asked:
+                return 0  # the other request may do better
+            raise answer
+        np.copyto(piece.out, np.frombuffer(answer, dtype=np.uint8))
+        piece.is_there = True
+        return 1
+
+    def _ask_again(self, errand: _Errand, pieces: Sequence[_Piece]) -> None:
+        """Ask a second time for what takes much longer than usual."""
+        if self._n_answers < _LEAST_ANSWERS:
+            return
+        long_ago = time.monotonic() - self._slow_s()
+        for piece in pieces:
+            if piece.is_there or piece.n_asked > 1 or not 0 < piece.began_at < long_ago:
+                continue
+            if self._n_second >= _SECOND_SHARE * self._n_answers:
+                return
+            self._n_second += 1
+            self._send(errand, piece)
+
+    def _slow_s(self) -> float:
+        return max(_LEAST_SLOW_S, _SLOW * self._usual_s)
+
+
+def _ended(remote: Remote) -> ReadError:
+    return ReadError(f"{remote.name}: the loader was closed; open it again with open_loader().")
+
+
+class _Shared:
+    """The requests of this process, as long as anybody has sources open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: Requests | None = None
+        self._n_users = 0
+
+    def take(self) -> Requests:
+        """Return them; who takes them gives them back."""
+        with self._lock:
+            self._n_users += 1
+            self._requests = self._requests or Requests()
+            return self._requests
+
+    def give_back(self) -> None:
+        """End them where nobody else uses them."""
+        with self._lock:
+            self._n_users -= 1
+            if not self._n_users and self._requests is not None:
+                self._requests.close()
+                self._requests = None
+
+
+_shared = _Shared()
+
+
+class RemoteSource:
+    """Objects of a remote as one row of bytes.
+
+    Parameters
+    ----------
+    name
+        What errors call it.
+    remote
+        Where the objects are; one with copies near at hand is a `NearRemote`.
+    objects
+        What they were when they were opened.
+
+    Attributes
+    ----------
+    base : (n,) int64
+        Address of the first byte of each object: rising, further apart than any coalescing reads over.
+    requests
+        By which it is read; shared by all sources of the process.
+    """
+
+    memory = None
+    has_files = False
+
+    def __init__(self, name: str, remote: Remote, objects: Sequence[RemoteObject]) -> None:
+        self.name = name
+        self.remote = remote
+        self.objects = list(objects)
+        self._near = cast("NearRemote", remote) if hasattr(remote, "fill") else None
+        limits = (MAX_GAP, MAX_EXTENT) if self._near is None else (self._near.max_gap, self._near.max_extent)
+        self.max_gap, self.max_extent = limits
+        self._nbytes = np.array([o.nbytes for o in self.objects], dtype=np.int64)
+        room = self._nbytes + sum(limits)
+        self.base: NDArray[np.int64] = np.cumsum(room) - room
+        self.nbytes = int(self.base[-1] + self._nbytes[-1]) if self.objects else 0
+        self.requests = _shared.take()
+        self._is_closed = False
+
+    @property
+    def ranges(self) -> RemoteSource:
+        """Itself: it reads many ranges at a time."""
+        return self
+
+    def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the number of the object at each address, the byte in it, and its size."""
+        if not self.objects:
+            return np.zeros_like(offset), offset, np.zeros_like(offset)
+        number = np.searchsorted(self.base, offset, side="right") - 1
+        return number, offset - self.base[number], self._nbytes[number]
+
+    def where_is(self, offset: int) -> tuple[str, int]:
+        """Return the address of the object there, and the byte in it."""
+        if not self.objects:
+            return self.name, offset
+        number, at, _ = (int(a[0]) for a in self.locate(np.array([offset], dtype=np.int64)))
+        return f"{self.remote.name}/{self.objects[number].key}", at
+
+    @contextmanager
+    def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Give -1: no descriptor."""
+        yield [-1] * len(numbers)
+
+    def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
+        """Fill `buffer` from an address on; return the bytes got, fewer only at the end of the object there."""
+        _, at, size = (int(a[0]) for a in self.locate(np.array([offset], dtype=np.int64)))
+        n = max(0, min(buffer.size, size - at))
+        step = np.arange(0, n, self.max_extent, dtype=np.int64)
+        self.read_many(offset + step, np.minimum(self.max_extent, n - step), step, buffer)
+        return n
+
+    def read_many(
+        self,
+        offset: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        place: NDArray[np.int64],
+        buffer: NDArray[np.uint8],
+    ) -> None:
+        """Read byte ranges whole; see `RangeReader.read_many`."""
+        if self._is_closed:
+            raise _ended(self.remote)
+        number, at, size = self.locate(offset)
+        far = []
+        for k, first, n, to, there in zip(*(a.tolist() for a in (number, at, nbytes, place, size)), strict=True):
+            if n > there - first:
+                raise ReadError(
+                    f"{self.remote.name}/{self.objects[k].key}: bytes {first} to {first + n} are wanted, and it has "
+                    f"{there}. Was it truncated?"
+                )
+            out = buffer[to : to + n]
+            if n and (self._near is None or not self._near.fill(self.objects[k], first, out)):
+                far.append((self.objects[k], first, out))
+        if far:
+            self.requests.fill(self.remote, far)
+
+    def check_unchanged(self) -> None:
+        """Do nothing: every request names the content that was opened, and another is an error then."""
+
+    def close(self) -> None:
+        """Let go of the requests; may be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            _shared.give_back()
+
+
+class RemoteFile(io.RawIOBase):
+    """An object as a file to read from, in blocks that are kept: for libraries that read metadata in small pieces.
+
+    Blocks are read one after the other in growing requests. Of the trees in which HDF5 keeps the places of chunks,
+    which it would ask for node by node, all nodes of a level are read at once as soon as one above them is read.
+
+    Parameters
+    ----------
+    source
+        The object: a source of one.
+
+    References
+    ----------
+    .. [1] The HDF Group, "HDF5 File Format Specification Version 3.0", III.A.1 "Version 1 B-trees".
+    """
+
+    def __init__(self, source: RemoteSource) -> None:
+        self._source = source
+        self._at = 0
+        self._blocks: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
+        self._nodes: dict[int, bytes] = {}
+        self._next_block, self._ahead = 0, _BLOCKS_AHEAD
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the place of the next byte."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place; return it."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._source.nbytes}[whence]
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer from the current place on; return the bytes got, fewer only at the end."""
+        out = np.frombuffer(buffer, dtype=np.uint8)
+        n = max(0, min(out.size, self._source.nbytes - self._at))
+        node = self._nodes.get(self._at, b"")
+        if n and len(node) >= n:
+            out[:n] = np.frombuffer(node, dtype=np.uint8)[:n]
+        elif n:
+            self._fill(out[:n], self._at)
+            children = _children(out[:n].tobytes()) if n < _BLOCK else []
+            if children:
+                self._read_nodes(children, n)
+        self._at += n
+        return n
+
+    def _fill(self, out: NDArray[np.uint8], at: int) -> None:
+        """Fill `out` from kept blocks, after those that are missing were read."""
+        first, last = at // _BLOCK, (at + out.size - 1) // _BLOCK + 1
+        missing = [number for number in range(first, last) if number not in self._blocks]
+        if missing:
+            self._read_blocks(missing[0], missing[-1] + 1)
+        for number in range(first, last):
+            block = self._blocks[number]
+            start = number * _BLOCK
+            lo, hi = max(at, start), min(at + out.size, start + block.size)
+            out[lo - at : hi - at] = block[lo - start : hi - start]
+        while len(self._blocks) > _MAX_BLOCKS:
+            self._blocks.popitem(last=False)
+
+    def _read_blocks(self, first: int, last: int) -> None:
+        """Read blocks and some that follow: the more, the longer they have been read in turn."""
+        self._ahead = min(2 * self._ahead, _MAX_BLOCKS_AHEAD) if first == self._next_block else _BLOCKS_AHEAD
+        self._next_block = max(last, first + self._ahead)
+        start, stop = first * _BLOCK, min(self._next_block * _BLOCK, self._source.nbytes)
+        run = np.empty(stop - start, dtype=np.uint8)
+        self._source.read_into(run, start)
+        for at in range(0, run.size, _BLOCK):
+            self._blocks[first + at // _BLOCK] = run[at : at + _BLOCK]
+
+    def _read_nodes(self, children: list[int], nbytes: int) -> None:
+        """Read nodes of a tree, and the levels below them, all of a level at once."""
+        while children:
+            new = sorted({at for at in children if at not in self._nodes and at + nbytes <= self._source.nbytes})
+            at = np.array(new, dtype=np.int64)
+            is_first = np.diff(at, prepend=-_BLOCK) >= _BLOCK  # those that are near to each other come together
+            first, last = np.flatnonzero(is_first), np.flatnonzero(np.append(is_first[1:], [True] * bool(new)))
+            length = at[last] + nbytes - at[first]
+            place = np.cumsum(length) - length
+            buffer = np.empty(int(length.sum()), dtype=np.uint8)
+            self._source.read_many(at[first], length, place, buffer)
+            moved = (place - at[first])[np.cumsum(is_first) - 1]
+            for here, to in zip(new, (at + moved).tolist(), strict=True):
+                self._nodes[here] = buffer[to : to + nbytes].tobytes()
+            children = [child for here in new for child in _children(self._nodes[here])]
+
+
+def _children(node: bytes) -> list[int]:
+    """Return the addresses of the nodes below one of a tree of chunks; [] where it is a leaf, or no such node."""
+    if node[:5] != b"TREE\x01" or node[5] == 0:
+        return []
+    n_used = int.from_bytes(node[6:8], "little")
+    for key_nbytes in (24, 32):  # of arrays of one and of two dimensions
+        n_places, rest = divmod(len(node) - 24 - key_nbytes, key_nbytes + 8)
+        if not rest and n_used <= n_places:
+            starts = (24 + key_nbytes + i * (key_nbytes + 8) for i in range(n_used))
+            return [int.from_bytes(node[at : at + 8], "little") for at in starts]
+    return []

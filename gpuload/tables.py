@@ -1,0 +1,184 @@
+"""The matrices of the same cells that are handed over, each with its store and its form: settings -> `Table`.
+
+Requirements this module answers
+--------------------------------
+- The first matrix decides the order; every other has its cells in the same places.
+- A transform fits counts: one alone is for X and its layers; other modalities are transformed only where that is said.
+- Whatever cannot be carried out is refused before any file is opened where that is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import PlanError
+from gpuload.types import Form, Transform
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.store import Store
+
+Transforms = Transform | Mapping[str, Transform | None] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """One matrix of the cells.
+
+    Attributes
+    ----------
+    store
+        Where it lies.
+    form
+        What its rows are handed over as.
+    var_names : (form.n_cols,) object
+        Names of the columns handed over; ``"0"``, ``"1"``, ... where they have none.
+    """
+
+    store: Store
+    form: Form
+    var_names: NDArray[np.object_]
+
+    @property
+    def nbytes_per_row(self) -> float:
+        """Bytes of a row handed over, on average: 4 per column, or what is stored where it is CSR."""
+        return 4.0 * self.form.n_cols if self.form.output == "dense" else self.store.nbytes_per_row
+
+
+def check_names(setting: str, given: Any, *, at_least: int = 0) -> tuple[str, ...]:
+    """Return the names that a setting gives, one or several, or raise PlanError."""
+    names = (given,) if isinstance(given, str) else tuple(given) if hasattr(given, "__iter__") else None
+    if names is None or not all(isinstance(name, str) and name for name in names):
+        raise PlanError(f"{setting}={given!r}: expected a name, or a list of names.")
+    if len(names) < at_least:
+        raise PlanError(f"{setting}={given!r}: expected at least one name.")
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if twice is not None:
+        raise PlanError(f"{setting}={given!r}: {twice!r} is given twice; give every name once.")
+    return names
+
+
+def check_modalities(given: Any, paths: Any) -> tuple[str, ...]:
+    """Return the names of the modalities that are wanted, all of a mapping where none is given; or raise PlanError."""
+    names = check_names("modality", given)
+    return names or (check_names("paths", list(paths), at_least=1) if isinstance(paths, Mapping) else ())
+
+
+def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[str, ...]) -> Transforms:
+    """Return the transform or transforms that a user gave, or raise PlanError.
+
+    Parameters
+    ----------
+    transform
+        As given.
+    layers, modalities
+        The names that a mapping may have: all layers, and the modalities but the first.
+    """
+    is_mapping = isinstance(transform, Mapping)
+    for name, value in transform.items() if is_mapping else {"": transform}.items():
+        if value is not None and not isinstance(value, Transform):
+            where = f"transform[{name!r}]" if is_mapping else "transform"
+            raise PlanError(f"{where}={value!r}: expected a gpuload.Transform or None.")
+        if is_mapping and name not in (*layers, *modalities):
+            known = ", ".join(map(repr, (*layers, *modalities)))
+            raise PlanError(f"transform[{name!r}]: no matrix of this name is handed over; known are {known}.")
+    return dict(transform) if is_mapping else transform
+
+
+def make_tables(
+    stores: Mapping[str, Store], layer: str, *, genes: Any, transform: Transforms, output: str, dtype: str
+) -> dict[str, Table]:
+    """Return the tables of stores, by the same names.
+
+    Parameters
+    ----------
+    stores
+        Of `formats.open_matrices`.
+    layer
+        The layer that is ``"X"``.
+    genes
+        Of X and its layers; see `open_loader`.
+    transform
+        Of X and its layers, or by the name of a layer or modality.
+    output, dtype
+        Of all but obsm, which is dense float32.
+
+    Raises
+    ------
+    PlanError
+        `genes` are not those of a store.
+    """
+    tables: dict[str, Table] = {}
+    for name, store in stores.items():
+        group, _, own = name.partition("/")
+        if group == "obsm":
+            form, var_names = Form("dense", "float32", store.n_vars, store.columns()), store.var_names
+        else:
+            chosen, var_names = (None, store.var_names) if group == "modalities" else select_genes(genes, store)
+            if isinstance(transform, Mapping):
+                own_transform = transform.get(own or layer)
+            else:
+                own_transform = None if group == "modalities" else transform
+            form = Form(output, dtype, var_names.size, store.columns(chosen), own_transform)
+        tables[name] = Table(store, form, var_names)
+    return tables
+
+
+def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, NDArray[np.object_]]:
+    """Return the output column of every stored gene (-1 = not wanted; None = all) and the names of the chosen genes."""
+    if genes is None:
+        return None, store.var_names
+    if isinstance(genes, str):
+        raise PlanError(f"genes={genes!r}: expected a list of gene names or a mask, for example genes=[{genes!r}].")
+    wanted = np.asarray(genes)
+    if wanted.ndim != 1:
+        raise PlanError(
+            f"genes has {wanted.ndim} dimensions; expected a list of gene names or a mask with one entry per gene."
+        )
+    if wanted.dtype == bool:
+        if wanted.size != store.n_vars:
+            raise PlanError(f"genes is a mask of {wanted.size} entries but the matrix has {store.n_vars} genes.")
+        chosen = np.flatnonzero(wanted)
+    elif wanted.size and wanted.dtype.kind not in "OSU":
+        raise PlanError(f"genes has dtype {wanted.dtype}; expected gene names or a boolean mask.")
+    else:
+        chosen = _find_genes([str(g) for g in wanted], store)
+    if not chosen.size:
+        raise PlanError("genes selects no gene; expected at least one.")
+    columns = np.full(store.n_vars, -1, dtype=np.int32)
+    columns[chosen] = np.arange(chosen.size, dtype=np.int32)
+    return columns, store.var_names[chosen]
+
+
+def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
+    place: dict[str, int] = {}
+    repeated: set[str] = set()
+    for i, name in enumerate(store.var_names):
+        if name in place:
+            repeated.add(name)
+        place[name] = i
+    for i, name in enumerate(() if store.var_ids is None else store.var_ids):
+        place.setdefault(name, i)
+    unknown = [n for n in names if n not in place]
+    if unknown:
+        raise PlanError(
+            f"genes: {unknown[0]!r} is not a gene of {store.paths[0]} ({len(unknown)} of {len(names)} are not); see "
+            "loader.var_names."
+        )
+    unclear = [n for n in names if n in repeated]
+    if unclear:
+        other = "their ids or by a mask" if store.var_ids is not None else "a mask"
+        raise PlanError(
+            f"genes: {unclear[0]!r} stands more than once in {store.paths[0]}; choose genes by {other} instead."
+        )
+    chosen = np.array([place[n] for n in names], dtype=np.int64)
+    is_first = np.zeros(chosen.size, dtype=bool)
+    is_first[np.unique(chosen, return_index=True)[1]] = True
+    if not is_first.all():
+        raise PlanError(f"genes: {names[int(np.argmin(is_first))]!r} is given twice; give every gene once.")
+    return chosen

@@ -1,0 +1,123 @@
+"""An object store that fails: what may pass is waited out, and what does not is said."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("obstore")
+
+import gpuload
+from benchmarks.s3server import start
+from gpuload.errors import CorruptDataError, ReadError
+from gpuload.remote import open_remote
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from benchmarks.s3server import Running
+    from tests.variants import Stored
+
+CALM = dict.fromkeys(("p_503", "p_reset", "p_truncate", "p_corrupt", "p_stall", "latency_ms", "most_in_a_row"), 0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    root = tmp_path_factory.mktemp("s3")
+    (root / "data").mkdir()
+    with start(root) as running:
+        remote = open_remote("s3://data", endpoint=running.url, region="us-east-1", anonymous=True)
+        assert remote.head("none") is None  # obstore's own threads start once per process
+        yield running
+
+
+@pytest.fixture
+def calm(server: Running, plain: Stored, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setenv("GPULOAD_INDEX", "off")
+    shutil.copy(plain.path, server.root / "data" / "cells.h5ad")
+    yield server
+    server.set(**CALM)
+
+
+def opened(server: Running, **options: Any) -> gpuload.Loader:
+    reached = {"endpoint": server.url, "region": "us-east-1", "anonymous": True, **options}
+    return gpuload.open_loader(
+        "s3://data/cells.h5ad", batch_size=7, fetch_factor=3, block_size=2, storage_options=reached
+    )
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"p_503": 0.3},
+        {"p_reset": 0.3},
+        {"p_truncate": 0.3},
+        {"p_stall": 0.1, "stall_s": 9},
+        {"p_503": 0.1, "p_reset": 0.1, "p_truncate": 0.1, "latency_ms": 5, "latency_sigma": 0.8},
+    ],
+    ids=lambda knobs: " ".join(name for name in knobs if name.startswith("p_")),
+)
+def test_what_may_pass_is_waited_out(calm: Running, plain: Stored, knobs: dict[str, float], no_leaks: None) -> None:
+    calm.set(**knobs, most_in_a_row=3, seed=3)
+    faults_before = sum(n for kind, n in calm.counts().items() if kind.startswith("fault"))
+    with (
+        opened(calm, timeout_s=1.0) as far,
+        gpuload.open_loader(plain.path, batch_size=7, fetch_factor=3, block_size=2) as near,
+    ):
+        for one, other in zip(far, near, strict=True):
+            np.testing.assert_array_equal(one.X, other.X)
+            np.testing.assert_array_equal(one.rows, other.rows)
+    assert sum(n for kind, n in calm.counts().items() if kind.startswith("fault")) > faults_before
+
+
+@pytest.mark.parametrize(
+    ("knob", "words"), [("p_503", "503"), ("p_truncate", "s3://data/cells.h5ad"), ("p_reset", "s3://data/cells.h5ad")]
+)
+def test_what_does_not_pass_is_an_error(calm: Running, knob: str, words: str, monkeypatch: Any) -> None:
+    from gpuload import remote
+
+    monkeypatch.setattr(remote.Patience.__init__, "__defaults__", (3, 0.001, 0.01))
+    with opened(calm) as loader:
+        calm.set(**{knob: 1})
+        with pytest.raises(ReadError, match=words):
+            list(loader)
+
+
+def test_a_store_that_never_answers_ends_by_the_timeout(calm: Running, monkeypatch: Any, no_leaks: None) -> None:
+    from gpuload import remote
+
+    monkeypatch.setattr(remote.Patience.__init__, "__defaults__", (2, 0.001, 0.01))
+    with opened(calm, timeout_s=0.3) as loader:
+        calm.set(p_stall=1, stall_s=3)
+        start_s = time.perf_counter()
+        with pytest.raises(ReadError, match="s3://data/cells"):
+            list(loader)
+        assert time.perf_counter() - start_s < 10
+
+
+def test_an_object_that_changes_is_an_error(calm: Running, store_variant: Any) -> None:
+    with opened(calm) as loader:
+        shutil.copy(store_variant("csr-zstd-shuffle").path, calm.root / "data" / "new")
+        (calm.root / "data" / "new").rename(calm.root / "data" / "cells.h5ad")
+        with pytest.raises(ReadError, match=r"s3://data/cells\.h5ad: the object was changed since it was listed"):
+            list(loader)
+
+
+def test_a_corrupted_answer_is_found_by_the_checksums(calm: Running) -> None:
+    with opened(calm) as loader:
+        calm.set(p_corrupt=1)
+        with pytest.raises(CorruptDataError, match=r"s3://data/cells\.h5ad"):
+            list(loader)
+
+
+def test_closing_in_the_middle_leaves_nothing(calm: Running, no_leaks: None) -> None:
+    calm.set(latency_ms=50)
+    with opened(calm) as loader:
+        next(iter(loader))
+    loader = opened(calm)
+    iter(loader)
+    loader.close()

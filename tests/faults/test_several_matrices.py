@@ -1,0 +1,286 @@
+"""What cannot be had of several matrices, or of files that do not agree: one sentence each, and nothing stays open."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+
+import gpuload
+from tests import other_forms, writers
+from tests.several import part, write, write_zarr
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import anndata
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+GENES = ["a", "b", "c"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(tmp_path / "one", [part(0, genes=GENES)])[0]
+
+
+def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: Any) -> str:
+    """Return the sentence in which a loader is refused."""
+    with pytest.raises(kind) as caught:
+        gpuload.open_loader(given, device="cpu", **settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith((".", "?"))
+    return message
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"layer": []}, "layer=[]: expected at least one name."),
+        ({"layer": 3}, "layer=3: expected a name, or a list of names."),
+        ({"layer": ["X", ""]}, "layer=['X', '']: expected a name, or a list of names."),
+        ({"layer": ["X", "s", "X"]}, "layer=['X', 's', 'X']: 'X' is given twice; give every name once."),
+        ({"obsm": ["X_pca", None]}, "obsm=['X_pca', None]: expected a name, or a list of names."),
+        ({"obsm": ["p", "p"]}, "obsm=['p', 'p']: 'p' is given twice; give every name once."),
+        ({"modality": ["rna", "rna"]}, "modality=['rna', 'rna']: 'rna' is given twice; give every name once."),
+        ({"join": "left"}, "join='left': expected 'inner', 'outer', a list of gene names, or None."),
+        ({"join": 1}, "join=1: expected 'inner', 'outer', a list of gene names, or None."),
+        ({"join": []}, "join=[]: expected at least one gene name; or 'inner', 'outer' or None."),
+        ({"join": ["a", "b", "a"]}, "join: 'a' is given 2 times; give every gene once."),
+        ({"transform": "log1p"}, "transform='log1p': expected a gpuload.Transform or None."),
+        ({"transform": {"X": 1}}, "transform['X']=1: expected a gpuload.Transform or None."),
+        (
+            {"transform": {"other": None}, "layer": ["X", "s"]},
+            "transform['other']: no matrix of this name is handed over; known are 'X', 's'.",
+        ),
+        (
+            {"transform": {"rna": None}, "modality": ["rna", "prot"]},
+            "transform['rna']: no matrix of this name is handed over; known are 'X', 'prot'.",
+        ),
+    ],
+)
+def test_settings_are_checked_before_any_file_is_opened(settings: dict[str, Any], sentence: str) -> None:
+    assert refusal("/nowhere.h5ad", gpuload.PlanError, **settings) == sentence
+
+
+# --- matrices that are not there
+
+
+def test_a_layer_that_is_not_there(path: Path) -> None:
+    expected = (
+        f"{path}: there is no layer 'nope'; its layers are 'scaled', 'spliced'. Choose one of them, 'X' or 'raw.X'."
+    )
+    assert refusal(path, layer=["X", "nope"]) == expected
+
+
+@pytest.fixture(scope="module")
+def zarr_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store that was written before descriptors are counted: zarr keeps some for itself."""
+    pytest.importorskip("zarr")
+    return write_zarr(tmp_path_factory.mktemp("zarr") / "cells.zarr", part(0, genes=GENES))
+
+
+def test_an_obsm_that_is_not_there(path: Path, zarr_store: Path) -> None:
+    for given in (path, zarr_store, part(0, genes=GENES)):
+        message = refusal(given, obsm="nope")
+        assert "there is no obsm 'nope'; its obsm has " in message
+        for name in ("'X_pca'", "'marks'", "'table'"):
+            assert name in message
+
+
+def test_no_obsm_at_all(tmp_path: Path) -> None:
+    cells = part(0)
+    del cells.obsm
+    (path,) = write(tmp_path, [cells])
+    assert refusal(path, obsm="X_pca") == f"{path}: there is no obsm 'X_pca'; it has no obsm. Leave obsm= out."
+    assert refusal(cells, obsm="X_pca") == "<AnnData>: there is no obsm 'X_pca'; it has no obsm. Leave obsm= out."
+
+
+def test_a_data_frame(tmp_path: Path, path: Path) -> None:
+    cure = "adata.obsm['table'] = adata.obsm['table'].to_numpy(), or keep its columns in obs."
+    assert refusal(path, obsm="table") == (
+        f"{path}: /obsm/table is a data frame, not a matrix; rewrite it once with {cure}"
+    )
+    message = refusal(part(0), obsm="table")
+    assert message == f"<AnnData>: obsm['table'] is a data frame, not a matrix; give {cure}"
+
+
+def test_an_obsm_of_three_dimensions_or_of_columns(tmp_path: Path, path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["obsm/cube"] = np.zeros((23, 2, 2))
+        file.copy("obsm/marks", "obsm/csc")
+        file["obsm/csc"].attrs["encoding-type"] = "csc_matrix"
+    assert refusal(path, obsm="cube") == (f"{path}: /obsm/cube has 3 dimensions; expected a matrix of cells x columns.")
+    assert refusal(path, obsm="csc").endswith("Rewrite it once with adata.obsm['csc'] = adata.obsm['csc'].tocsr().")
+
+
+def test_obsm_of_other_widths(tmp_path: Path) -> None:
+    parts = [part(seed, genes=GENES) for seed in range(2)]
+    parts[1].obsm["X_pca"] = parts[1].obsm["X_pca"][:, :4]
+    first, other = write(tmp_path, parts)
+    expected = f"{other}: its obsm/X_pca has 4 columns but that of {first} has 6; make them alike, or leave it out."
+    assert refusal([first, other], obsm=["X_pca"], join="inner") == expected
+
+
+def test_forms_of_one_matrix(tmp_path: Path) -> None:
+    np.save(tmp_path / "X.npy", np.zeros((4, 3), np.float32))
+    for given, where in ((tmp_path / "X.npy", tmp_path / "X.npy"), (np.zeros((4, 3), np.float32), "<ndarray>")):
+        assert refusal(given, obsm="X_pca") == f"{where}: there is no obsm 'X_pca'; it has no obsm. Leave obsm= out."
+        assert "this form has no layer, so layer='spliced' cannot be had" in refusal(given, layer=["X", "spliced"])
+    tenx = other_forms.tenx(tmp_path, {}).path
+    assert refusal(tenx, obsm="X_pca") == f"{tenx}: there is no obsm 'X_pca'; it has no obsm. Leave obsm= out."
+    assert "there is no layer 'spliced'; this 10x file has 'X'" in refusal(tenx, layer=["X", "spliced"])
+
+
+def test_a_layer_with_other_rows(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        del file["layers/scaled"]
+        writers.write_dense(file, "layers/scaled", np.zeros((20, 3)))
+    message = refusal(path, gpuload.CorruptDataError, layer=["X", "scaled"])
+    assert message == (
+        f"{path}: it has 20 rows where {path} has 23, though both are of the same cells; restore the files from their "
+        "source."
+    )
+
+
+# --- modalities
+
+
+def pair() -> dict[str, anndata.AnnData]:
+    return {"rna": part(0, genes=GENES), "prot": part(0, genes=["CD4"])}
+
+
+def test_a_modality_that_is_not_there(tmp_path: Path, path: Path) -> None:
+    assert refusal(pair(), modality=["rna", "atac"]) == (
+        "paths: there is no modality 'atac'; its modalities are 'rna', 'prot'. Choose one of them."
+    )
+    assert "it holds no modalities" in refusal(path, modality=["rna", "prot"])
+    assert refusal(part(0), modality=["rna", "prot"]).startswith(
+        "<AnnData 0>: it holds one modality, so modality='rna'"
+    )
+    other_forms.mudata(tmp_path, "rna")
+    cells = tmp_path / "cells.h5mu"
+    assert "its modalities are 'few', 'prot', 'rna'" in refusal(cells, modality=["rna", "nope"])
+
+
+def test_modalities_of_other_cells() -> None:
+    cells = pair()
+    cells["prot"] = cells["prot"][:-1].copy()
+    assert "<AnnData 'prot'>: modality 'prot' has 22 cells but 'rna' has 23; modalities that are read" in refusal(cells)
+
+
+def test_modalities_of_cells_in_another_order(tmp_path: Path) -> None:
+    cells = pair()
+    cells["prot"] = cells["prot"][::-1].copy()
+    assert refusal(cells) == (
+        "<AnnData 'prot'>: cell 0 is 'cell_0_22' in modality 'prot' but 'cell_0_0' in 'rna' (<AnnData 'rna'>); "
+        "modalities that are read together need the same cells in the same order: subset each to the common cells, in "
+        "one order, and write them anew."
+    )
+    paths = {name: write(tmp_path / name, [one])[0] for name, one in cells.items()}
+    assert refusal(paths).startswith(
+        f"{paths['prot']}: cell 0 is 'cell_0_22' in modality 'prot' but 'cell_0_0' in 'rna'"
+    )
+
+
+def test_modalities_in_another_number_of_files(tmp_path: Path) -> None:
+    cells = pair()
+    paths = {"rna": write(tmp_path, [cells["rna"][:9], cells["rna"][9:]]), "prot": cells["prot"]}
+    assert refusal(paths) == (
+        "modality 'prot' is in 1 files and 'rna' in 2; give as many of each, with the same cells in each pair."
+    )
+
+
+def test_modalities_without_names_of_cells() -> None:
+    X = np.zeros((23, 3), np.float32)
+    assert refusal({"rna": X, "prot": X.copy()}) == (
+        "modality 'rna': its cells have no names, so it cannot be known whether they are those of the other "
+        "modalities; give .h5mu, .h5ad or zarr files, or AnnDatas."
+    )
+
+
+def test_an_empty_mapping() -> None:
+    assert refusal({}, gpuload.PlanError) == "paths=[]: expected at least one name."
+
+
+# --- files that do not agree
+
+
+def test_the_refusal_without_join_names_it(tmp_path: Path) -> None:
+    first, other, longer = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "acb", "abcd"])])
+    cure = (
+        "several files must have the same genes in the same order, unless join= says how to join them: join='inner' "
+        "hands over the genes that all have, join='outer' the genes of any, and a list of names those."
+    )
+    assert refusal([first, other]) == f"{other}: gene 1 is 'c' but in {first} it is 'b'; {cure}"
+    assert refusal([first, longer]) == f"{longer}: it has 4 genes but {first} has 3; {cure}"
+
+
+@pytest.mark.parametrize("join", ["inner", "outer", ["a"]])
+def test_a_gene_that_stands_twice(tmp_path: Path, join: Any) -> None:
+    cells = part(1, genes=GENES)
+    cells.var_names = pd.Index(["a", "b", "a"], dtype=object)
+    first = write(tmp_path / "first", [part(0, genes=GENES)])[0]
+    with pytest.warns(UserWarning, match="not unique"):
+        other = write(tmp_path / "other", [cells])[0]
+    assert refusal([first, other], join=join) == (
+        f"{other}: gene 'a' stands more than once, so join= cannot tell which is meant; make the names unique once "
+        "with adata.var_names_make_unique()."
+    )
+
+
+def test_no_common_gene(tmp_path: Path) -> None:
+    paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "de"])])
+    message = refusal(paths, join="inner")
+    assert message.startswith(
+        f"join='inner': no gene is in all of the 2 files, {paths[0]} among them; use join='outer'"
+    )
+
+
+def test_a_gene_that_no_file_has(tmp_path: Path) -> None:
+    paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "de"])])
+    assert refusal(paths, join=["e", "a", "x", "y"]) == (
+        "join: no file has the gene 'x' (2 of 4 are in none); leave it out, or look for another spelling in "
+        f"{paths[0]}."
+    )
+
+
+def test_csr_and_dense_files_are_not_joined(tmp_path: Path) -> None:
+    paths = write(tmp_path, [part(0), part(1, is_dense=True)])
+    assert "its matrix is dense but that of" in refusal(paths, join="outer")
+
+
+def test_a_column_that_is_missing_in_one_file(tmp_path: Path) -> None:
+    parts = [part(0), part(1)]
+    del parts[1].obs["donor"]
+    paths = write(tmp_path, parts)
+    assert refusal(paths, join="inner", obs=["donor"]) == f"{paths[1]}: obs has no column 'donor'; it has 'depth'."
+
+
+def test_a_mask_of_genes_is_over_those_that_are_joined(tmp_path: Path) -> None:
+    paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "bcd"])])
+    assert refusal(paths, gpuload.PlanError, join="inner", genes=np.ones(3, bool)) == (
+        "genes is a mask of 3 entries but the matrix has 2 genes."
+    )
+    message = refusal(paths, gpuload.PlanError, join="inner", genes=["a"])
+    assert message.startswith(f"genes: 'a' is not a gene of {paths[0]}")
+
+
+def test_a_column_number_beyond_a_file_s_own_genes_is_found(tmp_path: Path) -> None:
+    paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abcdefgh", "abc"])])
+    with h5py.File(paths[1], "r+") as file:
+        file["X/indices"][3] = 5  # a gene of the first file, not of this one
+    with (
+        gpuload.open_loader(paths, join="outer", device="cpu") as loader,
+        pytest.raises(gpuload.CorruptDataError) as caught,
+    ):
+        list(loader)
+    assert str(paths[1]) in str(caught.value)

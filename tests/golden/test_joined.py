@@ -1,0 +1,195 @@
+"""Files with different genes, joined: against anndata.concat."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anndata
+import numpy as np
+import pytest
+
+import gpuload
+from tests.several import dense, part, write, write_zarr
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL: dict[str, Any] = {"batch_size": 9, "fetch_factor": 3, "block_size": 4, "device": "cpu"}
+
+
+def joined(parts: list[anndata.AnnData], join: Any) -> anndata.AnnData:
+    """Return what anndata makes of parts; a list of genes is of those of the outer join."""
+    whole = anndata.concat(parts, join="outer" if isinstance(join, list) else join, fill_value=0)
+    return whole[:, join] if isinstance(join, list) else whole
+
+
+def assert_joined(loader: gpuload.Loader, whole: anndata.AnnData, *, n_epochs: int = 2) -> None:
+    """Compare epochs with the cells of an AnnData, whose genes are taken in the loader's order."""
+    expected = dense(whole[:, list(loader.var_names)].X)
+    for _ in range(n_epochs):
+        rows = []
+        for batch in loader:
+            np.testing.assert_array_equal(dense(batch.X), expected[batch.rows])
+            rows.append(batch.rows)
+        np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(whole.n_obs))
+
+
+def totals_of(parts: list[anndata.AnnData]) -> np.ndarray:
+    """Return the total of each cell over all genes that its own file stores."""
+    return np.concatenate([dense(cells.X).sum(axis=1, dtype=np.float64) for cells in parts])
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("join", ["inner", "outer"])
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_fifty_files_with_different_genes(tmp_path: Path, is_dense: bool, join: str, output: str) -> None:
+    parts = [part(seed, is_dense=is_dense, n_obs=5 + seed % 4) for seed in range(50)]
+    paths = write(tmp_path, parts)
+    whole = joined(parts, join)
+    with gpuload.open_loader(paths, join=join, output=output, obs=["donor", "depth"], **SMALL) as loader:
+        assert sorted(loader.var_names) == sorted(whole.var_names)
+        assert_joined(loader, whole)
+        donors = np.concatenate([cells.obs["donor"].astype(str) for cells in parts])
+        for batch in loader:
+            np.testing.assert_array_equal(loader.categories["donor"][batch.obs["donor"]], donors[batch.rows])
+            np.testing.assert_array_equal(batch.obs["depth"], whole.obs["depth"].to_numpy()[batch.rows])
+
+
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_names_of_the_whole(tmp_path: Path, is_dense: bool) -> None:
+    genes = [["b", "a", "c", "x"], ["c", "d", "b"], ["d", "c", "b", "e"]]
+    parts = [part(seed, is_dense=is_dense, genes=names) for seed, names in enumerate(genes)]
+    paths = write(tmp_path, parts)
+    wanted = {"inner": ["b", "c"], "outer": ["b", "a", "c", "x", "d", "e"]}
+    for join in ("inner", "outer", ["e", "x", "c"]):
+        with gpuload.open_loader(paths, join=join, **SMALL) as loader:
+            assert list(loader.var_names) == (join if isinstance(join, list) else wanted[join])
+            assert loader.n_vars == len(loader.var_names)
+            assert_joined(loader, joined(parts, join))
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_totals_are_over_all_genes_that_a_file_stores(tmp_path: Path, is_dense: bool, output: str) -> None:
+    parts = [part(seed, is_dense=is_dense) for seed in range(4)]
+    whole = joined(parts, "inner")
+    settings = {"join": "inner", "transform": gpuload.Transform(target_sum=100.0), "output": output}
+    with gpuload.open_loader(write(tmp_path, parts), **SMALL, **settings) as loader:
+        totals = totals_of(parts)
+        scale = np.divide(100.0, totals, out=np.ones_like(totals), where=totals != 0)
+        expected = np.log1p(dense(whole[:, list(loader.var_names)].X) * scale[:, None])
+        assert (dense(whole.X).sum(axis=1) < totals).any()
+        for batch in loader:
+            np.testing.assert_allclose(dense(batch.X), expected[batch.rows], rtol=1e-6)
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("join", ["inner", "outer", ["gene_3", "gene_50", "gene_0", "gene_12"]])
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_genes_are_chosen_among_the_joined(tmp_path: Path, is_dense: bool, join: Any, output: str) -> None:
+    parts = [part(seed, is_dense=is_dense) for seed in range(5)]
+    whole = joined(parts, join)
+    for genes in (["gene_3", "gene_0"], np.arange(whole.n_vars) % 3 == 0):
+        with gpuload.open_loader(write(tmp_path, parts), join=join, genes=genes, output=output, **SMALL) as loader:
+            if isinstance(genes, list):
+                assert list(loader.var_names) == genes
+            assert loader.n_vars == (len(genes) if isinstance(genes, list) else genes.sum())
+            assert_joined(loader, whole, n_epochs=1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_halves(tmp_path: Path, is_dense: bool, dtype: str) -> None:
+    parts = [part(seed, is_dense=is_dense) for seed in range(3)]
+    whole = joined(parts, "outer")
+    with gpuload.open_loader(write(tmp_path, parts), join="outer", dtype=dtype, **SMALL) as loader:
+        expected = dense(whole[:, list(loader.var_names)].X)
+        for batch in loader:
+            X = batch.X if dtype == "float16" else (batch.X.astype(np.uint32) << 16).view(np.float32)
+            np.testing.assert_array_equal(X.astype(np.float32), expected[batch.rows])  # counts up to 9 are exact
+
+
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_wide_minibatches_which_are_written_past_the_caches(tmp_path: Path, is_dense: bool) -> None:
+    rng = np.random.default_rng(0)
+    names = np.array([f"g{i}" for i in range(9_000)])
+    parts = [part(seed, is_dense=is_dense, n_obs=80, genes=rng.permutation(names)[: 5_000 + seed]) for seed in range(2)]
+    with gpuload.open_loader(write(tmp_path, parts), join="outer", batch_size=160, fetch_factor=1) as loader:
+        assert 160 * loader.n_vars * 4 > 4 << 20
+        assert_joined(loader, joined(parts, "outer"), n_epochs=1)
+
+
+@pytest.mark.parametrize("block_size", ["chunk", "2 chunks", 7])
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_dtypes_and_chunk_grids_may_differ(tmp_path: Path, is_dense: bool, block_size: int | str) -> None:
+    parts = [part(seed, is_dense=is_dense) for seed in range(3)]
+    paths = []
+    for k, (cells, dtype) in enumerate(zip(parts, (np.uint8, np.float64, np.int32), strict=True)):
+        typed = cells.copy()
+        typed.X = typed.X.astype(dtype)
+        paths += write(tmp_path / str(k), [typed], compression=[None, "gzip", "lzf"][k])
+    settings = {**SMALL, "block_size": block_size, "join": "outer"}
+    with gpuload.open_loader(paths, **settings) as loader:
+        assert_joined(loader, joined(parts, "outer"))
+
+
+def test_a_folder_of_files(tmp_path: Path) -> None:
+    parts = [part(seed) for seed in range(3)]
+    write(tmp_path / "atlas", parts)
+    with gpuload.open_loader(tmp_path / "atlas", join="inner", **SMALL) as loader:
+        assert_joined(loader, joined(parts, "inner"))
+
+
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_cells_in_memory_and_zarr_and_files_together(tmp_path: Path, is_dense: bool) -> None:
+    pytest.importorskip("zarr")
+    parts = [part(seed, is_dense=is_dense) for seed in range(4)]
+    write_zarr(tmp_path / "two.zarr", parts[2])
+    backed = anndata.read_h5ad(write(tmp_path, [parts[3]])[0], backed="r")
+    given = [write(tmp_path / "one", [parts[0]])[0], parts[1], tmp_path / "two.zarr", backed]
+    with gpuload.open_loader(given, join="outer", **SMALL) as loader:
+        assert_joined(loader, joined(parts, "outer"))
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+def test_files_that_agree_are_read_as_without_join(tmp_path: Path, join: str) -> None:
+    parts = [part(seed, genes=["c", "a", "b"]) for seed in range(3)]
+    paths = write(tmp_path, parts)
+    with gpuload.open_loader(paths, join=join, **SMALL) as loader, gpuload.open_loader(paths, **SMALL) as plain:
+        assert loader.tables["X"].form.columns is None
+        assert list(loader.var_names) == list(plain.var_names)
+        for batch, wanted in zip(loader, plain, strict=True):
+            np.testing.assert_array_equal(batch.X, wanted.X)
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_one_file_and_a_list_of_genes(tmp_path: Path, is_dense: bool, output: str) -> None:
+    cells = part(0, is_dense=is_dense)
+    chosen = [str(name) for name in cells.var_names[[4, 1, 7]]]
+    with gpuload.open_loader(write(tmp_path, [cells]), join=chosen, output=output, **SMALL) as loader:
+        assert list(loader.var_names) == chosen
+        assert_joined(loader, cells)
+
+
+def test_what_is_handed_over_does_not_change_the_order_and_a_state_goes_on(tmp_path: Path) -> None:
+    parts = [part(seed) for seed in range(3)]
+    paths = write(tmp_path, parts)
+    with (
+        gpuload.open_loader(paths, join="inner", **SMALL) as inner,
+        gpuload.open_loader(paths, join="outer", **SMALL) as outer,
+    ):
+        first = iter(inner)
+        passed = [next(first).rows for _ in range(3)]
+        outer.load_state_dict(inner.state_dict())
+        rest = [batch.rows for batch in outer]
+        np.testing.assert_array_equal(np.sort(np.concatenate([*passed, *rest])), np.arange(sum(map(len, parts))))
+
+
+def test_csr_rows_are_canonical(tmp_path: Path) -> None:
+    parts = [part(seed) for seed in range(3)]
+    with gpuload.open_loader(write(tmp_path, parts), join="outer", output="csr", **SMALL) as loader:
+        for batch in loader:
+            assert batch.X.has_canonical_format
+            for lo, hi in zip(batch.X.indptr[:-1], batch.X.indptr[1:], strict=True):
+                assert (np.diff(batch.X.indices[lo:hi]) > 0).all()

@@ -1,0 +1,260 @@
+"""Ranges of objects by many requests at a time: what is asked for, how often, and what is said in the end."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import pytest
+
+from gpuload import remote_source
+from gpuload.errors import PlanError, ReadError
+from gpuload.remote import BusyError, Patience, RemoteObject, _aws_profile
+from gpuload.remote_source import RemoteFile, RemoteSource, Requests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+DATA = np.random.default_rng(0).bytes(1_000_000)
+
+
+class FakeRemote:
+    """Objects in memory; `meet` may raise, wait or change what is given."""
+
+    name = "fake://bucket"
+
+    def __init__(self, objects: dict[str, bytes], meet: Callable[[int, bytes], bytes] | None = None) -> None:
+        self.objects = objects
+        self.meet = meet
+        self.asked: list[tuple[str, int, int]] = []
+        self.n_now = self.most_at_once = 0
+        self.lock = threading.Lock()
+
+    def list(self) -> Iterator[RemoteObject]:
+        return (RemoteObject(key, len(data), "1") for key, data in self.objects.items())
+
+    def head(self, key: str) -> RemoteObject | None:
+        return RemoteObject(key, len(self.objects[key]), "1") if key in self.objects else None
+
+    def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
+        with self.lock:
+            self.asked.append((wanted.key, start, stop))
+            number = len(self.asked)
+            self.n_now += 1
+            self.most_at_once = max(self.most_at_once, self.n_now)
+        try:
+            data = self.objects[wanted.key][start:stop]
+            return data if self.meet is None else self.meet(number, data)
+        finally:
+            with self.lock:
+                self.n_now -= 1
+
+
+def source_of(remote: FakeRemote) -> RemoteSource:
+    return RemoteSource("fake://bucket", remote, list(remote.list()))
+
+
+def read(source: RemoteSource, offset: list[int], nbytes: list[int]) -> list[bytes]:
+    starts, sizes = np.array(offset, dtype=np.int64), np.array(nbytes, dtype=np.int64)
+    place = np.cumsum(sizes) - sizes
+    buffer = np.zeros(int(sizes.sum()), dtype=np.uint8)
+    source.read_many(starts, sizes, place, buffer)
+    return [buffer[p : p + n].tobytes() for p, n in zip(place, sizes, strict=True)]
+
+
+def test_ranges_of_several_objects(no_leaks: None) -> None:
+    remote = FakeRemote({"a": DATA[:1000], "b": DATA[1000:5000], "c": b""})
+    source = source_of(remote)
+    a, b, _ = source.base.tolist()
+    assert read(source, [a, a + 999, b + 5, b], [10, 1, 3000, 0]) == [DATA[:10], DATA[999:1000], DATA[1005:4005], b""]
+    assert sorted(remote.asked) == [("a", 0, 10), ("a", 999, 1000), ("b", 5, 3005)]
+    assert source.where_is(b + 7) == ("fake://bucket/b", 7)
+    buffer = np.zeros(5000, dtype=np.uint8)
+    assert source.read_into(buffer, a + 900) == 100
+    with pytest.raises(
+        ReadError, match=r"fake://bucket/a: bytes 990 to 1010 are wanted, and it has 1000"
+    ):
+        read(source, [a + 990], [20])
+    source.close()
+    source.close()
+    with pytest.raises(ReadError, match="the loader was closed"):
+        read(source, [a], [1])
+
+
+def test_many_are_under_way_at_a_time(no_leaks: None) -> None:
+    def wait(_: int, data: bytes) -> bytes:
+        time.sleep(0.05)
+        return data
+
+    remote = FakeRemote({"a": DATA}, wait)
+    source = source_of(remote)
+    start = time.perf_counter()
+    offset = list(range(0, 1_000_000, 10_000))
+    assert b"".join(read(source, offset, [10_000] * 100)) == DATA
+    assert time.perf_counter() - start < 100 * 0.05 / 4
+    assert 8 < remote.most_at_once <= remote_source.IN_FLIGHT
+    source.close()
+
+
+def test_what_is_busy_is_asked_again(no_leaks: None) -> None:
+    def busy(number: int, data: bytes) -> bytes:
+        if number % 3:
+            raise (BusyError("503"), ConnectionResetError(), TimeoutError())[number % 2]
+        return data
+
+    remote = FakeRemote({"a": DATA}, busy)
+    source = source_of(remote)
+    source.requests._patience = Patience(tries=50, first_wait_s=0.0001, longest_wait_s=0.001)
+    assert read(source, [0, 500], [100, 100]) == [DATA[:100], DATA[500:600]]
+    source.requests._patience = Patience(tries=3, first_wait_s=0.0001)
+    remote.meet = lambda number, data: (_ for _ in ()).throw(BusyError("fake://bucket/a: 503 SlowDown"))
+    remote.asked.clear()
+    with pytest.raises(BusyError, match="503 SlowDown"):
+        read(source, [0], [100])
+    assert len(remote.asked) == 3
+    source.close()
+
+
+def test_waits_are_random_and_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[float] = []
+    monkeypatch.setattr("random.uniform", lambda _, high: bounds.append(high) or 0.0)
+
+    def fail() -> None:
+        raise BusyError("503")
+
+    with pytest.raises(BusyError):
+        Patience(tries=6, first_wait_s=0.1, longest_wait_s=0.5).ask(fail)
+    assert bounds[:5] == [0.1, 0.2, 0.4, 0.5, 0.5]
+
+
+def test_an_error_that_will_not_pass_is_raised_at_once(no_leaks: None) -> None:
+    def changed(_: int, data: bytes) -> bytes:
+        raise ReadError("fake://bucket/a: the object was changed since it was listed.")
+
+    remote = FakeRemote({"a": DATA}, changed)
+    source = source_of(remote)
+    with pytest.raises(ReadError, match="was changed"):
+        read(source, [0], [100])
+    assert len(remote.asked) == 1
+    source.close()
+
+
+def test_a_straggler_is_asked_for_a_second_time(no_leaks: None) -> None:
+    release = threading.Event()
+
+    def straggle(number: int, data: bytes) -> bytes:
+        time.sleep(0.01)
+        if number == 150:
+            release.wait(20)
+            return b"\0" * len(data)  # what comes late must go nowhere
+        return data
+
+    remote = FakeRemote({"a": DATA}, straggle)
+    source = source_of(remote)
+    start = time.perf_counter()
+    offset = list(range(0, 200_000, 1000))
+    assert b"".join(read(source, offset, [1000] * 200)) == DATA[:200_000]
+    assert time.perf_counter() - start < 10
+    assert len(remote.asked) > 200
+    assert len(remote.asked) <= 200 + 200 * remote_source._SECOND_SHARE + 1
+    release.set()
+    source.close()
+
+
+def test_closing_ends_those_who_wait() -> None:
+    release = threading.Event()
+
+    def hang(_: int, data: bytes) -> bytes:
+        release.wait(20)
+        return data
+
+    requests = Requests(2)
+    remote = FakeRemote({"a": DATA}, hang)
+    wanted = RemoteObject("a", len(DATA), "1")
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            requests.fill(remote, [(wanted, i, np.zeros(1, dtype=np.uint8)) for i in range(5)])
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.2)
+    requests.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert "the loader was closed" in str(errors[0])
+    release.set()
+    with pytest.raises(ReadError, match="the loader was closed"):
+        requests.fill(remote, [(wanted, 0, np.zeros(1, dtype=np.uint8))])
+
+
+def test_a_file_is_read_in_few_requests(no_leaks: None) -> None:
+    remote = FakeRemote({"a": DATA * 10})
+    source = source_of(remote)
+    file = RemoteFile(source)
+    whole = io.BytesIO(DATA * 10)
+    chance = np.random.default_rng(1)
+    for at in [0, 5, 9_999_990, 10_000_000, *chance.integers(0, 9_000_000, 30).tolist()]:
+        n = int(chance.integers(1, 200_000))
+        assert file.seek(at) == whole.seek(at)
+        assert file.read(n) == whole.read(n)
+        assert file.tell() == whole.tell()
+    remote.asked.clear()
+    in_turn = RemoteFile(source)
+    assert b"".join(iter(lambda: in_turn.read(1000), b"")) == whole.getvalue()
+    assert len(remote.asked) < 20
+    source.close()
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_trees_of_chunks_are_read_a_level_at_a_time(tmp_path: Path, ndim: int, no_leaks: None) -> None:
+    values = np.random.default_rng(0).integers(0, 9, 6000)
+    with h5py.File(tmp_path / "tree.h5", "w") as file:
+        if ndim == 1:
+            file.create_dataset("x", data=values, chunks=(2,), compression="gzip")
+        else:
+            file.create_dataset("x", data=values.reshape(60, 100), chunks=(1, 2), compression="gzip")
+    remote = FakeRemote({"a": (tmp_path / "tree.h5").read_bytes()})
+    source = source_of(remote)
+    content = RemoteFile(source)
+    with h5py.File(content, "r") as file:
+        n_found = [0]
+        file["x"].id.chunk_iter(lambda _: n_found.__setitem__(0, n_found[0] + 1))
+        assert n_found == [3000]
+        assert len(content._nodes) > 40, "the nodes were not found among the bytes"
+        np.testing.assert_array_equal(file["x"][()].reshape(-1), values)
+    source.close()
+
+
+def test_profiles_of_the_aws_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    assert _aws_profile(None, {}) == {}
+    (tmp_path / "config").write_text("[default]\nregion = a\n[profile lab]\nregion = b\nendpoint_url = http://c\n")
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id = d\naws_secret_access_key = e\n"
+        "[lab]\naws_access_key_id = f\naws_secret_access_key = g\naws_session_token = h\n"
+    )
+    assert _aws_profile(None, {}) == {"access_key_id": "d", "secret_access_key": "e", "region": "a"}
+    lab = {
+        "access_key_id": "f", "secret_access_key": "g", "session_token": "h", "region": "b", "endpoint": "http://c"
+    }  # fmt: skip
+    assert _aws_profile("lab", {}) == lab
+    monkeypatch.setenv("AWS_REGION", "elsewhere")
+    assert "region" not in _aws_profile("lab", {})
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    assert _aws_profile(None, {})["access_key_id"] == "f"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mine")
+    assert _aws_profile(None, {}) == {}
+    with pytest.raises(PlanError, match="profile='none': neither the credentials nor the config file"):
+        _aws_profile("none", {})
