@@ -74,7 +74,7 @@ def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
 
 
 def _collection(batch_size: int, fetch_factor: int, output: str) -> list[Arm]:
-    """Shuffled: annbatch's own pre-shuffled collection, read by both, in blocks of its default size and of 32."""
+    """Shuffled: annbatch's collection, in blocks of 512, its default, and of 32; and what gpuload packs."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": output}
     group, found = f"collection-{output}", []
     for size in (ANNBATCH_DEFAULT, ANNBATCH_CHUNK):
@@ -83,6 +83,7 @@ def _collection(batch_size: int, fetch_factor: int, output: str) -> list[Arm]:
         found += [
             Arm(f"annbatch-collection/{output}/{size}", group, "annbatch_store", theirs),
             Arm(f"gpuload-collection/{output}/{size}", group, "gpuload_zarr", ours),
+            Arm(f"gpuload-packed/{output}/{size}", group, "gpuload_packed", ours),
         ]
     return found
 

@@ -35,6 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 NEEDED = {
     "gpuload_torch": ("torch", "numba", "anndata"),
     "gpuload_zarr": ("numba", "imagecodecs"),
+    "gpuload_packed": ("numba", "imagecodecs", "anndata"),
     "gpuload_dali": ("nvidia.dali", "torch", "numba", "anndata"),
     "scdataset_backed": ("scdataset", "anndata", "torch"),
     "scdataset_anncollection": ("scdataset", "anndata", "torch"),

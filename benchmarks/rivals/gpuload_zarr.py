@@ -44,10 +44,21 @@ def start(job: Job) -> ZarrLoading:
 
 
 class ZarrLoading:
-    """gpuload's own loader; what it calls rows are those of the store, so the file's are a column."""
+    """gpuload's own loader; what it calls rows are those of the store, so the file's are a column.
 
-    def __init__(self, job: Job, path: Path) -> None:
+    Parameters
+    ----------
+    job
+        What is measured.
+    path
+        The store.
+    rows
+        The column.
+    """
+
+    def __init__(self, job: Job, path: Path, rows: str = "rows") -> None:
         settings = job.arm.settings
+        self._rows = rows
         self.loader = gpuload.open_loader(
             path,
             batch_size=settings["batch_size"],
@@ -55,14 +66,14 @@ class ZarrLoading:
             block_size=settings["block_size"],
             seed=job.seed,
             output=settings["output"],
-            obs=(LABEL, "rows"),
+            obs=(LABEL, rows),
         )
         self.io_mode = self.loader.io_mode
 
     def epoch(self) -> Iterator[Mapping[str, Any]]:
         """Iterate over the minibatches of the next epoch."""
         for batch in self.loader:
-            yield {"X": batch.X, "label": batch.obs[LABEL], "rows": batch.obs["rows"]}
+            yield {"X": batch.X, "label": batch.obs[LABEL], "rows": batch.obs[self._rows]}
 
     def close(self) -> None:
         """Close the loader."""

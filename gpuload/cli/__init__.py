@@ -1,4 +1,4 @@
-"""The command line: ``gpuload demo | inspect | tune | bench | doctor``.
+"""The command line: ``gpuload demo | inspect | tune | bench | pack | doctor``.
 
 Exit codes: 0 done; 1 something about the data or the machine (one sentence on stderr, no traceback); 2 wrong use; 130
 Ctrl-C. A command's module is imported when it runs, so that ``gpuload --help`` is quick and needs nothing that is
@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "show how a file is stored, and which block_size and fetch_factor suit it",
     "tune": "find the fastest settings for a file on this machine, and write them to a file",
     "bench": "measure cells per second, stage by stage, against what the machine can do",
+    "pack": "write files as one pre-shuffled, verified store that is read fastest, and that anndata opens",
     "doctor": "show what is installed, which path bytes will take, and how to get a faster one",
 }
 
@@ -34,6 +35,7 @@ examples:
   gpuload inspect atlas.h5ad --label cell_type     what is in the file, and how to read it
   gpuload tune atlas.h5ad --label cell_type        the fastest settings for it on this machine
   gpuload bench atlas.h5ad --label cell_type       how fast this machine reads it
+  gpuload pack atlas.h5ad atlas.zarr               a shuffled copy of it that is read fastest
   gpuload doctor                                   what is missing for a faster path
 
 exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted

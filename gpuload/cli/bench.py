@@ -13,6 +13,7 @@ from gpuload.cli import settings, text
 from gpuload.cli.machine import peak_memory, usable_cores
 from gpuload.diversity import MinibatchEntropy, iid_entropy, label_shares
 from gpuload.errors import PlanError
+from gpuload.stats import Stats
 
 if TYPE_CHECKING:
     import argparse
@@ -37,6 +38,7 @@ examples:
   gpuload bench atlas.h5ad --output csr --seconds 10 --repeats 5 --json
   gpuload bench atlas.h5ad --stream                           the order of the file, the fastest there is
   gpuload bench atlas.h5ad --block-size 1                     true random order
+  gpuload bench s3://bucket/atlas.h5ad --timeline out.png     who did what when, as a picture
 """
 
 COUNTED = ("read_nbytes", "decoded_nbytes", "n_rows", "n_chunks", "n_chunks_partial")
@@ -66,6 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--repeats", type=text.whole_number, default=3, metavar="N", help="repeats; the median is reported (default: 3)"
+    )
+    group.add_argument(
+        "--step", type=text.positive, metavar="S", help="seconds of the consumer for each minibatch, as if it trained"
+    )
+    group.add_argument(
+        "--timeline",
+        metavar="FILE.png",
+        help="draw who did what when in the last repeat: reads, decodes, takes, waits, steps",
     )
     settings.add_arguments(parser)
     text.add_output_arguments(parser)
@@ -98,6 +108,11 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
             raise PlanError(f"--label {args.label}: this column holds numbers; choose a categorical or text column.")
         rounds = _rounds(args, loader, batches, entropy)
         parts = loader.memory()
+        waits, verdict = loader.stats.waits(), _verdict(args, rounds)
+        if args.timeline:
+            from gpuload.cli.figure import draw_timeline
+
+            draw_timeline(args.timeline, loader.stats.take_spans(), verdict)
         batch_nbytes = loader.batch_size * loader.n_vars * np.dtype(loader.dtype).itemsize
         taken = {"device": loader.device, "io_mode": loader.io_mode, "n_vars": loader.n_vars}
     peak = peak_memory()  # before the ceilings take memory of their own
@@ -112,6 +127,8 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         "cells_per_s": {"median": float(np.median(rates)), "min": min(rates), "max": max(rates), "repeats": rates},
         "stages": _stages(rounds, ceilings, batch_nbytes / loader.batch_size, args),
         "ceilings_bytes_per_s": asdict(ceilings),
+        "waits_s": waits,
+        "verdict": verdict,
         "label": args.label,
         "entropy_bits": mix,
         "peak_memory_nbytes": peak,
@@ -133,11 +150,17 @@ def _rounds(
     rounds = []
     with text.Progress(args.repeats * args.seconds, "measuring", is_quiet=args.quiet, unit="s") as progress:
         for number in range(args.repeats):
+            if number == 0:
+                loader.stats.reset()  # the warm-up's waits are not those of the measurement
+            if args.timeline and number == args.repeats - 1:
+                loader.stats.keep_spans()
             before, start = loader.stats.as_dict(), time.perf_counter()
             while (elapsed := time.perf_counter() - start) < args.seconds:
                 batch = next(batches)
                 if entropy is not None and len(batch["rows"]) == loader.batch_size:
                     entropy.add(batch[args.label].numpy())
+                if args.step:
+                    time.sleep(args.step)
                 progress.reach(number * args.seconds + elapsed)
             after = loader.stats.as_dict()
             rounds.append(Round(elapsed, {k: after[k] - before[k] for k in (*COUNTED, *TIMED)}))
@@ -192,6 +215,12 @@ def _stages(rounds: list[Round], ceilings: Ceilings, row_nbytes: float, args: ar
     }
 
 
+def _verdict(args: argparse.Namespace, rounds: list[Round]) -> str:
+    """Return what held the consumer up in all rounds together."""
+    total = {key: sum(r.stats[key] for r in rounds) for key in (*COUNTED, *TIMED)}
+    return Stats.verdict(total, sum(r.seconds for r in rounds), args.num_threads or usable_cores())
+
+
 def _stage(
     stage_s: float, wall_s: float, nbytes: float = float("nan"), ceiling: float = float("nan")
 ) -> dict[str, float]:
@@ -222,6 +251,8 @@ def _report(result: dict[str, Any]) -> str:
             f"{text.size(stages['decoded_nbytes_per_cell'])}; {partial} of chunks only as far as needed",
         ),
         ("peak memory", _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"])),
+        ("waits for a minibatch", _waits(result["waits_s"])),
+        ("verdict", result["verdict"]),
         ("path", f"{result['device']}, {result['io_mode']}"),
     ]
     rows = [_stage_row(name, stages[name]) for name in ("plan", "read", "decode", "take_rows", "wait")]
@@ -237,6 +268,10 @@ _NOTE = """\
 def _memory(peak: float, parts: dict[str, int]) -> str:
     named = ", ".join(f"{name} {text.size(nbytes)}" for name, nbytes in parts.items())
     return f"{text.size(peak)}, of it {named}; the rest is Python and its packages"
+
+
+def _waits(waits: dict[str, float]) -> str:
+    return ", ".join(f"{name[:-2]} {1e3 * seconds:.2f} ms" for name, seconds in waits.items())
 
 
 def _rates(rates: dict[str, Any]) -> str:

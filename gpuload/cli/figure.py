@@ -5,6 +5,7 @@ Home of matplotlib.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.cli.advice import Advice
+    from gpuload.stats import Span
     from gpuload.store import ObsColumn
 
 COLORS = {"streaming": "#c44e52", "block shuffling": "#4c72b0", "true random": "#8c8c8c"}
@@ -206,6 +208,66 @@ def _draw_losses(axis: Any, data_set: Mapping[str, Any]) -> None:
         f"seconds; each line ends after the same {data_set['n_batches']:,} minibatches", fontsize=9, color=_INK
     )
     _dress(axis, "Loss", "cross-entropy; thick: held-out cells, thin: minibatches trained on")
+
+
+_LANES = (
+    ("read_s", "read", "#4c72b0"),
+    ("decode_s", "decode", "#55a868"),
+    ("take_s", "take", "#c08b30"),
+    ("plan_s", "plan", "#8172b3"),
+    ("wait_s", "consumer waits", "#c44e52"),
+    ("step", "consumer's step", "#8c8c8c"),
+)
+"""Rows of the timeline, from the bottom: timer, name and colour; of native threads a line each."""
+
+
+def draw_timeline(path: str, spans: Sequence[Span], verdict: str) -> None:
+    """Draw the tasks of each stage over time, a line for each thread, and save them as PNG.
+
+    Parameters
+    ----------
+    path
+        Where to.
+    spans
+        The tasks. What lies between two waits of the consumer is drawn as its step.
+    verdict
+        The line above.
+
+    Raises
+    ------
+    MissingDependencyError
+        matplotlib is not installed.
+    ReadError
+        The file cannot be written.
+    """
+    by_timer: dict[str, dict[int, list[tuple[float, float]]]] = {timer: {} for timer, _, _ in _LANES}
+    began = min((span.start for span in spans), default=0.0)
+    for span in spans:
+        by_timer[span.timer].setdefault(span.thread, []).append((span.start - began, span.stop - span.start))
+    for thread, waits in by_timer["wait_s"].items():
+        by_timer["step"][thread] = [
+            (start + length, following - start - length) for (start, length), (following, _) in pairwise(waits)
+        ]
+    n_lines = sum(max(1, len(threads)) for threads in by_timer.values())
+    figure = _figure(13, 1.6 + 0.22 * n_lines, "The timeline")
+    axis, line, ticks = figure.subplots(), 0, []
+    for timer, name, color in _LANES:
+        threads = by_timer[timer]
+        for tasks in threads.values():
+            axis.broken_barh(tasks, (line, 0.8), facecolors=color, zorder=2)
+            line += 1
+        line += not threads
+        ticks.append((line - max(1, len(threads)) / 2 - 0.1, name))
+    axis.set_yticks(*zip(*ticks, strict=True))
+    axis.set_ylim(-0.3, line)
+    axis.set_xlim(0)
+    axis.set_xlabel("seconds", fontsize=9, color=_INK)
+    axis.grid(visible=True, axis="x", color=_FAINT, linewidth=0.6, zorder=0)
+    _dress(axis, "Who did what when", verdict)
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
 
 
 def _bars(

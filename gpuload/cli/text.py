@@ -89,7 +89,7 @@ def count(n: int, noun: str, plural: str | None = None) -> str:
 
 
 class Progress:
-    """A progress bar on stderr; silent where stderr is no terminal, or on request.
+    """A progress bar on stderr, in a terminal and in a notebook; silent in a pipe or a file, or on request.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class Progress:
             desc=label,
             unit=unit,
             unit_scale=unit != "s",
-            disable=is_quiet or not sys.stderr.isatty(),
+            disable=is_quiet or not (sys.stderr.isatty() or _is_notebook()),
             leave=False,
             bar_format="{desc}: {percentage:3.0f} % |{bar}| {elapsed} (left {remaining}){postfix}",
         )
@@ -125,6 +125,11 @@ class Progress:
 
     def __exit__(self, *exc_info: object) -> None:
         self._bar.close()
+
+
+def _is_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook, whose stderr is a page and claims to be no terminal."""
+    return "ipykernel" in sys.modules
 
 
 def say(message: str, *, is_quiet: bool) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional
 import gpuload
 from gpuload.dali import CellIterator
 from gpuload.diversity import MinibatchEntropy
+from gpuload.scores import macro_f1
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -203,20 +204,6 @@ def evaluate(task: Task, models: Sequence[torch.nn.Linear]) -> list[float]:
                 for matrix, model in zip(confusion, models, strict=True):
                     np.add.at(matrix, (truth, model(batch["X"]).argmax(dim=1).numpy()), 1)
     return [macro_f1(matrix) for matrix in confusion]
-
-
-def macro_f1(confusion: NDArray[np.int64]) -> float:
-    """Return the mean over classes of F1, of the classes that occur or are predicted.
-
-    Parameters
-    ----------
-    confusion : (n_classes, n_classes) int64
-        Cells by true class (rows) and predicted class (columns).
-    """
-    hits = np.diag(confusion)
-    either = confusion.sum(axis=0) + confusion.sum(axis=1)
-    occurs = either > 0
-    return float(np.mean(2 * hits[occurs] / either[occurs])) if occurs.any() else float("nan")
 
 
 def most_expressed(path: Path, n_genes: int, **settings: Any) -> NDArray[np.bool_]:

@@ -1,0 +1,207 @@
+"""Packing against annbatch's own pre-shuffle, and what codecs cost.
+
+``python -m benchmarks.run_pack --file cells.h5ad [--annbatch-python PATH] [--out benchmarks/results/pack.jsonl]``
+
+Both make a shuffled, sharded zarr store of the same file, in turns, each time in a fresh process whose imports are done
+before the clock starts. gpuload also brings all to the disk and reads it back; annbatch does neither, and keeps of obs
+one column and the row numbers. Codecs are timed one thread at a time on chunks of the file's own cells. Page cache
+warm. Rates on a GPU are none of this: there they would have to be measured with a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+WANTED = 1.5
+"""Least speed of packing, as a multiple of annbatch's pre-shuffle."""
+
+PACKAGES = ("numba", "numpy", "imagecodecs", "anndata", "zarr")
+RIVAL_PACKAGES = ("annbatch", "zarrs", "zarr", "anndata", "numpy", "scipy")
+
+CODEC_CELLS = 4_000
+"""Cells of the file on which codecs are timed."""
+
+CELLS_PER_CHUNK = (16, 64, 256)
+
+
+def pack_gpuload(file: Path, folder: Path, memory: str) -> dict[str, Any]:
+    """Pack a file; return seconds and sizes."""
+    import anndata  # noqa: F401 - as a rival's imports are, done before the clock starts
+
+    import gpuload
+    import gpuload.packing.work
+
+    cpu, start = machine.cpu_s(), time.perf_counter()
+    packed = gpuload.pack(file, folder / "packed.zarr", memory=memory)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "cpu_s": machine.cpu_s() - cpu, "store_nbytes": packed.nbytes, "cells": packed.n_obs}
+
+
+def pack_annbatch(file: Path, folder: Path, memory: str) -> dict[str, Any]:
+    """Convert and shuffle a file with annbatch's defaults, which know no bound of memory."""
+    del memory
+    from benchmarks.job import Arm, Job
+    from benchmarks.rivals import annbatch_store
+
+    job = Job(Arm("annbatch", "pack", "annbatch_store", {}), file, folder)
+    cpu = machine.cpu_s()
+    taken = annbatch_store.prepare(job)
+    return {"seconds": taken["conversion_s"], "cpu_s": machine.cpu_s() - cpu, "store_nbytes": taken["store_nbytes"]}
+
+
+PACKERS = {"gpuload": (pack_gpuload, PACKAGES), "annbatch": (pack_annbatch, RIVAL_PACKAGES)}
+
+
+def measure(name: str, file: Path, memory: str) -> dict[str, Any]:
+    """Pack once, here, into a folder beside the file that goes again."""
+    pack, packages = PACKERS[name]
+    load = os.getloadavg()[0]
+    with TemporaryDirectory(dir=file.parent) as folder:
+        figures = pack(file, Path(folder), memory)
+    machine_now = {"load_before": load, "peak_mib": machine.peak_mib(), "versions": machine.versions(packages)}
+    return {"packer": name, **figures, **machine_now}
+
+
+def in_turns(pythons: dict[str, str], file: Path, memory: str, rounds: int) -> list[dict[str, Any]]:
+    """Measure each packer once a round, in a process of its own; return all that came of it."""
+    results = []
+    for number in range(rounds):
+        for name in sorted(pythons, reverse=bool(number % 2)):
+            command = [pythons[name], "-W", "ignore", "-m", "benchmarks.run_pack", "--file", str(file), "--one", name]
+            done = subprocess.run([*command, "--memory", memory], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
+            results.append(json.loads(done.stdout.splitlines()[-1]))
+            print(f"{name:10s} {results[-1]['seconds']:7.2f} s {results[-1]['cpu_s']:7.2f} s of processor time")
+    return results
+
+
+def codecs(file: Path) -> list[dict[str, Any]]:
+    """Return, for each codec and chunk, bytes per cell and cells per second of one thread."""
+    import h5py
+    import imagecodecs
+    import numpy as np
+
+    with h5py.File(file) as stored:
+        n_cells = min(CODEC_CELLS, stored["X/indptr"].shape[0] - 1)
+        nnz = int(stored["X/indptr"][n_cells])
+        arrays = {"data": stored["X/data"][:nnz], "indices": stored["X/indices"][:nnz]}
+    smallest = np.min_scalar_type(int(arrays["data"].max()))
+    typed = {"data": arrays["data"].astype(smallest), "indices": arrays["indices"].astype(np.uint16)}
+
+    def blosc(compressor: str, level: int) -> Callable[[NDArray[Any]], bytes]:
+        return lambda chunk: imagecodecs.blosc_encode(
+            chunk.tobytes(), level=level, compressor=compressor, shuffle=1, typesize=chunk.itemsize, numthreads=1
+        )
+
+    def unblosc(stored: bytes) -> Any:
+        return imagecodecs.blosc_decode(stored, numthreads=1)
+
+    candidates: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "none": (lambda chunk: chunk.tobytes(), bytearray),
+        "zstd-1": (lambda chunk: imagecodecs.zstd_encode(chunk.tobytes(), level=1), imagecodecs.zstd_decode),
+        "zstd-3": (lambda chunk: imagecodecs.zstd_encode(chunk.tobytes(), level=3), imagecodecs.zstd_decode),
+        "blosc-zstd-3-shuffle": (blosc("zstd", 3), unblosc),
+        "blosc-lz4-5-shuffle": (blosc("lz4", 5), unblosc),
+    }
+    return [
+        {"codec": name, "cells_per_chunk": cells, **_rates(typed, cells * nnz // n_cells, n_cells, *functions)}
+        for cells in CELLS_PER_CHUNK
+        for name, functions in candidates.items()
+    ]
+
+
+def _rates(
+    arrays: dict[str, NDArray[Any]],
+    length: int,
+    n_cells: int,
+    encode: Callable[[NDArray[Any]], Any],
+    decode: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """Time a codec on arrays cut into chunks of a length; the best of three counts."""
+    found: dict[str, Any] = {}
+    encode_s = decode_s = 0.0
+    for name, array in arrays.items():
+        chunks = [array[i : i + length] for i in range(0, array.size, length)]
+        encoded = [encode(chunk) for chunk in chunks]
+        found[f"{name}_bytes_per_cell"] = sum(map(len, encoded)) / n_cells
+        encode_s += min(_seconds(encode, chunks) for _ in range(3))
+        decode_s += min(_seconds(decode, encoded) for _ in range(3))
+    found["encode_cells_per_s"], found["decode_cells_per_s"] = n_cells / encode_s, n_cells / decode_s
+    return found
+
+
+def _seconds(function: Callable[[Any], Any], items: list[Any]) -> float:
+    start = time.thread_time()
+    for item in items:
+        function(item)
+    return max(time.thread_time() - start, 1e-9)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, add to the results where asked; 1 where packing is slower than wanted."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_pack", description=__doc__.splitlines()[0])
+    parser.add_argument("--file", type=Path, required=True, help="the .h5ad file; stores are made beside it")
+    parser.add_argument("--annbatch-python", default=sys.executable, help="a Python that has annbatch")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory", default="2GiB")
+    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument("--one", choices=sorted(PACKERS), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.one:
+        print(json.dumps(measure(options.one, options.file, options.memory)))
+        return 0
+    from benchmarks.measure import set_cache
+    from benchmarks.run_rivals import describe_file
+
+    set_cache(options.file, "warm")
+
+    table = codecs(options.file)
+    for row in table:
+        nbytes = row["data_bytes_per_cell"] + row["indices_bytes_per_cell"]
+        rates = f"{row['encode_cells_per_s']:>10,.0f} {row['decode_cells_per_s']:>12,.0f} cells/s"
+        print(f"{row['cells_per_chunk']:>4} cells {row['codec']:22s} {nbytes:7,.0f} bytes a cell {rates}")
+    turns = in_turns(
+        {"gpuload": sys.executable, "annbatch": options.annbatch_python}, options.file, options.memory, options.rounds
+    )
+    seconds = {name: median(t["seconds"] for t in turns if t["packer"] == name) for name in PACKERS}
+    cpu_s = {name: median(t["cpu_s"] for t in turns if t["packer"] == name) for name in PACKERS}
+    ratio = seconds["annbatch"] / seconds["gpuload"]
+    print(f"{ratio:.2f} times annbatch's speed ({cpu_s['annbatch'] / cpu_s['gpuload']:.2f} a core); wanted {WANTED}.")
+    if options.out:
+        record = {
+            "commit": machine.commit(),
+            "machine": machine.describe(),
+            "file": describe_file(options.file),
+            "time": datetime.now(UTC).isoformat(),
+            "cache": "warm",
+            "memory": options.memory,
+            "codecs": table,
+            "gpu": None,
+            "turns": turns,
+            "ratio": ratio,
+        }
+        with options.out.open("a") as out:
+            out.write(json.dumps(record) + "\n")
+    return 0 if ratio >= WANTED else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

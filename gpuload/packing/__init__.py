@@ -1,0 +1,256 @@
+"""Packing: sources of any form -> one pre-shuffled store that anndata opens, and that this loader reads fastest.
+
+    sources ──first pass──▶ parts ──second pass──▶ shards ──read back──▶ the target, by one rename
+             (read, cut)           (put together, encode)   (digest of the rows)
+
+Requirements this package answers
+---------------------------------
+- The target appears whole and verified, or not at all; what a killed run has brought to the disk is not done again.
+- Memory does not grow with the sources, but for their row offsets, the order, and one column of obs at a time.
+- Nothing is lost: every value is looked at before its dtype is chosen, and read back after it was written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import PlanError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.packing.job import Job
+    from gpuload.packing.rows import Reader
+    from gpuload.packing.work import Packed
+
+CODECS = ("lz4", "zstd", "none")
+
+MIN_MEMORY = 1 << 20
+"""Bytes: less holds no task that is worth its overhead."""
+
+_SAMPLE_ROWS = 1_000
+"""Rows of which the disk that is needed is estimated."""
+
+_TABLE_NBYTES = 64
+"""Bytes a cell that are allowed for obs and the order, in the same estimate."""
+
+
+def pack(
+    paths: Any,
+    target: str | os.PathLike[str],
+    *,
+    layer: str = "X",
+    obs: Sequence[str] | None = None,
+    group_by: str | None = None,
+    keep_order: bool = False,
+    seed: int = 0,
+    codec: str = "lz4",
+    block_size: int = 64,
+    memory: int | str = "2GiB",
+    num_threads: int | None = None,
+    overwrite: bool = False,
+    scheduler: str | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Packed:
+    """Write files as one zarr store of AnnData that is read fastest: shuffled, in small types and aligned shards.
+
+    The target is sharded zarr version 3, which ``anndata.read_zarr`` (0.12 or later) opens as any other. Its rows are
+    in a true random order, so blocks of neighbours are as mixed as random cells, however large they are. Values are
+    kept without loss in the smallest of uint8, uint16, uint32, float32 and float64 that holds all of them; column
+    numbers in uint16 where there are at most 65,536 genes. obs keeps all columns, and says in ``source_file`` and
+    ``source_row`` where each row is from; where files have names of cells in common, the number of the file is added to
+    all. var is that of the first file.
+
+    All is read back and compared with the sources before the target appears, by one rename. Work in progress lies
+    beside it, in ``<target>.packing``; after an interruption of any kind the same call goes on there.
+
+    Parameters
+    ----------
+    paths
+        One file or folder, or several with the same genes; every form that `open_loader` opens from disk, and .h5ad
+        files whose matrix is CSC, which are transposed first.
+    target
+        The folder to make.
+    layer
+        The matrix of the sources that becomes X: ``"X"``, ``"raw.X"`` or the name of a layer.
+    obs
+        Columns to keep; None keeps all.
+    group_by
+        A column of obs: rows of one label stand together, shuffled among each other; those without a label come last.
+    keep_order
+        Keep the rows as they lie in the sources.
+    seed
+        At least 0; of the order.
+    codec
+        How chunks are encoded: ``"lz4"``, the fastest to read; ``"zstd"``, the smallest, for slow disks and networks;
+        ``"none"``.
+    block_size
+        Cells per chunk; on average, where the matrix is sparse. Read it in blocks of so many or more.
+    memory
+        Bytes, or text such as ``"2GiB"``: most for what holds cells. Besides, some 40 bytes a cell are taken for row
+        offsets and the order, and what the largest column of obs takes.
+    num_threads
+        Threads that decode and encode; None takes one per core that this process may use.
+    overwrite
+        Replace a target that is there, once the new one is whole.
+    scheduler
+        Address of a Dask scheduler whose workers, which see the same files by the same paths, do the passes. `memory`
+        and `num_threads` are then of each task.
+    progress
+        Is told, now and then, which part of the work is done: from 0 to 1.
+
+    Returns
+    -------
+    Packed
+        What was made.
+
+    Raises
+    ------
+    PlanError
+        A setting that cannot be carried out.
+    StoreError, ReadError, CorruptDataError
+        A source is not what it should be, or was changed meanwhile; the target is there already; the disk is too full;
+        or what was written does not read back.
+    MissingDependencyError
+        `scheduler` is given and Dask is not installed.
+    """
+    memory_nbytes = _check_settings(obs, group_by, keep_order, seed, codec, block_size, memory, num_threads)
+    from gpuload.packing import workplace
+    from gpuload.packing.job import draw_order, plan_job, row_lengths
+    from gpuload.packing.rows import Reader
+    from gpuload.packing.tables import chosen_columns
+    from gpuload.packing.work import Work
+
+    target = os.path.abspath(os.fspath(target))
+    folder, files = f"{target}.packing", _source_files(paths)
+    workplace.check_target(target, files, overwrite=overwrite)
+    settings = {"layer": layer, "obs": None if obs is None else list(obs), "group_by": group_by, "seed": seed}
+    settings |= {"keep_order": keep_order, "codec": codec, "block_size": block_size, "memory": memory_nbytes}
+    plan = json.dumps({"version": 1, "sources": [_stamp(path) for path in files], **settings}).encode()
+    told = progress or (lambda _: None)
+    with ExitStack() as stack:
+        stack.enter_context(workplace.translated(target))
+        columns, labels = chosen_columns(files, obs), _labels(files, layer, group_by)
+        stack.enter_context(workplace.at_work(folder, plan))
+        sources = _by_rows(files, layer, folder, memory_nbytes, num_threads)
+        read_layer = layer if sources == files else "X"
+        reader = stack.enter_context(Reader.of(sources, read_layer, num_threads=num_threads))
+        names = dict(zip(sources, files, strict=True))
+        store = replace(reader.store, paths=tuple(names.get(path, path) for path in reader.store.paths))
+        if not store.n_obs or not store.n_vars:
+            raise StoreError(f"{store.paths[0]}: it has {store.n_obs} cells and {store.n_vars} genes: nothing to pack.")
+        where = (tuple(sources), read_layer, folder)
+        job = plan_job(store, *where, codec, block_size, memory_nbytes, is_wide=reader.is_wide)
+        workplace.check_disk(folder, _disk_nbytes(job, reader))
+        if not job.has_order():
+            job.write_order(draw_order(store.n_obs, seed, labels, is_kept=keep_order), row_lengths(store))
+        work = Work(job, reader, store, files, layer, columns, memory_nbytes, scheduler, num_threads, told)
+        packed = work.carry_out(target)
+        workplace.check_target(target, files, overwrite=overwrite)  # there may be one now
+        workplace.publish(folder, target)
+    told(1.0)
+    return packed
+
+
+def _check_settings(
+    obs: Sequence[str] | None,
+    group_by: str | None,
+    keep_order: bool,
+    seed: int,
+    codec: str,
+    block_size: int,
+    memory: int | str,
+    num_threads: int | None,
+) -> int:
+    """Refuse settings that cannot be carried out; return the memory in bytes."""
+    if isinstance(obs, str):
+        raise PlanError(f"obs={obs!r}: expected a list of column names, for example obs=[{obs!r}].")
+    if codec not in CODECS:
+        raise PlanError(f"codec={codec!r}: expected one of {', '.join(map(repr, CODECS))}.")
+    if keep_order and group_by is not None:
+        raise PlanError(f"group_by={group_by!r} with keep_order=True: two orders; drop one.")
+    for name, value, least in (("seed", seed, 0), ("block_size", block_size, 1), ("num_threads", num_threads or 1, 1)):
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+            raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}.")
+    from gpuload.cache.store import parse_nbytes
+
+    nbytes = parse_nbytes("memory", memory)
+    if nbytes < MIN_MEMORY:
+        raise PlanError(f"memory={memory!r}: expected at least {MIN_MEMORY >> 20}MiB.")
+    return nbytes
+
+
+def _source_files(paths: Any) -> list[str]:
+    """Return the files that paths stand for."""
+    from gpuload.formats.recognise import expand
+
+    each = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not each or not all(isinstance(path, (str, os.PathLike)) for path in each):
+        raise PlanError(f"paths={paths!r}: expected the path of a file or folder, or several.")
+    for path in each:
+        if "://" in os.fspath(path):
+            raise PlanError(f"paths: {path} is an address, and packing reads files on disk; copy it first.")
+    files = [file for path in each for file in expand(os.fspath(path))]
+    for place, file in enumerate(files):
+        if file in files[:place]:
+            raise PlanError(f"paths: {file} is given twice; give every file once.")
+    return files
+
+
+def _stamp(path: str) -> list[Any]:
+    """Return what changes when a source does: path, number and sizes of its files, and the last time of change."""
+    from gpuload.formats.recognise import file_of
+
+    at = file_of(path)
+    inside = [os.path.join(folder, name) for folder, _, names in os.walk(at) for name in names]
+    statuses = [os.stat(one) for one in inside or [at]]
+    sizes, times = [s.st_size for s in statuses], [s.st_mtime_ns for s in statuses]
+    return [os.path.abspath(path), len(statuses), sum(sizes), max(times)]
+
+
+def _disk_nbytes(job: Job, reader: Reader) -> int:
+    """Return the bytes of disk that parts, and a target that did not shrink, take, judged by the first rows."""
+    itemsize = reader.read(0, min(job.slices[1], _SAMPLE_ROWS)).judge().dtype.itemsize
+    per_element = itemsize + (job.index_dtype.itemsize if job.kind == "csr" else 0)
+    return 2 * (job.n_elements * per_element + job.n_obs * _TABLE_NBYTES)
+
+
+def _labels(files: Sequence[str], layer: str, group_by: str | None) -> NDArray[np.int64] | None:
+    """Return the labels of all rows as numbers, -1 where one is missing: (n_obs,)."""
+    if group_by is None:
+        return None
+    import pandas as pd
+
+    from gpuload.formats import frames
+    from gpuload.packing.tables import check_columns
+
+    check_columns(files, [group_by])
+    labels, _ = pd.factorize(frames.join([frames.cell_column(file, group_by, layer) for file in files]))
+    return np.asarray(labels, dtype=np.int64)
+
+
+def _by_rows(files: list[str], layer: str, folder: str, memory: int, num_threads: int | None) -> list[str]:
+    """Return where the cells of files lie by rows: in themselves, or in passing stores where they lie by columns."""
+    from gpuload.formats.recognise import open_by_columns
+
+    found = []
+    for number, file in enumerate(files):
+        store = open_by_columns(file, layer=layer)
+        if store is None:
+            found.append(file)
+            continue
+        from gpuload.packing.columns import by_rows
+
+        found.append(by_rows(store, layer, os.path.join(folder, f"rows-{number:06}"), memory, num_threads))
+    odd = [file for file, source in zip(files, found, strict=True) if file == source]
+    if layer != "X" and 0 < len(odd) < len(files):
+        raise StoreError(f"{odd[0]}: its {layer} lies by rows, but that of others by columns (CSC); pack them apart.")
+    return found

@@ -1,0 +1,104 @@
+"""The passes on a Dask cluster, whose workers see the same files by the same paths. The home of Dask."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+from gpuload.errors import MissingDependencyError, ReadError
+from gpuload.packing.parts import write_part
+from gpuload.packing.passes import all_parts, digest_span, fill_bucket, result_reader
+from gpuload.packing.rows import Reader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Self
+
+    import numpy as np
+
+    from gpuload.packing.job import Job
+    from gpuload.packing.passes import Span
+
+CONNECT_S = 10
+"""Seconds that a scheduler has to answer."""
+
+
+class Cluster:
+    """The workers of a Dask scheduler; see `passes.Workers`.
+
+    Parameters
+    ----------
+    job
+        The plan.
+    address
+        Of the scheduler.
+    num_threads
+        Threads of a task; None takes one per core of the worker's machine.
+
+    Raises
+    ------
+    MissingDependencyError
+        Dask is not installed.
+    ReadError
+        The scheduler does not answer.
+    """
+
+    def __init__(self, job: Job, address: str, num_threads: int | None) -> None:
+        try:
+            from distributed import Client
+        except ImportError as error:
+            raise MissingDependencyError("distributed", "packing on a cluster", "dask") from error
+        try:
+            self._client = Client(address, timeout=CONNECT_S, set_as_default=False)
+        except (OSError, ValueError) as error:
+            raise ReadError(f"scheduler={address!r}: no Dask scheduler answers there; check the address.") from error
+        self._job = job
+        self._num_threads = num_threads
+
+    def write_parts(self, numbers: Sequence[int]) -> Iterator[Any]:
+        """See `Workers.write_parts`."""
+        return self._each(partial(_write_part, self._job, self._num_threads), numbers)
+
+    def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Iterator[Any]:
+        """See `Workers.write_buckets`."""
+        return self._each(partial(_write_bucket, self._job, self._num_threads, dtype), numbers)
+
+    def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Iterator[int]:
+        """See `Workers.digests`."""
+        return self._each(partial(_digest_span, self._job, self._num_threads, tuple(file_rows)), spans)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._client.close()
+
+    def _each(self, task: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        """Yield the results of a task over items as they come; the first error cancels the rest."""
+        from distributed import as_completed
+
+        futures = self._client.map(task, list(items), pure=False)
+        try:
+            for _, result in as_completed(futures, loop=self._client.loop, with_results=True):
+                yield result
+        finally:
+            self._client.cancel(futures)
+
+
+def _write_part(job: Job, num_threads: int | None, number: int) -> None:
+    write_part(job, _reader(job, num_threads), number)
+
+
+def _write_bucket(job: Job, num_threads: int | None, dtype: np.dtype[Any], number: int) -> None:
+    fill_bucket(job, _reader(job, num_threads), number, all_parts(job), dtype)
+
+
+def _digest_span(job: Job, num_threads: int | None, file_rows: tuple[int, ...], span: Span) -> int:
+    with result_reader(job, num_threads) as reader:
+        return digest_span(reader, span, file_rows)
+
+
+@lru_cache(maxsize=1)
+def _reader(job: Job, num_threads: int | None) -> Reader:
+    """Return this worker's reader of the sources, which stays open for the tasks that follow."""
+    return Reader.of(job.paths, job.layer, num_threads=num_threads, is_wide=job.is_wide)

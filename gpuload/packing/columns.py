@@ -1,0 +1,179 @@
+"""A matrix that lies by columns -> the same cells by rows, in a passing store: an external transposition.
+
+The values of a cell are then all over the file, so rows cannot be read from it. Slices of genes are read one after the
+other, and their elements put together by the bucket of rows that they go to, as the first pass of packing does; in a
+bucket they are appended to their rows, gene after gene. Memory is bounded as it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends.native.runs import count_buckets, count_rows, digest_elements, place_elements, sort_by_bucket
+from gpuload.errors import CorruptDataError
+from gpuload.formats import frames
+from gpuload.packing import workplace
+from gpuload.packing.files import sync_folder, write_whole
+from gpuload.packing.job import cut_rows, plan_job
+from gpuload.packing.parts import Part, Segment, Summary, part_path, save_part
+from gpuload.packing.passes import all_parts, each
+from gpuload.packing.rows import Judged, Reader
+from gpuload.packing.shards import done_path, new_bucket, write_matrix_metadata, write_shards
+from gpuload.packing.zarr_files import write_group, write_strings, write_table_metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.packing.job import Job
+    from gpuload.packing.parts import PartFile
+    from gpuload.store import Store
+
+CHUNK = 1 << 16
+"""Elements per chunk of the passing store."""
+
+_WHOLE = "whole"
+"""The file that says that a passing store is."""
+
+_CELL_NBYTES = 4
+"""Bytes of the number of a cell, in parts."""
+
+_NO_LENGTH = np.empty(0, dtype=np.int64)
+
+
+def by_rows(store: Store, layer: str, folder: str, memory: int, num_threads: int | None) -> str:
+    """Make a store of cells x genes of one of genes x cells; what an earlier run has finished is not done again.
+
+    Parameters
+    ----------
+    store
+        Genes x cells; closed at the end.
+    layer
+        Which matrix of its file it is.
+    folder
+        Where to work.
+    memory
+        Most bytes for what holds elements.
+    num_threads
+        As of `rows.Reader`.
+
+    Returns
+    -------
+    str
+        The path of the store: X, and the names of the genes.
+
+    Raises
+    ------
+    CorruptDataError
+        What was written does not read back as what was read.
+    """
+    with ExitStack() as stack:
+        reader = stack.enter_context(Reader(store, num_threads=num_threads))
+        plan = plan_job(store, store.paths, layer, folder, "lz4", 1, memory, is_wide=reader.is_wide)
+        chunk = min(CHUNK, plan.bucket)
+        shard = max(1, plan.shard // chunk) * chunk
+        job = replace(
+            plan,
+            n_obs=store.n_vars,
+            n_vars=store.n_obs,
+            chunk=chunk,
+            shard=shard,
+            bucket=max(1, plan.bucket // shard) * shard,
+        )
+        whole = os.path.join(folder, _WHOLE)
+        if os.path.exists(whole):
+            return job.result
+        if not job.has_order():
+            per_element = _CELL_NBYTES + job.index_dtype.itemsize + (8 if job.is_wide else 4)
+            workplace.check_disk(folder, 2 * job.n_elements * per_element)
+            workplace.begin(folder)
+            job.write_order(np.arange(job.n_obs), _count_cells(job, reader))
+        _transpose(job, reader)
+        write_whole(whole, [])
+        sync_folder(folder)
+        shutil.rmtree(os.path.join(folder, workplace.PARTS))
+        return job.result
+
+
+def _count_cells(job: Job, reader: Reader) -> NDArray[np.int64]:
+    """Return the elements of each cell, (n_obs,)."""
+    counts = np.zeros(job.n_obs, dtype=np.int64)
+    for start, stop in pairwise(job.slices):
+        count_rows(reader.read_indices(start, stop), counts)
+    return counts
+
+
+def _transpose(job: Job, reader: Reader) -> None:
+    for _ in each(lambda number: _write_part(job, reader, number), range(job.n_slices)):
+        pass
+    parts = all_parts(job)
+    judged, digest = Judged(), 0
+    for part in parts:
+        judged, digest = judged.joined(part.summary.judged), (digest + part.summary.digest) % (1 << 64)
+    for _ in each(lambda number: _write_bucket(job, reader, number, parts, judged.dtype), range(job.n_buckets)):
+        pass
+    write_group(job.result, {"encoding-type": "anndata", "encoding-version": "0.1.0"})
+    write_matrix_metadata(job, judged.dtype)
+    write_table_metadata(os.path.join(job.result, "var"), [])
+    write_strings(os.path.join(job.result, "var", "_index"), frames.gene_names(reader.store.paths[0], job.layer))
+    _verify(job, reader, digest)
+
+
+def _write_part(job: Job, reader: Reader, number: int) -> None:
+    """Read a slice of genes, put its elements together by bucket, and bring them to the disk."""
+    path = part_path(job, number)
+    if os.path.exists(path):
+        return
+    start, stop = job.slices[number], job.slices[number + 1]
+    genes = reader.read(start, stop)
+    judged = genes.judge()
+    reader.check_exact(judged)
+    counts = np.zeros(job.n_buckets, dtype=np.int64)
+    count_buckets(genes.indices, job.offsets, job.bucket, counts)
+    edges = np.concatenate([[0], np.cumsum(counts)])
+    n = int(edges[-1])
+    cells = np.empty(n, dtype=np.int32)
+    columns, values = np.empty(n, dtype=job.index_dtype), np.empty(n, dtype=judged.dtype)
+    sort_by_bucket(
+        start, genes.indptr, genes.indices, genes.values, job.offsets, job.bucket, edges.copy(), cells, columns, values
+    )
+    digest = int(digest_elements(start, genes.indptr, genes.indices, genes.bits, True))
+    save_part(path, Part(Summary(digest, judged), edges, edges, Segment(cells, _NO_LENGTH, columns, values)))
+
+
+def _write_bucket(job: Job, reader: Reader, number: int, parts: Sequence[PartFile], dtype: np.dtype[Any]) -> None:
+    """Append the elements of a bucket to their rows, gene after gene, and bring its shards to the disk."""
+    if os.path.exists(done_path(job, number)):
+        return
+    start, stop = job.bucket_edges(number)
+    indices, values = new_bucket(job, number, dtype)
+    first = int(np.searchsorted(job.offsets, start, side="right")) - 1
+    last = int(np.searchsorted(job.offsets, stop, side="left"))
+    cursor = job.offsets[first:last] - start
+    for part in parts:
+        segment = part.segment(number)
+        place_elements(segment.dest, segment.indices, segment.values, first, cursor, indices, values)
+    write_shards(job, number, indices, values, reader.pool)
+
+
+def _verify(job: Job, reader: Reader, digest: int) -> None:
+    found = 0
+    with Reader.of([job.result], "X", num_threads=1, is_wide=job.is_wide) as result:
+        edges = cut_rows(job.offsets, job.bucket)
+        for start, stop in pairwise(edges):
+            rows = result.read(start, stop)
+            found += int(digest_elements(start, rows.indptr, rows.indices, rows.bits, False))
+    if found % (1 << 64) != digest:
+        workplace.clear(job.folder)
+        raise CorruptDataError(
+            f"{job.folder}: the elements of {reader.store.paths[0]} do not read back by rows as they lie by columns, "
+            "so the work was thrown away; check the disk and the memory, and pack again."
+        )

@@ -1,0 +1,111 @@
+"""The passes over the cells, on this machine: sources -> parts -> shards, and the target read back."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpuload.packing.parts import Part, PartFile, make_part, part_path, write_part
+from gpuload.packing.rows import Reader
+from gpuload.packing.shards import done_path, write_bucket
+from gpuload.packing.tables import SOURCE_FILE, SOURCE_ROW, source_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import numpy as np
+
+    from gpuload.packing.job import Job
+
+AT_ONE_TIME = 2
+"""Tasks at one time: while one waits for the disk or moves rows, the other's chunks are decoded or encoded."""
+
+Span = tuple[int, int]
+"""First row, and end."""
+
+
+class Workers(Protocol):
+    """What carries out the tasks of a pass, in any order; yields whenever one is done."""
+
+    def write_parts(self, numbers: Sequence[int]) -> Iterator[Any]:
+        """Bring parts to the disk."""
+
+    def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Iterator[Any]:
+        """Bring the shards of buckets to the disk."""
+
+    def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Iterator[int]:
+        """Read rows of the target back, and yield the digests of each span."""
+
+
+class Local:
+    """The threads of this process.
+
+    Parameters
+    ----------
+    job
+        The plan.
+    reader
+        Of the sources.
+    num_threads
+        As of `rows.Reader`.
+    parts
+        Where parts are kept in memory, by number; None: on disk.
+    """
+
+    def __init__(self, job: Job, reader: Reader, num_threads: int | None, parts: dict[int, Part] | None) -> None:
+        self._job = job
+        self._reader = reader
+        self._num_threads = num_threads
+        self._parts = parts
+
+    def write_parts(self, numbers: Sequence[int]) -> Iterator[Any]:
+        """See `Workers.write_parts`."""
+        return each(self._write_part, numbers)
+
+    def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Iterator[Any]:
+        """See `Workers.write_buckets`."""
+        parts = all_parts(self._job) if self._parts is None else self._parts.values()
+        return each(lambda number: fill_bucket(self._job, self._reader, number, parts, dtype), numbers)
+
+    def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Iterator[int]:
+        """See `Workers.digests`."""
+        with result_reader(self._job, self._num_threads) as reader:
+            yield from each(lambda span: digest_span(reader, span, file_rows), spans)
+
+    def _write_part(self, number: int) -> None:
+        if self._parts is None:
+            write_part(self._job, self._reader, number)
+        else:
+            self._parts[number] = make_part(self._job, self._reader, number)
+
+
+def all_parts(job: Job) -> list[PartFile]:
+    """Return the parts on disk."""
+    return [PartFile(part_path(job, number)) for number in range(job.n_slices)]
+
+
+def fill_bucket(job: Job, reader: Reader, number: int, parts: Iterable[Part | PartFile], dtype: np.dtype[Any]) -> None:
+    """Bring a bucket's shards to the disk, unless they are there."""
+    if not os.path.exists(done_path(job, number)):
+        write_bucket(job, number, (part.segment(number) for part in parts), dtype, reader.pool)
+
+
+def result_reader(job: Job, num_threads: int | None) -> Reader:
+    """Return a reader of the target, which knows where its rows are from."""
+    return Reader.of([job.result], "X", num_threads=num_threads, is_wide=job.is_wide, obs=(SOURCE_FILE, SOURCE_ROW))
+
+
+def digest_span(reader: Reader, span: Span, file_rows: Sequence[int]) -> int:
+    """Return the digest of rows of the target, by their place in the sources."""
+    start, stop = span
+    return reader.read(start, stop).digest(source_rows(reader.store, start, stop, file_rows))
+
+
+def each(task: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+    """Yield the results of a task over items, a few at one time; the first error ends it."""
+    executor = ThreadPoolExecutor(AT_ONE_TIME, thread_name_prefix="gpuload-pack-task")
+    try:
+        yield from executor.map(task, items)
+    finally:
+        executor.shutdown(cancel_futures=True)

@@ -1,0 +1,192 @@
+"""Rows of a store, read by the engine: what every pass begins with."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends.cpu import CpuBackend
+from gpuload.backends.native.runs import digest_rows, judge_values
+from gpuload.errors import StoreError
+from gpuload.formats import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Self
+
+    from numpy.typing import NDArray
+
+    from gpuload.store import Store
+    from gpuload.types import Recipe
+
+_NO_COLUMNS = np.empty(0, dtype=np.uint16)
+_EXACT = 1 << 53
+"""Largest integer up to which float64 holds every integer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What is known of some values.
+
+    Attributes
+    ----------
+    largest
+        Their largest magnitude.
+    are_counts
+        Whether all are whole and none is negative.
+    are_single
+        Whether float32 holds all of them exactly.
+    """
+
+    largest: float = 0.0
+    are_counts: bool = True
+    are_single: bool = True
+
+    def joined(self, other: Judged) -> Judged:
+        """Return what is known of both together."""
+        return Judged(
+            max(self.largest, other.largest),
+            self.are_counts and other.are_counts,
+            self.are_single and other.are_single,
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest dtype of uint8, uint16, uint32, float32 and float64 that holds all of them exactly."""
+        if self.are_counts:
+            for dtype in (np.uint8, np.uint16, np.uint32):
+                if self.largest <= np.iinfo(dtype).max:
+                    return np.dtype(dtype)
+        return np.dtype(np.float32 if self.are_single else np.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Consecutive rows of a store in memory.
+
+    Attributes
+    ----------
+    indptr : (n_rows + 1,) int64
+        Row offsets; of dense rows too.
+    indices : (nnz,) uint16 or int32
+        Column numbers; empty where the rows are dense.
+    values : (nnz,) float32 or float64
+        All values, dense rows one after the other.
+    """
+
+    indptr: NDArray[np.int64]
+    indices: NDArray[Any]
+    values: NDArray[Any]
+
+    @property
+    def bits(self) -> NDArray[Any]:
+        """The values as they lie in memory, (nnz,) uint32 or uint64."""
+        return self.values.view(np.uint64 if self.values.itemsize == 8 else np.uint32)
+
+    def digest(self, ids: NDArray[np.int64]) -> int:
+        """Return the sum, modulo 2**64, of the rows' digests; see `native.runs.digest_rows`."""
+        return int(digest_rows(ids, self.indptr, self.indices, self.bits))
+
+    def judge(self) -> Judged:
+        """Return what is known of the values."""
+        largest, are_counts, are_single = judge_values(self.values)
+        return Judged(float(largest), bool(are_counts), bool(are_single))
+
+
+class Reader:
+    """Threads that read and decode, and the files they read; open until `close`.
+
+    Parameters
+    ----------
+    store
+        The files; closed at the end.
+    num_threads
+        Threads that decode, and as many that encode; None takes one per core.
+    is_wide
+        Whether values are read as float64; None: where float32 cannot hold all that the files may hold.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        num_threads: int | None,
+        is_wide: bool | None = None,
+    ) -> None:
+        self.store = store
+        self.is_wide = any(map(_needs_float64, _dtypes(self.store))) if is_wide is None else is_wide
+        self._backend = CpuBackend(num_threads=num_threads, values="float64" if self.is_wide else "float32")
+        self.pool = ThreadPoolExecutor(num_threads or len(os.sched_getaffinity(0)), thread_name_prefix="gpuload-pack")
+
+    @classmethod
+    def of(
+        cls,
+        paths: Sequence[str],
+        layer: str,
+        *,
+        num_threads: int | None,
+        is_wide: bool | None = None,
+        obs: Sequence[str] = (),
+    ) -> Reader:
+        """Return a reader of files that are opened for it; see `formats.open_store`."""
+        return cls(open_store(list(paths), layer=layer, obs=obs), num_threads=num_threads, is_wide=is_wide)
+
+    def read(self, start: int, stop: int) -> Rows:
+        """Return rows start..stop.
+
+        Raises
+        ------
+        ReadError, CorruptDataError
+            Bytes could not be read, or are wrong; or the files were changed meanwhile.
+        StoreError
+            An integer is too large to be kept exactly.
+        """
+        resident = self._backend.load(self._recipe(start, stop)).result()
+        if self.store.kind == "dense":
+            indptr = np.arange(stop - start + 1, dtype=np.int64) * self.store.n_vars
+            return Rows(indptr, _NO_COLUMNS, resident.flat("X"))
+        return Rows(resident.indptr, resident.indices, resident.flat("data"))  # type: ignore[arg-type]
+
+    def read_indices(self, start: int, stop: int) -> NDArray[Any]:
+        """Return the column numbers of rows start..stop alone; errors as of `read`."""
+        recipe = self._recipe(start, stop)
+        reads = tuple(read for read in recipe.reads if read.target == "indices")
+        return self._backend.load(replace(recipe, reads=reads)).result().flat("indices")
+
+    def _recipe(self, start: int, stop: int) -> Recipe:
+        self.store.check_unchanged()
+        return self.store.recipe(np.array([[start, stop]], dtype=np.int64))
+
+    def check_exact(self, judged: Judged) -> None:
+        """Raise StoreError where the sources hold integers that float64 may have rounded."""
+        if judged.largest >= _EXACT and any(dtype.kind in "iu" for dtype in _dtypes(self.store)):
+            raise StoreError(
+                f"{self.store.paths[0]}: it holds integers of {_EXACT} or more, which cannot be kept exactly; write "
+                "it anew as float64."
+            )
+
+    def close(self) -> None:
+        """Stop the threads; close the files."""
+        self.pool.shutdown(cancel_futures=True)
+        self._backend.close()
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _dtypes(store: Store) -> list[np.dtype[Any]]:
+    """Return the dtypes of a store's values, one per matrix."""
+    return [matrix.layouts[0].dtype for matrix in store.matrices]
+
+
+def _needs_float64(dtype: np.dtype[Any]) -> bool:
+    """Return whether float32 cannot hold all values of a dtype."""
+    return dtype.itemsize == 8 or (dtype.kind in "iu" and dtype.itemsize == 4)

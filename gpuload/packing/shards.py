@@ -1,0 +1,106 @@
+"""Second pass: what all parts hold for a bucket -> shards of the target."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends.native.runs import copy_runs
+from gpuload.packing.files import sync_folders, write_whole
+from gpuload.packing.zarr_files import Codec, shard_pieces, write_array, write_group, write_sharded_metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from concurrent.futures import Executor
+
+    from numpy.typing import NDArray
+
+    from gpuload.packing.job import Job
+    from gpuload.packing.parts import Segment
+
+
+def done_path(job: Job, bucket: int) -> str:
+    """Return the file that says that a bucket's shards are on the disk."""
+    return os.path.join(job.folder, "done", f"{bucket:06}")
+
+
+def write_bucket(job: Job, bucket: int, segments: Iterable[Segment], dtype: np.dtype[Any], pool: Executor) -> None:
+    """Put a bucket's rows together, encode them, and bring their shards to the disk.
+
+    Parameters
+    ----------
+    job
+        The plan.
+    bucket
+        Number.
+    segments
+        What the parts hold for it, in any order.
+    dtype
+        Of the target's values.
+    pool
+        Threads that encode.
+    """
+    indices, values = new_bucket(job, bucket, dtype)
+    for segment in segments:
+        source = np.cumsum(segment.length) - segment.length
+        copy_runs(source, segment.length, segment.dest, segment.values, values)
+        if indices.size:
+            copy_runs(source, segment.length, segment.dest, segment.indices, indices)
+    write_shards(job, bucket, indices, values, pool)
+
+
+def new_bucket(job: Job, bucket: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return memory for the column numbers of a bucket (none where it is dense) and for its values."""
+    start, stop = job.bucket_edges(bucket)
+    indices = np.empty(stop - start if job.kind == "csr" else 0, dtype=job.index_dtype)
+    return indices, np.empty(stop - start, dtype=dtype)
+
+
+def write_shards(job: Job, bucket: int, indices: NDArray[Any], values: NDArray[Any], pool: Executor) -> None:
+    """Encode a bucket, bring its shards to the disk, and note that they are there."""
+    start, _ = job.bucket_edges(bucket)
+    arrays = {"X": values} if job.kind == "dense" else {"X/data": values, "X/indices": indices}
+    written = []
+    for first in range(0, values.size, job.shard):
+        for name, array in arrays.items():
+            shard = _shard(job, name, (start + first) // job.shard, array[first : first + job.shard], pool)
+            written.append(pool.submit(write_whole, *shard))
+    for one in written:
+        one.result()
+    for name in arrays:
+        sync_folders(os.path.join(job.result, name))
+    write_whole(done_path(job, bucket), [])
+
+
+def _shard(job: Job, name: str, number: int, elements: NDArray[Any], pool: Executor) -> tuple[str, list[Any]]:
+    """Return where a shard goes, and its bytes."""
+    codec = Codec(job.codec)
+    chunks = [elements[first : first + job.chunk] for first in range(0, elements.size, job.chunk)]
+    if chunks[-1].size < job.chunk:  # the format has no short chunks
+        full = np.zeros(job.chunk, dtype=elements.dtype)
+        full[: chunks[-1].size] = chunks[-1]
+        chunks[-1] = full
+    key = f"c/{number}/0" if job.kind == "dense" else f"c/{number}"
+    path = os.path.join(job.result, name, key)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return path, list(shard_pieces(list(pool.map(codec.encode, chunks)), job.shard // job.chunk))
+
+
+def write_matrix_metadata(job: Job, dtype: np.dtype[Any]) -> None:
+    """Describe the matrix whose shards are there, and write its row offsets."""
+    folder, codec = os.path.join(job.result, "X"), Codec(job.codec)
+    attributes = {"encoding-type": "array", "encoding-version": "0.2.0"}
+    if job.kind == "dense":
+        rows, per_shard = max(1, job.chunk // max(1, job.n_vars)), job.shard // job.chunk
+        chunk = (rows, max(1, job.n_vars))
+        shard = (rows * per_shard, max(1, job.n_vars))
+        write_sharded_metadata(folder, (job.n_obs, job.n_vars), dtype, chunk, shard, codec, attributes)
+        return
+    shape = [job.n_obs, job.n_vars]
+    write_group(folder, {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
+    for name, of in (("data", dtype), ("indices", job.index_dtype)):
+        sizes = (job.n_elements,), of, (job.chunk,), (job.shard,)
+        write_sharded_metadata(os.path.join(folder, name), *sizes, codec, attributes)
+    write_array(os.path.join(folder, "indptr"), np.asarray(job.offsets))

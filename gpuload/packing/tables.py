@@ -1,0 +1,179 @@
+"""obs and var of the target: columns of the sources in the new order, and where each row is from."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from gpuload.errors import CorruptDataError, StoreError
+from gpuload.formats import frames
+from gpuload.formats.arrays import no_column
+from gpuload.formats.recognise import obs_columns
+from gpuload.packing.zarr_files import write_column, write_group, write_strings, write_table_metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.store import Store
+
+SOURCE_FILE, SOURCE_ROW = "source_file", "source_row"
+"""Columns of obs that say where a row is from."""
+
+_EMPTY = ("layers", "obsm", "obsp", "uns", "varm", "varp")
+_DICT = {"encoding-type": "dict", "encoding-version": "0.1.0"}
+
+
+def chosen_columns(files: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
+    """Return the columns of obs to pack: those wanted, else all.
+
+    Raises
+    ------
+    StoreError
+        A file lacks one, or has one that packing adds.
+    """
+    if wanted is None:
+        wanted = obs_columns(files[0])
+        for file in files[1:]:
+            odd = sorted(set(wanted) ^ set(obs_columns(file)))
+            if odd:
+                lacking, having = (file, files[0]) if odd[0] in wanted else (files[0], file)
+                raise StoreError(
+                    f"{lacking}: obs has no column {odd[0]!r}, which that of {having} has; name the columns to pack "
+                    "with obs=."
+                )
+    check_columns(files, wanted)
+    for name in (SOURCE_FILE, SOURCE_ROW):
+        if name in wanted:
+            raise StoreError(
+                f"{files[0]}: obs has a column {name!r}, which packing adds; rename it, or name the columns to pack "
+                "with obs=."
+            )
+    return list(dict.fromkeys(wanted))
+
+
+def check_columns(files: Sequence[str], names: Sequence[str]) -> None:
+    """Raise StoreError where a file lacks one of some columns of obs."""
+    for file in files:
+        known = obs_columns(file)
+        for name in names:
+            if name not in known:
+                raise no_column(file, name, known)
+
+
+def start_target(folder: str) -> None:
+    """Make the groups of an AnnData that hold nothing."""
+    write_group(folder, {"encoding-type": "anndata", "encoding-version": "0.1.0"})
+    for name in _EMPTY:
+        write_group(os.path.join(folder, name), _DICT)
+
+
+def write_obs(
+    folder: str, files: Sequence[str], layer: str, names: Sequence[str], store: Store, order: NDArray[np.int64]
+) -> None:
+    """Write the obs of the target, a column at a time, and compare each with what reads back.
+
+    Parameters
+    ----------
+    folder
+        The target.
+    files, layer
+        The sources, one by one, and which matrix of them is packed.
+    names
+        Columns.
+    store
+        The sources, as one.
+    order : (n_obs,) int64
+        For each row of the target its row of the sources.
+
+    Raises
+    ------
+    StoreError
+        A column of a type that cannot be packed.
+    CorruptDataError
+        What was written does not read back.
+    """
+    obs = os.path.join(folder, "obs")
+    columns = [*names, SOURCE_FILE, SOURCE_ROW]
+    write_table_metadata(obs, columns)
+    cells = _cell_names(files, layer)[order]
+    write_strings(os.path.join(obs, "_index"), cells)
+    if not _is_same(cells, frames.cell_names(folder, "X")):
+        raise _not_as_written(folder, "index")
+    for name in columns:
+        values = _provenance(name, store, order)
+        if values is None:
+            values = frames.join([frames.cell_column(path, name, layer) for path in files])[order]
+        write_column(os.path.join(obs, name), values, f"{files[0]}: obs column {name!r}")
+        if not _is_same(values, frames.cell_column(folder, name, "X")):
+            raise _not_as_written(folder, f"column {name!r}")
+
+
+def write_var(folder: str, files: Sequence[str], store: Store, layer: str) -> None:
+    """Write the var of the target: that of the first file."""
+    var = os.path.join(folder, "var")
+    columns = frames.gene_columns(files[0], layer)
+    if store.var_ids is not None:
+        columns.setdefault("gene_ids", store.var_ids)
+    write_table_metadata(var, list(columns))
+    write_strings(os.path.join(var, "_index"), store.var_names)
+    for name, values in columns.items():
+        write_column(os.path.join(var, name), values, f"{files[0]}: var column {name!r}")
+
+
+def _not_as_written(folder: str, what: str) -> CorruptDataError:
+    return CorruptDataError(
+        f"{folder}: obs {what} does not read back as it was written; check the disk and run the same command again."
+    )
+
+
+def source_rows(store: Store, start: int, stop: int, file_rows: Sequence[int]) -> NDArray[np.int64]:
+    """Return, for rows start..stop of a packed store, their rows over all sources, of so many rows each."""
+    first = np.cumsum(file_rows) - np.array(file_rows)
+    file, row = (store.obs[name].values[start:stop] for name in (SOURCE_FILE, SOURCE_ROW))  # noqa: PD011 - no frame
+    return np.asarray(first[file] + row)
+
+
+def _provenance(name: str, store: Store, order: NDArray[np.int64]) -> Any:
+    """Return a column that says where rows are from; None for any other."""
+    if name not in (SOURCE_FILE, SOURCE_ROW):
+        return None
+    first = np.cumsum(store.file_rows) - np.array(store.file_rows)
+    file = np.searchsorted(first, order, side="right") - 1
+    if name == SOURCE_ROW:
+        return order - first[file]
+    return pd.Categorical.from_codes(file, list(store.paths))
+
+
+def _cell_names(files: Sequence[str], layer: str) -> NDArray[np.bytes_]:
+    """Return the names of all cells as UTF-8.
+
+    Where files have names in common, the number of the file is added to all names: ``"AAACCTG-1-0"``.
+    """
+    parts = [
+        np.array([str(name).encode() for name in frames.cell_names(path, layer)], dtype=np.bytes_) for path in files
+    ]
+    joined = np.concatenate(parts)
+    if len(parts) > 1 and np.unique(joined).size < sum(np.unique(part).size for part in parts):
+        joined = np.concatenate([np.char.add(part, f"-{number}".encode()) for number, part in enumerate(parts)])
+    return joined
+
+
+def _is_same(values: Any, other: Any) -> bool:
+    """Return whether two columns hold the same, missing values included."""
+    if isinstance(values, pd.Categorical):
+        return isinstance(other, pd.Categorical) and values.equals(other)
+    if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
+        is_float = values.dtype.kind == "f"
+        return values.dtype == other.dtype and bool(np.array_equal(values, other, equal_nan=is_float))
+    one, two = (np.asarray(pd.isna(x)) for x in (values, other))
+    if not np.array_equal(one, two):
+        return False
+    texts = [
+        [v.decode() if isinstance(v, bytes) else v for v in np.asarray(x, dtype=object)[~one]] for x in (values, other)
+    ]
+    return texts[0] == texts[1]

@@ -1,0 +1,137 @@
+"""The folder beside the target in which it is made, and the rename that lets it appear."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from gpuload.errors import GpuloadError, PlanError, ReadError, StoreError
+from gpuload.packing.files import locked, remove_partial, sync_folder, sync_folders, write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+PARTS, DONE, STORE, LOCK = "parts", "done", "store", "lock"
+"""What the folder holds: parts of the first pass, marks of finished buckets, the target, and who is at work."""
+
+_PLAN = "plan.json"
+_MARKS = ("zarr.json", ".zgroup")
+
+
+def check_target(target: str, files: Sequence[str], *, overwrite: bool) -> None:
+    """Refuse a target that cannot appear, or would replace what it must not."""
+    parent = os.path.dirname(target)
+    if not os.path.isdir(parent):
+        raise ReadError(f"{parent}: there is no such folder to put the target into; make it first.")
+    if any(os.path.abspath(file) == target for file in files):
+        raise PlanError(f"target={target!r}: is one of the sources; choose another.")
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise StoreError(f"{target}: is there already; choose another target, or overwrite it (overwrite=True).")
+    if not any(os.path.exists(os.path.join(target, mark)) for mark in _MARKS):
+        raise StoreError(f"{target}: is no zarr store, so it is not overwritten; choose another target.")
+
+
+def check_disk(folder: str, needed: int) -> None:
+    """Raise ReadError where the disk has not room for so many bytes, what the folder holds already included."""
+    parent = os.path.dirname(folder)
+    free = shutil.disk_usage(parent).free + size_of(folder)
+    if needed > free:
+        raise ReadError(
+            f"{parent}: packing needs up to {needed / 1e9:.1f} GB there, half of it for parts that go at the end, but "
+            f"{free / 1e9:.1f} GB are free; free some, or choose a target on another disk."
+        )
+
+
+@contextmanager
+def at_work(folder: str, plan: bytes) -> Iterator[None]:
+    """Make the folder, or go on in it where it holds work of the same plan; nobody else works there meanwhile.
+
+    Where an error comes before there is anything to go on with, the folder goes again.
+
+    Parameters
+    ----------
+    folder
+        Where to work.
+    plan
+        All that decides what the target is.
+
+    Raises
+    ------
+    ReadError
+        Somebody else works there.
+    """
+    os.makedirs(folder, exist_ok=True)
+    with locked(os.path.join(folder, LOCK)):
+        if _is_of(folder, plan) and os.path.isdir(os.path.join(folder, STORE)):
+            remove_partial(folder)
+        else:
+            begin(folder)
+            write_whole(os.path.join(folder, _PLAN), [plan])
+            sync_folder(folder)
+        try:
+            yield
+        except BaseException:
+            if {*os.listdir(folder)} <= {LOCK, _PLAN, PARTS, DONE, STORE}:
+                shutil.rmtree(folder)
+            raise
+
+
+def _is_of(folder: str, plan: bytes) -> bool:
+    try:
+        with open(os.path.join(folder, _PLAN), "rb") as file:
+            return file.read() == plan
+    except FileNotFoundError:
+        return False
+
+
+def begin(folder: str) -> None:
+    """Make the folder, or empty it, and make those within."""
+    os.makedirs(folder, exist_ok=True)
+    clear(folder)
+    for name in (PARTS, DONE, STORE):
+        os.makedirs(os.path.join(folder, name))
+
+
+def clear(folder: str) -> None:
+    """Remove everything but the lock; the plan first, so that what is left is of none."""
+    names = sorted(os.listdir(folder), key=lambda name: name != _PLAN)
+    for name in names:
+        path = os.path.join(folder, name)
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        elif name != LOCK:
+            os.remove(path)
+
+
+def publish(folder: str, target: str) -> None:
+    """Let the target appear, in place of one that is there, and remove the folder."""
+    store = os.path.join(folder, STORE)
+    sync_folders(store)
+    if os.path.lexists(target):
+        os.rename(target, os.path.join(folder, "replaced"))
+    os.rename(store, target)
+    sync_folder(os.path.dirname(target))
+    shutil.rmtree(folder)
+
+
+def size_of(folder: str) -> int:
+    """Return the bytes of all files below a folder; 0 where there is none."""
+    return sum(os.path.getsize(os.path.join(at, name)) for at, _, names in os.walk(folder) for name in names)
+
+
+@contextmanager
+def translated(target: str) -> Iterator[None]:
+    """Translate what the system says about files, once, at the edge."""
+    try:
+        yield
+    except GpuloadError:
+        raise
+    except OSError as error:
+        raise ReadError(
+            f"{error.filename or target}: {error.strerror or error}. Mend it and run the same command again: it goes "
+            "on where it stopped."
+        ) from error

@@ -1,0 +1,272 @@
+"""AnnData in zarr version 3, file by file: metadata, shards, and the small arrays of its tables.
+
+What is written here is read by anndata and zarr as any other store is; neither is needed to write it. Chunks within a
+shard begin at multiples of 4 KiB, so that reads that pass by the page cache need no more than what they want.
+
+References
+----------
+.. [1] Zarr core specification version 3, doi:10.5281/zenodo.7319826; ZEP 2, "Sharding codec" (the index at a shard's
+   end: offset and length of every chunk, then their CRC-32C; chunks may lie anywhere before it).
+.. [2] AnnData documentation, "On-disk format".
+.. [3] numcodecs documentation ("VLenUTF8": framing of strings).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from gpuload.backends.codecs import encode_blosc, encode_zstd
+from gpuload.backends.native.frames import crc32c
+from gpuload.errors import StoreError
+from gpuload.packing.files import write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+ALIGNMENT = 4096
+"""Bytes: chunks in shards begin at multiples of it."""
+
+ZSTD_LEVEL, LZ4_LEVEL = 3, 5
+
+TABLE_CHUNK = 1 << 17
+"""Elements per chunk of a table's column."""
+
+_ABSENT = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+_ARRAY = {"encoding-type": "array", "encoding-version": "0.2.0"}
+_STRINGS = {"encoding-type": "string-array", "encoding-version": "0.2.0"}
+_NULLABLE = {"i": "nullable-integer", "u": "nullable-integer", "b": "nullable-boolean"}
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How chunks are encoded.
+
+    zstd is bare where elements are whole numbers, since byte shuffle gains nothing there (measured, see
+    benchmarks/results/pack.jsonl), and in blosc with byte shuffle where they are floats. lz4 is in blosc: zarr's
+    standard knows those frames, and bare LZ4 it does not. All of it can be decoded on a GPU, too.
+
+    Attributes
+    ----------
+    name
+        ``"zstd"``, ``"lz4"`` or ``"none"``.
+    """
+
+    name: str
+
+    def steps(self, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
+        """Return the codecs that make bytes of elements and shrink them, in zarr's words."""
+        order: dict[str, Any] = {"name": "bytes"}
+        if dtype.itemsize > 1:
+            order["configuration"] = {"endian": "little"}
+        if self.name == "none":
+            return [order]
+        if not self._is_blosc(dtype):
+            return [order, {"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}]
+        configuration = {
+            "cname": self.name,
+            "clevel": self._level,
+            "shuffle": "shuffle",
+            "typesize": dtype.itemsize,
+            "blocksize": 0,
+        }
+        return [order, {"name": "blosc", "configuration": configuration}]
+
+    def encode(self, chunk: NDArray[Any]) -> Any:
+        """Return a chunk's bytes as they are stored."""
+        plain = chunk.view(np.uint8).reshape(-1).data
+        if self.name == "none":
+            return plain
+        if self._is_blosc(chunk.dtype):
+            return encode_blosc(plain, self.name, self._level, chunk.dtype.itemsize)
+        return encode_zstd(plain, ZSTD_LEVEL)
+
+    @property
+    def _level(self) -> int:
+        return ZSTD_LEVEL if self.name == "zstd" else LZ4_LEVEL
+
+    def _is_blosc(self, dtype: np.dtype[Any]) -> bool:
+        return self.name == "lz4" or dtype.kind == "f"
+
+
+def shard_pieces(chunks: Sequence[Any], n_places: int) -> Iterator[Any]:
+    """Yield the bytes of a shard: encoded chunks and padding, then the index of `n_places` chunks and its checksum."""
+    index = np.full((n_places, 2), _ABSENT, dtype="<u8")
+    at = 0
+    for place, chunk in enumerate(chunks):
+        index[place] = at, len(chunk)
+        padding = -len(chunk) % ALIGNMENT
+        at += len(chunk) + padding
+        yield chunk
+        yield bytes(padding)
+    raw = index.view(np.uint8).reshape(-1)
+    yield raw.data
+    yield struct.pack("<I", crc32c(raw, 0, raw.size))
+
+
+def write_group(folder: str, attributes: Mapping[str, Any]) -> None:
+    """Make a group."""
+    os.makedirs(folder, exist_ok=True)
+    _write_json(folder, {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
+
+
+def write_sharded_metadata(
+    folder: str,
+    shape: Sequence[int],
+    dtype: np.dtype[Any],
+    chunk_shape: Sequence[int],
+    shard_shape: Sequence[int],
+    codec: Codec,
+    attributes: Mapping[str, Any],
+) -> None:
+    """Describe an array whose shards are there."""
+    index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+    configuration = {
+        "chunk_shape": list(chunk_shape),
+        "codecs": codec.steps(dtype),
+        "index_codecs": index_codecs,
+        "index_location": "end",
+    }
+    _write_array(
+        folder,
+        shape,
+        dtype.name,
+        0,
+        shard_shape,
+        [{"name": "sharding_indexed", "configuration": configuration}],
+        attributes,
+    )
+
+
+def write_array(folder: str, values: NDArray[Any], attributes: Mapping[str, Any] = _ARRAY) -> None:
+    """Write a 1-D array of numbers or booleans in plain chunks."""
+    values = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+    codec, n = Codec("zstd"), min(TABLE_CHUNK, max(1, values.size))
+    os.makedirs(os.path.join(folder, "c"), exist_ok=True)
+    for number, start in enumerate(range(0, values.size, n)):
+        chunk = np.zeros(n, dtype=values.dtype)
+        part = values[start : start + n]
+        chunk[: part.size] = part
+        write_whole(os.path.join(folder, "c", str(number)), [codec.encode(chunk)])
+    fill_value: Any = False if values.dtype.kind == "b" else 0
+    _write_array(folder, values.shape, values.dtype.name, fill_value, (n,), codec.steps(values.dtype), attributes)
+
+
+def write_strings(folder: str, values: Sequence[Any] | NDArray[Any]) -> None:
+    """Write a 1-D array of strings, given as str or as UTF-8."""
+    n = min(TABLE_CHUNK, max(1, len(values)))
+    os.makedirs(os.path.join(folder, "c"), exist_ok=True)
+    for number, start in enumerate(range(0, len(values), n)):
+        part = [v if isinstance(v, bytes) else str(v).encode() for v in values[start : start + n]]
+        part += [b""] * (n - len(part))
+        plain = struct.pack("<I", n) + b"".join(piece for v in part for piece in (struct.pack("<I", len(v)), v))
+        write_whole(os.path.join(folder, "c", str(number)), [encode_zstd(plain, ZSTD_LEVEL)])
+    codecs: list[dict[str, Any]] = [
+        {"name": "vlen-utf8"},
+        {"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}},
+    ]
+    _write_array(folder, (len(values),), "string", "", (n,), codecs, _STRINGS)
+
+
+def write_column(folder: str, values: Any, where: str) -> None:
+    """Write a column of a table.
+
+    Parameters
+    ----------
+    folder
+        Where.
+    values
+        A NumPy or pandas array: numbers, booleans, strings, or categories; some may be missing.
+    where
+        What errors call it.
+
+    Raises
+    ------
+    StoreError
+        It is of another type.
+    """
+    if isinstance(values, pd.Categorical):
+        attributes = {"encoding-type": "categorical", "encoding-version": "0.2.0", "ordered": bool(values.ordered)}
+        write_group(folder, attributes)
+        write_array(os.path.join(folder, "codes"), values.codes)
+        write_column(os.path.join(folder, "categories"), np.asarray(values.categories), where)
+    elif isinstance(values, (pd.arrays.IntegerArray, pd.arrays.BooleanArray)):
+        kind = _NULLABLE[values.dtype.kind]
+        write_group(folder, {"encoding-type": kind, "encoding-version": "0.1.0"})
+        plain = values.to_numpy(dtype=values.dtype.numpy_dtype, na_value=0)
+        write_array(os.path.join(folder, "values"), plain)
+        write_array(os.path.join(folder, "mask"), np.asarray(values.isna()))
+    elif pd.api.types.is_extension_array_dtype(values) or values.dtype.kind in "OSU":
+        _write_text(folder, np.asarray(values, dtype=object), where)
+    elif values.dtype.kind in "biuf" and values.ndim == 1:
+        write_array(folder, values)
+    else:
+        raise StoreError(
+            f"{where} has dtype {values.dtype} and shape {values.shape}; only one number, boolean, string or category "
+            "per row can be packed. Leave it out by naming the other columns."
+        )
+
+
+def _write_text(folder: str, values: NDArray[np.object_], where: str) -> None:
+    is_missing = pd.isna(values)
+    kinds = {type(v) for v in values[~is_missing]}
+    if not kinds <= {str, bytes, np.str_, np.bytes_}:
+        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise StoreError(
+            f"{where} holds values of type {found}; only one number, boolean, string or category per row can be "
+            "packed. Leave it out by naming the other columns."
+        )
+    if not is_missing.any():
+        write_strings(folder, values)
+        return
+    write_group(folder, {"encoding-type": "nullable-string-array", "encoding-version": "0.1.0"})
+    write_strings(os.path.join(folder, "values"), np.where(is_missing, "", values))
+    write_array(os.path.join(folder, "mask"), is_missing)
+
+
+def write_table_metadata(folder: str, columns: Sequence[str]) -> None:
+    """Describe a table whose columns, and whose index ``_index``, are there."""
+    attributes = {
+        "encoding-type": "dataframe",
+        "encoding-version": "0.2.0",
+        "_index": "_index",
+        "column-order": list(columns),
+    }
+    write_group(folder, attributes)
+
+
+def _write_array(
+    folder: str,
+    shape: Sequence[int],
+    data_type: str,
+    fill_value: Any,
+    grid: Sequence[int],
+    codecs: list[dict[str, Any]],
+    attributes: Mapping[str, Any],
+) -> None:
+    os.makedirs(folder, exist_ok=True)
+    meta = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": data_type,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill_value,
+        "codecs": codecs,
+        "attributes": dict(attributes),
+        "storage_transformers": [],
+    }
+    _write_json(folder, meta)
+
+
+def _write_json(folder: str, meta: dict[str, Any]) -> None:
+    write_whole(os.path.join(folder, "zarr.json"), [json.dumps(meta, indent=1).encode()])

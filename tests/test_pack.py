@@ -1,0 +1,382 @@
+"""`gpuload.pack`: what anndata reads of the target is what the sources hold, in the order that was asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import anndata as ad
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import zarr
+from scipy.sparse import csr_matrix
+from scipy.sparse import random as random_matrix
+
+import gpuload
+from gpuload.cli import main
+from gpuload.packing import job as jobs
+from tests import writers
+from tests.other_forms import FORMS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+MEMORY = 1 << 20
+"""Bytes, the least that is allowed."""
+
+
+def cells(n_obs: int = 400, n_vars: int = 300, seed: int = 0, density: float = 0.2) -> ad.AnnData:
+    """Return counts from 1 to 9 with a few large ones, an empty row, and an obs of every kind of column."""
+    X = random_matrix(n_obs, n_vars, density, "csr", np.float32, seed)
+    rng = np.random.default_rng(seed)
+    X.data[:] = rng.integers(1, 10, X.nnz)
+    X.data[-1] = 300
+    lil = X.tolil()
+    lil[n_obs // 3] = 0
+    obs = writers.cells_frame(n_obs, seed)
+    obs["plate"] = pd.Categorical(np.sort(rng.integers(0, 8, n_obs)).astype(str))
+    var = pd.DataFrame({"chromosome": pd.Categorical((np.arange(n_vars) // 7 % 4).astype(str))})
+    var.index = [f"gene_{i}" for i in range(n_vars)]
+    return ad.AnnData(csr_matrix(lil), obs, var)
+
+
+def written(adata: ad.AnnData, path: Path) -> Path:
+    adata.write_h5ad(path, compression="gzip")
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(cells(), tmp_path_factory.mktemp("packed") / "cells.h5ad")
+
+
+def assert_same_rows(packed: Path, *sources: Path) -> ad.AnnData:
+    """Compare every row of a packed store with the row that it says it is; return what anndata reads of it."""
+    adata = ad.read_zarr(packed)
+    originals = {str(path): ad.read_h5ad(path) for path in sources}
+    where = list(zip(adata.obs["source_file"].astype(str), adata.obs["source_row"], strict=True))
+    assert sorted(where) == sorted((name, row) for name, a in originals.items() for row in range(a.n_obs))
+    dense = adata.X.toarray() if hasattr(adata.X, "toarray") else adata.X
+    for name, original in originals.items():
+        here = np.flatnonzero(adata.obs["source_file"] == name)
+        rows = adata.obs["source_row"].to_numpy()[here]
+        X = original.X[rows]
+        np.testing.assert_array_equal(dense[here], X.toarray() if hasattr(X, "toarray") else X)
+        for column in original.obs:
+            found, wanted = adata.obs[column].iloc[here], original.obs[column].iloc[rows]
+            np.testing.assert_array_equal(found.isna(), wanted.isna())
+            assert found[~found.isna()].astype(object).tolist() == wanted[~wanted.isna()].astype(object).tolist()
+        assert adata.obs_names[here].tolist() == original.obs_names[rows].tolist()
+        pd.testing.assert_frame_equal(adata.var, original.var, check_index_type=False)
+    return adata
+
+
+def test_anndata_reads_what_was_packed(source: Path, tmp_path: Path) -> None:
+    told: list[float] = []
+    packed = gpuload.pack(source, tmp_path / "out.zarr", progress=told.append)
+    adata = assert_same_rows(tmp_path / "out.zarr", source)
+    original = ad.read_h5ad(source)
+    for name in original.obs:
+        if isinstance(original.obs[name].dtype, pd.CategoricalDtype):
+            assert adata.obs[name].dtype == original.obs[name].dtype, name
+    assert (packed.n_obs, packed.n_vars, packed.dtype, packed.index_dtype) == (400, 300, "uint16", "uint16")
+    assert (adata.X.dtype, adata.X.indices.dtype) == (np.uint16, np.uint16)
+    assert packed.nbytes == sum(f.stat().st_size for f in (tmp_path / "out.zarr").rglob("*") if f.is_file())
+    assert told == sorted(told)
+    assert told[-1] == 1
+    assert sorted(os.listdir(tmp_path)) == ["out.zarr"]
+    assert adata[5:9, :10].X.shape == (4, 10)
+    assert adata.X[[7, 3]].toarray().shape == (2, 300)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4", "none"])
+@pytest.mark.parametrize("kind", ["csr", "dense"])
+def test_every_codec_in_many_buckets(kind: str, codec: str, tmp_path: Path) -> None:
+    adata = cells(3_000, 200)
+    if kind == "dense":
+        adata.X = adata.X.toarray()
+    path = written(adata, tmp_path / "in.h5ad")
+    packed = gpuload.pack(path, tmp_path / "out.zarr", codec=codec, memory=MEMORY, block_size=16)
+    assert_same_rows(tmp_path / "out.zarr", path)
+    array = "X/data" if kind == "csr" else "X"
+    meta = json.loads((tmp_path / "out.zarr" / array / "zarr.json").read_text())
+    assert meta["codecs"][0]["name"] == "sharding_indexed"
+    assert len(list((tmp_path / "out.zarr" / array / "c").iterdir())) > 2
+    assert packed.index_dtype == (None if kind == "dense" else "uint16")
+    with gpuload.open_loader(tmp_path / "out.zarr", batch_size=100, obs=["source_row"], device="cpu") as loader:
+        for batch in loader:
+            wanted = adata.X[batch.obs["source_row"]]
+            np.testing.assert_array_equal(batch.X, wanted if kind == "dense" else wanted.toarray())
+
+
+def test_chunks_begin_at_pages(source: Path, tmp_path: Path) -> None:
+    gpuload.pack(source, tmp_path / "out.zarr", block_size=8)
+    shard = (tmp_path / "out.zarr/X/data/c/0").read_bytes()
+    meta = json.loads((tmp_path / "out.zarr/X/data/zarr.json").read_text())
+    inner = meta["codecs"][0]["configuration"]["chunk_shape"][0]
+    n = meta["chunk_grid"]["configuration"]["chunk_shape"][0] // inner
+    index = np.frombuffer(shard[-16 * n - 4 : -4], dtype="<u8").reshape(n, 2)
+    index = index[index[:, 0] != np.iinfo(np.uint64).max]
+    assert len(index) > 10
+    assert not (index[:, 0] % 4096).any()
+
+
+def test_several_files_keep_where_rows_are_from(tmp_path: Path) -> None:
+    one, two = cells(300, seed=1), cells(200, seed=2)
+    two.obs["plate"] = pd.Categorical(["x", "y"] * 100, categories=["y", "x"])
+    two.obs_names = [f"other_{i}" for i in range(200)]
+    paths = [written(one, tmp_path / "one.h5ad"), written(two, tmp_path / "two.h5ad")]
+    gpuload.pack(paths, tmp_path / "out.zarr")
+    adata = assert_same_rows(tmp_path / "out.zarr", *paths)
+    assert set(adata.obs["plate"].cat.categories) == {*one.obs["plate"].cat.categories, "x", "y"}
+
+
+def test_names_that_files_have_in_common_get_their_number(tmp_path: Path) -> None:
+    paths = [written(cells(n, 20, seed=n), tmp_path / f"{n}.h5ad") for n in (30, 20)]
+    gpuload.pack(paths, tmp_path / "out.zarr", keep_order=True)
+    wanted = [f"cell_{i}-0" for i in range(30)] + [f"cell_{i}-1" for i in range(20)]
+    assert ad.read_zarr(tmp_path / "out.zarr").obs_names.tolist() == wanted
+
+
+def order_of(path: Path) -> NDArray[np.int64]:
+    rows: NDArray[np.int64] = ad.read_zarr(path).obs["source_row"].to_numpy()
+    return rows
+
+
+def test_orders(source: Path, tmp_path: Path) -> None:
+    orders = {}
+    for name, settings in {"a": {}, "b": {}, "c": {"seed": 1}, "kept": {"keep_order": True}}.items():
+        gpuload.pack(source, tmp_path / name, **settings)  # type: ignore[arg-type]
+        orders[name] = order_of(tmp_path / name)
+    np.testing.assert_array_equal(orders["a"], orders["b"])
+    assert (orders["a"] != orders["c"]).mean() > 0.9
+    assert (orders["a"] != orders["kept"]).mean() > 0.9
+    np.testing.assert_array_equal(orders["kept"], np.arange(400))
+
+
+def test_any_memory_gives_one_order(source: Path, tmp_path: Path) -> None:
+    for name, memory in (("small", MEMORY), ("large", "1GiB")):
+        gpuload.pack(source, tmp_path / name, memory=memory)
+    np.testing.assert_array_equal(order_of(tmp_path / "small"), order_of(tmp_path / "large"))
+
+
+@pytest.mark.parametrize("column", ["cell_line", "n_big"])
+def test_grouped_rows_stand_together_and_are_shuffled(column: str, source: Path, tmp_path: Path) -> None:
+    gpuload.pack(source, tmp_path / "out.zarr", group_by=column)
+    adata = assert_same_rows(tmp_path / "out.zarr", source)
+    labels = adata.obs[column].astype(object).where(adata.obs[column].notna(), "none").tolist()
+    runs = [label for i, label in enumerate(labels) if not i or label != labels[i - 1]]
+    assert len(runs) == len(set(labels)), "a label stands in two places"
+    assert "none" not in runs[:-1]
+    first = adata.obs["source_row"].to_numpy()[: labels.count(labels[0])]
+    assert first.size < 3 or (np.diff(first) < 0).any()
+
+
+def test_order_is_a_uniform_permutation() -> None:
+    seen = np.zeros((4, 4))
+    for seed in range(4_000):
+        order = jobs.draw_order(4, seed, None, is_kept=False)
+        seen[np.arange(4), order] += 1
+    assert np.abs(seen / 1_000 - 1).max() < 0.12  # four standard deviations
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([1, 255], "uint8"),
+        ([1, 256], "uint16"),
+        ([1, 65_536], "uint32"),
+        ([1, 2**24 + 1], "uint32"),
+        ([1, 2**32], "float32"),
+        ([1, 2**32 + 1], "float64"),
+        ([-1, 3], "float32"),
+        ([0.5, 3], "float32"),
+        ([0.1, 3], "float64"),
+        ([-0.0, 3], "float32"),
+        ([np.nan, 3], "float32"),
+        ([np.inf, 3], "float32"),
+    ],
+)
+def test_smallest_dtype_that_loses_nothing(values: list[float], dtype: str, tmp_path: Path) -> None:
+    X = np.zeros((50, 8))
+    X[:, 0] = values[1]
+    X[49, 7] = values[0]
+    sparse = csr_matrix(np.where(X == 0, 1.0, X))
+    sparse.data[-1] = values[0]  # a negative zero, too
+    path = written(ad.AnnData(sparse), tmp_path / "in.h5ad")
+    packed = gpuload.pack(path, tmp_path / "out.zarr", keep_order=True)
+    assert packed.dtype == dtype
+    found = ad.read_zarr(tmp_path / "out.zarr").X.data
+    np.testing.assert_array_equal(found.astype(np.float64).view(np.int64), sparse.data.view(np.int64))
+
+
+def test_wide_integers_are_exact_or_refused(tmp_path: Path) -> None:
+    X = csr_matrix(np.array([[1, 2**31 - 1], [0, 2**24 + 1]], dtype=np.int64))
+    path = written(ad.AnnData(X), tmp_path / "in.h5ad")
+    assert gpuload.pack(path, tmp_path / "out.zarr", keep_order=True).dtype == "uint32"
+    assert (ad.read_zarr(tmp_path / "out.zarr").X.toarray() == X.toarray()).all()
+    X.data[0] = 2**53
+    path = written(ad.AnnData(X), tmp_path / "large.h5ad")
+    with pytest.raises(gpuload.StoreError, match="integers of 9007199254740992 or more"):
+        gpuload.pack(path, tmp_path / "large.zarr")
+
+
+def test_genes_beyond_16_bits(tmp_path: Path) -> None:
+    X = csr_matrix(([1.0, 2.0, 3.0], ([0, 1, 2], [0, 65_536, 65_535])), shape=(3, 65_537))
+    path = written(ad.AnnData(X), tmp_path / "in.h5ad")
+    assert gpuload.pack(path, tmp_path / "out.zarr").index_dtype == "int32"
+    found = ad.read_zarr(tmp_path / "out.zarr")
+    assert (found.X.toarray() == X.toarray()[found.obs["source_row"]]).all()
+    narrow = ad.AnnData(X[:, 1:])
+    assert gpuload.pack(written(narrow, tmp_path / "n.h5ad"), tmp_path / "n.zarr").index_dtype == "uint16"
+
+
+def test_layers_and_chosen_columns(source: Path, tmp_path: Path) -> None:
+    adata = ad.read_h5ad(source)
+    adata.layers["double"] = adata.X * 2
+    path = written(adata, tmp_path / "in.h5ad")
+    gpuload.pack(path, tmp_path / "out.zarr", layer="double", obs=["plate"], keep_order=True)
+    found = ad.read_zarr(tmp_path / "out.zarr")
+    assert list(found.obs) == ["plate", "source_file", "source_row"]
+    assert (found.X.toarray() == 2 * adata.X.toarray()).all()
+
+
+def test_a_packed_store_is_a_source(source: Path, tmp_path: Path) -> None:
+    gpuload.pack(source, tmp_path / "one.zarr")
+    with pytest.raises(gpuload.StoreError, match="obs has a column 'source_file', which packing adds"):
+        gpuload.pack(tmp_path / "one.zarr", tmp_path / "two.zarr")
+    columns = list(ad.read_h5ad(source).obs)
+    gpuload.pack(tmp_path / "one.zarr", tmp_path / "two.zarr", obs=columns, seed=3)
+    one, two = ad.read_zarr(tmp_path / "one.zarr"), ad.read_zarr(tmp_path / "two.zarr")
+    rows = two.obs["source_row"].to_numpy()
+    assert (two.X.toarray() == one.X.toarray()[rows]).all()
+    pd.testing.assert_frame_equal(two.obs[columns], one.obs[columns].iloc[rows])
+
+
+@pytest.mark.parametrize("memory", [MEMORY, "1GiB"])
+def test_cells_that_lie_by_columns(memory: int | str, tmp_path: Path) -> None:
+    adata = cells(3_000, 200)
+    full = adata.X.tolil()
+    full[5] = 1  # a cell with all genes
+    adata.X = full.tocsr()
+    adata.layers["double"] = (adata.X * 2).tocsc()
+    by_columns = adata.copy()
+    by_columns.X = adata.X.tocsc()
+    path = written(by_columns, tmp_path / "in.h5ad")
+    packed = gpuload.pack(path, tmp_path / "out.zarr", memory=memory, group_by="plate")
+    assert (packed.dtype, packed.index_dtype) == ("uint16", "uint16")
+    found = assert_same_rows(tmp_path / "out.zarr", path)
+    assert found.X.has_sorted_indices
+    same = gpuload.pack(written(adata, tmp_path / "rows.h5ad"), tmp_path / "same.zarr", group_by="plate")
+    assert packed.digest == same.digest
+    assert found.obs["plate"].is_monotonic_increasing
+    gpuload.pack(path, tmp_path / "layer.zarr", layer="double", keep_order=True, memory=memory)
+    assert (ad.read_zarr(tmp_path / "layer.zarr").X.toarray() == adata.X.toarray() * 2).all()
+    assert not list(tmp_path.glob("*.packing"))
+
+
+def test_files_by_rows_and_by_columns_together(tmp_path: Path) -> None:
+    one, two = cells(300, seed=1), cells(200, seed=2)
+    one.layers["double"], two.layers["double"] = one.X * 2, (two.X * 2).tocsc()
+    two.X = two.X.tocsc()
+    two.obs_names = [f"other_{i}" for i in range(200)]
+    paths = [written(one, tmp_path / "one.h5ad"), written(two, tmp_path / "two.h5ad")]
+    gpuload.pack(paths, tmp_path / "out.zarr")
+    assert_same_rows(tmp_path / "out.zarr", *paths)
+    with pytest.raises(gpuload.StoreError, match=r"one\.h5ad: its double lies by rows, but that of others by columns"):
+        gpuload.pack(paths, tmp_path / "double.zarr", layer="double")
+
+
+SOME_FORMS = [
+    "folder-of-h5ad", "tenx-3", "tenx-2-genomes", "mudata-rna", "mudata-prot", "npy-u1", "npz-f8", "list-of-npz",
+    "scdl",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.* names are not unique:UserWarning")
+@pytest.mark.parametrize("name", SOME_FORMS)
+def test_every_form_can_be_packed(name: str, tmp_path: Path) -> None:
+    if name == "scdl":
+        pytest.importorskip("pyarrow", reason="only a test's own writer of this form needs it")
+    (tmp_path / "in").mkdir()
+    form = FORMS[name](tmp_path / "in")
+    gpuload.pack(form.path, tmp_path / "out.zarr", layer=form.layer)
+    found = ad.read_zarr(tmp_path / "out.zarr")
+    with gpuload.open_loader(form.path, layer=form.layer, shuffle=False, device="cpu", batch_size=10_000) as loader:
+        (batch,) = loader
+    files = list(found.obs["source_file"].cat.categories)
+    n_rows = found.obs["source_file"].value_counts()
+    first = dict(zip(files, np.cumsum([0, *(n_rows[file] for file in files)]), strict=False))
+    rows = found.obs["source_file"].map(first).astype(int).to_numpy() + found.obs["source_row"].to_numpy()
+    dense = found.X.toarray() if hasattr(found.X, "toarray") else found.X
+    np.testing.assert_array_equal(dense, batch.X[rows])
+    assert found.var_names.tolist() == form.var_names
+    for column, values in form.obs.items():
+        wanted = np.array(values, dtype=object)[rows]
+        is_there = ~pd.isna(wanted)
+        np.testing.assert_array_equal(found.obs[column].notna(), is_there)
+        assert found.obs[column][is_there].astype(object).tolist() == wanted[is_there].tolist()
+
+
+def test_forms_that_are_no_anndata(tmp_path: Path) -> None:
+    X = np.random.default_rng(0).integers(0, 5, (40, 12)).astype(np.float32)
+    np.save(tmp_path / "in.npy", X)
+    gpuload.pack(tmp_path / "in.npy", tmp_path / "out.zarr")
+    found = ad.read_zarr(tmp_path / "out.zarr")
+    assert (X[found.obs["source_row"]] == found.X).all()
+    assert found.obs_names.tolist() == [str(row) for row in found.obs["source_row"]]
+
+
+def test_blocks_of_a_packed_store_are_as_mixed_as_random_cells(tmp_path: Path) -> None:
+    n_obs, batch_size = 16_384, 64
+    adata = cells(n_obs, 20, density=0.1)
+    path = written(adata, tmp_path / "in.h5ad")
+    gpuload.pack(path, tmp_path / "out.zarr")
+    entropies: dict[str, float] = {}
+    for name, of, block_size in (("packed", tmp_path / "out.zarr", 64), ("sorted", path, 64), ("random", path, 1)):
+        settings: dict[str, Any] = {"block_size": block_size, "fetch_factor": 1, "batch_size": batch_size}
+        with gpuload.open_loader(of, obs=["plate"], device="cpu", **settings) as loader:
+            bits = []
+            for batch in loader:
+                share = np.bincount(batch.obs["plate"]) / len(batch)
+                bits.append(-(share[share > 0] * np.log2(share[share > 0])).sum())
+            entropies[name] = float(np.mean(bits))
+    assert entropies["packed"] > 0.99 * entropies["random"]
+    assert entropies["sorted"] < 0.5 * entropies["random"]
+
+
+def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.zarr"
+    assert main(["pack", str(source), str(target), "--codec", "zstd", "--quiet"]) == 0
+    out = capsys.readouterr().out
+    assert "400 of 300 genes" in out
+    assert "uint16" in out
+    assert main(["pack", str(source), str(target), "--quiet"]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert main(["pack", str(source), str(target), "--overwrite", "--json", "--quiet"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["n_obs"], shown["path"]) == (400, str(target))
+    assert main(["pack", str(source), str(target), "--group-by", "plate", "--keep-order"]) == 2
+
+
+def test_cut_rows() -> None:
+    offsets = np.array([0, 3, 3, 10, 11, 12])
+    assert jobs.cut_rows(offsets, 4) == (0, 2, 3, 5)
+    assert jobs.cut_rows(offsets, 100) == (0, 5)
+    assert jobs.cut_rows(np.zeros(5, dtype=np.int64), 2) == (0, 2, 4)
+
+
+def test_zarr_reads_every_array(source: Path, tmp_path: Path) -> None:
+    gpuload.pack(source, tmp_path / "out.zarr", block_size=5)
+    root = zarr.open_group(tmp_path / "out.zarr", mode="r")
+    data = root["X/data"]
+    assert isinstance(data, zarr.Array)
+    assert data.shards is not None
+    with h5py.File(source) as file:
+        assert data.shape == file["X/data"].shape
+        np.testing.assert_array_equal(np.sort(data[:]), np.sort(file["X/data"][:]))

@@ -1,0 +1,47 @@
+"""The benchmark of packing, on a few cells, so that it cannot rot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from benchmarks import run_pack
+from tests.test_pack import cells, written
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_codecs_are_compared(tmp_path: Path) -> None:
+    path = written(cells(100, 50), tmp_path / "in.h5ad")
+    table = run_pack.codecs(path)
+    assert {row["cells_per_chunk"] for row in table} == set(run_pack.CELLS_PER_CHUNK)
+    plain = next(row for row in table if row["codec"] == "none")
+    nnz = cells(100, 50).X.nnz
+    assert plain["data_bytes_per_cell"] + plain["indices_bytes_per_cell"] == nnz * (2 + 2) / 100
+    assert all(row["encode_cells_per_s"] > 0 and row["decode_cells_per_s"] > 0 for row in table)
+
+
+def test_packing_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(cells(100, 50), tmp_path / "in.h5ad")
+    record = run_pack.measure("gpuload", path, "64MiB")
+    assert record["cells"] == 100
+    assert record["seconds"] > 0
+    assert [p.name for p in tmp_path.glob("*.h5ad")] == ["in.h5ad"]
+    monkeypatch.setattr(run_pack, "in_turns", lambda *_: [record, {**record, "packer": "annbatch", "seconds": 1e9}])
+    out = tmp_path / "pack.jsonl"
+    assert run_pack.main(["--file", str(path), "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["ratio"] > 1.5
+    assert "times annbatch's speed" in capsys.readouterr().out
+    monkeypatch.setattr(run_pack, "in_turns", lambda *_: [record, {**record, "packer": "annbatch"}])
+    assert run_pack.main(["--file", str(path)]) == 1
+
+
+def test_a_turn_is_a_process_of_its_own(tmp_path: Path) -> None:
+    path = written(cells(50, 20), tmp_path / "in.h5ad")
+    (record,) = run_pack.in_turns({"gpuload": sys.executable}, path, "64MiB", 1)
+    assert record["packer"] == "gpuload"
+    assert record["versions"]["numba"]

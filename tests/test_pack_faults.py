@@ -1,0 +1,351 @@
+"""`gpuload.pack` interrupted, refused, damaged: the target appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import anndata as ad
+import numpy as np
+import pytest
+
+import gpuload
+from gpuload.packing import columns, files, passes, shards, tables, work, workplace, zarr_files
+from tests.test_pack import MEMORY, assert_same_rows, cells, written
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KILLED_IN_THE_MIDDLE = """
+import os, signal, sys
+import gpuload
+from gpuload.packing import columns, files, parts, shards, zarr_files
+source, target, left = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+def write_half(path, pieces):
+    global left
+    if not path.endswith(sys.argv[4]) and f"/{sys.argv[4]}/" not in path:
+        return files.write_whole(path, pieces)
+    left -= 1
+    if left >= 0:
+        return files.write_whole(path, pieces)
+    with open(path + ".1.partial", "wb") as file:
+        file.write(b"".join(bytes(piece) for piece in pieces)[:100])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+parts.write_whole = shards.write_whole = zarr_files.write_whole = write_half
+gpuload.pack(source, target, memory=1 << 20, block_size=16)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Cells that take several parts and buckets in the least memory."""
+    return written(cells(3_000, 200), tmp_path_factory.mktemp("faults") / "cells.h5ad")
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()}
+
+
+def test_killed_at_any_place_it_goes_on(source: Path, tmp_path: Path) -> None:
+    target, folder = tmp_path / "out.zarr", tmp_path / "out.zarr.packing"
+    gpuload.pack(source, tmp_path / "whole.zarr", memory=MEMORY, block_size=16)
+    seen = []
+    for n_before, what in ((2, "parts"), (1, "data/c"), (0, "obs/plate/codes")):
+        arguments = [sys.executable, "-c", KILLED_IN_THE_MIDDLE, str(source), str(target), str(n_before), what]
+        done = subprocess.run(arguments, check=False, timeout=300, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert not target.exists()
+        names = os.listdir(folder / "parts")
+        seen.append((len([n for n in names if n.isdecimal()]), len(os.listdir(folder / "done"))))
+    n_parts, n_buckets = seen[-1]
+    assert 0 < seen[0][0] < n_parts
+    assert seen[1][0] == n_parts
+    assert seen[1][1] < n_buckets
+    before = {path: path.stat().st_mtime_ns for path in (folder / "store/X").rglob("c/*") if "indptr" not in str(path)}
+    packed = gpuload.pack(source, target, memory=MEMORY, block_size=16)
+    assert packed.n_resumed == n_parts + n_buckets
+    after = {folder / "store" / path.relative_to(target): path.stat().st_mtime_ns for path in target.rglob("c/*")}
+    assert not before.items() - after.items(), "a finished shard was written again"
+    assert contents(target) == contents(tmp_path / "whole.zarr")
+    assert sorted(os.listdir(tmp_path)) == ["out.zarr", "whole.zarr"]
+
+
+@pytest.fixture
+def stopped(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a target whose making ended with an error after the first pass."""
+    with monkeypatch.context() as patch:
+        patch.setattr(passes, "write_bucket", fail)
+        with pytest.raises(RuntimeError):
+            gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY)
+    return tmp_path / "out.zarr"
+
+
+def fail(*args: Any, **settings: Any) -> None:
+    raise RuntimeError("planted")
+
+
+def test_a_transposition_that_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adata = cells(3_000, 200)
+    adata.X = adata.X.tocsc()
+    path, target = written(adata, tmp_path / "in.h5ad"), tmp_path / "out.zarr"
+    with monkeypatch.context() as patch:
+        patch.setattr(columns, "write_shards", fail)
+        with pytest.raises(RuntimeError):
+            gpuload.pack(path, target, memory=MEMORY)
+    folder = tmp_path / "out.zarr.packing" / "rows-000000" / "parts"
+    parts = {part.name: part.stat().st_mtime_ns for part in folder.iterdir()}
+    assert len(parts) > 1
+    with monkeypatch.context() as patch:
+        patch.setattr(columns, "_verify", fail)
+        with pytest.raises(RuntimeError):
+            gpuload.pack(path, target, memory=MEMORY)
+    assert {part.name: part.stat().st_mtime_ns for part in folder.iterdir()} == parts
+    gpuload.pack(path, target, memory=MEMORY)
+    assert_same_rows(target, path)
+
+
+def test_a_wrong_transposition_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adata = cells(300, 20)
+    adata.X = adata.X.tocsc()
+    plain = columns.place_elements
+
+    def misplace(rows: Any, genes: Any, *others: Any) -> None:
+        plain(rows, genes[::-1].copy(), *others)
+
+    monkeypatch.setattr(columns, "place_elements", misplace)
+    with pytest.raises(gpuload.CorruptDataError, match="do not read back by rows as they lie by columns"):
+        gpuload.pack(written(adata, tmp_path / "in.h5ad"), tmp_path / "out.zarr")
+    assert not (tmp_path / "out.zarr").exists()
+
+
+@pytest.mark.parametrize("settings", [{"seed": 1}, {"codec": "zstd"}, {"group_by": "plate"}, {"block_size": 32}])
+def test_work_of_other_settings_is_begun_anew(settings: dict[str, Any], source: Path, stopped: Path) -> None:
+    assert gpuload.pack(source, stopped, memory=MEMORY, **settings).n_resumed == 0
+    assert_same_rows(stopped, source)
+
+
+def test_work_of_a_changed_source_is_begun_anew(source: Path, stopped: Path, tmp_path: Path) -> None:
+    os.utime(source, ns=(0, source.stat().st_mtime_ns + 1))
+    assert gpuload.pack(source, stopped, memory=MEMORY).n_resumed == 0
+
+
+def test_work_without_its_store_is_begun_anew(source: Path, stopped: Path) -> None:
+    shutil.rmtree(f"{stopped}.packing/store")  # as after a kill between the last rename and the end
+    assert gpuload.pack(source, stopped, memory=MEMORY).n_resumed == 0
+    assert_same_rows(stopped, source)
+
+
+def test_a_target_that_appears_meanwhile_is_not_replaced(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out.zarr"
+    monkeypatch.setattr(work.Work, "_verify", lambda *_: target.mkdir())
+    with pytest.raises(gpuload.StoreError, match="is there already"):
+        gpuload.pack(source, target)
+    assert not list(target.iterdir())
+
+
+def test_a_source_that_changes_meanwhile_is_an_error(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "in.h5ad"
+    shutil.copy(source, copy)
+    plain = work.Local.write_parts
+
+    def change_first(self: Any, numbers: Any) -> Any:
+        os.utime(copy, ns=(0, 1))
+        return plain(self, numbers)
+
+    monkeypatch.setattr(work.Local, "write_parts", change_first)
+    with pytest.raises(gpuload.ReadError, match="changed"):
+        gpuload.pack(copy, tmp_path / "out.zarr")
+    assert not (tmp_path / "out.zarr").exists()
+
+
+def damage_values(array: Any) -> None:
+    array[len(array) // 2] += 1
+
+
+def test_a_wrong_value_is_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = zarr_files.Codec.encode
+    calls = []
+
+    def encode(self: Any, chunk: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            chunk = chunk.copy()
+            damage_values(chunk)
+        return plain(self, chunk)
+
+    monkeypatch.setattr(zarr_files.Codec, "encode", encode)
+    with pytest.raises(gpuload.GpuloadError, match=r"do not read back as those of the sources|is damaged"):
+        gpuload.pack(source, tmp_path / "out.zarr")
+    assert not (tmp_path / "out.zarr").exists()
+
+
+def test_rows_that_change_places_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tables._provenance
+
+    def swapped(name: str, store: Any, order: Any) -> Any:
+        order = order.copy()
+        order[[0, 1]] = order[[1, 0]]
+        return plain(name, store, order)
+
+    monkeypatch.setattr(tables, "_provenance", swapped)
+    with pytest.raises(gpuload.CorruptDataError, match="do not read back as those of the sources, so nothing was"):
+        gpuload.pack(source, tmp_path / "out.zarr")
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("column", cells(3, 3).obs.columns)
+def test_a_column_that_does_not_read_back_is_found(
+    column: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = tables.write_column
+
+    def write(folder: str, values: Any, where: str) -> None:
+        plain(folder, values[::-1] if folder.endswith(f"obs/{column}") else values, where)
+
+    monkeypatch.setattr(tables, "write_column", write)
+    with pytest.raises(gpuload.CorruptDataError, match=f"obs column '{column}' does not read back"):
+        gpuload.pack(source, tmp_path / "out.zarr", obs=[column])
+
+
+def test_names_that_do_not_read_back_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tables.write_strings
+    monkeypatch.setattr(tables, "write_strings", lambda folder, values: plain(folder, values[::-1]))
+    with pytest.raises(gpuload.CorruptDataError, match="obs index does not read back"):
+        gpuload.pack(source, tmp_path / "out.zarr")
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    def stopped() -> Iterator[bytes]:
+        yield b"half"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        files.write_whole(str(tmp_path / "file"), stopped())
+    assert not (tmp_path / "file").exists()
+    files.remove_partial(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    assert files.write_whole(str(tmp_path / "file"), [b"one", memoryview(b"two")]) == 6
+    assert (tmp_path / "file").read_bytes() == b"onetwo"
+
+
+def test_a_full_disk_is_one_sentence(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: str, pieces: Any) -> int:
+        raise OSError(28, "No space left on device", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write_whole", full)
+        with pytest.raises(
+            gpuload.ReadError, match=r"No space left on device\. Mend it and run the same command again"
+        ):
+            gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY)
+    assert gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY).n_resumed > 0
+
+
+def test_too_little_disk_is_refused_before_the_work(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workplace.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 10_000))  # type: ignore[attr-defined]
+    with pytest.raises(gpuload.ReadError, match=r"packing needs up to 0\.0 GB there, half of it for parts"):
+        gpuload.pack(source, tmp_path / "out.zarr")
+    assert not os.listdir(tmp_path)
+
+
+def test_a_target_is_not_replaced_unasked(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.zarr"
+    gpuload.pack(source, target, keep_order=True)
+    with pytest.raises(gpuload.StoreError, match=r"is there already; choose another target, or overwrite it"):
+        gpuload.pack(source, target)
+    gpuload.pack(source, target, overwrite=True)
+    assert ad.read_zarr(target).obs["source_row"].iloc[:3].tolist() != [0, 1, 2]
+    assert os.listdir(tmp_path) == ["out.zarr"]
+    (tmp_path / "home").mkdir()
+    with pytest.raises(gpuload.StoreError, match="is no zarr store, so it is not overwritten"):
+        gpuload.pack(source, tmp_path / "home", overwrite=True)
+
+
+def test_an_old_target_stays_until_the_new_is_whole(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out.zarr"
+    gpuload.pack(source, target)
+    before = contents(target)
+    monkeypatch.setattr(passes, "digest_span", fail)
+    with pytest.raises(RuntimeError):
+        gpuload.pack(source, target, overwrite=True, seed=5)
+    assert contents(target) == before
+
+
+def test_two_at_one_target(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out.zarr.packing"
+    folder.mkdir()
+    with (
+        files.locked(str(folder / "lock")),
+        pytest.raises(gpuload.ReadError, match="another gpuload pack is writing there"),
+    ):
+        gpuload.pack(source, tmp_path / "out.zarr")
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"codec": "gzip"}, r"codec='gzip': expected one of 'lz4', 'zstd', 'none'"),
+        ({"group_by": "plate", "keep_order": True}, "two orders; drop one"),
+        ({"seed": -1}, "seed=-1: expected a whole number of at least 0"),
+        ({"block_size": 0}, "block_size=0: expected a whole number of at least 1"),
+        ({"num_threads": 1.5}, "num_threads=1.5: expected a whole number of at least 1"),
+        ({"memory": "1kB"}, "memory='1kB': expected at least 1MiB"),
+        ({"memory": "much"}, "memory='much': expected a number of bytes"),
+        ({"obs": ["plat"]}, "did you mean 'plate'"),
+        ({"obs": "plate"}, r"obs='plate': expected a list of column names, for example obs=\['plate'\]"),
+        ({"group_by": "plat"}, "did you mean 'plate'"),
+        ({"layer": "none"}, "there is no layer 'none'"),
+    ],
+)
+def test_settings_are_refused_in_one_sentence(
+    settings: dict[str, Any], match: str, source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(gpuload.GpuloadError, match=match):
+        gpuload.pack(source, tmp_path / "out.zarr", **settings)
+    assert not (tmp_path / "out.zarr").exists()
+
+
+def test_sources_and_targets_are_refused_in_one_sentence(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(gpuload.PlanError, match="is given twice"):
+        gpuload.pack([source, source], tmp_path / "out.zarr")
+    with pytest.raises(gpuload.ReadError, match=r"no such file\. Check the path"):
+        gpuload.pack(tmp_path / "none.h5ad", tmp_path / "out.zarr")
+    with pytest.raises(gpuload.PlanError, match="is an address, and packing reads files on disk; copy it first"):
+        gpuload.pack("s3://bucket/atlas.h5ad", tmp_path / "out.zarr")
+    with pytest.raises(gpuload.PlanError, match=r"paths=\[\]: expected the path of a file or folder"):
+        gpuload.pack([], tmp_path / "out.zarr")
+    with pytest.raises(gpuload.PlanError, match="expected the path of a file or folder"):
+        gpuload.pack([cells(5, 5)], tmp_path / "out.zarr")
+    with pytest.raises(gpuload.ReadError, match="there is no such folder to put the target into"):
+        gpuload.pack(source, tmp_path / "not" / "there.zarr")
+    gpuload.pack(source, tmp_path / "out.zarr")
+    with pytest.raises(gpuload.PlanError, match="is one of the sources"):
+        gpuload.pack(tmp_path / "out.zarr", tmp_path / "out.zarr", overwrite=True)
+    with pytest.raises(gpuload.StoreError, match="it has 0 cells and 5 genes: nothing to pack"):
+        gpuload.pack(written(cells(9, 5)[:0], tmp_path / "none.h5ad"), tmp_path / "none.zarr")
+    other = cells(9, 200)
+    del other.obs["plate"]
+    with pytest.raises(gpuload.StoreError, match=r"other\.h5ad: obs has no column 'plate', which that of"):
+        gpuload.pack([source, written(other, tmp_path / "other.h5ad")], tmp_path / "two.zarr")
+
+
+def test_a_row_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    wide = ad.AnnData(np.ones((2, 100_000), dtype=np.float32))
+    path = written(wide, tmp_path / "in.h5ad")
+    with pytest.raises(gpuload.PlanError, match=r"memory=1048576 bytes: a row of 100000 values alone needs"):
+        gpuload.pack(path, tmp_path / "out.zarr", memory=MEMORY)
