@@ -359,7 +359,7 @@ def entropy_of_runs(
     Where `block_size` does not divide a fetch, the mean is over 8 evenly spaced places where a fetch may begin in a
     block. The cells of class k in a fetch are a sum over its blocks; its distribution is the power of the
     characteristic function of one block's count, by FFT. Then as in `expected_entropy`. Blocks of a file are drawn
-    without replacement, which spreads the sum less [4]_: the variance shrinks by
+    without replacement, which spreads the sum less (Hoeffding 1963): the variance shrinks by
     ``(n_blocks - blocks per fetch) / (n_blocks - 1)``, and the entropy moves as much of the way from `lower` to
     `upper`.
     """

@@ -19,7 +19,7 @@ from gpuload.sampling.custom import Custom
 from gpuload.sampling.draws import ClassBalanced, Mixture, Weighted
 from gpuload.sampling.pairs import PairedControl, split_pairs
 from gpuload.sampling.sets import Grouped
-from gpuload.sampling.subset import Subset
+from gpuload.sampling.subset import Subset, block_size_of
 
 __all__ = [
     "BlockShuffle",
@@ -35,6 +35,7 @@ __all__ = [
     "Subset",
     "Weighted",
     "as_sampler",
+    "block_size_of",
     "digest",
     "plain",
     "split_pairs",

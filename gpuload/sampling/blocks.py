@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
+from gpuload.errors import PlanError
 from gpuload.order import EqualBlocks, FileOrder, UnequalBlocks
 from gpuload.sampling.base import check_number, digest
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from gpuload.order import RowOrder
@@ -18,9 +20,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sequential:
-    """Rows in the order of the files, as with ``shuffle=False``."""
+    """Rows in the order of the files, as with ``shuffle=False``.
+
+    Parameters
+    ----------
+    shuffle_fetch
+        Permute the rows of each fetch: streaming through a shuffle buffer of ``batch_size * fetch_factor`` cells, which
+        is filled anew when it is empty. A minibatch is no more diverse than its stretch of the file.
+
+    Raises
+    ------
+    PlanError
+        `shuffle_fetch` is neither True nor False.
+    """
+
+    shuffle_fetch: bool = False
 
     columns: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shuffle_fetch, (bool, np.bool_)):
+            raise PlanError(f"Sequential(shuffle_fetch={self.shuffle_fetch!r}): expected True or False.")
 
     def over(self, cells: Cells) -> Sequential:
         """Return itself: it needs to know nothing of the cells."""
@@ -34,11 +54,11 @@ class Sequential:
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
         del file_rows, key_words
-        return FileOrder()
+        return FileOrder(self.shuffle_fetch)
 
     def describe(self) -> dict[str, Any]:
-        """Return the name."""
-        return {"name": "Sequential"}
+        """Return the name, and whether fetches are permuted."""
+        return {"name": "Sequential", **({"shuffle_fetch": True} if self.shuffle_fetch else {})}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +84,7 @@ class BlockShuffle:
     References
     ----------
     .. [1] D'Ascenzo, Cultrera di Montesano, "scDataset: scalable data loading for deep learning on large-scale
-    single-cell omics",
-       arXiv:2506.01883, 2025 (block sampling with batched fetching).
+       single-cell omics", arXiv:2506.01883, 2025 (block sampling with batched fetching).
     """
 
     block_size: int = 16

@@ -7,7 +7,7 @@ is made in slices, so that what is held meanwhile is small beside the result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -137,7 +137,10 @@ def join(lists: list[RowList]) -> RowList:
 
 
 def group_rows(
-    codes: Callable[[int, int], NDArray[np.integer]], n_rows: int, n_groups: int
+    codes: Callable[[int, int], NDArray[np.integer]],
+    n_rows: int,
+    n_groups: int,
+    moved: tuple[NDArray[Any], NDArray[Any]] | None = None,
 ) -> tuple[RowList, NDArray[np.int64]]:
     """Return rows sorted by group, in their own order within it, and the edges of the groups.
 
@@ -147,6 +150,9 @@ def group_rows(
         Gives the groups of rows start..stop: numbers below `n_groups`; rows with a number below 0 are in no group.
     n_rows, n_groups
         Sizes.
+    moved : ((n_rows,), (n_sorted,)), optional
+        Values of the rows, and an array that they are written to, sorted as the rows are: in passing, which is several
+        times faster than to fetch them afterwards.
 
     Returns
     -------
@@ -162,9 +168,13 @@ def group_rows(
         n_runs += int(np.count_nonzero(part[1:] != part[:-1])) + int(last is None or part[0] != last)
         last = part[-1]
     edges = np.concatenate([[0], np.cumsum(counts[1:])])
-    if _runs_are_smaller(n_runs, int(edges[-1])):
-        return _group_runs(codes, n_rows), edges
-    return _group_table(codes, n_rows, edges), edges
+    if not _runs_are_smaller(n_runs, int(edges[-1])):
+        return _group_table(codes, n_rows, edges, moved), edges
+    runs = _group_runs(codes, n_rows)
+    if moved is not None:
+        for start, rows in runs.slices():
+            moved[1][start : start + rows.size] = moved[0][rows]
+    return runs, edges
 
 
 def group_of(edges: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
@@ -196,7 +206,12 @@ def _group_runs(codes: Callable[[int, int], NDArray[np.integer]], n_rows: int) -
     return list_of_runs(np.stack([edges[order], edges[order + 1]], axis=1))
 
 
-def _group_table(codes: Callable[[int, int], NDArray[np.integer]], n_rows: int, edges: NDArray[np.int64]) -> RowList:
+def _group_table(
+    codes: Callable[[int, int], NDArray[np.integer]],
+    n_rows: int,
+    edges: NDArray[np.int64],
+    moved: tuple[NDArray[Any], NDArray[Any]] | None,
+) -> RowList:
     n_groups = edges.size - 1
     table = np.empty(int(edges[-1]), dtype=_row_dtype(n_rows))
     place = edges[:-1].copy()
@@ -206,9 +221,12 @@ def _group_table(codes: Callable[[int, int], NDArray[np.integer]], n_rows: int, 
         part = codes(start, min(start + step, n_rows)).astype(small)
         order = np.argsort(part, kind="stable")
         counts = np.bincount(part.astype(np.int64) + 1, minlength=n_groups + 1)
-        n_missing, counts = int(counts[0]), counts[1:]
+        order, counts = order[int(counts[0]) :], counts[1:]
         shift = place - (np.cumsum(counts) - counts)
-        table[np.repeat(shift, counts) + np.arange(order.size - n_missing)] = order[n_missing:] + start
+        at = np.repeat(shift, counts) + np.arange(order.size)
+        table[at] = order + start
+        if moved is not None:
+            moved[1][at] = moved[0][start : start + part.size][order]
         place += counts
     return RowList(table)
 

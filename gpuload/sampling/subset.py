@@ -9,7 +9,7 @@ import numpy as np
 
 from gpuload.errors import PlanError
 from gpuload.sampling.base import as_sampler, check_mask, digest
-from gpuload.sampling.blocks import plain
+from gpuload.sampling.blocks import BlockShuffle, plain
 from gpuload.sampling.rows import list_of_mask
 
 if TYPE_CHECKING:
@@ -128,6 +128,13 @@ class Part:
                 f"from 0 to {self.rows.n_rows}."
             )
         return self.rows.map_ranges(blocks.astype(np.int64))
+
+
+def block_size_of(sampler: Any) -> int | None:
+    """Return the block size of a `BlockShuffle`, also inside a `Subset`; None of a sampler that leaves it open."""
+    while isinstance(sampler, Subset):
+        sampler = sampler.inner
+    return sampler.block_size if isinstance(sampler, BlockShuffle) else None
 
 
 class MappedOrder:

@@ -64,22 +64,24 @@ def weight_queues(weights: NDArray[Any], block_size: int) -> tuple[Queues, NDArr
     """Return the cells sorted by weight, and how much the cells of each stratum weigh together, up to a factor."""
     distinct = _few_distinct(weights)
     if distinct is not None:
-        rows, edges = _sort(weights, lambda part: np.searchsorted(distinct, part), distinct.size)
+        rows, edges = _sort(weights, lambda part: np.searchsorted(distinct, part), distinct.size, None)
         return Queues(rows, edges, block_size), np.diff(edges) * (distinct / distinct[-1])
-    present = np.zeros(1 << (64 - _STEP_BITS), dtype=bool)
+    present, n_drawable = np.zeros(1 << (64 - _STEP_BITS), dtype=bool), 0
     for _, part in _slices(weights):
-        present[_step(part[part >= _LEAST])] = True
+        drawable = part[part >= _LEAST]
+        present[_step(drawable)] = True
+        n_drawable += drawable.size
     steps = np.flatnonzero(present)
     number = np.cumsum(present) - 1
-    rows, edges = _sort(weights, lambda part: number[_step(part)], steps.size)
+    running, total = np.empty(n_drawable), 0.0
+    rows, edges = _sort(weights, lambda part: number[_step(part)], steps.size, running)
     least = (steps.astype(np.uint64) << np.uint64(_STEP_BITS)).view(np.float64)
-    running, total = np.empty(rows.n_rows), 0.0
-    for start, part_rows in rows.slices():
-        stop = start + part_rows.size
-        part = weights[part_rows].astype(np.float64) / least[group_of(edges, start, stop)]
+    for start in range(0, n_drawable, SLICE):
+        part = running[start : start + SLICE]
+        part /= least[group_of(edges, start, start + part.size)]
         part[0] += total
-        running[start:stop] = np.cumsum(part)
-        total = float(running[stop - 1])
+        np.cumsum(part, out=part)
+        total = float(part[-1])
     masses = np.diff(running[edges[1:] - 1], prepend=0.0)
     # No weight exceeds 17/16 of the least of its stratum; points further apart than that hit no cell twice.
     draws = np.maximum(1, np.floor(masses / (17 / 16))).astype(np.int64)
@@ -89,27 +91,42 @@ def weight_queues(weights: NDArray[Any], block_size: int) -> tuple[Queues, NDArr
 
 
 def _sort(
-    weights: NDArray[Any], stratum_of: Callable[[NDArray[np.float64]], NDArray[np.int64]], n_strata: int
+    weights: NDArray[Any],
+    stratum_of: Callable[[NDArray[np.float64]], NDArray[np.int64]],
+    n_strata: int,
+    sorted_weights: NDArray[np.float64] | None,
 ) -> tuple[RowList, NDArray[np.int64]]:
-    """Return the cells of a weight above 0 sorted by stratum, and the edges of the strata."""
+    """Return the cells of a weight above 0 sorted by stratum, and the edges of the strata; fill `sorted_weights`."""
     codes = np.empty(weights.size, dtype=np.int16)
     for start, part in _slices(weights):
         codes[start : start + part.size] = np.where(part >= _LEAST, stratum_of(part), -1)
-    return group_rows(lambda start, stop: codes[start:stop], weights.size, n_strata)
+    moved = None if sorted_weights is None else (weights, sorted_weights)
+    return group_rows(lambda start, stop: codes[start:stop], weights.size, n_strata, moved)
 
 
 def _first_hits(
     running: NDArray[np.float64], edges: NDArray[np.int64], draw_edges: NDArray[np.int64]
 ) -> NDArray[np.integer]:
-    """Return the index of the row that each draw of a pass hits where the first point is at 0."""
+    """Return the index of the row that each draw of a pass hits where the first point is at 0.
+
+    A row is hit by the points below its end that are not below its start; how many are below its end says a division,
+    which rounding may put wrong by one, and a look at the points. That is several times faster than a search for each.
+    """
     low, step = spacing(running, edges, draw_edges)
+    n_draws = np.diff(draw_edges)
     first: NDArray[np.integer] = np.empty(int(draw_edges[-1]), np.uint32 if running.size < 1 << 32 else np.int64)
-    for start in range(0, first.size, SLICE):
-        draw = np.arange(start, min(start + SLICE, first.size))
-        stratum = group_of(draw_edges, start, start + draw.size)
-        points = low[stratum] + (draw - draw_edges[stratum]) * step[stratum]
-        begin, end = np.searchsorted(running, points[[0, -1]], side="right")
-        first[start : start + SLICE] = begin + np.searchsorted(running[begin : end + 1], points, side="right")
+    n_found = 0
+    for start in range(0, running.size, SLICE):
+        ends = running[start : start + SLICE]
+        stratum = group_of(edges, start, start + ends.size)
+        from_, apart = low[stratum], step[stratum]
+        n_below = np.ceil((ends - from_) / apart)
+        n_below += from_ + n_below * apart < ends
+        n_below -= from_ + (n_below - 1) * apart >= ends
+        n_below = draw_edges[stratum] + np.minimum(n_below.astype(np.int64), n_draws[stratum])
+        hit = np.repeat(np.arange(start, start + ends.size), np.diff(n_below, prepend=n_found))
+        first[n_found : n_found + hit.size] = hit
+        n_found += hit.size
     return first
 
 

@@ -291,7 +291,7 @@ def test_another_number_of_processes_must_wait_for_the_end_of_the_epoch(front, p
 
     alone = attached(front.CellDataModule(train))
     for load, state in ((alone.load_state_dict, middle), (alone.train_dataloader().load_state_dict, middle["train"])):
-        with pytest.raises(gpuload.PlanError, match=r"of an epoch with 2 processes, and here are 1; resume with 2,"):
+        with pytest.raises(gpuload.PlanError, match=r"with 2 processes, and here are 1; .*every_n_epochs=1.*with 2,"):
             load(state)
     alone.load_state_dict(end)
     alone.trainer.current_epoch = 1
@@ -442,6 +442,51 @@ def test_a_checkpoint_of_any_step_resumes_the_run(
         module = front.CellDataModule(train, train)
         make_trainer(max_epochs=N_EPOCHS).fit(model, module, ckpt_path=tmp_path / f"step={step}.ckpt")
         assert model.seen == uninterrupted[step:], step
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@in_lightning
+@pytest.mark.parametrize(("n_before", "n_after"), [(2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("n_done", [1, 4])
+def test_an_epoch_goes_on_with_another_number_of_processes(
+    front, Model, make_trainer, pl, train, plain, tmp_path, no_leaks, n_before, n_after, n_done
+):
+    n_vars, n_epochs = plain.dense.shape[1], 3
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, "last", every_n_train_steps=1)
+    first = {**train, "rank": 0, "world_size": n_before}
+    before = Model(n_vars, fail_at=len(epoch_of(plain.path, 0, rank=0, world_size=n_before)) + n_done)
+    options = {"max_epochs": n_epochs, "enable_checkpointing": True}
+    with pytest.raises(KeyError, match="stopped"):
+        make_trainer(callbacks=[saver], **options).fit(before, front.CellDataModule(first, train))
+    last = tmp_path / "last.ckpt"
+    module = front.CellDataModule({**train, "rank": 0, "world_size": n_after}, train)
+    with pytest.raises(gpuload.PlanError, match="Lightning counts each"):
+        make_trainer(**options).fit(Model(n_vars), module, ckpt_path=last)
+
+    seen: list[int] = []
+    for rank in range(n_after):
+        saver = pl.callbacks.ModelCheckpoint(tmp_path / str(rank), "again", every_n_train_steps=1)
+        after = Model(n_vars)
+        module = front.CellDataModule({**train, "rank": rank, "world_size": n_after}, train)
+        trainer = make_trainer(reload_dataloaders_every_n_epochs=1, callbacks=[saver], **options)
+        trainer.fit(after, module, ckpt_path=last)
+        with gpuload.open_loader(plain.path, **SETTINGS, rank=rank, world_size=n_after) as loader:
+            loader.load_state_dict(torch.load(last, weights_only=False)["CellDataModule"]["train"])
+            rest = [batch.rows.tolist() for batch in loader]
+        whole = epoch_of(plain.path, 2, rank=rank, world_size=n_after)
+        assert after.seen == [(1, batch) for batch in rest] + [(2, batch) for batch in whole]
+        n_validations = len(after.others["val"]) // len(epoch_of(plain.path, 0))
+        assert n_validations == 2, "each epoch ends with a validation, also the one of a length of its own"
+        seen += [row for batch in rest for row in batch]
+        again = tmp_path / str(rank) / "again.ckpt"
+        assert torch.load(again, weights_only=False)["global_step"] == len(before.seen) + len(rest) + len(whole)
+    had = {
+        row
+        for rank in range(n_before)
+        for batch in epoch_of(plain.path, 1, rank=rank, world_size=n_before)[:n_done]
+        for row in batch
+    }
+    assert set(seen) == set(range(plain.dense.shape[0])) - had
 
 
 @in_lightning

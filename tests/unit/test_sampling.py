@@ -78,6 +78,7 @@ def cells(**more: Any) -> Cells:
         ),
         (lambda: Custom(3), "Custom(3): expected a function (epoch_seed, rank, world_size) -> blocks of rows."),
         (lambda: Subset([1], 3), "sampler=3: expected a sampler such as gpuload.ClassBalanced('cell_type'), or a"),
+        (lambda: Sequential("yes"), "Sequential(shuffle_fetch='yes'): expected True or False."),
         (lambda: as_sampler(Sequential), "sampler=<class 'gpuload.sampling.blocks.Sequential'>: expected a sampler"),
     ],
 )
@@ -195,12 +196,41 @@ def test_nothing_to_draw_from(sampler: Any) -> None:
             {"sampler": BlockShuffle(4), "block_size": "chunk"},
             "block_size='chunk' with sampler=BlockShuffle(4): two block sizes; drop one.",
         ),
+        (
+            {"sampler": BlockShuffle(8), "block_size": 16},
+            "block_size=16 with sampler=BlockShuffle(8): two block sizes; drop one.",
+        ),
+        (
+            {"sampler": Subset([1], Subset([1], BlockShuffle(8))), "block_size": 16},
+            "block_size=16 with sampler=BlockShuffle(8): two block sizes; drop one.",
+        ),
     ],
 )
 def test_settings_that_say_two_things_are_refused_before_any_file_is_opened(settings: Any, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         gpuload.open_loader("no such file.h5ad", device="cpu", **settings)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 16),
+        ({"block_size": 5}, 5),
+        ({"sampler": BlockShuffle(8)}, 8),
+        ({"sampler": BlockShuffle(8), "block_size": 8}, 8),
+        ({"sampler": BlockShuffle(8), "settings": {"block_size": 5}}, 8),
+        ({"sampler": Subset(np.arange(131), BlockShuffle(8)), "settings": {"block_size": 5}}, 8),
+        ({"sampler": Subset(np.arange(131)), "settings": {"block_size": 5}}, 5),
+        ({"sampler": Subset(np.arange(131))}, 16),
+    ],
+)
+def test_the_block_size_that_holds(plain: Stored, settings: dict[str, Any], expected: int) -> None:
+    def order(**more: Any) -> list[list[int]]:
+        with gpuload.open_loader(plain.path, batch_size=8, fetch_factor=4, device="cpu", **more) as loader:
+            return [batch.rows.tolist() for batch in loader]
+
+    assert order(**settings) == order(sampler=BlockShuffle(expected))
 
 
 def test_a_column_that_is_not_there_is_named(plain: Stored) -> None:
@@ -224,6 +254,7 @@ def test_descriptions_are_json_and_tell_settings_apart() -> None:
     samplers = [
         Sequential(),
         BlockShuffle(4),
+        Sequential(shuffle_fetch=True),
         BlockShuffle(5),
         BlockShuffle(edges=np.array([0, 3, 6])),
         ClassBalanced("label"),

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuload.sampling import rows as rows_module
+from gpuload.sampling import weights as weights_module
 from gpuload.sampling.base import Cells
+from gpuload.sampling.queues import spacing
 from gpuload.sampling.rows import (
     RowList,
     as_ranges,
@@ -22,6 +24,7 @@ from gpuload.sampling.rows import (
     list_of_runs,
     row_list,
 )
+from gpuload.sampling.weights import weight_queues
 from gpuload.types import expand_ranges
 
 ascending = st.lists(st.integers(0, 70), min_size=1, max_size=60, unique=True).map(sorted)
@@ -124,3 +127,48 @@ def test_classes_of_one_column_and_of_several() -> None:
     part = cells.part(row_list(np.array([1, 3, 4])))
     assert part.classes("line").codes.tolist() == [1, 1, 0]
     assert part.part(row_list(np.array([0, 2]))).classes("line").codes.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_values_are_moved_with_their_rows(is_sorted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "SLICE", 16)
+    rng = np.random.default_rng(0)
+    codes = rng.integers(-1, 3, 300)
+    codes = np.sort(codes) if is_sorted else codes
+    values, out = rng.random(300), np.empty(np.count_nonzero(codes >= 0))
+    rows, _ = group_rows(lambda start, stop: codes[start:stop], 300, 3, (values, out))
+    assert (rows.ends is not None) == is_sorted
+    np.testing.assert_array_equal(out, values[rows.slice(0, rows.n_rows)])
+
+
+@pytest.mark.parametrize("kind", ["uniform", "heavy", "tiny", "zeros", "steps"])
+def test_first_hits_are_what_a_search_finds(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    weights = {
+        "uniform": rng.random(40_000) + 0.01,
+        "heavy": rng.pareto(1.0, 40_000) + 1e-3,
+        "tiny": np.exp(rng.normal(0, 30, 40_000)),
+        "zeros": rng.random(40_000) * (rng.random(40_000) < 0.5),
+        "steps": 1 + rng.integers(0, 1_200, 40_000) / 1024,
+    }[kind]
+    queues, _ = weight_queues(weights, 16)
+    assert queues.unlike is not None
+    running, draw_edges, first = queues.unlike.running, queues.unlike.draw_edges, queues.unlike.first
+    low, step = spacing(running, queues.edges, draw_edges)
+    for stratum in range(queues.n_strata):
+        n = int(draw_edges[stratum + 1] - draw_edges[stratum])
+        points = low[stratum] + np.arange(n) * step[stratum]
+        found = first[draw_edges[stratum] : draw_edges[stratum + 1]]
+        np.testing.assert_array_equal(found, np.searchsorted(running, points, side="right"))
+
+
+def test_first_hits_where_rows_end_at_points() -> None:
+    n, low = 20_000, 31_415.926535
+    step = np.pi / 3
+    running = np.concatenate([np.linspace(1, low, 100), low + np.arange(1, n + 1) * step])
+    edges, draw_edges = np.array([0, 100, 100 + n]), np.array([0, 50, 50 + n])
+    first = weights_module._first_hits(running, edges, draw_edges)
+    (_, low), (_, step) = spacing(running, edges, draw_edges)
+    expected = np.searchsorted(running, low + np.arange(n) * step, side="right")
+    assert np.array_equal(first[50:], expected)
+    assert np.any(np.ceil((running[100:] - low) / step) != np.arange(1, n + 1)), "rounding plays no part here"

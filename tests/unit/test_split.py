@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import pandas as pd
 import pytest
 
 import gpuload
-from gpuload.split import Split
+from gpuload.splitting import Split
 from tests import writers
 from tests.writers import counts, genes_frame, write_csr
 
@@ -60,12 +61,18 @@ def obs() -> pd.DataFrame:
 # --- what is given
 
 
+def test_the_function_is_shadowed_by_no_module() -> None:
+    assert callable(gpuload.split)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("gpuload.split")
+
+
 def test_paths_loaders_stores_and_anndata_are_split_alike(paths: list[Path], no_leaks: None) -> None:
     settings: dict[str, Any] = {"by": "sample", "seed": 3}
     split = gpuload.split(paths, HALVES, **settings)
     with gpuload.open_loader(paths, obs=["sample"]) as loader:
         assert gpuload.split(loader, HALVES, **settings) == split
-        assert gpuload.split(loader._store, HALVES, **settings) == split
+        assert gpuload.split(loader.store, HALVES, **settings) == split
         assert len(list(loader)) == len(loader), "the loader was closed"
     in_memory = gpuload.split([as_anndata(400, 0), as_anndata(300, 1)], HALVES, **settings)
     assert in_memory.groups == split.groups

@@ -203,7 +203,8 @@ def split(
     Parameters
     ----------
     cells
-        What `open_loader` takes, or a loader or store that holds the columns named below.
+        What `open_loader` takes, or a loader or store that holds the columns named below. Of a loader all cells are
+        split, also those that its ``where=`` or sampler leaves out.
     shares
         For each part its share of the cells, above 0 and at most 1; or a list of groups that are in it and in no other;
         or ``...`` for what is left, in at most one part. Shares are of what the lists leave. Where they add up to less
@@ -328,7 +329,7 @@ class _Opened:
 
             self.store: Store = open_store(cells, layer=layer, obs=tuple(dict.fromkeys(columns)))
             return
-        self.store = cells if isinstance(cells, Store) else cells._store  # noqa: SLF001 - a loader has nothing else
+        self.store = cells if isinstance(cells, Store) else cells.store
         for name in columns:
             if name not in self.store.obs:
                 raise PlanError(
