@@ -66,11 +66,31 @@ _BURST_SLOTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
-    """Everything that cells are drawn from.
+class Kind:
+    """A label that raises genes of its own.
+
+    Attributes
+    ----------
+    n
+        Its categories.
+    share
+        Of a cell's UMIs, on the genes that the cell's category raises.
+    genes
+        Genes that one category raises, as a fraction of all genes.
+    """
+
+    n: int
+    share: float
+    genes: float
+
+
+@dataclass(frozen=True, slots=True)
+class CountModel:
+    """Everything that cells are drawn from; made by `count_model`.
 
     A draw of one UMI is a uniform choice among the slots of a table, each slot holding a gene number: one gather, no
-    search. All tables lie end to end in `slots`: that of the genes' popularity, then one for each plate, line and drug.
+    search. All tables lie end to end in `slots`: that of the genes' popularity, then one for each category of each
+    label.
 
     Attributes
     ----------
@@ -78,8 +98,10 @@ class _Model:
         Number of genes.
     slots : (_BASE_SLOTS + n_labels * _OWN_SLOTS,) uint16 or int32
         Gene numbers.
-    own_start : (3,) int64
-        First slot of the first table of plates, of cell lines, of drugs.
+    own_start : (n_kinds,) int64
+        First slot of the first table of each label.
+    own_shares
+        Share of a cell's UMIs that falls on the genes raised by each label.
     silenced : (n_cell_lines, n_vars) bool
         Genes that a cell line does not express.
     burst : (_BURST_SLOTS,) float32
@@ -91,6 +113,7 @@ class _Model:
     n_vars: int
     slots: NDArray[np.integer]
     own_start: NDArray[np.int64]
+    own_shares: tuple[float, ...]
     silenced: NDArray[np.bool_]
     burst: NDArray[np.float32]
     depth: NDArray[np.float64]
@@ -154,9 +177,15 @@ def tahoe_shaped(
     _check(n_obs, n_vars, mean_counts, n_plates, n_cell_lines, n_drugs)
     setup = np.random.default_rng(np.random.SeedSequence([seed, 0]))
     labels = _labels(setup, n_obs, n_plates, n_cell_lines, n_drugs)
-    model = _model(setup, n_vars, (n_plates, n_cell_lines, n_drugs))
-    X = _counts(model, labels, _depths(setup, model, n_obs, mean_counts), seed, progress)
-    return X, _obs(labels, (n_plates, n_cell_lines, n_drugs), X, mean_counts), _var(n_vars)
+    kinds = (
+        Kind(n_plates, PLATE_SHARE, PLATE_GENES),
+        Kind(n_cell_lines, LINE_SHARE, LINE_GENES),
+        Kind(n_drugs, DRUG_SHARE, DRUG_GENES),
+    )
+    model = count_model(setup, n_vars, kinds)
+    X = draw_counts(model, labels, draw_depths(setup, model, n_obs, mean_counts), (seed, 1), progress)
+    columns = {"plate": ("plate", n_plates), "cell_line": ("line", n_cell_lines), "drug": ("drug", n_drugs)}
+    return X, _with_counts(label_columns(labels, columns), X, mean_counts), gene_table(n_vars)
 
 
 def _check(n_obs: int, n_vars: int, mean_counts: float, n_plates: int, n_cell_lines: int, n_drugs: int) -> None:
@@ -186,44 +215,74 @@ def _labels(rng: np.random.Generator, n_obs: int, n_plates: int, n_cell_lines: i
     return np.stack([plate, line, drug])[:, np.lexsort((drug, line, plate))]
 
 
-def _model(rng: np.random.Generator, n_vars: int, n_labels: tuple[int, int, int]) -> _Model:
-    """Draw gene popularity and the genes that every label raises and silences."""
+def count_model(rng: np.random.Generator, n_vars: int, kinds: tuple[Kind, ...]) -> CountModel:
+    """Draw gene popularity, the genes that every category of every label raises, and those that the second silences.
+
+    Parameters
+    ----------
+    rng
+        What it is drawn from.
+    n_vars
+        Genes.
+    kinds
+        The labels, two at least; the second one (the cell line) also silences 1 gene in 300 of each category.
+    """
     popularity = rng.lognormal(sigma=GENE_SKEW, size=n_vars)
     popularity /= popularity.sum()
     gene_dtype = np.uint16 if n_vars <= 2**16 else np.int32  # the tables must stay in the CPU's cache
     raised_pool = _spread(np.sqrt(popularity), _BASE_SLOTS)
     tables = [_spread(popularity, _BASE_SLOTS)]
-    for n, fraction in zip(n_labels, (PLATE_GENES, LINE_GENES, DRUG_GENES), strict=True):
-        n_genes = min(max(2, round(fraction * n_vars)), _OWN_SLOTS)
-        genes = raised_pool[rng.integers(_BASE_SLOTS, size=(n, n_genes))]
+    for kind in kinds:
+        n_genes = min(max(2, round(kind.genes * n_vars)), _OWN_SLOTS)
+        genes = raised_pool[rng.integers(_BASE_SLOTS, size=(kind.n, n_genes))]
         tables.append(genes[:, np.arange(_OWN_SLOTS) * n_genes // _OWN_SLOTS].reshape(-1))
     depth = np.geomspace(1.0, 16.0 * n_vars, num=64)
-    return _Model(
+    return CountModel(
         n_vars=n_vars,
         slots=np.concatenate(tables).astype(gene_dtype),
-        own_start=np.cumsum([table.size for table in tables[:3]]),
-        silenced=rng.random((n_labels[1], n_vars), dtype=np.float32) < SILENCED_GENES,
+        own_start=np.cumsum([table.size for table in tables[:-1]]),
+        own_shares=tuple(kind.share for kind in kinds),
+        silenced=rng.random((kinds[1].n, n_vars), dtype=np.float32) < SILENCED_GENES,
         burst=_spread(BURST ** np.arange(16.0), _BURST_SLOTS).astype(np.float32),
         depth=depth,
         distinct=np.array([-np.expm1(-n_umis * popularity).sum() for n_umis in depth]),
     )
 
 
-def _depths(rng: np.random.Generator, model: _Model, n_obs: int, mean_counts: float) -> NDArray[np.int64]:
+def draw_depths(rng: np.random.Generator, model: CountModel, n_obs: int, mean_counts: float) -> NDArray[np.int64]:
     """Draw the number of UMIs of every cell before bursts, shape (n_obs,)."""
     sigma = np.sqrt(np.log1p(COUNTS_SD**2))
     wanted = rng.lognormal(mean=np.log(mean_counts) - sigma**2 / 2, sigma=sigma, size=n_obs)
     return np.rint(np.interp(wanted, model.distinct, model.depth)).astype(np.int64)
 
 
-def _counts(
-    model: _Model,
+def draw_counts(
+    model: CountModel,
     labels: NDArray[np.int32],
     depth: NDArray[np.int64],
-    seed: int,
+    seed_words: tuple[int, ...],
     progress: Callable[[int], None] | None,
 ) -> csr_matrix:
-    """Draw the counts of all cells, block by block, into arrays that are cut to size at the end."""
+    """Draw the counts of all cells, block by block, into arrays that are cut to size at the end.
+
+    Parameters
+    ----------
+    model
+        What they are drawn from.
+    labels : (n_kinds, n_obs) int32
+        Categories of every cell, in the order of the model's labels.
+    depth : (n_obs,) int64
+        UMIs of every cell before bursts.
+    seed_words
+        What the numbers depend on, beside the number of the block.
+    progress
+        Called with the number of cells done, after every 512 cells.
+
+    Returns
+    -------
+    (n_obs, n_vars) CSR matrix of float32
+        Columns sorted and distinct within a row.
+    """
     from scipy.sparse import csr_matrix
 
     n_obs = depth.size
@@ -233,7 +292,7 @@ def _counts(
     indptr = np.zeros(n_obs + 1, dtype=np.int64)
     for start in range(0, n_obs, _BLOCK_ROWS):
         stop = min(start + _BLOCK_ROWS, n_obs)
-        rng = np.random.default_rng(np.random.SeedSequence([seed, 1, start]))
+        rng = np.random.default_rng(np.random.SeedSequence([*seed_words, start]))
         block = _draw_block(rng, model, labels[:, start:stop], depth[start:stop])
         filled = slice(int(indptr[start]), int(indptr[start]) + block.nnz)
         data[filled], indices[filled] = block.data, block.indices
@@ -250,17 +309,16 @@ def _counts(
 
 
 def _draw_block(
-    rng: np.random.Generator, model: _Model, labels: NDArray[np.int32], depth: NDArray[np.int64]
+    rng: np.random.Generator, model: CountModel, labels: NDArray[np.int32], depth: NDArray[np.int64]
 ) -> csr_matrix:
-    """Draw the counts of a block of cells from their labels (3, n_rows) and depth (n_rows,), with sorted columns."""
+    """Draw the counts of a block of cells from their labels (n_kinds, n_rows) and depth (n_rows,); sorted columns."""
     from scipy.sparse import csr_matrix
 
-    own_shares = (PLATE_SHARE, LINE_SHARE, DRUG_SHARE)
-    n_drawn = rng.multinomial(depth, [*own_shares, 1.0 - sum(own_shares)])
+    n_drawn = rng.multinomial(depth, [*model.own_shares, 1.0 - sum(model.own_shares)])
     start = np.zeros(n_drawn.shape, dtype=np.uint32)
-    start[:, :3] = model.own_start + labels.T * np.int64(_OWN_SLOTS)
+    start[:, :-1] = model.own_start + labels.T * np.int64(_OWN_SLOTS)
     last = np.full(n_drawn.shape, _OWN_SLOTS - 1, dtype=np.uint32)
-    last[:, 3] = _BASE_SLOTS - 1
+    last[:, -1] = _BASE_SLOTS - 1
     slot = rng.integers(2**32, size=int(depth.sum()), dtype=np.uint32)
     slot &= np.repeat(last.reshape(-1), n_drawn.reshape(-1))  # both table sizes are powers of two
     slot += np.repeat(start.reshape(-1), n_drawn.reshape(-1))
@@ -289,30 +347,43 @@ def _apportion(weights: NDArray[np.float64], total: int) -> NDArray[np.int64]:
     return np.diff(edges, prepend=0)
 
 
-def _obs(labels: NDArray[np.int32], n_labels: tuple[int, int, int], X: csr_matrix, mean_counts: float) -> pd.DataFrame:
-    """Return one row per cell."""
+def label_columns(labels: NDArray[np.int32], columns: dict[str, tuple[str, int]]) -> pd.DataFrame:
+    """Return one row per cell with a categorical column for each label.
+
+    Parameters
+    ----------
+    labels : (n_columns, n_obs) int32
+        Codes.
+    columns
+        By name, in the order of `labels`: the prefix of the categories' names and their number.
+    """
     import pandas as pd
 
-    columns: dict[str, object] = {}
-    for name, prefix, codes, n in zip(
-        ("plate", "cell_line", "drug"), ("plate", "line", "drug"), labels, n_labels, strict=True
-    ):
-        columns[name] = pd.Categorical.from_codes(codes, categories=_names(prefix, n))
-    gene_count = np.diff(X.indptr)
-    columns["gene_count"] = gene_count.astype(np.int32)
-    columns["tscp_count"] = np.asarray(X.sum(axis=1)).reshape(-1).astype(np.int32)
-    columns["pass_filter"] = gene_count >= mean_counts / 2
-    return pd.DataFrame(columns, index=pd.Index(_names("cell", X.shape[0]), dtype=object))
+    coded = {
+        name: pd.Categorical.from_codes(codes, categories=names(prefix, n))
+        for (name, (prefix, n)), codes in zip(columns.items(), labels, strict=True)
+    }
+    return pd.DataFrame(coded, index=pd.Index(names("cell", labels.shape[1]), dtype=object))
 
 
-def _var(n_vars: int) -> pd.DataFrame:
+def gene_table(n_vars: int) -> pd.DataFrame:
     """Return one row per gene, without columns."""
     import pandas as pd
 
-    return pd.DataFrame(index=pd.Index(_names("gene", n_vars), dtype=object))
+    return pd.DataFrame(index=pd.Index(names("gene", n_vars), dtype=object))
 
 
-def _names(prefix: str, n: int) -> list[str]:
+def _with_counts(obs: pd.DataFrame, X: csr_matrix, mean_counts: float) -> pd.DataFrame:
+    """Return `obs` with what is counted in every cell."""
+    gene_count = np.diff(X.indptr)
+    return obs.assign(
+        gene_count=gene_count.astype(np.int32),
+        tscp_count=np.asarray(X.sum(axis=1)).reshape(-1).astype(np.int32),
+        pass_filter=gene_count >= mean_counts / 2,
+    )
+
+
+def names(prefix: str, n: int) -> list[str]:
     """Return n names with numbers of equal width, so that they sort as text in their order."""
     width = len(str(n))
     return [f"{prefix}_{number:0{width}d}" for number in range(1, n + 1)]

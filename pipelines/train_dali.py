@@ -28,6 +28,7 @@ try:
 
     import gpuload
     from gpuload.dali import CellIterator, cells
+    from gpuload.scores import macro_f1
 except ImportError as missing:
     sys.exit(f"train_dali.py: {missing}. From the checkout, pip install '.[dali]' installs what this program needs.")
 
@@ -171,12 +172,6 @@ def evaluate(model: torch.nn.Module, loader: gpuload.Loader, args: argparse.Name
         if int(confusion.sum()) >= args.held_out:
             break
     return confusion.reshape(n_classes, n_classes).cpu()
-
-
-def macro_f1(confusion: torch.Tensor) -> float:
-    """Return the mean F1 of the classes that occur or are predicted."""
-    hits, either = confusion.diag(), confusion.sum(dim=0) + confusion.sum(dim=1)
-    return float((2 * hits[either > 0] / either[either > 0]).mean())
 
 
 def classifier(n_genes: int, n_classes: int, n_hidden: int) -> torch.nn.Module:
@@ -356,7 +351,7 @@ def run(args: argparse.Namespace) -> None:
             confusion = evaluate(model, loader, args)
             n_cells = int(confusion.sum())
             accuracy = float(confusion.diag().sum()) / max(1, n_cells)
-            print(f"held out: {n_cells:,} cells, accuracy {accuracy:.3f}, macro-F1 {macro_f1(confusion):.3f}")
+            print(f"held out: {n_cells:,} cells, accuracy {accuracy:.3f}, macro-F1 {macro_f1(confusion.numpy()):.3f}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

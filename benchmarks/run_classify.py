@@ -1,0 +1,114 @@
+"""Measure what the order of cells does to a classifier, beside the scDataset paper's figures.
+
+``python -m benchmarks.run_classify FOLDER [--out benchmarks/results/classify.jsonl]``
+
+FOLDER gets a synthetic screen (`gpuload/synthetic_screen.py` states the model) where it has none. On it run
+pipelines/classify.py's trainings, each for one epoch:
+
+- linear heads, five orders, three seeds, in blocks of 4 cells and 64 minibatches to a fetch: 1,024 blocks to a fetch,
+  as many as the paper's blocks of 16 and 256 minibatches to a fetch make;
+- the same in blocks of 16, block shuffling alone: 256 blocks to a fetch, fewer than there are drugs;
+- a perceptron of two hidden layers of 512; three orders, two seeds.
+
+The seconds are of one machine, with training and loading on the same cores. *loader* is the loader alone, over an epoch
+or as much of it as three seconds suffice for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+
+PROGRAM = Path(__file__).parents[1] / "pipelines" / "classify.py"
+PACKAGES = ("numpy", "torch", "anndata", "h5py")
+COMMON = ("--values", "log1p", "--batch-size", "64", "--fetch-factor", "64")
+PARTS = {
+    "linear": ("--models", "linear", "--block-size", "4", "--seeds", "3"),
+    "linear, blocks of 16": ("--models", "linear", "--block-size", "16", "--seeds", "2", "--orders", "block"),
+    "mlp": ("--models", "mlp", "--block-size", "4", "--seeds", "2", "--orders", "streaming", "block", "random"),
+}
+"""What is run, by name, and its options."""
+
+
+def run_program(*options: str) -> str:
+    """Run the pipeline; return what it printed."""
+    path = os.pathsep.join([str(PROGRAM.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return done.stdout
+
+
+def records_of(part: str, folder: Path) -> list[dict[str, Any]]:
+    """Return a record for each training of a part, with what was measured of its order's loader."""
+    report = json.loads((folder / "classify.json").read_text())
+    loaders = {row["order"]: row.get("loader_cells_per_s") for row in report["summary"]}
+    kept = ("batch_size", "block_size", "fetch_factor", "values", "lr", "epochs", "labels")
+    shared = {
+        "part": part,
+        "n_train": report["n_train"],
+        "n_test": report["n_test"],
+        **{name: report["settings"][name] for name in kept},
+        "commit": machine.commit(),
+        "machine": machine.describe(),
+        "versions": machine.versions(PACKAGES),
+        "time": datetime.now(UTC).isoformat(),
+        "cache": "warm",
+    }
+    return [
+        {**run, "loader_cells_per_s": loaders[run["order"]], **shared, "loss": thinned(run["loss"])}
+        for run in report["runs"]
+    ]
+
+
+def thinned(points: list[Any], n: int = 50) -> list[Any]:
+    """Return some n of the points of a curve, the last among them."""
+    every = max(1, len(points) // n)
+    return points[::-1][::every][::-1]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Make the screen, run the parts, print their tables, add to the results where asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_classify", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--cells", type=int, default=80_000, help="of the screen, where it is made (default: %(default)s)"
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="further options of the program")
+    parser.add_argument("--out", type=Path, help="JSON lines are added to this file; a picture comes beside it")
+    options = parser.parse_args(arguments)
+    screen = options.folder / "screen"
+    start = time.perf_counter()
+    for part in options.only:
+        folder = options.folder / part.replace(", ", "-").replace(" ", "-")
+        make = () if screen.exists() else ("--make", str(options.cells))
+        settings = ("--out", str(folder), "--fresh", *COMMON, *PARTS[part], *options.options)
+        print(f"{part}\n{run_program(str(screen), *make, *settings)}", flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records_of(part, folder))
+            if part == "linear":
+                shutil.copyfile(folder / "classify.png", options.out.with_suffix(".png"))
+    print(f"{time.perf_counter() - start:.0f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

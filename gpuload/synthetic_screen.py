@@ -1,0 +1,232 @@
+"""An openly stated generator of a drug screen in Tahoe-100M's shape: five labels to learn, files sorted by drug.
+
+What is known of the real screen and reproduced: plates of one file each; all cell lines pooled in every well; a plate
+holds a quarter of the drugs, one after the other, so that on disk a drug is a run of cells of all lines; drugs belong
+to mechanisms, of which there are a fine and a broad list; plates differ (batch effects). The counts are those of
+`gpuload.synthetic`, whose constants for plates and cell lines are taken over. It is not biology.
+
+The model. Each UMI of a cell falls on a gene raised by its plate (2 %), cell line (2.5 %), broad mechanism (1 %), fine
+mechanism (1 %) or drug (1 %), or else on a gene by its popularity. A broad mechanism raises 1 gene in 50, a fine one 1
+in 100, a drug 1 in 200. So cell lines are told apart most easily and drugs least, drugs of one mechanism are alike, and
+a plate shifts all of its cells. These numbers were written down before any model was trained on the cells, and were not
+changed since.
+
+References
+----------
+.. [1] Zhang et al., "Tahoe-100M: A Giga-Scale Single-Cell Perturbation Atlas for Context-Dependent Gene Function and
+   Cellular Modeling", bioRxiv 2025, doi:10.1101/2025.02.20.639398 (14 plates of 96 wells, 50 cell lines in each well,
+   about 380 drugs; 4 broad and 27 fine mechanisms).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpuload.errors import PlanError
+from gpuload.synthetic import (
+    LINE_GENES,
+    LINE_SHARE,
+    MEAN_COUNTS,
+    PLATE_GENES,
+    PLATE_SHARE,
+    Kind,
+    count_model,
+    draw_counts,
+    draw_depths,
+    gene_table,
+    label_columns,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import pandas as pd
+    from numpy.typing import NDArray
+    from scipy.sparse import csr_matrix
+
+    from gpuload.synthetic import CountModel
+
+MECHANISM_SHARE, DRUG_SHARE = 0.01, 0.01
+"""Share of a cell's UMIs on the genes raised by its mechanism, for the broad and for the fine one, and by its drug."""
+
+BROAD_GENES, FINE_GENES, DRUG_GENES = 1 / 50, 1 / 100, 1 / 200
+"""Genes that one broad mechanism, fine mechanism or drug raises, as a fraction of all genes."""
+
+WELL_SPREAD, CLASS_SPREAD = 0.3, 0.5
+"""Standard deviation of the logarithm of the cells of a well, and of the frequency of cell lines and mechanisms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plate:
+    """One plate of a screen, as one file would hold it.
+
+    Attributes
+    ----------
+    name
+        Of the plate: ``"plate_01"`` and so on, as in `obs`.
+    X : (n, n_vars) CSR matrix of float32
+        Counts.
+    obs
+        `plate`, `drug`, `moa_broad`, `moa_fine`, `cell_line`, all categorical, with the categories of the whole screen;
+        sorted by well, which is by drug.
+    var
+        One row per gene, indexed by its name.
+    """
+
+    name: str
+    X: csr_matrix
+    obs: pd.DataFrame
+    var: pd.DataFrame
+
+
+def screen_plates(
+    n_obs: int,
+    *,
+    n_vars: int = 2_000,
+    mean_counts_per_cell: float | None = None,
+    n_plates: int = 14,
+    n_cell_lines: int = 50,
+    n_drugs: int = 380,
+    n_broad: int = 4,
+    n_fine: int = 27,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Plate]:
+    """Make a screen plate by plate, so that one is held at a time; a pure function of the sizes and the seed.
+
+    Where there are two plates or more, every drug is on two at least: one held out holds no drug that the others lack.
+
+    Parameters
+    ----------
+    n_obs, n_vars
+        Cells of all plates together, which are of one size, and genes.
+    mean_counts_per_cell
+        Mean number of stored values of a cell; None means `gpuload.synthetic.MEAN_COUNTS`, or an eighth of `n_vars`
+        where that is less.
+    n_plates, n_cell_lines, n_drugs, n_broad, n_fine
+        Number of categories of each label.
+    seed
+        At least 0.
+    progress
+        Called with the number of cells that were made since.
+
+    Yields
+    ------
+    Plate
+        In their order.
+
+    Raises
+    ------
+    PlanError
+        A size is below 1; there are fewer drugs than fine mechanisms or fewer of these than broad ones; fewer cells
+        than plates; or `mean_counts_per_cell` is not within 0 and a quarter of `n_vars`.
+
+    Notes
+    -----
+    Memory is that of one plate, 8 bytes a stored value, and some 60 MB.
+    """
+    sizes = {"plate": n_plates, "cell_line": n_cell_lines, "moa_broad": n_broad, "moa_fine": n_fine, "drug": n_drugs}
+    mean_counts = min(MEAN_COUNTS, n_vars / 8) if mean_counts_per_cell is None else mean_counts_per_cell
+    _check(n_obs, n_vars, mean_counts, sizes)
+    screen = _Screen(np.random.default_rng(np.random.SeedSequence([seed, 0])), n_vars, sizes)
+    for number, cells in enumerate(np.array_split(np.arange(n_obs), n_plates)):
+        yield screen.plate(number, cells.size, mean_counts, seed, progress)
+
+
+class _Screen:
+    """All that plates are drawn from."""
+
+    def __init__(self, rng: np.random.Generator, n_vars: int, sizes: dict[str, int]) -> None:
+        self._sizes = sizes
+        kinds = (
+            Kind(sizes["plate"], PLATE_SHARE, PLATE_GENES),
+            Kind(sizes["cell_line"], LINE_SHARE, LINE_GENES),
+            Kind(sizes["moa_broad"], MECHANISM_SHARE, BROAD_GENES),
+            Kind(sizes["moa_fine"], MECHANISM_SHARE, FINE_GENES),
+            Kind(sizes["drug"], DRUG_SHARE, DRUG_GENES),
+        )
+        self._model: CountModel = count_model(rng, n_vars, kinds)
+        self._broad_of_fine = _deal(rng, sizes["moa_fine"], sizes["moa_broad"])
+        self._fine_of_drug = _deal(rng, sizes["drug"], sizes["moa_fine"])
+        self._line_share = _shares(rng, sizes["cell_line"])
+        # The drugs of a plate are a run of one shuffled list, the runs' starts spread evenly, and each at least twice
+        # as long as the way to the next: so every drug is on two plates or more.
+        n_drugs, n_plates = sizes["drug"], sizes["plate"]
+        per_plate = min(n_drugs, max(-(-n_drugs // 4), -(-2 * n_drugs // n_plates)))
+        starts = np.arange(n_plates) * n_drugs // n_plates
+        self._drugs = rng.permutation(n_drugs)[(starts[:, None] + np.arange(per_plate)) % n_drugs]
+
+    def plate(
+        self, number: int, n_obs: int, mean_counts: float, seed: int, progress: Callable[[int], None] | None
+    ) -> Plate:
+        """Draw one plate."""
+        rng = np.random.default_rng(np.random.SeedSequence([seed, 1, number]))
+        wells = rng.permutation(self._drugs[number])
+        per_well = rng.multinomial(n_obs, _shares(rng, wells.size, WELL_SPREAD))
+        drug = np.repeat(wells, per_well)
+        fine = self._fine_of_drug[drug]
+        line = rng.choice(self._sizes["cell_line"], size=n_obs, p=self._line_share)
+        labels = np.stack([np.full(n_obs, number), line, self._broad_of_fine[fine], fine, drug]).astype(np.int32)
+        X = draw_counts(
+            self._model,
+            labels,
+            draw_depths(rng, self._model, n_obs, mean_counts),
+            (seed, 2, number),
+            None if progress is None else _since(progress),
+        )
+        obs = label_columns(labels, {name: (_PREFIXES[name], self._sizes[name]) for name in _PREFIXES})
+        name = str(obs["plate"].cat.categories[number])
+        obs.index = name + "_" + obs.index
+        return Plate(name, X, obs, gene_table(X.shape[1]))
+
+
+_PREFIXES = {"plate": "plate", "cell_line": "line", "moa_broad": "broad", "moa_fine": "fine", "drug": "drug"}
+"""Columns of obs, in the order of the model's labels, and what the names of their categories begin with."""
+
+
+def _since(progress: Callable[[int], None]) -> Callable[[int], None]:
+    """Return what tells `progress` the cells made since the last call, when called with those made so far."""
+    told = 0
+
+    def reach(n_done: int) -> None:
+        nonlocal told
+        progress(n_done - told)
+        told = n_done
+
+    return reach
+
+
+def _shares(rng: np.random.Generator, n: int, spread: float = CLASS_SPREAD) -> NDArray[np.float64]:
+    """Draw log-normal shares that add up to 1."""
+    weights = rng.lognormal(sigma=spread, size=n)
+    return np.asarray(weights / weights.sum())
+
+
+def _deal(rng: np.random.Generator, n: int, n_classes: int) -> NDArray[np.int64]:
+    """Draw the class of each of n members: each class has one at least, and the sizes are unequal."""
+    more = rng.choice(n_classes, size=n - n_classes, p=_shares(rng, n_classes))
+    return rng.permutation(np.concatenate([np.arange(n_classes), more]))
+
+
+def _check(n_obs: int, n_vars: int, mean_counts: float, sizes: dict[str, int]) -> None:
+    """Raise PlanError where the sizes make no screen."""
+    for name, size in {"n_vars": n_vars, **{_ARGUMENTS.get(k, f"n_{k}s"): n for k, n in sizes.items()}}.items():
+        if size < 1:
+            raise PlanError(f"{name}={size!r}: expected at least 1.")
+    if n_obs < sizes["plate"]:
+        raise PlanError(f"n_obs={n_obs!r}: expected at least a cell for each of the {sizes['plate']} plates.")
+    for part, whole in (("moa_fine", "drug"), ("moa_broad", "moa_fine")):
+        if sizes[part] > sizes[whole]:
+            few, many = (_ARGUMENTS.get(name, f"n_{name}s") for name in (whole, part))
+            raise PlanError(f"{many}={sizes[part]!r}: expected at most {few}={sizes[whole]!r}, so that each has one.")
+    if not 0 < mean_counts <= n_vars / 4:
+        raise PlanError(
+            f"mean_counts_per_cell={mean_counts!r}: expected more than 0 and at most a quarter of the {n_vars} genes."
+        )
+
+
+_ARGUMENTS = {"moa_broad": "n_broad", "moa_fine": "n_fine"}
+"""What a label's number of categories is called where it is not ``n_<label>s``."""

@@ -1,0 +1,582 @@
+"""Does the order of cells matter to a model? The classification experiment of the scDataset paper, in one file.
+
+    python pipelines/classify.py screen --make 100000
+
+Classifiers of cell line, drug and mechanism of action (broad and fine), all at once, are trained on all plates but one,
+each on the same cells in another order: streaming, streaming through a shuffle buffer, block shuffling, class-balanced
+and true random. Then they are asked about the plate that none has seen. The paper's finding is that block shuffling is
+as good as true random order, which takes far longer to read, and that streaming is worse on drugs and mechanisms.
+
+On the small synthetic screen a shuffle buffer holds many drugs, where the paper's held a part of one drug's run: there
+streaming through a buffer comes off better than in the paper.
+
+The way of a cell is `Cells`, `train`, `evaluate`. A run that was killed goes on from its last checkpoint, and gives
+what it would have given: start the same command again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from classify_report import ORDERS, PAPER, draw, summary, table_of
+    from torch.nn import functional
+    from torch.nn.parallel import DistributedDataParallel
+    from tqdm import tqdm
+
+    import gpuload
+    from gpuload.diversity import entropy_bits
+    from gpuload.scores import macro_f1
+    from gpuload.torch import CellDataset
+except ImportError as missing:
+    sys.exit(f"classify.py: {missing}. From the checkout, pip install '.[classify]' installs what this program needs.")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+N_POINTS = 200
+"""Points of a loss curve at least, each the mean over as many minibatches; of one of these entropy is measured."""
+
+UNLABELLED = -1
+
+EPILOG = """\
+exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted
+
+examples:
+  python pipelines/classify.py screen --make 100000         (writes a synthetic screen, a file per plate, to screen/)
+  python pipelines/classify.py plate*.h5ad --test plate14 --labels cell_line drug --models linear mlp --values log1p
+  torchrun --nproc-per-node 2 pipelines/classify.py screen  (minibatches of --batch-size on each process)
+"""
+
+
+# --- data
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The cells, told apart into those to learn from and those of the held-out plates."""
+
+    args: argparse.Namespace
+    is_train: Any
+    test_rows: Any
+
+    def train_settings(self, order: str, seed: int) -> dict[str, Any]:
+        """Return the settings, for `gpuload.open_loader`, of the cells to learn from in one of the `ORDERS`."""
+        inner: dict[str, Any] = {
+            "streaming": gpuload.Sequential(),
+            "buffer": gpuload.Sequential(shuffle_fetch=True),
+            "balanced": gpuload.ClassBalanced(self.args.balance),
+        }
+        block_size = 1 if order == "random" else self.args.block_size
+        sampler = gpuload.Subset(self.is_train, inner.get(order))
+        return {**self._settings(), "sampler": sampler, "block_size": block_size, "seed": seed}
+
+    def open_train(self, order: str, seed: int) -> gpuload.Loader:
+        """Open the cells to learn from, dealt to all processes."""
+        return gpuload.open_loader(**self.train_settings(order, seed))
+
+    def open_test(self) -> gpuload.Loader:
+        """Open this process's part of the held-out cells: none is in two parts."""
+        mine = np.array_split(self.test_rows, n_processes())[process()]
+        in_order = {"sampler": gpuload.Subset(mine), "shuffle": False, "rank": 0, "world_size": 1}
+        return gpuload.open_loader(**self._settings(), **in_order)
+
+    def _settings(self) -> dict[str, Any]:
+        args = self.args
+        return {
+            "paths": args.paths,
+            "batch_size": args.batch_size,
+            "fetch_factor": args.fetch_factor,
+            "obs": [*dict.fromkeys([*args.labels, args.plate])],
+            "genes": Path(args.genes).read_text(encoding="utf-8").split() if args.genes else None,
+            "transform": gpuload.Transform(target_sum=1e4, log1p=True) if args.values == "log1p" else None,
+            "device": args.device,
+        }
+
+
+def find_cells(args: argparse.Namespace) -> Cells:
+    """Tell the held-out plates' cells from the others'."""
+    split = gpuload.split(args.paths, {"train": ..., "test": args.test}, by=args.plate)
+    say(f"to learn from: {split.counts['train']:,} cells; held out: {split.counts['test']:,} of {', '.join(args.test)}")
+    return Cells(args, split.part == split.names.index("train"), split["test"])
+
+
+def write_screen(folder: Path, n_cells: int, **sizes: Any) -> None:
+    """Write a synthetic screen, a file for each plate, made by `gpuload.synthetic_screen.screen_plates`."""
+    import anndata
+
+    from gpuload.synthetic_screen import screen_plates
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with tqdm(total=n_cells, desc="making cells", unit="cell", disable=None) as bar:
+        for plate in screen_plates(n_cells, progress=bar.update, **sizes):
+            unfinished = folder / f".{plate.name}.unfinished"
+            anndata.AnnData(plate.X, plate.obs, plate.var).write_h5ad(unfinished, compression="gzip")
+            unfinished.replace(folder / f"{plate.name}.h5ad")
+
+
+# --- model
+
+
+class Classifier(torch.nn.Module):
+    """A linear layer for each label, on the values themselves or on what a trunk of two hidden layers makes of them."""
+
+    def __init__(self, n_genes: int, n_classes: dict[str, int], n_hidden: int) -> None:
+        super().__init__()
+        self.trunk: torch.nn.Module = torch.nn.Identity()
+        if n_hidden:
+            first, second = torch.nn.Linear(n_genes, n_hidden), torch.nn.Linear(n_hidden, n_hidden)
+            self.trunk = torch.nn.Sequential(first, torch.nn.GELU(), second, torch.nn.GELU())
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(n_hidden or n_genes, n) for n in n_classes.values())
+        for head in self.heads:
+            torch.nn.init.xavier_uniform_(head.weight)
+            torch.nn.init.zeros_(head.bias)
+
+    def forward(self, X: torch.Tensor) -> list[torch.Tensor]:
+        """Return the scores of every label: (n, n_classes) each."""
+        hidden = self.trunk(X)
+        return [head(hidden) for head in self.heads]
+
+
+def classifier(kind: str, loader: gpuload.Loader, labels: Sequence[str], seed: int) -> Classifier:
+    """Return a model that knows nothing, the same for the same seed."""
+    torch.manual_seed(seed)
+    n_classes = {}
+    for name in labels:
+        if name not in loader.categories or loader.categories[name].size < 2:
+            raise gpuload.PlanError(f"--labels {name}: expected an obs column of two categories or more.")
+        n_classes[name] = loader.categories[name].size
+    return Classifier(loader.n_vars, n_classes, 512 if kind == "mlp" else 0).to(loader.device)
+
+
+def total_loss(scores: Sequence[torch.Tensor], batch: dict[str, torch.Tensor], labels: Sequence[str]) -> torch.Tensor:
+    """Return the sum over labels of the mean cross entropy over the cells that have one."""
+    total = torch.zeros((), device=scores[0].device)
+    for name, scored in zip(labels, scores, strict=True):
+        codes = batch[name].long()
+        loss = functional.cross_entropy(scored.float(), codes, ignore_index=UNLABELLED, reduction="sum")
+        total = total + loss / (codes != UNLABELLED).sum().clamp(min=1)
+    return total
+
+
+# --- training
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    model: str
+    order: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return f"{self.model}-{self.order}-{self.seed}"
+
+
+def runs_of(args: argparse.Namespace) -> list[Run]:
+    """Return all trainings that are asked for."""
+    return [Run(model, order, seed) for model in args.models for order in args.orders for seed in range(args.seeds)]
+
+
+@dataclass
+class Log:
+    """What a run has gone through; goes into its checkpoints.
+
+    Attributes
+    ----------
+    n_steps, n_cells
+        Done; cells on all processes together.
+    seconds, waited_s
+        For training, and of these for minibatches.
+    loss
+        (step, mean loss since the point before).
+    entropy
+        By column, in bits, one minibatch for each point of `loss`.
+    """
+
+    n_steps: int = 0
+    n_cells: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    loss: list[tuple[int, float]] = field(default_factory=list)
+    entropy: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Checkpoint:
+    """The place on disk of a run that is not over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, cells: CellDataset, log: Log) -> None:
+        """Write all that it takes to go on, in place of what was there; the first process does, for all."""
+        if process():
+            return
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "cells": cells.state_dict()}
+        unfinished = self.path.with_suffix(".unfinished")
+        torch.save({**state, "log": asdict(log)}, unfinished)
+        os.replace(unfinished, self.path)
+
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, cells: CellDataset) -> Log:
+        """Go on from it where there is one."""
+        if not self.path.exists():
+            return Log()
+        state = torch.load(self.path, map_location=cells.loader.device, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        cells.load_state_dict(state["cells"])
+        return Log(**state["log"])
+
+
+def train(run: Run, loader: gpuload.Loader, args: argparse.Namespace) -> tuple[Classifier, Log]:
+    """Train for the epochs, from the start or from a checkpoint."""
+    model = classifier(run.model, loader, args.labels, run.seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    cells = CellDataset(loader)
+    checkpoint = Checkpoint(args.out / f"{run.name}.pt")
+    log = checkpoint.load(model, optimizer, cells)
+    together = DistributedDataParallel(model) if n_processes() > 1 else model
+    device = torch.device(loader.device)
+    n_steps = args.epochs * len(loader)
+    every = max(1, min(n_steps // N_POINTS, args.save_every))
+    loss_since = torch.zeros((), device=device)  # left there: a look at each would stop a GPU each time
+    board = tensorboard(run, args, log.n_steps)
+    clock = Clock(log)
+    n_saved = log.n_steps
+    bar = tqdm(total=n_steps, initial=log.n_steps, desc=run.name, unit="step", disable=True if process() else None)
+    with closing(board), closing(bar):
+        for batch in clock.arrivals(cells, n_steps):
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                loss = total_loss(together(batch["X"]), batch, args.labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+            loss_since += loss.detach()
+            log.n_steps += 1
+            log.n_cells += len(batch["X"]) * n_processes()
+            if log.n_steps % every and log.n_steps < n_steps:
+                continue
+            n_since = log.n_steps - (log.loss[-1][0] if log.loss else 0)
+            log.loss.append((log.n_steps, float(loss_since) / n_since))  # waits for a GPU, so that the clock is right
+            loss_since.zero_()
+            with clock.paused():
+                measure_entropy(log, loader, batch)
+                bar.update(n_since)
+                bar.set_postfix(loss=f"{log.loss[-1][1]:.3f}")
+                board.add_scalar("loss", log.loss[-1][1], log.n_steps)
+                if not math.isfinite(log.loss[-1][1]):
+                    raise gpuload.CorruptDataError(f"{run.name}: the loss is {log.loss[-1][1]}; is --lr small enough?")
+                if log.n_steps - n_saved >= args.save_every:
+                    n_saved = log.n_steps
+                    checkpoint.save(model, optimizer, cells, log)
+    return model, log
+
+
+def measure_entropy(log: Log, loader: gpuload.Loader, batch: dict[str, torch.Tensor]) -> None:
+    """Note how mixed a minibatch is, by each of its columns of categories."""
+    if len(batch["X"]) == loader.batch_size:
+        for name, categories in loader.categories.items():
+            log.entropy.setdefault(name, []).append(entropy_bits(batch[name].cpu().numpy(), categories.size))
+
+
+class Clock:
+    """Keeps a log's seconds, of which pauses take none."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._last = 0.0
+
+    def arrivals(self, cells: CellDataset, n_steps: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the minibatches that are left of `n_steps`, epoch after epoch."""
+        self._last = time.perf_counter()
+        while self._log.n_steps < n_steps:
+            for batch in cells:
+                waited = self._tick()
+                self._log.waited_s += waited
+                yield batch
+                self._tick()
+
+    def paused(self) -> Clock:
+        """Return a with-block whose time does not count."""
+        self._tick()
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._last = time.perf_counter()
+
+    def _tick(self) -> float:
+        """Count the seconds since the last tick, and return them."""
+        now = time.perf_counter()
+        since, self._last = now - self._last, now
+        self._log.seconds += since
+        return since
+
+
+class NoBoard:
+    """In place of a TensorBoard log where none is wanted."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Forget it."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def tensorboard(run: Run, args: argparse.Namespace, n_steps: int) -> Any:
+    """Return a TensorBoard log of a run, on the first process; what it holds of steps after `n_steps` is void."""
+    if not args.tensorboard or process():
+        return NoBoard()
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise gpuload.MissingDependencyError("tensorboard", "--tensorboard", "classify") from error
+    return SummaryWriter(str(args.out / "tensorboard" / run.name), purge_step=n_steps + 1)
+
+
+@torch.inference_mode()
+def evaluate(model: Classifier, cells: Cells) -> tuple[dict[str, float], int]:
+    """Return the macro-F1 of each label on the held-out cells, and how many these are; each process looks at a part."""
+    with cells.open_test() as loader:
+        model.to(loader.device)
+        n_cells = torch.zeros((), dtype=torch.int64, device=loader.device)
+        confusions = {}
+        for name in cells.args.labels:
+            n_classes = loader.categories[name].size
+            confusions[name] = torch.zeros(n_classes, n_classes, dtype=torch.int64, device=loader.device)
+        for batch in CellDataset(loader):
+            n_cells += len(batch["X"])
+            for (name, confusion), scores in zip(confusions.items(), model(batch["X"]), strict=True):
+                true = batch[name].long()
+                pairs = true * len(confusion) + scores.argmax(dim=1)
+                counts = torch.bincount(pairs[true != UNLABELLED], minlength=confusion.numel())
+                confusion.add_(counts.reshape(confusion.shape))
+    if n_processes() > 1:
+        for counted in (n_cells, *confusions.values()):
+            dist.all_reduce(counted)
+    return {name: macro_f1(confusion.cpu().numpy()) for name, confusion in confusions.items()}, int(n_cells)
+
+
+# --- comparing
+
+
+def loader_rate(cells: Cells, order: str, max_seconds: float) -> float:
+    """Return cells per second of an order's loader, nothing done with them, over an epoch or as much as there is time.
+
+    The whole of it is timed, the wait for the first minibatch too; but an iteration before has compiled what there is.
+    """
+    with cells.open_train(order, seed=0) as loader:
+        dataset = CellDataset(loader)
+        next(iter(dataset))
+        start, n_cells = time.perf_counter(), 0
+        for batch in dataset:
+            n_cells += len(batch["X"])
+            if time.perf_counter() - start >= max_seconds:
+                break
+        return n_cells / (time.perf_counter() - start)
+
+
+def result_of(run: Run, cells: Cells) -> dict[str, Any]:
+    """Return what a run gave: as it was written where it is over, else after carrying it out."""
+    path = cells.args.out / f"{run.name}.json"
+    if path.exists():
+        return dict(json.loads(path.read_text()))
+    with cells.open_train(run.order, run.seed) as loader:
+        if not len(loader):
+            raise gpuload.PlanError("there are no cells to learn from; see --plate and --test.")
+        model, log = train(run, loader, cells.args)
+    scores, n_tested = evaluate(model, cells)
+    result = {
+        **asdict(run),
+        "macro_f1": scores,
+        "n_tested": n_tested,
+        "cells_per_s": log.n_cells / log.seconds,
+        "seconds": log.seconds,
+        "waited_s": log.waited_s,
+        "n_steps": log.n_steps,
+        "entropy_bits": {name: float(np.mean(bits)) for name, bits in log.entropy.items()},
+        "loss": log.loss,
+    }
+    if not process():
+        with closing(tensorboard(run, cells.args, log.n_steps)) as board:
+            for label, value in result["macro_f1"].items():
+                board.add_scalar(f"macro-F1/{label}", value, log.n_steps)
+        write_json(path, result)
+        with suppress(FileNotFoundError):
+            (cells.args.out / f"{run.name}.pt").unlink()
+    return result
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file of JSON, whole or not at all."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(value, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+# --- processes
+
+
+def process() -> int:
+    """Return which of the training processes this is."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def n_processes() -> int:
+    """Return how many training processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def join_processes(device: str) -> None:
+    """Meet the other processes, where torchrun started several; each takes the GPU of its local number."""
+    is_gpu = device != "cpu" and torch.cuda.is_available()
+    if is_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu else "gloo")
+
+
+def wait_for_all() -> None:
+    """Return when every process has come here."""
+    if n_processes() > 1:
+        dist.barrier()
+
+
+def say(text: str) -> None:
+    """Print, on the first process."""
+    if not process():
+        print(text, flush=True)
+
+
+# --- the program
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    found = argparse.ArgumentParser(
+        prog="classify.py",
+        description="Train classifiers of cells in several orders, and compare them on plates that none has seen.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = found.add_argument
+    add("paths", nargs="+", metavar="PATH", help=".h5ad files, zarr stores, or a folder of them, read as one")
+    add("--make", type=int, metavar="CELLS", help="first write a synthetic screen of so many cells into the folder")
+    add("--out", type=Path, default=Path("classify"), metavar="DIR", help="where results go (default: %(default)s)")
+    labels = ["cell_line", "drug", "moa_broad", "moa_fine"]
+    add("--labels", nargs="+", default=labels, metavar="COLUMN", help=f"what to learn (default: {' '.join(labels)})")
+    add("--plate", default="plate", metavar="COLUMN", help="whose values are held out (default: %(default)s)")
+    add("--test", nargs="+", default=["plate_14"], metavar="PLATE", help="plates held out (default: plate_14)")
+    add("--balance", default="drug", metavar="COLUMN", help="of class-balanced order (default: %(default)s)")
+    add("--genes", metavar="FILE", help="only the genes named in this text file, one a line (default: all)")
+    add("--values", choices=("counts", "log1p"), default="counts",
+        help="counts as they are, or log1p of counts per 10,000 (default: %(default)s)")  # fmt: skip
+    add("--orders", nargs="+", choices=ORDERS, default=list(ORDERS), metavar="ORDER",
+        help=f"some of {' '.join(ORDERS)} (default: all)")  # fmt: skip
+    add("--models", nargs="+", choices=("linear", "mlp"), default=["linear"],
+        help="linear heads, or a trunk of two layers of 512 below them (default: linear)")  # fmt: skip
+    add("--seeds", type=int, default=3, metavar="N", help="trainings of each model and order (default: %(default)s)")
+    add("--epochs", type=int, default=1, metavar="N", help="passes over the cells (default: %(default)s)")
+    add("--batch-size", type=int, default=64, metavar="N", help="cells in a minibatch (default: %(default)s)")
+    add("--block-size", type=int, default=16, metavar="N", help="cells read together (default: %(default)s)")
+    add("--fetch-factor", type=int, default=256, metavar="N", help="minibatches mixed (default: %(default)s)")
+    add("--lr", type=float, default=1e-3, metavar="R", help="learning rate of Adam (default: %(default)s)")
+    add("--bf16", action="store_true", help="let the model compute in bfloat16 where that does no harm")
+    add("--device", default="cpu", help="cpu, cuda or auto (default: %(default)s)")
+    add("--save-every", type=int, default=1000, metavar="STEPS", help="between checkpoints (default: %(default)s)")
+    add("--loader-seconds", type=float, default=3, metavar="S", help="to time each order's loader alone (default: 3)")
+    add("--tensorboard", action="store_true", help="write losses and scores for TensorBoard too")
+    add("--fresh", action="store_true", help="forget what earlier runs have left in --out")
+    return found
+
+
+NOT_SETTINGS = ("make", "out", "orders", "models", "seeds", "save_every", "loader_seconds", "tensorboard", "fresh")
+"""Options that may differ when runs go on."""
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Make the results' folder, and refuse to go on there with other settings than those of its runs."""
+    path = args.out / "settings.json"
+    if not process():
+        args.out.mkdir(parents=True, exist_ok=True)
+        if args.fresh:
+            for old in (*args.out.glob("*.pt"), *args.out.glob("*.json")):
+                old.unlink()
+    wait_for_all()
+    settings = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+    settings["n_processes"] = n_processes()
+    before = json.loads(path.read_text()) if path.exists() else settings
+    for name, value in settings.items():
+        if before.get(name) != value:
+            raise gpuload.PlanError(
+                f"--out {args.out}: runs were begun there with {name}={before.get(name)!r}, and here it is {value!r}; "
+                "choose another folder, or --fresh to forget them."
+            )
+    wait_for_all()
+    if not process():
+        write_json(path, settings)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train in every order, compare and tell."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2 // n_processes()))  # the other cores load
+    if args.make and not process():
+        write_screen(Path(args.paths[0]), args.make)
+    prepare(args)
+    cells = find_cells(args)
+    loaders = {}
+    if n_processes() == 1 and args.loader_seconds > 0:
+        loaders = {order: loader_rate(cells, order, args.loader_seconds) for order in args.orders}
+    results = [result_of(one, cells) for one in runs_of(args)]
+    if process():
+        return
+    n_train = int(np.count_nonzero(cells.is_train))
+    rows = summary(results, loaders, n_train)
+    report = {"version": gpuload.__version__, "n_train": n_train, "n_test": len(cells.test_rows)}
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    report |= {"n_processes": n_processes(), "settings": settings, "summary": rows, "runs": results, "paper": PAPER}
+    write_json(args.out / "classify.json", report)
+    draw(args.out / "classify.png", rows, results, args.labels)
+    mixes = [name for name in dict.fromkeys([args.plate, args.balance]) if name in rows[0]["entropy_bits"]]
+    print("\nmacro-F1 on the held-out plates, mean and standard deviation over seeds; entropy of the minibatches\n")
+    print(f"{table_of(rows, args.labels, mixes)}\n\nsaved: {args.out / 'classify.png'}, {args.out / 'classify.json'}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return the exit code."""
+    args = parser().parse_args(argv)
+    try:
+        join_processes(args.device)
+        run(args)
+    except (gpuload.GpuloadError, OSError) as error:
+        print(f"classify.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, gpuload.PlanError) else 1
+    except KeyboardInterrupt:
+        print("classify.py: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

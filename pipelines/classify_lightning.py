@@ -1,0 +1,105 @@
+"""The trainings of pipelines/classify.py in Lightning's loop: the same cells, orders, models and options.
+
+    python pipelines/classify_lightning.py screen --orders block --seeds 1
+
+What Lightning takes over is the loop, processes and devices, precision, checkpoints and logs; the cells come from a
+`gpuload.lightning.CellDataModule`. On the CPU, in one process, the scores are those of classify.py to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+try:
+    import classify
+    import lightning.pytorch as pl
+    import torch
+
+    import gpuload
+    from gpuload.lightning import CellDataModule
+except ImportError as missing:
+    sys.exit(
+        f"classify_lightning.py: {missing}. From the checkout, pip install '.[classify,lightning]' installs what this "
+        "program needs."
+    )
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+
+class Learner(pl.LightningModule):
+    """A classifier with the loss and the optimizer of classify.py."""
+
+    def __init__(self, model: torch.nn.Module, labels: Sequence[str], lr: float) -> None:
+        super().__init__()
+        self.model = model
+        self._labels = labels
+        self._lr = lr
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """Return the loss of a minibatch."""
+        del batch_idx
+        loss = classify.total_loss(self.model(batch["X"]), batch, self._labels)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return Adam."""
+        return torch.optim.Adam(self.parameters(), lr=self._lr)
+
+
+def fit(run: classify.Run, cells: classify.Cells) -> classify.Classifier:
+    """Train, from the start or from Lightning's last checkpoint."""
+    args = cells.args
+    module = CellDataModule(train=cells.train_settings(run.order, run.seed))
+    module.setup("fit")  # to see genes and classes; the trainer opens it anew in each of its processes
+    model = classify.classifier(run.model, module.loader("train"), args.labels, run.seed)
+    folder = args.out / "lightning" / run.name
+    saver = pl.callbacks.ModelCheckpoint(
+        folder, "last", every_n_train_steps=args.save_every, enable_version_counter=False
+    )
+    trainer = pl.Trainer(
+        max_epochs=args.epochs,
+        accelerator="cpu" if args.device == "cpu" else "auto",
+        devices=1 if args.device == "cpu" else "auto",
+        precision="bf16-mixed" if args.bf16 else "32-true",
+        callbacks=[saver],
+        logger=pl.loggers.TensorBoardLogger(folder) if args.tensorboard else False,
+        enable_progress_bar=sys.stderr.isatty(),
+        enable_model_summary=False,
+    )
+    last = folder / "last.ckpt"
+    trainer.fit(Learner(model, args.labels, args.lr), module, ckpt_path=last if last.exists() else None)
+    return model
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train in every order, and tell the scores."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    cells = classify.find_cells(args)
+    for one in classify.runs_of(args):
+        scores, n_tested = classify.evaluate(fit(one, cells), cells)
+        result = {"model": one.model, "order": one.order, "seed": one.seed, "macro_f1": scores, "n_tested": n_tested}
+        classify.say(f"{one.name}: " + ", ".join(f"{label} {score:.3f}" for label, score in scores.items()))
+        if not classify.process():
+            (args.out / f"{one.name}.lightning.json").write_text(json.dumps(result) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return the exit code."""
+    args = classify.parser().parse_args(argv)
+    try:
+        run(args)
+    except (gpuload.GpuloadError, OSError) as error:
+        print(f"classify_lightning.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, gpuload.PlanError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", module="lightning|torch")  # what they say to one another
+    sys.exit(main())

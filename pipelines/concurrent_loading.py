@@ -1,0 +1,361 @@
+"""Load JPEG pictures from an object store as fast as from the local disk: the ConcurrentDataloader experiment, rebuilt.
+
+    python pipelines/concurrent_loading.py s3://bucket/pictures --loader ours --in-flight 256 --batch-size 256 --train
+
+Loaders: ``vanilla``, a PyTorch dataset that asks for one object at a time, in worker processes; ``threads`` and
+``asyncio``, the same with the objects of a batch asked for concurrently, as the paper does it; ``ours``, `gpuload`'s
+loader of samples, in one process, whose requests and decoding hold no GIL; ``dali``, the same with DALI decoding.
+
+The way of a picture is `decode`, and the loaders in `LOADERS`; what follows them is a model, clocks and words.
+
+References
+----------
+.. [1] Svogor et al., "Profiling and Improving the PyTorch Dataloader for high-latency Storage", arXiv:2211.04908.
+.. [2] He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", CVPR 2016, doi:10.1109/CVPR.2016.90.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+try:
+    import imagecodecs
+    import numpy as np
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    import gpuload
+    from gpuload.remote import open_remote
+    from gpuload.samples import SampleLoader, SampleSet
+except ImportError as missing:
+    sys.exit(f"concurrent_loading.py: {missing}. From the checkout: pip install '.[samples,remote]' installs it.")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EPILOG = """\
+Addresses are read with the credentials of the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). The first three
+loaders need boto3, dali needs nvidia-dali.
+
+examples:
+  python pipelines/concurrent_loading.py /tmp/pictures --make 512
+  python pipelines/concurrent_loading.py /tmp/pictures --loader ours
+  python pipelines/concurrent_loading.py s3://bucket/pictures --loader threads --workers 4 --in-flight 16
+
+exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted
+"""
+
+CROP = 224
+N_CLASSES = 10
+
+
+def decode(jpeg: np.ndarray | bytes) -> torch.Tensor:
+    """Return the middle of a picture: (3, 224, 224) uint8."""
+    picture = imagecodecs.jpeg8_decode(jpeg)
+    top, left = (picture.shape[0] - CROP) // 2, (picture.shape[1] - CROP) // 2
+    return torch.from_numpy(picture[top : top + CROP, left : left + CROP].transpose(2, 0, 1).copy())
+
+
+class Pictures(torch.utils.data.Dataset):
+    """Pictures by number, asked for one at a time with boto3, or read from a folder.
+
+    Parameters
+    ----------
+    place
+        An address ``s3://bucket/prefix``, or a folder.
+    names
+        Keys below it.
+    """
+
+    def __init__(self, place: str, names: list[str]) -> None:
+        self._place, self._names = place, names
+        self._client: Any = None
+
+    def __len__(self) -> int:
+        """Pictures."""
+        return len(self._names)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        """Return (picture, label)."""
+        return decode(self._read(self._names[index])), label_of(self._names[index])
+
+    def _read(self, name: str) -> bytes:
+        if "://" not in self._place:
+            return Path(self._place, name).read_bytes()
+        bucket, _, prefix = self._place.removeprefix("s3://").partition("/")
+        return self._connected().get_object(Bucket=bucket, Key=f"{prefix}/{name}")["Body"].read()  # type: ignore[no-any-return]
+
+    def _connected(self) -> Any:
+        if self._client is None:  # a connection does not come along into a worker process
+            import boto3
+            from botocore.config import Config
+
+            self._client = boto3.client("s3", config=Config(max_pool_connections=128))
+        return self._client
+
+
+class ThreadedPictures(Pictures):
+    """The same; those of a batch are asked for by threads."""
+
+    def __init__(self, place: str, names: list[str], in_flight: int) -> None:
+        super().__init__(place, names)
+        self.in_flight = in_flight
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+        """Return a batch."""
+        if "://" in self._place:
+            self._connected()
+        with ThreadPoolExecutor(self.in_flight) as pool:
+            return list(pool.map(self.__getitem__, indices))
+
+
+class AsyncPictures(ThreadedPictures):
+    """The same; those of a batch are awaited in an event loop, which runs each in a thread, as the paper's does."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+        """Return a batch."""
+        if "://" in self._place:
+            self._connected()
+        return asyncio.run(self._all(indices))
+
+    async def _all(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(self.in_flight) as pool:
+            return await asyncio.gather(*(loop.run_in_executor(pool, self.__getitem__, i) for i in indices))
+
+
+def workers_over(pictures: Pictures, args: argparse.Namespace) -> Iterator[Any]:
+    """Yield batches of a PyTorch DataLoader, epoch after epoch."""
+    settings = {"num_workers": args.workers, "prefetch_factor": 2, "persistent_workers": True} if args.workers else {}
+    loader = DataLoader(pictures, args.batch_size, shuffle=True, drop_last=True, **settings)
+    while True:
+        yield from loader
+
+
+def vanilla(names: list[str], args: argparse.Namespace) -> Iterator[Any]:
+    """One object at a time in each worker."""
+    return workers_over(Pictures(args.place, names), args)
+
+
+def threads(names: list[str], args: argparse.Namespace) -> Iterator[Any]:
+    """A batch at a time in each worker, by threads."""
+    return workers_over(ThreadedPictures(args.place, names, args.in_flight), args)
+
+
+def by_asyncio(names: list[str], args: argparse.Namespace) -> Iterator[Any]:
+    """A batch at a time in each worker, by an event loop."""
+    return workers_over(AsyncPictures(args.place, names, args.in_flight), args)
+
+
+def ours(names: list[str], args: argparse.Namespace) -> Iterator[Any]:
+    """Batches ahead, in this process."""
+    samples = SampleSet(names, {name: label_of(name) for name in names}, source_of(args.place), decode)
+    loader = SampleLoader(
+        samples, args.batch_size, shuffle=True, drop_last=True, num_workers=args.threads, in_flight=args.in_flight
+    )
+    while True:
+        yield from loader
+
+
+def dali(names: list[str], args: argparse.Namespace) -> Iterator[Any]:
+    """Bytes ahead, in this process; DALI's threads decode (on a GPU, its decoder for JPEG)."""
+    from nvidia.dali import fn, pipeline_def, types
+
+    samples = SampleSet(names, {name: label_of(name) for name in names}, source_of(args.place), "bytes")
+    loader = SampleLoader(
+        samples, args.batch_size, shuffle=True, drop_last=True, num_workers=args.threads, in_flight=args.in_flight,
+        collate_fn=lambda batch: ([x.numpy() for x, _ in batch], np.array([y for _, y in batch], dtype=np.int64)),
+    )  # fmt: skip
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    has_gpu = torch.cuda.is_available()
+
+    @pipeline_def(batch_size=args.batch_size, num_threads=args.threads, device_id=0 if has_gpu else None)
+    def pipeline() -> Any:
+        jpegs, labels = fn.external_source(batches(), num_outputs=2, batch=True)
+        pictures = fn.decoders.image(jpegs, device="mixed" if has_gpu else "cpu")
+        pictures = fn.crop(pictures, crop=(CROP, CROP), rounding="truncate", dtype=types.UINT8)
+        pictures = fn.transpose(pictures, perm=[2, 0, 1])
+        return pictures, labels
+
+    built = pipeline()
+    built.build()
+    while True:
+        pictures, labels = built.run()
+        both = (
+            torch.from_dlpack(part.as_tensor()).clone() for part in (pictures, labels)
+        )  # DALI uses its memory again
+        yield next(both), next(both).reshape(-1)
+
+
+LOADERS = {"vanilla": vanilla, "threads": threads, "asyncio": by_asyncio, "ours": ours, "dali": dali}
+
+
+def label_of(name: str) -> int:
+    """Return the class that `write_pictures` gave a picture."""
+    return int(Path(name).stem) % N_CLASSES
+
+
+def source_of(place: str) -> Any:
+    """Return where samples are: a remote, or a folder."""
+    return open_remote(place) if "://" in place else place
+
+
+def names_in(place: str) -> list[str]:
+    """Return the keys of all pictures, in order."""
+    return sorted(found.key for found in open_remote(place).list() if found.key.endswith(".jpg"))
+
+
+class Block(nn.Module):
+    """Two convolutions around which their input is led, as [2] has them."""
+
+    def __init__(self, n_in: int, n_out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU(),
+            nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False), nn.BatchNorm2d(n_out),
+        )  # fmt: skip
+        is_same = stride == 1 and n_in == n_out
+        short = nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out))
+        self.around = nn.Identity() if is_same else short
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what comes out."""
+        return torch.relu(self.body(x) + self.around(x))
+
+
+def resnet18(width: int) -> nn.Module:
+    """Return a ResNet-18 with `width` channels in its first stage (the original has 64)."""
+    stages, n_in = [], width
+    for stage in range(4):
+        n_out = width << stage
+        stages += [Block(n_in, n_out, 1 if stage == 0 else 2), Block(n_out, n_out, 1)]
+        n_in = n_out
+    stem = (nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n_in, N_CLASSES))
+
+
+class Trainer:
+    """A model and its optimizer, with the settings of [1]; pictures are made smaller by taking every n-th pixel."""
+
+    def __init__(self, width: int, every: int) -> None:
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._every = every
+        self._model = resnet18(width).to(self._device)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1, weight_decay=1e-4)
+
+    def step(self, pictures: torch.Tensor, labels: torch.Tensor) -> float:
+        """Learn from a batch; return the loss."""
+        small = pictures[:, :, :: self._every, :: self._every].to(self._device).float() / 255 - 0.5
+        loss = nn.functional.cross_entropy(self._model(small), labels.to(self._device))
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return float(loss.detach())
+
+
+def run(args: argparse.Namespace) -> dict[str, float]:
+    """Load batches, and train on them where asked; return pictures per second, seconds, waits."""
+    torch.manual_seed(args.seed)
+    trainer = Trainer(args.width, args.every) if args.train else None
+    began = time.perf_counter()
+    names = names_in(args.place)
+    if len(names) < args.batch_size:
+        raise gpuload.PlanError(
+            f"{args.place}: it has {len(names)} pictures (.jpg), fewer than --batch-size {args.batch_size}; write some "
+            "with --make."
+        )
+    batches = LOADERS[args.loader](names, args)
+    waits, steps, losses = [], [], []
+    for number in range(args.batches + args.warm_up):
+        start = time.perf_counter()
+        pictures, labels = next(batches)
+        middle = time.perf_counter()
+        if number == 0:
+            first_s = middle - began
+        losses += [trainer.step(pictures, labels)] if trainer else []
+        if number == args.warm_up - 1:
+            timed_from = time.perf_counter()
+        if number >= args.warm_up:
+            waits.append(middle - start)
+            steps.append(time.perf_counter() - middle)
+    seconds = time.perf_counter() - (timed_from if args.warm_up else began)
+    return {
+        "pictures_per_s": args.batches * args.batch_size / seconds,
+        "batch_s": seconds / args.batches,
+        "first_batch_s": first_s,
+        "wait_share": sum(waits) / seconds,
+        "step_s": sum(steps) / args.batches,
+        "loss": losses[-1] if losses else float("nan"),
+    }
+
+
+def write_pictures(folder: Path, n: int, seed: int) -> None:
+    """Write pictures of ImageNet's mean size (469 x 387) and weight (about 110 kB): soft colours under noise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(n):
+        chance = np.random.default_rng([seed, number])
+        soft = np.kron(chance.integers(0, 256, (6, 7, 3)), np.ones((65, 67, 1)))[:387, :469]
+        noise = chance.normal(0, 26, soft.shape)
+        tint = 12.0 * (number % N_CLASSES)
+        picture = np.clip(0.5 * soft + 40 + noise + tint * np.array([1, 0, -1]), 0, 255).astype(np.uint8)
+        (folder / f"{number:06d}.jpg").write_bytes(imagecodecs.jpeg8_encode(picture, level=89))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="concurrent_loading.py", description=__doc__.splitlines()[0], epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("place", help="an address such as s3://bucket/pictures, or a folder")
+    parser.add_argument("--loader", choices=tuple(LOADERS), default="ours", help="default: %(default)s")
+    parser.add_argument("--make", type=int, metavar="N", help="write N pictures into the folder, and end")
+    parser.add_argument("--batch-size", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--batches", type=int, default=8, help="batches that are timed; default: %(default)s")
+    parser.add_argument("--warm-up", type=int, default=1, help="batches before them; default: %(default)s")
+    parser.add_argument("--workers", type=int, default=4, help="processes of the first three; default: %(default)s")
+    parser.add_argument("--in-flight", type=int, default=64, help="requests at a time; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="that decode, of dali")
+    parser.add_argument("--train", action="store_true", help="train a ResNet-18 on the pictures")
+    parser.add_argument("--width", type=int, default=16, help="its channels (the original: 64); default: %(default)s")
+    parser.add_argument("--every", type=int, default=4, help="it sees every n-th pixel; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    args = parser.parse_args(arguments)
+    try:
+        if args.make:
+            write_pictures(Path(args.place), args.make, args.seed)
+            return 0
+        found = run(args)
+    except gpuload.GpuloadError as error:
+        print(f"concurrent_loading.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("concurrent_loading.py: interrupted", file=sys.stderr)
+        return 130
+    if args.json:
+        print(json.dumps(found))
+    else:
+        print(
+            f"{args.loader}: {found['pictures_per_s']:,.1f} pictures/s, {found['batch_s']:.3f} s a batch of "
+            f"{args.batch_size}; the first after {found['first_batch_s']:.2f} s; waited {found['wait_share']:.0%} of "
+            f"the time" + (f"; a step takes {found['step_s']:.3f} s; loss {found['loss']:.3f}" if args.train else "")
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,381 @@
+"""The classification experiment as a program: every order, what is held out, going on after a kill, two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+
+import gpuload
+from benchmarks import run_classify
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("matplotlib")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+ROOT = Path(gpuload.__file__).parents[1]
+PROGRAM = ROOT / "pipelines" / "classify.py"
+LABELS = ("cell_line", "drug", "moa_broad", "moa_fine")
+ORDERS = ("streaming", "buffer", "block", "balanced", "random")
+N_CELLS, N_TRAIN, N_TEST = 1_203, 963, 240
+SMALL = ("--test", "plate_5", "--batch-size", 16, "--block-size", 4, "--fetch-factor", 4, "--values", "log1p")
+
+
+@pytest.fixture(scope="module")
+def classify() -> Iterator[ModuleType]:
+    """The program as a module; its second file lies beside it."""
+    sys.path.insert(0, str(PROGRAM.parent))
+    import classify
+
+    yield classify
+    sys.path.remove(str(PROGRAM.parent))
+
+
+@pytest.fixture(scope="module")
+def screen(classify: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("classify") / "screen"
+    sizes = {"n_vars": 800, "n_plates": 5, "n_cell_lines": 4, "n_drugs": 12, "n_broad": 2, "n_fine": 4}
+    classify.write_screen(folder, N_CELLS, **sizes)
+    return folder
+
+
+@pytest.fixture
+def run(classify: ModuleType, screen: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
+    """Return a function that runs the program in this process and gives exit code, stdout and stderr."""
+    n_threads = torch.get_num_threads()
+
+    def call(*arguments: object, of: Path = screen) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = classify.main([str(a) for a in (of, *SMALL, "--loader-seconds", 0, *arguments)])
+        except SystemExit as ended:
+            code = ended.code
+        return (code, *capsys.readouterr())
+
+    with torch.random.fork_rng():
+        yield call
+    torch.set_num_threads(n_threads)
+
+
+def report_in(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "classify.json").read_text()))
+
+
+def outcome(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run gave, without what the clock gave."""
+    return {name: value for name, value in result.items() if name not in ("cells_per_s", "seconds", "waited_s")}
+
+
+# --- what it does ---
+
+
+def test_every_order_is_trained_scored_and_drawn(run: Callable[..., Any], tmp_path: Path) -> None:
+    code, out, err = run("--out", tmp_path, "--seeds", 2, "--models", "linear", "mlp", "--loader-seconds", 0.05)
+    assert (code, err) == (0, "")
+    report = report_in(tmp_path)
+    assert (report["n_train"], report["n_test"]) == (N_TRAIN, N_TEST)
+    rows = {(row["model"], row["order"]): row for row in report["summary"]}
+    assert list(rows) == [(model, order) for model in ("linear", "mlp") for order in ORDERS]
+    for row in rows.values():
+        assert row["n_seeds"] == 2
+        assert row["macro_f1"].keys() == row["macro_f1_sd"].keys() == set(LABELS)
+        assert row["loader_epoch_s"] == pytest.approx(N_TRAIN / row["loader_cells_per_s"])
+    assert all(result["n_tested"] == N_TEST for result in report["runs"])
+    bits = {order: rows["linear", order]["entropy_bits"] for order in ORDERS}
+    assert bits["streaming"]["drug"] < bits["buffer"]["drug"] < bits["block"]["drug"] < bits["random"]["drug"]
+    assert bits["streaming"]["plate"] < 0.2 < bits["block"]["plate"]
+    assert bits["streaming"]["cell_line"] == pytest.approx(bits["random"]["cell_line"], abs=0.1)
+    assert (tmp_path / "classify.png").stat().st_size > 20_000
+    assert "  linear, class-balanced " in out
+    assert "  paper: linear, block shuffling" in out
+    assert not list(tmp_path.glob("*.pt")), "what is over leaves no checkpoint"
+
+
+def test_it_learns_every_label(run: Callable[..., Any], tmp_path: Path) -> None:
+    code, _, err = run("--out", tmp_path, "--seeds", 1, "--epochs", 20, "--orders", "block", "balanced", "--lr", 0.01)
+    assert (code, err) == (0, "")
+    for row in report_in(tmp_path)["summary"]:
+        assert row["macro_f1_sd"] == {}
+        assert row["macro_f1"]["cell_line"] > 0.7
+        assert row["macro_f1"]["moa_broad"] > 0.55
+    for result in report_in(tmp_path)["runs"]:
+        losses = [loss for _, loss in result["loss"]]
+        assert len(losses) >= 200
+        assert np.mean(losses[-10:]) < 0.5 * np.mean(losses[:10])
+        assert result["loss"][-1][0] == result["n_steps"] == 20 * -(-N_TRAIN // 16)
+
+
+def test_no_cell_of_the_held_out_plate_is_learned_from(classify: ModuleType, screen: Path) -> None:
+    arguments = [str(a) for a in (screen, *SMALL)]
+    cells = classify.find_cells(classify.parser().parse_args(arguments))
+    with cells.open_test() as loader:
+        tested = np.concatenate([batch.rows for batch in loader])
+    assert tested.tolist() == list(range(N_TRAIN, N_CELLS))
+    for order in ORDERS:
+        with cells.open_train(order, seed=0) as loader:
+            batches = [(batch.rows, loader.categories["plate"][batch.obs["plate"]]) for batch in loader]
+        assert {str(plate) for _, plates in batches for plate in plates} == {f"plate_{i}" for i in range(1, 5)}, order
+        learned = np.concatenate([rows for rows, _ in batches])
+        assert not np.intersect1d(learned, tested).size, order
+        assert learned.size == N_TRAIN
+        if order != "balanced":
+            assert np.unique(learned).size == N_TRAIN, order
+        if order == "streaming":
+            assert learned.tolist() == list(range(N_TRAIN))
+        if order == "buffer":
+            assert sorted(learned[:64]) == list(range(64))
+            assert learned[:64].tolist() != list(range(64))
+
+
+def test_class_balanced_order_shows_all_drugs_equally_often(classify: ModuleType, screen: Path) -> None:
+    cells = classify.find_cells(classify.parser().parse_args([str(a) for a in (screen, *SMALL)]))
+    counts = {}
+    for order in ("random", "balanced"):
+        with cells.open_train(order, seed=0) as loader:
+            drugs = np.concatenate([batch.obs["drug"] for _ in range(6) for batch in loader])
+        counts[order] = np.bincount(drugs, minlength=12)
+    assert np.ptp(counts["balanced"]) < 0.5 * np.ptp(counts["random"])
+
+
+def test_cells_without_a_label_have_no_loss(classify: ModuleType) -> None:
+    scores = [torch.randn(3, 4, requires_grad=True), torch.randn(3, 2, requires_grad=True)]
+    batch = {"a": torch.tensor([2, -1, 0]), "b": torch.full((3,), -1)}
+    loss = classify.total_loss(scores, batch, ["a", "b"])
+    expected = torch.nn.functional.cross_entropy(scores[0][[0, 2]], batch["a"][[0, 2]])
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()))
+
+
+def test_bfloat16_is_another_arithmetic(run: Callable[..., Any], tmp_path: Path) -> None:
+    common = ("--seeds", 1, "--orders", "random", "--models", "mlp")
+    for name, more in (("exact", ()), ("rounded", ("--bf16",))):
+        assert run("--out", tmp_path / name, *common, *more)[0] == 0
+    exact, rounded = (report_in(tmp_path / name)["runs"][0]["loss"] for name in ("exact", "rounded"))
+    assert exact != rounded
+    assert exact[-1][1] == pytest.approx(rounded[-1][1], rel=0.05)
+
+
+# --- going on ---
+
+
+@pytest.fixture
+def uninterrupted(run: Callable[..., Any], tmp_path: Path) -> list[dict[str, Any]]:
+    assert run("--out", tmp_path / "whole", *TWO_RUNS)[0] == 0
+    return [outcome(result) for result in report_in(tmp_path / "whole")["runs"]]
+
+
+TWO_RUNS = ("--seeds", 2, "--orders", "block", "--epochs", 2, "--save-every", 7)
+
+
+@pytest.mark.parametrize("n_done", [5, 61, 110, 200])
+def test_an_interrupted_run_gives_what_it_would_have_given(
+    run: Callable[..., Any],
+    classify: ModuleType,
+    uninterrupted: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    n_done: int,
+) -> None:
+    as_it_is, calls = classify.total_loss, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(None)
+        if len(calls) == n_done:
+            raise KeyboardInterrupt
+        return as_it_is(*arguments)
+
+    monkeypatch.setattr(classify, "total_loss", interrupted)
+    code, _, err = run("--out", tmp_path / "parts", *TWO_RUNS)
+    assert (code, err) == (
+        130,
+        "classify.py: interrupted; the same command goes on from the last checkpoint\n",
+    )
+    monkeypatch.setattr(classify, "total_loss", lambda *a: calls.append(None) or as_it_is(*a))
+    assert run("--out", tmp_path / "parts", *TWO_RUNS)[0] == 0
+    assert [outcome(result) for result in report_in(tmp_path / "parts")["runs"]] == uninterrupted
+    n_steps = 2 * uninterrupted[0]["n_steps"]
+    assert n_steps < len(calls) <= n_steps + 8, "it went on, and not from the start"
+
+
+def start(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(PROGRAM), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(screen: Path, tmp_path: Path) -> None:
+    common = (screen, *SMALL, "--seeds", 1, "--orders", "random", "--epochs", 30, "--save-every", 1)
+    common += ("--loader-seconds", 0)
+    place = tmp_path / "parts" / "linear-random-0.pt"
+    with start(*common, "--out", tmp_path / "parts") as killed:
+        while not place.exists():
+            assert killed.poll() is None, killed.stderr.read()
+            time.sleep(0.01)
+        killed.kill()
+    assert place.exists()
+    assert not place.with_suffix(".json").exists()
+    for folder in ("parts", "whole"):
+        with start(*common, "--out", tmp_path / folder) as process:
+            _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    parts, whole = (outcome(report_in(tmp_path / folder)["runs"][0]) for folder in ("parts", "whole"))
+    assert parts == whole
+
+
+def test_a_finished_run_is_not_repeated_unless_it_is_to_be_forgotten(
+    run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ("--out", tmp_path, "--seeds", 1, "--orders", "block")
+    assert run(*common)[0] == 0
+    trained: list[str] = []
+    as_it_is = classify.train
+    monkeypatch.setattr(classify, "train", lambda one, *more: trained.append(one.name) or as_it_is(one, *more))
+    assert run(*common, "--models", "linear", "mlp")[0] == 0
+    assert trained == ["mlp-block-0"]
+    code, _, err = run(*common, "--lr", 0.5)
+    assert (code, trained) == (2, ["mlp-block-0"])
+    assert f"--out {tmp_path}: runs were begun there with lr=0.001, and here it is 0.5; choose another folder" in err
+    assert run(*common, "--fresh")[0] == 0
+    assert trained == ["mlp-block-0", "linear-block-0"]
+
+
+# --- two processes ---
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_model(screen: Path, tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    arguments = (screen, *SMALL, "--out", tmp_path, "--seeds", 1, "--orders", "block", "balanced", "--epochs", 8)
+    with start(*arguments, "--lr", 0.003, launcher=launcher) as process:
+        out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    assert out.count("to learn from") == 1, "the first process alone prints"
+    report = report_in(tmp_path)
+    assert report["n_processes"] == 2
+    for result in report["runs"]:
+        assert result["n_steps"] == 8 * -(-N_TRAIN // 2 // 16)
+        assert result["n_tested"] == N_TEST, "each held-out cell is looked at once"
+        assert result["macro_f1"]["cell_line"] > 0.6
+
+
+# --- wrong use ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--labels", "cell_line", "tissue"), 1, "obs has no column 'tissue'"),
+        (("--labels", "plate_index"), 1, "obs has no column 'plate_index'"),
+        (("--test", "plate_9"), 2, "plate_9"),
+        (("--batch-size", 0), 2, "batch_size=0: expected a whole number of at least 1"),
+        (("--genes", "nowhere.txt"), 1, "nowhere.txt"),
+        (("--lr", 1e37), 1, "linear-streaming-0: the loss is "),
+    ],
+)
+def test_what_is_wrong_is_said(
+    run: Callable[..., Any], tmp_path: Path, arguments: tuple[object, ...], code: int, message: str
+) -> None:
+    found, _, err = run("--out", tmp_path, "--seeds", 1, *arguments)
+    assert (found, err.startswith("classify.py: ")) == (code, True)
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_label_of_one_class_cannot_be_learned(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
+    by_mechanism = ("--plate", "moa_fine", "--test", "fine_1", "--labels", "one", "--balance", "moa_broad")
+    one = anndata.read_h5ad(screen / "plate_1.h5ad")
+    one.obs["one"] = pd.Categorical(["same"] * one.n_obs)
+    one.write_h5ad(tmp_path / "one.h5ad")
+    code, _, err = run("--out", tmp_path, *by_mechanism, of=tmp_path / "one.h5ad")
+    assert (code, err) == (2, "classify.py: --labels one: expected an obs column of two categories or more.\n")
+
+
+def test_tensorboard_is_asked_for_by_name(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    code, _, err = run("--out", tmp_path, "--seeds", 1, "--orders", "block", "--tensorboard")
+    assert code == 1
+    assert "--tensorboard" in err
+    assert "pip install" in err
+
+
+def test_tensorboard_has_losses_and_scores(run: Callable[..., Any], tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert run("--out", tmp_path, "--seeds", 1, "--orders", "block", "--tensorboard")[0] == 0
+    found = events.EventAccumulator(str(tmp_path / "tensorboard" / "linear-block-0"))
+    found.Reload()
+    (result,) = report_in(tmp_path)["runs"]
+    losses = [[event.step, event.value] for event in found.Scalars("loss")]
+    np.testing.assert_allclose(losses, result["loss"], rtol=1e-5)
+    assert found.Scalars("macro-F1/drug")[0].value == pytest.approx(result["macro_f1"]["drug"], abs=1e-6)
+
+
+def test_means_and_spreads_of_the_summary(classify: ModuleType) -> None:
+    def result(seed: int, score: float) -> dict[str, Any]:
+        found = {"macro_f1": {"drug": score}, "entropy_bits": {"plate": 2.0 + seed}, "cells_per_s": 100.0 * (1 + seed)}
+        return {"model": "linear", "order": "block", "seed": seed, **found}
+
+    (row,) = classify.summary([result(0, 0.1), result(1, 0.3)], {"block": 500.0}, 3_000)
+    assert row["macro_f1"]["drug"] == pytest.approx(0.2)
+    assert row["macro_f1_sd"]["drug"] == pytest.approx(np.sqrt(0.02))
+    assert (row["entropy_bits"]["plate"], row["cells_per_s"], row["epoch_s"]) == (2.5, 150.0, 20.0)
+    assert (row["loader_cells_per_s"], row["loader_epoch_s"]) == (500.0, 6.0)
+    assert "0.200 ± 0.141" in classify.table_of([row], ["drug"], ["plate"])
+    assert row["n_seeds"] == 2
+
+
+def test_the_benchmark_at_tiny_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "classify.jsonl"
+    fewer = ("--seeds", "1", "--orders", "block", "streaming", "--loader-seconds", "0.05")
+    options = (str(tmp_path), "--cells", "600", "--out", str(out), "--only", "linear", "--options", *fewer)
+    assert run_classify.main(list(options)) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["part"], r["order"], r["seed"], r["block_size"]) for r in records] == [
+        ("linear", "block", 0, 4),
+        ("linear", "streaming", 0, 4),
+    ]
+    for record in records:
+        assert record["loader_cells_per_s"] > 0
+        assert record["n_train"] + record["n_test"] == 600
+        assert record["loss"][-1][0] == record["n_steps"]
+        assert record["machine"]["cores"] >= 1
+    assert (tmp_path / "classify.png").stat().st_size > 20_000
+    assert "linear, block shuffling" in capsys.readouterr().out
+    assert run_classify.thinned(list(range(101)), 10)[-1] == 100
+
+
+def test_lightning_gives_the_same_scores(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lightning.pytorch")
+    common = ("--seeds", 1, "--orders", "block", "random", "--epochs", 2, "--out", tmp_path)
+    assert run(*common)[0] == 0
+    arguments = [str(a) for a in (screen, *SMALL, *common)]
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM.with_name("classify_lightning.py")), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+    for result in report_in(tmp_path)["runs"]:
+        found = json.loads((tmp_path / f"linear-{result['order']}-0.lightning.json").read_text())
+        assert found["n_tested"] == N_TEST
+        assert found["macro_f1"] == pytest.approx(result["macro_f1"], abs=1e-9)
