@@ -2,6 +2,7 @@
 #
 #   make demo                    the main job: real files on disk -> shuffled minibatches -> a falling loss
 #   make test                    the test suite
+#   make docs                    the documentation, in build/docs
 #   make test-gpu                the tests that need a GPU; make bench-gpu, the benchmark on one, with BENCH_GPU='its options'
 #   make test-gpu GPULOAD_PYTHON=python3       with that interpreter as it is: nothing is made, installed or downloaded
 #   make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'   the smaller, CPU-only PyTorch
@@ -12,7 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 FILE ?= demo-data/tahoe_shaped.h5ad
 
-.PHONY: demo test check bench test-gpu bench-gpu install clean
+.PHONY: demo test check docs bench test-gpu bench-gpu install clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/gpuload demo
@@ -25,6 +26,9 @@ check: $(VENV)/check.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/docs.stamp
+	$(BIN)/python -m sphinx -W --keep-going -n docs build/docs
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks.run_rivals --file $(FILE)

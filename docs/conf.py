@@ -1,0 +1,78 @@
+"""How the documentation is built: ``make docs``, which is ``sphinx-build -W -n docs build/docs``.
+
+Two pages are written by a program before Sphinx reads the others: the benchmarks, from the records in
+``benchmarks/results``, and the command line, from what ``gpuload COMMAND --help`` prints.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+# Notebooks run in a kernel of their own, which is to find this checkout.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+
+import generated_pages
+
+import gpuload
+
+project = "gpuload"
+author = "the gpuload developers"
+project_copyright = "the gpuload developers, Apache-2.0"
+release = version = gpuload.__version__
+
+extensions = [
+    "myst_nb",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx_design",
+]
+source_suffix = {".rst": "restructuredtext", ".md": "myst-nb"}  # the first is that of generated pages
+exclude_patterns = ["build"]
+
+html_theme = "pydata_sphinx_theme"
+html_title = "gpuload"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
+html_show_sourcelink = False
+html_sidebars = {page: [] for page in ("index", "quickstart", "generated/benchmarks", "migration/index")}
+maximum_signature_line_length = 88
+html_theme_options = {
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],
+    "secondary_sidebar_items": ["page-toc"],
+    "show_prev_next": False,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 400
+nb_merge_streams = True
+
+default_role = "autolink"  # in docstrings: a link where there is something of that name, else emphasised
+templates_path = ["templates"]
+autosummary_generate = True
+autodoc_default_options = {"member-order": "bysource"}
+autodoc_mock_imports = [
+    name for name in ("cupy", "lightning", "nvidia", "torch") if not generated_pages.is_installed(name)
+]
+autodoc_type_aliases = {"NDArray": "numpy.ndarray"}
+numpydoc_show_class_members = False
+numpydoc_class_members_toctree = False
+numpydoc_xref_param_type = False
+
+nitpicky = True
+# Types of other packages, and those of ours that are no part of the public interface, and its modules.
+nitpick_ignore_regex = [("py:.*", r"(?!gpuload\.).*"), ("py:class", r"gpuload\..*"), ("py:obj", r"gpuload(\.[a-z_]+)+")]
+
+generated_pages.write(HERE / "generated")
+shutil.rmtree(HERE / "reference" / "generated", ignore_errors=True)  # it may have pages of names that are gone

@@ -1,0 +1,89 @@
+"""The same training script with every loader: one epoch hands over the same cells, and the loop learns."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from pathlib import Path
+from typing import Any
+
+import anndata
+import numpy as np
+import pytest
+
+from gpuload.synthetic import tahoe_shaped
+
+SCRIPTS = Path(__file__).parents[2] / "docs" / "migration"
+NEEDS = {
+    "gpuload": "gpuload",
+    "annloader": "anndata",
+    "scdataset": "scdataset",
+    "annbatch": "annbatch",
+    "mapped_collection": "lamindb",
+}
+"""What each script is written with."""
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
+    """Return a file of 500 cells, and each cell's counts and plate as bytes, sorted."""
+    X, obs, var = tahoe_shaped(500, n_vars=300, mean_counts_per_cell=30, n_plates=4, n_cell_lines=5, n_drugs=8)
+    path = tmp_path_factory.mktemp("migration") / "cells.h5ad"
+    anndata.AnnData(X, obs, var).write_h5ad(path, compression="gzip")
+    return path, as_bytes(X.toarray(), obs["plate"].cat.codes.to_numpy())
+
+
+def as_bytes(X: Any, plate: Any) -> list[bytes]:
+    """Return each cell's counts and plate as bytes, sorted."""
+    counts, codes = np.asarray(X, dtype=np.float32), np.asarray(plate, dtype=np.int64)
+    return sorted(row.tobytes() + code.tobytes() for row, code in zip(counts, codes, strict=True))
+
+
+def script(name: str) -> dict[str, Any]:
+    """Return the names that a script defines; skip where its library is not installed."""
+    pytest.importorskip("torch", reason="the scripts train with PyTorch")
+    pytest.importorskip(NEEDS[name], reason=f"with_{name}.py is written with {NEEDS[name]}, which is not installed")
+    return runpy.run_path(str(SCRIPTS / f"with_{name}.py"))
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own, of each other
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_epoch_hands_over_the_cells_of_the_file_in_shuffled_minibatches(
+    name: str, cells: tuple[Path, list[bytes]]
+) -> None:
+    path, wanted = cells
+    epoch = script(name)["open_cells"](str(path))
+    first, second = (list(epoch()) for _ in range(2))
+    assert [len(plate) for _, plate in first] == [64] * 7 + [500 - 7 * 64]
+    handed_over = [
+        (np.concatenate([X for X, _ in e]), np.concatenate([plate for _, plate in e])) for e in (first, second)
+    ]
+    for X, plate in handed_over:
+        assert as_bytes(X, plate) == wanted
+    assert not np.array_equal(handed_over[0][1], handed_over[1][1])  # another order in each epoch
+    assert np.unique(first[0][1]).size > 1  # the file is sorted by plate, and a minibatch is not of one
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NEEDS)
+def test_the_loss_falls(name: str, cells: tuple[Path, list[bytes]]) -> None:
+    found = script(name)
+    losses = found["train"](found["open_cells"](str(cells[0])), n_epochs=5)
+    assert np.mean(losses[-8:]) < 0.8 * np.mean(losses[:4])
+
+
+def test_the_scripts_differ_in_nothing_but_the_loader() -> None:
+    programs = {name: ast.parse((SCRIPTS / f"with_{name}.py").read_text()) for name in NEEDS}
+    for name, program in programs.items():
+        functions = {node.name: ast.unparse(node) for node in program.body if isinstance(node, ast.FunctionDef)}
+        ours = {node.name: ast.unparse(node) for node in programs["gpuload"].body if isinstance(node, ast.FunctionDef)}
+        assert functions.keys() == ours.keys() == {"open_cells", "train"}, name
+        assert functions["train"] == ours["train"], name
+        assert ast.unparse(program.body[-1]) == ast.unparse(programs["gpuload"].body[-1]), name
+
+
+def test_every_script_stands_in_the_page() -> None:
+    page = (SCRIPTS / "index.md").read_text()
+    assert {path.name for path in SCRIPTS.glob("*.py")} == {f"with_{name}.py" for name in NEEDS}
+    for name in NEEDS:
+        assert f"with_{name}.py" in page

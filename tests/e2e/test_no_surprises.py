@@ -1,0 +1,129 @@
+"""Nothing is printed that nobody asked for: logging, progress bars, colours."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pty
+import subprocess
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import gpuload
+from gpuload.cli import text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROGRAM = """
+import sys, gpuload
+{before}
+with gpuload.open_loader({path!r}, batch_size=8, obs=["cell_line"]) as loader:
+    assert sum(len(batch) for batch in loader) == loader.n_obs
+"""
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """Return the package's logger, and leave it as it was."""
+    found = logging.getLogger("gpuload")
+    level, handlers = found.level, list(found.handlers)
+    yield found
+    found.setLevel(level)
+    found.handlers[:] = handlers
+
+
+@pytest.mark.parametrize(("level", "number"), [("debug", 10), ("INFO", 20), ("error", 40), (35, 35)])
+def test_log_levels(logger: logging.Logger, level: Any, number: int) -> None:
+    gpuload.set_log_level(level)
+    assert logger.level == number
+
+
+@pytest.mark.parametrize("level", ["loud", "", "setLevel", True, -1, None, 1.5])
+def test_wrong_log_levels_are_refused(logger: logging.Logger, level: Any) -> None:
+    before = logger.level
+    with pytest.raises(gpuload.PlanError, match=r"^level=.*: expected one of 'debug', 'info'.*\.$"):
+        gpuload.set_log_level(level)
+    assert logger.level == before
+
+
+def test_one_handler_is_added_where_there_is_none(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logger, "propagate", False)  # or it would see the handlers that pytest gave the root logger
+    gpuload.set_log_level("info")
+    gpuload.set_log_level("debug")
+    assert len(logger.handlers) == 1
+
+
+def test_no_handler_is_added_where_there_is_one(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(io.StringIO())])
+    gpuload.set_log_level("info")
+    assert not logger.handlers
+
+
+@pytest.mark.parametrize(("before", "says"), [("", ""), ("gpuload.set_log_level('info')", "device='auto': chose")])
+def test_an_epoch_prints_nothing_unless_asked(before: str, says: str, store_variant: object, plain: Any) -> None:
+    code = PROGRAM.format(before=before, path=str(plain.path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == ""
+    assert (says in done.stderr) if says else done.stderr == ""
+
+
+class _Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "is_notebook", "is_quiet", "is_shown"),
+    [
+        (True, False, False, True),
+        (True, False, True, False),
+        (False, False, False, False),
+        (False, True, False, True),
+        (False, True, True, False),
+    ],
+)
+def test_progress_bars_are_for_terminals_and_notebooks(
+    is_terminal: bool, is_notebook: bool, is_quiet: bool, is_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = _Terminal(is_terminal=is_terminal)
+    monkeypatch.setattr(sys, "stderr", out)
+    if is_notebook:
+        monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    else:
+        monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    with text.Progress(10, "counting", is_quiet=is_quiet) as progress:
+        progress.reach(5)
+    assert bool(out.getvalue()) == is_shown
+    assert ("counting" in out.getvalue()) == is_shown
+
+
+def test_no_colours_even_in_a_terminal(store_variant: object, plain: Any) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "gpuload", "inspect", str(plain.path)]
+    environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm-256color"}
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # what Linux says when the other side was closed
+            break
+        if not piece:
+            break
+        said += piece
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    assert b"cells" in said
+    assert b"\x1b[" not in said
