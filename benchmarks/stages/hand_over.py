@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.stages import Rate, Setting, best_s
 from gpuload.loader import Loader
 from gpuload.stats import Stats
+from gpuload.tables import Table
 from gpuload.types import Batch
 
 if TYPE_CHECKING:
@@ -135,7 +136,8 @@ def _dali(setting: Setting, batch: NDArray[np.float32]) -> list[Rate]:
 
 def _loader(setting: Setting, batch: NDArray[np.float32]) -> Loader:
     store = setting.open_store()
-    return Loader(store, IdleBackend(batch), setting.plan, setting.form("dense"), store.var_names, prefetch=2)
+    table = Table(store, setting.form("dense"), store.var_names)
+    return Loader({"X": table}, IdleBackend(batch), setting.plan, prefetch=2)
 
 
 def _rate(

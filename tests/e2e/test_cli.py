@@ -408,15 +408,6 @@ def test_real_cells_are_sorted_by_type_and_keep_their_values(run, tmp_path):
     np.testing.assert_array_equal(found.toarray(), X.toarray()[order])
 
 
-def test_macro_f1():
-    training = pytest.importorskip("gpuload.cli.training")
-    # Class 0: precision 2/3, recall 1; class 1: 1 and 1/2; class 2 never occurs; class 3 is never predicted.
-    confusion = np.array([[2, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
-    assert training.macro_f1(confusion) == pytest.approx((0.8 + 2 / 3) / 2)
-    confusion[3, 1] = 1
-    assert training.macro_f1(confusion) == pytest.approx((0.8 + 0.5 + 0) / 3)
-
-
 # --- the process ---
 
 

@@ -39,7 +39,7 @@ def test_the_signature_is_the_documented_one() -> None:
     defaults = {name: p.default for name, p in inspect.signature(gpuload.open_loader).parameters.items()}
     documented = {
         "batch_size": 64,
-        "block_size": 16,
+        "block_size": None,
         "fetch_factor": 256,
         "shuffle": True,
         "seed": 0,
@@ -310,6 +310,33 @@ def test_with_statement_closes(plain: Stored, no_leaks: None) -> None:
     with pytest.raises(gpuload.GpuloadError, match="closed"):
         next(iter(loader))
     assert loader.n_obs == 262
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 131),
+        ({"where": "cell_line == 'K562'"}, None),
+        ({"sampler": gpuload.Subset(np.arange(40))}, 40),
+        ({"sampler": gpuload.ClassBalanced("cell_line", 500)}, 500),
+        ({"drop_last": True}, 128),
+        ({"world_size": 2, "rank": 1}, 132),
+        ({"world_size": 2, "rank": 1, "uneven": "drop"}, 130),
+        ({"world_size": 2, "rank": 0, "drop_last": True}, 128),
+        ({"sampler": lambda seed, rank, world_size: [[0, 10]]}, 10),
+    ],
+)
+def test_the_cells_of_an_epoch_and_of_the_files(plain: Stored, settings: dict[str, Any], expected: int | None) -> None:
+    with gpuload.open_loader(plain.path, batch_size=8, obs=["cell_line"], device="cpu", **settings) as loader:
+        assert loader.n_obs == 131
+        n_handed_over = sum(len(batch) for batch in loader) * loader.world_size
+        assert loader.epoch_n_obs == n_handed_over
+        assert expected in (None, n_handed_over)
+        if expected is None:
+            line = loader.store.obs["cell_line"]
+            assert n_handed_over == np.count_nonzero(line.categories[line.values] == "K562") > 0
+        next(iter(loader))
+        assert loader.epoch_n_obs == n_handed_over
 
 
 def test_memory_is_flat_over_epochs(plain: Stored) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import gpuload
-from gpuload.cli import training
 from gpuload.formats.obs import write_h5ad
 from gpuload.synthetic import tahoe_shaped
 from pipelines import train_dali
@@ -188,11 +187,6 @@ def test_minibatches_without_a_label_have_no_loss_and_no_gradient():
     labels = torch.tensor([2, -1, 0])
     expected = torch.nn.functional.cross_entropy(scores[[0, 2]], labels[[0, 2]])
     assert float(train_dali.mean_loss(scores, labels).detach()) == pytest.approx(float(expected.detach()))
-
-
-def test_macro_f1_is_that_of_the_demo():
-    confusion = np.array([[5, 1, 0, 0], [2, 7, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]])
-    assert train_dali.macro_f1(torch.from_numpy(confusion)) == pytest.approx(training.macro_f1(confusion))
 
 
 class FakeEvent:

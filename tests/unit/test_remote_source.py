@@ -14,7 +14,7 @@ import pytest
 from gpuload import remote_source
 from gpuload.errors import PlanError, ReadError
 from gpuload.remote import BusyError, Patience, RemoteObject, _aws_profile
-from gpuload.remote_source import RemoteFile, RemoteSource, Requests
+from gpuload.remote_source import RemoteFile, RemoteSource, Requests, _Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,9 +76,7 @@ def test_ranges_of_several_objects(no_leaks: None) -> None:
     assert source.where_is(b + 7) == ("fake://bucket/b", 7)
     buffer = np.zeros(5000, dtype=np.uint8)
     assert source.read_into(buffer, a + 900) == 100
-    with pytest.raises(
-        ReadError, match=r"fake://bucket/a: bytes 990 to 1010 are wanted, and it has 1000"
-    ):
+    with pytest.raises(ReadError, match=r"fake://bucket/a: bytes 990 to 1010 are wanted, and it has 1000"):
         read(source, [a + 990], [20])
     source.close()
     source.close()
@@ -164,6 +162,18 @@ def test_a_straggler_is_asked_for_a_second_time(no_leaks: None) -> None:
     assert len(remote.asked) <= 200 + 200 * remote_source._SECOND_SHARE + 1
     release.set()
     source.close()
+
+
+def test_what_comes_late_goes_nowhere() -> None:
+    out, wanted = np.zeros(4, dtype=np.uint8), RemoteObject("a", 4, "1")
+    piece = _Piece(wanted, 0, out, n_asked=2)
+    assert Requests._take(piece, b"\1" * 4) == 1
+    assert Requests._take(piece, b"\2" * 4) == 0
+    assert out.tolist() == [1] * 4
+    piece = _Piece(wanted, 0, out, n_asked=2)
+    assert Requests._take(piece, BusyError("503")) == 0  # the other request may do better
+    with pytest.raises(BusyError):
+        Requests._take(piece, BusyError("503"))
 
 
 def test_closing_ends_those_who_wait() -> None:

@@ -1,0 +1,126 @@
+"""The concurrent loading of pictures: every loader gives the same, and ours has none of the faults of the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from argparse import Namespace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("obstore")
+pytest.importorskip("boto3")
+
+from benchmarks.s3server import start  # noqa: E402
+from gpuload.errors import CorruptDataError, ReadError  # noqa: E402
+from gpuload.samples import SampleLoader, SampleSet  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from benchmarks.s3server import Running
+
+PROGRAM = Path(__file__).parents[2] / "pipelines" / "concurrent_loading.py"
+N = 24
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    spec = importlib.util.spec_from_file_location("concurrent_loading", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def server(program: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    root = tmp_path_factory.mktemp("s3")
+    program.write_pictures(root / "data" / "pictures", N, 0)
+    with start(root, latency_ms=5) as running:
+        settings = {
+            "AWS_ENDPOINT_URL": running.url,
+            "AWS_ACCESS_KEY_ID": "any",
+            "AWS_SECRET_ACCESS_KEY": "any",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        yield running
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def settings_of(server: Running, place: str, **changed: Any) -> Namespace:
+    places = {"store": "s3://data/pictures", "disk": str(server.root / "data" / "pictures")}
+    settings = {"place": places[place], "batch_size": 8, "workers": 0, "in_flight": 4, "threads": 2, **changed}
+    return Namespace(**settings)
+
+
+@pytest.mark.parametrize("place", ["store", "disk"])
+@pytest.mark.parametrize("loader", ["vanilla", "threads", "asyncio", "ours", "dali"])
+def test_every_loader_gives_every_picture_once(program: Any, server: Running, loader: str, place: str) -> None:
+    if loader == "dali":
+        pytest.importorskip("nvidia.dali")
+    args = settings_of(server, place)
+    names = program.names_in(args.place)
+    assert len(names) == N
+    batches = list(islice(program.LOADERS[loader](names, args), N // 8))
+    found = torch.cat([pictures for pictures, _ in batches]).to(torch.int32)
+    assert found.shape == (N, 3, 224, 224)
+    folder = server.root / "data" / "pictures"
+    wanted = torch.stack([program.decode((folder / name).read_bytes()) for name in names]).to(torch.int32)
+    labels = torch.cat([labels for _, labels in batches])
+    for picture, label in zip(found, labels, strict=True):
+        distance = (wanted - picture).abs().float().mean(dim=(1, 2, 3))
+        nearest = int(distance.argmin())
+        assert distance[nearest] < 2  # two decoders of JPEG differ in the last digit
+        assert label == program.label_of(names[nearest])
+        wanted[nearest] = 10_000  # once only
+
+
+def test_duplicates_order_and_faults(program: Any, server: Running) -> None:
+    place = "s3://data/pictures"
+    ids = [f"{i:06d}" for i in (3, 3, 1, 3, 0, 7, 1, 1)]
+    labels = {**{i: int(i) for i in ids}, "gone": 0, "broken": 0}
+
+    def loader(chosen: list[str]) -> SampleLoader:
+        samples = SampleSet(chosen, labels, program.source_of(place), program.decode, suffix=".jpg")
+        return SampleLoader(samples, 4, in_flight=8)
+
+    batches = list(loader(ids))
+    assert torch.cat([y for _, y in batches]).tolist() == [3, 3, 1, 3, 0, 7, 1, 1]
+    pictures = torch.cat([x for x, _ in batches])
+    for row, id_ in enumerate(ids):
+        data = (server.root / "data" / "pictures" / f"{id_}.jpg").read_bytes()
+        np.testing.assert_array_equal(pictures[row].numpy(), program.decode(data).numpy())
+    with pytest.raises(ReadError, match=r"gone\.jpg: no such object"):
+        list(loader([*ids, "gone"]))
+    (server.root / "data" / "pictures" / "broken.jpg").write_bytes(b"\xff\xd8 no picture")
+    with pytest.raises(CorruptDataError, match="sample 'broken': its 13 bytes cannot be decoded"):
+        list(loader([*ids, "broken"]))
+    (server.root / "data" / "pictures" / "broken.jpg").unlink()
+
+
+def test_the_program_trains(program: Any, server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(server.root / "data" / "pictures")
+    options = ["--loader", "ours", "--batch-size", "8", "--batches", "3", "--train", "--width", "4", "--every", "8"]
+    assert program.main([folder, *options]) == 0
+    assert "pictures/s" in capsys.readouterr().out
+    assert program.main([folder, "--loader", "ours"]) == 1
+    assert f"it has {N} pictures (.jpg), fewer than --batch-size 256" in capsys.readouterr().err
+
+
+def test_a_function_makes_the_batches(program: Any, server: Running) -> None:
+    samples = SampleSet(["000000", "000001"], None, str(server.root / "data" / "pictures"), "bytes", suffix=".jpg")
+    ((first, second),) = list(SampleLoader(samples, 2, collate_fn=list))
+    assert first[1] == "000000"
+    assert first[0].numel() != second[0].numel()
