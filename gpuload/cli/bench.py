@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.cli import settings, text
-from gpuload.cli.machine import peak_memory, usable_cores
+from gpuload.cli.machine import peak_memory, usable_cores, versions
 from gpuload.diversity import MinibatchEntropy, iid_entropy, label_shares
 from gpuload.errors import PlanError
 from gpuload.stats import Stats
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from gpuload.cli.ceilings import Ceilings
     from gpuload.loader import Loader
+    from gpuload.stats import Span
     from gpuload.torch import CellDataset
 
 EPILOG = """\
@@ -39,7 +41,11 @@ examples:
   gpuload bench atlas.h5ad --stream                           the order of the file, the fastest there is
   gpuload bench atlas.h5ad --block-size 1                     true random order
   gpuload bench s3://bucket/atlas.h5ad --timeline out.png     who did what when, as a picture
+  gpuload bench atlas.h5ad --label donor --report out.html    all of it on one page, to look at or to send
 """
+
+PACKAGES = ("gpuload", "numpy", "numba", "h5py", "torch")
+"""What a page names the versions of."""
 
 COUNTED = ("read_nbytes", "decoded_nbytes", "n_rows", "n_chunks", "n_chunks_partial")
 TIMED = ("plan_s", "read_s", "decode_s", "take_s", "wait_s")
@@ -77,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.png",
         help="draw who did what when in the last repeat: reads, decodes, takes, waits, steps",
     )
+    group.add_argument(
+        "--report",
+        metavar="FILE.html",
+        help="write all of it as one page: stages against ceilings, memory, timeline, verdict, versions",
+    )
     settings.add_arguments(parser)
     text.add_output_arguments(parser)
     parser.set_defaults(run=run)
@@ -109,17 +120,14 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         rounds = _rounds(args, loader, batches, entropy)
         parts = loader.memory()
         waits, verdict = loader.stats.waits(), _verdict(args, rounds)
-        if args.timeline:
-            from gpuload.cli.figure import draw_timeline
-
-            draw_timeline(args.timeline, loader.stats.take_spans(), verdict)
+        spans = loader.stats.take_spans()
         batch_nbytes = loader.batch_size * loader.n_vars * np.dtype(loader.dtype).itemsize
         taken = {"device": loader.device, "io_mode": loader.io_mode, "n_vars": loader.n_vars}
     peak = peak_memory()  # before the ceilings take memory of their own
     ceilings, random_bits = _ceilings_and_random_entropy(args, batch_nbytes)
     rates = [r.cells_per_s for r in rounds]
     mix = None if entropy is None else {"mean": entropy.mean, "sd": entropy.sd, "true_random": random_bits}
-    return {
+    result = {
         "paths": args.paths,
         **taken,
         **settings.as_dict(args),
@@ -134,6 +142,22 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         "peak_memory_nbytes": peak,
         "memory_parts_nbytes": parts,
     }
+    _draw(args, result, spans)
+    return result
+
+
+def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span]) -> None:
+    """Draw the timeline and write the page, where they are wanted."""
+    if not args.timeline and not args.report:
+        return
+    from gpuload.cli import page
+    from gpuload.cli.figure import draw_timeline
+
+    picture = draw_timeline(spans, result["verdict"])
+    if args.timeline:
+        page.save(Path(args.timeline), picture)
+    if args.report:
+        page.save(Path(args.report), page.page(result, versions(PACKAGES), picture).encode())
 
 
 def _endless(dataset: CellDataset) -> Iterator[Any]:
@@ -152,7 +176,7 @@ def _rounds(
         for number in range(args.repeats):
             if number == 0:
                 loader.stats.reset()  # the warm-up's waits are not those of the measurement
-            if args.timeline and number == args.repeats - 1:
+            if (args.timeline or args.report) and number == args.repeats - 1:
                 loader.stats.keep_spans()
             before, start = loader.stats.as_dict(), time.perf_counter()
             while (elapsed := time.perf_counter() - start) < args.seconds:

@@ -5,6 +5,7 @@ Home of matplotlib.
 
 from __future__ import annotations
 
+from io import BytesIO
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -221,13 +222,11 @@ _LANES = (
 """Rows of the timeline, from the bottom: timer, name and colour; of native threads a line each."""
 
 
-def draw_timeline(path: str, spans: Sequence[Span], verdict: str) -> None:
-    """Draw the tasks of each stage over time, a line for each thread, and save them as PNG.
+def draw_timeline(spans: Sequence[Span], verdict: str) -> bytes:
+    """Draw the tasks of each stage over time, a line for each thread, and return them as PNG.
 
     Parameters
     ----------
-    path
-        Where to.
     spans
         The tasks. What lies between two waits of the consumer is drawn as its step.
     verdict
@@ -237,8 +236,6 @@ def draw_timeline(path: str, spans: Sequence[Span], verdict: str) -> None:
     ------
     MissingDependencyError
         matplotlib is not installed.
-    ReadError
-        The file cannot be written.
     """
     by_timer: dict[str, dict[int, list[tuple[float, float]]]] = {timer: {} for timer, _, _ in _LANES}
     began = min((span.start for span in spans), default=0.0)
@@ -264,10 +261,9 @@ def draw_timeline(path: str, spans: Sequence[Span], verdict: str) -> None:
     axis.set_xlabel("seconds", fontsize=9, color=_INK)
     axis.grid(visible=True, axis="x", color=_FAINT, linewidth=0.6, zorder=0)
     _dress(axis, "Who did what when", verdict)
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
+    picture = BytesIO()
+    figure.savefig(picture, dpi=130)
+    return picture.getvalue()
 
 
 def _bars(

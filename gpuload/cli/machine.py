@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
+from importlib.metadata import PackageNotFoundError, version
 
 
 def available_memory() -> int:
@@ -39,6 +41,17 @@ def huge_pages() -> str:
 def open_file_limit() -> int:
     """Return how many files this process may hold open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Return the versions of Python and of those packages that are installed, by name; nothing is imported."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def _meminfo(name: str) -> int:

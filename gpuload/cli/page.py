@@ -44,33 +44,32 @@ img, svg { max-width: 100%; height: auto; } .note { opacity: .75; font-size: .88
 """
 
 
-def write(path: Path, result: Mapping[str, Any], versions: Mapping[str, str], timeline: bytes | None = None) -> None:
-    """Write the page.
+def save(path: Path, content: bytes) -> None:
+    """Write a file of results.
+
+    Raises
+    ------
+    ReadError
+        It cannot be written.
+    """
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
+
+
+def page(result: Mapping[str, Any], versions: Mapping[str, str], timeline: bytes | None = None) -> str:
+    """Return the page.
 
     Parameters
     ----------
-    path
-        Where to.
     result
         As `gpuload.cli.bench.bench` returns it.
     versions
         Of what took part, by name.
     timeline
         The picture of the timeline, PNG.
-
-    Raises
-    ------
-    ReadError
-        The file cannot be written.
     """
-    try:
-        path.write_text(page(result, versions, timeline), encoding="utf-8")
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
-
-
-def page(result: Mapping[str, Any], versions: Mapping[str, str], timeline: bytes | None = None) -> str:
-    """Return the page; see `write`."""
     title = "gpuload bench"
     parts = [
         f"<h1>{title}</h1>",
@@ -107,7 +106,9 @@ def _figures(result: Mapping[str, Any]) -> str:
     if entropy is not None:
         random = text.bits(entropy["true_random"])
         found.append((f"{text.bits(entropy['mean'])} bits", f"{result['label']} in a minibatch; true random {random}"))
+    waits = ", ".join(f"{name[:-2]} {1e3 * seconds:.2f}" for name, seconds in result["waits_s"].items())
     found += [
+        (f"{1e3 * result['waits_s']['p50_s']:.2f} ms", f"wait for a minibatch; {waits} ms"),
         (f"{result['first_batch_s']:.2f} s", "from opening to the first minibatch"),
         (text.size(result["peak_memory_nbytes"]), "peak memory of the process"),
         (f"{result['device']}, {result['io_mode']}", "device, and path that the bytes took"),

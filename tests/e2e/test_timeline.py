@@ -29,6 +29,14 @@ def test_who_did_what_when(plain: Stored, tmp_path: Path, capsys: pytest.Capture
     assert "-bound: " in found["verdict"]
 
 
+def test_all_on_one_page(plain: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "out.html"
+    assert main(["bench", str(plain.path), *QUICK, "--label", "cell_line", "--report", str(place)]) == 0
+    found, text = json.loads(capsys.readouterr().out), place.read_text()
+    for words in (str(plain.path), found["verdict"], "cell_line in a minibatch", "gpuload", "data:image/png;base64,"):
+        assert words in text
+
+
 def test_a_consumer_that_works_is_what_holds_itself_up(plain: Stored, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(plain.path), *QUICK, "--step", "0.05"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"].startswith("consumer-bound")

@@ -40,6 +40,7 @@ def result(**changes: Any) -> dict[str, Any]:
             "at_ceilings_cells_per_s": 26497.0,
             "fraction_of_ceilings": 0.5,
         },
+        "waits_s": {"p50_s": 0.0012, "p95_s": 0.0025, "p99_s": 0.0101},
         "entropy_bits": {"mean": 3.536, "sd": 0.1, "true_random": 3.623},
         "label": "plate & donor",
         "peak_memory_nbytes": 888e6,
@@ -87,6 +88,8 @@ def test_all_figures_are_there() -> None:
         "3.536 bits",
         "plate &amp; donor in a minibatch; true random 3.623",
         "1.25 s",
+        "1.20 ms",
+        "p50 1.20, p95 2.50, p99 10.10 ms",
         "888 MB",
         "2.0 GB/s, 32 % of 6.2 GB/s",
         "504 MB/s, 228 % of 221 MB/s",
@@ -110,13 +113,12 @@ def test_without_label_verdict_and_ceilings() -> None:
     assert "<img" not in text
 
 
-def test_the_timeline_is_part_of_the_page(tmp_path: Path) -> None:
-    path = tmp_path / "bench.html"
-    page.write(path, result(), {}, b"\x89PNG")
-    check(path.read_text())
-    assert 'src="data:image/png;base64,iVBORw=="' in path.read_text()
+def test_the_timeline_is_part_of_the_page() -> None:
+    text = page.page(result(), {}, b"\x89PNG")
+    check(text)
+    assert 'src="data:image/png;base64,iVBORw=="' in text
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ReadError, match=r"none.bench\.html: cannot be written: No such file or directory\. Choose"):
-        page.write(tmp_path / "none" / "bench.html", result(), {})
+        page.save(tmp_path / "none" / "bench.html", b"")
