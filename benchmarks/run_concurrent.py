@@ -4,9 +4,9 @@
 
 FOLDER holds the pictures. The object store is `benchmarks.s3server` on this machine, at a median of 130 ms to the first
 byte, as in the paper's measurements; it takes some of the processors' time from what it serves. Each arm is a process
-of its own; the settings of the paper are batches of 256 and 4 workers. Without ``--full`` the grid of workers and requests
-in flight is smaller, which the records say. Where the arm trains, it does so on a ResNet-18 of an eighth of the width,
-on every eighth pixel: more would measure the processor.
+of its own; the settings of the paper are batches of 256 and 4 workers. Without ``--full`` the grid of workers and
+requests in flight is smaller, which the records say. Where the arm trains, it does so on a ResNet-18 of an eighth of
+the width, on every eighth pixel: more would measure the processor.
 """
 
 from __future__ import annotations
@@ -78,12 +78,16 @@ def measure(arm: Arm, folder: Path, url: str, batch_size: int, batches: int) -> 
     command = [sys.executable, str(PROGRAM), place, "--json", "--loader", arm.loader, "--batch-size", str(batch_size)]
     command += ["--workers", str(arm.workers), "--in-flight", str(arm.in_flight)]
     command += ["--batches", str(n), "--warm-up", str(warm_up), *(TRAINING if arm.train else [])]
-    paths = os.pathsep.join([str(PROGRAM.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, **CREDENTIALS, "AWS_ENDPOINT_URL": url, "PYTHONPATH": paths}
+    environment = {**os.environ, **CREDENTIALS, "AWS_ENDPOINT_URL": url, "PYTHONPATH": python_path()}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{arm.name}: {done.stderr[-2000:]}")
     return {"n_batches": n, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def python_path() -> str:
+    """Return PYTHONPATH with this checkout before it, for the program."""
+    return os.pathsep.join([str(PROGRAM.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -102,7 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder = options.folder.resolve()
     if options.make:
-        subprocess.run([sys.executable, str(PROGRAM), str(folder), "--make", str(options.make)], check=True)
+        command = [sys.executable, str(PROGRAM), str(folder), "--make", str(options.make)]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": python_path()})
     for path in folder.glob("*.jpg"):  # into the page cache
         path.read_bytes()
     chosen = [arm for arm in arms(is_full=options.full) if not options.only or options.only in arm.name]

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import math
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
@@ -26,11 +27,22 @@ TITLES = {
     "plans": "What it costs to plan an epoch",
     "modality": "Proteins predicted from genes",
     "gil": "Who holds the interpreter while it reads",
+    "remote": "Cells from an object store",
+    "concurrent": "Pictures from an object store",
+    "classify": "What models learn in each order",
+    "pack": "Packing",
+    "tune": "The tuner's advice beside a full sweep",
 }
 """The records that have a heading of their own, in the order of the page; others follow under their file's name."""
 
-NOT_FIGURES = ("round", "load_before")
+NOT_FIGURES = ("round", "load", "load_before", "load_after")
 """Numbers in a record that say how it was made, and are no result."""
+
+ORIGIN = ("commit", "time", "cache", "memory", "io_mode")
+"""Words in a record that say where it is from."""
+
+MAX_PARTS = 30
+"""Longer lists within a record are left to the record."""
 
 
 def is_installed(package: str) -> bool:
@@ -72,26 +84,47 @@ def _section(name: str, records: list[dict[str, Any]]) -> str:
         return run_stages.table([Rate(**{k: v for k, v in r.items() if k in known}) for r in records])
     if name == "plans":
         return run_plans.table(records)
-    return medians(records)
-
-
-def medians(records: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of the medians of every figure, one row per arm (and case, where there are several)."""
+    lists = dict.fromkeys(key for record in records for key, value in record.items() if _is_table(value))
     by_arm: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in records:
-        arm = record["arm"]["name"] if isinstance(record.get("arm"), dict) else str(record.get("arm", ""))
-        by_arm[" ".join(filter(None, [arm, str(record.get("case", ""))]))].append(record)
-    names = list(dict.fromkeys(k for record in records for k, v in record.items() if _is_figure(k, v)))
+        by_arm[_arm(record)].append(record)
+    parts = [medians(list(by_arm.items()))]
+    for key in lists:
+        rows = [row for record in records for row in record.get(key, [])]
+        parts += [f"### {key.capitalize()}", medians([(_arm(row), [row]) for row in rows])]
+    return "\n\n".join(parts)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and 0 < len(value) <= MAX_PARTS and all(isinstance(row, dict) for row in value)
+
+
+def medians(groups: list[tuple[str, list[dict[str, Any]]]]) -> str:
+    """Return a Markdown table of the medians of every figure, one row per named group of records."""
+    names = list(dict.fromkeys(k for _, members in groups for m in members for k, v in m.items() if _is_figure(k, v)))
     lines = ["| arm | runs | " + " | ".join(names) + " |", "| --- | ---: |" + " ---: |" * len(names)]
-    for arm, members in by_arm.items():
+    for arm, members in groups:
         values = [[m[name] for m in members if _is_figure(name, m.get(name))] for name in names]
-        cells = [f"{median(found):,.5g}" if found else "" for found in values]
+        cells = [_number(median(found)) if found else "" for found in values]
         lines.append(f"| {arm} | {len(members)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
+
+
+def _arm(record: dict[str, Any]) -> str:
+    """Return what a record is of: its arm and case; of a row without, all its words."""
+    if "arm" not in record:
+        return ", ".join(v for k, v in record.items() if isinstance(v, str) and k not in ORIGIN) or "all"
+    name = record["arm"]["name"] if isinstance(record["arm"], dict) else str(record["arm"])
+    return " ".join(filter(None, [name, str(record.get("case", ""))]))
+
+
 def _is_figure(name: str, value: Any) -> bool:
-    return name not in NOT_FIGURES and isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return name not in NOT_FIGURES and is_number and math.isfinite(value)
 
 
 def _origin(name: str, records: list[dict[str, Any]]) -> str:
@@ -101,7 +134,7 @@ def _origin(name: str, records: list[dict[str, Any]]) -> str:
     machines = ", ".join(dict.fromkeys(f"{count(m['cores'], 'core')} of {m['cpu']}" for m in found))
     days = sorted({r["time"][:10] for r in records if "time" in r})
     facts = [
-        f"{len(records)} records in `benchmarks/results/{name}.jsonl`",
+        f"{count(len(records), 'record')} in `benchmarks/results/{name}.jsonl`",
         f"commits {commits}" if commits else "",
         machines,
         " to ".join(dict.fromkeys([*days[:1], *days[-1:]])),

@@ -292,6 +292,26 @@ def test_files_by_rows_and_by_columns_together(tmp_path: Path) -> None:
         gpuload.pack(paths, tmp_path / "double.zarr", layer="double")
 
 
+@pytest.mark.parametrize("codec", ["lz4", "zstd", "none"])
+@pytest.mark.parametrize(
+    "X",
+    [
+        csr_matrix((7, 5), dtype=np.float32),
+        csr_matrix((7, 5), dtype=np.float32).tocsc(),
+        np.zeros((5, 3), dtype=np.float32),
+        np.ones((1, 1), dtype=np.float32),
+        csr_matrix(np.array([[1, 0], [0, 0], [0, 0]], dtype=np.float32)),
+    ],
+    ids=["no-values", "no-values-by-columns", "zeros", "one", "empty-rows-at-the-end"],
+)
+def test_edges(X: Any, codec: str, tmp_path: Path) -> None:
+    path = written(ad.AnnData(X), tmp_path / "in.h5ad")
+    gpuload.pack(path, tmp_path / "out.zarr", codec=codec)
+    assert_same_rows(tmp_path / "out.zarr", path)
+    with gpuload.open_loader(tmp_path / "out.zarr", device="cpu") as loader:
+        assert sum(len(batch) for batch in loader) == X.shape[0]
+
+
 SOME_FORMS = [
     "folder-of-h5ad", "tenx-3", "tenx-2-genomes", "mudata-rna", "mudata-prot", "npy-u1", "npz-f8", "list-of-npz",
     "scdl",

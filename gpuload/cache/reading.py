@@ -59,8 +59,8 @@ class SampleBatch:
     Attributes
     ----------
     data
-        Of format ``"npy"`` one array of shape ``(n, *shape)``, owned by the consumer; else a list of what each sample was
-        decoded to.
+        Of format ``"npy"`` one array of shape ``(n, *shape)``, owned by the consumer; else a list of what each sample
+        was decoded to.
     keys
         Their keys.
     """

@@ -65,12 +65,22 @@ def measure(recipes: Sequence[Recipe], batch_nbytes: int) -> Ceilings:
 
 
 def _read_rate(reads: Sequence[ArrayRead]) -> float:
-    """Return the rate of reading all extents, one by one, into one buffer; a first round warms the page cache."""
-    buffer = np.empty(max((int(r.extent_nbytes.max(initial=0)) for r in reads), default=0), dtype=np.uint8)
+    """Return the rate of reading all extents, one by one, into one buffer; a first round warms the page cache.
+
+    Over a network all extents of an array are read at a time.
+    """
+    is_far = any(read.layout.source.ranges is not None for read in reads)
+    sizes = (int(r.nbytes if is_far else r.extent_nbytes.max(initial=0)) for r in reads)
+    buffer = np.empty(max(sizes, default=0), dtype=np.uint8)
 
     def read_all() -> int:
         total = 0
         for read in reads:
+            if read.layout.source.ranges is not None:
+                place = np.cumsum(read.extent_nbytes) - read.extent_nbytes
+                read.layout.source.ranges.read_many(read.extent_offset, read.extent_nbytes, place, buffer)
+                total += read.nbytes
+                continue
             for offset, nbytes in zip(read.extent_offset.tolist(), read.extent_nbytes.tolist(), strict=True):
                 if read.layout.source.read_into(buffer[:nbytes], offset) < nbytes:
                     raise ReadError(f"{read.layout.source.name}: short read at byte {offset}. Was the file truncated?")

@@ -110,6 +110,12 @@ def describe(store: Store, paths: list[str], layer: str) -> dict[str, Any]:
 
 def _nbytes(path: str) -> int:
     """Return the bytes of a file, or of all files of a folder; a modality's are those of its file."""
+    from gpuload.formats.addresses import as_address
+    from gpuload.formats.recognise import nbytes_at
+
+    address = as_address(path)
+    if address is not None:
+        return nbytes_at(address)
     if os.path.isdir(path):
         return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, names in os.walk(path) for name in names)
     while not os.path.exists(path):

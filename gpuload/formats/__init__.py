@@ -169,12 +169,16 @@ def _check_width(first: Store, other: Store, layer: str) -> None:
 
 
 def _check_cells(first: Store, other: Store) -> None:
-    """Refuse matrices of the same cells that have other numbers of rows."""
-    if first.n_obs != other.n_obs:
-        raise CorruptDataError(
-            f"{other.paths[0]}: it has {other.n_obs} rows where {first.paths[0]} has {first.n_obs}, though both are of "
-            "the same cells; restore the files from their source."
-        )
+    """Refuse matrices of the same cells that have other numbers of rows, in all or in one of their files."""
+    rows, rows_too = first.file_rows, other.file_rows
+    if len(rows) != len(rows_too):  # a modality may lie in one file and another in a collection of many
+        rows, rows_too = (first.n_obs,), (other.n_obs,)
+    for path, path_too, n_rows, n_rows_too in zip(first.paths, other.paths, rows, rows_too, strict=False):
+        if n_rows != n_rows_too:
+            raise CorruptDataError(
+                f"{path_too}: it has {n_rows_too} rows where {path} has {n_rows}, though both are of the same cells; "
+                "restore the files from their source."
+            )
 
 
 def _check_cell_names(first: tuple[str, Any], other: tuple[str, Any]) -> None:

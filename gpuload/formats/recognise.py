@@ -202,6 +202,12 @@ def _modality_at(address: Address) -> tuple[Address, str]:
     raise ReadError(f"{address}: no such object. Check the address.")
 
 
+def nbytes_at(address: Address) -> int:
+    """Return the bytes of the object at an address, or of all objects of the folder; a modality's are its object's."""
+    at, _ = _modality_at(address)
+    return at.object().nbytes if at.is_file else sum(found.nbytes for found in (at.listed or {}).values())
+
+
 def _is_folder(path: str) -> bool:
     address = as_address(path)
     return os.path.isdir(path) if address is None else address.is_folder

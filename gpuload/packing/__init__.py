@@ -64,10 +64,10 @@ def pack(
 
     The target is sharded zarr version 3, which ``anndata.read_zarr`` (0.12 or later) opens as any other. Its rows are
     in a true random order, so blocks of neighbours are as mixed as random cells, however large they are. Values are
-    kept without loss in the smallest of uint8, uint16, uint32, float32 and float64 that holds all of them; column
-    numbers in uint16 where there are at most 65,536 genes. obs keeps all columns, and says in ``source_file`` and
-    ``source_row`` where each row is from; where files have names of cells in common, the number of the file is added to
-    all. var is that of the first file.
+    kept without loss in the smallest of uint8, uint16, uint32, float32 and float64 that holds all of them (before
+    arithmetic on counts in AnnData: ``adata.X.astype("float32")``); column numbers in uint16 where there are at most
+    65,536 genes. obs keeps all columns, and says in ``source_file`` and ``source_row`` where each row is from; where
+    files have names of cells in common, the number of the file is added to all. var is that of the first file.
 
     All is read back and compared with the sources before the target appears, by one rename. Work in progress lies
     beside it, in ``<target>.packing``; after an interruption of any kind the same call goes on there.

@@ -26,13 +26,16 @@ def record(arm: str, **figures: Any) -> dict[str, Any]:
 
 def test_the_page_has_the_medians_of_every_file_of_records(tmp_path: Path) -> None:
     records = [record("ours", seconds=s, round=i, io_mode="posix", is_warm=True) for i, s in enumerate((3.0, 1.0, 2.0))]
-    records.append(record("theirs", seconds=9.0, peak_mib=10.5))
+    records.append(record("theirs", seconds=9.0, peak_mib=10.5, loss=float("nan")))
+    records[0]["codecs"] = [{"codec": "zstd", "ratio": 2.0}, {"codec": "none", "ratio": 1.0}]
     (tmp_path / "weighing.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     page = generated_pages.benchmarks_page(tmp_path)
     section = page.partition("## Weighing\n\n")[2].splitlines()
     assert section[0] == "| arm | runs | seconds | peak_mib |"
     assert section[2:4] == ["| ours | 3 | 2 |  |", "| theirs | 1 | 9 | 10.5 |"]
-    assert section[5] == (
+    assert section[5] == "### Codecs"
+    assert section[9:11] == ["| zstd | 1 | 2 |", "| none | 1 | 1 |"]
+    assert section[12] == (
         "*4 records in `benchmarks/results/weighing.jsonl`; commits 0123456; 1 core of abacus; 2026-01-02.*"
     )
 

@@ -57,7 +57,8 @@ def assert_refused(kind: str, path: Any, *parts: str, **settings: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [(n, v) for n in ("batch_size", "block_size", "fetch_factor", "prefetch") for v in (0, -1, 1.5, "many", None, True)]
+    [(n, v) for n in ("batch_size", "block_size", "fetch_factor", "prefetch") for v in (0, -1, 1.5, "many", True)]
+    + [(n, None) for n in ("batch_size", "fetch_factor", "prefetch")]
     + [("block_size", v) for v in ("0 chunks", "chunks", "2chunks", "2 chunks ", "-1 chunks")]
     + [("seed", -1), ("seed", 1.5), ("seed", None), ("seed", 1 << 64)]
     + [("dtype", v) for v in ("int8", "float64", "bfloat", 3, None)]

@@ -151,6 +151,16 @@ def test_a_layer_with_other_rows(path: Path) -> None:
     )
 
 
+def test_layers_whose_rows_make_up_for_each_other(tmp_path: Path) -> None:
+    paths = write(tmp_path, [part(seed, genes=GENES) for seed in range(2)])
+    for path, n_obs in zip(paths, (20, 26), strict=True):
+        with h5py.File(path, "r+") as file:
+            del file["layers/scaled"]
+            writers.write_dense(file, "layers/scaled", np.zeros((n_obs, 3)))
+    message = refusal(paths, gpuload.CorruptDataError, layer=["X", "scaled"])
+    assert message.startswith(f"{paths[0]}: it has 20 rows where {paths[0]} has 23")
+
+
 # --- modalities
 
 

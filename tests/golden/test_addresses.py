@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -236,3 +237,18 @@ def test_refusals(server: Running, plain: Stored, tmp_path: Path) -> None:
         pytest.raises(PlanError, match="cache: it keeps the objects of s3://data whole; expected a SampleStore over"),
     ):
         gpuload.open_loader("s3://data/x.h5ad", cache=store)
+
+
+def test_the_command_line_takes_addresses(
+    server: Running, zarrs: Callable[[str], Path], plain: Stored, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tqdm")
+    from gpuload.cli import main
+
+    for path in (plain.path, zarrs(zarr_names("sharded")[0])):
+        assert main(["inspect", str(path), "--json"]) == 0
+        near = json.loads(capsys.readouterr().out)
+        assert main(["inspect", f"{server.url}/data/{put(server, path)}", "--json"]) == 0
+        far = json.loads(capsys.readouterr().out)
+        assert [{**a, "file": ""} for a in far["arrays"]] == [{**a, "file": ""} for a in near["arrays"]]
+        assert path.is_dir() or far["file_nbytes"] == near["file_nbytes"]

@@ -1,0 +1,44 @@
+"""The benchmarks of object stores, on tiny data."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("obstore")
+pytest.importorskip("torch")
+
+from benchmarks import run_concurrent, run_remote
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.variants import Stored
+
+
+def test_cells(plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setitem(run_remote.SETTINGS, "batch_size", 16)
+    monkeypatch.setenv("GPULOAD_INDEX", "off")
+    path = tmp_path / "cells.h5ad"
+    path.write_bytes(plain.path.read_bytes())
+    options = ["--file", str(path), "--rounds", "1", "--latency-ms", "1", "--out", str(tmp_path / "out.jsonl")]
+    assert run_remote.main(options) == 0
+    found = {record["arm"]: record for record in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert list(found) == list(run_remote.ARMS)
+    assert found["local"]["epoch1_requests"] == 0 < found["remote"]["epoch2_requests"]
+    assert found["cached"]["epoch2_requests"] == 0
+    assert "cells/s" in capsys.readouterr().out
+
+
+def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder, out = tmp_path / "data" / "pictures", tmp_path / "out.jsonl"
+    options = [str(folder), "--make", "8", "--batch-size", "4", "--batches", "2", "--latency-ms", "1"]
+    assert run_concurrent.main([*options, "--only", "ours", "--out", str(out)]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {record["arm"] for record in records} == {
+        arm.name for arm in run_concurrent.arms(is_full=False) if "ours" in arm.name
+    }
+    assert all(record["pictures_per_s"] > 0 and record["grid"] == "small" for record in records)
+    assert len(run_concurrent.arms(is_full=True)) > 30
