@@ -34,7 +34,7 @@ LAYERS = [
     {"sampling", "label_cells"},
     {"order"},
     {"permute"},
-    {"types", "logs"},
+    {"types", "logs", "sizes"},
     {"errors"},
 ]
 """From the top down; a module imports from lower layers, or from its own part; others are for the command line only."""

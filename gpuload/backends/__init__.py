@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 from gpuload.errors import PlanError
+from gpuload.sizes import parse_nbytes
 
 if TYPE_CHECKING:
     from gpuload.backends.base import Backend
@@ -57,7 +58,10 @@ def open_backend(
     if io not in ("auto", "kvikio", "pinned"):
         raise PlanError(f"io={io!r}: expected 'auto', 'kvikio' or 'pinned'.")
     number = _device_number(device)
-    memory, cache = _nbytes("device_memory", device_memory), _nbytes("device_cache", device_cache)
+    memory, cache = (
+        None if value is None else parse_nbytes(name, value)
+        for name, value in (("device_memory", device_memory), ("device_cache", device_cache))
+    )
     if device == "auto":
         number, why = _first_gpu()
         _log.info("device='auto': chose %r (%s)", "cpu" if number is None else f"cuda:{number}", why)
@@ -74,20 +78,6 @@ def open_backend(
     return open_cuda(
         number, num_threads=num_threads, verify=verify, memory_nbytes=memory, cache_nbytes=cache or 0, io=io
     )
-
-
-def _nbytes(name: str, value: int | str | None) -> int | None:
-    """Return a number of bytes, given as such or as text with a unit."""
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B?", value) if isinstance(value, str) else None
-    nbytes = 0 if found is None else int(float(found[1]) * _UNITS[found[2] or ""])
-    if nbytes < 1:
-        raise PlanError(f"{name}={value!r}: expected a number of bytes above 0, or text such as '20GiB'.")
-    return nbytes
-
-
-_UNITS = {"": 1} | {f"{c}{i}": base**k for k, c in enumerate("KMGT", 1) for i, base in (("", 1000), ("i", 1024))}
 
 
 def _device_number(device: object) -> int | None:

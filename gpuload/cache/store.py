@@ -21,6 +21,7 @@ from gpuload.cache.reads import Reads
 from gpuload.cache.snapshot import Snapshot, check_order_settings
 from gpuload.errors import CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.remote import open_remote
+from gpuload.sizes import parse_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,12 +35,6 @@ _log = logging.getLogger("gpuload.cache")
 
 _MAX_DEATHS = 3
 """Ends of a fetcher process after which who waits for it is told."""
-
-_UNITS = (
-    {"": 1, "B": 1}
-    | {f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGT")}
-    | {f"{p}B": 10 ** (3 * (i + 1)) for i, p in enumerate("kMGT")}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +133,8 @@ class SampleStore:
                 "1 and 1."
             )
         self._settings = Settings(
-            parse_nbytes("budget", budget),
-            parse_nbytes("min_free", min_free),
+            parse_nbytes("budget", budget, least=0),
+            parse_nbytes("min_free", min_free, least=0),
             policy,
             min_visits=min_visits,
             in_flight=in_flight,
@@ -498,19 +493,3 @@ def _close(
         process.close()
     catalogue.close()
     lease.release()
-
-
-def parse_nbytes(name: str, value: int | str) -> int:
-    """Return a size in bytes, of a number or a text as ``"200GiB"``; what is none is a PlanError."""
-    if isinstance(value, str):
-        digits = value.strip().rstrip("BiKkMGT")
-        unit = value.strip()[len(digits) :]
-        try:
-            found = int(float(digits) * _UNITS[unit])
-        except (ValueError, KeyError):
-            found = -1
-    else:
-        found = int(value)
-    if found < 0:
-        raise PlanError(f"{name}={value!r}: expected a number of bytes, or a text such as '200GiB'.")
-    return found

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.plan import chunks_per_block
+from gpuload.sizes import parse_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -193,9 +194,7 @@ def nbytes(text: str) -> int:
     PlanError
         It is none.
     """
-    from gpuload.backends import _nbytes
-
-    return int(_nbytes("memory", text) or 0)
+    return parse_nbytes("memory", text)
 
 
 def block_size(text: str) -> int | str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import PlanError, StoreError
+from gpuload.sizes import parse_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -180,8 +181,6 @@ def _check_settings(
     for name, value, least in (("seed", seed, 0), ("block_size", block_size, 1), ("num_threads", num_threads or 1, 1)):
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
             raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}.")
-    from gpuload.cache.store import parse_nbytes
-
     nbytes = parse_nbytes("memory", memory)
     if nbytes < MIN_MEMORY:
         raise PlanError(f"memory={memory!r}: expected at least {MIN_MEMORY >> 20}MiB.")

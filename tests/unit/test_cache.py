@@ -686,7 +686,7 @@ def test_sizes(text: Any, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-2", "3 apples", -1])
 def test_no_sizes(text: Any) -> None:
-    with pytest.raises(PlanError, match=r"budget=.*: expected a number of bytes, or a text such as '200GiB'"):
+    with pytest.raises(PlanError, match=r"budget=.*: expected a number of bytes, or text such as '20GiB'"):
         parse_nbytes("budget", text)
 
 

@@ -1,0 +1,47 @@
+"""Sizes in words and numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gpuload import PlanError
+from gpuload.sizes import parse_nbytes
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [
+        (1, 1),
+        (np.int64(5), 5),
+        (1e9, 1_000_000_000),
+        ("7", 7),
+        ("7B", 7),
+        ("20GiB", 20 * 1024**3),
+        ("1.5 TB", 1_500_000_000_000),
+        ("64M", 64_000_000),
+        ("3 KiB", 3072),
+        ("2kB", 2000),
+        (" 1Gi ", 1024**3),
+    ],
+    ids=repr,
+)
+def test_what_is_meant(given: object, nbytes: int) -> None:
+    assert parse_nbytes("memory", given) == nbytes
+
+
+@pytest.mark.parametrize(
+    "given", [0, -1, True, None, 1.5, float("nan"), float("inf"), "", "much", "GiB", "1e9", "-1", "5 parsecs"], ids=repr
+)
+def test_what_is_none(given: object) -> None:
+    with pytest.raises(PlanError, match="expected a number of bytes above 0, or text such as '20GiB'") as caught:
+        parse_nbytes("memory", given)
+    assert str(caught.value).startswith(f"memory={given!r}: ")
+
+
+def test_a_least_size() -> None:
+    assert parse_nbytes("budget", 0, least=0) == 0
+    with pytest.raises(PlanError, match="expected a number of bytes, or"):
+        parse_nbytes("budget", -1, least=0)
+    with pytest.raises(PlanError, match="expected a number of bytes of at least 10, or"):
+        parse_nbytes("budget", 9, least=10)
