@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from gpuload.store import Store
 
 Join = str | tuple[str, ...] | None
+
+AT_A_TIME = 4
+"""Files that are opened at a time: their row offsets are memory that is touched first, which takes most of the time."""
 
 
 def open_matrices(
@@ -108,17 +112,28 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
     each = _parts(paths)
     if not each:
         raise StoreError("paths=[]: expected at least one .h5ad file.")
-    stores: list[Store] = []
+    stores = [_open(each[0], None, layer, obs)] if len(each) == 1 else _open_all(each, layer, obs)
     try:
-        for place, one in enumerate(each):
-            stores.append(_open(one, place if len(each) > 1 else None, layer, obs))
-            if layer.startswith(OBSM):
-                _check_width(stores[0], stores[-1], layer)
+        for store in stores[1:] if layer.startswith(OBSM) else ():
+            _check_width(stores[0], store, layer)
         return concat(stores, join)
     except BaseException:
         for store in stores:
             store.close()
         raise
+
+
+def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str]) -> list[Store]:
+    """Open several, some at a time; where some cannot be opened, the first of them is what is wrong."""
+    with ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="gpuload-open") as pool:
+        opening = [pool.submit(_open, one, place, layer, obs) for place, one in enumerate(each)]
+        try:
+            return [future.result() for future in opening]
+        except BaseException:
+            for future in opening:
+                if not future.cancel() and future.exception() is None:
+                    future.result().close()
+            raise
 
 
 def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str]) -> Store:

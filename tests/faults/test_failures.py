@@ -22,6 +22,7 @@ from tests.fakes import FakeBackend, FakeSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from gpuload.layout import ArrayLayout
     from gpuload.store import Store
@@ -245,3 +246,15 @@ def test_an_epoch_after_an_error_in_the_file(store_variant: StoreVariant, tmp_pa
         for _ in range(3):
             with pytest.raises(gpuload.CorruptDataError):
                 list(loader)
+
+
+@pytest.mark.parametrize("n_bad", [1, 3])
+def test_of_many_files_the_first_that_cannot_be_opened_is_named_and_the_others_are_closed(
+    plain: Stored, tmp_path: Path, n_bad: int
+) -> None:
+    paths = [tmp_path / f"{k}.h5ad" for k in range(12)]
+    for k, path in enumerate(paths):
+        path.write_bytes(plain.path.read_bytes() if k < 5 or k >= 5 + n_bad else b"no such thing")
+    for _ in range(3):
+        with pytest.raises(gpuload.StoreError, match=r"^.*/5\.h5ad: "):
+            gpuload.open_loader(paths, device="cpu")
