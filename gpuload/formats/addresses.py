@@ -95,9 +95,12 @@ class Address(str):  # noqa: SLOT000 - keeps what it has found
         if isinstance(inner, ObjectRemote) and not inner.can_list:
             return None
         prefix = f"{self.key}/" if self.key else ""
-        every = inner.list(self.key) if isinstance(inner, ObjectRemote) else inner.list()
-        found = Patience().ask(lambda: [o for o in every if o.key.startswith(prefix)])
-        return {o.key[len(prefix) :]: o for o in found}
+
+        def listing() -> dict[str, RemoteObject]:  # from its beginning each time
+            every = inner.list(self.key) if isinstance(inner, ObjectRemote) else inner.list()
+            return {o.key[len(prefix) :]: o for o in every if o.key.startswith(prefix)}
+
+        return Patience().ask(listing)
 
     @property
     def is_file(self) -> bool:
@@ -129,7 +132,7 @@ class Address(str):  # noqa: SLOT000 - keeps what it has found
     def first_bytes(self, n: int) -> bytes:
         """Return the first bytes of the object."""
         found = self.object()
-        return bytes(memoryview(Patience().ask(lambda: self.remote.get(found, 0, min(n, found.nbytes)))))
+        return bytes(memoryview(Patience().ask(lambda: self.uncached.get(found, 0, min(n, found.nbytes)))))
 
 
 def as_address(path: str) -> Address | None:

@@ -14,10 +14,11 @@ pytest.importorskip("obstore")
 import gpuload
 from benchmarks.s3server import start
 from gpuload.errors import CorruptDataError, ReadError
-from gpuload.remote import open_remote
+from gpuload.remote import BusyError, RemoteObject, open_remote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from benchmarks.s3server import Running
     from tests.variants import Stored
@@ -72,6 +73,39 @@ def test_what_may_pass_is_waited_out(calm: Running, plain: Stored, knobs: dict[s
             np.testing.assert_array_equal(one.X, other.X)
             np.testing.assert_array_equal(one.rows, other.rows)
     assert sum(n for kind, n in calm.counts().items() if kind.startswith("fault")) > faults_before
+
+
+def test_a_folder_of_zarr_is_listed_whole(calm: Running, tmp_path: Path) -> None:
+    zarr_writers = pytest.importorskip("tests.zarr_writers")
+    path = calm.root / "data" / "cells.zarr"
+    if not path.exists():
+        zarr_writers.csr(path)
+    calm.set(p_503=0.4, most_in_a_row=3, seed=4)
+    reached = {"endpoint": calm.url, "region": "us-east-1", "anonymous": True}
+    with (
+        gpuload.open_loader("s3://data/cells.zarr", batch_size=7, storage_options=reached) as far,
+        gpuload.open_loader(path, batch_size=7) as near,
+    ):
+        for one, other in zip(far, near, strict=True):
+            np.testing.assert_array_equal(one.X, other.X)
+
+
+def test_a_listing_that_breaks_off_begins_anew(calm: Running) -> None:
+    from gpuload.formats.addresses import Address
+
+    class Breaking:
+        name, n_left = "fake://bucket", 2
+
+        def list(self) -> Iterator[Any]:
+            yield RemoteObject("a/1", 1, "x")
+            if self.n_left:
+                self.n_left -= 1
+                raise BusyError("503")
+            yield RemoteObject("a/2", 1, "x")
+
+    address = Address.of("fake://bucket/a")
+    address.__dict__["_reached"] = Breaking(), "a"
+    assert list(address.listed or ()) == ["1", "2"]
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_closing_ends_those_who_wait() -> None:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     time.sleep(0.2)
     requests.close()
