@@ -31,6 +31,7 @@ TITLES = {
     "concurrent": "Pictures from an object store",
     "classify": "What models learn in each order",
     "pack": "Packing",
+    "open": "Opening 100 million cells",
     "tune": "The tuner's advice beside a full sweep",
 }
 """The records that have a heading of their own, in the order of the page; others follow under their file's name."""
