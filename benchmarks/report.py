@@ -106,6 +106,16 @@ HEADLINE = (
         "gpuload-collection/csr/512",
         ("", "", "annbatch-collection/csr/512", ""),
     ),
+    (
+        "a store of `gpuload pack`, dense",
+        "gpuload-packed/dense/512",
+        ("", "", "annbatch-collection/dense/512", ""),
+    ),
+    (
+        "a store of `gpuload pack`, CSR",
+        "gpuload-packed/csr/512",
+        ("", "", "annbatch-collection/csr/512", ""),
+    ),
     ("in file order, dense", "gpuload/dense/streaming", ("scdataset/dense/streaming", "", "", "")),
     ("true random order, dense", "gpuload/dense/1", ("scdataset/dense/1", "", "", "")),
 )

@@ -18,9 +18,9 @@ References
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -419,7 +419,12 @@ class Array:
     def _file_names(self, grid: Sequence[int]) -> Iterator[str]:
         """Yield the keys of all chunk or shard files that there may be."""
         head = [self.spec.prefix] if self.spec.prefix else []
-        return (self.spec.separator.join([*head, *map(str, place)]) for place in product(*map(range, grid)))
+        for number in range(math.prod(grid)):  # one by one: there may be more than memory holds
+            place, rest = [], number
+            for n in reversed(grid):
+                rest, at = divmod(rest, n)
+                place.append(str(at))
+            yield self.spec.separator.join([*head, *reversed(place)])
 
     def _found(self, files: dict[str, tuple[int, int]], grid: Sequence[int]) -> list[tuple[tuple[int, ...], int, int]]:
         """Return place in the grid, first byte and size of every chunk or shard file; others do not belong here."""
