@@ -9,6 +9,7 @@ import os
 import platform
 import resource
 import subprocess
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,17 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "none"
     return found
+
+
+def origin(packages: Iterable[str]) -> dict[str, Any]:
+    """Return what every record says of where it is from, read with the file in the page cache."""
+    return {
+        "commit": commit(),
+        "machine": describe(),
+        "versions": versions(packages),
+        "time": datetime.now(UTC).isoformat(),
+        "cache": "warm",
+    }
 
 
 def resident_mib() -> float:

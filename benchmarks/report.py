@@ -64,58 +64,23 @@ RATIOS = (
 
 HEADLINE_RIVALS = ("scDataset", "scDataset, rows by mask", "annbatch (converted store)", "SciPy, all in RAM")
 
+_DENSE = ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch/dense", "scipy-in-ram/dense")
+_CSR = ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", "")
+_COLLECTION_DENSE = ("", "", "annbatch-collection/dense/512", "")
+_COLLECTION_CSR = ("", "", "annbatch-collection/csr/512", "")
+
 HEADLINE = (
-    (
-        "shuffled, dense float32",
-        "gpuload/dense/chunk",
-        ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch/dense", "scipy-in-ram/dense"),
-    ),
-    (
-        "the same in blocks of two chunks",
-        "gpuload/dense/2-chunks",
-        ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch/dense", "scipy-in-ram/dense"),
-    ),
-    (
-        "the same from the second epoch on",
-        "gpuload/dense/chunk-later",
-        ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch/dense", "scipy-in-ram/dense"),
-    ),
-    ("shuffled, CSR", "gpuload/csr/chunk", ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", "")),
-    (
-        "the same in blocks of two chunks",
-        "gpuload/csr/2-chunks",
-        ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", ""),
-    ),
-    (
-        "the same, no checksum verified",
-        "gpuload/csr/2-chunks-unverified",
-        ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", ""),
-    ),
-    (
-        "the same from the second epoch on",
-        "gpuload/csr/chunk-later",
-        ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", ""),
-    ),
-    (
-        "annbatch's collection, dense",
-        "gpuload-collection/dense/512",
-        ("", "", "annbatch-collection/dense/512", ""),
-    ),
-    (
-        "annbatch's collection, CSR",
-        "gpuload-collection/csr/512",
-        ("", "", "annbatch-collection/csr/512", ""),
-    ),
-    (
-        "a store of `gpuload pack`, dense",
-        "gpuload-packed/dense/512",
-        ("", "", "annbatch-collection/dense/512", ""),
-    ),
-    (
-        "a store of `gpuload pack`, CSR",
-        "gpuload-packed/csr/512",
-        ("", "", "annbatch-collection/csr/512", ""),
-    ),
+    ("shuffled, dense float32", "gpuload/dense/chunk", _DENSE),
+    ("the same in blocks of two chunks", "gpuload/dense/2-chunks", _DENSE),
+    ("the same from the second epoch on", "gpuload/dense/chunk-later", _DENSE),
+    ("shuffled, CSR", "gpuload/csr/chunk", _CSR),
+    ("the same in blocks of two chunks", "gpuload/csr/2-chunks", _CSR),
+    ("the same, no checksum verified", "gpuload/csr/2-chunks-unverified", _CSR),
+    ("the same from the second epoch on", "gpuload/csr/chunk-later", _CSR),
+    ("annbatch's collection, dense", "gpuload-collection/dense/512", _COLLECTION_DENSE),
+    ("annbatch's collection, CSR", "gpuload-collection/csr/512", _COLLECTION_CSR),
+    ("a store of `gpuload pack`, dense", "gpuload-packed/dense/512", _COLLECTION_DENSE),
+    ("a store of `gpuload pack`, CSR", "gpuload-packed/csr/512", _COLLECTION_CSR),
     ("in file order, dense", "gpuload/dense/streaming", ("scdataset/dense/streaming", "", "", "")),
     ("true random order, dense", "gpuload/dense/1", ("scdataset/dense/1", "", "", "")),
 )

@@ -23,7 +23,6 @@ import shutil
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,7 @@ def records_of(part: str, folder: Path) -> list[dict[str, Any]]:
         "n_train": report["n_train"],
         "n_test": report["n_test"],
         **{name: report["settings"][name] for name in kept},
-        "commit": machine.commit(),
-        "machine": machine.describe(),
-        "versions": machine.versions(PACKAGES),
-        "time": datetime.now(UTC).isoformat(),
-        "cache": "warm",
+        **machine.origin(PACKAGES),
     }
     return [
         {**run, "loader_cells_per_s": loaders[run["order"]], **shared, "loss": thinned(run["loss"])}

@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
                     "batch_size": options.batch_size,
                     "n_pictures": len(list(folder.glob("*.jpg"))),
                     **found,
-                    "commit": machine.commit(),
-                    "machine": machine.describe(),
-                    "versions": machine.versions(PACKAGES),
-                    "time": datetime.now(UTC).isoformat(),
-                    "cache": "warm",
+                    **machine.origin(PACKAGES),
                     "load": os.getloadavg()[0],
                 }
                 if options.out:

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -224,12 +223,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"| {name} | {share:.2f} | {n_calls} |", flush=True)
         if options.out:
             record = {
-                "commit": machine.commit(),
-                "machine": machine.describe(),
-                "versions": machine.versions(PACKAGES),
-                "time": datetime.now(UTC).isoformat(),
+                **machine.origin(PACKAGES),
                 "arm": name,
-                "cache": "warm",
                 "mib": options.mib,
                 "calls": n_calls,
                 "held_share": share,

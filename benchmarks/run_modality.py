@@ -15,7 +15,6 @@ import json
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,11 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "arm": arm,
                 "round": number,
                 **json.loads(done.stdout.splitlines()[-1]),
-                "commit": machine.commit(),
-                "machine": machine.describe(),
-                "versions": machine.versions(PACKAGES),
-                "time": datetime.now(UTC).isoformat(),
-                "cache": "warm",
+                **machine.origin(PACKAGES),
             }
             print(
                 f"{arm:8s} SVD {record['svd_s']:6.1f} s, {record['svd_peak_mib']:,.0f} MiB; ten regressions "

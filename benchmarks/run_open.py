@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 import zlib
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -128,11 +127,7 @@ def _measure(options: argparse.Namespace, paths: list[Path], number: int, *, has
         "files": len(paths),
         "n_chunks": 2 * len(paths) * -(-MEAN_VALUES * options.cells // options.files // CHUNK),
         **json.loads(done.stdout.splitlines()[-1]),
-        "commit": machine.commit(),
-        "machine": machine.describe(),
-        "versions": machine.versions(PACKAGES),
-        "time": datetime.now(UTC).isoformat(),
-        "cache": "warm",
+        **machine.origin(PACKAGES),
     }
 
 

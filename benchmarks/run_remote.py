@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,11 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
         "latency_ms": options.latency_ms,
         "latency_sigma": options.latency_sigma,
         "settings": SETTINGS,
-        "commit": machine.commit(),
-        "machine": machine.describe(),
-        "versions": machine.versions(PACKAGES),
-        "time": datetime.now(UTC).isoformat(),
-        "cache": "warm",
+        **machine.origin(PACKAGES),
         "io_mode": "posix",
         "load_after": os.getloadavg()[0],
     }

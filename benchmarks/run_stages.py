@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import machine
@@ -55,12 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(table(rates))
     if options.out:
         origin = {
-            "commit": machine.commit(),
-            "machine": machine.describe(),
+            **machine.origin(PACKAGES),
             "file": describe_file(options.file),
-            "versions": machine.versions(PACKAGES),
-            "time": datetime.now(UTC).isoformat(),
-            "cache": "warm",
         }
         with options.out.open("a") as out:
             out.writelines(json.dumps({**origin, **asdict(rate), "fraction": rate.fraction}) + "\n" for rate in rates)

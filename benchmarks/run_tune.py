@@ -13,7 +13,6 @@ import argparse
 import json
 import time
 from contextlib import closing
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -120,12 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"advised: {fraction:.3f} of the best of {len(rows)}; wanted {WANTED}. Tuning took {tuned_s:.0f} s.")
     if options.out:
         record = {
-            "commit": machine.commit(),
-            "machine": machine.describe(),
+            **machine.origin(PACKAGES),
             "file": describe_file(options.file),
-            "versions": machine.versions(PACKAGES),
-            "time": datetime.now(UTC).isoformat(),
-            "cache": "warm",
             "io_mode": "posix",
             "asked": tuned.measured["asked"],
             "tuned_s": tuned_s,

@@ -30,6 +30,10 @@ class BusyError(ReadError):
     """Bytes could not be had now (429, 5xx, reset, timeout, short body); trying again may help."""
 
 
+BUSY = (BusyError, ConnectionError, TimeoutError)
+"""Errors after which trying again may help."""
+
+
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How often something is asked for where a remote is busy, and how long is waited in between.
@@ -70,7 +74,7 @@ class Patience:
         for attempt in range(self.tries):
             try:
                 return question()
-            except (BusyError, ConnectionError, TimeoutError):
+            except BUSY:
                 bound = min(self.longest_wait_s, self.first_wait_s * 2**attempt)
                 if attempt + 1 == self.tries or ended.wait(random.uniform(0, bound)):  # noqa: S311 - no secret
                     raise

@@ -327,7 +327,7 @@ def _draw_block(
         (np.ones(slot.size, dtype=np.float32), model.slots[slot].astype(np.int32), indptr),
         shape=(depth.size, model.n_vars),
     )
-    block = hits.tocsc().tocsr()  # sorts the columns in linear time, several times faster than by comparing
+    block = hits.tocsc().tocsr()  # sorts the columns in linear time
     block.sum_duplicates()
     line = np.repeat(labels[1].astype(np.int64), np.diff(block.indptr))
     kept = ~model.silenced.reshape(-1)[line * model.n_vars + block.indices]

@@ -1,4 +1,4 @@
-"""Memory that goes round: a fresh page costs several times what a page that was used before does.
+"""Memory that goes round: a fresh page has to be mapped and cleared first, one that was used before has not.
 
 A minibatch of 64 x 62,710 float32 is 16 MB; allocated anew each time it is page-faulted each time. So buffers are
 leased, and come back when the last array or tensor over them is gone, however the consumer keeps it: the lease is the

@@ -21,7 +21,7 @@ from gpuload.cache import leases
 from gpuload.cache.catalogue import Full
 from gpuload.cache.files import Download, adopt_strays, repair
 from gpuload.errors import CorruptDataError, GpuloadError, ReadError
-from gpuload.remote import BusyError
+from gpuload.remote import BUSY, BusyError, Patience
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +132,8 @@ def get_patiently(
 ) -> Any:
     """Return bytes of an object, asked for again where the remote is busy, after a random wait each time."""
     start, stop = span
-    for attempt in range(settings.tries):
+
+    def ask() -> Any:
         try:
             piece = remote.get(wanted, start, stop)
             got = memoryview(piece).nbytes
@@ -140,15 +141,13 @@ def get_patiently(
                 raise BusyError(
                     f"{remote.name}/{wanted.key}: short read at byte {start}: wanted {stop - start}, got {got}."
                 )
-        except (BusyError, ConnectionError, TimeoutError):
+        except BUSY:
             window.was_busy()
-            bound = min(settings.longest_wait_s, settings.first_wait_s * 2**attempt)
-            if attempt + 1 == settings.tries or ended.wait(random.uniform(0, bound)):  # noqa: S311
-                raise
-        else:
-            window.went_well()
-            return piece
-    raise AssertionError
+            raise
+        window.went_well()
+        return piece
+
+    return Patience(settings.tries, settings.first_wait_s, settings.longest_wait_s).ask(ask, ended)
 
 
 class Fetcher:

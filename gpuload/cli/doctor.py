@@ -8,7 +8,6 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import gpuload
@@ -45,7 +44,7 @@ GPU_PACKAGES = {
 LOW_FILE_LIMIT = 1024
 LOW_MEMORY = 4 << 30
 
-_UNUSED = "not installed (this version has no CUDA backend to use it)"
+_UNUSED = "not installed (only a GPU needs it: pip install 'gpuload[cuda13]')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         "required": [Finding("python", platform.python_version()), *map(_required, REQUIRED), _self_test()],
         "optional": [
             *(_optional(name, *use) for name, use in OPTIONAL.items()),
-            *(Finding(name, _version(*packages) or _UNUSED) for name, packages in GPU_PACKAGES.items()),
+            *(Finding(name, machine.version_of(*packages) or _UNUSED) for name, packages in GPU_PACKAGES.items()),
         ],
         "machine": _machine(),
         "path": _path(),
@@ -96,27 +95,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _required(package: str) -> Finding:
-    found = _version(package)
+    found = machine.version_of(package)
     if found is None:
         return Finding(package, "not installed", "broken", f"pip install {package}, or install gpuload again.")
     return Finding(package, found)
 
 
 def _optional(name: str, packages: tuple[str, ...], use: str, extra: str) -> Finding:
-    found = _version(*packages)
+    found = machine.version_of(*packages)
     if found is None:
         return Finding(name, "not installed", "note", f"for {use}: pip install 'gpuload[{extra}]'")
     return Finding(name, f"{found} ({use})")
-
-
-def _version(*packages: str) -> str | None:
-    """Return the version of the first of the packages that is installed; nothing is imported."""
-    for package in packages:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def _self_test() -> Finding:
@@ -194,9 +183,7 @@ def _path() -> list[Finding]:
         return [Finding("device='auto'", device, "broken", "Install gpuload again in a fresh virtual environment.")]
     cure = ""
     if gpus and device == "cpu":
-        cure = (
-            "This version has no CUDA backend: the GPU is your model's alone. Give the loader as many cores as you can."
-        )
+        cure = "A GPU is there but is not used: pip install 'gpuload[cuda13]' brings what the CUDA backend takes."
     return [
         Finding("GPUs", ", ".join(gpus) or "none seen"),
         Finding("device='auto'", device, "note" if cure else "ok", cure),
@@ -222,7 +209,7 @@ def _gpus() -> list[str]:
 
 
 def _gpus_by_cupy() -> list[str]:
-    if _version(*GPU_PACKAGES["CuPy"]) is None:
+    if machine.version_of(*GPU_PACKAGES["CuPy"]) is None:
         return []
     try:
         runtime = import_module("cupy.cuda.runtime")
@@ -232,7 +219,7 @@ def _gpus_by_cupy() -> list[str]:
 
 
 def _gpus_by_torch() -> list[str]:
-    if _version("torch") is None:
+    if machine.version_of("torch") is None:
         return []
     try:
         cuda = import_module("torch.cuda")

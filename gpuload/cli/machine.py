@@ -45,13 +45,18 @@ def open_file_limit() -> int:
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Return the versions of Python and of those packages that are installed, by name; nothing is imported."""
-    found = {"python": platform.python_version()}
+    found = {package: version_of(package) for package in packages}
+    return {"python": platform.python_version()} | {name: text for name, text in found.items() if text is not None}
+
+
+def version_of(*packages: str) -> str | None:
+    """Return the version of the first of the packages that is installed; nothing is imported."""
     for package in packages:
         try:
-            found[package] = version(package)
+            return version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return None
 
 
 def _meminfo(name: str) -> int:

@@ -45,7 +45,7 @@ class TruncatedSVD(Estimator):
     precision
         ``"float32"``; ``"mixed"``: bfloat16 in all passes but the last, which only turn the basis; ``"bfloat16"``: in
         all, which leaves about three digits (for either the engine must be torch). ``"auto"``: where the device
-        multiplies bfloat16 natively, which is several times as fast, bfloat16 for a loader of such values
+        multiplies bfloat16 natively, which is faster, bfloat16 for a loader of such values
         (``open_loader(dtype="bfloat16")``) and mixed for all else.
     engine
         ``"auto"``, ``"numpy"``, ``"torch"`` or ``"cupy"``: what does the arithmetic.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Join = str | tuple[str, ...] | None
 
 AT_A_TIME = 4
-"""Files that are opened at a time: their row offsets are memory that is touched first, which takes most of the time."""
+"""Files that are opened at a time."""
 
 
 def open_matrices(

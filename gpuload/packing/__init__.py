@@ -92,7 +92,8 @@ def pack(
         At least 0; of the order.
     codec
         How chunks are encoded: ``"lz4"``, the fastest to read; ``"zstd"``, the smallest, for slow disks and networks;
-        ``"none"``.
+        ``"none"``. The CUDA backend decodes zstd of whole numbers on the device, and the others' frames (blosc) on the
+        host.
     block_size
         Cells per chunk; on average, where the matrix is sparse. Read it in blocks of so many or more.
     memory

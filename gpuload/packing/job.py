@@ -22,6 +22,7 @@ import numpy as np
 
 from gpuload.errors import PlanError
 from gpuload.packing.files import write_whole
+from gpuload.packing.workplace import STORE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,7 +100,7 @@ class Job:
     @property
     def result(self) -> str:
         """The target while it is made."""
-        return os.path.join(self.folder, "store")
+        return os.path.join(self.folder, STORE)
 
     @cached_property
     def order(self) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ import numpy as np
 from gpuload.backends.native.runs import copy_runs
 from gpuload.packing.files import write_whole
 from gpuload.packing.rows import Judged
+from gpuload.packing.workplace import PARTS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -122,7 +123,7 @@ def _pieces(job: Job, rows: Rows, start: int, stop: int) -> tuple[NDArray[np.int
 
 def part_path(job: Job, number: int) -> str:
     """Return where a part is kept that is a file."""
-    return os.path.join(job.folder, "parts", f"{number:06}")
+    return os.path.join(job.folder, PARTS, f"{number:06}")
 
 
 def write_part(job: Job, reader: Reader, number: int) -> None:

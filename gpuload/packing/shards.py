@@ -9,6 +9,7 @@ import numpy as np
 
 from gpuload.backends.native.runs import copy_runs
 from gpuload.packing.files import sync_folders, write_whole
+from gpuload.packing.workplace import DONE
 from gpuload.packing.zarr_files import Codec, shard_pieces, write_array, write_group, write_sharded_metadata
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def done_path(job: Job, bucket: int) -> str:
     """Return the file that says that a bucket's shards are on the disk."""
-    return os.path.join(job.folder, "done", f"{bucket:06}")
+    return os.path.join(job.folder, DONE, f"{bucket:06}")
 
 
 def write_bucket(job: Job, bucket: int, segments: Iterable[Segment], dtype: np.dtype[Any], pool: Executor) -> None:

@@ -52,7 +52,7 @@ class Codec:
 
     zstd is bare where elements are whole numbers, since byte shuffle gains nothing there (measured, see
     benchmarks/results/pack.jsonl), and in blosc with byte shuffle where they are floats. lz4 is in blosc: zarr's
-    standard knows those frames, and bare LZ4 it does not. All of it can be decoded on a GPU, too.
+    standard knows those frames, and bare LZ4 it does not. On a GPU bare zstd is decoded there, blosc on the host.
 
     Attributes
     ----------

@@ -151,8 +151,8 @@ def group_rows(
     n_rows, n_groups
         Sizes.
     moved : ((n_rows,), (n_sorted,)), optional
-        Values of the rows, and an array that they are written to, sorted as the rows are: in passing, which is several
-        times faster than to fetch them afterwards.
+        Values of the rows, and an array that they are written to, sorted as the rows are: in passing, which is
+        faster than to fetch them afterwards.
 
     Returns
     -------

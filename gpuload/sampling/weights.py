@@ -110,7 +110,7 @@ def _first_hits(
     """Return the index of the row that each draw of a pass hits where the first point is at 0.
 
     A row is hit by the points below its end that are not below its start; how many are below its end says a division,
-    which rounding may put wrong by one, and a look at the points. That is several times faster than a search for each.
+    which rounding may put wrong by one, and a look at the points. That is faster than a search for each.
     """
     low, step = spacing(running, edges, draw_edges)
     n_draws = np.diff(draw_edges)

@@ -170,7 +170,7 @@ class FakeDevice:
 
         def run() -> None:
             arrays = [_at(*a) if isinstance(a, tuple) else a for a in bare]
-            shim.library().launch(kernel, n_blocks, n_threads, tuple(arrays))
+            shim.compiled().launch(kernel, n_blocks, n_threads, tuple(arrays))
 
         if n_blocks:
             self.give(stream, run)

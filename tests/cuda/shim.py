@@ -1,6 +1,6 @@
 """The kernels of the CUDA backend, compiled for the host and launched by name: the same source that a GPU runs.
 
-`library()` compiles kernels.cu with g++ behind shim.h, once, into the temporary folder. The environment variable
+`compiled()` compiles kernels.cu with g++ behind shim.h, once, into the temporary folder. The environment variable
 GPULOAD_SHIM chooses another build: ``"address"`` for AddressSanitizer and UndefinedBehaviorSanitizer, ``"thread"`` for
 ThreadSanitizer, with a thread per CUDA thread. Their runtime must be loaded before Python: see `sanitized`.
 """
@@ -136,7 +136,7 @@ def _as_c(where: str, wanted: str, value: Any) -> Any:
 
 
 @functools.cache
-def library() -> Library:
+def compiled() -> Library:
     """Return the kernels as compiled for this machine; skips the test where there is no g++."""
     return Library(_compiled(os.environ.get("GPULOAD_SHIM", "")))
 

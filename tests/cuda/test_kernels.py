@@ -68,7 +68,7 @@ def run(name: str, grid: Grid, *args: Any) -> None:
 
     Copies are aligned to 16 bytes, whatever the outputs are.
     """
-    library = shim.library()
+    library = shim.compiled()
     copies = [
         arg.copy() if parameter.startswith("w:") else arg
         for parameter, arg in zip(library.signatures[name], args, strict=True)
@@ -161,7 +161,7 @@ SIGNATURES = {
 
 
 def test_names_and_parameters() -> None:
-    assert shim.library().signatures == SIGNATURES
+    assert shim.compiled().signatures == SIGNATURES
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -955,7 +955,7 @@ def test_gather_csr_of_many_rows_by_one_block(n_threads: int) -> None:
 )
 def test_the_shim_takes_exact_arguments_only(k: int, value: Any) -> None:
     args = [placed(b"x" * 16), int64(0), int64(16), int64(0), np.int64(1), np.zeros(16, np.uint8)]
-    library = shim.library()
+    library = shim.compiled()
     library.launch("gather_payloads", 1, 32, args)
     for wrong in ([*args[:k], value, *args[k + 1 :]], args[:-1]):
         with pytest.raises(TypeError):
@@ -968,7 +968,7 @@ def test_the_shim_takes_exact_arguments_only(k: int, value: Any) -> None:
 def test_the_shim_sees_accesses_that_a_gpu_would_refuse() -> None:
     args = (placed(b"x" * 16), int64(0), int64(16), int64(4), np.int64(1), np.zeros(32, np.uint8))
     with pytest.raises(RuntimeError, match="must be aligned"):
-        shim.library().launch("gather_payloads", 1, 32, args)
+        shim.compiled().launch("gather_payloads", 1, 32, args)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
-from gpuload.cli import COMMANDS, demo, doctor, main, real_data, text
+from gpuload.cli import COMMANDS, demo, doctor, machine, main, real_data, text
 from gpuload.errors import CorruptDataError
 from gpuload.formats.obs import write_h5ad
 from gpuload.synthetic import tahoe_shaped
@@ -293,14 +293,14 @@ def test_doctor_as_json(run):
 
 
 def test_doctor_exits_with_1_and_a_cure_where_a_required_package_is_missing(run, monkeypatch):
-    real = doctor.version
+    real = machine.version
 
     def version(package):
         if package in ("h5py", "torch"):
             raise PackageNotFoundError(package)
         return real(package)
 
-    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(machine, "version", version)
     code, out, _ = run("doctor")
     assert code == 1
     assert "h5py         not installed (BROKEN)" in out
