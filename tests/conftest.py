@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
+import io
 import os
 import signal
 import threading
@@ -60,6 +62,15 @@ def warmed_up(store_variant: StoreVariant) -> None:
 
     with gpuload.open_loader(store_variant("csr-zstd").path, obs=["cell_line"]) as loader:
         list(loader)
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pa.set_cpu_count(1)  # its pools start further threads when they like, up to so many
+        pa.set_io_thread_count(1)
+        file = io.BytesIO()
+        pq.write_table(pa.table({"a": [1], "b": [2]}), file)
+        pq.read_table(file)
 
 
 @pytest.fixture
