@@ -210,14 +210,15 @@ class Batches:
 
 
 def set_cache(path: Path, state: str) -> None:
-    """Bring the file into the page cache, or evict it."""
-    with path.open("rb") as file:
-        if state == "cold":
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        else:
-            while file.read(16 * machine.MIB):
-                pass
+    """Bring a file, or those of a folder, into the page cache, or evict them."""
+    for each in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
+        with each.open("rb") as file:
+            if state == "cold":
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while file.read(16 * machine.MIB):
+                    pass
 
 
 def check_rows(batches: Batches, path: Path, opened: float) -> float:

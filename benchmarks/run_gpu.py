@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,8 +80,8 @@ def ceiling_decode(options: Options) -> dict[str, Any]:
     """Let nvCOMP alone decode a part of the file's chunks, again and again."""
     import cupy
 
-    from gpuload.backends.cuda.decode import SLOT
     from gpuload.backends.cuda.nvcomp import Nvcomp
+    from gpuload.backends.cuda.work import slots
     from gpuload.formats import open_store
 
     store = open_store([str(options.file)], layer="X", obs=())
@@ -91,15 +91,15 @@ def ceiling_decode(options: Options) -> dict[str, Any]:
     for layout in matrix.layouts:
         for chunk in range(n):
             nbytes = int(layout.chunk_nbytes[chunk]) - 6
-            buffer = np.zeros(-(-nbytes // SLOT) * SLOT, dtype=np.uint8)
+            buffer = np.zeros(slots(nbytes), dtype=np.uint8)
             layout.source.read_into(buffer[:nbytes], int(layout.chunk_offset[chunk]) + 2)
             stored.append(buffer)
             sizes.append(nbytes)
     full = matrix.data.chunk_size * 4
-    slots = np.array([b.size for b in stored])
+    room_of = np.array([b.size for b in stored])
     payload = cupy.asarray(np.concatenate(stored))
     out = cupy.empty(2 * n * full, dtype=np.uint8)
-    in_ptrs = cupy.asarray(np.cumsum(slots) - slots + payload.data.ptr)
+    in_ptrs = cupy.asarray(np.cumsum(room_of) - room_of + payload.data.ptr)
     out_ptrs = cupy.asarray(np.arange(2 * n) * full + out.data.ptr)
     in_nbytes, room = cupy.asarray(np.array(sizes)), cupy.full(2 * n, full, dtype=np.int64)
     produced, status = cupy.zeros(2 * n, dtype=np.int64), cupy.zeros(2 * n, dtype=np.int32)
@@ -175,6 +175,16 @@ def loader(
         }
 
 
+def packed(options: Options, **more: Any) -> dict[str, Any]:
+    """Time minibatches of what `gpuload pack` makes of the file, which is packed once."""
+    import gpuload
+
+    store = options.file.with_name(f"{options.file.stem}-packed.zarr")
+    if not store.exists():
+        gpuload.pack(options.file, store)
+    return loader(replace(options, file=store), **more)
+
+
 def annbatch(options: Options) -> dict[str, Any]:
     """Time annbatch over its own store, preloading to the GPU."""
     import annbatch as package
@@ -215,6 +225,8 @@ ARMS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "gpuload/dense/kvikio": lambda options: loader(options, io="kvikio"),
     "gpuload/dense/pinned": lambda options: loader(options, io="pinned"),
     "gpuload/dense/cached": lambda options: loader(options, epoch=1, device_cache="16GiB"),
+    "gpuload-packed/dense": packed,
+    "gpuload-packed/dense/cached": lambda options: packed(options, epoch=1, device_cache="16GiB"),
     "gpuload/csr": lambda options: loader(options, output="csr"),
     "gpuload/step": lambda options: loader(options, step_s=STEP_S),
     "annbatch/dense": annbatch,

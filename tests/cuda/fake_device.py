@@ -204,7 +204,7 @@ class _Exporter:
 
 
 class FakeNvcomp:
-    """Decodes raw deflate and zstd on the host, with nvCOMP's interface and statuses.
+    """Decodes streams on the host, with nvCOMP's interface and statuses.
 
     Parameters
     ----------
@@ -251,7 +251,7 @@ class FakeNvcomp:
                 assert places[i] % 16 == 0
                 stored = ctypes.string_at(int(sources[i]), int(sizes[i]))
                 try:
-                    plain = _plain(algorithm, stored)
+                    plain = _plain(algorithm, stored, int(room[i]))
                     code = 0 if len(plain) <= room[i] else 12
                 except Exception:
                     plain, code = b"", 11
@@ -265,9 +265,11 @@ class FakeNvcomp:
         self._device.give(stream, decode)
 
 
-def _plain(algorithm: str, stored: bytes) -> bytes:
-    if algorithm == "deflate":
-        return zlib.decompress(stored, wbits=-15)
+def _plain(algorithm: str, stored: bytes, room: int) -> bytes:
     import imagecodecs
 
-    return bytes(imagecodecs.zstd_decode(stored))
+    if algorithm == "deflate":
+        return zlib.decompress(stored, wbits=-15)
+    if algorithm == "lz4":
+        return bytes(imagecodecs.lz4_decode(stored, out=room))
+    return bytes({"zstd": imagecodecs.zstd_decode, "snappy": imagecodecs.snappy_decode}[algorithm](stored))

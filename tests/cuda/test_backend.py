@@ -204,7 +204,9 @@ def test_closing_leaves_nothing(open_fake: Callable[..., Opened], plain: Stored,
     opened.loader.close()
 
 
-@pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-blosc-lz4-shuffle"])
+@pytest.mark.parametrize(
+    "kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-blosc-lz4-shuffle", "csr-blosc-blosclz-shuffle"]
+)
 @pytest.mark.parametrize("nbytes", [1000, 20_000, "1MiB"])
 def test_chunks_in_the_cache_are_not_read_again(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, nbytes: int | str
@@ -218,7 +220,7 @@ def test_chunks_in_the_cache_are_not_read_again(
             np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
         read.append(opened.loader.stats.read_nbytes - before)
     stats = opened.loader.stats
-    if nbytes == "1MiB" and "blosc" not in kind:
+    if nbytes == "1MiB" and "blosclz" not in kind:
         assert read[1] == read[2] == 0
         assert stats.n_chunks_cached > 0
     assert opened.loader.memory()["cache"] <= (1 << 20 if nbytes == "1MiB" else int(nbytes))
@@ -231,7 +233,17 @@ def test_device_memory_is_a_bound(open_fake: Callable[..., Opened], plain: Store
         list(opened.epoch())
 
 
-@pytest.mark.parametrize("kind", ["csr-gzip-fletcher32-shuffle", "csr-zstd-fletcher32-shuffle", "csr-lzf-shuffle"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "csr-gzip-fletcher32-shuffle",
+        "csr-zstd-fletcher32-shuffle",
+        "csr-lzf-shuffle",
+        *(f"csr-blosc-{codec}-shuffle" for codec in ("lz4", "lz4hc", "zlib", "zstd")),
+        "csr-blosc-lz4-noshuffle",
+        "dense-blosc-lz4-tiles",
+    ],
+)
 @pytest.mark.parametrize("verify", ["once", "always", "never"])
 def test_good_chunks_are_never_decoded_on_the_host(
     open_fake: Callable[..., Opened],

@@ -46,6 +46,22 @@ def test_every_form(stored: Stored, block_size: int | str) -> None:
                 np.testing.assert_array_equal(to_host(batch.X), stored.dense[batch.rows])
 
 
+@pytest.mark.parametrize(
+    "kind", [*(f"csr-blosc-{codec}-shuffle" for codec in ("lz4", "lz4hc", "zlib", "zstd")), "csr-gzip4", "csr-zstd"]
+)
+def test_good_chunks_are_never_decoded_on_the_host(
+    store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def refuse(read: Any, chunk: int) -> None:
+        raise AssertionError(f"chunk {chunk} of {read.layout.name} goes to the host")
+
+    stored = store_variant(kind)
+    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    with gpuload.open_loader(stored.path, **SMALL) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(to_host(batch.X), stored.dense[batch.rows])
+
+
 def test_csr(stored: Stored) -> None:
     with gpuload.open_loader(stored.path, layer=stored.layer, output="csr", **SMALL) as loader:
         for batch in loader:

@@ -151,6 +151,13 @@ SIGNATURES = {
     "check_adler32": ["r:u1", "r:i8", "r:i8", "r:u1", "r:i8", "i8", "w:i4"],
     "check_fletcher32": ["r:u1", "r:i8", "r:i8", "i8", "w:i4"],
     "unshuffle": ["r:u1", "w:u1", "r:i8", "r:i8", "i4", "i8"],
+    "walk_blosc": [
+        *("r:u1", "r:i8", "r:i8", "r:u1", "r:u1", "i8", "i8", "i8", "i8", "i4", "i8"),
+        *("r:u1", "w:u1", "w:i8", "w:i4", "w:i4"),
+    ],
+    "check_streams": ["r:i4", "r:i8", "r:i8", "i8", "i8", "w:i4"],
+    "join_blosc": ["r:i8", "r:i4", "i8", "i8", "i8", "i4", "i8", "r:i8", "w:u1"],
+    "check_sizes": ["r:u1", "r:i8", "i8", "i8", "w:i4"],
     "decode_lzf": ["r:u1", "r:i8", "r:i8", "w:u1", "r:i8", "r:i8", "i8", "w:i4"],
     **{f"copy_pieces_{src}_{out}": [*COPY, f"w:{out}", "w:i4", "w:i4"] for src in STORED for out in OUT},
     **{f"densify_csr_{out}": [*ROWS, "i8", f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends.cuda.cache import ChunkCache
-from gpuload.backends.cuda.decode import N_THREADS, Decoder, Outcome
+from gpuload.backends.cuda.decode import Decoder, Outcome
 from gpuload.backends.cuda.memory import DevicePool, Lease
 from gpuload.backends.cuda.readers import PAGE, place_extents
+from gpuload.backends.cuda.work import N_THREADS
 from gpuload.backends.damage import rounding_warning, too_large_for_half
 from gpuload.backends.parts import cut
 from gpuload.errors import PlanError
@@ -287,7 +288,7 @@ class CudaBackend:
         middle = time.perf_counter()
         numbers, at = np.arange(first, last), read.chunk_offset[first:last] + shift
         outcome = self._enqueue(read, numbers, at, arena.memory, resident)
-        kept, place = self._cache.reserve(read, numbers)
+        kept, place = self._cache.reserve(read, numbers if self._decoder.decodes(read.layout) else numbers[:0])
         if kept.size:
             self._decoder.move(
                 outcome, at[kept - first], read.chunk_nbytes[kept], place, arena.memory, self._cache.memory, lane.stream

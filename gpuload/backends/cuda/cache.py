@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.backends.cuda.decode import SLOT, steps_of
+from gpuload.backends.cuda.work import slots
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,10 +57,10 @@ class ChunkCache:
 
         They are here for others once `keep` is called.
         """
-        if self.memory is None or read.layout.is_raw or steps_of(read.layout) is None:
+        if self.memory is None or read.layout.is_raw:
             return numbers[:0], numbers[:0]
         numbers = numbers[read.chunk_nbytes[numbers] > 0]
-        room = -(-read.chunk_nbytes[numbers] // SLOT) * SLOT
+        room = slots(read.chunk_nbytes[numbers])
         with self._lock:
             ends = self._used + np.cumsum(room)
             n = int(np.searchsorted(ends, self._nbytes, side="right"))

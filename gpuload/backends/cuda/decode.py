@@ -17,28 +17,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends import codecs
+from gpuload.backends.cuda.blosc import HEADER_NBYTES, ROWS, read_cut
+from gpuload.backends.cuda.work import N_THREADS, Work, slots
 from gpuload.backends.damage import corrupt, reason
 from gpuload.backends.reading import short_read
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from gpuload.backends.cuda.blosc import Cut
     from gpuload.backends.cuda.device import Device
     from gpuload.backends.cuda.memory import DevicePool
     from gpuload.backends.cuda.nvcomp import Nvcomp
     from gpuload.layout import ArrayLayout
     from gpuload.types import ArrayRead
 
-SLOT = 16
-"""Bytes to which payloads and decoded chunks are aligned: what every decoder of nvCOMP asks for."""
-
-N_THREADS = 256
 N_LZF_THREADS = 32
 
-_ALGORITHMS = {"deflate": "deflate", "zstd": "zstd", "lzf": "lzf"}
-"""HDF5's filters that the device undoes, and by what: nvCOMP's algorithms, and a kernel for LZF."""
+_ALGORITHMS = {
+    "deflate": ("deflate", 2, 4),
+    "zstd": ("zstd", 0, 0),
+    "lz4-sized": ("lz4", 4, 0),
+    "lzf": ("lzf", 0, 0),
+    "blosc": ("blosc", 0, 0),
+}
+"""Filters that the device undoes: by what (nvCOMP's names; own kernels for LZF and for what is around blosc's streams),
+and how many bytes stand before and after what it is given."""
 
-_ZLIB_HEAD, _ZLIB_TAIL, _FLETCHER_TAIL = 2, 4, 4
+_FLETCHER_TAIL = 4
 
 _log = logging.getLogger("gpuload")
 
@@ -50,12 +56,16 @@ class Steps:
     Attributes
     ----------
     codec
-        A value of `_ALGORITHMS`, or None where bytes are stored as they are.
+        By what, as `_ALGORITHMS` names it, or None where bytes are stored as they are.
+    head, tail
+        Bytes before and after what the codec is given, without a fletcher32.
     is_shuffled, has_fletcher
         Whether bytes are shuffled; whether a fletcher32 follows the chunk.
     """
 
     codec: str | None
+    head: int
+    tail: int
     is_shuffled: bool
     has_fletcher: bool
 
@@ -69,7 +79,8 @@ def steps_of(layout: ArrayLayout) -> Steps | None:
     found = [name for name in names if name in _ALGORITHMS]
     if len(found) > 1 or names != [n for n in ("shuffle", *found, "fletcher32") if n in names]:
         return None
-    return Steps(_ALGORITHMS[found[0]] if found else None, "shuffle" in names, "fletcher32" in names)
+    codec, head, tail = _ALGORITHMS[found[0]] if found else (None, 0, 0)
+    return Steps(codec, head, tail, "shuffle" in names, "fletcher32" in names)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,8 +93,6 @@ class Outcome:
         Of which the part is.
     reports
         Pairs: numbers of chunks of the read, and a code of the kernels for each (int32, 0 = good).
-    inflated
-        Where nvCOMP was used: numbers of chunks, its status and what it produced for each, and the bytes wanted.
     is_rounded
         One int32 per launch that converts values: whether float32 rounds an integer.
     verified
@@ -96,7 +105,6 @@ class Outcome:
 
     read: ArrayRead
     reports: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
-    inflated: tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], int] | None = None
     is_rounded: list[NDArray[np.int32]] = field(default_factory=list)
     verified: NDArray[np.int64] | None = None
     kept: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -107,32 +115,7 @@ class Outcome:
         found: set[int] = set()
         for numbers, codes in self.reports:
             found.update(numbers[codes != 0].tolist())
-        if self.inflated is not None:
-            numbers, statuses, nbytes, wanted = self.inflated
-            found.update(numbers[(statuses != 0) | (nbytes != wanted)].tolist())
         return sorted(found)
-
-
-class _Packed:
-    """Small host arrays on their way to the device in one copy."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[str, NDArray[Any], int]] = []
-        self._nbytes = 0
-
-    def add(self, name: str, array: NDArray[Any]) -> None:
-        self._parts.append((name, np.ascontiguousarray(array), self._nbytes))
-        self._nbytes += _slots(array.nbytes)
-
-    def upload(self, device: Device, pool: DevicePool, stream: Any, held: list[Any]) -> dict[str, Any]:
-        """Return the arrays on the device, by name."""
-        host = device.pinned(self._nbytes)
-        memory, lease = pool.lease(self._nbytes, stream)
-        for _, array, at in self._parts:
-            host[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
-        device.upload(host, memory, stream)
-        held += [host, lease]
-        return {name: device.typed(memory[at:], a.dtype, a.shape) for name, a, at in self._parts}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,8 +125,12 @@ class _Part:
     read: ArrayRead
     numbers: NDArray[np.int64]
     out: Any
-    stream: Any
+    work: Work
     outcome: Outcome
+
+    def of(self, which: NDArray[np.bool_]) -> _Part:
+        """Return a part of some of the chunks."""
+        return _Part(self.read, self.numbers[which], self.out, self.work, self.outcome)
 
 
 class Decoder:
@@ -162,6 +149,12 @@ class Decoder:
         self._nvcomp = nvcomp
         self._pool = pool
         self._said: set[str] = set()
+        self._cuts: dict[int, tuple[ArrayLayout, Cut | None]] = {}  # by id of the layout, which is kept for that
+
+    def decodes(self, layout: ArrayLayout) -> bool:
+        """Return whether the device decodes a layout's chunks; the host does otherwise."""
+        steps = steps_of(layout)
+        return steps is not None and (steps.codec != "blosc" or self._cut_of(layout) is not None)
 
     def enqueue(
         self,
@@ -191,30 +184,26 @@ class Decoder:
         verify
             ``"once"``: where they were not before; ``"always"`` or ``"never"``.
         """
-        steps = steps_of(read.layout)
+        steps = steps_of(read.layout) if self.decodes(read.layout) else None
         if steps is None:
             self._say_host_decodes(read.layout)
-        outcome = Outcome(read)
+        whole = self._part(read, numbers, out, stream)
         nbytes = read.chunk_nbytes[numbers]
         is_absent = nbytes == 0
-        payload = nbytes - (_FLETCHER_TAIL if steps is not None and steps.has_fletcher else 0)
-        if steps is not None and steps.codec == "deflate":
-            payload = payload - _ZLIB_HEAD - _ZLIB_TAIL
+        payload = nbytes if steps is None else nbytes - steps.head - steps.tail - steps.has_fletcher * _FLETCHER_TAIL
         can_device = ~is_absent & (read.chunk_mask[numbers] == 0) & (payload > 0)
         if steps is None:
             can_device[:] = False
         elif steps.codec is None and not read.layout.is_raw:
             can_device &= payload == _full(read.layout)
         if steps is not None and can_device.any():
-            part = _Part(read, numbers[can_device], out, stream, outcome)
-            self._on_device(part, steps, place[can_device], payload[can_device], arena, verify=verify)
+            self._on_device(whole.of(can_device), steps, place[can_device], payload[can_device], arena, verify=verify)
         if is_absent.any():
-            part = _Part(read, numbers[is_absent], out, stream, outcome)
-            self._copy_pieces(part, arena, np.full(part.numbers.size, -1))
+            self._copy_pieces(whole.of(is_absent), arena, np.full(np.count_nonzero(is_absent), -1))
         on_host = ~is_absent & ~can_device
         if on_host.any():
-            self._from_host(_Part(read, numbers[on_host], out, stream, outcome))
-        return outcome
+            self._from_host(whole.of(on_host))
+        return whole.outcome
 
     def move(
         self,
@@ -227,22 +216,31 @@ class Decoder:
         stream: Any,
     ) -> None:
         """Launch the copy of byte ranges of an arena to places, multiples of `SLOT`, of other device memory."""
-        packed = _Packed()
-        packed.add("source", source)
-        packed.add("nbytes", nbytes)
-        packed.add("place", place)
-        on = packed.upload(self._device, self._pool, stream, outcome.held)
-        args = (arena, on["source"], on["nbytes"], on["place"], np.int64(source.size), to)
-        self._device.launch("gather_payloads", source.size, N_THREADS, args, stream)
+        work = Work(self._device, self._nvcomp, self._pool, stream, outcome.held)
+        on = work.upload(source=source, nbytes=nbytes, place=place)
+        n = source.size
+        work.launch("gather_payloads", n, arena, on["source"], on["nbytes"], on["place"], np.int64(n), to)
 
     def retry(self, read: ArrayRead, chunk: int, out: Any, stream: Any) -> None:
         """Decode a chunk on the host, upload it and wait for it; CorruptDataError where it is bad there too."""
-        outcome = Outcome(read)
-        self._from_host(_Part(read, np.array([chunk]), out, stream, outcome))
+        part = self._part(read, np.array([chunk]), out, stream)
+        self._from_host(part)
         self._device.wait(self._device.record(stream))
-        for _, codes in outcome.reports:
+        for _, codes in part.outcome.reports:
             if codes[0] != 0:
                 raise corrupt(read, chunk, reason(int(codes[0])))
+
+    def _part(self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, stream: Any) -> _Part:
+        outcome = Outcome(read)
+        work = Work(self._device, self._nvcomp, self._pool, stream, outcome.held)
+        return _Part(read, numbers, out, work, outcome)
+
+    def _cut_of(self, layout: ArrayLayout) -> Cut | None:
+        """Return how the blosc containers of a layout are cut; None where the device cannot decode them."""
+        known = self._cuts.get(id(layout))
+        if known is None:
+            known = self._cuts[id(layout)] = layout, _read_cut(layout)
+        return known[1]
 
     def _on_device(
         self,
@@ -255,159 +253,164 @@ class Decoder:
         verify: str,
     ) -> None:
         """Decode chunks whose stored bytes lie in the arena, and copy their pieces."""
-        layout, stream, held, n = part.read.layout, part.stream, part.outcome.held, part.numbers.size
+        layout, work, n = part.read.layout, part.work, part.numbers.size
         if steps.codec is None and not (steps.is_shuffled or steps.has_fletcher):
             self._copy_pieces(part, arena, place)
             return
-        device, full = self._device, _full(layout)
+        full = _full(layout)
         ids = part.read.chunk_id[part.numbers]
         is_due = (layout.verified[ids] == 0) & (verify != "never") | (verify == "always")
-        head = _ZLIB_HEAD if steps.codec == "deflate" else 0
-        start = np.arange(n, dtype=np.int64) * _slots(full)
-        slots = _slots(payload)
-        slot = np.cumsum(slots) - slots if steps.codec else start
-        decoded = self._scratch(n * _slots(full), part)
-        compressed = self._scratch(int(slot[-1] + slots[-1]), part) if steps.codec else decoded
-        packed = _Packed()
-        packed.add("source", place + head)
-        packed.add("payload", payload)
-        packed.add("slot", slot)
-        packed.add("start", start)
-        packed.add("full", np.full(n, full, dtype=np.int64))
-        packed.add("trailer", np.where(is_due, place + head + payload, -1))
-        packed.add("due_place", place[is_due])
-        packed.add("due_nbytes", part.read.chunk_nbytes[part.numbers[is_due]] - _FLETCHER_TAIL)
-        packed.add("slot_address", slot + device.address(compressed))
-        packed.add("start_address", start + device.address(decoded))
-        on = packed.upload(device, self._pool, stream, held)
-        codes = self._codes(n, part)
-
-        def launch(kernel: str, n_threads: int, *args: Any) -> None:
-            device.launch(kernel, n, n_threads, args, stream)
-
+        start = np.arange(n, dtype=np.int64) * slots(full)
+        on = work.upload(
+            place=place,
+            source=place + steps.head,
+            payload=payload,
+            start=start,
+            full=np.full(n, full, dtype=np.int64),
+            trailer=np.where(is_due, place + steps.head + payload, -1),
+            due_place=place[is_due],
+            due_nbytes=part.read.chunk_nbytes[part.numbers[is_due]] - _FLETCHER_TAIL,
+        )
+        codes = work.codes(n)
         if steps.has_fletcher and is_due.any():
-            self._check_fletcher(part, part.numbers[is_due], arena, on)
-        launch("gather_payloads", N_THREADS, arena, on["source"], on["payload"], on["slot"], np.int64(n), compressed)
-        if steps.codec == "lzf":
-            sizes = (on["slot"], on["payload"], decoded, on["start"], on["full"])
-            launch("decode_lzf", N_LZF_THREADS, compressed, *sizes, np.int64(n), codes)
-        elif steps.codec is not None:
-            self._inflate(part, steps.codec, on, full)
+            self._check_fletcher(part.of(is_due), arena, on)
+        if steps.codec == "blosc":
+            decoded = self._from_containers(part, arena, on, codes, is_verified=verify != "never")
+        else:
+            decoded = self._from_payloads(part, steps, payload, arena, on, codes)
         if steps.codec == "deflate" and is_due.any():
             ranges = (on["start"], on["full"], arena, on["trailer"])
-            launch("check_adler32", N_THREADS, decoded, *ranges, np.int64(n), codes)
+            work.launch("check_adler32", n, decoded, *ranges, np.int64(n), codes)
         if steps.is_shuffled:
-            plain = self._scratch(n * _slots(full), part)
-            itemsize = np.int32(layout.dtype.itemsize)
-            launch("unshuffle", N_THREADS, decoded, plain, on["start"], on["full"], itemsize, np.int64(n))
+            plain, itemsize = work.scratch(n * slots(full)), np.int32(layout.dtype.itemsize)
+            work.launch("unshuffle", n, decoded, plain, on["start"], on["full"], itemsize, np.int64(n))
             decoded = plain
         self._report(part, codes)
         if steps.codec == "deflate" or steps.has_fletcher:
             part.outcome.verified = ids[is_due]
         self._copy_pieces(part, decoded, start)
 
-    def _check_fletcher(self, part: _Part, numbers: NDArray[np.int64], arena: Any, on: dict[str, Any]) -> None:
-        """Launch the verification of some chunks as they are stored."""
-        due = _Part(part.read, numbers, part.out, part.stream, part.outcome)
-        codes = self._codes(numbers.size, due)
-        args = (arena, on["due_place"], on["due_nbytes"], np.int64(numbers.size), codes)
-        self._device.launch("check_fletcher32", numbers.size, N_THREADS, args, part.stream)
-        self._report(due, codes)
-
-    def _inflate(self, part: _Part, codec: str, on: dict[str, Any], full: int) -> None:
-        """Let nvCOMP decode all payloads."""
-        device, n = self._device, part.numbers.size
-        temp_nbytes = self._nvcomp.temp_nbytes(codec, n, full, n * full)
-        temp = self._scratch(temp_nbytes, part)
-        produced = device.typed(self._scratch(8 * n, part), np.int64, (n,))
-        statuses = self._codes(n, part)
-        self._nvcomp.decode(
-            codec,
-            in_ptrs=device.address(on["slot_address"]),
-            in_nbytes=device.address(on["payload"]),
-            out_capacity=device.address(on["full"]),
-            out_nbytes=device.address(produced),
-            out_ptrs=device.address(on["start_address"]),
-            status=device.address(statuses),
-            temp_ptr=device.address(temp),
-            temp_nbytes=temp_nbytes,
-            n=n,
-            stream=device.stream_number(part.stream),
+    def _from_payloads(
+        self, part: _Part, steps: Steps, payload: NDArray[np.int64], arena: Any, on: dict[str, Any], codes: Any
+    ) -> Any:
+        """Launch the decoding of chunks that are one stream each; return where they are, at multiples of a slot."""
+        work, n, full = part.work, part.numbers.size, _full(part.read.layout)
+        decoded = work.scratch(n * slots(full))
+        if steps.codec is None:
+            work.launch("gather_payloads", n, arena, on["source"], on["payload"], on["start"], np.int64(n), decoded)
+            return decoded
+        room = slots(payload)
+        slot = np.cumsum(room) - room
+        compressed = work.scratch(int(slot[-1] + room[-1]))
+        address = self._device.address
+        of = work.upload(
+            **{"slot": slot, "in": slot + address(compressed), "out": np.arange(n) * slots(full) + address(decoded)}
         )
-        host = device.pinned(12 * n)
-        nbytes, found = host[: 8 * n].view(np.int64), host[8 * n :].view(np.int32)
-        device.download(produced, nbytes, part.stream)
-        device.download(statuses, found, part.stream)
-        part.outcome.inflated = part.numbers, found, nbytes, full
+        work.launch("gather_payloads", n, arena, on["source"], on["payload"], of["slot"], np.int64(n), compressed)
+        if steps.codec == "lzf":
+            sizes = (of["slot"], on["payload"], decoded, on["start"], on["full"])
+            work.launch("decode_lzf", n, compressed, *sizes, np.int64(n), codes, n_threads=N_LZF_THREADS)
+            return decoded
+        if steps.codec == "lz4":
+            work.launch("check_sizes", n, arena, on["place"], np.int64(full), np.int64(n), codes)
+        of |= {"in_nbytes": on["payload"], "room": on["full"]}
+        produced, statuses = work.inflate(steps.codec, n, full, n * full, of=of)
+        work.launch("check_streams", n, statuses, produced, on["full"], np.int64(1), np.int64(n), codes)
+        return decoded
+
+    def _from_containers(self, part: _Part, arena: Any, on: dict[str, Any], codes: Any, *, is_verified: bool) -> Any:
+        """Launch the decoding of blosc containers; return where the chunks are, at multiples of a slot."""
+        work, n = part.work, part.numbers.size
+        cut = self._cut_of(part.read.layout)
+        assert cut is not None  # noqa: S101 - narrows the type; the host decodes otherwise
+        n_streams = n * cut.n_streams
+        compressed, decoded = (work.scratch(n * cut.slots_nbytes) for _ in range(2))
+        known = work.upload(
+            head=np.frombuffer(cut.head, dtype=np.uint8), filler=np.frombuffer(cut.filler, dtype=np.uint8)
+        )
+        table, is_copied = work.numbers(len(ROWS) * n_streams), work.codes(n)
+        of = {row: table[i * n_streams : (i + 1) * n_streams] for i, row in enumerate(ROWS)}
+        sizes = np.int64(cut.nbytes), np.int64(cut.block_nbytes), np.int64(cut.n_splits)
+        filler = known["filler"], np.int64(len(cut.filler))
+        is_zlib, count = np.int32(cut.codec == "deflate"), np.int64(n_streams)
+        out = (decoded, compressed, table, is_copied, codes)
+        work.launch(
+            "walk_blosc",
+            -(-n * cut.n_blocks // N_THREADS),
+            *(arena, on["place"], on["payload"], known["head"], *filler, *sizes, is_zlib, np.int64(n), *out),
+        )
+        work.launch("gather_payloads", n_streams, arena, of["source"], of["stored"], of["slot"], count, compressed)
+        produced, statuses = work.inflate(cut.codec, n_streams, cut.max_stream_nbytes, n * cut.nbytes, of=of)
+        if cut.codec == "deflate" and is_verified:
+            ranges = (of["slot"], of["room"], arena, of["trailer"])
+            work.launch("check_adler32", n_streams, decoded, *ranges, count, statuses)
+        work.launch(
+            "check_streams",
+            -(-n_streams // N_THREADS),
+            *(statuses, produced, of["wanted"], np.int64(cut.n_streams), np.int64(n), codes),
+        )
+        joined = work.scratch(n * slots(cut.nbytes))
+        itemsize = np.int32(cut.itemsize)
+        work.launch(
+            "join_blosc", n * cut.n_blocks, of["from"], is_copied, *sizes, itemsize, np.int64(n), on["start"], joined
+        )
+        return joined
+
+    def _check_fletcher(self, due: _Part, arena: Any, on: dict[str, Any]) -> None:
+        """Launch the verification of some chunks as they are stored."""
+        n = due.numbers.size
+        codes = due.work.codes(n)
+        due.work.launch("check_fletcher32", n, arena, on["due_place"], on["due_nbytes"], np.int64(n), codes)
+        self._report(due, codes)
 
     def _from_host(self, part: _Part) -> None:
         """Read and decode chunks on the host, upload them and copy their pieces."""
         device, layout = self._device, part.read.layout
-        stride = _slots(_full(layout))
+        stride = slots(_full(layout))
         host = device.pinned(part.numbers.size * stride)
         for i, chunk in enumerate(part.numbers.tolist()):
             plain = decode_on_host(part.read, chunk)
             host[i * stride : i * stride + plain.size] = plain
-        decoded = self._scratch(host.nbytes, part)
-        device.upload(host, decoded, part.stream)
+        decoded = part.work.scratch(host.nbytes)
+        device.upload(host, decoded, part.work.stream)
         part.outcome.held.append(host)
         self._copy_pieces(part, decoded, np.arange(part.numbers.size, dtype=np.int64) * stride)
 
     def _copy_pieces(self, part: _Part, decoded: Any, base: NDArray[np.int64]) -> None:
         """Launch the copy of the pieces of chunks that lie decoded at `base`; -1: never written."""
-        read, layout, numbers = part.read, part.read.layout, part.numbers
+        read, layout, numbers, work = part.read, part.read.layout, part.numbers, part.work
         lo, hi = read.chunk_pieces[numbers], read.chunk_pieces[numbers + 1]
         count = hi - lo
         pieces = np.repeat(lo - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
-        packed = _Packed()
-        packed.add("base", np.repeat(base, count))
-        packed.add("src", read.piece_src[pieces])
-        packed.add("dest", read.piece_dest[pieces])
-        packed.add("width", read.piece_width[pieces])
-        packed.add("rows", read.piece_rows[pieces])
-        packed.add("chunk", np.repeat(np.arange(numbers.size, dtype=np.int32), count))
-        on = packed.upload(self._device, self._pool, part.stream, part.outcome.held)
-        codes = self._codes(numbers.size, part)
-        rounded = self._codes(1, part)
-        self._device.launch(
+        on = work.upload(
+            base=np.repeat(base, count),
+            src=read.piece_src[pieces],
+            dest=read.piece_dest[pieces],
+            width=read.piece_width[pieces],
+            rows=read.piece_rows[pieces],
+            chunk=np.repeat(np.arange(numbers.size, dtype=np.int32), count),
+        )
+        codes, rounded = work.codes(numbers.size), work.codes(1)
+        work.launch(
             f"copy_pieces_{kernel_type(layout.dtype)}_{'i4' if read.limit >= 0 else 'f4'}",
             pieces.size,
-            N_THREADS,
-            (
-                decoded,
-                *(on[name] for name in ("base", "src", "dest", "width", "rows", "chunk")),
-                np.int64(layout.src_stride),
-                np.int64(layout.dest_stride),
-                np.int64(read.limit),
-                np.float64(layout.fill_value),
-                np.int64(pieces.size),
-                part.out,
-                codes,
-                rounded,
-            ),
-            part.stream,
+            decoded,
+            *on.values(),
+            np.int64(layout.src_stride),
+            np.int64(layout.dest_stride),
+            np.int64(read.limit),
+            np.float64(layout.fill_value),
+            np.int64(pieces.size),
+            part.out,
+            codes,
+            rounded,
         )
         self._report(part, codes)
-        is_rounded = self._device.pinned(4).view(np.int32)
-        self._device.download(rounded, is_rounded, part.stream)
-        part.outcome.is_rounded.append(is_rounded)
-
-    def _codes(self, n: int, part: _Part) -> Any:
-        """Return n zeros, int32."""
-        codes = self._device.typed(self._scratch(4 * n, part), np.int32, (n,))
-        self._device.fill(codes, 0, part.stream)
-        return codes
-
-    def _scratch(self, nbytes: int, part: _Part) -> Any:
-        memory, lease = self._pool.lease(nbytes, part.stream)
-        part.outcome.held.append(lease)
-        return memory
+        part.outcome.is_rounded.append(work.download(rounded, np.int32))
 
     def _report(self, part: _Part, codes: Any) -> None:
         """Have codes brought to the host."""
-        host = self._device.pinned(4 * part.numbers.size).view(np.int32)
-        self._device.download(codes, host, part.stream)
-        part.outcome.reports.append((part.numbers, host))
+        part.outcome.reports.append((part.numbers, part.work.download(codes, np.int32)))
 
     def _say_host_decodes(self, layout: ArrayLayout) -> None:
         how = "+".join(f.name for f in layout.filters)
@@ -428,7 +431,7 @@ def decode_on_host(read: ArrayRead, chunk: int) -> NDArray[np.uint8]:
     got = layout.source.read_into(stored, int(read.chunk_offset[chunk]))
     if got < nbytes:
         raise short_read(layout.source, layout.name, int(read.chunk_offset[chunk]), nbytes, got)
-    wanted = nbytes if layout.is_raw else _full(layout)
+    wanted = nbytes if layout.is_raw else int(layout.decoded_nbytes(read.chunk_id[chunk : chunk + 1])[0])
     try:
         return codecs.decode(layout.filters, int(read.chunk_mask[chunk]), stored, wanted, layout.dtype.itemsize)
     except codecs.DecodeError as error:
@@ -445,6 +448,16 @@ def _full(layout: ArrayLayout) -> int:
     return layout.chunk_size * layout.dtype.itemsize
 
 
-def _slots(nbytes: Any) -> Any:
-    """Return sizes rounded up to whole slots."""
-    return -(-nbytes // SLOT) * SLOT
+def _read_cut(layout: ArrayLayout) -> Cut | None:
+    """Return how the blosc containers of a layout are cut, by the header of one of its chunks.
+
+    A damaged one must not send all others to the host, so up to three are looked at.
+    """
+    there = np.flatnonzero((layout.chunk_nbytes >= HEADER_NBYTES) & (layout.chunk_mask == 0))
+    head = np.empty(HEADER_NBYTES, dtype=np.uint8)
+    for chunk in there[[0, there.size // 2, -1]].tolist() if there.size else ():
+        layout.source.read_into(head, int(layout.chunk_offset[chunk]))
+        cut = read_cut(head, _full(layout))
+        if cut is not None:
+            return cut
+    return None

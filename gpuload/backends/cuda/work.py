@@ -1,0 +1,119 @@
+"""What the launches for one part of a read share: a stream, scratch memory, and small arrays on their way up and down.
+
+Nothing here waits for the device. What is leased or page-locked is held by the `Outcome` of the part until the stream
+is past it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.backends.cuda.device import Device
+    from gpuload.backends.cuda.memory import DevicePool
+    from gpuload.backends.cuda.nvcomp import Nvcomp
+
+SLOT = 16
+"""Bytes to which payloads and decoded chunks are aligned: what every decoder of nvCOMP asks for."""
+
+N_THREADS = 256
+
+
+class Work:
+    """A stream, and what the launches on it need.
+
+    Parameters
+    ----------
+    device, nvcomp, pool
+        Where, by which library, and where scratch memory comes from.
+    stream
+        On which all is launched.
+    held
+        Page-locked and device memory that must live until the stream is past all of this.
+    """
+
+    def __init__(self, device: Device, nvcomp: Nvcomp, pool: DevicePool, stream: Any, held: list[Any]) -> None:
+        self.device = device
+        self.stream = stream
+        self._nvcomp = nvcomp
+        self._pool = pool
+        self._held = held
+
+    def scratch(self, nbytes: int) -> Any:
+        """Return device memory of undefined contents, uint8."""
+        memory, lease = self._pool.lease(nbytes, self.stream)
+        self._held.append(lease)
+        return memory
+
+    def numbers(self, n: int, dtype: type = np.int64) -> Any:
+        """Return n numbers of undefined value."""
+        return self.device.typed(self.scratch(n * np.dtype(dtype).itemsize), dtype, (n,))
+
+    def codes(self, n: int) -> Any:
+        """Return n zeros, int32."""
+        codes = self.numbers(n, np.int32)
+        self.device.fill(codes, 0, self.stream)
+        return codes
+
+    def upload(self, **arrays: NDArray[Any]) -> dict[str, Any]:
+        """Return host arrays on the device, by name: one copy for all."""
+        plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        start = np.cumsum([0, *(slots(array.nbytes) for array in plain.values())])
+        host, memory = self.device.pinned(int(start[-1])), self.scratch(int(start[-1]))
+        self._held.append(host)
+        on = {}
+        for (name, array), at in zip(plain.items(), start.tolist(), strict=False):
+            host[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
+            on[name] = self.device.typed(memory[at:], array.dtype, array.shape)
+        self.device.upload(host, memory, self.stream)
+        return on
+
+    def download(self, array: Any, dtype: type) -> NDArray[Any]:
+        """Return the host array that will hold what is in a device array."""
+        host: NDArray[Any] = self.device.pinned(array.nbytes).view(dtype)
+        self.device.download(array, host, self.stream)
+        return host
+
+    def launch(self, kernel: str, n_items: int, *args: Any, n_threads: int = N_THREADS) -> None:
+        """Launch a kernel over some items."""
+        self.device.launch(kernel, n_items, n_threads, args, self.stream)
+
+    def inflate(self, codec: str, n: int, max_nbytes: int, total_nbytes: int, *, of: dict[str, Any]) -> tuple[Any, Any]:
+        """Let nvCOMP decode n streams; return what it produced (bytes, int64) and its statuses (int32), for each.
+
+        Parameters
+        ----------
+        codec
+            By nvCOMP's name.
+        n, max_nbytes, total_nbytes
+            Streams, and bytes that the largest and all decode to.
+        of
+            Device arrays, int64 (n,): addresses ``"in"`` and sizes ``"in_nbytes"`` of the streams, addresses ``"out"``
+            and ``"room"`` of the outputs.
+        """
+        device = self.device
+        temp_nbytes = self._nvcomp.temp_nbytes(codec, n, max_nbytes, total_nbytes)
+        temp, produced, statuses = self.scratch(temp_nbytes), self.numbers(n), self.codes(n)
+        self._nvcomp.decode(
+            codec,
+            in_ptrs=device.address(of["in"]),
+            in_nbytes=device.address(of["in_nbytes"]),
+            out_capacity=device.address(of["room"]),
+            out_nbytes=device.address(produced),
+            out_ptrs=device.address(of["out"]),
+            status=device.address(statuses),
+            temp_ptr=device.address(temp),
+            temp_nbytes=temp_nbytes,
+            n=n,
+            stream=device.stream_number(self.stream),
+        )
+        return produced, statuses
+
+
+def slots(nbytes: Any) -> Any:
+    """Return sizes rounded up to whole slots."""
+    return -(-nbytes // SLOT) * SLOT
