@@ -160,12 +160,14 @@ def test_nothing_is_allocated_once_all_goes_round(open_fake: Callable[..., Opene
 
 
 def test_a_chunk_that_only_the_device_finds_bad_is_decoded_on_the_host(
-    open_fake: Callable[..., Opened], plain: Stored
+    open_fake: Callable[..., Opened], plain: Stored, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened = open_fake(plain.path, fail_at=1, **SMALL)
     for batch in opened.epoch():
         np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
     assert opened.nvcomp.n_decoded > 1
+    (said,) = [record.getMessage() for record in caplog.records if "could not be decoded on the GPU" in record.message]
+    assert said.startswith(f"{plain.path}: chunk ")
 
 
 def test_a_damaged_chunk_is_named(open_fake: Callable[..., Opened], copy_of: Callable[..., Any]) -> None:

@@ -229,6 +229,11 @@ class Decoder:
         for _, codes in part.outcome.reports:
             if codes[0] != 0:
                 raise corrupt(read, chunk, reason(int(codes[0])))
+        self._say_once(
+            f"retry {read.layout.source.name}",
+            "%s: chunk %d of %s could not be decoded on the GPU, but on the host; so may be others, which is slower",
+            *(read.layout.source.name, int(read.chunk_id[chunk]), read.layout.name),
+        )
 
     def _part(self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, stream: Any) -> _Part:
         outcome = Outcome(read)
@@ -414,14 +419,16 @@ class Decoder:
 
     def _say_host_decodes(self, layout: ArrayLayout) -> None:
         how = "+".join(f.name for f in layout.filters)
-        if how not in self._said:
-            self._said.add(how)
-            _log.warning(
-                "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it, which is slower",
-                layout.source.name,
-                layout.name,
-                how,
-            )
+        self._say_once(
+            how,
+            "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it, which is slower",
+            *(layout.source.name, layout.name, how),
+        )
+
+    def _say_once(self, what: str, message: str, *args: object) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            _log.warning(message, *args)
 
 
 def decode_on_host(read: ArrayRead, chunk: int) -> NDArray[np.uint8]:
