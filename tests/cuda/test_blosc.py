@@ -193,6 +193,7 @@ def make(cut: blosc.Cut, chunks: Sequence[bytes], n_threads: int = 64, *, verify
     launch("walk_blosc", *given, decoded, compressed, table.reshape(-1), is_copied, status)
     of = dict(zip(blosc.ROWS, table, strict=True))
     assert not (of["slot"] % 16).any()
+    assert (of["stored"] <= np.diff(np.append(of["slot"], n * cut.slots_nbytes))).all()
     ends = of["source"] + of["stored"]
     assert (of["source"] >= 0).all()
     assert (ends <= stored.size).all()
@@ -487,6 +488,14 @@ def test_a_wrong_adler32_is_found_where_it_is_looked_for() -> None:
     assert cut is not None
     assert make(cut, [bytes(chunk)]).status == [frames.BAD_STREAM]
     assert make(cut, [bytes(chunk)], verify=False).status == [0]
+
+
+def test_a_stream_that_is_too_long_for_its_slot_is_not_moved() -> None:
+    plain = noise(4_000)
+    bad = written(plain, "lz4", 2, 2_000, True, True, size0=1_300)  # it ends within the container
+    cut = cut_of(bad, len(plain))
+    assert cut is not None
+    assert make(cut, [bad, written(plain, "lz4", 2, 2_000, True, True)]).status == [frames.BAD_BLOSC, 0]
 
 
 def mutated(chunk: bytes, rng: random.Random) -> bytes:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuload.backends.native import chunks, inflate, rows
+from gpuload.backends.native import chunks, frames, inflate, rows
 from tests.cuda import shim
 
 if TYPE_CHECKING:
@@ -272,6 +272,35 @@ def test_unshuffle(data: st.DataObject, grid: Grid, seed: int, itemsize: int, st
     out = np.full(place.total, FILLER, dtype=np.uint8)
     run("unshuffle", grid, placed(shuffled), out, place.start, place.nbytes, np.int32(itemsize), np.int64(len(sizes)))
     np.testing.assert_array_equal(out, wanted)
+
+
+@SOME
+@given(st.data(), grids(), seeds())
+def test_check_streams(data: st.DataObject, grid: Grid, seed: int) -> None:
+    rng, n_streams, n = RNG(seed), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 40))
+    wanted = rng.integers(0, 3, n * n_streams)
+    produced, code = wanted.copy(), np.zeros(n * n_streams, dtype=np.int32)
+    for array in (produced, code):
+        array[rng.random(array.size) < 0.1] += 1
+    status = (rng.random(n) < 0.2).astype(np.int32) * -5
+    is_bad = ((produced != wanted) | (code != 0)).reshape(n, n_streams).any(axis=1)
+    expected = np.where(status, status, np.where(is_bad, frames.BAD_STREAM, 0))
+    run("check_streams", grid, code, produced, wanted, np.int64(n_streams), np.int64(n), status)
+    np.testing.assert_array_equal(status, expected)
+
+
+@SOME
+@given(st.data(), grids(), seeds())
+def test_check_sizes(data: st.DataObject, grid: Grid, seed: int) -> None:
+    rng, n = RNG(seed), data.draw(st.integers(0, 40))
+    at = ranges(rng, np.full(n, 4)).start
+    stored, size = rng.integers(0, 256, 44 * n + 4).astype(np.uint8), 77
+    is_right = rng.random(n) < 0.5
+    for place in at[is_right]:
+        stored[place : place + 4] = np.frombuffer(np.int32(size).tobytes(), np.uint8)
+    status = np.zeros(n, dtype=np.int32)
+    run("check_sizes", grid, placed(stored), at, np.int64(size), np.int64(n), status)
+    np.testing.assert_array_equal(status, np.where(is_right, 0, frames.BAD_LZ4))
 
 
 def lzf_tokens(rng: np.random.Generator, n: int) -> bytes:
