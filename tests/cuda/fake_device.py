@@ -91,6 +91,12 @@ class FakeDevice:
         matrix.data, matrix.indices, matrix.indptr = data, indices, indptr  # unread: not yet written
         return matrix
 
+    def sorted_csr(self, matrix: csr_matrix, stream: FakeStream) -> csr_matrix:
+        self._run(stream, stream.n_given)
+        matrix.has_sorted_indices = False
+        matrix.sort_indices()
+        return matrix
+
     def csr_of(self, X: NDArray[Any], stream: FakeStream) -> csr_matrix:
         self._run(stream, stream.n_given)
         return csr_matrix(X)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -185,6 +186,44 @@ def test_a_damaged_chunk_is_named(open_fake: Callable[..., Opened], copy_of: Cal
             pass
 
 
+def test_a_wrong_checksum_in_a_container_is_found(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, tmp_path: Path
+) -> None:
+    import h5py
+
+    path = tmp_path / "cells.h5ad"
+    shutil.copy(store_variant("csr-blosc-zlib-shuffle").path, path)
+    with h5py.File(path) as file:
+        info = file["X/data"].id.get_chunk_info(0)
+    damaged = bytearray(path.read_bytes())
+    damaged[info.byte_offset + info.size - 1] ^= 1  # of the adler32 of the last stream
+    path.write_bytes(damaged)
+    with pytest.raises(gpuload.CorruptDataError, match=rf"chunk 0 of /X/data at byte {info.byte_offset} is damaged"):
+        list(open_fake(path, **SMALL).epoch())
+
+
+def test_one_damaged_header_does_not_send_all_containers_to_the_host(
+    store_variant: StoreVariant, tmp_path: Path
+) -> None:
+    from gpuload.backends.cuda.decode import _read_cut
+    from gpuload.formats import open_store
+
+    path = tmp_path / "cells.h5ad"
+    shutil.copy(store_variant("csr-blosc-lz4-shuffle").path, path)
+    store = open_store([str(path)], layer="X", obs=())
+    layout = store.matrices[0].layouts[0]
+    expected = _read_cut(layout)
+    assert expected is not None
+    with path.open("r+b") as file:
+        file.seek(int(layout.chunk_offset[0]))
+        file.write(bytes(16))
+    assert layout.chunk_offset.size > 1
+    found = _read_cut(layout)
+    assert found is not None
+    assert found.n_streams == expected.n_streams
+    store.close()
+
+
 def test_a_value_that_float16_cannot_hold(open_fake: Callable[..., Opened], store_variant: StoreVariant) -> None:
     opened = open_fake(
         store_variant("anndata-csr-gzip").path, dtype="float16", transform=gpuload.Transform(1e9, log1p=False), **SMALL
@@ -268,6 +307,17 @@ def test_good_chunks_are_never_decoded_on_the_host(
     for _ in range(3):
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+
+
+@pytest.mark.parametrize("genes", [["gene_9", "gene_2", "gene_5", "gene_0"], ["gene_1", "gene_4", "gene_8"]])
+def test_rows_of_chosen_genes_are_sorted(open_fake: Callable[..., Opened], tmp_path: Path, genes: list[str]) -> None:
+    (path,) = several.write(tmp_path, [several.part(0)])
+    settings: dict[str, Any] = {**SMALL, "output": "csr", "genes": genes}
+    with gpuload.open_loader(path, device="cpu", **settings) as loader:
+        expected = list(loader)
+    for batch, wanted in zip(open_fake(path, **settings).epoch(), expected, strict=True):
+        for part in ("indptr", "indices", "data"):
+            np.testing.assert_array_equal(getattr(batch.X, part), getattr(wanted.X, part))
 
 
 # --- several matrices, and files that do not agree

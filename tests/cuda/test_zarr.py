@@ -69,6 +69,17 @@ def test_a_damaged_chunk_is_named_by_its_file(open_fake: Callable[..., Opened], 
     assert str(caught.value).startswith(f"{file}: chunk 0 of /X/data at byte 0 is damaged: ")
 
 
+def test_a_wrong_size_before_a_block_of_lz4_is_found(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    FORMS["v2-csr-lz4"].write(path)
+    file = path / "X/data/0"
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(gpuload.CorruptDataError, match="chunk 0 of /X/data at byte 0 is damaged: "):
+        list(open_fake(path, **SMALL).epoch())
+
+
 def test_stores_beside_each_other(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
     path = tmp_path / "collection.zarr"
     writers.collection(path, 4)

@@ -69,7 +69,7 @@ class CudaResident:
     leases
         What to tell of the streams that use it.
     kept_counts : (n_rows,) int64, optional
-        Values of each row that are of chosen columns, once they were counted.
+        Values of each row that are of chosen columns, once they were counted; see `CudaBackend._kept_counts`.
     held
         Page-locked memory that `indptr` and `map_start` are uploaded from.
     """
@@ -403,6 +403,8 @@ class CudaBackend:
             counts = resident.host_indptr[positions + 1] - resident.host_indptr[positions]
         else:
             counts = self._kept_counts(resident, arithmetic[0], stream)[positions]
+        must_sort = bool((counts < 0).any())
+        counts = np.where(counts < 0, -1 - counts, counts)
         indptr = np.concatenate([[0], np.cumsum(counts)])
         nnz = int(indptr[-1])
         if nnz > np.iinfo(np.int32).max:
@@ -413,10 +415,14 @@ class CudaBackend:
         (indices, _), (data, _) = (self._outputs.array((nnz,), t, stream) for t in (np.int32, np.float32))
         args = (*self._csr_args(places, resident), *arithmetic, np.int64(positions.size))
         self._device.launch("gather_csr", positions.size, N_THREADS, (*args, offsets, indices, data), stream)
-        return self._device.csr(data, indices, short, (positions.size, form.n_cols))
+        matrix = self._device.csr(data, indices, short, (positions.size, form.n_cols))
+        return self._device.sorted_csr(matrix, stream) if must_sort else matrix
 
     def _kept_counts(self, resident: CudaResident, columns: Any, stream: Any) -> NDArray[np.int64]:
-        """Return how many values of each row are of chosen columns: counted, and waited for, once per fetch."""
+        """Return how many values of each row are of chosen columns: counted, and waited for, once per fetch.
+
+        -1 less the count, where the numbers that these columns get do not rise along the row.
+        """
         if resident.kept_counts is None:
             places = self.asarray(np.arange(resident.n_rows, dtype=np.int32))
             counts, _ = self._small.array((resident.n_rows,), np.int64, stream)

@@ -47,6 +47,9 @@ class Device(Protocol):
     def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
         """Return a CSR matrix over three device arrays."""
 
+    def sorted_csr(self, matrix: Any, stream: Any) -> Any:
+        """Return a CSR matrix whose column numbers rise along each row; may wait for the stream."""
+
     def csr_of(self, X: Any, stream: Any) -> Any:
         """Return a dense array as a CSR matrix; waits for the stream."""
 
@@ -162,6 +165,13 @@ class CupyDevice:
         from cupyx.scipy.sparse import csr_matrix
 
         return csr_matrix((data, indices, indptr), shape=shape)
+
+    def sorted_csr(self, matrix: Any, stream: Any) -> Any:
+        """Return the matrix itself, its rows sorted by cuSPARSE."""
+        with stream, _as_device_error(self.name):
+            matrix.has_sorted_indices = False
+            matrix.sort_indices()
+        return matrix
 
     def csr_of(self, X: Any, stream: Any) -> Any:
         """Return a dense array as a `cupyx.scipy.sparse.csr_matrix`; waits for the stream."""

@@ -1152,11 +1152,14 @@ GATHER_DENSE(f4, Single)
 GATHER_DENSE(f2, Half)
 GATHER_DENSE(bf2, Brain)
 
-// Count the values of each row that `columns` keeps.
+// Count the values of each row that `columns` keeps; -1 less the count where their new column numbers do not rise.
 KERNEL(count_csr, (const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
                    const int32_t* __restrict__ indices, const int64_t* __restrict__ map_start,
                    const int32_t* __restrict__ columns, int64_t n_rows, int64_t* out)) {
     SHARED_ARRAY(int64_t, partial, MAX_THREADS);
+    SHARED_ARRAY(int32_t, first, MAX_THREADS);
+    SHARED_ARRAY(int32_t, last, MAX_THREADS);
+    SHARED_ARRAY(int32_t, falls, MAX_THREADS);
     if (!columns) {
         EACH_THREAD(t) {
             for (int64_t row = BLOCK * N_THREADS + t; row < n_rows; row += N_BLOCKS * N_THREADS) {
@@ -1166,17 +1169,36 @@ KERNEL(count_csr, (const int32_t* __restrict__ positions, const int64_t* __restr
         return;
     }
     for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
-        const int64_t start = indptr[positions[row]], stop = indptr[positions[row] + 1];
+        const int64_t start = indptr[positions[row]], n_stored = indptr[positions[row] + 1] - start;
         const int32_t* chosen = map_of(positions[row], map_start, columns);
+        // Each thread takes a run of values, and then the first one compares the ends of neighbouring runs.
         PHASE(t) {
             int64_t n = 0;
-#pragma unroll 4
-            for (int64_t k = start + t; k < stop; k += N_THREADS) n += chosen[indices[k]] >= 0;
-            partial[t] = n;
+            int32_t lowest = -1, highest = -1, is_falling = 0;
+            for (int64_t k = n_stored * t / N_THREADS; k < n_stored * (t + 1) / N_THREADS; ++k) {
+                const int32_t column = chosen[indices[start + k]];
+                if (column >= 0) {
+                    is_falling |= column <= highest;
+                    if (!n++) lowest = column;
+                    highest = column;
+                }
+            }
+            partial[t] = n, first[t] = lowest, last[t] = highest, falls[t] = is_falling;
+        }
+        PHASE(t) {
+            if (t == 0) {
+                int32_t highest = -1, is_falling = 0;
+                for (int k = 0; k < N_THREADS; ++k) {
+                    if (first[k] < 0) continue;
+                    is_falling |= falls[k] | int32_t(first[k] <= highest);
+                    highest = last[k];
+                }
+                falls[0] = is_falling;
+            }
         }
         const int64_t n = block_sum(partial);
         EACH_THREAD(t) {
-            if (t == 0) out[row] = n;
+            if (t == 0) out[row] = falls[0] ? -1 - n : n;
         }
     }
 }
