@@ -31,10 +31,10 @@ LAYERS = [
     {"folder_source", "remote_source"},
     {"layout", "plan", "source", "stats", "state", "distributed", "where", "dealing", "diversity", "settings"}
     | {"remote", "alignment"},
-    {"sampling", "label_cells"},
+    {"sampling"},
     {"order"},
     {"permute"},
-    {"types", "logs", "sizes"},
+    {"types", "logs", "sizes", "threads"},
     {"errors"},
 ]
 """From the top down; a module imports from lower layers, or from its own part; others are for the command line only."""

@@ -1,8 +1,8 @@
 """How many cells of one label a fetch and a minibatch hold: exact distributions. NumPy and SciPy only.
 
-What `gpuload.diversity` computes its expectations from. Everything concerns one label at a time, as an entropy is a
-sum over labels. Tails with a chance below 1e-19 are left out, by bounds that hold for every distribution [1]_, so that
-thousands of classes and fetches of a million cells take no longer than they must.
+What the expectations of `gpuload.diversity` are computed from. Everything concerns one label at a time, as an entropy
+is a sum over labels. Tails with a chance below 1e-19 are left out, by bounds that hold for every distribution [1]_, so
+that thousands of classes and fetches of a million cells take no longer than they must.
 
 References
 ----------

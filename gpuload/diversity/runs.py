@@ -1,0 +1,199 @@
+"""Diversity from the labels as they lie in a file: each block's true composition counts, without a model.
+
+The formulas and their sources are in the docstring of `gpuload.diversity`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.diversity.cells import Composition, InBatch, block_edges, fetch_cuts, sum_cells
+from gpuload.diversity.model import check_at_least_one, expected_entropy, label_shares
+from gpuload.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+TOLERANCE_BITS = 0.05
+"""Where the model is further off than this, it is said to fail; published measurements agree to within it."""
+
+_MAX_RUN_OFFSETS = 8
+"""Places within a block at which a fetch may begin that are looked at: fewer than the model's, as each takes longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunsEntropy:
+    """Expected entropy of minibatches of block shuffling over the labels of a file as they lie there; see the maker.
+
+    Attributes
+    ----------
+    bits
+        Expected entropy: exact for blocks drawn independently of each other (a fetch that is a small part of the
+        file), for one block a fetch, and for a fetch that is the whole file; between them a straight line in the
+        variance, which is off by far less than `upper - lower`.
+    lower, upper
+        Rigorous bounds, for the places in a block that are looked at: blocks drawn independently, and every fetch a
+        picture of the whole file.
+    model_bits
+        What `expected_entropy` says, which knows the shares of the labels only.
+    one_label_share
+        Share of the cells that lie in blocks of one label.
+    fetch_share
+        Share of the file that a fetch holds.
+    """
+
+    bits: float
+    lower: float
+    upper: float
+    model_bits: float
+    one_label_share: float
+    fetch_share: float
+
+    @property
+    def model_holds(self) -> bool:
+        """Whether the model is off by no more than `TOLERANCE_BITS`."""
+        return abs(self.bits - self.model_bits) <= TOLERANCE_BITS
+
+    def explain(self) -> str:
+        """Return in a sentence whether the model's assumptions hold, and what breaks them."""
+        if self.model_holds:
+            return f"one label a block describes these labels to within {TOLERANCE_BITS} bits."
+        causes = []
+        if (mixed := self.lower - self.model_bits) > TOLERANCE_BITS / 2:
+            part = 100 * (1 - self.one_label_share)
+            causes.append(f"{part:.0f} % of the cells lie in blocks of several labels ({mixed:+.2f} bits)")
+        if (drawn := self.bits - self.lower) > TOLERANCE_BITS / 2:
+            part = 100 * self.fetch_share
+            causes.append(f"a fetch is {part:.0f} % of the file, so its blocks are not independent ({drawn:+.2f} bits)")
+        return f"the model of one label a block fails: {' and '.join(causes) or 'blocks are cut unevenly'}."
+
+
+def entropy_of_runs(
+    codes: ArrayLike,
+    *,
+    batch_size: int,
+    block_size: int,
+    fetch_factor: int,
+    file_rows: Sequence[int] | None = None,
+) -> RunsEntropy:
+    """Return the expected entropy of a label in minibatches of block shuffling, from the labels as they lie in a file.
+
+    No assumption of one label a block: each block's true composition counts.
+
+    Parameters
+    ----------
+    codes : (n,) integers
+        Label of every cell, in the order of the file; -1 = missing, which is a class.
+    batch_size, block_size, fetch_factor
+        As in `gpuload.open_loader`; a fetch is at most the whole file.
+    file_rows
+        Cells of each file, where `codes` are those of several: blocks end with a file. A short block counts as one of
+        full length and the same shares, drawn as much more rarely; fetches after it begin anywhere in a block.
+
+    Raises
+    ------
+    PlanError
+        There are no cells, `file_rows` do not add up, or a size is below 1.
+
+    Notes
+    -----
+    Where `block_size` does not divide a fetch, the mean is over 8 evenly spaced places where a fetch may begin in a
+    block. The cells of class k in a fetch are a sum over its blocks; its distribution is the power of the
+    characteristic function of one block's count, by FFT. Then as in `expected_entropy`. Blocks of a file are drawn
+    without replacement, which spreads the sum less (Hoeffding 1963): the variance shrinks by
+    ``(n_blocks - blocks per fetch) / (n_blocks - 1)``, and the entropy moves as much of the way from `lower` to
+    `upper`.
+    """
+    check_at_least_one(batch_size=batch_size, block_size=block_size, fetch_factor=fetch_factor)
+    labels = np.asarray(codes)
+    rows = (labels.size,) if file_rows is None else tuple(file_rows)
+    if not labels.size or sum(rows) != labels.size:
+        raise PlanError(f"codes has {labels.size} cells, file_rows adds up to {sum(rows)}; expected equal, above 0.")
+    batch_size, fetch = min(batch_size, labels.size), min(batch_size * fetch_factor, labels.size)
+    block_size = min(block_size, max(rows))
+    shares = label_shares(labels)
+    drawn, even, n_one_label = _runs_totals(labels, rows, shares, batch_size, block_size, fetch)
+    lower, upper = (max(0.0, float(np.log2(batch_size) - total / batch_size)) for total in (drawn, even))
+    n_blocks = labels.size / block_size
+    spread = max(0.0, (n_blocks - fetch / block_size) / (n_blocks - 1)) if n_blocks > 1 else 0.0
+    model_bits = expected_entropy(
+        shares, batch_size=batch_size, block_size=block_size, fetch_factor=max(1, fetch // batch_size)
+    )
+    return RunsEntropy(
+        upper + min(1.0, spread) * (lower - upper),
+        lower,
+        upper,
+        model_bits,
+        n_one_label / labels.size,
+        fetch / labels.size,
+    )
+
+
+def _runs_totals(
+    labels: NDArray[Any], rows: Sequence[int], shares: NDArray[np.float64], batch_size: int, block_size: int, fetch: int
+) -> tuple[float, float, int]:
+    """Return the sum over labels of the mean of ``X log2 X``, and the cells in blocks of one label.
+
+    Twice the sum: for blocks drawn independently, and for fetches that hold of each label its share in the files.
+    """
+    in_batch = InBatch(fetch, batch_size)
+    starts, stops = block_edges(rows, block_size)
+    cuts = _cuts(fetch, block_size, stops - starts)
+    whole = Composition(labels, starts, stops, block_size)
+    within = {end for _, _, ends in cuts for end in ends}
+    parts = {}
+    for lo, hi in within:  # of a short block the same part of its length
+        first = starts + lo * (stops - starts) // block_size
+        last = stops - (block_size - hi) * (stops - starts) // block_size
+        parts[lo, hi] = Composition(labels, first, last, hi - lo)
+    drawn = even = 0.0
+    for label, share in zip(np.unique(labels).tolist(), shares.tolist(), strict=True):
+        for weight, n_whole, ends in cuts:
+            cells = sum_cells(label, [(whole, n_whole), *((parts[end], 1) for end in ends)])
+            drawn += weight * in_batch.mean(*cells)
+        low = min(math.floor(share * fetch), fetch - 1)
+        part = min(1.0, share * fetch - low)
+        even += in_batch.mean(np.array([low, low + 1]), np.array([1 - part, part]))
+    return drawn, even, whole.n_one_label
+
+
+def _cuts(fetch: int, block_size: int, lengths: NDArray[np.int64]) -> list[tuple[float, int, list[tuple[int, int]]]]:
+    """Return how a fetch is cut from blocks of these lengths, with the chance of each way.
+
+    Up to the first short block, which comes anywhere, fetches begin as they would without; then anywhere in a block.
+    """
+    short = lengths[lengths < block_size].tolist()
+    kinds = [(1, ()), (len(short), tuple(set(short)))]
+    found = [(n, fetch_cuts(fetch, block_size, _MAX_RUN_OFFSETS, lengths)) for n, lengths in kinds if n]
+    return [(n / (len(cuts) * (len(short) + 1)), *cut) for n, cuts in found for cut in cuts]
+
+
+def fetch_entropy(codes: ArrayLike, batch_size: int) -> float:
+    """Return the exact expected entropy in bits of the minibatches of one fetch, over all ways to mix its cells.
+
+    Parameters
+    ----------
+    codes : (n,) integers
+        Labels of the fetch's cells, -1 = missing.
+    batch_size
+        Cells per minibatch; at most n counts.
+
+    Raises
+    ------
+    PlanError
+        There are no cells, or the size is below 1.
+    """
+    check_at_least_one(batch_size=batch_size)
+    counts = np.bincount(np.asarray(codes, dtype=np.int64) + 1)
+    n = int(counts.sum())
+    check_at_least_one(cells=n)
+    batch_size = min(batch_size, n)
+    cells, times = np.unique(counts[counts > 0], return_counts=True)
+    total = InBatch(n, batch_size).mean(cells, times.astype(np.float64))
+    return max(0.0, float(np.log2(batch_size) - total / batch_size))

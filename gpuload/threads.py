@@ -1,0 +1,144 @@
+"""Threads that wait for others: for networks and disks. Who stops waiting for them is not held up by them.
+
+A request cannot be called back once it is under way, and may take until its timeout. Neither the end of a loader nor
+that of the interpreter should wait so long. So these threads are daemons, and are waited for a moment only; what they
+wait for has a bound of its own, after which they end by themselves. They must hold nothing that others need, and write
+to nothing that may be used for something else by then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+PATIENCE_S = 1.0
+"""Time for which those who end are waited for: what goes well takes less."""
+
+_here = threading.local()
+
+_Task = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...]]
+
+
+def is_over() -> bool:
+    """Return whether what this thread does is waited for no more, so that it should not try anything again."""
+    ended: threading.Event | None = getattr(_here, "ended", None)
+    return ended is not None and ended.is_set()
+
+
+class DaemonThreads:
+    """Threads that carry out calls; started when they are needed, ended by `close` or when nobody refers to this.
+
+    Parameters
+    ----------
+    n
+        Threads at most.
+    name
+        How the names of the threads begin.
+    """
+
+    def __init__(self, n: int, name: str) -> None:
+        self._n, self._name = n, name
+        self._lock = threading.Lock()
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, _end, self._tasks, self._ended)
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Have a thread call a function.
+
+        Raises
+        ------
+        RuntimeError
+            After `close`.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._ended.is_set():
+                raise RuntimeError("these threads were ended")
+            self._tasks.put((future, function, args))
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._n:
+                thread = threading.Thread(
+                    target=_work,
+                    args=(self._tasks, self._idle, self._ended),
+                    name=f"{self._name}_{len(self._threads)}",
+                    daemon=True,
+                )
+                thread.start()
+                self._threads.append(thread)
+        return future
+
+    def close(self, wait_s: float = PATIENCE_S) -> None:
+        """Begin no further call, and wait a moment for those that are under way; may be called twice, by anybody."""
+        with self._lock:
+            self._ended.set()
+            _cancel(self._tasks)
+            self._tasks.put(None)
+        deadline = time.monotonic() + wait_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def call_aside(function: Callable[..., T], *args: Any) -> T:
+    """Return what a function returns that cannot be interrupted; in the main thread it can be, then.
+
+    Signals are heard by the main thread between two steps of Python. So there another thread makes the call.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function(*args)
+    future: Future[T] = Future()
+    threading.Thread(target=_carry_out, args=(future, function, args), name="gpuload-aside", daemon=True).start()
+    return future.result()
+
+
+def _work(tasks: SimpleQueue[_Task | None], idle: threading.Semaphore, ended: threading.Event) -> None:
+    _here.ended = ended
+    while True:
+        try:
+            task = tasks.get_nowait()
+        except Empty:
+            idle.release()
+            task = tasks.get()
+        if task is None:
+            tasks.put(None)  # for the next thread
+            return
+        if task[0].set_running_or_notify_cancel():
+            _carry_out(*task)
+        del task  # nothing is kept alive while this thread waits
+
+
+def _carry_out(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        result = function(*args)
+    except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _end(tasks: SimpleQueue[_Task | None], ended: threading.Event) -> None:
+    ended.set()
+    tasks.put(None)
+
+
+def _cancel(tasks: SimpleQueue[_Task | None]) -> None:
+    """Take what has not begun out of a queue."""
+    while True:
+        try:
+            task = tasks.get_nowait()
+        except Empty:
+            return
+        if task is not None:
+            task[0].cancel()
+            task[0].set_running_or_notify_cancel()  # who waits is told
