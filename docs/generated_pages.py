@@ -29,6 +29,7 @@ TITLES = {
     "gil": "Who holds the interpreter while it reads",
     "remote": "Cells from an object store",
     "concurrent": "Pictures from an object store",
+    "growing": "Training from a store that grows",
     "classify": "What models learn in each order",
     "pack": "Packing",
     "open": "Opening 100 million cells",

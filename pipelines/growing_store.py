@@ -12,6 +12,7 @@ The way of a sample is `train`; the rest is clocks, words, and samples to try it
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import sys
@@ -67,7 +68,8 @@ def train(store: SampleStore, args: argparse.Namespace, meter: StallMeter) -> li
                 meter.spin()
         epoch.end(store)
         epochs.append(epoch)
-        print(epoch, flush=True)
+        if not args.json:
+            print(epoch, flush=True)
     return epochs
 
 
@@ -215,6 +217,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--cold", action="store_true", help="read each epoch from the disk, not from the page cache")
     add("--make", type=int, default=0, metavar="N", help="first write N samples into the remote, a folder")
     add("--sample-bytes", type=int, default=1 << 20, metavar="N", help="size of those (default: 1 MiB)")
+    add("--json", action="store_true", help="print the figures as JSON")
     add("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -248,10 +251,36 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("growing_store.py: interrupted", file=sys.stderr)
         return 130
+    if args.json:
+        print(json.dumps(figures(epochs, stats, before, meter) | {"verdict": verdict}))
+        return 0
     say_result(epochs, stats, before)
     print(f"stalls: {meter}; before the store was opened {alone.longest_interrupt_s * 1e3:.2f} ms")
     print(f"verdict: {verdict}")
     return 0
+
+
+def figures(epochs: list[Epoch], stats: dict[str, float], before: int, meter: StallMeter) -> dict[str, object]:
+    """Return what a training gave as numbers."""
+    return {
+        "n_samples_by_epoch": [epoch.n_samples for epoch in epochs],
+        "bytes_per_s_by_epoch": [round(epoch.speed) for epoch in epochs],
+        "coverage_by_epoch": [epoch.coverage for epoch in epochs],
+        "first_loss": epochs[0].losses[0],
+        "last_loss": float(np.mean(epochs[-1].losses)),
+        "best_bytes_per_s": max(epoch.speed for epoch in epochs),
+        "grown_nbytes": max(epoch.resident for epoch in epochs) - before,
+        "peak_batches_nbytes": stats["peak_batches_nbytes"],
+        "fetched_nbytes": stats["fetched_nbytes"],
+        "evicted_nbytes": stats["evicted_nbytes"],
+        "wait_p99_s": stats["wait_p99_s"],
+        "watched_s": meter.watched_s,
+        "n_waits": len(meter.waits_s),
+        "longest_wait_s": max(meter.waits_s, default=0.0),
+        "longest_held_s": max(meter.held_s, default=0.0),
+        "held_p99_s": sorted(meter.held_s)[len(meter.held_s) * 99 // 100] if meter.held_s else 0.0,
+        "longest_interrupt_s": meter.longest_interrupt_s,
+    }
 
 
 def say_result(epochs: list[Epoch], stats: dict[str, float], before: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("obstore")
 pytest.importorskip("torch")
 
-from benchmarks import run_concurrent, run_remote
+from benchmarks import run_concurrent, run_growing, run_remote
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,3 +42,13 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     }
     assert all(record["pictures_per_s"] > 0 and record["grid"] == "small" for record in records)
     assert len(run_concurrent.arms(is_full=True)) > 30
+
+
+def test_a_store_that_grows(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    options = [str(tmp_path), "--samples", "40", "--sample-bytes", "20000", "--budget", "1MiB", "--epochs", "2"]
+    assert run_growing.main([*options, "--rounds", "1", "--out", str(tmp_path / "out.jsonl")]) == 0
+    found = {record["arm"]: record for record in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert list(found) == list(run_growing.ARMS)
+    assert all(record["fetched_nbytes"] >= 40 * 20000 / 4 for record in found.values())
+    assert all((record["watched_s"] > 0) == (arm == "folder, watched") for arm, record in found.items())
+    assert "MB/s" in capsys.readouterr().out

@@ -1,0 +1,99 @@
+"""Measure `pipelines/growing_store.py`: training on a local store that grows while it is trained on.
+
+``python -m benchmarks.run_growing FOLDER [--out benchmarks/results/growing.jsonl]``
+
+FOLDER gets the samples, incompressible tensors, and the store. The remote is a folder, or `benchmarks.s3server` on this
+machine, which takes some of the processors' time from what it serves. Each arm is a process of its own; arms alternate,
+round by round. What counts: bytes of tensors per second in the best epoch, how long another thread of the program kept
+the training thread from the interpreter, and by how much the process grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.run_concurrent import CREDENTIALS, python_path
+from benchmarks.s3server import start
+
+PROGRAM = Path(__file__).parents[1] / "pipelines" / "growing_store.py"
+PACKAGES = ("gpuload", "numpy", "torch", "obstore")
+
+ARMS = {
+    "folder, warm": (),
+    "folder, from the disk": ("--cold",),
+    "folder, watched": ("--meter-ms", "6"),
+    "object store": (),
+}
+"""What is measured, and the program's options; only one arm spends time on watching the interpreter."""
+
+
+def measure(name: str, folder: Path, url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the program on one arm, with a new store."""
+    root = folder / "store"
+    shutil.rmtree(root, ignore_errors=True)
+    remote = "s3://buckets/samples" if name == "object store" else str(folder / "buckets" / "samples")
+    command = [sys.executable, str(PROGRAM), remote, "--root", str(root), "--json", "--meter-ms", "0", *ARMS[name]]
+    command += ["--budget", options.budget, "--epochs", str(options.epochs), "--min-samples"]
+    command += [str(min(128, options.samples // 4))]
+    environment = {**os.environ, **CREDENTIALS, "AWS_ENDPOINT_URL": url, "PYTHONPATH": python_path()}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    shutil.rmtree(root, ignore_errors=True)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _say(found: dict[str, Any]) -> str:
+    text = f"{found['best_bytes_per_s'] / 1e6:6.0f} MB/s, grown by {found['grown_nbytes'] / 1e6:4.0f} MB"
+    if found["watched_s"]:
+        text += (
+            f"; in {found['watched_s']:.1f} s of watching it waited {found['n_waits']} times for the interpreter, in "
+            f"which others worked {found['longest_held_s'] * 1e3:.2f} ms at most, p99 "
+            f"{found['held_p99_s'] * 1e3:.2f} ms"
+        )
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the arms in turn, print a line each, add to the results where asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_growing", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--samples", type=int, default=600, help="default: %(default)s")
+    parser.add_argument("--sample-bytes", type=int, default=1 << 20, help="default: %(default)s")
+    parser.add_argument("--budget", default="400MiB", help="default: %(default)s")
+    parser.add_argument("--epochs", type=int, default=10, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    options = parser.parse_args(arguments)
+    samples = options.folder / "buckets" / "samples"
+    if not samples.exists():
+        sys.path.insert(0, str(PROGRAM.parents[1]))
+        from pipelines.growing_store import make_samples
+
+        make_samples(samples, options.samples, options.sample_bytes, 0)
+    with start(samples.parents[1]) as server:
+        for number in range(options.rounds):
+            for name in options.only:
+                found = measure(name, options.folder, server.url, options)
+                print(f"{name:24s} {_say(found)}", flush=True)
+                about = {"arm": name, "round": number, "budget": options.budget, "n_samples": options.samples}
+                about["sample_nbytes"] = options.sample_bytes
+                record = {**about, **found, **machine.origin(PACKAGES), "load": os.getloadavg()[0]}
+                if options.out:
+                    with options.out.open("a") as file:
+                        file.write(json.dumps(record) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
