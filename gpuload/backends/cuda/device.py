@@ -161,10 +161,19 @@ class CupyDevice:
         return self._cupy.ndarray(shape, dtype=dtype, memptr=memory.data)
 
     def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
-        """Return a `cupyx.scipy.sparse.csr_matrix`."""
+        """Return a `cupyx.scipy.sparse.csr_matrix`, without a look at what is in it.
+
+        Its constructor reads both ends of `indptr` since CuPy 14: it would wait for the device at each minibatch, and
+        on another stream than the one that writes them.
+        """
         from cupyx.scipy.sparse import csr_matrix
 
-        return csr_matrix((data, indices, indptr), shape=shape)
+        of_parts = getattr(csr_matrix, "_from_parts", None)
+        if of_parts is not None:
+            return of_parts(data, indices, indptr, shape)
+        matrix = csr_matrix(shape, dtype=data.dtype)
+        matrix.data, matrix.indices, matrix.indptr = data, indices, indptr
+        return matrix
 
     def sorted_csr(self, matrix: Any, stream: Any) -> Any:
         """Return the matrix itself, its rows sorted by cuSPARSE."""

@@ -1,0 +1,36 @@
+"""What CuPy does on the host alone, with memory of the host in place of the device's: no driver is needed for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuload.backends.cuda.device import CupyDevice, n_gpus
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.skipif(n_gpus() > 0, reason="there is a GPU, whose memory this is not")
+
+
+def on_device(host: np.ndarray) -> Any:
+    """Return an array that CuPy takes to lie on a device."""
+    memory = cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, 0)
+    return cupy.ndarray(host.shape, host.dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+
+def test_a_csr_matrix_is_made_without_the_device() -> None:
+    data, indices = on_device(np.ones(5, dtype=np.float32)), on_device(np.arange(5, dtype=np.int32))
+    indptr = on_device(np.array([0, 2, 5], dtype=np.int32))
+    matrix = CupyDevice.csr(object.__new__(CupyDevice), data, indices, indptr, (2, 9))
+    assert matrix.shape == (2, 9)
+    assert matrix.nnz == 5
+    assert (matrix.data is data, matrix.indices is indices, matrix.indptr is indptr) == (True, True, True)
+
+
+def test_its_constructor_would_ask_the_device() -> None:
+    from cupyx.scipy.sparse import csr_matrix
+
+    data, indices = on_device(np.ones(5, dtype=np.float32)), on_device(np.arange(5, dtype=np.int32))
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+        csr_matrix((data, indices, on_device(np.array([0, 2, 5], dtype=np.int32))), shape=(2, 9))
