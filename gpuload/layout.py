@@ -62,7 +62,7 @@ class ArrayLayout:
     dtype
         Of the stored elements, byte order included.
     chunk_shape
-        Elements per chunk along each axis; the shape itself for contiguous storage.
+        Elements per chunk along each axis; the shape itself for contiguous storage; the most where `edges` is given.
     chunk_offset, chunk_nbytes : (n_chunks,) int64
         First byte and stored size of every chunk in C order of the chunk grid; size 0 is a chunk that was never
         written.
@@ -74,6 +74,8 @@ class ArrayLayout:
         Value of chunks never written.
     is_chunked
         Whether the file itself is chunked; contiguous storage is cut for reading only.
+    edges : (n_chunks + 1,) int64, optional
+        Of a 1-D array whose chunks differ in length: the first element of each, and the end.
     """
 
     source: Source
@@ -87,6 +89,7 @@ class ArrayLayout:
     filters: tuple[Filter, ...] = ()
     fill_value: float = 0
     is_chunked: bool = True
+    edges: NDArray[np.int64] | None = None
     verified: NDArray[np.uint8] = field(init=False)
     """One byte per chunk: 1 once its checksum was found right since the file was opened. The one thing here that
     changes."""
@@ -102,7 +105,8 @@ class ArrayLayout:
     @property
     def index_nbytes(self) -> int:
         """Bytes of what is known per chunk."""
-        return sum(a.nbytes for a in (self.chunk_offset, self.chunk_nbytes, self.chunk_mask, self.verified))
+        known = (self.chunk_offset, self.chunk_nbytes, self.chunk_mask, self.verified, self.edges)
+        return sum(a.nbytes for a in known if a is not None)
 
     @property
     def src_stride(self) -> int:
@@ -113,6 +117,12 @@ class ArrayLayout:
     def dest_stride(self) -> int:
         """Elements from one row of the resident's array to the next."""
         return self.shape[-1]
+
+    def decoded_nbytes(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the bytes of chunks of these numbers when they are decoded."""
+        if self.edges is None:
+            return np.full(chunks.size, self.chunk_size * self.dtype.itemsize)
+        return np.asarray((self.edges[chunks + 1] - self.edges[chunks]) * self.dtype.itemsize)
 
     @property
     def is_raw(self) -> bool:
@@ -211,7 +221,23 @@ def _split(ranges: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], .
     return number, cell, start, stop
 
 
+def _split_at(ranges: NDArray[np.int64], edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    """Cut ranges at edges, of which some may be equal: as `_split`, with the number of the edge before each part."""
+    first = np.searchsorted(edges, ranges[:, 0], side="right") - 1
+    n_parts = np.searchsorted(edges, ranges[:, 1] - 1, side="right") - first
+    number = np.repeat(np.arange(len(ranges)), n_parts)
+    cell = first[number] + np.arange(number.size) - np.repeat(np.cumsum(n_parts) - n_parts, n_parts)
+    start = np.maximum(ranges[number, 0], edges[cell])
+    stop = np.minimum(ranges[number, 1], edges[cell + 1])
+    is_filled = start < stop
+    return number[is_filled], cell[is_filled], start[is_filled], stop[is_filled]
+
+
 def _pieces_1d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
+    if layout.edges is not None:
+        number, chunk, start, stop = _split_at(ranges, layout.edges)
+        to = dest[number] + start - ranges[number, 0]
+        return _Pieces(chunk, start - layout.edges[chunk], to, stop - start, np.ones_like(chunk))
     length = layout.chunk_shape[0]
     number, chunk, start, stop = _split(ranges, length)
     return _Pieces(

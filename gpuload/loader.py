@@ -97,6 +97,7 @@ class Loader:
         self._next = _Place(plan)
         self._now: _Place | None = None  # of the live iteration, or of the last where that was left before its end
         self._live: weakref.ref[Generator[Batch, None, None]] | None = None
+        self._ahead: tuple[deque[_Load], deque[_Take]] = deque(), deque()  # of the live iteration
         self._is_closed = False
         self._closer = weakref.finalize(self, _close, backend, [table.store for table in tables.values()])
 
@@ -225,6 +226,28 @@ class Loader:
         metadata = sum(table.store.metadata_nbytes for table in self._tables.values())
         return {**self._backend.memory(), "metadata": metadata}
 
+    def queues(self) -> dict[str, int]:
+        """Return how much is under way ahead of the consumer now, and how much of it is ready; from any thread.
+
+        ``"fetches"`` that load or wait, ``"fetches_ready"``, ``"minibatches"`` that are being made of one that is
+        ready, and ``"minibatches_ready"``. Where the consumer always finds some ready, it is not held up.
+        """
+        loads, takes = list(self._ahead[0]), list(self._ahead[1])
+        return {
+            "fetches": len(loads),
+            "fetches_ready": sum(all(pending.done() for pending in load.pending) for load in loads),
+            "minibatches": len(takes),
+            "minibatches_ready": sum(all(pending.done() for pending in take.pending) for take in takes),
+        }
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Share of the bytes so far that came from local blocks; None without a ``cache=``."""
+        sources = [source for table in self._tables.values() for source in table.store.sources]
+        counts = {id(near): near.counts() for s in sources if (near := getattr(s, "near", None)) is not None}
+        local, missed = (sum(c[k] for c in counts.values()) for k in (0, 1))
+        return None if not counts else local / (local + missed) if local + missed else 1.0
+
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of `epoch` (at least 0); one that lives goes on as it is.
 
@@ -350,6 +373,7 @@ class Loader:
         to_load = ((index, n_passed if index == first else 0) for index in range(first, plan.n_fetches))
         loads: deque[_Load] = deque()
         takes: deque[_Take] = deque()
+        self._ahead = loads, takes
         try:
             loads.extend(self._start_load(plan, *which) for which in islice(to_load, self._prefetch))
             while loads:
@@ -379,6 +403,8 @@ class Loader:
             for under_way in (*(load.pending for load in loads), *(take.pending for take in takes)):
                 for pending in under_way:
                     pending.cancel()
+            loads.clear()
+            takes.clear()
 
     def _start_load(self, plan: Plan, index: int, n_passed: int) -> _Load:
         """Start to load a fetch for the minibatches after the first `n_passed`.
@@ -427,6 +453,8 @@ def _grouped(names: list[str], matrices: list[Any]) -> dict[str, dict[str, Any]]
 
 def _close(backend: Backend, stores: list[Store]) -> None:
     """Stop the backend's threads before its files: a descriptor must not be closed under a read."""
+    for store in stores:
+        store.end_waits()
     backend.close()
     for store in stores:
         store.close()

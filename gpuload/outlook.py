@@ -232,7 +232,7 @@ def needed_nbytes(read: ArrayRead) -> int:
 def _whole_nbytes(read: ArrayRead) -> int:
     """Return the bytes that a read makes the backend decode, or read where storage is not encoded."""
     layout = read.layout
-    return read.nbytes if layout.is_raw else read.chunk_id.size * layout.chunk_size * layout.dtype.itemsize
+    return read.nbytes if layout.is_raw else int(layout.decoded_nbytes(read.chunk_id).sum())
 
 
 def cell_nbytes(store: Store) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,6 +109,8 @@ class CsrMatrix:
         A row that lies across a chunk's edge goes to the block before it, which then needs only the head of the next
         chunk.
         """
+        if self.data.edges is not None:
+            return np.unique(np.append(np.searchsorted(self.indptr, self.data.edges[:-1], side="left"), self.n_rows))
         itemsize = self.data.dtype.itemsize
         step = CONTIGUOUS_BLOCK // itemsize if not self.data.is_chunked else self.data.chunk_shape[0]
         starts = np.arange(0, int(self.indptr[-1]), max(1, step), dtype=np.int64)
@@ -241,19 +242,21 @@ class Store:
             Global row ranges, disjoint and ascending; the resident holds their rows in this order.
         """
         file_start = np.concatenate([[0], np.cumsum(self.file_rows)])
-        parts = [self._within(ranges, int(lo), int(hi)) for lo, hi in pairwise(file_start)]
+        numbers = self._files_of(ranges, file_start)
+        matrices = [self.matrices[number] for number in numbers]
+        parts = [self._within(ranges, int(file_start[number]), int(file_start[number + 1])) for number in numbers]
         n_rows = int((ranges[:, 1] - ranges[:, 0]).sum())
-        indptr = self._resident_indptr(parts, n_rows)
+        indptr = self._resident_indptr(matrices, parts, n_rows)
         reads: list[ArrayRead] = []
         row = 0
-        for matrix, part in zip(self.matrices, parts, strict=True):
+        for matrix, part in zip(matrices, parts, strict=True):
             lengths = part[:, 1] - part[:, 0]
             first_row = row + np.cumsum(lengths) - lengths
             if len(part):
                 reads += matrix.plan_reads(part, first_row, indptr)  # type: ignore[arg-type]
             row += int(lengths.sum())
         widest = max(matrix.n_vars for matrix in self.matrices)
-        return Recipe(self.kind, n_rows, widest, indptr, tuple(reads), self._map_start(parts))
+        return Recipe(self.kind, n_rows, widest, indptr, tuple(reads), self._map_start(numbers, parts))
 
     def columns(self, chosen: NDArray[np.int32] | None = None) -> NDArray[np.int32] | None:
         """Return `Form.columns`: the place of every stored column in the output, or -1; None keeps all as they are.
@@ -294,6 +297,12 @@ class Store:
             for path, matrix in zip(self.paths, self.matrices, strict=True)
         ]
 
+    def end_waits(self) -> None:
+        """Let reads fail that wait for a network, so that who closes a backend does not wait for them."""
+        for source in self.sources:
+            if source.ranges is not None:
+                source.ranges.end()
+
     def close(self) -> None:
         """Close the files."""
         for source in self.sources:
@@ -311,13 +320,23 @@ class Store:
         last = int(np.searchsorted(ranges[:, 0], hi, side="left"))
         return np.asarray(ranges[first:last].clip(lo, hi) - lo)
 
-    def _resident_indptr(self, parts: Sequence[NDArray[np.int64]], n_rows: int) -> NDArray[np.int64] | None:
+    @staticmethod
+    def _files_of(ranges: NDArray[np.int64], file_start: NDArray[np.int64]) -> list[int]:
+        """Return the numbers of the files that ranges touch: there may be thousands, of which a fetch needs few."""
+        first = np.searchsorted(file_start, ranges[:, 0], side="right") - 1
+        stop = np.searchsorted(file_start, ranges[:, 1], side="left")
+        numbers: list[int] = np.unique(expand_ranges(np.stack([first, stop], axis=1))).tolist()
+        return numbers
+
+    def _resident_indptr(
+        self, matrices: Sequence[Matrix], parts: Sequence[NDArray[np.int64]], n_rows: int
+    ) -> NDArray[np.int64] | None:
         """Return the row offsets of a resident; None of a dense one whose rows are all of one width."""
         if self.kind == "dense" and len({m.n_vars for m in self.matrices}) == 1:
             return None
         indptr = np.zeros(n_rows + 1, dtype=np.int64)
         row = 0
-        for matrix, part in zip(self.matrices, parts, strict=True):
+        for matrix, part in zip(matrices, parts, strict=True):
             rows = expand_ranges(part)
             of_part = slice(row + 1, row + 1 + rows.size)
             if isinstance(matrix, CsrMatrix):
@@ -327,12 +346,12 @@ class Store:
             row += rows.size
         return np.cumsum(indptr, out=indptr)
 
-    def _map_start(self, parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64] | None:
+    def _map_start(self, numbers: list[int], parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64] | None:
         """Return where the map of each resident row begins; None where all follow one."""
         if self.alignment is None or not self.alignment.starts.any():
             return None
         n_rows = [int((part[:, 1] - part[:, 0]).sum()) for part in parts]
-        return np.repeat(self.alignment.starts, n_rows)
+        return np.repeat(self.alignment.starts[numbers], n_rows)
 
 
 def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, cure: str = JOIN) -> Store:

@@ -297,6 +297,12 @@ class RangeReader(Protocol):
     max_gap: int
     max_extent: int
 
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Keep no copy of bytes that have turned out to be damaged, so that they are read anew."""
+
+    def end(self) -> None:
+        """Let reads that are under way fail soon, and later ones at once; from any thread."""
+
     def read_many(
         self,
         offset: NDArray[np.int64],

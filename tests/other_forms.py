@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -187,6 +188,68 @@ def scdl(folder: Path, dtypes: str = "f4 u8 u4", *, scale: int = 1, has_header: 
     return Form(folder, X, NAMES, {c: obs[c].astype(object).tolist() for c in ("cell_line", "n_counts")})
 
 
+def lists_of(X: csr_matrix, first: int, leader: float | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the gene numbers and values of each row, gene 0 as `first`, after the pair of 1 and the leader."""
+    numbers, values = ([part[lo:hi] for lo, hi in pairwise(X.indptr)] for part in (X.indices + first, X.data))
+    if leader is not None:
+        numbers = [np.append(1, n) for n in numbers]
+        values = [np.append(leader, v) for v in values]
+    return numbers, values
+
+
+def write_parquet(
+    path: Path,
+    X: csr_matrix,
+    obs: Mapping[str, list[Any]],
+    *,
+    first: int = 0,
+    leader: float | None = None,
+    names: tuple[str, str] = ("genes", "expressions"),
+    dtypes: tuple[str, str] = ("int64", "float32"),
+    **options: Any,
+) -> None:
+    """Write cells as rows of lists, as datasets does; 40 rows a row group."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    lists = {
+        name: pa.array([np.asarray(row).astype(dtype) for row in rows], pa.list_(pa.from_numpy_dtype(np.dtype(dtype))))
+        for name, rows, dtype in zip(names, lists_of(X, first, leader), dtypes, strict=True)
+    }
+    parquet.write_table(pa.table({**lists, **obs}), path, **{"row_group_size": 40, **options})
+
+
+def write_genes(path: Path, first: int, n_vars: int) -> None:
+    """Write the table of genes, upside down."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = {
+        "gene_symbol": NAMES[:n_vars][::-1],
+        "ensembl_id": [f"ENSG{i:011d}" for i in range(n_vars)][::-1],
+        "token_id": list(range(first, first + n_vars))[::-1],
+    }
+    path.parent.mkdir(exist_ok=True)
+    parquet.write_table(pa.table(table), path)
+
+
+def parquet(folder: Path, *, as_tahoe: bool = False, obs: bool = True, **options: Any) -> Form:
+    """Write one file of numbered genes; or two as Tahoe-100M is: with leaders, and a table of genes beside them."""
+    frame = writers.cells_frame()[["cell_line", "depth", "n_counts", "passed"]]
+    columns = {c: frame[c].astype(object).where(frame[c].notna(), None).tolist() for c in frame if obs}
+    if not as_tahoe:
+        write_parquet(folder / "cells.parquet", counts(), columns, **options)
+        return Form(folder / "cells.parquet", counts(), NUMBERS, columns)
+    write_genes(folder / "metadata" / "gene_metadata.parquet", 3, N_VARS)
+    (folder / "data").mkdir()
+    for part in range(2):
+        rows = slice(part * 70, (part + 1) * 70 if part == 0 else N_OBS)
+        of_part = {name: column[rows] for name, column in columns.items()}
+        path = folder / "data" / f"train-{part:05d}-of-00002.parquet"
+        write_parquet(path, counts()[rows], of_part, first=3, leader=-2.0, **options)
+    return Form(str(folder / "data" / "train-*.parquet"), counts(), NAMES, columns)
+
+
 def list_of_forms(folder: Path) -> Form:
     parts = []
     for k, write in enumerate((npz_stored, npz_deflated)):
@@ -230,5 +293,17 @@ FORMS: dict[str, Callable[[Path], Form]] = {
     "scdl-half": partial(scdl, dtypes="f2 u4 u2"),
     "scdl-wide": partial(scdl, dtypes="f8 u8 u8"),
     "scdl-no-header": partial(scdl, has_header=False),
+    "parquet": parquet,
+    "parquet-tahoe": partial(parquet, as_tahoe=True),
+    "parquet-tahoe-small-pages": partial(parquet, as_tahoe=True, data_page_size=256, dictionary_pagesize_limit=64),
+    "parquet-tahoe-version-2": partial(parquet, as_tahoe=True, data_page_version="2.0", compression="zstd"),
+    "parquet-version-2": partial(parquet, data_page_version="2.0", data_page_size=200, write_page_index=True),
+    "parquet-no-dictionary": partial(parquet, use_dictionary=False, dtypes=("int32", "float64")),
+    "parquet-checksums": partial(parquet, write_page_checksum=True, dtypes=("uint16", "int64")),
+    **{f"parquet-{codec}": partial(parquet, compression=codec) for codec in ("none", "gzip", "zstd", "lz4")},
+    **{
+        f"parquet-{dtype}": partial(parquet, dtypes=("uint32", dtype), names=("indices", "data"))
+        for dtype in ("int8", "uint8", "int16", "uint32", "uint64", "int32", "float16")
+    },
 }
 """Every form by name, and the function that writes it into an empty folder."""

@@ -219,6 +219,13 @@ def _bitshuffle_blocks(data: Bytes, itemsize: int, nbytes: int, decode_block: Ca
     return out
 
 
+def _parquet(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    """Decode a column chunk; `values` describe the column, as `native.parquet` orders them."""
+    from gpuload.backends import parquet
+
+    return parquet.decode(np.frombuffer(data, dtype=np.uint8), values, nbytes, itemsize)
+
+
 def _room(nbytes: int) -> Any:
     """Return memory for a decoder; a chunk is small enough to come from the allocator's free lists."""
     return np.empty(nbytes, dtype=np.uint8) if nbytes >= 0 else None
@@ -236,6 +243,7 @@ DECODERS: dict[str, Callable[[Bytes, tuple[int, ...], int, int], Bytes]] = {
     "lz4": _lz4,
     "lz4-sized": _lz4_sized,
     "bitshuffle": _bitshuffle,
+    "parquet": _parquet,
 }
 
 
@@ -292,6 +300,15 @@ def _library(module: str) -> ctypes.CDLL:
 
 def _address(library: ctypes.CDLL, name: str) -> int:
     return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
+
+
+@cache
+def snappy_address() -> int:
+    """Return the address of ``snappy_uncompress``; 0 where this build of imagecodecs hides it."""
+    try:
+        return _address(_library("_snappy"), "snappy_uncompress")
+    except (ImportError, OSError, AttributeError):
+        return 0
 
 
 def has_addresses() -> bool:

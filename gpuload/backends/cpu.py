@@ -34,8 +34,9 @@ from gpuload.backends.damage import corrupt, reason, rounding_warning, too_large
 from gpuload.backends.native import chunks, inflate, rows
 from gpuload.backends.parts import cut
 from gpuload.backends.reading import read_ranges, short_read
-from gpuload.errors import PlanError
+from gpuload.errors import CorruptDataError, PlanError
 from gpuload.stats import Stats
+from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -206,7 +207,7 @@ class CpuBackend:
         self._verify = VERIFY[verify]
         self._values = np.dtype(values)
         self._loads = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}load")
-        self._fetches = ThreadPoolExecutor(FAR_PARTS, thread_name_prefix=f"{_THREADS}fetch")
+        self._fetches = DaemonThreads(FAR_PARTS, f"{_THREADS}fetch")
         self._takes = ThreadPoolExecutor(max(1, n // 2), thread_name_prefix=f"{_THREADS}take")
         self._scratch_nbytes: dict[tuple[int, str], int] = {}
         self._scratch = _Scratch(self._scratch_nbytes)
@@ -248,7 +249,7 @@ class CpuBackend:
         """Stop the threads, waiting for the tasks that run, and give back idle memory."""
         # The garbage collector may close a forgotten loader in one of these threads, which cannot wait for itself.
         is_own_thread = threading.current_thread().name.startswith(_THREADS)
-        self._fetches.shutdown(wait=False, cancel_futures=True)  # a request may take long; what it brings is dropped
+        self._fetches.close(0)  # a request may take long; what it brings is dropped
         for pool in (self._loads, self._takes):
             pool.shutdown(wait=not is_own_thread, cancel_futures=True)
         for buffers in (self._stored, self._residents, self._outputs):
@@ -285,8 +286,16 @@ class CpuBackend:
     def _run_far(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
         """Read extents lo..hi of one array over a network, and have them decoded into the resident.
 
-        This thread waits for that too, so that no more parts are in memory than there are such threads.
+        This thread waits for that too, so that no more parts are in memory than there are such threads. What cannot be
+        decoded is read once more: it may have been damaged on its way, or in a copy that is kept no longer by then.
         """
+        try:
+            self._bring_far(read, lo, hi, resident)
+        except CorruptDataError as error:
+            _log.warning("%s Read once more.", error)
+            self._bring_far(read, lo, hi, resident)
+
+    def _bring_far(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
         start = time.perf_counter()
         offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
         place = np.cumsum(nbytes) - nbytes
@@ -377,7 +386,7 @@ class CpuBackend:
         resident: HostResident,
     ) -> tuple[int, int, bool]:
         layout = read.layout
-        full, out, limit = layout.chunk_size * layout.dtype.itemsize, resident.flat(read.target), read.limit
+        full, out, limit = layout.decoded_nbytes(read.chunk_id[first:last]), resident.flat(read.target), read.limit
         strides = np.array([layout.src_stride, layout.dest_stride], dtype=np.int64)
         pieces = (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows)
         is_rounded = False
@@ -393,7 +402,7 @@ class CpuBackend:
                         layout.filters,
                         int(read.chunk_mask[c]),
                         buffer[place : place + stored],
-                        stored if layout.is_raw else full,
+                        stored if layout.is_raw else int(full[c - first]),
                         layout.dtype.itemsize,
                     )
                 except codecs.DecodeError as error:
@@ -402,7 +411,7 @@ class CpuBackend:
             if code < 0:
                 raise corrupt(read, c, chunks.describe(code))
             is_rounded |= code > 0
-        return full * (last - first), 0, is_rounded
+        return int(full.sum()), 0, is_rounded
 
     def _warn_of_rounding(self, read: ArrayRead) -> None:
         if not self._has_warned_of_rounding:

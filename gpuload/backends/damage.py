@@ -20,9 +20,11 @@ def reason(code: int) -> str:
 
 
 def corrupt(read: ArrayRead, chunk: int, why: str) -> CorruptDataError:
-    """Return the error for chunk `chunk` of a read."""
-    layout = read.layout
-    path, at = layout.source.where_is(int(read.chunk_offset[chunk]))
+    """Return the error for chunk `chunk` of a read, of which no copy is kept then."""
+    layout, offset = read.layout, int(read.chunk_offset[chunk])
+    if layout.source.ranges is not None:
+        layout.source.ranges.forget(offset, int(read.chunk_nbytes[chunk]))
+    path, at = layout.source.where_is(offset)
     return CorruptDataError(
         f"{path}: chunk {int(read.chunk_id[chunk])} of {layout.name} at byte {at} is damaged: {why}. Restore it from "
         "its source."

@@ -86,7 +86,7 @@ def advise(store: Store, batch_size: int, label: str | None, memory_nbytes: int,
     outlooks = Outlooks(store, batch_size, label)
     candidates: tuple[Outlook, ...] = ()
     if store.n_obs:
-        form = Form("dense", "float32", store.n_vars)
+        form = Form("dense", "float32", store.n_vars, store.columns())
         few = max(1, min(most, _CALIBRATION_CELLS // batch_size))
         pace = measure_pace(outlooks, store, form, usable_cores(), few)
         factors = sorted({most, max(1, most // 4), max(1, most // 16)}, reverse=True)

@@ -96,8 +96,7 @@ def _decode_rate(layouts: Sequence[ArrayLayout]) -> float:
 
     def decode_all() -> int:
         total = 0
-        for layout, mask, stored in chunks:
-            nbytes = layout.chunk_size * layout.dtype.itemsize
+        for layout, nbytes, mask, stored in chunks:
             total += codecs.decode(layout.filters, mask, stored, nbytes, layout.dtype.itemsize).nbytes
         return total
 
@@ -107,14 +106,15 @@ def _decode_rate(layouts: Sequence[ArrayLayout]) -> float:
         return float("nan")
 
 
-def _sample(layout: ArrayLayout) -> list[tuple[int, np.ndarray]]:
-    """Return the filter mask and stored bytes of chunks spread over an array."""
+def _sample(layout: ArrayLayout) -> list[tuple[int, int, np.ndarray]]:
+    """Return decoded size, filter mask and stored bytes of chunks spread over an array."""
     present = np.flatnonzero(layout.chunk_nbytes)
     sample = []
     for chunk in present[np.linspace(0, max(0, present.size - 1), min(_SAMPLE_CHUNKS, present.size)).astype(np.int64)]:
         stored = np.empty(int(layout.chunk_nbytes[chunk]), dtype=np.uint8)
         layout.source.read_into(stored, int(layout.chunk_offset[chunk]))
-        sample.append((int(layout.chunk_mask[chunk]), stored))
+        nbytes = int(layout.decoded_nbytes(np.array([chunk]))[0])
+        sample.append((nbytes, int(layout.chunk_mask[chunk]), stored))
     return sample
 
 

@@ -14,7 +14,7 @@ from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import OBSM, as_strings
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
-from gpuload.formats.recognise import anndata_groups, expand, open_path
+from gpuload.formats.recognise import anndata_groups, expand, is_parquet, open_parquet, open_path
 from gpuload.store import concat
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
     CorruptDataError
         What is given does not fit together.
     """
-    each = _parts(paths)
+    each = _together(_parts(paths))
     if not each:
         raise StoreError("paths=[]: expected at least one .h5ad file.")
     stores = [_open(each[0], None, layer, obs)] if len(each) == 1 else _open_all(each, layer, obs)
@@ -136,7 +136,22 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str]) -> list[Store
             raise
 
 
+def _together(parts: Sequence[Any]) -> list[Any]:
+    """Return parts of which those that are Parquet files, one after the other, are one: a tuple of paths."""
+    out: list[Any] = []
+    for part in parts:
+        if not isinstance(part, (str, os.PathLike)) or not is_parquet(os.fspath(part)):
+            out.append(part)
+        elif out and isinstance(out[-1], tuple):
+            out[-1] += (os.fspath(part),)
+        else:
+            out.append((os.fspath(part),))
+    return out
+
+
 def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str]) -> Store:
+    if isinstance(cells, tuple):
+        return open_parquet(cells, layer=layer, obs=obs)
     if not isinstance(cells, (str, os.PathLike)):
         return open_memory(cells, place, layer=layer, obs=obs)
     return open_path(os.fspath(cells), layer=layer, obs=obs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing, contextmanager
+from glob import glob, has_magic
 from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import ReadError, StoreError
@@ -28,25 +29,37 @@ HDF5, NPY, ZIP, PARQUET = b"\x89HDF\r\n\x1a\n", b"\x93NUMPY", b"PK\x03\x04", b"P
 ENDINGS = (".h5ad", ".h5mu", ".h5", ".zarr", ".npz", ".npy", ".parquet")
 """Endings of the names that are looked for in a folder."""
 
+NOT_CELLS = ("gene_metadata.parquet",)
+"""Files of a folder that are beside the cells."""
+
+MODALITIES = "mod"
+"""The group of a MuData that holds its modalities."""
+
 _ZARR = ("zarr.json", ".zgroup", ".zattrs", ".zmetadata")
 
 
 def expand(path: str) -> list[str]:
-    """Return the paths that a path stands for: those of a folder's files, else the path itself.
+    """Return the paths that a path stands for: those of a folder's files or of a pattern's, else the path itself.
 
     Raises
     ------
     ReadError
-        There is nothing.
+        There is nothing, or nothing that fits the pattern.
     StoreError
         A folder that holds nothing that can be opened, or files of several forms.
     """
     address = as_address(path)
     path = path if address is None else address
+    if address is None and has_magic(path) and not os.path.exists(path):
+        found = sorted(name for name in glob(path) if os.path.basename(name) not in NOT_CELLS)
+        if not found:
+            raise ReadError(f"{path}: no file fits this pattern. Check the path.")
+        return found
     if not _is_folder(path) or folder_form(path):
         return [path]
     within = os.listdir(path) if address is None else {key.partition("/")[0] for key in address.listed or ()}
-    names = sorted(name for name in within if name.endswith(ENDINGS) and not name.startswith("."))
+    is_meant = (name for name in within if not name.startswith(".") and name not in NOT_CELLS)
+    names = sorted(name for name in is_meant if name.endswith(ENDINGS))
     endings = sorted({os.path.splitext(name)[1] for name in names})
     if not names:
         raise StoreError(
@@ -78,7 +91,7 @@ def open_path(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     Parameters
     ----------
     path
-        The path; of a MuData with several modalities, with one's name after it: ``"cells.h5mu/rna"``.
+        The path; of a MuData with several modalities, with one's name after it: ``"cells.h5mu/rna"``, in zarr too.
     layer, obs
         As for `formats.open_store`.
 
@@ -93,7 +106,7 @@ def open_path(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     """
     path, modality = _modality(path)
     if _is_folder(path):
-        return _open_folder(path, layer, obs)
+        return _open_folder(path, modality, layer, obs)
     first = _first_bytes(path)
     if as_address(path) is not None and first.startswith((NPY, ZIP, PARQUET)):
         raise StoreError(f"{path}: at an address only HDF5 files and folders of zarr can be read; copy it first.")
@@ -101,19 +114,30 @@ def open_path(path: str, *, layer: str, obs: Sequence[str]) -> Store:
         from gpuload.formats.numpy import open_npy
 
         return open_npy(path, layer=layer, obs=obs)
-    if not modality and first.startswith(ZIP):
+    if first.startswith(ZIP):
         from gpuload.formats.zarr import is_zarr_zip, open_zarr
 
         if is_zarr_zip(path):
-            return open_zarr(path, layer=layer, obs=obs)
-        from gpuload.formats.numpy import open_npz
+            return open_zarr(path, layer=layer, obs=obs, modality=modality)
+        if not modality:
+            from gpuload.formats.numpy import open_npz
 
-        return open_npz(path, layer=layer, obs=obs)
+            return open_npz(path, layer=layer, obs=obs)
     if not modality and first.startswith(PARQUET):
-        from gpuload.formats.parquet import refuse_cells
-
-        raise refuse_cells(path)
+        return open_parquet([path], layer=layer, obs=obs)
     return _open_hdf5(path, modality, layer, obs)
+
+
+def open_parquet(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store:
+    """Open Parquet files as one table of cells; see `parquet_cells.open_cells`."""
+    from gpuload.formats.parquet_cells import open_cells
+
+    return open_cells(paths, layer=layer, obs=obs)
+
+
+def is_parquet(path: str) -> bool:
+    """Return whether a path is that of a local Parquet file."""
+    return as_address(path) is None and os.path.isfile(path) and _first_bytes(path).startswith(PARQUET)
 
 
 def obs_columns(path: str) -> list[str]:
@@ -122,27 +146,42 @@ def obs_columns(path: str) -> list[str]:
     from gpuload.formats import scdl, zarr
 
     if _is_folder(path):
-        return scdl.obs_columns(path) if folder_form(path) == "scdl" else zarr.obs_columns(path)
+        return scdl.obs_columns(path) if folder_form(path) == "scdl" else zarr.obs_columns(path, modality)
     first = _first_bytes(path)
     if first.startswith((NPY, ZIP)):
-        return zarr.obs_columns(path) if first.startswith(ZIP) and zarr.is_zarr_zip(path) else []
-    from gpuload.formats import h5ad, hdf5, tenx
+        return zarr.obs_columns(path, modality) if first.startswith(ZIP) and zarr.is_zarr_zip(path) else []
+    if not modality and first.startswith(PARQUET):
+        from gpuload.formats.parquet_cells import obs_columns as columns_of_cells
+
+        return columns_of_cells(path)
+    from gpuload.formats import h5ad, hdf5, mudata, tenx
 
     with hdf5.opened(path) as (file, source), closing(source):
-        if h5ad.is_mudata(file):
-            return h5ad.mudata_columns(file, modality)
+        if mudata.is_mudata(file):
+            return mudata.obs_columns(file, modality)
         return tenx.obs_columns(file) if tenx.is_tenx(file) else h5ad.anndata_columns(file)
 
 
 def open_by_columns(path: str, *, layer: str) -> Store | None:
-    """Open an .h5ad file whose matrix is CSC as a store of genes x cells, without names; None where it is no such."""
-    if not os.path.isfile(path) or not _first_bytes(path).startswith(HDF5):
-        return None
-    from gpuload.formats import h5ad, hdf5, tenx
+    """Open a file whose matrix is CSC as a store of genes x cells, without names; None where it is no such.
 
+    AnnData and MuData, in HDF5 and in zarr, on disk.
+    """
+    from gpuload.formats import h5ad, hdf5, mudata, tenx, zarr
+
+    path, modality = _modality(path)
+    first = b"" if _is_folder(path) else _first_bytes(path)
+    if _is_zarr(path, first):
+        return zarr.open_by_columns(path, layer=layer, modality=modality)
+    if not first or first.startswith((NPY, ZIP, PARQUET)):
+        return None
     with hdf5.opened(path) as (file, source):
-        is_other = h5ad.is_mudata(file) or tenx.is_tenx(file)
-        store = None if is_other else h5ad.by_columns(file, source, layer)
+        store = None
+        if mudata.is_mudata(file):
+            modality, group = mudata.find_modality(file, path, modality)
+            store = h5ad.by_columns(group, source, layer, f"{path}/{modality}")
+        elif not modality and not tenx.is_tenx(file):
+            store = h5ad.by_columns(file, source, layer)
         if store is None:
             source.close()
         return store
@@ -152,18 +191,18 @@ def open_by_columns(path: str, *, layer: str) -> Store | None:
 def anndata_groups(path: str) -> Iterator[list[Any]]:
     """Yield the groups of a path that are each an AnnData, open within the block; none where the form is another."""
     path, modality = _modality(path)
-    from gpuload.formats import h5ad, hdf5, tenx, zarr
+    from gpuload.formats import hdf5, mudata, tenx, zarr
 
     first = b"" if _is_folder(path) else _first_bytes(path)
-    if folder_form(path) == "zarr" or (first.startswith(ZIP) and zarr.is_zarr_zip(path)):
-        with zarr.anndata_groups(path) as groups:
+    if _is_zarr(path, first):
+        with zarr.anndata_groups(path, modality) as groups:
             yield groups
-    elif not first or first.startswith((NPY, ZIP)):
+    elif not first or first.startswith((NPY, ZIP, PARQUET)):
         yield []
     else:
         with hdf5.opened(path) as (file, source), closing(source):
-            if h5ad.is_mudata(file):
-                yield [file["mod"][modality or next(iter(file["mod"]))]]
+            if mudata.is_mudata(file):
+                yield [mudata.find_modality(file, path, modality)[1]]
             else:
                 yield [] if tenx.is_tenx(file) else [file]
 
@@ -174,27 +213,30 @@ def file_of(path: str) -> str:
 
 
 def _modality(path: str) -> tuple[str, str]:
-    """Return a path and what follows the name of its file."""
+    """Return a path and what follows the name of its file, or of its folder where that is a MuData in zarr."""
     address = as_address(path)
     if address is not None:
         return _modality_at(address)
+    head, tail = os.path.split(path.rstrip("/"))
     if os.path.exists(path):
-        return path, ""
-    head, tail = os.path.split(path)
+        whole, middle = os.path.split(head)
+        is_part = middle == MODALITIES and os.path.isdir(path) and folder_form(whole) == "zarr"
+        return (whole, tail) if is_part else (path, "")
     for _ in range(2):  # "cells.h5mu/rna" or "cells.h5mu/mod/rna"
-        if os.path.isfile(head):
-            return head, tail.removeprefix("mod/")
+        is_zarr = os.path.isdir(head) and os.path.basename(head) != MODALITIES and folder_form(head) == "zarr"
+        if is_zarr or os.path.isfile(head):
+            return head, tail.removeprefix(f"{MODALITIES}/")
         head, name = os.path.split(head)
         tail = f"{name}/{tail}"
     raise ReadError(f"{path}: no such file. Check the path.")
 
 
 def _modality_at(address: Address) -> tuple[Address, str]:
-    """Return an address and what follows the key of its object."""
+    """Return an address and what follows the key of its object, or of its folder where that is a MuData in zarr."""
     at, tail = address, ""
     for _ in range(3):
-        if at.is_file or (not tail and at.is_folder):
-            return at, tail.removeprefix("mod/")
+        if at.is_file or (at.is_folder and (_is_whole_at(at) if tail else not _is_part_at(at))):
+            return at, tail.removeprefix(f"{MODALITIES}/")
         tail = f"{at.rpartition('/')[2]}/{tail}".strip("/")
         at = at.parent()
         if not at.key:
@@ -202,10 +244,28 @@ def _modality_at(address: Address) -> tuple[Address, str]:
     raise ReadError(f"{address}: no such object. Check the address.")
 
 
+def _is_whole_at(address: Address) -> bool:
+    """Return whether a folder may be a MuData in zarr: not the group of one that holds the modalities."""
+    return address.is_zarr and not address.endswith(f"/{MODALITIES}")
+
+
+def _is_part_at(address: Address) -> bool:
+    """Return whether a folder is a modality of a MuData in zarr."""
+    folder = address.parent()
+    return folder.endswith(f"/{MODALITIES}") and bool(folder.parent().key) and folder.parent().is_zarr
+
+
 def nbytes_at(address: Address) -> int:
     """Return the bytes of the object at an address, or of all objects of the folder; a modality's are its object's."""
     at, _ = _modality_at(address)
     return at.object().nbytes if at.is_file else sum(found.nbytes for found in (at.listed or {}).values())
+
+
+def _is_zarr(path: str, first: bytes) -> bool:
+    """Return whether a path is a store of zarr, in a folder or in a zip file that begins so."""
+    from gpuload.formats.zarr import is_zarr_zip
+
+    return folder_form(path) == "zarr" if not first else first.startswith(ZIP) and is_zarr_zip(path)
 
 
 def _is_folder(path: str) -> bool:
@@ -224,22 +284,25 @@ def _first_bytes(path: str) -> bytes:
         raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
 
 
-def _open_folder(path: str, layer: str, obs: Sequence[str]) -> Store:
+def _open_folder(path: str, modality: str, layer: str, obs: Sequence[str]) -> Store:
     if folder_form(path) == "scdl":
         from gpuload.formats.scdl import open_scdl
 
         return open_scdl(path, layer=layer, obs=obs)
     from gpuload.formats.zarr import open_zarr
 
-    return open_zarr(path, layer=layer, obs=obs)
+    return open_zarr(path, layer=layer, obs=obs, modality=modality)
 
 
 def _open_hdf5(path: str, modality: str, layer: str, obs: Sequence[str]) -> Store:
-    from gpuload.formats import h5ad, hdf5, tenx
+    from gpuload.formats import h5ad, hdf5, mudata, tenx
 
     with hdf5.opened(path) as (file, source):
-        if h5ad.is_mudata(file):
-            return h5ad.read_mudata(file, source, modality, layer, obs)
+        if mudata.is_mudata(file):
+            name, _ = mudata.find_modality(file, path, modality)
+            return mudata.read_modality(
+                file, path, name, obs, lambda group, own: h5ad.read_anndata(group, source, layer, own, f"{path}/{name}")
+            )
         if modality:
             raise StoreError(
                 f"{path}: it holds no modalities, so {path + '/' + modality!r} means nothing; give the "

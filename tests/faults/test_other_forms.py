@@ -72,9 +72,10 @@ def test_something_behind_a_file(tmp_path: Path) -> None:
 
 
 def test_parquet_of_cells(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
     path = tmp_path / "train-00000.parquet"
     path.write_bytes(b"PAR1" + bytes(100))
-    assert_refused("StoreError", path, str(path), "Parquet", ".h5ad")
+    assert_refused("CorruptDataError", path, str(path), "Parquet", "restore")
 
 
 # --- 10x

@@ -52,7 +52,7 @@ def test_the_cure_for_a_csc_layer_works(tmp_path: Path) -> None:
     adata = anndata.read_h5ad(path)
     cure, _, other = str(refused.value).partition("with ")[2].partition(", or with: ")
     exec(cure, {"adata": adata})
-    assert other == f"gpuload pack {path} DST."
+    assert other == f"gpuload pack {path} DST --layer 'raw counts'."
     adata.write_h5ad(path)
     with gpuload.open_loader(path, layer="raw counts", device="cpu") as loader:
         assert loader.n_obs == 3

@@ -157,3 +157,57 @@ def place_elements(
         if 0 <= at < out_values.size:
             out_columns[np.uint64(at)] = columns[k]
             out_values[np.uint64(at)] = values[k]
+
+
+@numba.njit(nogil=True, cache=True)
+def count_mapped(
+    indptr: Any, indices: Any, maps: Any, map_start: Any, counts: Any
+) -> None:  # pragma: no cover - compiled
+    """Set `counts` to how many columns of each row have a place in the map that begins at its `map_start`."""
+    for r in range(counts.size):
+        first, n = map_start[r], 0
+        for k in range(indptr[r], indptr[r + 1]):
+            n += maps[np.uint64(first + np.int64(indices[np.uint64(k)]))] >= 0
+        counts[r] = n
+
+
+@numba.njit(nogil=True, cache=True)
+def map_rows(
+    indptr: Any,
+    indices: Any,
+    values: Any,
+    maps: Any,
+    map_start: Any,
+    out_indptr: Any,
+    out_indices: Any,
+    out_values: Any,
+) -> None:  # pragma: no cover - compiled
+    """Give the elements of rows their places in the map of each row, and put each row in the order of its columns.
+
+    Elements without a place are left out; `out_indptr` counts those that have one.
+    """
+    for r in range(indptr.size - 1):
+        first, start = map_start[r], out_indptr[r]
+        at, is_sorted = start, True
+        for k in range(indptr[r], indptr[r + 1]):
+            column = maps[np.uint64(first + np.int64(indices[np.uint64(k)]))]
+            if column >= 0:
+                out_indices[np.uint64(at)] = column
+                out_values[np.uint64(at)] = values[np.uint64(k)]
+                is_sorted &= at == start or out_indices[np.uint64(at - 1)] <= out_indices[np.uint64(at)]
+                at += 1
+        if not is_sorted:
+            order = np.argsort(out_indices[start:at])
+            out_indices[start:at] = out_indices[start:at][order]
+            out_values[start:at] = out_values[start:at][order]
+
+
+@numba.njit(nogil=True, cache=True)
+def map_dense(indptr: Any, values: Any, maps: Any, map_start: Any, out: Any) -> None:  # pragma: no cover - compiled
+    """Copy the columns of dense rows, one after the other in `values`, to their places in rows of zeros."""
+    for r in range(indptr.size - 1):
+        first = indptr[r]
+        for k in range(first, indptr[r + 1]):
+            column = maps[np.uint64(map_start[r] + k - first)]
+            if column >= 0:
+                out[np.uint64(r), np.uint64(column)] = values[np.uint64(k)]

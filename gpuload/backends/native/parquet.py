@@ -1,0 +1,538 @@
+"""Decode column chunks of Parquet that hold one list of numbers a row; find where their rows begin.
+
+A column chunk is a dictionary page, where there is one, and data pages after it. The levels at the front of a data page
+say where rows begin. So rows are found by reading the fronts of pages alone, as far as the codec lets a page be entered
+(`row_starts`); and values are decoded without looking at levels, unless the first value of each row is to be left out,
+as models with a token for the cell write it (`decode_column`).
+
+Input is untrusted: whatever the bytes, a call ends, and nothing outside input and output is touched.
+
+References
+----------
+.. [1] Apache Parquet format specification: "Encodings" (plain, dictionaries, RLE / bit-packing hybrid), "Data Pages",
+   "Checksumming".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+from numba.core import types
+
+from gpuload.backends.native.frames import crc32
+from gpuload.backends.native.inflate import (
+    _load8,
+    _load16,
+    _load32,
+    _load64,
+    _shift_right,
+    _store16,
+    _store32,
+    _store64,
+)
+from gpuload.backends.native.parquet_pages import (
+    BAD_COUNT,
+    BAD_CRC,
+    BAD_ENCODING,
+    BAD_HEADER,
+    BAD_INDEX,
+    BAD_LEADER,
+    BAD_LEVELS,
+    BAD_PAGE_SIZE,
+    CODEC,
+    CRC,
+    DATA,
+    DATA_V2,
+    DEF_NBYTES,
+    DICTIONARY,
+    ENCODING,
+    FIRST,
+    FULL,
+    HAS_LEADER,
+    IS_GENES,
+    IS_PACKED,
+    MAX_DEF,
+    MAX_PAGE,
+    N_PAGE,
+    NO_CODEC,
+    PLAIN,
+    PLAIN_DICTIONARY,
+    REP_NBYTES,
+    RLE_DICTIONARY,
+    SHORT_READ,
+    SNAPPY,
+    STORED,
+    TRUNCATED,
+    TYPE,
+    WIDTH,
+    N,
+    copy_bytes,
+    decompress,
+    find_levels,
+    find_rows,
+    is_one_run,
+    page_header,
+    read_varint,
+    snappy_front,
+    start_levels,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+LEADER = 1
+"""Number that stands for the whole cell where the first value of each row is left out; its value is below 0."""
+
+SLACK = 16
+"""Bytes after a page's that may be read with its last ones."""
+
+FRONT = 16 << 10
+"""Bytes of a page that are read to find its levels."""
+
+_native = numba.njit(nogil=True, cache=True, error_model="numpy")
+_pread = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, types.uintp, types.int64))
+
+
+def new_spec(given: Sequence[int]) -> NDArray[np.int64]:
+    """Return the description of a column as the functions here take it."""
+    return np.array(given, dtype=np.int64)
+
+
+@_native
+def row_starts(  # noqa: PLR0911 - one for each thing that may be wrong
+    fd: int,
+    offset: int,
+    nbytes: int,
+    spec: Any,
+    starts: Any,
+    found: Any,
+    front: Any,
+    whole: Any,
+    tables: Any,
+    addresses: Any,
+    snappy: int,
+) -> int:  # pragma: no cover - compiled
+    """Find where the rows of a column chunk in a file begin, reading no more of its pages than that takes.
+
+    Parameters
+    ----------
+    fd
+        Open descriptor.
+    offset, nbytes
+        The chunk.
+    spec
+        The column.
+    starts : (n_rows,) int64
+        Out: number of the first value of each row; the next row's where it has none.
+    found : (3,) int64
+        Out: rows; values; where that is what is missing, the size that `whole` must have.
+    front : (FRONT + SLACK,) uint8
+        Scratch.
+    whole : uint8
+        Scratch, of two halves; see `found`.
+    tables, addresses, snappy
+        As for `decode_column`.
+
+    Returns
+    -------
+    int
+        0, or 1 where `whole` is too small, or a code.
+    """
+    found[:] = 0
+    page, cursors, place = np.empty(N_PAGE, dtype=np.int64), np.empty((2, 6), dtype=np.int64), np.zeros(4, np.int64)
+    base, half = np.int64(front.ctypes.data), whole.size // 2
+    first, second = np.int64(whole.ctypes.data), np.int64(whole.ctypes.data) + whole.size // 2
+    done = 0
+    while done < nbytes:
+        got = _read(fd, base, min(FRONT, nbytes - done), offset + done)
+        if got < min(FRONT, nbytes - done):
+            return SHORT_READ
+        at = page_header(base, base + got, page)
+        if at < 0:
+            return BAD_HEADER
+        head = at - base
+        done += head + page[STORED]
+        if done > nbytes:
+            return BAD_PAGE_SIZE
+        if page[TYPE] != DATA and page[TYPE] != DATA_V2:
+            continue
+        end = min(base + got, at + page[STORED])
+        is_open = page[TYPE] == DATA_V2 or spec[CODEC] == NO_CODEC
+        code = find_levels(at, end, page, spec, place) if is_open else TRUNCATED
+        if code == TRUNCATED and spec[CODEC] == SNAPPY and half >= FRONT and not is_open:
+            n = snappy_front(at, end, first, min(half, page[FULL]), min(half, 4))
+            need = 4 + _load32(first) + 8 if n >= 4 else half
+            n = snappy_front(at, end, first, min(half, page[FULL]), min(half, need))
+            if n >= need and spec[MAX_DEF] > 0:
+                need += _load32(first + need - 8) - 4
+                n = snappy_front(at, end, first, min(half, page[FULL]), min(half, need))
+            if n > 0:
+                code = find_levels(first, first + n, page, spec, place)
+        if code == TRUNCATED:
+            if half < max(page[STORED], page[FULL]) + SLACK:
+                found[2] = 2 * (max(page[STORED], page[FULL]) + SLACK)
+                return 1
+            if _read(fd, second, page[STORED], offset + done - page[STORED]) < page[STORED]:
+                return SHORT_READ
+            at = second
+            if not is_open:
+                code = decompress(
+                    second, page[STORED], first, page[FULL], spec[CODEC], whole, whole, tables, addresses, snappy
+                )
+                if code < 0:
+                    return code
+                at = first
+            end = at + (page[STORED] if is_open else page[FULL])
+            code = find_levels(at, end, page, spec, place)
+        if code < 0:
+            return BAD_LEVELS if code == TRUNCATED else code
+        code = find_rows(place[0], place[1], place[2], place[3], page[N], spec, cursors, starts, found)
+        if code < 0:
+            return code
+    return 0
+
+
+@_native
+def _read(fd: int, to: int, n: int, offset: int) -> int:  # pragma: no cover - compiled
+    done = 0
+    while done < n:
+        got = _pread(fd, np.uintp(to + done), np.uintp(n - done), offset + done)
+        if got <= 0:
+            break
+        done += got
+    return done
+
+
+@_native
+def scan_pages(src: Any, n: int, found: Any) -> int:  # pragma: no cover - compiled
+    """Walk through the pages of a chunk, src[:n].
+
+    Parameters
+    ----------
+    found : (3,) int64
+        Out: most bytes that a page takes when it is decompressed; entries of the dictionary; levels of all data pages.
+
+    Returns
+    -------
+    int
+        0 or a code.
+    """
+    found[:] = 0
+    page = np.empty(N_PAGE, dtype=np.int64)
+    at = np.int64(src.ctypes.data)
+    end = at + n
+    while at < end:
+        at = page_header(at, end, page)
+        if at < 0:
+            return BAD_HEADER
+        if page[STORED] > end - at:
+            return BAD_PAGE_SIZE
+        at += page[STORED]
+        found[0] = max(found[0], page[FULL])
+        if page[TYPE] == DICTIONARY:
+            found[1] = max(found[1], page[N])
+        else:
+            found[2] += page[N]
+    return 0
+
+
+@_native
+def _item(at: int, spec: Any) -> int:  # pragma: no cover - compiled
+    """Return a stored value as it is to be handed over, in its low bytes."""
+    if spec[WIDTH] == 4:
+        item = _load32(at)
+        if spec[IS_GENES]:
+            item = (item ^ 0x80000000) - 0x80000000
+    elif spec[WIDTH] == 8:
+        item = _load64(at)
+    else:
+        return _load16(at)
+    if spec[IS_GENES]:
+        item -= spec[FIRST]
+        return item if 0 <= item < 0x7FFFFFFF else -1
+    return item
+
+
+@_native
+def _store(to: int, item: int, width: int) -> None:  # pragma: no cover - compiled
+    if width == 4:
+        _store32(to, item)
+    elif width == 8:
+        _store64(to, item)
+    else:
+        _store16(to, item)
+
+
+@_native
+def _load(at: int, width: int) -> int:  # pragma: no cover - compiled
+    return _load32(at) if width == 4 else _load64(at) if width == 8 else _load16(at)
+
+
+@_native
+def _plain(at: int, n: int, spec: Any, to: int, width: int) -> None:  # pragma: no cover - compiled
+    """Hand over n values that lie one after the other."""
+    if not spec[IS_GENES]:
+        copy_bytes(at, to, n * width)
+        return
+    first = spec[FIRST]
+    if spec[WIDTH] == 8:
+        for k in range(n):
+            item = _load64(at + 8 * k) - first
+            _store32(to + 4 * k, item if 0 <= item < 0x7FFFFFFF else -1)
+    else:
+        for k in range(n):
+            item = (_load32(at + 4 * k) ^ 0x80000000) - 0x80000000 - first
+            _store32(to + 4 * k, item if 0 <= item < 0x7FFFFFFF else -1)
+
+
+@_native
+def _look_up(
+    at: int, first: int, bits: int, n: int, entries: int, n_entries: int, to: int, width: int
+) -> int:  # pragma: no cover - compiled
+    """Hand over the entries that n packed numbers name, from number `first` on; return the greatest of them."""
+    last, greatest = n_entries - 1, 0
+    mask = (1 << bits) - 1
+    if width == 4 and bits == 16:
+        at += 2 * first
+        for k in range(n):
+            index = _load16(at + 2 * k)
+            greatest = max(greatest, index)
+            _store32(to + 4 * k, _load32(entries + 4 * min(index, last)))
+        return greatest
+    if width == 4 and bits == 8:
+        at += first
+        for k in range(n):
+            index = _load8(at + k)
+            greatest = max(greatest, index)
+            _store32(to + 4 * k, _load32(entries + 4 * min(index, last)))
+        return greatest
+    bit = first * bits
+    if width == 4:
+        for k in range(n):
+            index = _shift_right(_load64(at + (bit >> 3)), bit & 7) & mask
+            bit += bits
+            greatest = max(greatest, index)
+            _store32(to + 4 * k, _load32(entries + 4 * min(index, last)))
+        return greatest
+    for k in range(n):
+        index = _shift_right(_load64(at + (bit >> 3)), bit & 7) & mask
+        bit += bits
+        greatest = max(greatest, index)
+        _store(to + width * k, _load(entries + width * min(index, last), width), width)
+    return greatest
+
+
+@_native
+def _values(  # noqa: PLR0911 - one for each thing that may be wrong
+    at: int,
+    end: int,
+    n: int,
+    spec: Any,
+    entries: int,
+    n_entries: int,
+    dropped: Any,
+    n_dropped: int,
+    leader: Any,
+    to: int,
+    width: int,
+    is_plain: bool,
+) -> int:  # pragma: no cover - compiled
+    """Hand over the n values of a page, but for those at some places, which must be leaders.
+
+    Returns how many, or a code. There are `SLACK` bytes after `end`.
+    """
+    if n == 0:
+        return 0
+    done, out, k = 0, 0, 0
+    bits, left, is_packed, item, run = 0, 0, False, 0, 0
+    if is_plain:
+        if n * spec[WIDTH] > end - at:
+            return BAD_COUNT
+        left = n
+    else:
+        if n_entries == 0 or at >= end:
+            return BAD_ENCODING if n_entries == 0 else BAD_COUNT
+        bits = _load8(at)
+        at += 1
+        if bits > 32:
+            return BAD_ENCODING
+    while done < n:
+        if left == 0:
+            header, at = read_varint(at, end)
+            if at < 0 or header < 0 or header >> 1 == 0 or header >> 1 > MAX_PAGE:
+                return BAD_COUNT
+            is_packed, run = header & 1 == 1, 0
+            if is_packed:
+                left = min((header >> 1) * 8, n - done)
+                item = at
+                if (left * bits + 7) >> 3 > end - at:
+                    return BAD_COUNT
+                at += min((header >> 1) * bits, end - at)
+            else:
+                left = min(header >> 1, n - done)
+                if (bits + 7) >> 3 > end - at:
+                    return BAD_COUNT
+                index = 0
+                for b in range((bits + 7) >> 3):
+                    index |= _load8(at + b) << (8 * b)
+                at += (bits + 7) >> 3
+                if index >= n_entries:
+                    return BAD_INDEX
+                item = _load(entries + width * index, width)
+        stop = min(done + left, dropped[k] if k < n_dropped else n)
+        m = stop - done
+        if m == 0:  # a leader
+            if is_plain:
+                value = _item(at + spec[WIDTH] * done, spec)
+            elif is_packed:
+                bit = run * bits
+                index = _shift_right(_load64(item + (bit >> 3)), bit & 7) & ((1 << bits) - 1)
+                if index >= n_entries:
+                    return BAD_INDEX
+                value = _load(entries + width * index, width)
+            else:
+                value = item
+            if value & leader[0] != leader[1]:
+                return BAD_LEADER
+            k += 1
+            done, left, run = done + 1, left - 1, run + 1
+            continue
+        if is_plain:
+            _plain(at + spec[WIDTH] * done, m, spec, to + width * out, width)
+        elif is_packed:
+            if _look_up(item, run, bits, m, entries, n_entries, to + width * out, width) >= n_entries:
+                return BAD_INDEX
+        else:
+            for i in range(m):
+                _store(to + width * (out + i), item, width)
+        done, left, run, out = stop, left - m, run + m, out + m
+    return out
+
+
+@_native
+def decode_column(  # noqa: PLR0911 - one for each thing that may be wrong
+    src: Any,
+    n: int,
+    spec: Any,
+    out: Any,
+    width: int,
+    entries: Any,
+    buffer: Any,
+    starts: Any,
+    dropped: Any,
+    tables: Any,
+    addresses: Any,
+    snappy: int,
+) -> int:  # pragma: no cover - compiled
+    """Decode a column chunk.
+
+    Parameters
+    ----------
+    src : uint8
+        Holds the chunk, src[:n].
+    spec
+        The column.
+    out : uint8
+        Is filled; values of another number are an error.
+    width
+        Bytes of a value that is handed over: 4 of column numbers, else those of a stored one.
+    entries, buffer : uint8
+        Scratch for the dictionary, of `width` bytes an entry, and for a page and `SLACK`; see `scan_pages`.
+    starts, dropped : int64
+        Scratch of as many as a chunk has rows; of columns with a leader only.
+    tables, addresses, snappy
+        Workspace of the inflater; table of addresses as `frames` orders them and a place more; address of
+        ``snappy_uncompress``, or 0.
+
+    Returns
+    -------
+    int
+        Values, or a code.
+    """
+    page, cursors, place = np.empty(N_PAGE, dtype=np.int64), np.empty((2, 6), dtype=np.int64), np.zeros(4, np.int64)
+    found, leader = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)
+    if spec[IS_GENES]:
+        leader[0] = 0xFFFFFFFF
+        leader[1] = (LEADER - spec[FIRST]) & 0xFFFFFFFF
+        if spec[FIRST] > LEADER:
+            leader[1] = 0xFFFFFFFF
+    else:
+        leader[0] = leader[1] = np.int64(1) << (8 * width - 1)
+    base = np.int64(src.ctypes.data)
+    at, end = base, base + n
+    to, first, page_at = np.int64(out.ctypes.data), np.int64(entries.ctypes.data), np.int64(buffer.ctypes.data)
+    n_out, n_entries, room = 0, 0, out.size // width
+    while at < end:
+        at = page_header(at, end, page)
+        if at < 0:
+            return BAD_HEADER
+        stored, full = page[STORED], page[FULL]
+        if stored > end - at or full + SLACK > buffer.size:
+            return BAD_PAGE_SIZE
+        if page[CRC] != -1 and crc32(src, at - base, stored) != page[CRC] & 0xFFFFFFFF:
+            return BAD_CRC
+        kind = page[TYPE]
+        if kind != DATA and kind != DATA_V2 and kind != DICTIONARY:  # noqa: PLR1714 - compiled
+            at += stored
+            continue
+        head = page[REP_NBYTES] + page[DEF_NBYTES] if kind == DATA_V2 else 0
+        codec = NO_CODEC if kind == DATA_V2 and not page[IS_PACKED] else spec[CODEC]
+        copy_bytes(at, page_at, head)
+        code = decompress(
+            at + head, stored - head, page_at + head, full - head, codec, src, buffer, tables, addresses, snappy
+        )
+        if code < 0:
+            return code
+        at += stored
+        encoding, page_end = page[ENCODING], page_at + full
+        is_plain = encoding == PLAIN
+        if not is_plain and encoding != PLAIN_DICTIONARY and encoding != RLE_DICTIONARY:  # noqa: PLR1714 - compiled
+            return BAD_ENCODING
+        if kind == DICTIONARY:
+            n_entries = page[N]
+            if n_entries * spec[WIDTH] > full or n_entries * width > entries.size:
+                return BAD_PAGE_SIZE
+            _plain(page_at, n_entries, spec, first, width)
+            continue
+        values_at = find_levels(page_at, page_end, page, spec, place)
+        if values_at < 0:
+            return BAD_LEVELS if values_at == TRUNCATED else values_at
+        n_values, n_dropped, rows_before, before = page[N], 0, found[0], found[1]
+        if not spec[HAS_LEADER]:
+            start_levels(cursors[1], place[2], place[3], spec[MAX_DEF])
+        if spec[HAS_LEADER] or (spec[MAX_DEF] and n_values and not is_one_run(cursors[1], n_values, spec[MAX_DEF])):
+            code = find_rows(place[0], place[1], place[2], place[3], n_values, spec, cursors, starts, found)
+            if code < 0:
+                return code
+            n_values = found[1] - before
+            if spec[HAS_LEADER]:
+                for row in range(rows_before, found[0]):
+                    if (starts[row + 1] if row + 1 < found[0] else found[1]) > starts[row]:
+                        dropped[n_dropped] = starts[row] - before
+                        n_dropped += 1
+        elif rows_before == 0:
+            found[0] = 1  # not counted, but there
+        if n_values - n_dropped > room - n_out:
+            return BAD_COUNT
+        got = _values(
+            values_at,
+            page_end,
+            n_values,
+            spec,
+            first,
+            n_entries,
+            dropped,
+            n_dropped,
+            leader,
+            to + width * n_out,
+            width,
+            is_plain,
+        )
+        if got < 0:
+            return got
+        n_out += got
+    return n_out if n_out == room else BAD_COUNT

@@ -1,0 +1,465 @@
+"""Pages of Parquet: their headers, their compression, and the levels that say where rows begin.
+
+Input is untrusted: whatever the bytes, a call ends, and nothing outside input and output is touched.
+
+References
+----------
+.. [1] Apache Parquet format specification: parquet.thrift (page headers), "Encodings" (RLE / bit-packing hybrid),
+   "Compression", "Data Pages".
+.. [2] Apache Thrift, "Thrift Compact protocol encoding".
+.. [3] Google, "Snappy compressed format description", 2011.
+.. [4] Melnik et al., "Dremel: interactive analysis of web-scale datasets", PVLDB 2010, doi:10.14778/1920841.1920886
+   (repetition and definition levels).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from gpuload.backends.native.frames import _I32, _I64, _caller, _lz4, _zstd, gunzip
+from gpuload.backends.native.inflate import _load8, _load32, _load64, _shift_right, _store8, _store64
+
+BAD_HEADER = -301
+BAD_PAGE_SIZE = -302
+BAD_CRC = -303
+BAD_CODEC = -304
+BAD_LEVELS = -305
+NULL_VALUE = -306
+NULL_LIST = -307
+BAD_ENCODING = -308
+BAD_INDEX = -309
+BAD_COUNT = -310
+BAD_LEADER = -311
+SHORT_READ = -312
+TRUNCATED = -399
+
+CODECS = {"UNCOMPRESSED": 0, "SNAPPY": 1, "GZIP": 2, "ZSTD": 6, "LZ4": 7}
+"""Codecs that can be undone here, by pyarrow's names (LZ4 is what parquet.thrift calls LZ4_RAW), and their numbers."""
+
+NO_CODEC, SNAPPY, _GZIP, _ZSTD, _LZ4_RAW = 0, 1, 2, 6, 7
+DATA, DICTIONARY, DATA_V2 = 0, 2, 3
+PLAIN, PLAIN_DICTIONARY, _RLE, RLE_DICTIONARY = 0, 2, 3, 8
+
+CODEC, WIDTH, MAX_DEF, DEF_EMPTY, IS_GENES, FIRST, HAS_LEADER, MAX_ROWS = range(8)
+"""Places in the description of a column: codec; bytes of a stored value; definition level of a value, and of an empty
+list; whether it holds column numbers; which number is column 0; whether the first value of each row is left out; rows
+that a chunk has at most."""
+N_SPEC = 8
+
+# What a page's header says.
+(
+    TYPE,
+    FULL,
+    STORED,
+    CRC,
+    N,
+    ENCODING,
+    _DEF_ENCODING,
+    _REP_ENCODING,
+    DEF_NBYTES,
+    REP_NBYTES,
+    IS_PACKED,
+    _OTHER,
+) = range(12)
+N_PAGE = 12
+
+_FIELDS = np.full((9, 10), _OTHER, dtype=np.int64)
+_FIELDS[0, 1:5] = TYPE, FULL, STORED, CRC
+_FIELDS[5, 1:5] = N, ENCODING, _DEF_ENCODING, _REP_ENCODING
+_FIELDS[7, 1:3] = N, ENCODING
+_FIELDS[8, 1], _FIELDS[8, 4:8] = N, (ENCODING, DEF_NBYTES, REP_NBYTES, IS_PACKED)
+
+MAX_PAGE = 1 << 30
+"""Bytes of a page, and levels in one, at most."""
+
+_native = numba.njit(nogil=True, cache=True, error_model="numpy")
+_call_snappy = _caller(_I32, _I64, _I64, _I64, _I64)
+
+
+def describe(code: int) -> str:
+    """Return what a code of this module means, as a part of a sentence."""
+    return {
+        BAD_HEADER: "the header of a page is malformed",
+        BAD_PAGE_SIZE: "its pages do not fit its size",
+        BAD_CRC: "the CRC-32 of a page does not match",
+        BAD_CODEC: "a page cannot be decompressed",
+        BAD_LEVELS: "the levels of a page are malformed",
+        NULL_VALUE: "a list holds a missing value",
+        NULL_LIST: "a list is missing",
+        BAD_ENCODING: "a page is encoded in a way that is not known here",
+        BAD_INDEX: "a page names an entry that its dictionary does not have",
+        BAD_COUNT: "it does not hold as many values as its rows should have",
+        BAD_LEADER: "a row does not begin with the [CLS] pair (1 and a value below 0) that the others begin with",
+        SHORT_READ: "it could not be read whole",
+    }[code]
+
+
+@_native
+def read_varint(at: int, end: int) -> Any:  # pragma: no cover - compiled
+    """Return a number and the address after it; an address below 0 where there is none."""
+    value, shift = 0, 0
+    while at < end and shift < 64:
+        byte = _load8(at)
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+    return 0, TRUNCATED if at >= end else BAD_HEADER
+
+
+@_native
+def _skip(at: int, end: int, kind: int) -> int:  # noqa: PLR0911 - one for each way to end # pragma: no cover - compiled
+    """Return the address after a value of thrift; of a struct, after all its fields."""
+    depth = 0
+    while True:
+        if kind == 3:
+            at += 1
+        elif 4 <= kind <= 6:
+            _, at = read_varint(at, end)
+            if at < 0:
+                return at
+        elif kind == 7:
+            at += 8
+        elif kind == 8:
+            n, at = read_varint(at, end)
+            if at < 0:
+                return at
+            if n < 0 or n > MAX_PAGE:
+                return BAD_HEADER
+            at += n
+        elif kind == 12:
+            depth += 1
+        elif kind != 1 and kind != 2:  # noqa: PLR1714 - compiled
+            return BAD_HEADER
+        is_next = False
+        while depth and not is_next:
+            if at >= end:
+                return TRUNCATED
+            byte = _load8(at)
+            at += 1
+            if byte == 0:
+                depth -= 1
+                continue
+            if byte >> 4 == 0:
+                _, at = read_varint(at, end)
+                if at < 0:
+                    return at
+            kind, is_next = byte & 15, True
+        if not is_next:
+            return at if at <= end else TRUNCATED
+
+
+@_native
+def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - compiled
+    """Read the header of a page into `page` (`N_PAGE`,) int64; return the address after it, or a code below 0."""
+    page[:] = 0
+    page[CRC] = page[TYPE] = page[FULL] = page[STORED] = -1
+    page[_DEF_ENCODING] = page[_REP_ENCODING] = _RLE
+    page[IS_PACKED] = 1
+    struct, field, outer = 0, 0, 0
+    while True:
+        if at >= end:
+            return TRUNCATED
+        byte = _load8(at)
+        at += 1
+        if byte == 0:
+            if struct == 0:
+                break
+            struct, field = 0, outer
+            continue
+        kind = byte & 15
+        field += byte >> 4
+        if byte >> 4 == 0:
+            value, at = read_varint(at, end)
+            if at < 0:
+                return at
+            field = _shift_right(value, 1) ^ -(value & 1)
+        if struct == 0 and kind == 12 and (field == 5 or field == 7 or field == 8):  # noqa: PLR1714 - compiled
+            struct, field, outer = field, 0, field
+            continue
+        place = _FIELDS[struct, field] if 0 < field < 10 else _OTHER
+        if place != _OTHER and kind == 5:
+            value, at = read_varint(at, end)
+            if at < 0:
+                return at
+            page[place] = _shift_right(value, 1) ^ -(value & 1)
+        elif place != _OTHER and (kind == 1 or kind == 2):  # noqa: PLR1714 - compiled
+            page[place] = kind == 1
+        else:
+            at = _skip(at, end, kind)
+            if at < 0:
+                return at
+    is_sane = 0 <= page[FULL] <= MAX_PAGE and 0 <= page[STORED] <= MAX_PAGE and 0 <= page[N] <= MAX_PAGE
+    levels = page[DEF_NBYTES] + page[REP_NBYTES]
+    is_sane &= page[DEF_NBYTES] >= 0 and page[REP_NBYTES] >= 0 and levels <= min(page[FULL], page[STORED])
+    return at if is_sane and page[TYPE] >= 0 else BAD_HEADER
+
+
+@_native
+def decompress(
+    at: int, n: int, to: int, size: int, codec: int, src: Any, dst: Any, tables: Any, addresses: Any, snappy: int
+) -> int:  # pragma: no cover - compiled
+    """Decompress n bytes at an address in `src` into exactly `size` bytes at an address in `dst`; 0 or a code."""
+    if codec == NO_CODEC:
+        if n != size:
+            return BAD_PAGE_SIZE
+        copy_bytes(at, to, n)
+        return 0
+    if size == 0:
+        return 0
+    got = -1
+    if codec == SNAPPY:
+        if snappy != 0:
+            addresses[-1] = size
+            place = np.int64(addresses.ctypes.data) + 8 * (addresses.size - 1)
+            value, head = read_varint(at, at + n)
+            if head > 0 and value == size and _call_snappy(snappy, (at, n, to, place)) == 0:
+                got = addresses[-1]
+        else:
+            got = snappy_front(at, at + n, to, size, size)
+    elif codec == _GZIP:
+        start = np.int64(src.ctypes.data)
+        place = np.int64(dst.ctypes.data)
+        got = gunzip(src, at - start, n, dst[to - place :], size, size, tables, True)
+    elif codec == _ZSTD:
+        got = _zstd(at, n, to, size, addresses)
+    else:
+        got = _lz4(at, n, to, size, size, addresses)
+    return 0 if got == size else BAD_CODEC
+
+
+@_native
+def copy_bytes(at: int, to: int, n: int) -> None:  # pragma: no cover - compiled
+    """Copy n bytes from one address to another."""
+    i = 0
+    while n - i >= 8:
+        _store64(to + i, _load64(at + i))
+        i += 8
+    while i < n:
+        _store8(to + i, _load8(at + i))
+        i += 1
+
+
+@_native
+def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pragma: no cover - compiled
+    """Decompress the first `need` bytes of a block of snappy, or more, of which there may be only a front.
+
+    Returns
+    -------
+    int
+        Bytes that are there now, at most `room`; fewer than `need` where the front ends too early; or a code below 0.
+    """
+    size, at = read_varint(at, end)
+    if at < 0:
+        return BAD_CODEC
+    room = min(room, size)
+    out = 0
+    while out < need and at < end:
+        tag = _load8(at)
+        at += 1
+        kind = tag & 3
+        if kind == 0:
+            n = tag >> 2
+            if n >= 60:
+                extra = n - 59
+                if end - at < extra:
+                    return out
+                n = 0
+                for k in range(extra):
+                    n |= _load8(at + k) << (8 * k)
+                at += extra
+            n += 1
+            given = min(n, end - at, room - out)
+            copy_bytes(at, to + out, given)
+            out += given
+            if given < n:
+                return out
+            at += n
+            continue
+        width = 1 if kind == 1 else 2 if kind == 2 else 4
+        if end - at < width:
+            return out
+        offset = 0
+        for k in range(width):
+            offset |= _load8(at + k) << (8 * k)
+        at += width
+        if kind == 1:
+            n = 4 + ((tag >> 2) & 7)
+            offset |= (tag >> 5) << 8
+        else:
+            n = 1 + (tag >> 2)
+        if offset == 0 or offset > out:
+            return BAD_CODEC
+        n = min(n, room - out)
+        for k in range(n):
+            _store8(to + out + k, _load8(to + out + k - offset))
+        out += n
+        if out >= room:
+            break
+    return out
+
+
+# A cursor over levels: where it stands, where they end, bits of each, levels left in its run, whether that is packed,
+# its level or next bit.
+_AT, _END, _BITS, _LEFT, _PACKED, _STATE = range(6)
+
+
+@_native
+def start_levels(cursor: Any, at: int, end: int, greatest: int) -> None:  # pragma: no cover - compiled
+    """Put a cursor before the first of levels up to `greatest`."""
+    bits = 0
+    while greatest >> bits:
+        bits += 1
+    cursor[_AT], cursor[_END], cursor[_BITS], cursor[_LEFT] = at, end, bits, 0
+
+
+@_native
+def _next_run(cursor: Any) -> bool:  # pragma: no cover - compiled
+    """Enter the next run of levels; False where there is none."""
+    at, end, bits = cursor[_AT], cursor[_END], cursor[_BITS]
+    header, at = read_varint(at, end)
+    if at < 0 or header < 0 or header >> 1 == 0 or header >> 1 > MAX_PAGE:
+        return False
+    cursor[_PACKED] = header & 1
+    if header & 1:
+        nbytes = min((header >> 1) * bits, end - at)
+        cursor[_LEFT], cursor[_STATE] = min((header >> 1) * 8, nbytes * 8 // bits), at * 8
+        cursor[_AT] = at + nbytes
+        return cursor[_LEFT] > 0
+    if at >= end:
+        return False
+    cursor[_LEFT], cursor[_STATE], cursor[_AT] = header >> 1, _load8(at), at + 1
+    return True
+
+
+@_native
+def _next_level(cursor: Any) -> int:  # pragma: no cover - compiled
+    """Return the next level; -1 where there is none."""
+    if cursor[_LEFT] == 0 and not _next_run(cursor):
+        return -1
+    cursor[_LEFT] -= 1
+    if cursor[_PACKED] == 0:
+        return cursor[_STATE]
+    level = 0
+    for k in range(cursor[_BITS]):
+        bit = cursor[_STATE] + k
+        level |= ((_load8(bit >> 3) >> (bit & 7)) & 1) << k
+    cursor[_STATE] += cursor[_BITS]
+    return level
+
+
+@_native
+def is_one_run(cursor: Any, n: int, level: int) -> bool:  # pragma: no cover - compiled
+    """Enter the first run of levels, and return whether it is of at least n times one level."""
+    return _next_run(cursor) and cursor[_PACKED] == 0 and cursor[_STATE] == level and cursor[_LEFT] >= n
+
+
+@_native
+def find_rows(  # noqa: PLR0911 - one for each thing that may be wrong
+    rep: int, rep_end: int, defs: int, def_end: int, n: int, spec: Any, cursors: Any, starts: Any, found: Any
+) -> int:  # pragma: no cover - compiled
+    """Find the rows that begin in a page of n levels.
+
+    Parameters
+    ----------
+    rep, rep_end, defs, def_end
+        Where repetition and definition levels lie.
+    starts : int64
+        Out: number of the first value of each row, counted over the chunk; the next row's where it has none.
+    found : (2,) int64
+        Rows and values found so far, brought up to date here.
+
+    Returns
+    -------
+    int
+        0 or a code.
+    """
+    rows, values = found[0], found[1]
+    rep_levels, def_levels = cursors[0], cursors[1]
+    start_levels(rep_levels, rep, rep_end, 1)
+    start_levels(def_levels, defs, def_end, spec[MAX_DEF])
+    if n == 0:
+        return 0
+    if not is_one_run(def_levels, n, spec[MAX_DEF]):
+        start_levels(def_levels, defs, def_end, spec[MAX_DEF])
+        for _ in range(n):
+            level, repeated = _next_level(def_levels), _next_level(rep_levels)
+            if not (0 <= level <= spec[MAX_DEF] and 0 <= repeated <= 1) or (repeated and rows == 0):
+                return BAD_LEVELS
+            if repeated == 0:
+                if rows >= starts.size:
+                    return BAD_COUNT
+                starts[rows] = values
+                rows += 1
+            if level == spec[MAX_DEF]:
+                values += 1
+            elif level > spec[DEF_EMPTY]:
+                return NULL_VALUE
+            elif level < spec[DEF_EMPTY]:
+                return NULL_LIST
+            elif repeated:
+                return BAD_LEVELS
+        found[0], found[1] = rows, values
+        return 0
+    done = 0
+    while done < n:
+        if not _next_run(rep_levels):
+            return BAD_LEVELS
+        m = min(rep_levels[_LEFT], n - done)
+        if rep_levels[_PACKED]:
+            at, k = rep_levels[_STATE] >> 3, 0
+            while k < m:
+                byte = _load8(at + (k >> 3))
+                if byte == 255 and m - k >= 8:
+                    k += 8
+                    continue
+                for bit in range(min(8, m - k)):
+                    if (byte >> bit) & 1 == 0:
+                        if rows >= starts.size:
+                            return BAD_COUNT
+                        starts[rows] = values + done + k + bit
+                        rows += 1
+                    elif rows == 0:
+                        return BAD_LEVELS
+                k += 8
+        elif rep_levels[_STATE] == 0:
+            if m > starts.size - rows:
+                return BAD_COUNT
+            for k in range(m):
+                starts[rows + k] = values + done + k
+            rows += m
+        elif rows == 0 or rep_levels[_STATE] != 1:
+            return BAD_LEVELS
+        done += m
+    found[0], found[1] = rows, values + n
+    return 0
+
+
+@_native
+def find_levels(at: int, end: int, page: Any, spec: Any, place: Any) -> int:  # pragma: no cover - compiled
+    """Find the levels of a data page whose bytes, decompressed where need be, lie at an address.
+
+    Returns where the values begin, or `TRUNCATED` where the levels reach beyond `end`, or another code; `place` gets
+    both ends of repetition and of definition levels.
+    """
+    if page[TYPE] == DATA_V2:
+        place[0], place[1] = at, at + page[REP_NBYTES]
+        place[2], place[3] = place[1], place[1] + page[DEF_NBYTES]
+        return place[3] if place[3] <= end else TRUNCATED
+    if page[_REP_ENCODING] != _RLE or page[_DEF_ENCODING] != _RLE:
+        return BAD_ENCODING
+    for k in range(1 + (spec[MAX_DEF] > 0)):
+        if end - at < 4:
+            return TRUNCATED
+        n = _load32(at)
+        if n > page[FULL]:
+            return BAD_LEVELS
+        place[2 * k], place[2 * k + 1] = at + 4, at + 4 + n
+        at += 4 + n
+        if at > end:
+            return TRUNCATED
+    return at

@@ -1,0 +1,546 @@
+"""Parquet files whose rows are cells -> Store: one list of gene numbers and one of values in each row.
+
+So Tahoe-100M is published on Hugging Face, and so models that take genes as tokens keep their cells.
+
+Requirements this module answers
+--------------------------------
+- A row group's part of a column is one stored chunk. How many values a row has is known only from the pages themselves:
+  their fronts are read once, when a file is first opened, and what was found is kept beside it.
+- All files that are given together are one table: they have the genes of one table of genes, or else as many as the
+  greatest number in any of them says. Few are held open at a time.
+- The pair that stands for the whole cell (gene 1, a value below 0), where all rows begin with it, reaches nobody.
+- The two columns are of the same rows: their row lengths are compared before a value is read.
+
+References
+----------
+.. [1] Tahoe-100M, Hugging Face datasets tahoebio/Tahoe-100M: columns genes and expressions, table gene_metadata
+   (token_id, gene_symbol, ensembl_id); the first pair is dropped where its value is below 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends import codecs, parquet
+from gpuload.backends.native import parquet_pages
+from gpuload.backends.native.parquet import LEADER
+from gpuload.backends.reading import short_read
+from gpuload.errors import CorruptDataError, StoreError
+from gpuload.folder_source import FolderSource
+from gpuload.formats.arrays import (
+    OBSM,
+    RESTORE,
+    as_strings,
+    check_length,
+    check_n_vars,
+    listing,
+    no_column,
+    no_obsm,
+    numbered,
+)
+from gpuload.formats.index import Index, indptr_of
+from gpuload.formats.parquet import Table, read_column, read_joined
+from gpuload.layout import ArrayLayout, Filter
+from gpuload.source import FileSource
+from gpuload.store import CsrMatrix, ObsColumn, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.formats.parquet import ListColumn
+
+COLUMNS = (
+    ("genes", "expressions"),
+    ("gene_token_id", "gene_expression"),
+    ("indices", "data"),
+    ("indices", "values"),
+)
+"""Names of the columns of gene numbers and of values that are looked for, in this order."""
+
+GENES_FILE = "gene_metadata.parquet"
+"""The table of which gene a number stands for: beside the cells, in the folder above, or in metadata/ of either."""
+
+MAX_CHUNK = 1 << 26
+"""Values of a row group, at most: it is decoded whole."""
+
+_TOKENS, _NAMES, _IDS = ("token_id", "gene_id"), ("gene_symbol", "gene_name", "symbol"), ("ensembl_id", "ensembl")
+_AT_A_TIME = 8
+_MIN_ROWS = 1 << 12
+"""Of files with fewer rows nothing is kept."""
+
+_LONG_S = 10.0
+_GROUP = ("genes offset", "genes nbytes", "values offset", "values nbytes", "rows")
+
+_log = logging.getLogger("gpuload")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cells:
+    """What is known of one file.
+
+    Attributes
+    ----------
+    path, nbytes, stamp
+        The file, its size and time of last change.
+    names
+        Of the columns of genes and of values.
+    about : (2, 4) int64
+        Of each: codec, bytes of a stored value, definition levels of a value and of an empty list.
+    dtype
+        Of the values.
+    groups
+        By `_GROUP`, (n_groups,) int64: where the columns lie in each row group; its rows.
+    lengths : (n_rows,)
+        Stored values of each row.
+    has_leader
+        Whether each row begins with a pair that stands for the cell.
+    greatest
+        Greatest gene number; -1 where there is none.
+    """
+
+    path: str
+    nbytes: int
+    stamp: int
+    names: tuple[str, str]
+    about: NDArray[np.int64]
+    dtype: np.dtype[Any]
+    groups: dict[str, NDArray[np.int64]]
+    lengths: NDArray[Any]
+    has_leader: bool
+    greatest: int
+
+
+def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store:
+    """Open files whose rows are cells as one table.
+
+    Gene numbers and values are looked for in columns ``genes`` and ``expressions``, ``gene_token_id`` and
+    ``gene_expression``, ``indices`` and ``data``, or ``indices`` and ``values``.
+    Genes are called by `GENES_FILE` where that is found, by their symbols and by their ids; else by their numbers.
+    Every other column of one value a row is one of obs.
+
+    Parameters
+    ----------
+    paths
+        The files.
+    layer
+        ``"X"``, or the name of the column of values.
+    obs
+        Columns of obs to hold.
+
+    Raises
+    ------
+    ReadError
+        A file cannot be opened, or ends early.
+    StoreError
+        A column is not there, or not of the kind that can be read; lists are missing or hold missing values.
+    CorruptDataError
+        A file is damaged, or its lists do not fit together.
+    MissingDependencyError
+        pyarrow is not installed.
+    """
+    if layer.startswith(OBSM):
+        raise no_obsm(paths[0], layer, ())
+    genes = _genes_of(paths[0])
+    files = _look_at(paths, layer)
+    first = 0 if genes is None else genes[0]
+    n_vars = max(file.greatest for file in files) + 1 if genes is None else genes[1].size
+    check_n_vars(paths[0], n_vars)
+    for file in files if genes is not None else ():
+        if file.greatest - first >= n_vars:
+            raise StoreError(
+                f"{file.path}: {file.names[0]!r} holds the number {file.greatest}, but {GENES_FILE} names genes "
+                f"{first} to {first + n_vars - 1} only; put the table of these cells there, or none."
+            )
+    columns = {name: _obs_column(paths, name) for name in obs}
+    for name, column in columns.items():
+        check_length(
+            f"{paths[0]}: obs column {name!r}", column.values.size, sum(f.lengths.size for f in files), "cells"
+        )
+    source = _Files(files)
+    matrices = tuple(_matrix(file, source, number, first, n_vars) for number, file in enumerate(files))
+    var_names = numbered(n_vars) if genes is None else genes[1]
+    return Store(matrices, tuple(paths), var_names, columns, (source,), None if genes is None else genes[2])
+
+
+def obs_columns(path: str) -> list[str]:
+    """Return the names of the columns of one value a row."""
+    return Table(path).flat()
+
+
+class _Files(FolderSource):
+    """Files at any paths as one row of bytes."""
+
+    def __init__(self, files: Sequence[_Cells]) -> None:
+        paths = [file.path for file in files]
+        nbytes, stamps = (np.array([getattr(f, name) for f in files], dtype=np.int64) for name in ("nbytes", "stamp"))
+        super().__init__(paths[0] if len(paths) == 1 else os.path.dirname(paths[0]), paths, nbytes, stamps)
+
+    def _path(self, number: int) -> str:
+        return self._names[number]
+
+
+def _matrix(file: _Cells, source: _Files, number: int, first: int, n_vars: int) -> CsrMatrix:
+    """Return the matrix of one file."""
+    lengths = file.lengths.astype(np.int64)
+    indptr = indptr_of(lengths - (lengths > 0) if file.has_leader else lengths)
+    rows = file.groups["rows"]
+    edges = indptr[np.append(0, np.cumsum(rows))]
+    most = int(np.diff(edges).max(initial=0))
+    if most > MAX_CHUNK:
+        raise StoreError(
+            f"{file.path}: a row group holds {most} values, and is decoded whole; at most {MAX_CHUNK} are read here. "
+            "Write the file anew with fewer rows a group, for example row_group_size=1000."
+        )
+    layouts = []
+    for column, (part, dtype) in enumerate((("genes", np.dtype(np.int32)), ("values", file.dtype))):
+        offset, nbytes = file.groups[f"{part} offset"], file.groups[f"{part} nbytes"]
+        spec = _spec(file.about[column], part == "genes", first, file.has_leader, int(rows.max(initial=0)))
+        layout = ArrayLayout(
+            source,
+            file.names[column],
+            (int(indptr[-1]),),
+            dtype,
+            (max(1, most),),
+            offset + source.base[number],
+            nbytes,
+            np.zeros(offset.size, dtype=np.uint32),
+            (Filter("parquet", spec),),
+            edges=edges,
+        )
+        layouts.append(layout)
+    return CsrMatrix(indptr, layouts[1], layouts[0], n_vars)
+
+
+def _spec(about: NDArray[np.int64], is_genes: bool, first: int, has_leader: bool, max_rows: int) -> tuple[int, ...]:
+    codec, width, max_def, def_empty = (int(n) for n in about)
+    return codec, width, max_def, def_empty, int(is_genes), first if is_genes else 0, int(has_leader), max_rows
+
+
+def _look_at(paths: Sequence[str], layer: str) -> list[_Cells]:
+    """Look at several files at a time; where some cannot be read, the first of them is what is wrong."""
+    progress = _Progress(len(paths))
+    with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="gpuload-parquet") as pool:
+        looking = [pool.submit(_look_at_one, path, layer, progress) for path in paths]
+        try:
+            return [future.result() for future in looking]
+        except BaseException:
+            for future in looking:
+                future.cancel()
+            raise
+
+
+class _Progress:
+    """Says now and then how far the reading of row lengths is, where it takes long."""
+
+    def __init__(self, n: int) -> None:
+        self._n, self._done, self._lock = n, 0, threading.Lock()
+        self._start = self._said = time.monotonic()
+
+    def one(self, path: str) -> None:
+        """Count a file."""
+        with self._lock:
+            self._done += 1
+            now = time.monotonic()
+            if now - self._said < _LONG_S or self._done == self._n:
+                return
+            self._said = now
+            _log.warning(
+                "%s: row lengths of %d of %d files were read in %.0f s; they are kept for the next time.",
+                path,
+                self._done,
+                self._n,
+                now - self._start,
+            )
+
+
+def _look_at_one(path: str, layer: str, progress: _Progress) -> _Cells:
+    source = FileSource(path)
+    try:
+        index = Index(source)
+        cells = _kept(index, source, layer)
+        if cells is None:
+            cells = _read(source, layer)
+            if cells.lengths.size >= _MIN_ROWS:
+                _keep(index, cells, layer)
+                index.save()
+        progress.one(path)
+        return cells
+    finally:
+        source.close()
+
+
+def _kept(index: Index, source: FileSource, layer: str) -> _Cells | None:
+    """Return what was kept of a file when it was opened earlier."""
+    parts = {name: index.get(f"{layer} {name}") for name in ("names", "about", "dtype", "file", "lengths", *_GROUP)}
+    if any(part is None for part in parts.values()):
+        return None
+    found: dict[str, Any] = parts
+    genes, values = found["names"].astype(np.uint8).tobytes().decode().split("\0")
+    groups = {name: found[name].astype(np.int64) for name in _GROUP}
+    has_leader, greatest = (int(n) for n in found["file"])
+    status = os.fstat(source.fileno())
+    cells = _Cells(
+        source.name,
+        status.st_size,
+        status.st_mtime_ns,
+        (genes, values),
+        found["about"].astype(np.int64).reshape(2, 4),
+        np.dtype(found["dtype"].astype(np.uint8).tobytes().decode()),
+        groups,
+        found["lengths"],
+        bool(has_leader),
+        greatest - 1,
+    )
+    return cells if int(groups["rows"].sum()) == cells.lengths.size else None
+
+
+def _keep(index: Index, cells: _Cells, layer: str) -> None:
+    def text(given: str) -> NDArray[np.uint8]:
+        return np.frombuffer(given.encode(), dtype=np.uint8)
+
+    index.keep(f"{layer} names", text("\0".join(cells.names)))
+    index.keep(f"{layer} about", cells.about.ravel())
+    index.keep(f"{layer} dtype", text(cells.dtype.str))
+    index.keep(f"{layer} file", np.array([cells.has_leader, cells.greatest + 1], dtype=np.int64))
+    index.keep(f"{layer} lengths", cells.lengths)
+    for name in _GROUP:
+        index.keep(f"{layer} {name}", cells.groups[name])
+
+
+def _read(source: FileSource, layer: str) -> _Cells:
+    """Return what a file says of itself."""
+    table = Table(source.name)
+    names = _columns(table, layer)
+    genes, values = (table.list_column(name) for name in names)
+    if genes.dtype.kind not in "iu":
+        raise StoreError(f"{source.name}: column {names[0]!r} holds {genes.dtype}; gene numbers are integers.")
+    rows = table.group_rows()
+    for name, column in zip(names, (genes, values), strict=True):
+        _check_place(source, name, column)
+    lengths = _row_lengths(source, names, (genes, values), rows)
+    reader = _Reader(source, names, (genes, values), rows, lengths)
+    status = os.fstat(source.fileno())
+    return _Cells(
+        source.name,
+        status.st_size,
+        status.st_mtime_ns,
+        names,
+        np.array([_about(genes), _about(values)], dtype=np.int64),
+        values.dtype,
+        {
+            "genes offset": genes.offset,
+            "genes nbytes": genes.nbytes,
+            "values offset": values.offset,
+            "values nbytes": values.nbytes,
+            "rows": rows,
+        },
+        lengths,
+        reader.has_leader(),
+        reader.greatest(),
+    )
+
+
+def _columns(table: Table, layer: str) -> tuple[str, str]:
+    """Return the names of the columns of genes and of values."""
+    known = table.lists()
+    if layer == "X":
+        found = next((pair for pair in COLUMNS if set(pair) <= set(table.names())), None)
+        if found is not None:
+            return found
+        wanted = " or ".join(f"{genes!r} and {values!r}" for genes, values in COLUMNS)
+        raise StoreError(
+            f"{table.path}: it has {listing(table.names())}; expected cells as rows with a list of gene numbers and "
+            f"one of values, in columns {wanted}. Rename them, or name the column of values with layer=."
+        )
+    genes = next((name for name, _ in COLUMNS if name in table.names()), None)
+    if layer not in table.names() or genes is None:
+        have = f"its lists are {listing(known)}" if known else "it has no lists"
+        raise StoreError(f"{table.path}: there is no layer {layer!r}, a column with a list of values a row; {have}.")
+    return genes, layer
+
+
+def _about(column: ListColumn) -> tuple[int, int, int, int]:
+    return parquet_pages.CODECS[column.codec], column.dtype.itemsize, column.max_def, column.def_empty
+
+
+def _check_place(source: FileSource, name: str, column: ListColumn) -> None:
+    if not parquet.can_decode(column.codec):
+        raise StoreError(
+            f"{source.name}: column {name!r} is compressed with {column.codec}, which cannot be decoded here; known "
+            f"are {', '.join(parquet_pages.CODECS)}. Write it anew, for example with compression='zstd'."
+        )
+    end = column.offset + column.nbytes
+    if np.any(column.offset < 0) or np.any(column.nbytes < 0) or np.any(end > source.nbytes):
+        raise CorruptDataError(f"{source.name}: column {name!r} should lie beyond the file's end. {RESTORE}")
+
+
+def _row_lengths(
+    source: FileSource, names: tuple[str, str], columns: tuple[ListColumn, ListColumn], rows: NDArray[np.int64]
+) -> NDArray[Any]:
+    """Return the values of each row, found in both columns, in the smallest type that holds them."""
+    parts = []
+    for group, n_rows in enumerate(rows.tolist()):
+        of_genes, of_values = (
+            _group_lengths(source, name, column, group, n_rows) for name, column in zip(names, columns, strict=True)
+        )
+        if not np.array_equal(of_genes, of_values):
+            row = int(np.argmax(of_genes != of_values))
+            raise CorruptDataError(
+                f"{source.name}: row {int(rows[:group].sum()) + row} has {of_genes[row]} {names[0]} but "
+                f"{of_values[row]} {names[1]}; write the file anew."
+            )
+        parts.append(of_genes)
+    lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+    return lengths.astype(np.min_scalar_type(int(lengths.max(initial=0))))  # of 100 million rows 0.2 GB, not 0.8
+
+
+def _group_lengths(source: FileSource, name: str, column: ListColumn, group: int, n_rows: int) -> NDArray[np.int64]:
+    offset, nbytes = int(column.offset[group]), int(column.nbytes[group])
+    spec = _spec(np.array(_about(column)), False, 0, False, n_rows)
+    try:
+        starts, n_values = parquet.row_starts(source.fileno(), offset, nbytes, spec, n_rows)
+    except parquet.MissingError as error:
+        raise StoreError(
+            f"{source.name}: column {name!r}: {error} (row group {group}); a cell without values is an empty list. "
+            "Write the file anew without missing ones."
+        ) from error
+    except codecs.DecodeError as error:
+        raise _bad_chunk(source, name, group, offset, error) from error
+    return np.diff(np.append(starts, n_values))
+
+
+def _bad_chunk(source: FileSource, name: str, group: int, offset: int, error: Exception) -> CorruptDataError:
+    return CorruptDataError(
+        f"{source.name}: chunk {group} of {name} at byte {offset} is damaged: {error}. Restore it from its source."
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reader:
+    """Looks into the values of a file as it is opened, where its footer does not say what is to be known."""
+
+    source: FileSource
+    names: tuple[str, str]
+    columns: tuple[ListColumn, ListColumn]
+    rows: NDArray[np.int64]
+    lengths: NDArray[Any]
+
+    def has_leader(self) -> bool:
+        """Return whether each row begins with gene `LEADER` and the same value below 0.
+
+        Where the bounds of any row group allow for that, the first one is looked at. If its rows do, the others are
+        looked at as they are read; if they do not, the first and the last that may are looked at, too.
+        """
+        genes, values = self.columns
+        filled = [group for group in range(self.rows.size) if self._lengths_of(group).any()]
+        may_have = [g for g in filled if not (genes.least[g] > LEADER or values.least[g] >= 0)]  # NaN: not known
+        if may_have and self._has_leader(filled[0]):
+            return True
+        for group in {may_have[0], may_have[-1]} - {filled[0]} if may_have else ():
+            if self._has_leader(group):
+                raise self._mixed(int(self.rows[: filled[0]].sum()) + int(np.argmax(self._lengths_of(filled[0]) > 0)))
+        return False
+
+    def _has_leader(self, group: int) -> bool:
+        lengths = self._lengths_of(group)
+        at = (np.cumsum(lengths) - lengths)[lengths > 0]
+        numbers, found = self._decode(0, group)[at], self._decode(1, group)[at]
+        is_one = (numbers == LEADER) & (found < 0)
+        if not is_one.any() or np.any(found[is_one] != found[is_one][0]):
+            return False
+        if not is_one.all():
+            raise self._mixed(int(self.rows[:group].sum()) + int(np.flatnonzero(lengths > 0)[np.argmin(is_one)]))
+        return True
+
+    def _mixed(self, row: int) -> StoreError:
+        return StoreError(
+            f"{self.source.name}: some rows begin with the [CLS] pair ({LEADER} and the same value below 0) and others "
+            f"do not, row {row} for one; write the file anew with that pair in all rows or in none."
+        )
+
+    def greatest(self) -> int:
+        """Return the greatest gene number; -1 where there is none."""
+        column = self.columns[0]
+        found = [-1]
+        for group in np.flatnonzero(column.nbytes).tolist():
+            known = column.greatest[group]
+            if np.isnan(known):
+                numbers = self._decode(0, group)
+                if np.any(numbers < 0):
+                    raise CorruptDataError(f"{self.source.name}: {self.names[0]!r} holds a number below 0. {RESTORE}")
+                known = numbers.max(initial=-1)
+            found.append(int(known))
+        return max(found)
+
+    def _lengths_of(self, group: int) -> NDArray[np.int64]:
+        start = int(self.rows[:group].sum())
+        return self.lengths[start : start + int(self.rows[group])].astype(np.int64)
+
+    def _decode(self, which: int, group: int) -> NDArray[Any]:
+        """Return all values of a row group; gene numbers as int32."""
+        name, column = self.names[which], self.columns[which]
+        offset, nbytes = int(column.offset[group]), int(column.nbytes[group])
+        stored = np.empty(nbytes, dtype=np.uint8)
+        got = self.source.read_into(stored, offset)
+        if got < nbytes:
+            raise short_read(self.source, name, offset, nbytes, got)
+        n = int(self._lengths_of(group).sum())
+        dtype = np.dtype(np.int32) if which == 0 else column.dtype
+        spec = _spec(np.array(_about(column)), which == 0, 0, False, int(self.rows[group]))
+        try:
+            plain = parquet.decode(stored, spec, n * dtype.itemsize, dtype.itemsize)
+        except codecs.DecodeError as error:
+            raise _bad_chunk(self.source, name, group, offset, error) from error
+        return plain.view(dtype)
+
+
+def _obs_column(paths: Sequence[str], name: str) -> ObsColumn:
+    from gpuload.formats.obs import encode
+
+    for path in paths:
+        table = Table(path)
+        if name not in table.flat():
+            if name in table.names():
+                raise StoreError(f"{path}: obs column {name!r} holds {table.type_of(name)}; expected one value a cell.")
+            raise no_column(path, name, table.flat())
+    return encode(read_joined(paths, name), name, paths[0])
+
+
+def _genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] | None] | None:
+    """Return which number is the first gene's, the genes' names and their ids, as the table of genes says."""
+    beside = os.path.dirname(os.path.abspath(path))
+    above = os.path.dirname(beside)
+    places = [os.path.join(folder, *sub) for folder in (beside, above) for sub in ((), ("metadata",))]
+    table = next((t for place in places if os.path.isfile(t := os.path.join(place, GENES_FILE))), None)
+    if table is None:
+        return None
+    columns = Table(table).flat()
+    token, name, other = (next((c for c in known if c in columns), None) for known in (_TOKENS, _NAMES, _IDS))
+    if token is None or (name is None and other is None):
+        raise StoreError(
+            f"{table}: it has {listing(columns)}; expected token_id, and gene_symbol or ensembl_id. Move it elsewhere "
+            "to have genes called by their numbers."
+        )
+    tokens = read_column(table, token)
+    if tokens.dtype.kind not in "iu" or not tokens.size or tokens.min() < 0 or np.unique(tokens).size < tokens.size:
+        raise StoreError(f"{table}: {token} should hold whole numbers, each once; write the table anew.")
+    check_n_vars(table, int(tokens.max()) - int(tokens.min()) + 1)
+    first, place = int(tokens.min()), tokens - tokens.min()
+    names, ids = numbered(int(tokens.max()) + 1)[first:], None
+    for column in (other, name):  # names where there are such, else ids, else numbers
+        if column is not None:
+            given = read_column(table, column)
+            is_there = np.array([isinstance(value, str) and bool(value) for value in given], dtype=bool)
+            names[place[is_there]] = as_strings(given[is_there])
+        ids = names.copy() if column == other and column is not None and name is not None else ids
+    return first, names, ids

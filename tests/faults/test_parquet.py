@@ -1,0 +1,264 @@
+"""Parquet whose rows are cells: what cannot be read is refused in a sentence; damage is found, or read as it stands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import gpuload
+from gpuload.formats import parquet_cells
+from tests.faults.test_refusals import assert_refused
+from tests.other_forms import lists_of, write_genes, write_parquet
+from tests.parquet_mutants import BASES
+from tests.writers import N_VARS, counts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+ROOT = Path(__file__).parents[2]
+N_QUICK, N_SLOW = 120, 4_000
+TIME_LIMIT_S = 240
+ALLOWED = {"equal", "right", "refused"}
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing(no_leaks: None, tmp_path: Path) -> None:
+    """Check it for every test here, after pyarrow has its threads."""
+    write_parquet(tmp_path / "warm", counts(), {"n": list(range(131))})
+    with gpuload.open_loader(tmp_path / "warm", obs=["n"]) as loader:
+        list(loader)
+    (tmp_path / "warm").unlink()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes columns as a file."""
+
+    def table(**columns: Any) -> Path:
+        options = columns.pop("options", {})
+        pq.write_table(pa.table(columns), tmp_path / "cells.parquet", **options)
+        return tmp_path / "cells.parquet"
+
+    return table
+
+
+GENES, VALUES = lists_of(counts(), 0, None)
+
+
+def test_columns_that_are_not_there(write: Callable[..., Path]) -> None:
+    path = write(tokens=GENES, expressions=VALUES)
+    assert_refused("StoreError", path, str(path), "'tokens'", "'genes' and 'expressions'", "layer=")
+    path = write(genes=GENES, expressions=VALUES, n=list(range(131)))
+    assert_refused("StoreError", path, "'spliced'", "'expressions'", layer="spliced")
+    assert_refused("StoreError", path, "'n' holds int64", layer="n")
+    assert_refused("StoreError", path, "'genes' holds list", "one value a cell", obs=["genes"])
+    assert_refused("StoreError", path, "no column 'm'", "'n'", obs=["m"])
+    assert_refused("StoreError", path, "X_pca", obsm=["X_pca"])
+
+
+@pytest.mark.parametrize(
+    ("genes", "values", "parts"),
+    [
+        (pa.array([[1, 2], [3]]), pa.array([["a", "b"], ["c"]]), ["'expressions' holds list<", "string"]),
+        (pa.array([[[1, 2]], [[3]]]), pa.array([[1.0], [2.0]]), ["'genes' holds list<", "list<"]),
+        (pa.array([[1.0, 2.0], [3.0]]), pa.array([[1.0, 2.0], [3.0]]), ["'genes' holds float64", "integers"]),
+        (pa.array([[1], [2]]), pa.array([[True], [False]]), ["'expressions' holds list<", "bool"]),
+        (pa.array([1, 2]), pa.array([[1.0], [2.0]]), ["'genes' holds int64", "one list"]),
+        (pa.array([[{"a": 1}]]), pa.array([[1.0]]), ["'genes' holds list<", "struct"]),
+    ],
+)
+def test_other_types(write: Callable[..., Path], genes: Any, values: Any, parts: list[str]) -> None:
+    path = write(genes=genes, expressions=values)
+    assert_refused("StoreError", path, str(path), *parts)
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("codec", ["snappy", "zstd", "none"])
+@pytest.mark.parametrize(
+    ("genes", "values", "column", "what"),
+    [
+        ([[1], None, [2]], [[1.0], [], [2.0]], "'genes'", "a list is missing"),
+        ([[1], [], [2]], [[1.0], None, [2.0]], "'expressions'", "a list is missing"),
+        ([[1], [2, None]], [[1.0], [2.0, 3.0]], "'genes'", "a list holds a missing value"),
+        ([[1], [2, 3]], [[1.0], [2.0, None]], "'expressions'", "a list holds a missing value"),
+    ],
+)
+def test_missing_values(
+    write: Callable[..., Path], genes: Any, values: Any, column: str, what: str, codec: str, version: str
+) -> None:
+    path = write(genes=genes, expressions=values, options={"compression": codec, "data_page_version": version})
+    assert_refused("StoreError", path, str(path), column, what, "row group 0", "empty list")
+
+
+def test_lists_of_other_lengths(write: Callable[..., Path]) -> None:
+    path = write(genes=[[1], [2, 3], [4]], expressions=[[1.0], [2.0], [3.0, 4.0]], options={"row_group_size": 2})
+    assert_refused("CorruptDataError", path, "row 1 has 2 genes but 1 expressions")
+    path = write(genes=[[1], [2], [4], [5, 6]], expressions=[[1.0], [2.0], [3.0], [4.0]], options={"row_group_size": 2})
+    assert_refused("CorruptDataError", path, "row 3 has 2 genes but 1 expressions")
+
+
+def test_leaders_in_some_rows(write: Callable[..., Path]) -> None:
+    path = write(genes=[[1, 5], [], [4, 5], [1, 6]], expressions=[[-2.0, 1.0], [], [2.0, 3.0], [-2.0, 1.0]])
+    assert_refused("StoreError", path, str(path), "[CLS]", "row 2 for one")
+    genes, values = [[1, 5], [1, 7], [4, 5], [4, 6]], [[-2.0, 1.0], [-2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+    with_bounds = {"row_group_size": 2}
+    path = write(genes=genes, expressions=values, options=with_bounds)
+    assert_refused("CorruptDataError", path, "chunk 1 of", "[CLS]", shuffle=False)
+    path = write(genes=genes[::-1], expressions=values[::-1], options=with_bounds)
+    assert_refused("StoreError", path, str(path), "[CLS]", "row 0 for one")
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"compression": "brotli"}, ["'genes'", "BROTLI", "zstd"]),
+        (
+            {"use_dictionary": False, "column_encoding": {"genes.list.element": "DELTA_BINARY_PACKED"}},
+            ["'genes'", "DELTA_BINARY_PACKED", "dictionary"],
+        ),
+        (
+            {"use_dictionary": False, "column_encoding": {"expressions.list.element": "BYTE_STREAM_SPLIT"}},
+            ["'expressions'", "BYTE_STREAM_SPLIT"],
+        ),
+    ],
+)
+def test_encodings_that_are_not_known(write: Callable[..., Path], options: Any, parts: list[str]) -> None:
+    path = write(genes=GENES, expressions=VALUES, options=options)
+    assert_refused("StoreError", path, str(path), *parts)
+
+
+def test_row_groups_that_are_too_large(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_cells, "MAX_CHUNK", 100)
+    path = write(genes=GENES, expressions=VALUES)
+    assert_refused("StoreError", path, str(path), f"{counts().nnz} values", "row_group_size=")
+
+
+def test_tables_of_genes_that_do_not_fit(tmp_path: Path, write: Callable[..., Path]) -> None:
+    path, table = write(genes=GENES, expressions=VALUES), tmp_path / "gene_metadata.parquet"
+    write_genes(table, 0, N_VARS - 1)
+    assert_refused("StoreError", path, str(path), f"number {N_VARS - 1}", f"0 to {N_VARS - 2}")
+    write_genes(table, 1, N_VARS - 1)  # gene 0 has no name
+    assert_refused("CorruptDataError", path, "chunk 0 of genes", "column number outside")
+    pq.write_table(pa.table({"gene_symbol": ["a"]}), table)
+    assert_refused("StoreError", path, str(table), "'gene_symbol'", "token_id")
+    pq.write_table(pa.table({"gene_symbol": ["a", "b"], "token_id": [1, 1]}), table)
+    assert_refused("StoreError", path, str(table), "token_id", "once")
+    pq.write_table(pa.table({"gene_symbol": ["a", "b"], "token_id": [1.5, 1]}), table)
+    assert_refused("StoreError", path, str(table), "token_id", "whole numbers")
+    table.write_bytes(b"PAR1")
+    assert_refused("CorruptDataError", path, str(table))
+
+
+def test_gene_numbers_below_zero(write: Callable[..., Path]) -> None:
+    genes = [[0, 2], [-1, 3]]
+    assert_refused(
+        "CorruptDataError", write(genes=genes, expressions=genes), "chunk 0 of genes", "column number outside"
+    )
+    path = write(genes=genes, expressions=genes, options={"write_statistics": False})
+    assert_refused("CorruptDataError", path, str(path), "'genes'", "below 0")
+
+
+def test_columns_of_obs_that_differ_between_files(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", counts(), {"n": list(range(131)), "plate": ["a"] * 131})
+    write_parquet(tmp_path / "b.parquet", counts(), {"n": ["x"] * 131})
+    assert_refused("StoreError", tmp_path, "b.parquet", "'n'", "int64", obs=["n"])
+    assert_refused("StoreError", tmp_path, "b.parquet", "no column 'plate'", obs=["plate"])
+
+
+def test_a_pattern_that_nothing_fits(tmp_path: Path) -> None:
+    assert_refused("ReadError", tmp_path / "train-*.parquet", "train-*.parquet", "pattern")
+
+
+def test_truncated(write: Callable[..., Path]) -> None:
+    path = write(genes=GENES, expressions=VALUES)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    assert_refused("CorruptDataError", path, str(path), "restore")
+
+
+def test_changed_while_it_is_open(write: Callable[..., Path]) -> None:
+    path = write(genes=GENES, expressions=VALUES)
+    with gpuload.open_loader(path, batch_size=8, fetch_factor=1) as loader:
+        content = path.read_bytes()
+        path.write_bytes(content + b"more")
+        with pytest.raises(gpuload.ReadError, match="was changed"):
+            list(loader)
+
+
+def test_removed_while_it_is_open(write: Callable[..., Path]) -> None:
+    path = write(genes=GENES, expressions=VALUES)
+    with gpuload.open_loader(path) as loader:
+        path.unlink()
+        with pytest.raises(gpuload.ReadError, match="removed"):
+            list(loader)
+
+
+def test_without_pyarrow(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(genes=GENES, expressions=VALUES)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(gpuload.MissingDependencyError, match=r"gpuload\[parquet\]"):
+        gpuload.open_loader(path)
+
+
+# --- damage
+
+
+def outcomes(name: str, first: int, n: int, folder: Path) -> list[dict[str, Any]]:
+    """Return what becomes of each mutant."""
+    command = [sys.executable, "-m", "tests.parquet_mutants", name, str(first), str(n), str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=TIME_LIMIT_S + n, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{")]
+    assert done.returncode == 0, f"exit {done.returncode} at {lines[-1:]}: {done.stderr.decode()[-800:]}"
+    return [line for line in lines if "outcome" in line]
+
+
+def check(name: str, first: int, n: int, folder: Path) -> None:
+    found = outcomes(name, first, n, folder)
+    assert [line["number"] for line in found] == list(range(first, first + n))
+    bad = [line for line in found if line["outcome"] not in ALLOWED]
+    assert not bad, f"{name}: {len(bad)} bad outcomes, first {bad[:3]}"
+    for line in found:
+        if name == "checksums" and line["region"] in ("genes", "expressions"):
+            assert line["outcome"] in ("refused", "right"), line
+        if line["outcome"] == "refused":
+            assert "\n" not in line["message"], line
+            assert ".parquet" in line["message"], line
+            assert line["message"].endswith((".", "?")), line
+    assert 0 < sum(line["outcome"] == "refused" for line in found) < len(found)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_damaged_files(name: str, tmp_path: Path) -> None:
+    check(name, 0, N_QUICK, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BASES)
+def test_many_damaged_files(name: str, tmp_path: Path) -> None:
+    check(name, N_QUICK, N_SLOW, tmp_path)
+
+
+# --- the decoder alone
+
+
+def test_any_bytes_end_in_an_error_or_in_values() -> None:
+    from gpuload.backends import codecs, parquet
+    from gpuload.backends.native import parquet_pages
+
+    rng = np.random.default_rng(0)
+    for codec in parquet_pages.CODECS.values():
+        for _ in range(200):
+            stored = rng.integers(0, 256, int(rng.integers(0, 200)), dtype=np.uint8)
+            if stored.size > 8:
+                stored[:8] = [0x15, 0, 0x15, int(rng.integers(0, 100)), 0x15, int(rng.integers(0, 100)), 0x2C, 0x15]
+            with pytest.raises(codecs.DecodeError):
+                parquet.decode(stored, (codec, 4, 3, 1, 0, 0, 1, 10), 4 * 7, 4)

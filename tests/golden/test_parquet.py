@@ -1,0 +1,352 @@
+"""Parquet files whose rows are cells, against pyarrow: pages, leaders, genes, columns, the index, packing."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_matrix, vstack
+
+import gpuload
+from gpuload.backends import codecs
+from gpuload.backends import parquet as backend
+from gpuload.cli import main
+from gpuload.formats import open_store, parquet_cells
+from tests.other_forms import FORMS, NAMES, lists_of, write_genes, write_parquet
+from tests.writers import N_OBS, N_VARS, counts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_index_of_these(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPULOAD_INDEX", str(tmp_path_factory.mktemp("index")))
+        yield
+
+
+def read(path: Any, **given: Any) -> np.ndarray:
+    with gpuload.open_loader(path, shuffle=False, batch_size=32, fetch_factor=2, **given) as loader:
+        return np.concatenate([np.empty((0, loader.n_vars), np.float32), *(batch.X for batch in loader)])
+
+
+def random_rows(seed: int, n_rows: int, n_vars: int, most: int, share_empty: float) -> csr_matrix:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, most + 1, n_rows) * (rng.random(n_rows) >= share_empty)
+    rows = [np.sort(rng.choice(n_vars, min(n, n_vars), replace=False)) for n in lengths]
+    indices = np.concatenate([np.empty(0, np.int64), *rows])
+    indptr = np.concatenate([[0], np.cumsum([row.size for row in rows])])
+    data = rng.integers(1, 1 + rng.choice([1, 3, 300, 1 << 20]), indices.size).astype(np.float32)
+    return csr_matrix((data, indices, indptr), shape=(n_rows, n_vars))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    n_rows=st.integers(1, 300),
+    n_vars=st.sampled_from([1, 2, 60, 300, 70_000]),
+    most=st.sampled_from([0, 1, 3, 40, 2_000]),
+    share_empty=st.sampled_from([0.0, 0.1, 1.0]),
+    group=st.sampled_from([1, 7, 1_000]),
+    leader=st.sampled_from([None, -2.0]),
+    first=st.sampled_from([0, 3]),
+    page=st.sampled_from([64, 1_000, 1 << 20]),
+    version=st.sampled_from(["1.0", "2.0"]),
+    codec=st.sampled_from(["NONE", "SNAPPY", "ZSTD", "GZIP", "LZ4"]),
+    dictionary=st.sampled_from([False, 64, 1 << 20]),
+)
+def test_as_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    n_rows: int,
+    n_vars: int,
+    most: int,
+    share_empty: float,
+    group: int,
+    leader: float | None,
+    first: int,
+    page: int,
+    version: str,
+    codec: str,
+    dictionary: Any,
+) -> None:
+    path = tmp_path_factory.mktemp("random") / "cells.parquet"
+    X = random_rows(seed, n_rows, n_vars, most, share_empty)
+    options: dict[str, Any] = {"row_group_size": group, "data_page_size": page, "data_page_version": version}
+    options |= {"compression": codec, "use_dictionary": bool(dictionary)}
+    if dictionary:
+        options["dictionary_pagesize_limit"] = dictionary
+    write_parquet(path, X, {}, first=first, leader=leader, **options)
+    with gpuload.open_loader(path, output="csr", seed=seed % 7, batch_size=8, block_size=3, fetch_factor=3) as loader:
+        seen = 0
+        for batch in loader:
+            expected = X[batch.rows]
+            np.testing.assert_array_equal(batch.X.indptr, expected.indptr)
+            np.testing.assert_array_equal(batch.X.indices, expected.indices + first)
+            np.testing.assert_array_equal(batch.X.data, expected.data)
+            seen += len(batch)
+        assert seen == n_rows
+
+
+@pytest.mark.parametrize("nullable", ["neither", "list", "value", "both"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_columns_that_may_be_missing_or_not(nullable: str, version: str, tmp_path: Path) -> None:
+    value_nullable, list_nullable = nullable in ("value", "both"), nullable in ("list", "both")
+    X, fields, arrays = counts(), [], []
+    for name, rows, kind in zip(
+        ("genes", "expressions"), lists_of(X, 0, None), (pa.int64(), pa.float32()), strict=True
+    ):
+        type_ = pa.list_(pa.field("item", kind, nullable=value_nullable))
+        fields.append(pa.field(name, type_, nullable=list_nullable))
+        arrays.append(pa.array(rows, type_))
+    table = pa.table(arrays, pa.schema(fields))
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=50, data_page_version=version)
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet"), X.toarray())
+
+
+@pytest.mark.parametrize("kind", ["large_list", "fixed_size_list"])
+def test_other_lists(kind: str, tmp_path: Path) -> None:
+    numbers, values = np.arange(12).reshape(4, 3) % 5, np.arange(1, 13, dtype=np.float32).reshape(4, 3)
+    make = pa.large_list if kind == "large_list" else lambda type_: pa.list_(type_, 3)
+    columns = {
+        "genes": pa.array(numbers.tolist(), make(pa.int64())),
+        "expressions": pa.array(values.tolist(), make(pa.float32())),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    expected = np.zeros((4, 5), np.float32)
+    np.put_along_axis(expected, numbers, values, 1)
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet"), expected)
+
+
+def test_a_row_longer_than_pages(tmp_path: Path) -> None:
+    X = csr_matrix(np.arange(1, 9_001, dtype=np.float32).reshape(3, 3_000))
+    write_parquet(tmp_path / "a.parquet", X, {}, first=3, leader=-2.0, data_page_size=512, write_batch_size=64)
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet")[:, 3:], X.toarray())
+
+
+def test_leaders_alone(tmp_path: Path) -> None:
+    X = csr_matrix((5, 4), dtype=np.float32)
+    write_parquet(tmp_path / "a.parquet", X, {}, first=3, leader=-2.0)
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet"), np.zeros((5, 2)))
+
+
+def test_values_below_zero_are_no_leaders(tmp_path: Path) -> None:
+    X = csr_matrix(np.array([[0, -1, 2], [0, -3, 4], [5, -2, 0], [0, -2, 1]], dtype=np.float32))
+    write_parquet(tmp_path / "a.parquet", X, {})
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet"), X.toarray())
+    write_parquet(tmp_path / "b.parquet", X[[0, 1, 3]], {})  # all begin with gene 1 below 0, but not with one value
+    np.testing.assert_array_equal(read(tmp_path / "b.parquet"), X[[0, 1, 3]].toarray())
+    write_parquet(tmp_path / "c.parquet", csr_matrix(np.array([[0, 2, 1], [0, 2, 3]], dtype=np.float32)), {})
+    np.testing.assert_array_equal(read(tmp_path / "c.parquet"), [[0, 2, 1], [0, 2, 3]])
+
+
+def test_files_without_cells_and_groups_without_values(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", counts()[:0], {})
+    assert read(tmp_path / "a.parquet").shape == (0, 0)
+    X = vstack(
+        [csr_matrix((30, N_VARS), dtype=np.float32), counts(), csr_matrix((25, N_VARS), dtype=np.float32)]
+    ).tocsr()
+    write_parquet(tmp_path / "b.parquet", X, {}, row_group_size=10)
+    np.testing.assert_array_equal(read([tmp_path / "a.parquet", tmp_path / "b.parquet"]), X.toarray())
+    with gpuload.open_loader(tmp_path / "b.parquet", block_size="chunk", batch_size=10, fetch_factor=9) as loader:
+        assert sorted(np.concatenate([batch.rows for batch in loader])) == list(range(X.shape[0]))
+
+
+def test_genes_are_as_many_as_the_greatest_number_of_all_files_says(tmp_path: Path) -> None:
+    for name, n_vars in (("a", 5), ("b", 9), ("c", 2)):
+        write_parquet(tmp_path / f"{name}.parquet", csr_matrix(np.ones((3, n_vars), np.float32)), {})
+    with gpuload.open_loader(tmp_path) as loader:
+        assert list(loader.var_names) == [str(i) for i in range(9)]
+        assert loader.n_obs == 9
+    assert read(tmp_path).sum(axis=1).tolist() == [5] * 3 + [9] * 3 + [2] * 3
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_the_greatest_number_is_found_without_statistics(statistics: bool, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", counts(), {}, write_statistics=statistics)
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet"), counts().toarray())
+    write_parquet(tmp_path / "b.parquet", counts(), {}, first=3, leader=-2.0, write_statistics=statistics)
+    np.testing.assert_array_equal(read(tmp_path / "b.parquet")[:, 3:], counts().toarray())
+
+
+@pytest.mark.parametrize(
+    "place", ["gene_metadata.parquet", "../gene_metadata.parquet", "metadata/gene_metadata.parquet"]
+)
+def test_genes_by_name_and_by_id(place: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_parquet(tmp_path / "data/a.parquet", counts(), {}, first=7)
+    table = (tmp_path / "data" / place).resolve()
+    write_genes(table, 7, N_VARS)
+    with gpuload.open_loader(tmp_path / "data", genes=["gene_005", "ENSG00000000002"], shuffle=False) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, counts()[:64, [5, 2]].toarray())
+    with gpuload.open_loader(tmp_path / "data") as loader:
+        assert list(loader.var_names) == NAMES
+
+
+def test_genes_that_have_no_name_are_called_by_their_id_or_number(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", counts(), {})
+    table = {"token_id": [0, 2, N_VARS - 1], "gene_symbol": ["TP53", None, ""], "ensembl_id": ["E1", "E2", None]}
+    pq.write_table(pa.table(table), tmp_path / "gene_metadata.parquet")
+    with gpuload.open_loader(tmp_path) as loader:
+        assert list(loader.var_names[:4]) == ["TP53", "1", "E2", "3"]
+        assert loader.var_names[-1] == str(N_VARS - 1)
+
+
+def test_another_column_of_values(tmp_path: Path) -> None:
+    numbers, values = lists_of(counts(), 0, None)
+    columns = {"indices": numbers, "data": values, "spliced": [2 * v for v in values], "n": list(range(N_OBS))}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with gpuload.open_loader(tmp_path / "a.parquet", layer=["X", "spliced"], obs=["n"]) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, counts()[batch.rows].toarray())
+            np.testing.assert_array_equal(batch.layers["spliced"], 2 * batch.X)
+            np.testing.assert_array_equal(batch.obs["n"], batch.rows)
+
+
+@pytest.mark.parametrize("names", parquet_cells.COLUMNS)
+def test_names_of_columns(names: tuple[str, str], tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", counts(), {}, names=names)
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet"), counts().toarray())
+
+
+def test_columns_of_obs(tmp_path: Path) -> None:
+    texts = [None if i % 7 == 0 else f"drug {i % 5}" for i in range(N_OBS)]
+    columns = {
+        "text": texts,
+        "large": pa.array(texts, pa.large_string()),
+        "coded": pa.array(texts).dictionary_encode(),
+        "flag": [None if i % 5 == 0 else i % 3 == 0 for i in range(N_OBS)],
+        "number": [None if i % 6 == 0 else i for i in range(N_OBS)],
+        "half": pa.array(np.arange(N_OBS, dtype=np.float16)),
+    }
+    for part, rows in enumerate((slice(60), slice(60, N_OBS))):
+        write_parquet(tmp_path / f"{part}.parquet", counts()[rows], {k: v[rows] for k, v in columns.items()})
+    with gpuload.open_loader(tmp_path, obs=list(columns), shuffle=False, batch_size=N_OBS) as loader:
+        (batch,) = loader
+        for name in ("text", "large", "coded", "flag"):
+            categories = loader.categories[name]
+            assert list(categories) == sorted(categories)
+            found = [None if code < 0 else categories[code] for code in batch.obs[name]]
+            assert found == (columns["flag"] if name == "flag" else texts)
+    wanted = [np.nan if i % 6 == 0 else i for i in range(N_OBS)]
+    np.testing.assert_array_equal(batch.obs["number"], wanted)
+    np.testing.assert_array_equal(batch.obs["half"], np.arange(N_OBS, dtype=np.float16))
+
+
+def test_blocks_are_row_groups(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", counts(), {}, first=3, leader=-2.0)
+    store = open_store(tmp_path / "a.parquet", layer="X", obs=())
+    store.close()
+    lengths = np.diff(counts().indptr)
+    found = store.chunk_edges()
+    for edge, wanted in zip(found, [0, 40, 80, 120, N_OBS], strict=True):  # but for empty rows where two groups meet
+        assert edge <= wanted
+        assert not lengths[edge:wanted].any()
+
+
+def test_every_row_group_is_read_once_for_a_fetch(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", counts(), {})
+    store = open_store(tmp_path / "a.parquet", layer="X", obs=())
+    store.close()
+    recipe = store.recipe(np.array([[3, 5], [39, 42], [60, 61], [100, 131]]))
+    for part in recipe.reads:
+        assert part.chunk_id.tolist() == [0, 1, 2, 3]
+        assert part.layout.decoded_nbytes(part.chunk_id).sum() == 4 * counts().nnz
+
+
+@pytest.mark.parametrize("name", ["parquet-tahoe", "parquet-checksums"])
+def test_without_the_library_of_snappy(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "snappy_address", lambda: 0)
+    monkeypatch.setattr(backend, "_work", backend._Work())
+    form = FORMS[name](tmp_path)
+    np.testing.assert_array_equal(read(form.path), form.dense)
+
+
+def test_many_files_are_not_all_open(tmp_path: Path) -> None:
+    X = counts()[60:63]
+    write_parquet(tmp_path / "000.parquet", X, {})
+    content = (tmp_path / "000.parquet").read_bytes()
+    for i in range(1, 300):
+        (tmp_path / f"{i:03d}.parquet").write_bytes(content)
+    before = len(os.listdir("/proc/self/fd"))
+    with gpuload.open_loader(tmp_path, batch_size=30, fetch_factor=30) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, X.toarray()[batch.rows % 3, : loader.n_vars])
+        assert len(os.listdir("/proc/self/fd")) - before < 200
+
+
+# --- what is kept
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file of which something is kept, beside it."""
+    monkeypatch.setenv("GPULOAD_INDEX", "")
+    monkeypatch.setattr(parquet_cells, "_MIN_ROWS", 1)
+    path = FORMS["parquet-tahoe"](tmp_path).path.replace("*", "00000-of-00002")
+    os.utime(path, ns=(10**18, 10**18))
+    read(path)
+    assert (tmp_path / "data/.train-00000-of-00002.parquet.gpuload-index").stat().st_size > 0
+    return path
+
+
+def test_what_was_kept_is_not_read_again(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(backend, "row_starts", fail)
+    monkeypatch.setattr(parquet_cells, "Table", fail)
+    monkeypatch.setattr(parquet_cells, "_genes_of", lambda _: (3, np.array(NAMES, dtype=object), None))
+    np.testing.assert_array_equal(read(kept), counts()[:70].toarray())
+
+
+@pytest.mark.parametrize("change", ["content", "damage"])
+def test_what_was_kept_of_another_state_is_not_believed(change: str, kept: Any, tmp_path: Path) -> None:
+    if change == "content":
+        X = counts(seed=5)[:70]
+        write_parquet(kept, X, {}, first=3, leader=-2.0)
+    else:
+        X, index = counts()[:70], tmp_path / "data/.train-00000-of-00002.parquet.gpuload-index"
+        raw = bytearray(index.read_bytes())
+        raw[len(raw) // 2] ^= 255
+        index.write_bytes(raw)
+    np.testing.assert_array_equal(read(kept), X.toarray())
+
+
+# --- elsewhere
+
+
+@pytest.mark.parametrize("name", ["parquet", "parquet-tahoe"])
+def test_packed(name: str, tmp_path: Path) -> None:
+    form = FORMS[name](tmp_path)
+    packed = gpuload.pack(form.path, tmp_path / "out.zarr")
+    assert (packed.n_obs, packed.n_vars) == (N_OBS, N_VARS)
+    seen = 0
+    with gpuload.open_loader(tmp_path / "out.zarr", obs=["source_row", "source_file", "cell_line"]) as loader:
+        assert list(loader.var_names) == form.var_names
+        first = {file: 70 * ("00001" in str(file)) for file in loader.categories["source_file"]}
+        for batch in loader:
+            files = loader.categories["source_file"][batch.obs["source_file"]]
+            rows = batch.obs["source_row"] + [first[file] for file in files]
+            np.testing.assert_array_equal(batch.X, form.dense[rows])
+            lines = [None if c < 0 else loader.categories["cell_line"][c] for c in batch.obs["cell_line"]]
+            assert lines == [form.obs["cell_line"][row] for row in rows]
+            seen += len(batch)
+    assert seen == N_OBS
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    form = FORMS["parquet-tahoe"](tmp_path)
+    assert main(["inspect", form.path, "--label", "cell_line"]) == 0
+    told = capsys.readouterr().out
+    assert "parquet" in told
+    assert main(["bench", form.path, "--batch-size", "8", "--seconds", "0.1"]) == 0

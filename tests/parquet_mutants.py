@@ -1,0 +1,171 @@
+"""Flip bytes of a Parquet file of cells, read it with gpuload and with pyarrow, and say how the two compare.
+
+A program, run on its own: ``python -m tests.parquet_mutants BASE FIRST N FOLDER`` prints one JSON line per mutant,
+after a line that says in which stage it is. A mutant is a pure function of (base, number).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import resource
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.other_forms import write_parquet
+from tests.writers import counts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+N_OBS, N_VARS = 60, 24
+HUNG_S = 20
+MAX_MEMORY = 12 << 30
+"""Bytes of address space: a size read from a damaged file must not take the machine's memory."""
+
+SMALL = {"data_page_size": 128, "row_group_size": 20}
+
+BASES: dict[str, dict[str, Any]] = {
+    "snappy": SMALL,
+    "leader": {**SMALL, "first": 3, "leader": -2.0},
+    "checksums": {**SMALL, "write_page_checksum": True, "first": 3, "leader": -2.0},
+    "version-2": {**SMALL, "data_page_version": "2.0"},
+    "plain": {**SMALL, "use_dictionary": False, "compression": "none"},
+    "none": {**SMALL, "compression": "none", "first": 3, "leader": -2.0},
+    "zstd": {**SMALL, "compression": "zstd"},
+    "gzip": {**SMALL, "compression": "gzip"},
+    "lz4": {**SMALL, "compression": "lz4", "data_page_version": "2.0"},
+}
+
+
+def write_base(name: str, path: Path) -> None:
+    """Write the file that is to be damaged."""
+    X = counts(N_OBS, N_VARS)
+    write_parquet(path, X, {"drug": [f"drug {i % 3}" for i in range(N_OBS)]}, **BASES[name])
+
+
+def byte_regions(path: Path) -> dict[str, NDArray[np.int64]]:
+    """Return the byte offsets of each region."""
+    import pyarrow.parquet as pq
+
+    metadata = pq.ParquetFile(path).metadata
+    owner = np.full(path.stat().st_size, "footer", dtype=object)
+    for group in range(metadata.num_row_groups):
+        for column in range(metadata.num_columns):
+            chunk = metadata.row_group(group).column(column)
+            start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
+            name = chunk.path_in_schema.partition(".")[0]
+            owner[start : start + chunk.total_compressed_size] = name
+            owner[start : start + 24] = f"{name} header"
+    return {str(name): np.flatnonzero(owner == name) for name in sorted(set(owner.tolist()))}
+
+
+def mutant(base: bytes, regions: dict[str, NDArray[np.int64]], number: int) -> tuple[str, bytes]:
+    """Return the region and the bytes of one damaged copy: 1 to 4 bytes near each other, or anywhere in the region."""
+    rng = np.random.default_rng((1, number))
+    region = list(regions)[number % len(regions)]
+    places, n = regions[region], int(rng.integers(1, 5))
+    at = (
+        rng.integers(0, places.size, n)
+        if rng.random() < 0.5
+        else (rng.integers(0, places.size) + np.arange(n)) % places.size
+    )
+    damaged = np.frombuffer(base, dtype=np.uint8).copy()
+    damaged[places[at]] ^= rng.integers(1, 256, n).astype(np.uint8)
+    return region, damaged.tobytes()
+
+
+def by_gpuload(path: Path) -> dict[str, Any]:
+    """Read all of a file."""
+    import gpuload
+
+    with gpuload.open_loader(path, batch_size=8, fetch_factor=2, block_size=3, obs=["drug"], num_threads=1) as loader:
+        rows: list[Any] = [None] * loader.n_obs
+        drugs: list[Any] = [None] * loader.n_obs
+        for batch in loader:
+            for row, X, code in zip(batch.rows, batch.X, batch.obs["drug"], strict=True):
+                rows[row] = {int(i): float(X[i]) for i in np.flatnonzero(X)}
+                drugs[row] = None if code < 0 else str(loader.categories["drug"][code])
+        return {"X": rows, "drug": drugs}
+
+
+def by_pyarrow(path: Path, name: str) -> dict[str, Any]:
+    """Read the same through pyarrow; leaders are left out; what breaks a rule is an exception."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path, use_threads=False)
+    has_leader, rows = "leader" in BASES[name], []
+    for genes, values in zip(table["genes"].to_pylist(), table["expressions"].to_pylist(), strict=True):
+        if len(genes) != len(values):
+            raise ValueError("lengths differ")
+        row: dict[int, float] = {}
+        for i, value in list(zip(genes, values, strict=True))[has_leader:]:
+            row[i] = float(np.float32(row.get(i, 0.0)) + np.float32(value))
+        rows.append({i: value for i, value in row.items() if value != 0})
+    return {"X": rows, "drug": table["drug"].to_pylist()}
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Compare two readings, NaN equal to NaN."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def judge(path: Path, say: Any, name: str, original: dict[str, Any]) -> tuple[str, str]:
+    """Return how gpuload fares with a damaged file, and the message where there is one; words as of `mutants.judge`."""
+    from gpuload import GpuloadError
+
+    say("gpuload")
+    try:
+        ours = by_gpuload(path)
+    except GpuloadError as error:
+        return "refused", f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        return "foreign", f"{type(error).__name__}: {error}"
+    say("pyarrow")
+    if is_same(ours, original):
+        return "right", ""
+    try:
+        theirs = by_pyarrow(path, name)
+    except Exception as error:
+        return "unlike", f"{type(error).__name__}: {error}"
+    return ("equal", "") if is_same(ours, theirs) else ("wrong", "")
+
+
+def findings(name: str, first: int, n: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Judge n mutants of a base, the first of number `first`."""
+    path = folder / f"{name}-{first}.parquet"
+    write_base(name, path)
+    base, regions, original = path.read_bytes(), byte_regions(path), by_pyarrow(path, name)
+    assert is_same(by_gpuload(path), original), "the undamaged file is read wrongly"
+    for number in range(first, first + n):
+        region, damaged = mutant(base, regions, number)
+        path.unlink()
+        path.write_bytes(damaged)
+
+        def say(stage: str, number: int = number) -> None:
+            print(json.dumps({"number": number, "stage": stage}), flush=True)
+
+        faulthandler.dump_traceback_later(HUNG_S, exit=True)
+        outcome, message = judge(path, say, name, original)
+        faulthandler.cancel_dump_traceback_later()
+        yield {"number": number, "region": region, "outcome": outcome, "message": message}
+    path.unlink()
+
+
+def main() -> None:
+    """Run as a program."""
+    name, first, n, folder = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    warnings.simplefilter("ignore")
+    for finding in findings(name, int(first), int(n), Path(folder)):
+        print(json.dumps(finding), flush=True)
+
+
+if __name__ == "__main__":
+    main()
