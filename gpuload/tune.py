@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.alignment import check_join
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
 from gpuload.outlook import (
@@ -34,7 +35,7 @@ from gpuload.outlook import (
 from gpuload.types import Form
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from gpuload.store import Store
 
@@ -134,7 +135,7 @@ class Wish:
         Column of obs whose mix matters; None asks for many blocks a fetch.
     min_entropy
         Least entropy of the label in minibatches, as a part of that in true random order.
-    batch_size, layer, output, dtype, device
+    batch_size, layer, join, output, dtype, device
         As in `gpuload.open_loader`.
     seconds
         About how long to time; each trial takes at least two whole fetches.
@@ -145,6 +146,7 @@ class Wish:
     min_entropy: float = MIN_ENTROPY
     batch_size: int = 64
     layer: str = "X"
+    join: str | Sequence[str] | None = None
     output: str = "dense"
     dtype: str = "float32"
     device: str = "auto"
@@ -170,8 +172,8 @@ def tune(paths: Any, wish: Wish, progress: Callable[[float], None] = lambda _: N
     StoreError, ReadError, CorruptDataError, DeviceError
         As for `gpuload.open_loader`.
     """
-    labels = () if wish.label is None else (wish.label,)
-    with closing(open_store(paths, layer=wish.layer, obs=labels)) as store:
+    labels, join = () if wish.label is None else (wish.label,), check_join(wish.join)
+    with closing(open_store(paths, layer=wish.layer, obs=labels, join=join)) as store:
         if not store.n_obs:
             raise PlanError(f"{store.paths[0]}: there are no cells to time.")
         bench = Bench(store, wish)
@@ -235,7 +237,7 @@ def _settings(best: Trial, wish: Wish) -> dict[str, Any]:
         "num_threads": best.num_threads,
         "prefetch": best.prefetch,
     }
-    given = {"layer": wish.layer, "output": wish.output, "dtype": wish.dtype, "device": wish.device}
+    given = {"layer": wish.layer, "join": wish.join, "output": wish.output, "dtype": wish.dtype, "device": wish.device}
     return tuned | {name: value for name, value in given.items() if value != getattr(Wish(1), name)}
 
 
@@ -244,7 +246,7 @@ class Bench:
 
     def __init__(self, store: Store, wish: Wish) -> None:
         self._store, self._wish = store, wish
-        self._form = Form(wish.output, wish.dtype, store.n_vars)
+        self._form = Form(wish.output, wish.dtype, store.n_vars, store.columns())
         self._cell_nbytes = max(1.0, cell_nbytes(store))
         self.outlooks = Outlooks(store, wish.batch_size, wish.label)
         self.cores = len(os.sched_getaffinity(0))
@@ -260,7 +262,13 @@ class Bench:
         wish = self._wish
         factors = self.fetch_factors()
         few = max(1, min(factors[0], _CALIBRATION_CELLS // wish.batch_size))
-        pace = measure_pace(self.outlooks, self._store, Form("dense", "float32", self._store.n_vars), self.cores, few)
+        pace = measure_pace(
+            self.outlooks,
+            self._store,
+            Form("dense", "float32", self._store.n_vars, self._store.columns()),
+            self.cores,
+            few,
+        )
         seen = [self.outlooks.of(size, factor, pace) for factor in factors for size in BLOCK_SIZES]
         good = [o for o in seen if o.mixes(wish.batch_size, self.least_bits)]
         if not good:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import gpuload
-from gpuload.packing import columns, files, passes, shards, tables, work, workplace, zarr_files
+from gpuload.packing import columns, files, passes, rows, shards, tables, work, workplace, zarr_files
 from tests.test_pack import MEMORY, assert_same_rows, cells, written
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KILLED_IN_THE_MIDDLE = """
-import os, signal, sys
+import json, os, signal, sys
 import gpuload
 from gpuload.packing import columns, files, parts, shards, zarr_files
 source, target, left = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -39,7 +40,8 @@ def write_half(path, pieces):
     os.kill(os.getpid(), signal.SIGKILL)
 
 parts.write_whole = shards.write_whole = zarr_files.write_whole = write_half
-gpuload.pack(source, target, memory=1 << 20, block_size=16)
+settings = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
+gpuload.pack(source, target, memory=1 << 20, block_size=16, **settings)
 """
 
 
@@ -75,6 +77,95 @@ def test_killed_at_any_place_it_goes_on(source: Path, tmp_path: Path) -> None:
     assert not before.items() - after.items(), "a finished shard was written again"
     assert contents(target) == contents(tmp_path / "whole.zarr")
     assert sorted(os.listdir(tmp_path)) == ["out.zarr", "whole.zarr"]
+
+
+@pytest.fixture(scope="module")
+def source_of_several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Cells with matrices besides X: a layer by rows and one by columns that take several parts, and a small obsm."""
+    adata = cells(3_000, 200)
+    adata.layers["double"] = adata.X * 2
+    adata.layers["by_columns"] = (adata.X * 3).tocsc()
+    adata.obsm["X_pca"] = np.random.default_rng(0).normal(size=(3_000, 4))
+    return written(adata, tmp_path_factory.mktemp("faults") / "several.h5ad")
+
+
+SEVERAL: dict[str, Any] = {"layer": ["X", "double", "by_columns"], "obsm": ["X_pca"]}
+
+
+def test_killed_in_any_matrix_it_goes_on(source_of_several: Path, tmp_path: Path) -> None:
+    target, folder = tmp_path / "out.zarr", tmp_path / "out.zarr.packing"
+    settings: dict[str, Any] = {"memory": MEMORY, "block_size": 16, **SEVERAL}
+    whole = gpuload.pack(source_of_several, tmp_path / "whole.zarr", **settings)
+    finished: dict[Path, int] = {}
+    for n_before, what in (
+        (1, "matrix-000002/rows-000000/parts"),
+        (1, "by_columns/data/c"),  # of the passing store
+        (1, "matrix-000001/parts"),
+        (1, "layers/double/data/c"),
+        (2, "matrix-000002/parts"),
+        (0, "obsm/X_pca/c/0"),
+        (0, "obs/plate/codes"),
+    ):
+        arguments = [str(source_of_several), str(target), str(n_before), what, json.dumps(SEVERAL)]
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED_IN_THE_MIDDLE, *arguments],
+            check=False, timeout=300, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert not target.exists()
+        now = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.parent.name in ("parts", "done")}
+        gone = {path for path in finished if path not in now and "rows-000000/parts" not in str(path)}
+        assert not gone, "finished work was thrown away"
+        assert all(now[path] == finished[path] for path in finished if path in now), "finished work was done again"
+        finished = {path: stamp for path, stamp in now.items() if not path.name.endswith(".partial")}
+    assert len([path for path in finished if "matrix-000001" in str(path)]) > 3
+    packed = gpuload.pack(source_of_several, target, **settings)
+    assert packed.n_resumed == len([path for path in finished if "rows-000000" not in str(path)])
+    assert packed.digest == whole.digest
+    assert contents(target) == contents(tmp_path / "whole.zarr")
+    assert sorted(os.listdir(tmp_path)) == ["out.zarr", "whole.zarr"]
+
+
+def test_joined_genes_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = cells(1_500, 150, 1), cells(1_500, 200, 2)
+    paths = [written(one, tmp_path / "one.h5ad"), written(two, tmp_path / "two.h5ad")]
+    settings: dict[str, Any] = {"memory": MEMORY, "join": "inner"}
+    gpuload.pack(paths, tmp_path / "whole.zarr", **settings)
+    target = tmp_path / "out.zarr"
+    with monkeypatch.context() as patch:
+        patch.setattr(passes, "write_bucket", fail)
+        with pytest.raises(RuntimeError):
+            gpuload.pack(paths, target, **settings)
+    monkeypatch.setattr(rows.Reader, "count_kept", fail)
+    assert gpuload.pack(paths, target, **settings).n_resumed > 0
+    assert contents(target) == contents(tmp_path / "whole.zarr")
+
+
+@pytest.mark.parametrize("matrix", ["layers/double", "layers/by_columns", "obsm/X_pca"])
+def test_a_wrong_value_in_any_matrix_is_found(
+    matrix: str, source_of_several: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = shards._shard
+
+    def damage(job: Any, name: str, number: int, elements: Any, pool: Any) -> Any:
+        if job.origin.member == matrix and name in ("", "data") and "rows-" not in job.origin.folder:
+            elements = elements.copy()
+            damage_values(elements)
+        return plain(job, name, number, elements, pool)
+
+    monkeypatch.setattr(shards, "_shard", damage)
+    with pytest.raises(gpuload.CorruptDataError, match="do not read back as those of the sources"):
+        gpuload.pack(source_of_several, tmp_path / "out.zarr", **SEVERAL)
+    assert not (tmp_path / "out.zarr").exists()
+
+
+def test_too_little_disk_for_a_transposition_leaves_nothing(
+    source_of_several: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workplace.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 10_000))  # type: ignore[attr-defined]
+    with pytest.raises(gpuload.ReadError, match="packing needs up to"):
+        gpuload.pack(source_of_several, tmp_path / "out.zarr", **SEVERAL)
+    assert not os.listdir(tmp_path)
 
 
 @pytest.fixture
@@ -125,9 +216,13 @@ def test_a_wrong_transposition_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "out.zarr").exists()
 
 
-@pytest.mark.parametrize("settings", [{"seed": 1}, {"codec": "zstd"}, {"group_by": "plate"}, {"block_size": 32}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"seed": 1}, {"codec": "zstd"}, {"group_by": "plate"}, {"block_size": 32}, {"join": "outer"}, {"layer": ["X"]}],
+)
 def test_work_of_other_settings_is_begun_anew(settings: dict[str, Any], source: Path, stopped: Path) -> None:
-    assert gpuload.pack(source, stopped, memory=MEMORY, **settings).n_resumed == 0
+    is_same = settings == {"layer": ["X"]}
+    assert (gpuload.pack(source, stopped, memory=MEMORY, **settings).n_resumed == 0) != is_same
     assert_same_rows(stopped, source)
 
 

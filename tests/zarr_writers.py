@@ -237,6 +237,10 @@ def forms() -> Iterator[ZarrForm]:
         "v2-csr-shuffle-zlib",
         partial(csr, zarr_format=2, filters=[numcodecs.Shuffle(4)], compressors=numcodecs.Zlib(5)),
     )
+    wide = {"dtype": "f8", "indices_dtype": "i8"}
+    for n in (2, 8):
+        shuffled = {"filters": [numcodecs.Shuffle(n)], "compressors": numcodecs.Zlib(5)}
+        yield ZarrForm(f"v2-csr-wide-shuffle-{n}", partial(csr, zarr_format=2, **wide, **shuffled))
     for name, codec in {**CODECS_V3, **numcodecs_v3()}.items():
         yield ZarrForm(f"v3-csr-{name}", partial(csr, compressors=codec))
         yield ZarrForm(f"v3-csr-sharded-{name}", partial(csr, compressors=codec, shards=True))

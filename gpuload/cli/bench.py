@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.alignment import check_join
 from gpuload.cli import settings, text
 from gpuload.cli.machine import peak_memory, usable_cores, versions
+from gpuload.cli.utilisation import Utilisation
 from gpuload.diversity import MinibatchEntropy, iid_entropy, label_shares
 from gpuload.errors import PlanError
 from gpuload.stats import Stats
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpuload.cli.ceilings import Ceilings
+    from gpuload.cli.utilisation import Busy
     from gpuload.loader import Loader
     from gpuload.stats import Span
     from gpuload.torch import CellDataset
@@ -68,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     parser.epilog = EPILOG
     text.add_path_arguments(parser)
+    settings.add_join_argument(parser)
     group = parser.add_argument_group("measurement")
     group.add_argument(
         "--seconds", type=text.positive, default=3.0, metavar="S", help="seconds per repeat (default: 3)"
@@ -81,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--timeline",
         metavar="FILE.png",
-        help="draw who did what when in the last repeat: reads, decodes, takes, waits, steps",
+        help="draw who did what when in the last repeat: reads, decodes, takes, waits, steps, GPUs",
     )
     group.add_argument(
         "--report",
@@ -117,7 +121,9 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         entropy = MinibatchEntropy(loader.categories[args.label].size) if args.label in loader.categories else None
         if args.label and entropy is None:
             raise PlanError(f"--label {args.label}: this column holds numbers; choose a categorical or text column.")
-        rounds = _rounds(args, loader, batches, entropy)
+        ahead: list[dict[str, int]] = []
+        with Utilisation() as busy:
+            rounds = _rounds(args, loader, batches, entropy, ahead)
         parts = loader.memory()
         waits, verdict = loader.stats.waits(), _verdict(args, rounds)
         spans = loader.stats.take_spans()
@@ -136,24 +142,28 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         "stages": _stages(rounds, ceilings, batch_nbytes / loader.batch_size, args),
         "ceilings_bytes_per_s": asdict(ceilings),
         "waits_s": waits,
+        "ahead": {name: float(np.mean([some[name] for some in ahead])) for name in ahead[0]},
         "verdict": verdict,
         "label": args.label,
         "entropy_bits": mix,
         "peak_memory_nbytes": peak,
         "memory_parts_nbytes": parts,
     }
-    _draw(args, result, spans)
+    gpus = [gpu for gpu in busy.gpus if gpu.percent]
+    if gpus:
+        result["gpus"] = [gpu.as_dict() for gpu in gpus]
+    _draw(args, result, spans, gpus)
     return result
 
 
-def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span]) -> None:
+def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span], gpus: list[Busy]) -> None:
     """Draw the timeline and write the page, where they are wanted."""
     if not args.timeline and not args.report:
         return
     from gpuload.cli import page
     from gpuload.cli.figure import draw_timeline
 
-    picture = draw_timeline(spans, result["verdict"])
+    picture = draw_timeline(spans, result["verdict"], gpus)
     if args.timeline:
         page.save(Path(args.timeline), picture)
     if args.report:
@@ -166,9 +176,13 @@ def _endless(dataset: CellDataset) -> Iterator[Any]:
 
 
 def _rounds(
-    args: argparse.Namespace, loader: Loader, batches: Iterator[Any], entropy: MinibatchEntropy | None
+    args: argparse.Namespace,
+    loader: Loader,
+    batches: Iterator[Any],
+    entropy: MinibatchEntropy | None,
+    ahead: list[dict[str, int]],
 ) -> list[Round]:
-    """Consume one fetch uncounted, then measure each round."""
+    """Consume one fetch uncounted, then measure each round; note what is ahead at each minibatch."""
     for _ in range(min(args.fetch_factor, len(loader))):
         next(batches)
     rounds = []
@@ -180,6 +194,7 @@ def _rounds(
                 loader.stats.keep_spans()
             before, start = loader.stats.as_dict(), time.perf_counter()
             while (elapsed := time.perf_counter() - start) < args.seconds:
+                ahead.append(loader.queues())
                 batch = next(batches)
                 if entropy is not None and len(batch["rows"]) == loader.batch_size:
                     entropy.add(batch[args.label].numpy())
@@ -198,7 +213,9 @@ def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int) ->
     from gpuload.plan import Plan
 
     labels = (args.label,) if args.label else ()
-    with closing(open_store(args.paths, layer=args.layer, obs=labels)) as store:
+    with closing(
+        open_store(args.paths, layer=args.layer, obs=labels, join=check_join(settings.join_of(args)))
+    ) as store:
         plan = Plan(store.file_rows, args.batch_size, args.fetch_factor, settings.strategy(args, store), args.seed)
         recipes = [store.recipe(plan.fetch(i).ranges) for i in range(min(2, plan.n_fetches))]
         shares = [label_shares(store.obs[name].values) for name in labels]
@@ -276,7 +293,9 @@ def _report(result: dict[str, Any]) -> str:
         ),
         ("peak memory", _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"])),
         ("waits for a minibatch", _waits(result["waits_s"])),
+        ("ready when it is asked for", _ahead(result["ahead"])),
         ("verdict", result["verdict"]),
+        *((gpu["name"], _busy(gpu)) for gpu in result.get("gpus", ())),
         ("path", f"{result['device']}, {result['io_mode']}"),
     ]
     rows = [_stage_row(name, stages[name]) for name in ("plan", "read", "decode", "take_rows", "wait")]
@@ -292,6 +311,17 @@ _NOTE = """\
 def _memory(peak: float, parts: dict[str, int]) -> str:
     named = ", ".join(f"{name} {text.size(nbytes)}" for name, nbytes in parts.items())
     return f"{text.size(peak)}, of it {named}; the rest is Python and its packages"
+
+
+def _ahead(ahead: dict[str, float]) -> str:
+    parts = (f"{ahead[f'{name}_ready']:.1f} of {ahead[name]:.1f} {name}" for name in ("minibatches", "fetches"))
+    return f"{' and '.join(parts)} that are under way (means)"
+
+
+def _busy(gpu: dict[str, Any]) -> str:
+    return (
+        f"busy {gpu['mean_percent'] / 100:.0%} of the time; idle at {gpu['idle_share']:.0%} of {gpu['n_samples']} looks"
+    )
 
 
 def _waits(waits: dict[str, float]) -> str:

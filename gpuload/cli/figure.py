@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.cli.advice import Advice
+    from gpuload.cli.utilisation import Busy
     from gpuload.stats import Span
     from gpuload.store import ObsColumn
 
@@ -154,7 +155,7 @@ def _figure(width: float, height: float, feature: str) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError("matplotlib", feature, "demo") from error
+        raise MissingDependencyError("matplotlib", feature, "plot") from error
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -220,9 +221,10 @@ _LANES = (
     ("step", "consumer's step", "#8c8c8c"),
 )
 """Rows of the timeline, from the bottom: timer, name and colour; of native threads a line each."""
+_GPU = "#76b041"
 
 
-def draw_timeline(spans: Sequence[Span], verdict: str) -> bytes:
+def draw_timeline(spans: Sequence[Span], verdict: str, gpus: Sequence[Busy] = ()) -> bytes:
     """Draw the tasks of each stage over time, a line for each thread, and return them as PNG.
 
     Parameters
@@ -231,6 +233,8 @@ def draw_timeline(spans: Sequence[Span], verdict: str) -> bytes:
         The tasks. What lies between two waits of the consumer is drawn as its step.
     verdict
         The line above.
+    gpus
+        How busy they were: a curve for each, from idle at the bottom of its line to busy at the top.
 
     Raises
     ------
@@ -245,7 +249,7 @@ def draw_timeline(spans: Sequence[Span], verdict: str) -> bytes:
         by_timer["step"][thread] = [
             (start + length, following - start - length) for (start, length), (following, _) in pairwise(waits)
         ]
-    n_lines = sum(max(1, len(threads)) for threads in by_timer.values())
+    n_lines = sum(max(1, len(threads)) for threads in by_timer.values()) + 2 * len(gpus)
     figure = _figure(13, 1.6 + 0.22 * n_lines, "The timeline")
     axis, line, ticks = figure.subplots(), 0, []
     for timer, name, color in _LANES:
@@ -255,6 +259,11 @@ def draw_timeline(spans: Sequence[Span], verdict: str) -> bytes:
             line += 1
         line += not threads
         ticks.append((line - max(1, len(threads)) / 2 - 0.1, name))
+    for gpu in (gpu.since(began) for gpu in gpus):
+        at, height = [at - began for at in gpu.at_s], [line + 1.7 * percent / 100 for percent in gpu.percent]
+        axis.fill_between(at, line, height, step="pre", color=_GPU, linewidth=0, zorder=2)
+        ticks.append((line + 0.9, f"{gpu.name} busy"))
+        line += 2
     axis.set_yticks(*zip(*ticks, strict=True))
     axis.set_ylim(-0.3, line)
     axis.set_xlim(0)

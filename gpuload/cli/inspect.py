@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.cli import advice, figure, text
+from gpuload.alignment import check_join
+from gpuload.cli import advice, figure, settings, text
 from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError, StoreError
 
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     parser.epilog = EPILOG
     text.add_path_arguments(parser)
+    settings.add_join_argument(parser)
     parser.add_argument(
         "--batch-size", type=text.whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)"
     )
@@ -74,15 +76,16 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot and not args.label:
         raise PlanError("--plot draws a label's entropy: give --label too.")
-    with closing(open_store(args.paths, layer=args.layer, obs=(args.label,) if args.label else ())) as store:
-        found = describe(store, args.paths, args.layer)
+    labels, join = (args.label,) if args.label else (), check_join(settings.join_of(args))
+    with closing(open_store(args.paths, layer=args.layer, obs=labels, join=join)) as store:
+        found = {**describe(store, args.paths, args.layer), "join": join}
         advised = advice.advise(store, args.batch_size, args.label, available_memory(), args.max_loss)
         if args.plot:
             per_chunk = np.diff(store.chunk_edges())
             figure.draw_inspection(Path(args.plot), advised, args.label, store.obs[args.label], per_chunk)
     if args.json:
-        settings = {**asdict(advised), "fetch_cells": advised.fetch_cells, "label": args.label}
-        text.print_json({**found, "advice": settings})
+        advice_given = {**asdict(advised), "fetch_cells": advised.fetch_cells, "label": args.label}
+        text.print_json({**found, "advice": advice_given})
     else:
         print(_report(found, advised, args.label))
     return 0
@@ -116,10 +119,10 @@ def _nbytes(path: str) -> int:
     address = as_address(path)
     if address is not None:
         return nbytes_at(address)
-    if os.path.isdir(path):
-        return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, names in os.walk(path) for name in names)
     while not os.path.exists(path):
         path = os.path.dirname(path)
+    if os.path.isdir(path):
+        return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, names in os.walk(path) for name in names)
     return os.path.getsize(path)
 
 
@@ -278,6 +281,8 @@ def _choice_row(choice: Outlook, advised: advice.Advice, label: str | None) -> t
 
 def _call(found: dict[str, Any], advised: advice.Advice) -> str:
     paths = repr(found["paths"][0]) if len(found["paths"]) == 1 else repr(found["paths"])
+    join = found["join"]
     layer = "" if found["layer"] == "X" else f", layer={found['layer']!r}"
+    layer += "" if join is None else f", join={join!r}" if isinstance(join, str) else ", join=[...]"
     sizes = f"batch_size={advised.batch_size}, block_size={advised.block_size!r}, fetch_factor={advised.fetch_factor}"
     return f"  gpuload.open_loader({paths}, {sizes}{layer})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from gpuload.cli import text
+from gpuload.cli import settings, text
 
 if TYPE_CHECKING:
     import argparse
@@ -18,6 +18,8 @@ read back and compared before the target appears. After an interruption, also ki
 examples:
   gpuload pack plate1.h5ad plate2.h5ad atlas.zarr
   gpuload pack atlas.h5ad by_line.zarr --group-by cell_line --codec zstd
+  gpuload pack atlas.h5ad both.zarr --layer X --layer spliced --obsm X_pca
+  gpuload pack studies/ atlas.zarr --join inner
   gpuload pack plates/ atlas.zarr --memory 16GiB --scheduler tcp://10.0.0.1:8786
 """
 
@@ -27,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("paths", nargs="+", metavar="SRC", help="a file or folder; several are packed as one table")
     parser.add_argument("target", metavar="DST", help="the folder to make")
-    parser.add_argument("--layer", default="X", help="the matrix: X, raw.X or the name of a layer (default: X)")
+    parser.add_argument(
+        "--layer", action="append", help="a matrix: X, raw.X or the name of a layer; may be given again (default: X)"
+    )
+    parser.add_argument("--obsm", action="append", metavar="NAME", help="a matrix of obsm to pack too; again for more")
+    settings.add_join_argument(parser)
     parser.add_argument("--obs", nargs="+", metavar="COL", help="columns of obs to keep, after DST (default: all)")
     order = parser.add_argument_group("order").add_mutually_exclusive_group()
     order.add_argument("--group-by", metavar="COL", help="rows of one label together, shuffled among each other")
@@ -65,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
         packed = pack(
             args.paths,
             args.target,
-            layer=args.layer,
+            layer=args.layer or "X",
+            obsm=args.obsm or (),
+            join=settings.join_of(args),
             obs=args.obs,
             group_by=args.group_by,
             keep_order=args.keep_order,
@@ -85,9 +93,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     per_cell = packed.nbytes / packed.n_obs
     types = packed.dtype if packed.index_dtype is None else f"{packed.dtype}, column numbers {packed.index_dtype}"
+    others = [f"{name} {dtype}" for name, dtype in packed.dtypes.items() if name != "X"]
     pairs = [
         ("cells", f"{packed.n_obs:,} of {text.count(packed.n_vars, 'gene')}"),
         ("values", types),
+        *([("besides", ", ".join(others))] if others else []),
         ("size", f"{text.size(packed.nbytes)}, {per_cell:,.0f} bytes a cell"),
         ("verified", f"rows read back, digest {packed.digest}"),
         ("time", f"{seconds:,.1f} s, {packed.n_obs / seconds:,.0f} cells/s"),

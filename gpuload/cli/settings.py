@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import gpuload
+from gpuload.alignment import JOINS
 from gpuload.cli import text
 from gpuload.errors import ReadError
 from gpuload.plan import chunks_per_block
@@ -102,6 +103,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_join_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says what to do with files whose genes differ."""
+    parser.add_argument(
+        "--join",
+        metavar="HOW",
+        help="of files whose genes differ: inner, those of all; outer, those of any; or a text file, one gene a line",
+    )
+
+
+def join_of(args: argparse.Namespace) -> str | list[str] | None:
+    """Return ``join`` as `gpuload.open_loader` takes it.
+
+    Raises
+    ------
+    ReadError
+        The file of genes cannot be read.
+    """
+    return args.join if args.join is None or args.join in JOINS else read_names(args.join)
+
+
 def open_loader(args: argparse.Namespace) -> Loader:
     """Open the files with the settings given on the command line."""
     has_arithmetic = args.target_sum is not None or args.log1p
@@ -111,6 +132,7 @@ def open_loader(args: argparse.Namespace) -> Loader:
         shuffle=not args.stream,
         obs=(args.label,) if args.label else (),
         genes=read_names(args.genes) if args.genes else None,
+        join=join_of(args),
         transform=transform,
         **{name: getattr(args, name) for name in _NAMES},
     )
@@ -123,6 +145,7 @@ def as_dict(args: argparse.Namespace) -> dict[str, Any]:
         **names,
         "shuffle": not args.stream,
         "genes": args.genes,
+        "join": args.join,
         "target_sum": args.target_sum,
         "log1p": args.log1p,
     }

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload import __version__
-from gpuload.cli import text
+from gpuload.alignment import check_join
+from gpuload.cli import settings, text
 from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError
 from gpuload.settings import write_settings
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     parser.epilog = EPILOG
     text.add_path_arguments(parser)
+    settings.add_join_argument(parser)
     group = parser.add_argument_group("wishes")
     group.add_argument(
         "--memory", metavar="SIZE", help="most memory for the loader, such as 8GiB (default: half of what is available)"
@@ -84,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         min_entropy=args.min_entropy,
         batch_size=args.batch_size,
         layer=args.layer,
+        join=check_join(settings.join_of(args)),
         output=args.output,
         dtype=args.dtype,
         device=args.device,

@@ -7,6 +7,7 @@ References
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpuload.errors import StoreError
@@ -146,8 +147,7 @@ def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
             cure = "raw = adata.raw.to_adata(); raw.X = raw.X.tocsr(); adata.raw = raw"
         else:
             cure = f"{attribute} = {attribute}.tocsr()"
-        if access.writer == "write_h5ad" and not key.startswith(OBSM):
-            cure += f", or with: gpuload pack {path} DST"
+        cure += _packing(path, key)
         raise StoreError(f"{path}: /{key} is a CSC matrix; rows cannot be read from it. Rewrite it once with {cure}.")
     shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
     if kind is None or shape is None:
@@ -155,6 +155,16 @@ def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
             f"{path}: /{key} is neither a dense nor a CSR matrix; write the file anew with anndata's {access.writer}."
         )
     return access.csr(node, int(shape[0]), int(shape[1]))
+
+
+def _packing(path: str, key: str) -> str:
+    """Return how a matrix that lies by columns is packed by rows."""
+    group, _, name = key.partition("/")
+    layer = {"X": "", "raw": "raw.X", "raw.X": "raw.X"}.get(group, name)
+    option = f" --{'obsm' if group == 'obsm' else 'layer'} {shlex.quote(layer)}" if layer else ""
+    if "://" in path:
+        return f", or copy the file and run: gpuload pack COPY DST{option}"
+    return f", or with: gpuload pack {shlex.quote(path)} DST{option}"
 
 
 def read_by_columns(root: Any, path: str, layer: str, access: Access) -> CsrMatrix | None:

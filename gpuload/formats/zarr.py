@@ -1,4 +1,4 @@
-"""AnnData in zarr, and annbatch's collections of such -> Store.
+"""AnnData and MuData in zarr, and annbatch's collections of AnnData -> Store.
 
 The library of that name is not needed: what is to be known of its files is little, and what reads them here is the
 engine's own.
@@ -22,10 +22,14 @@ import re
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError
 from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import check_integers, check_n_vars, checked_indptr
-from gpuload.formats.members import read_members
+from gpuload.formats.members import read_by_columns, read_members
+from gpuload.formats.mudata import find_modality, is_mudata, read_modality
+from gpuload.formats.mudata import obs_columns as columns_of
 from gpuload.formats.obs import column_names
 from gpuload.formats.zarr_arrays import Array
 from gpuload.formats.zarr_nodes import FolderTree, Group, ZipTree, open_node
@@ -43,8 +47,8 @@ _COLLECTION = "annbatch-preshuffled"
 _DATASET = re.compile(r"dataset_(0|[1-9][0-9]*)")
 
 
-def open_zarr(path: str, *, layer: str, obs: Sequence[str]) -> Store:
-    """Open an AnnData in zarr, or annbatch's collection of such.
+def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "") -> Store:
+    """Open an AnnData in zarr, annbatch's collection of such, or a modality of a MuData.
 
     Parameters
     ----------
@@ -53,7 +57,9 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     layer
         ``"X"``, ``"raw.X"`` or the name of a layer.
     obs
-        Columns of obs to hold in memory.
+        Columns of obs to hold in memory; of a modality also those that belong to all cells.
+    modality
+        Of a MuData; ``""`` where it has only one.
 
     Raises
     ------
@@ -65,29 +71,58 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str]) -> Store:
         Metadata, the index of a shard or indptr is damaged.
     """
     with _opened(path) as (root, tree, held):
-        groups = _datasets(root, path)
+        if is_mudata(root):
+            modality, _ = find_modality(root, path, modality)
+            name = f"{path}/{modality}"
+            return read_modality(
+                root, path, modality, obs, lambda group, own: _read(group, tree, held, layer, own, name)
+            )
+        groups = _datasets(root, path, modality)
         stores = [_read(group, tree, held, layer, obs) for group in groups]
         return concat(stores, cure="a collection's data sets have the same genes in the same order: make it anew.")
 
 
-def obs_columns(path: str) -> list[str]:
+def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | None:
+    """Open a matrix that is CSC as a store of genes x cells, without names; None where it is none, or of several."""
+    with _opened(path) as (root, tree, held):
+        name = path
+        if is_mudata(root):
+            modality, group = find_modality(root, path, modality)
+            name = f"{path}/{modality}"
+        else:
+            group, *others = _datasets(root, path, modality)
+            if others:
+                _close(held)
+                return None
+        access = _Access(tree.name)
+        try:
+            matrix = read_by_columns(group, name, layer, access)
+        finally:
+            held.extend(access.sources)
+        if matrix is None:
+            _close(held)
+            return None
+        return Store((matrix,), (name,), np.empty(matrix.n_vars, dtype=object), {}, tuple(dict.fromkeys(held)))
+
+
+def obs_columns(path: str, modality: str = "") -> list[str]:
     """Return the names of the columns of obs; of a collection, those of its first data set."""
     with _opened(path) as (root, _, held):
-        names = column_names(_datasets(root, path)[0].get("obs"))
-        for source in held:
-            source.close()
+        is_whole = not is_mudata(root)
+        names = column_names(_datasets(root, path, modality)[0].get("obs")) if is_whole else columns_of(root, modality)
+        _close(held)
         return names
 
 
 @contextmanager
-def anndata_groups(path: str) -> Iterator[list[Group]]:
-    """Yield the groups of a store that are each an AnnData: the store, or a collection's data sets."""
+def anndata_groups(path: str, modality: str = "") -> Iterator[list[Group]]:
+    """Yield the groups of a store that are each an AnnData: the store, a modality, or a collection's data sets."""
     with _opened(path) as (root, _, held):
         try:
-            yield _datasets(root, path)
+            is_whole = not is_mudata(root)
+            yield _datasets(root, path, modality) if is_whole else [find_modality(root, path, modality)[1]]
         finally:
-            for source in held:
-                source.close()
+            _close(held)
 
 
 def is_zarr_zip(path: str) -> bool:
@@ -121,8 +156,7 @@ def _opened(path: str) -> Iterator[tuple[Group, Tree, list[Source]]]:
                 raise StoreError(f"{path}: this is {found}; expected AnnData as its write_zarr writes it.")
             yield root, tree, held
     except BaseException:
-        for source in held:
-            source.close()
+        _close(held)
         raise
 
 
@@ -138,8 +172,17 @@ def _translated(path: str) -> Iterator[None]:
         raise CorruptDataError(f"{path}: its metadata cannot be read ({words}); restore it from its source.") from error
 
 
-def _datasets(root: Group, path: str) -> list[Group]:
-    """Return the groups that are each an AnnData."""
+def _close(sources: list[Source]) -> None:
+    for source in sources:
+        source.close()
+
+
+def _datasets(root: Group, path: str, modality: str = "") -> list[Group]:
+    """Return the groups that are each an AnnData; modalities there are none."""
+    if modality:
+        raise StoreError(
+            f"{path}: it holds no modalities, so {path + '/' + modality!r} means nothing; give the store's path alone."
+        )
     if root.attrs.get("encoding-type") != _COLLECTION:
         return [root]
     found = sorted((int(m[1]), name) for name in root if (m := _DATASET.fullmatch(name)))
@@ -152,9 +195,10 @@ def _datasets(root: Group, path: str) -> list[Group]:
     return [root[name] for _, name in found]
 
 
-def _read(group: Group, tree: Tree, held: list[Source], layer: str, obs: Sequence[str]) -> Store:
-    """Return the store of one AnnData."""
-    name = os.path.join(tree.name, group.name.strip("/")) if group.name != "/" else tree.name
+def _read(group: Group, tree: Tree, held: list[Source], layer: str, obs: Sequence[str], name: str = "") -> Store:
+    """Return the store of one AnnData; `name` is what errors call it."""
+    if not name:
+        name = os.path.join(tree.name, group.name.strip("/")) if group.name != "/" else tree.name
     access = _Access(tree.name)
     try:
         matrix, var_names, columns = read_members(group, name, layer, obs, access)

@@ -7,6 +7,7 @@ Requirements this package answers
 ---------------------------------
 - The target appears whole and verified, or not at all; what a killed run has brought to the disk is not done again.
 - Memory does not grow with the sources, but for their row offsets, the order, and one column of obs at a time.
+- All matrices of the same cells have one order.
 - Nothing is lost: every value is looked at before its dtype is chosen, and read back after it was written.
 """
 
@@ -15,30 +16,26 @@ from __future__ import annotations
 import json
 import os
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import PlanError, StoreError
+from gpuload.alignment import check_join
+from gpuload.errors import PlanError
 from gpuload.sizes import parse_nbytes
+from gpuload.tables import check_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from gpuload.packing.job import Job
-    from gpuload.packing.rows import Reader
     from gpuload.packing.work import Packed
 
 CODECS = ("lz4", "zstd", "none")
 
 MIN_MEMORY = 1 << 20
 """Bytes: less holds no task that is worth its overhead."""
-
-_SAMPLE_ROWS = 1_000
-"""Rows of which the disk that is needed is estimated."""
 
 _TABLE_NBYTES = 64
 """Bytes a cell that are allowed for obs and the order, in the same estimate."""
@@ -48,7 +45,9 @@ def pack(
     paths: Any,
     target: str | os.PathLike[str],
     *,
-    layer: str = "X",
+    layer: str | Sequence[str] = "X",
+    obsm: str | Sequence[str] = (),
+    join: str | Sequence[str] | None = None,
     obs: Sequence[str] | None = None,
     group_by: str | None = None,
     keep_order: bool = False,
@@ -68,7 +67,8 @@ def pack(
     kept without loss in the smallest of uint8, uint16, uint32, float32 and float64 that holds all of them (before
     arithmetic on counts in AnnData: ``adata.X.astype("float32")``); column numbers in uint16 where there are at most
     65,536 genes. obs keeps all columns, and says in ``source_file`` and ``source_row`` where each row is from; where
-    files have names of cells in common, the number of the file is added to all. var is that of the first file.
+    files have names of cells in common, the number of the file is added to all. var is that of the first file; where
+    genes are joined it has the columns that all files have, and a gene's values are those of the first file with it.
 
     All is read back and compared with the sources before the target appears, by one rename. Work in progress lies
     beside it, in ``<target>.packing``; after an interruption of any kind the same call goes on there.
@@ -76,12 +76,18 @@ def pack(
     Parameters
     ----------
     paths
-        One file or folder, or several with the same genes; every form that `open_loader` opens from disk, and .h5ad
-        files whose matrix is CSC, which are transposed first.
+        One file or folder, or several; every form that `open_loader` opens from disk, and AnnData and MuData whose
+        matrices are CSC, which are transposed first.
     target
         The folder to make.
     layer
-        The matrix of the sources that becomes X: ``"X"``, ``"raw.X"`` or the name of a layer.
+        The matrix of the sources that becomes X: ``"X"``, ``"raw.X"`` or the name of a layer. Several are all packed,
+        each under its name: X stays X, be it named first or not; where it is not among them, the first becomes X.
+    obsm
+        Names of matrices of obsm that are packed too.
+    join
+        What to do where files have other genes, or have them in another order: None refuses them; ``"inner"``,
+        ``"outer"`` and a list of names pack the genes that `open_loader` hands over.
     obs
         Columns to keep; None keeps all.
     group_by
@@ -92,13 +98,13 @@ def pack(
         At least 0; of the order.
     codec
         How chunks are encoded: ``"lz4"``, the fastest to read; ``"zstd"``, the smallest, for slow disks and networks;
-        ``"none"``. The CUDA backend decodes zstd of whole numbers on the device, and the others' frames (blosc) on the
-        host.
+        ``"none"``. The CUDA backend decodes all three on the device.
     block_size
-        Cells per chunk; on average, where the matrix is sparse. Read it in blocks of so many or more.
+        Cells per chunk; on average, where the matrix is sparse; more where a page of memory holds more. Read it in
+        blocks of so many or more.
     memory
         Bytes, or text such as ``"2GiB"``: most for what holds cells. Besides, some 40 bytes a cell are taken for row
-        offsets and the order, and what the largest column of obs takes.
+        offsets and the order, more with several matrices, and what the largest column of obs takes.
     num_threads
         Threads that decode and encode; None takes one per core that this process may use.
     overwrite
@@ -124,38 +130,38 @@ def pack(
     MissingDependencyError
         `scheduler` is given and Dask is not installed.
     """
+    layers, obsm, join = check_names("layer", layer, at_least=1), check_names("obsm", obsm), check_join(join)
     memory_nbytes = _check_settings(obs, group_by, keep_order, seed, codec, block_size, memory, num_threads)
+    from gpuload.packing import job as jobs
     from gpuload.packing import workplace
-    from gpuload.packing.job import draw_order, plan_job, row_lengths
-    from gpuload.packing.rows import Reader
+    from gpuload.packing.matrices import Wanted, open_matrices
     from gpuload.packing.tables import chosen_columns
     from gpuload.packing.work import Work
 
     target = os.path.abspath(os.fspath(target))
     folder, files = f"{target}.packing", _source_files(paths)
     workplace.check_target(target, files, overwrite=overwrite)
-    settings = {"layer": layer, "obs": None if obs is None else list(obs), "group_by": group_by, "seed": seed}
-    settings |= {"keep_order": keep_order, "codec": codec, "block_size": block_size, "memory": memory_nbytes}
-    plan = json.dumps({"version": 1, "sources": [_stamp(path) for path in files], **settings}).encode()
+    settings: dict[str, Any] = {"layer": layers, "obsm": obsm, "join": join, "obs": None if obs is None else list(obs)}
+    settings |= {"group_by": group_by, "seed": seed, "keep_order": keep_order, "codec": codec}
+    settings |= {"block_size": block_size, "memory": memory_nbytes}
+    plan = json.dumps({"version": 2, "sources": [_stamp(path) for path in files], **settings}).encode()
     told = progress or (lambda _: None)
     with ExitStack() as stack:
         stack.enter_context(workplace.translated(target))
-        columns, labels = chosen_columns(files, obs), _labels(files, layer, group_by)
+        columns, labels = chosen_columns(files, obs), _labels(files, layers[0], group_by)
         stack.enter_context(workplace.at_work(folder, plan))
-        sources = _by_rows(files, layer, folder, memory_nbytes, num_threads)
-        read_layer = layer if sources == files else "X"
-        reader = stack.enter_context(Reader.of(sources, read_layer, num_threads=num_threads))
-        names = dict(zip(sources, files, strict=True))
-        store = replace(reader.store, paths=tuple(names.get(path, path) for path in reader.store.paths))
-        if not store.n_obs or not store.n_vars:
-            raise StoreError(f"{store.paths[0]}: it has {store.n_obs} cells and {store.n_vars} genes: nothing to pack.")
-        where = (tuple(sources), read_layer, folder)
-        job = plan_job(store, *where, codec, block_size, memory_nbytes, is_wide=reader.is_wide)
-        workplace.check_disk(folder, _disk_nbytes(job, reader))
-        if not job.has_order():
-            job.write_order(draw_order(store.n_obs, seed, labels, is_kept=keep_order), row_lengths(store))
-        work = Work(job, reader, store, files, layer, columns, memory_nbytes, scheduler, num_threads, told)
-        packed = work.carry_out(target)
+        wanted = Wanted(files, layers, obsm, join, codec, block_size, memory_nbytes, num_threads)
+        matrices, lengths = open_matrices(wanted, folder, stack)
+        n_obs = matrices[0].job.n_obs
+        workplace.check_disk(folder, sum(m.nbytes() for m in matrices) + 2 * n_obs * _TABLE_NBYTES)
+        if not jobs.has_order(folder):
+            jobs.write_order(folder, jobs.draw_order(n_obs, seed, labels, is_kept=keep_order))
+        for matrix in matrices:
+            own_lengths, origin = lengths.pop(0), matrix.job.origin
+            workplace.begin_matrix(origin.own)
+            if not jobs.has_offsets(origin):
+                jobs.write_offsets(origin, own_lengths)
+        packed = Work(matrices, files, columns, memory_nbytes, scheduler, num_threads, told).carry_out(target)
         workplace.check_target(target, files, overwrite=overwrite)  # there may be one now
         workplace.publish(folder, target)
     told(1.0)
@@ -216,13 +222,6 @@ def _stamp(path: str) -> list[Any]:
     return [os.path.abspath(path), len(statuses), sum(sizes), max(times)]
 
 
-def _disk_nbytes(job: Job, reader: Reader) -> int:
-    """Return the bytes of disk that parts, and a target that did not shrink, take, judged by the first rows."""
-    itemsize = reader.read(0, min(job.slices[1], _SAMPLE_ROWS)).judge().dtype.itemsize
-    per_element = itemsize + (job.index_dtype.itemsize if job.kind == "csr" else 0)
-    return 2 * (job.n_elements * per_element + job.n_obs * _TABLE_NBYTES)
-
-
 def _labels(files: Sequence[str], layer: str, group_by: str | None) -> NDArray[np.int64] | None:
     """Return the labels of all rows as numbers, -1 where one is missing: (n_obs,)."""
     if group_by is None:
@@ -235,22 +234,3 @@ def _labels(files: Sequence[str], layer: str, group_by: str | None) -> NDArray[n
     check_columns(files, [group_by])
     labels, _ = pd.factorize(frames.join([frames.cell_column(file, group_by, layer) for file in files]))
     return np.asarray(labels, dtype=np.int64)
-
-
-def _by_rows(files: list[str], layer: str, folder: str, memory: int, num_threads: int | None) -> list[str]:
-    """Return where the cells of files lie by rows: in themselves, or in passing stores where they lie by columns."""
-    from gpuload.formats.recognise import open_by_columns
-
-    found = []
-    for number, file in enumerate(files):
-        store = open_by_columns(file, layer=layer)
-        if store is None:
-            found.append(file)
-            continue
-        from gpuload.packing.columns import by_rows
-
-        found.append(by_rows(store, layer, os.path.join(folder, f"rows-{number:06}"), memory, num_threads))
-    odd = [file for file, source in zip(files, found, strict=True) if file == source]
-    if layer != "X" and 0 < len(odd) < len(files):
-        raise StoreError(f"{odd[0]}: its {layer} lies by rows, but that of others by columns (CSC); pack them apart.")
-    return found

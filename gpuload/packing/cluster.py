@@ -101,4 +101,5 @@ def _digest_span(job: Job, num_threads: int | None, file_rows: tuple[int, ...], 
 @lru_cache(maxsize=1)
 def _reader(job: Job, num_threads: int | None) -> Reader:
     """Return this worker's reader of the sources, which stays open for the tasks that follow."""
-    return Reader.of(job.paths, job.layer, num_threads=num_threads, is_wide=job.is_wide)
+    origin = job.origin
+    return Reader.of(origin.paths, origin.layer, join=origin.join, num_threads=num_threads, is_wide=job.is_wide)

@@ -19,14 +19,16 @@ import numpy as np
 from gpuload.backends.native.runs import count_buckets, count_rows, digest_elements, place_elements, sort_by_bucket
 from gpuload.errors import CorruptDataError
 from gpuload.formats import frames
+from gpuload.formats.arrays import OBSM
 from gpuload.packing import workplace
 from gpuload.packing.files import sync_folder, write_whole
-from gpuload.packing.job import cut_rows, plan_job
+from gpuload.packing.job import Origin, cut_rows, has_offsets, plan_job, row_lengths, write_offsets, write_order
 from gpuload.packing.parts import Part, Segment, Summary, part_path, save_part
 from gpuload.packing.passes import all_parts, each
 from gpuload.packing.rows import Judged, Reader
 from gpuload.packing.shards import done_path, new_bucket, write_matrix_metadata, write_shards
-from gpuload.packing.zarr_files import write_group, write_strings, write_table_metadata
+from gpuload.packing.tables import start_target, var_of
+from gpuload.packing.zarr_files import write_strings, write_table_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +70,7 @@ def by_rows(store: Store, layer: str, folder: str, memory: int, num_threads: int
     Returns
     -------
     str
-        The path of the store: X, and the names of the genes.
+        The path of the store: the same matrix, and the names of its genes.
 
     Raises
     ------
@@ -77,7 +79,9 @@ def by_rows(store: Store, layer: str, folder: str, memory: int, num_threads: int
     """
     with ExitStack() as stack:
         reader = stack.enter_context(Reader(store, num_threads=num_threads))
-        plan = plan_job(store, store.paths, layer, folder, "lz4", 1, memory, is_wide=reader.is_wide)
+        origin = Origin(store.paths, layer, None, workplace.member_at(layer), folder, folder)
+        sizes: dict[str, Any] = {"codec": "lz4", "cells": 1, "memory": memory, "is_wide": reader.is_wide}
+        plan = plan_job(store, origin, row_lengths(store), **sizes)
         chunk = min(CHUNK, plan.bucket)
         shard = max(1, plan.shard // chunk) * chunk
         job = replace(
@@ -91,11 +95,12 @@ def by_rows(store: Store, layer: str, folder: str, memory: int, num_threads: int
         whole = os.path.join(folder, _WHOLE)
         if os.path.exists(whole):
             return job.result
-        if not job.has_order():
+        if not has_offsets(origin):
             per_element = _CELL_NBYTES + job.index_dtype.itemsize + (8 if job.is_wide else 4)
             workplace.check_disk(folder, 2 * job.n_elements * per_element)
             workplace.begin(folder)
-            job.write_order(np.arange(job.n_obs), _count_cells(job, reader))
+            write_order(folder, np.arange(job.n_obs))
+            write_offsets(origin, _count_cells(job, reader))
         _transpose(job, reader)
         write_whole(whole, [])
         sync_folder(folder)
@@ -120,10 +125,12 @@ def _transpose(job: Job, reader: Reader) -> None:
         judged, digest = judged.joined(part.summary.judged), (digest + part.summary.digest) % (1 << 64)
     for _ in each(lambda number: _write_bucket(job, reader, number, parts, judged.dtype), range(job.n_buckets)):
         pass
-    write_group(job.result, {"encoding-type": "anndata", "encoding-version": "0.1.0"})
+    start_target(job.result, [job.origin.member])
     write_matrix_metadata(job, judged.dtype)
-    write_table_metadata(os.path.join(job.result, "var"), [])
-    write_strings(os.path.join(job.result, "var", "_index"), frames.gene_names(reader.store.paths[0], job.layer))
+    if not job.origin.layer.startswith(OBSM):
+        folder = os.path.join(job.result, var_of(job.origin.member))
+        write_table_metadata(folder, [])
+        write_strings(os.path.join(folder, "_index"), frames.gene_names(reader.store.paths[0], job.origin.layer))
     _verify(job, reader, digest)
 
 
@@ -166,14 +173,14 @@ def _write_bucket(job: Job, reader: Reader, number: int, parts: Sequence[PartFil
 
 def _verify(job: Job, reader: Reader, digest: int) -> None:
     found = 0
-    with Reader.of([job.result], "X", num_threads=1, is_wide=job.is_wide) as result:
+    with Reader.of([job.result], job.origin.layer, num_threads=1, is_wide=job.is_wide) as result:
         edges = cut_rows(job.offsets, job.bucket)
         for start, stop in pairwise(edges):
             rows = result.read(start, stop)
             found += int(digest_elements(start, rows.indptr, rows.indices, rows.bits, False))
     if found % (1 << 64) != digest:
-        workplace.clear(job.folder)
+        workplace.clear(job.origin.folder)
         raise CorruptDataError(
-            f"{job.folder}: the elements of {reader.store.paths[0]} do not read back by rows as they lie by columns, "
-            "so the work was thrown away; check the disk and the memory, and pack again."
+            f"{job.origin.folder}: the elements of {reader.store.paths[0]} do not read back by rows as they lie by "
+            "columns, so the work was thrown away; check the disk and the memory, and pack again."
         )

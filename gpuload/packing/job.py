@@ -7,7 +7,7 @@ made at one time, so tasks never share a file. Elements are counted through the 
 too); a row that lies across the edge of two buckets is in both, each with its part of it.
 
 The order is a true random permutation, drawn at once and kept on disk; `Job` is small, and may be sent to another
-machine that sees the same files.
+machine that sees the same files. Each matrix of the same cells is a job of its own, and all have one order.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ import numpy as np
 from gpuload.errors import PlanError
 from gpuload.packing.files import write_whole
 from gpuload.packing.workplace import STORE
+from gpuload.packing.zarr_files import ALIGNMENT
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from gpuload.formats import Join
     from gpuload.store import Store
 
 MAX_SHARD_NBYTES = 64 << 20
@@ -42,18 +44,40 @@ MAX_COLUMNS_16 = 1 << 16
 """Up to so many genes, column numbers take 2 bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which matrix of the sources goes where.
+
+    Attributes
+    ----------
+    paths
+        The sources.
+    layer, join
+        Their matrix, and how their genes are joined; as of `formats.open_store`.
+    member
+        Its place in the target: ``"X"``, ``"layers/spliced"``.
+    folder
+        Where the work on all matrices lies: the order, the target while it is made.
+    own
+        Where the work on this one lies: its parts, its marks, the offsets of its rows.
+    """
+
+    paths: tuple[str, ...]
+    layer: str
+    join: Join
+    member: str
+    folder: str
+    own: str
+
+
 @dataclass(frozen=True)
 class Job:
     """What is to be done; the same for the same sources and settings.
 
     Attributes
     ----------
-    paths
-        The sources.
-    layer
-        Their matrix.
-    folder
-        Where the work lies: the order, the parts, the target while it is made.
+    origin
+        What is packed, and where.
     kind
         ``"csr"`` or ``"dense"``.
     n_obs, n_vars, n_elements
@@ -68,9 +92,7 @@ class Job:
         Rows of the sources at which slices begin and end.
     """
 
-    paths: tuple[str, ...]
-    layer: str
-    folder: str
+    origin: Origin
     kind: str
     n_obs: int
     n_vars: int
@@ -100,50 +122,78 @@ class Job:
     @property
     def result(self) -> str:
         """The target while it is made."""
-        return os.path.join(self.folder, STORE)
+        return os.path.join(self.origin.folder, STORE)
+
+    @property
+    def matrix(self) -> str:
+        """The folder of the matrix in it."""
+        return os.path.join(self.result, self.origin.member)
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
         """For each row of the target its row of the sources: (n_obs,), on disk."""
-        return _load(self._file("order"))
+        return _load(_file(self.origin.folder, "order"))
 
     @cached_property
     def place(self) -> NDArray[np.int64]:
         """For each row of the sources its row of the target: (n_obs,), on disk."""
-        return _load(self._file("place"))
+        return _load(_file(self.origin.folder, "place"))
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """First element of each row of the target, and the end of the last: (n_obs + 1,), on disk."""
-        return _load(self._file("offsets"))
+        return _load(_file(self.origin.own, "offsets"))
 
     def bucket_edges(self, number: int) -> tuple[int, int]:
         """Return the first element of a bucket, and its end."""
         return number * self.bucket, min((number + 1) * self.bucket, self.n_elements)
 
-    def has_order(self) -> bool:
-        """Return whether the order of the rows is on the disk."""
-        return os.path.exists(self._file("offsets"))
-
-    def write_order(self, order: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Bring an order of the rows to the disk; `lengths` are the elements of each row of the sources."""
-        place = np.empty_like(order)
-        place[order] = np.arange(order.size)
-        _save(self._file("place"), place)
-        del place
-        _save(self._file("order"), order)
-        _save(self._file("offsets"), np.concatenate([[0], np.cumsum(lengths[order])]))
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is loaded where it is used."""
         return {name: value for name, value in vars(self).items() if name not in ("order", "place", "offsets")}
 
-    def _file(self, name: str) -> str:
-        return os.path.join(self.folder, f"{name}.npy")
+
+def has_order(folder: str) -> bool:
+    """Return whether an order of the rows is on the disk, in the folder of the work."""
+    return os.path.exists(_file(folder, "order"))
+
+
+def write_order(folder: str, order: NDArray[np.int64]) -> None:
+    """Bring an order of the rows to the disk."""
+    place = np.empty_like(order)
+    place[order] = np.arange(order.size)
+    _save(_file(folder, "place"), place)
+    _save(_file(folder, "order"), order)
+
+
+def has_offsets(origin: Origin) -> bool:
+    """Return whether the order of the rows, and their offsets in a matrix, are on the disk."""
+    return has_order(origin.folder) and os.path.exists(_file(origin.own, "offsets"))
+
+
+def read_lengths(origin: Origin) -> NDArray[np.int64] | None:
+    """Return what `write_offsets` was given by an earlier run; None where there was none."""
+    if not has_offsets(origin):
+        return None
+    lengths: NDArray[np.int64] = np.diff(_load(_file(origin.own, "offsets")))[_load(_file(origin.folder, "place"))]
+    return lengths
+
+
+def write_offsets(origin: Origin, lengths: NDArray[np.int64]) -> None:
+    """Bring the offsets of rows in their order to the disk; `lengths` are the elements of each row of the sources."""
+    ends = np.cumsum(lengths[_load(_file(origin.folder, "order"))])
+    _save(_file(origin.own, "offsets"), np.concatenate([[0], ends]))
 
 
 def plan_job(
-    store: Store, paths: tuple[str, ...], layer: str, folder: str, codec: str, cells: int, memory: int, *, is_wide: bool
+    store: Store,
+    origin: Origin,
+    lengths: NDArray[np.int64],
+    *,
+    codec: str,
+    cells: int,
+    memory: int,
+    is_wide: bool,
 ) -> Job:
     """Cut the work into tasks that fit into the memory.
 
@@ -151,8 +201,10 @@ def plan_job(
     ----------
     store
         The sources.
-    paths, layer, folder, codec, is_wide
+    origin, codec, is_wide
         As of `Job`.
+    lengths : (n_obs,) int64
+        Elements that each row of the sources has in the target.
     cells
         Rows per chunk, on average where they are sparse.
     memory
@@ -163,45 +215,32 @@ def plan_job(
     PlanError
         The memory does not even hold the longest row.
     """
-    lengths = row_lengths(store)
-    n_elements = int(lengths.sum())
-    nbytes = (8 if is_wide else 4) + (2 if store.n_vars <= MAX_COLUMNS_16 else 4)
+    n_elements, n_vars, reading = int(lengths.sum()), store.n_vars, np.maximum(lengths, row_lengths(store))
+    nbytes = (8 if is_wide else 4) + (2 if n_vars <= MAX_COLUMNS_16 else 4)
     room = memory // (8 * nbytes)  # two slices, or buckets, at one time, each held about three times over
-    longest = int(lengths.max(initial=0))
+    longest = int(reading.max(initial=0))
     if longest > room:
         raise PlanError(
             f"memory={memory} bytes: a row of {longest} values alone needs {8 * nbytes * longest}; allow more."
         )
-    unit = store.n_vars if store.kind == "dense" else 1
-    chunk = max(1, cells * unit if store.kind == "dense" else round(cells * n_elements / max(1, store.n_obs)))
+    unit = max(1, n_vars) if store.kind == "dense" else 1
+    chunk = max(1, round(cells * n_elements / max(1, store.n_obs)))
+    if store.kind == "dense":
+        chunk = max(cells, ALIGNMENT // (4 * unit)) * unit  # not less than a page, which is read anyway
     chunk = max(unit, min(chunk, room // unit * unit))
     n_chunks = max(1, min(room, MAX_SHARD_NBYTES // nbytes) // chunk)
     n_chunks = min(n_chunks, max(1, -(-n_elements // chunk)))
     shard = n_chunks * chunk
     bucket = max(1, room // shard) * shard
-    slice_elements = min(room, max(MIN_SLICE, n_elements // MAX_SLICES))
-    slices = cut_rows(np.concatenate([[0], np.cumsum(lengths)]), slice_elements)
-    return Job(
-        paths,
-        layer,
-        folder,
-        store.kind,
-        store.n_obs,
-        store.n_vars,
-        n_elements,
-        is_wide,
-        codec,
-        chunk,
-        shard,
-        bucket,
-        slices,
-    )
+    slice_elements = min(room, max(MIN_SLICE, int(reading.sum()) // MAX_SLICES))
+    slices = cut_rows(np.concatenate([[0], np.cumsum(reading)]), slice_elements)
+    return Job(origin, store.kind, store.n_obs, n_vars, n_elements, is_wide, codec, chunk, shard, bucket, slices)
 
 
 def row_lengths(store: Store) -> NDArray[np.int64]:
-    """Return the stored values of each row, (n_obs,): all genes where the matrix is dense."""
+    """Return the stored values of each row, (n_obs,): all columns where the matrix is dense."""
     if store.kind == "dense":
-        return np.full(store.n_obs, store.n_vars, dtype=np.int64)
+        return np.repeat([m.n_vars for m in store.matrices], store.file_rows).astype(np.int64)
     return np.concatenate([np.diff(m.indptr) for m in store.matrices])  # type: ignore[union-attr]
 
 
@@ -226,6 +265,10 @@ def draw_order(n: int, seed: int, labels: NDArray[np.int64] | None, *, is_kept: 
         by_label = labels[order].astype(np.uint64)  # -1 is the greatest
         order = order[np.argsort(by_label, kind="stable")]
     return order
+
+
+def _file(folder: str, name: str) -> str:
+    return os.path.join(folder, f"{name}.npy")
 
 
 def _load(path: str) -> NDArray[np.int64]:

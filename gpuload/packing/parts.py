@@ -123,7 +123,7 @@ def _pieces(job: Job, rows: Rows, start: int, stop: int) -> tuple[NDArray[np.int
 
 def part_path(job: Job, number: int) -> str:
     """Return where a part is kept that is a file."""
-    return os.path.join(job.folder, PARTS, f"{number:06}")
+    return os.path.join(job.origin.own, PARTS, f"{number:06}")
 
 
 def write_part(job: Job, reader: Reader, number: int) -> None:

@@ -10,6 +10,7 @@ from gpuload.packing.parts import Part, PartFile, make_part, part_path, write_pa
 from gpuload.packing.rows import Reader
 from gpuload.packing.shards import done_path, write_bucket
 from gpuload.packing.tables import SOURCE_FILE, SOURCE_ROW, source_rows
+from gpuload.packing.workplace import layer_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,7 +94,8 @@ def fill_bucket(job: Job, reader: Reader, number: int, parts: Iterable[Part | Pa
 
 def result_reader(job: Job, num_threads: int | None) -> Reader:
     """Return a reader of the target, which knows where its rows are from."""
-    return Reader.of([job.result], "X", num_threads=num_threads, is_wide=job.is_wide, obs=(SOURCE_FILE, SOURCE_ROW))
+    obs = (SOURCE_FILE, SOURCE_ROW)
+    return Reader.of([job.result], layer_at(job.origin.member), num_threads=num_threads, is_wide=job.is_wide, obs=obs)
 
 
 def digest_span(reader: Reader, span: Span, file_rows: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends.cpu import CpuBackend
-from gpuload.backends.native.runs import digest_rows, judge_values
+from gpuload.backends.native.runs import count_mapped, digest_rows, judge_values, map_dense, map_rows
 from gpuload.errors import StoreError
 from gpuload.formats import open_store
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.formats import Join
     from gpuload.store import Store
     from gpuload.types import Recipe
 
@@ -100,6 +101,9 @@ class Rows:
 class Reader:
     """Threads that read and decode, and the files they read; open until `close`.
 
+    Where the genes of files were joined, rows are handed over with the joined ones: the numbers of their columns
+    rising where they are sparse, with zeros for what a file lacks where they are dense.
+
     Parameters
     ----------
     store
@@ -129,11 +133,13 @@ class Reader:
         layer: str,
         *,
         num_threads: int | None,
+        join: Join = None,
         is_wide: bool | None = None,
         obs: Sequence[str] = (),
     ) -> Reader:
         """Return a reader of files that are opened for it; see `formats.open_store`."""
-        return cls(open_store(list(paths), layer=layer, obs=obs), num_threads=num_threads, is_wide=is_wide)
+        store = open_store(list(paths), layer=layer, obs=obs, join=join)
+        return cls(store, num_threads=num_threads, is_wide=is_wide)
 
     def read(self, start: int, stop: int) -> Rows:
         """Return rows start..stop.
@@ -145,15 +151,33 @@ class Reader:
         StoreError
             An integer is too large to be kept exactly.
         """
-        resident = self._backend.load(self._recipe(start, stop)).result()
+        recipe = self._recipe(start, stop)
+        resident = self._backend.load(recipe).result()
         if self.store.kind == "dense":
-            indptr = np.arange(stop - start + 1, dtype=np.int64) * self.store.n_vars
-            return Rows(indptr, _NO_COLUMNS, resident.flat("X"))
-        return Rows(resident.indptr, resident.indices, resident.flat("data"))  # type: ignore[arg-type]
+            rows = Rows(recipe.row_offsets(), _NO_COLUMNS, resident.flat("X"))
+        else:
+            rows = Rows(resident.indptr, resident.indices, resident.flat("data"))  # type: ignore[arg-type]
+        alignment = self.store.alignment
+        if alignment is None or alignment.maps is None:
+            return rows
+        return _mapped(rows, alignment.maps, _map_start(recipe), self.store.n_vars)
+
+    def count_kept(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return how many stored values of each of rows start..stop are of joined genes, (stop - start,).
+
+        Reads the column numbers alone; errors as of `read`.
+        """
+        recipe = self._recipe(start, stop)
+        assert self.store.alignment is not None  # noqa: S101 - narrows the type; there is nothing to count without
+        counts = np.empty(stop - start, dtype=np.int64)
+        count_mapped(recipe.indptr, self._indices(recipe), self.store.alignment.maps, _map_start(recipe), counts)
+        return counts
 
     def read_indices(self, start: int, stop: int) -> NDArray[Any]:
         """Return the column numbers of rows start..stop alone; errors as of `read`."""
-        recipe = self._recipe(start, stop)
+        return self._indices(self._recipe(start, stop))
+
+    def _indices(self, recipe: Recipe) -> NDArray[Any]:
         reads = tuple(read for read in recipe.reads if read.target == "indices")
         return self._backend.load(replace(recipe, reads=reads)).result().flat("indices")
 
@@ -180,6 +204,27 @@ class Reader:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _map_start(recipe: Recipe) -> NDArray[np.int64]:
+    """Return where the map of each row begins, (n_rows,)."""
+    return np.zeros(recipe.n_rows, dtype=np.int64) if recipe.map_start is None else recipe.map_start
+
+
+def _mapped(rows: Rows, maps: NDArray[np.int32], map_start: NDArray[np.int64], n_vars: int) -> Rows:
+    """Return rows with the columns that their maps give them, of which there are n_vars."""
+    n_rows = rows.indptr.size - 1
+    if rows.indices is _NO_COLUMNS:
+        out = np.zeros((n_rows, n_vars), dtype=rows.values.dtype)
+        map_dense(rows.indptr, rows.values, maps, map_start, out)
+        return Rows(np.arange(n_rows + 1, dtype=np.int64) * n_vars, _NO_COLUMNS, out.reshape(-1))
+    counts = np.empty(n_rows, dtype=np.int64)
+    count_mapped(rows.indptr, rows.indices, maps, map_start, counts)
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+    indices = np.empty(int(indptr[-1]), dtype=np.int32)
+    values = np.empty(indices.size, dtype=rows.values.dtype)
+    map_rows(rows.indptr, rows.indices, rows.values, maps, map_start, indptr, indices, values)
+    return Rows(indptr, indices, values)
 
 
 def _dtypes(store: Store) -> list[np.dtype[Any]]:

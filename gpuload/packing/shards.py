@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def done_path(job: Job, bucket: int) -> str:
     """Return the file that says that a bucket's shards are on the disk."""
-    return os.path.join(job.folder, DONE, f"{bucket:06}")
+    return os.path.join(job.origin.own, DONE, f"{bucket:06}")
 
 
 def write_bucket(job: Job, bucket: int, segments: Iterable[Segment], dtype: np.dtype[Any], pool: Executor) -> None:
@@ -62,7 +62,7 @@ def new_bucket(job: Job, bucket: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any
 def write_shards(job: Job, bucket: int, indices: NDArray[Any], values: NDArray[Any], pool: Executor) -> None:
     """Encode a bucket, bring its shards to the disk, and note that they are there."""
     start, _ = job.bucket_edges(bucket)
-    arrays = {"X": values} if job.kind == "dense" else {"X/data": values, "X/indices": indices}
+    arrays = {"": values} if job.kind == "dense" else {"data": values, "indices": indices}
     written = []
     for first in range(0, values.size, job.shard):
         for name, array in arrays.items():
@@ -71,7 +71,7 @@ def write_shards(job: Job, bucket: int, indices: NDArray[Any], values: NDArray[A
     for one in written:
         one.result()
     for name in arrays:
-        sync_folders(os.path.join(job.result, name))
+        sync_folders(os.path.join(job.matrix, name))
     write_whole(done_path(job, bucket), [])
 
 
@@ -84,14 +84,14 @@ def _shard(job: Job, name: str, number: int, elements: NDArray[Any], pool: Execu
         full[: chunks[-1].size] = chunks[-1]
         chunks[-1] = full
     key = f"c/{number}/0" if job.kind == "dense" else f"c/{number}"
-    path = os.path.join(job.result, name, key)
+    path = os.path.join(job.matrix, name, key)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     return path, list(shard_pieces(list(pool.map(codec.encode, chunks)), job.shard // job.chunk))
 
 
 def write_matrix_metadata(job: Job, dtype: np.dtype[Any]) -> None:
     """Describe the matrix whose shards are there, and write its row offsets."""
-    folder, codec = os.path.join(job.result, "X"), Codec(job.codec)
+    folder, codec = job.matrix, Codec(job.codec)
     attributes = {"encoding-type": "array", "encoding-version": "0.2.0"}
     if job.kind == "dense":
         rows, per_shard = max(1, job.chunk // max(1, job.n_vars)), job.shard // job.chunk

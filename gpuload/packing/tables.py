@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SOURCE_FILE, SOURCE_ROW = "source_file", "source_row"
 """Columns of obs that say where a row is from."""
 
+WITH_GENES = ("X", "raw/X")
+"""Matrices of the target that come with genes of their own; layers have those of X."""
+
 _EMPTY = ("layers", "obsm", "obsp", "uns", "varm", "varp")
 _DICT = {"encoding-type": "dict", "encoding-version": "0.1.0"}
 
@@ -65,11 +68,19 @@ def check_columns(files: Sequence[str], names: Sequence[str]) -> None:
                 raise no_column(file, name, known)
 
 
-def start_target(folder: str) -> None:
-    """Make the groups of an AnnData that hold nothing."""
+def start_target(folder: str, members: Sequence[str]) -> None:
+    """Make the groups of an AnnData in which nothing lies but its matrices, at the places `members`."""
     write_group(folder, {"encoding-type": "anndata", "encoding-version": "0.1.0"})
     for name in _EMPTY:
         write_group(os.path.join(folder, name), _DICT)
+    if any(var_of(member) != "var" for member in members):
+        write_group(os.path.join(folder, "raw"), {"encoding-type": "raw", "encoding-version": "0.1.0"})
+        write_group(os.path.join(folder, "raw", "varm"), _DICT)
+
+
+def var_of(member: str) -> str:
+    """Return the place in an AnnData of the genes of the matrix at a place."""
+    return "raw/var" if member.startswith("raw/") else "var"
 
 
 def write_obs(
@@ -113,16 +124,50 @@ def write_obs(
             raise _not_as_written(folder, f"column {name!r}")
 
 
-def write_var(folder: str, files: Sequence[str], store: Store, layer: str) -> None:
-    """Write the var of the target: that of the first file."""
-    var = os.path.join(folder, "var")
-    columns = frames.gene_columns(files[0], layer)
+def write_var(folder: str, member: str, files: Sequence[str], layer: str, store: Store) -> None:
+    """Write the var of a matrix of the target: that of the first file.
+
+    Where genes were joined it has the columns that all files have, and the values of a gene are those of the first file
+    that has it.
+
+    Parameters
+    ----------
+    folder
+        The target.
+    member
+        The place of the matrix in it.
+    files, layer
+        The sources, one by one, and which matrix of them it is.
+    store
+        The sources, as one.
+
+    Raises
+    ------
+    StoreError
+        A column of a type that cannot be packed.
+    """
+    var = os.path.join(folder, var_of(member))
+    columns = frames.gene_columns(files[0], layer) if store.alignment is None else _joined(files, layer, store)
     if store.var_ids is not None:
         columns.setdefault("gene_ids", store.var_ids)
     write_table_metadata(var, list(columns))
     write_strings(os.path.join(var, "_index"), store.var_names)
     for name, values in columns.items():
-        write_column(os.path.join(var, name), values, f"{files[0]}: var column {name!r}")
+        cure = "Make it one type in all files, or remove it from them."
+        write_column(os.path.join(var, name), values, f"{files[0]}: var column {name!r}", cure)
+
+
+def _joined(files: Sequence[str], layer: str, store: Store) -> dict[str, Any]:
+    """Return the columns of var that all files have, for the joined genes."""
+    parts = [frames.gene_columns(path, layer) for path in files]
+    names = [name for name in parts[0] if all(name in part for part in parts)]
+    if not names:
+        return {}
+    place: dict[str, int] = {}
+    for row, gene in enumerate(gene for path in files for gene in frames.gene_names(path, layer)):
+        place.setdefault(gene, row)
+    rows = np.array([place[gene] for gene in store.var_names], dtype=np.int64)
+    return {name: frames.join([part[name] for part in parts])[rows] for name in names}
 
 
 def _not_as_written(folder: str, what: str) -> CorruptDataError:

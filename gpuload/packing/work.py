@@ -1,4 +1,4 @@
-"""A job carried out: the passes in their order, the tables, the proof that nothing was lost."""
+"""The jobs carried out: the passes in their order, the tables, the proof that nothing was lost."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from gpuload.packing.shards import write_matrix_metadata
 from gpuload.packing.workplace import DONE, PARTS, clear, size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from gpuload.packing.job import Job
+    from gpuload.packing.matrices import Matrix
     from gpuload.packing.parts import Part, PartFile
     from gpuload.packing.passes import Workers
-    from gpuload.packing.rows import Reader
-    from gpuload.store import Store
 
 _SHARES = (0.55, 0.25, 0.2)
 """Parts of the time that the passes take, for the progress."""
+
+_STEP = 0x9E3779B97F4A7C15
+"""Odd: what the digest of one matrix is multiplied by before that of the next is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,12 @@ class Packed:
     nbytes
         Its size on disk.
     dtype, index_dtype
-        Of its values, and of its column numbers (None where it is dense).
+        Of the values of X, and of its column numbers (None where it is dense).
+    dtypes
+        Of the values of every matrix, by its place in the target: ``{"X": "uint8", "obsm/X_pca": "float32"}``.
     digest
-        Sum of the digests of its rows, as 16 hexadecimal digits: of the sources, and of what was read back.
+        Of all matrices, as 16 hexadecimal digits: of the sources, and of what was read back. That of a matrix is the
+        sum of the digests of its rows.
     n_resumed
         Tasks of the passes that an earlier run had finished.
     """
@@ -57,24 +62,21 @@ class Packed:
     nbytes: int
     dtype: str
     index_dtype: str | None
+    dtypes: Mapping[str, str]
     digest: str
     n_resumed: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """A job, and what it is carried out with.
+    """The jobs, and what they are carried out with.
 
     Attributes
     ----------
-    job
-        The plan.
-    reader
-        Of the sources.
-    store
-        The sources by their own names.
-    files, layer, columns
-        The sources one by one, which matrix of them is packed, and which columns of their obs are kept.
+    matrices
+        What is packed, X first.
+    files, columns
+        The sources one by one, and which columns of their obs are kept.
     memory
         Bytes for what holds cells.
     scheduler, num_threads
@@ -83,11 +85,8 @@ class Work:
         Is told which part is done.
     """
 
-    job: Job
-    reader: Reader
-    store: Store
+    matrices: Sequence[Matrix]
     files: Sequence[str]
-    layer: str
     columns: Sequence[str]
     memory: int
     scheduler: str | None
@@ -95,62 +94,106 @@ class Work:
     told: Callable[[float], None]
 
     def carry_out(self, target: str) -> Packed:
-        """Make the target in the job's folder, and verify it.
+        """Make the target in the jobs' folder, and verify it.
 
         Raises
         ------
         CorruptDataError
             What was written does not read back as what was read.
         """
-        job, store = self.job, self.store
-        done = [*os.listdir(os.path.join(job.folder, PARTS)), *os.listdir(os.path.join(job.folder, DONE))]
-        in_memory: dict[int, Part] | None = {} if self._fits() and not done else None
+        first, at = self.matrices[0], 0.0
+        done, dtypes, digests = [], {}, []
         with ExitStack() as stack:
-            workers = self._workers(stack, in_memory)
-            self._count(0, workers.write_parts(range(job.n_slices)), job.n_slices)
-            digest, judged = _summed(all_parts(job) if in_memory is None else in_memory.values())
-            self._count(1, workers.write_buckets(range(job.n_buckets), judged.dtype), job.n_buckets)
-            tables.start_target(job.result)
-            write_matrix_metadata(job, judged.dtype)
-            tables.write_obs(job.result, self.files, self.layer, self.columns, store, np.asarray(job.order))
-            tables.write_var(job.result, self.files, store, self.layer)
-            self._verify(workers, digest)
-        index_dtype = job.index_dtype.name if job.kind == "csr" else None
-        nbytes = size_of(job.result)
+            everybody = []
+            for matrix in self.matrices:
+                own, share = matrix.job.origin.own, self._share(matrix)
+                done += [*os.listdir(os.path.join(own, PARTS)), *os.listdir(os.path.join(own, DONE))]
+                workers, summed = self._pass(stack, matrix, at)
+                everybody.append(workers)
+                digests.append(summed[0])
+                dtypes[matrix.job.origin.member] = summed[1].dtype
+                at += share * (_SHARES[0] + _SHARES[1])
+            self._write_tables(dtypes)
+            for matrix, workers, digest in zip(self.matrices, everybody, digests, strict=True):
+                self._verify(matrix, workers, digest, at)
+                at += self._share(matrix) * _SHARES[2]
+        job, whole = first.job, 0
+        for digest in digests:
+            whole = (whole * _STEP + digest) % (1 << 64)
         return Packed(
-            target, job.n_obs, job.n_vars, nbytes, judged.dtype.name, index_dtype, f"{digest:016x}", len(done)
+            path=target,
+            n_obs=job.n_obs,
+            n_vars=job.n_vars,
+            nbytes=size_of(job.result),
+            dtype=dtypes["X"].name,
+            index_dtype=job.index_dtype.name if job.kind == "csr" else None,
+            dtypes={member: dtype.name for member, dtype in dtypes.items()},
+            digest=f"{whole:016x}",
+            n_resumed=len(done),
         )
 
-    def _fits(self) -> bool:
+    def _pass(self, stack: ExitStack, matrix: Matrix, at: float) -> tuple[Workers, tuple[int, Judged]]:
+        """Bring the shards of a matrix to the disk; return who did it, its digest, and what its values are."""
+        job, share = matrix.job, self._share(matrix)
+        own = job.origin.own
+        is_begun = any(os.listdir(os.path.join(own, name)) for name in (PARTS, DONE))
+        in_memory: dict[int, Part] | None = {} if self._fits(job) and not is_begun else None
+        workers = self._workers(stack, matrix, in_memory)
+        self._count(workers.write_parts(range(job.n_slices)), job.n_slices, at, share * _SHARES[0])
+        summed = _summed(all_parts(job) if in_memory is None else in_memory.values())
+        buckets = workers.write_buckets(range(job.n_buckets), summed[1].dtype)
+        self._count(buckets, job.n_buckets, at + share * _SHARES[0], share * _SHARES[1])
+        if in_memory is not None:
+            in_memory.clear()
+        return workers, summed
+
+    def _share(self, matrix: Matrix) -> float:
+        """Return which part of the work a matrix is."""
+        return (1 + matrix.job.n_elements) / sum(1 + other.job.n_elements for other in self.matrices)
+
+    def _write_tables(self, dtypes: Mapping[str, np.dtype[Any]]) -> None:
+        """Write all of the target but the shards of its matrices."""
+        first = self.matrices[0]
+        folder = first.job.result
+        tables.start_target(folder, list(dtypes))
+        order = np.asarray(first.job.order)
+        tables.write_obs(folder, self.files, first.layer, self.columns, first.store, order)
+        for matrix in self.matrices:
+            member = matrix.job.origin.member
+            write_matrix_metadata(matrix.job, dtypes[member])
+            if member in tables.WITH_GENES:
+                tables.write_var(folder, member, self.files, matrix.layer, matrix.store)
+
+    def _fits(self, job: Job) -> bool:
         """Return whether the parts may be kept in memory."""
-        job = self.job
         nbytes = job.n_elements * (job.index_dtype.itemsize + (8 if job.is_wide else 4))
         return self.scheduler is None and nbytes <= self.memory // 4
 
-    def _workers(self, stack: ExitStack, in_memory: dict[int, Part] | None) -> Workers:
+    def _workers(self, stack: ExitStack, matrix: Matrix, in_memory: dict[int, Part] | None) -> Workers:
         if self.scheduler is None:
-            return Local(self.job, self.reader, self.num_threads, in_memory)
+            return Local(matrix.job, matrix.reader, self.num_threads, in_memory)
         from gpuload.packing.cluster import Cluster
 
-        return stack.enter_context(Cluster(self.job, self.scheduler, self.num_threads))
+        return stack.enter_context(Cluster(matrix.job, self.scheduler, self.num_threads))
 
-    def _verify(self, workers: Workers, digest: int) -> None:
-        job = self.job
+    def _verify(self, matrix: Matrix, workers: Workers, digest: int, at: float) -> None:
+        job = matrix.job
         spans = list(pairwise(cut_rows(job.offsets, job.bucket)))
-        found = self._count(2, workers.digests(spans, self.store.file_rows), len(spans))
+        digests = workers.digests(spans, matrix.store.file_rows)
+        found = self._count(digests, len(spans), at, self._share(matrix) * _SHARES[2])
         if sum(found) % (1 << 64) != digest:
-            clear(job.folder)
+            clear(job.origin.folder)
             raise CorruptDataError(
-                f"{job.folder}: the rows that were written do not read back as those of the sources, so nothing was "
-                "published and the work was thrown away; check the disk and the memory, and pack again."
+                f"{job.origin.folder}: the rows that were written do not read back as those of the sources, so nothing "
+                "was published and the work was thrown away; check the disk and the memory, and pack again."
             )
 
-    def _count(self, number: int, done: Iterator[Any], n: int) -> list[Any]:
-        """Return what the tasks of a pass yield, and tell meanwhile how far it is."""
+    def _count(self, done: Iterator[Any], n: int, at: float, share: float) -> list[Any]:
+        """Return what n tasks yield, and tell meanwhile how far they are; they are a share of all, from `at` on."""
         results = []
         for result in done:
             results.append(result)
-            self.told(sum(_SHARES[:number]) + _SHARES[number] * len(results) / n)
+            self.told(min(1.0, at + share * len(results) / n))
         return results
 
 

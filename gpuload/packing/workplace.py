@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gpuload.errors import GpuloadError, PlanError, ReadError, StoreError
+from gpuload.formats.arrays import OBSM
 from gpuload.packing.files import locked, remove_partial, sync_folder, sync_folders, write_whole
 
 if TYPE_CHECKING:
@@ -16,8 +17,21 @@ if TYPE_CHECKING:
 PARTS, DONE, STORE, LOCK = "parts", "done", "store", "lock"
 """What the folder holds: parts of the first pass, marks of finished buckets, the target, and who is at work."""
 
+_RAW = {"raw.X": "raw/X"}
+"""Matrices whose place in an AnnData is not said by their name."""
+
 _PLAN = "plan.json"
 _MARKS = ("zarr.json", ".zgroup")
+
+
+def member_at(layer: str) -> str:
+    """Return the place in an AnnData of a matrix that is called as `formats.open_store` calls it."""
+    return layer if layer == "X" or layer.startswith(OBSM) else _RAW.get(layer, f"layers/{layer}")
+
+
+def layer_at(member: str) -> str:
+    """Return what `formats.open_store` calls the matrix at a place."""
+    return "raw.X" if member == _RAW["raw.X"] else member.removeprefix("layers/")
 
 
 def check_target(target: str, files: Sequence[str], *, overwrite: bool) -> None:
@@ -75,7 +89,7 @@ def at_work(folder: str, plan: bytes) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if {*os.listdir(folder)} <= {LOCK, _PLAN, PARTS, DONE, STORE}:
+            if all(name in (LOCK, _PLAN) for _, _, names in os.walk(folder) for name in names):
                 shutil.rmtree(folder)
             raise
 
@@ -94,6 +108,12 @@ def begin(folder: str) -> None:
     clear(folder)
     for name in (PARTS, DONE, STORE):
         os.makedirs(os.path.join(folder, name))
+
+
+def begin_matrix(own: str) -> None:
+    """Make the folders for the work on one matrix, where they are not there yet."""
+    for name in (PARTS, DONE):
+        os.makedirs(os.path.join(own, name), exist_ok=True)
 
 
 def clear(folder: str) -> None:

@@ -40,6 +40,7 @@ ZSTD_LEVEL, LZ4_LEVEL = 3, 5
 TABLE_CHUNK = 1 << 17
 """Elements per chunk of a table's column."""
 
+_LEAVE_OUT = "Leave it out by naming the other columns."
 _ABSENT = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _ARRAY = {"encoding-type": "array", "encoding-version": "0.2.0"}
 _STRINGS = {"encoding-type": "string-array", "encoding-version": "0.2.0"}
@@ -52,7 +53,7 @@ class Codec:
 
     zstd is bare where elements are whole numbers, since byte shuffle gains nothing there (measured, see
     benchmarks/results/pack.jsonl), and in blosc with byte shuffle where they are floats. lz4 is in blosc: zarr's
-    standard knows those frames, and bare LZ4 it does not. On a GPU bare zstd is decoded there, blosc on the host.
+    standard knows those frames, and bare LZ4 it does not.
 
     Attributes
     ----------
@@ -176,7 +177,7 @@ def write_strings(folder: str, values: Sequence[Any] | NDArray[Any]) -> None:
     _write_array(folder, (len(values),), "string", "", (n,), codecs, _STRINGS)
 
 
-def write_column(folder: str, values: Any, where: str) -> None:
+def write_column(folder: str, values: Any, where: str, cure: str = _LEAVE_OUT) -> None:
     """Write a column of a table.
 
     Parameters
@@ -185,8 +186,8 @@ def write_column(folder: str, values: Any, where: str) -> None:
         Where.
     values
         A NumPy or pandas array: numbers, booleans, strings, or categories; some may be missing.
-    where
-        What errors call it.
+    where, cure
+        What errors call it, and what to do.
 
     Raises
     ------
@@ -197,7 +198,7 @@ def write_column(folder: str, values: Any, where: str) -> None:
         attributes = {"encoding-type": "categorical", "encoding-version": "0.2.0", "ordered": bool(values.ordered)}
         write_group(folder, attributes)
         write_array(os.path.join(folder, "codes"), values.codes)
-        write_column(os.path.join(folder, "categories"), np.asarray(values.categories), where)
+        write_column(os.path.join(folder, "categories"), np.asarray(values.categories), where, cure)
     elif isinstance(values, (pd.arrays.IntegerArray, pd.arrays.BooleanArray)):
         kind = _NULLABLE[values.dtype.kind]
         write_group(folder, {"encoding-type": kind, "encoding-version": "0.1.0"})
@@ -205,24 +206,24 @@ def write_column(folder: str, values: Any, where: str) -> None:
         write_array(os.path.join(folder, "values"), plain)
         write_array(os.path.join(folder, "mask"), np.asarray(values.isna()))
     elif pd.api.types.is_extension_array_dtype(values) or values.dtype.kind in "OSU":
-        _write_text(folder, np.asarray(values, dtype=object), where)
+        _write_text(folder, np.asarray(values, dtype=object), where, cure)
     elif values.dtype.kind in "biuf" and values.ndim == 1:
         write_array(folder, values)
     else:
         raise StoreError(
             f"{where} has dtype {values.dtype} and shape {values.shape}; only one number, boolean, string or category "
-            "per row can be packed. Leave it out by naming the other columns."
+            f"per row can be packed. {cure}"
         )
 
 
-def _write_text(folder: str, values: NDArray[np.object_], where: str) -> None:
+def _write_text(folder: str, values: NDArray[np.object_], where: str, cure: str) -> None:
     is_missing = pd.isna(values)
     kinds = {type(v) for v in values[~is_missing]}
     if not kinds <= {str, bytes, np.str_, np.bytes_}:
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise StoreError(
             f"{where} holds values of type {found}; only one number, boolean, string or category per row can be "
-            "packed. Leave it out by naming the other columns."
+            f"packed. {cure}"
         )
     if not is_missing.any():
         write_strings(folder, values)

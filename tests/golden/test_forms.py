@@ -40,8 +40,11 @@ def assert_same_csr(found: csr_matrix, expected: csr_matrix) -> None:
 
 def test_what_is_expected_is_what_anndata_reads(stored: Stored) -> None:
     if any(part in stored.name for part in BIG_ENDIAN_OR_HALF) and stored.is_csr:
-        pytest.skip("SciPy has no sparse matrices of this dtype")
-    X = read_anndata(stored.path, stored.layer)
+        with h5py.File(stored.path) as file:  # SciPy has no sparse matrices of this dtype
+            data, indices, indptr = (file["X"][name][()] for name in ("data", "indices", "indptr"))
+        X = csr_matrix((data.astype(np.float32), indices, indptr), stored.dense.shape)
+    else:
+        X = read_anndata(stored.path, stored.layer)
     np.testing.assert_array_equal((X.toarray() if hasattr(X, "toarray") else X).astype(np.float32), stored.dense)
 
 

@@ -1,0 +1,121 @@
+"""MuData, in whatever holds groups and arrays: modalities, and the columns of obs that belong to all of them.
+
+Each modality is an AnnData in a group of its own, which its own form reads.
+
+References
+----------
+.. [1] MuData documentation, "Serialization format" (/mod, /obsmap; ``file.h5mu/modality`` as a path).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import CorruptDataError, StoreError
+from gpuload.formats.arrays import check_length, no_column
+from gpuload.formats.obs import column_names, read_column
+from gpuload.store import ObsColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpuload.store import Store
+
+
+def is_mudata(root: Any) -> bool:
+    """Return whether a root holds modalities, and no matrix of its own."""
+    return hasattr(root.get("mod"), "keys") and "X" not in root
+
+
+def find_modality(root: Any, path: str, modality: str) -> tuple[str, Any]:
+    """Return the name and the group of a modality.
+
+    Parameters
+    ----------
+    root
+        The MuData.
+    path
+        What errors call it.
+    modality
+        Its name; ``""`` where there is only one.
+
+    Raises
+    ------
+    StoreError
+        It is not there, or not said where there are several.
+    """
+    is_name = modality != "" and "/" not in modality
+    group = root["mod"].get(modality) if is_name else None  # a web server that lists nothing has it, too
+    if hasattr(group, "keys"):
+        return modality, group
+    names = _names(root)
+    if modality or len(names) != 1:
+        have = ", ".join(repr(n) for n in names) or "none"
+        found = f"there is no modality {modality!r}" if modality else "it holds several modalities"
+        cure = f" Choose one by the path, for example {path + '/' + names[0]!r}." if names else " Is it a MuData file?"
+        raise StoreError(f"{path}: {found}; its modalities are {have}.{cure}")
+    return names[0], root["mod"][names[0]]
+
+
+def read_modality(
+    root: Any, path: str, modality: str, obs: Sequence[str], read: Callable[[Any, Sequence[str]], Store]
+) -> Store:
+    """Return the store of one modality.
+
+    Parameters
+    ----------
+    root, path, modality
+        As of `find_modality`.
+    obs
+        Columns of the modality's obs, or, where that has none of the name, of the obs of all cells.
+    read
+        Returns the store of a group that is an AnnData, with some columns of its obs.
+
+    Raises
+    ------
+    StoreError, CorruptDataError
+        As of `find_modality` and `read`; or a column is in neither obs, or cannot be given to the modality's cells.
+    """
+    modality, group = find_modality(root, path, modality)
+    own, shared = column_names(group.get("obs")), column_names(root.get("obs"))
+    for name in obs:
+        if name not in own and name not in shared:
+            raise no_column(f"{path}/{modality}", name, [*own, *(n for n in shared if n not in own)])
+    store = read(group, [name for name in obs if name in own])
+    columns = {name: store.obs[name] if name in own else _shared(root, modality, name, store, path) for name in obs}
+    return replace(store, paths=(f"{path}/{modality}",), obs=columns)
+
+
+def obs_columns(root: Any, modality: str) -> list[str]:
+    """Return the columns that a modality's cells have, those of all modalities included."""
+    names = [modality] if modality else _names(root)
+    group: Any = root["mod"].get(names[0]) if len(names) == 1 else None
+    own = column_names(group.get("obs")) if hasattr(group, "keys") else []
+    return [*own, *(n for n in column_names(root.get("obs")) if n not in own)]
+
+
+def _names(root: Any) -> list[str]:
+    modalities = root["mod"]
+    return [name for name in modalities if hasattr(modalities.get(name), "keys")]
+
+
+def _shared(root: Any, modality: str, name: str, store: Store, path: str) -> ObsColumn:
+    """Return a column of the obs of all cells, for the cells of a modality: obsmap counts them from 1, 0 is none."""
+    column, where = read_column(root["obs"], name, path), f"{path}: /obsmap/{modality}"
+    if modality not in root.get("obsmap", ()):
+        raise StoreError(
+            f"{where}: it is missing, so column {name!r} of /obs cannot be given to the cells of "
+            f"{modality!r}; write the file anew with MuData."
+        )
+    place = np.asarray(root["obsmap"][modality][()]).astype(np.int64).reshape(-1)
+    check_length(where, place.size, column.values.size, "cells in /obs")
+    rows = np.full(store.n_obs, -1, dtype=np.int64)
+    if place.size and (place.min() < 0 or place.max() > store.n_obs):
+        raise CorruptDataError(f"{where} names cell {place.max()} of {store.n_obs}; write the file anew with MuData.")
+    rows[place[place > 0] - 1] = np.flatnonzero(place)
+    if np.any(rows < 0):
+        raise CorruptDataError(f"{where} leaves out cells of the modality; write the file anew with MuData.")
+    return ObsColumn(column.values[rows], column.categories)
