@@ -1,12 +1,14 @@
 """Measure `pipelines/concurrent_loading.py`: pictures from an object store far away, and from the local disk.
 
-``python -m benchmarks.run_concurrent FOLDER [--make 1024] [--full] [--out benchmarks/results/concurrent.jsonl]``
+``python -m benchmarks.run_concurrent FOLDER [--make 1024] [--full] [--out benchmarks/results/concurrent.jsonl]
+[--plot benchmarks/results/concurrent.png]``
 
 FOLDER holds the pictures. The object store is `benchmarks.s3server` on this machine, at a median of 130 ms to the first
-byte, as in the paper's measurements; it takes some of the processors' time from what it serves. Each arm is a process
-of its own; the settings of the paper are batches of 256 and 4 workers. Without ``--full`` the grid of workers and
-requests in flight is smaller, which the records say. Where the arm trains, it does so on a ResNet-18 of an eighth of
-the width, on every eighth pixel: more would measure the processor.
+byte, as in the paper's measurements. It takes some of the processors' time from what it serves: the records have it
+beside the program's own, both per picture, because the rates of arms that leave no processor idle are in the ratio of
+their sums. Each arm is a process of its own; the settings of the paper are batches of 256 and 4 workers. Without
+``--full`` the grid of workers and requests in flight is smaller, which the records say. Where the arm trains, it does
+so on a ResNet-18 of an eighth of the width, on every eighth pixel: more would measure the processor.
 """
 
 from __future__ import annotations
@@ -18,15 +20,21 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from benchmarks import machine
 from benchmarks.s3server import start
+
+if TYPE_CHECKING:
+    from benchmarks.s3server import Running
 
 PROGRAM = Path(__file__).parents[1] / "pipelines" / "concurrent_loading.py"
 PACKAGES = ("gpuload", "torch", "obstore", "boto3", "imagecodecs", "nvidia-dali-cuda130")
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_DEFAULT_REGION": "us-east-1"}
 
+COLOURS = {"vanilla": "#9aa5b1", "threads": "#c08b30", "asyncio": "#8172b3", "ours": "#2a7f62", "dali": "#4c72b0"}
 TRAINING = ("--train", "--width", "8", "--every", "8")
 
 
@@ -53,11 +61,14 @@ def arms(*, is_full: bool) -> list[Arm]:
     """Return what is measured."""
     local = [Arm("disk", "vanilla", 4, 1), Arm("disk", "ours", 0, 1), Arm("disk", "dali", 0, 1)]
     training = [
+        Arm("disk", "ours", 0, 1, True),
         Arm("store", "vanilla", 4, 1, True),
         Arm("store", "threads", 4, 16, True),
         Arm("store", "ours", 0, 256, True),
     ]
     if is_full:
+        local += [Arm("disk", "vanilla", w, 1) for w in (1, 2)]
+        local += [Arm("disk", name, 4, 16) for name in ("threads", "asyncio")]
         peers = [Arm("store", "vanilla", w, 1) for w in (1, 2, 4)]
         peers += [Arm("store", n, w, f) for n in ("threads", "asyncio") for w in (1, 2, 4) for f in (1, 4, 16, 64)]
         mine = [Arm("store", n, 0, f) for n in ("ours", "dali") for f in (1, 4, 16, 64, 256)]
@@ -68,20 +79,76 @@ def arms(*, is_full: bool) -> list[Arm]:
     return [*local, *peers, *mine, *training]
 
 
-def measure(arm: Arm, folder: Path, url: str, batch_size: int, batches: int) -> dict[str, Any]:
+def measure(arm: Arm, folder: Path, server: Running, batch_size: int, batches: int) -> dict[str, Any]:
     """Run the program on one arm."""
     # Where requests go one by one, a first round of batches, one from each worker, is all that can be waited for.
-    is_slow = arm.place == "store" and arm.loader != "ours" and max(1, arm.workers) * arm.in_flight < 16
-    n, warm_up = (max(1, arm.workers), 0) if is_slow else (batches, 2)
+    is_slow = arm.place == "store" and max(1, arm.workers) * arm.in_flight < 16
+    # Workers begin together, so their first batches come together too: two rounds of them pass before the clock runs.
+    n, warm_up = (max(1, arm.workers), 0) if is_slow else (batches, max(2, 2 * arm.workers))
     place = str(folder) if arm.place == "disk" else f"s3://{folder.parent.name}/{folder.name}"
     command = [sys.executable, str(PROGRAM), place, "--json", "--loader", arm.loader, "--batch-size", str(batch_size)]
     command += ["--workers", str(arm.workers), "--in-flight", str(arm.in_flight)]
     command += ["--batches", str(n), "--warm-up", str(warm_up), *(TRAINING if arm.train else [])]
-    environment = {**os.environ, **CREDENTIALS, "AWS_ENDPOINT_URL": url, "PYTHONPATH": python_path()}
+    environment = {**os.environ, **CREDENTIALS, "AWS_ENDPOINT_URL": server.url, "PYTHONPATH": python_path()}
+    n_before, worked_s = n_gets(server), server_cpu_s(server)
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{arm.name}: {done.stderr[-2000:]}")
-    return {"n_batches": n, **json.loads(done.stdout.splitlines()[-1])}
+    n_served = n_gets(server) - n_before
+    served_s = (server_cpu_s(server) - worked_s) / n_served if n_served > batch_size else None
+    return {"n_batches": n, **json.loads(done.stdout.splitlines()[-1]), "server_cpu_s_per_picture": served_s}
+
+
+def n_gets(server: Running) -> int:
+    """Return how many objects were read so far."""
+    return sum(n for kind, n in server.counts().items() if kind.startswith("GET"))
+
+
+def server_cpu_s(server: Running) -> float:
+    """Return the processor seconds that the server has taken so far."""
+    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Draw pictures per second against requests in flight, and the time of a batch at the paper's settings."""
+    from matplotlib.figure import Figure
+
+    rates: dict[str, list[float]] = {}
+    for record in records:
+        rates.setdefault(record["arm"], []).append(record["pictures_per_s"])
+    median = {arm: float(np.median(some)) for arm, some in rates.items()}
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for arm in (arm for arm in arms(is_full=True) if arm.place == "store" and not arm.train and arm.name in median):
+        is_process = arm.loader in ("vanilla", "threads", "asyncio")
+        name = arm.loader + (f", {arm.workers} workers" * (is_process and arm.loader != "vanilla"))
+        lines.setdefault(name, []).append((max(1, arm.workers) * arm.in_flight, median[arm.name]))
+    for name, points in lines.items():
+        shade = {"1": 0.4, "2": 0.7}.get(name.partition(", ")[2][:1], 1.0)
+        colour = COLOURS[name.partition(",")[0]]
+        left.plot(*zip(*sorted(points), strict=True), marker="o", color=colour, alpha=shade, label=name)
+    most = max((n for points in lines.values() for n, _ in points), default=1)
+    one_by_one = 1e3 / records[0]["latency_ms"]
+    left.plot([1, most], [one_by_one, most * one_by_one], color="#bbbbbb", linestyle=":", label="latency alone")
+    for arm in (arm for arm in arms(is_full=False) if arm.place == "disk" and not arm.train and arm.name in median):
+        left.axhline(median[arm.name], color=COLOURS[arm.loader], linestyle="--", linewidth=1, label=arm.name)
+    left.set(xscale="log", yscale="log", xlabel="requests in flight, all workers together", ylabel="pictures/s")
+    left.legend(frameon=False, fontsize=7, ncols=2, loc="lower right")
+    shown = [arm for arm in arms(is_full=False) if arm.name in median]
+    seconds = [records[0]["batch_size"] / median[arm.name] for arm in shown]
+    right.barh([arm.name for arm in shown], seconds, color=[COLOURS[arm.loader] for arm in shown])
+    for place, s in enumerate(seconds):
+        right.text(s, place, f" {s:.2f}", va="center", fontsize=8)
+    right.invert_yaxis()
+    right.set(xscale="log", xlabel=f"seconds for a batch of {records[0]['batch_size']}")
+    right.margins(x=0.2)
+    right.tick_params(axis="y", labelsize=8)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"Pictures at a median of {records[0]['latency_ms']:g} ms to the first byte", fontsize=10)
+    figure.savefig(path, dpi=140)
 
 
 def python_path() -> str:
@@ -102,7 +169,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="the whole grid: some 15 minutes")
     parser.add_argument("--only", help="arms whose name holds this")
     parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what this run has measured")
+    parser.add_argument("--of", type=Path, metavar="FILE.jsonl", help="measure nothing, and draw these records instead")
     options = parser.parse_args(arguments)
+    if options.of:
+        plot([json.loads(line) for line in options.of.read_text().splitlines()], options.plot)
+        return 0
     folder = options.folder.resolve()
     if options.make:
         command = [sys.executable, str(PROGRAM), str(folder), "--make", str(options.make)]
@@ -110,13 +182,14 @@ def main(arguments: list[str] | None = None) -> int:
     for path in folder.glob("*.jpg"):  # into the page cache
         path.read_bytes()
     chosen = [arm for arm in arms(is_full=options.full) if not options.only or options.only in arm.name]
+    records = []
     with start(folder.parents[1], latency_ms=options.latency_ms, latency_sigma=options.latency_sigma) as server:
         for number in range(options.rounds):
             for arm in chosen:
-                found = measure(arm, folder, server.url, options.batch_size, options.batches)
+                found = measure(arm, folder, server, options.batch_size, options.batches)
                 print(
                     f"{arm.name:48s} {found['pictures_per_s']:7.1f} pictures/s, {found['batch_s']:7.3f} s a batch, "
-                    f"waits {found['wait_share']:4.0%}",
+                    f"waits {found['wait_share']:4.0%}, processors {1e3 * found['cpu_s_per_picture']:.2f} ms a picture",
                     flush=True,
                 )
                 record = {
@@ -131,9 +204,12 @@ def main(arguments: list[str] | None = None) -> int:
                     **machine.origin(PACKAGES),
                     "load": os.getloadavg()[0],
                 }
+                records.append(record)
                 if options.out:
                     with options.out.open("a") as file:
                         file.write(json.dumps(record) + "\n")
+    if options.plot and records:
+        plot(records, options.plot)
     return 0
 
 

@@ -12,15 +12,18 @@ import configparser
 import os
 import random
 import re
-import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from urllib.parse import quote
 
+from gpuload import threads
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
@@ -29,6 +32,9 @@ T = TypeVar("T")
 class BusyError(ReadError):
     """Bytes could not be had now (429, 5xx, reset, timeout, short body); trying again may help."""
 
+
+_LOOK_S = 0.1
+"""Time after which who waits looks whether there is still a reason to."""
 
 BUSY = (BusyError, ConnectionError, TimeoutError)
 """Errors after which trying again may help."""
@@ -63,22 +69,40 @@ class Patience:
         question
             The function.
         ended
-            Nothing is waited for once it is set.
+            Nothing is waited for once it is set, nor once the thread's own work is over (`gpuload.threads`).
 
         Raises
         ------
         BusyError
             The remote was busy each time; or any other error of the function's.
+        ReadError
+            There is nothing to wait for any more.
         """
-        ended = ended or threading.Event()
         for attempt in range(self.tries):
+            if _is_over(ended):
+                raise ReadError("what was to be read is waited for no more: it was closed meanwhile.")
             try:
                 return question()
             except BUSY:
                 bound = min(self.longest_wait_s, self.first_wait_s * 2**attempt)
-                if attempt + 1 == self.tries or ended.wait(random.uniform(0, bound)):  # noqa: S311 - no secret
+                if attempt + 1 == self.tries or _ends_within(random.uniform(0, bound), ended):  # noqa: S311 - no secret
                     raise
         raise AssertionError
+
+
+def _is_over(ended: threading.Event | None) -> bool:
+    return threads.is_over() or (ended is not None and ended.is_set())
+
+
+def _ends_within(seconds: float, ended: threading.Event | None) -> bool:
+    """Wait; return whether there is nothing to wait for any more."""
+    until = time.monotonic() + seconds
+    while not _is_over(ended):
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(left, _LOOK_S))
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +209,28 @@ def _of_file(key: str, status: os.stat_result) -> RemoteObject:
     return RemoteObject(key, status.st_size, f"{status.st_size:x}-{status.st_mtime_ns:x}")
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What another client needs to read an object by itself: a `url`, or of S3 all the rest.
+
+    Attributes
+    ----------
+    url
+        Of an object that is read without a signature.
+    bucket, key, region, endpoint, access_key_id, secret_access_key, session_token
+        Of S3; the endpoint is None for AWS's own.
+    """
+
+    url: str = ""
+    bucket: str = ""
+    key: str = ""
+    region: str = "us-east-1"
+    endpoint: str | None = None
+    access_key_id: str = ""
+    secret_access_key: str = field(default="", repr=False)
+    session_token: str | None = field(default=None, repr=False)
+
+
 _MODIFIED = "modified "
 """How what stands for an ETag begins where a server has none: the time of the last change."""
 
@@ -230,6 +276,7 @@ class ObjectRemote:
         self._settings = {"timeout_s": timeout_s, "anonymous": anonymous, "profile": profile, **options}
         if url.startswith("s3://") and not anonymous:
             options = {**_aws_profile(profile, options), **options}
+        self._options = options
         self._obstore, self._store = _open(self.name, timeout_s, anonymous, options)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -243,7 +290,8 @@ class ObjectRemote:
     def list(self, prefix: str = "") -> Iterator[RemoteObject]:
         """Yield every object under the address, or under a folder below it."""
         try:
-            for some in self._obstore.list(self._store, prefix or None):
+            parts = iter(self._obstore.list(self._store, prefix or None))
+            while (some := threads.call_aside(next, parts, None)) is not None:
                 yield from (self._object(meta) for meta in some)
         except self._obstore.exceptions.BaseError as error:
             raise self._translated(error, "") from error
@@ -251,7 +299,7 @@ class ObjectRemote:
     def head(self, key: str) -> RemoteObject | None:
         """Return what is known of an object, or None where it is not there."""
         try:
-            return self._object(self._obstore.head(self._store, key))
+            return self._object(threads.call_aside(self._obstore.head, self._store, key))
         except self._obstore.exceptions.BaseError as error:
             translated = self._translated(error, key)
             if isinstance(error, (self._obstore.exceptions.NotFoundError, FileNotFoundError)):
@@ -268,10 +316,9 @@ class ObjectRemote:
         if wanted.etag and not wanted.etag.startswith(_MODIFIED):
             options["if_match"] = f'"{wanted.etag}"'
         try:
-            answer = self._obstore.get(self._store, wanted.key, options=options)
-            if wanted.etag and self._object(answer.meta).etag != wanted.etag:  # of a server that knows no condition
+            etag, body = threads.call_aside(self._get, wanted, options)
+            if wanted.etag and etag != wanted.etag:  # of a server that knows no condition
                 raise ReadError(f"{self.name}/{wanted.key}: the object was changed since it was listed.")
-            body = answer.bytes()
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
             raise self._translated(error, wanted.key) from error
         got = memoryview(body).nbytes
@@ -281,17 +328,54 @@ class ObjectRemote:
             )
         return body
 
+    def reach(self, key: str) -> Reach | None:
+        """Return how another client can read an object, or None where that takes more than keys and addresses."""
+        if quote(key) != key:  # clients differ in how they encode such keys
+            return None
+        if self.name.startswith(("http://", "https://")):
+            return Reach(f"{self.name}/{key}")
+        if not self.name.startswith("s3://"):
+            return None
+        bucket, _, prefix = self.name.removeprefix("s3://").partition("/")
+        whole = f"{prefix}/{key}" if prefix else key
+        endpoint = str(self._said("endpoint") or self._said("endpoint_url") or "").rstrip("/") or None
+        region = str(self._said("region") or self._said("default_region") or "us-east-1")
+        if self._settings["anonymous"]:
+            root = f"{endpoint}/{bucket}" if endpoint else f"https://{bucket}.s3.{region}.amazonaws.com"
+            return Reach(f"{root}/{whole}")
+        secrets = [self._said(name) for name in ("access_key_id", "secret_access_key")]
+        if "credential_provider" in self._options or not all(secrets):  # of a role, which only its own client renews
+            return None
+        token = self._said("session_token")
+        return Reach("", bucket, whole, region, endpoint, str(secrets[0]), str(secrets[1]), token)
+
+    def _said(self, name: str) -> Any:
+        """Return a setting of S3 from the options, or from the environment."""
+        for known, value in self._options.items():
+            if known.lower().removeprefix("aws_") == name:
+                return value
+        return os.environ.get(f"AWS_{name.upper()}")
+
     def get_whole(self, key: str) -> Any:
         """Return all bytes of an object, whatever its content is now, as a buffer."""
         try:
-            answer = self._obstore.get(self._store, key)
-            body, wanted = answer.bytes(), answer.meta["size"]
+            body, wanted = threads.call_aside(self._get_whole, key)
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
             raise self._translated(error, key) from error
         got = memoryview(body).nbytes
         if got != wanted:
             raise BusyError(f"{self.name}/{key}: short read: wanted {wanted} bytes, got {got}.")
         return body
+
+    def _get(self, wanted: RemoteObject, options: dict[str, Any]) -> tuple[str, Any]:
+        """Return ETag and bytes; no bytes where the ETag is not the wanted one."""
+        answer = self._obstore.get(self._store, wanted.key, options=options)
+        etag = self._object(answer.meta).etag
+        return etag, answer.bytes() if not wanted.etag or etag == wanted.etag else b""
+
+    def _get_whole(self, key: str) -> tuple[Any, int]:
+        answer = self._obstore.get(self._store, key)
+        return answer.bytes(), answer.meta["size"]
 
     def _object(self, meta: Any) -> RemoteObject:
         etag = (meta.get("e_tag") or "").removeprefix("W/").strip('"') or f"{_MODIFIED}{meta['last_modified']}"

@@ -7,6 +7,7 @@ Requirements this module answers
   second time, and the first to come counts.
 - What is read is what was there when it was opened, or reading it is an error.
 - Libraries that read metadata in small pieces make few requests.
+- Who closes a source does not wait for answers that do not come.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import io
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -25,13 +26,14 @@ import numpy as np
 
 from gpuload.errors import ReadError
 from gpuload.remote import Patience
+from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from gpuload.remote import Remote, RemoteObject
+    from gpuload.remote import Reach, Remote, RemoteObject
 
 T = TypeVar("T")
 
@@ -45,6 +47,8 @@ bring 128 KB; and an object store gives its best from some MB a request on."""
 _SLOW = 4.0
 """What takes so many times as long as usual is asked for a second time."""
 _LEAST_SLOW_S = 0.1
+_LOOK_S = 0.1
+"""Time after which who waits looks whether there is still a reason to."""
 _LEAST_ANSWERS = 20
 """Answers before it is known what is usual."""
 _SECOND_SHARE = 0.05
@@ -62,6 +66,12 @@ class NearRemote(Protocol):
 
     def fill(self, wanted: RemoteObject, start: int, out: NDArray[np.uint8]) -> bool:
         """Fill `out` with the bytes from `start` on and return True, or return False where they are not all here."""
+
+    def forget(self, wanted: RemoteObject, start: int, stop: int) -> None:
+        """Keep no copy of bytes that have turned out to be damaged."""
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many of the bytes that were asked for were near at hand, and how many were not."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +92,7 @@ class _Errand:
 
     remote: Remote
     answers: SimpleQueue[tuple[_Piece, Any]] = field(default_factory=SimpleQueue)
-    is_over: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 class Requests:
@@ -97,7 +107,7 @@ class Requests:
     """
 
     def __init__(self, in_flight: int = IN_FLIGHT, patience: Patience | None = None) -> None:
-        self._pool = ThreadPoolExecutor(in_flight, thread_name_prefix="gpuload-request")
+        self._pool = DaemonThreads(in_flight, "gpuload-request")
         self._patience = patience or Patience()
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -111,10 +121,29 @@ class Requests:
 
     def map(self, function: Callable[[Any], T], values: Iterable[Any]) -> list[T]:
         """Return what a function returns for each value, in order; it is called for many at a time."""
-        return list(self._pool.map(lambda value: self.ask(lambda: function(value)), values))
+        under_way = [self._pool.submit(self.ask, partial(function, value)) for value in values]
+        try:
+            return [future.result() for future in under_way]
+        finally:
+            for future in under_way:
+                future.cancel()
 
-    def fill(self, remote: Remote, ranges: Sequence[tuple[RemoteObject, int, NDArray[np.uint8]]]) -> None:
-        """Read ranges of objects, each (object, first byte, where its bytes go), and return when all are there.
+    def fill(
+        self,
+        remote: Remote,
+        ranges: Sequence[tuple[RemoteObject, int, NDArray[np.uint8]]],
+        ended: threading.Event | None = None,
+    ) -> None:
+        """Read ranges of objects, and return when all are there.
+
+        Parameters
+        ----------
+        remote
+            Where they are.
+        ranges
+            Of each the object, its first byte, and where its bytes go.
+        ended
+            Nothing is waited for once it is set.
 
         Raises
         ------
@@ -128,20 +157,22 @@ class Requests:
                 self._send(errand, piece)
             while n_left:
                 try:
-                    n_left -= self._take(*errand.answers.get(timeout=max(0.001, look_at - time.monotonic())))
+                    wait_s = min(_LOOK_S, max(0.001, look_at - time.monotonic()))
+                    n_left -= self._take(*errand.answers.get(timeout=wait_s))
                 except Empty:
-                    if self._ended.is_set():
-                        raise _ended(remote) from None
+                    pass
+                if self._ended.is_set() or (ended is not None and ended.is_set()):
+                    raise _ended(remote)
                 if time.monotonic() >= look_at:
                     self._ask_again(errand, pieces)
                     look_at = time.monotonic() + self._slow_s() / 2
         finally:
-            errand.is_over = True
+            errand.over.set()
 
     def close(self) -> None:
-        """End all: what is under way is not waited for, and brings an error to those who wait for it."""
+        """End all: what is under way is waited for a moment only, and brings an error to those who wait for it."""
         self._ended.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
 
     def _send(self, errand: _Errand, piece: _Piece) -> None:
         piece.n_asked += 1
@@ -151,11 +182,11 @@ class Requests:
             raise _ended(errand.remote) from error
 
     def _work(self, errand: _Errand, piece: _Piece) -> None:
-        if errand.is_over or piece.is_there:
+        if errand.over.is_set() or piece.is_there:
             return
         answer: Any
         try:
-            answer = self.ask(lambda: self._get(errand.remote, piece))
+            answer = self._patience.ask(lambda: self._get(errand.remote, piece), errand.over)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             answer = error
         errand.answers.put((piece, answer))
@@ -224,9 +255,11 @@ class _Shared:
         """End them where nobody else uses them."""
         with self._lock:
             self._n_users -= 1
-            if not self._n_users and self._requests is not None:
-                self._requests.close()
-                self._requests = None
+            if self._n_users:
+                return
+            requests, self._requests = self._requests, None
+        if requests is not None:
+            requests.close()
 
 
 _shared = _Shared()
@@ -248,6 +281,8 @@ class RemoteSource:
     ----------
     base : (n,) int64
         Address of the first byte of each object: rising, further apart than any coalescing reads over.
+    near
+        The remote, where it has copies near at hand, else None.
     requests
         By which it is read; shared by all sources of the process.
     """
@@ -259,14 +294,15 @@ class RemoteSource:
         self.name = name
         self.remote = remote
         self.objects = list(objects)
-        self._near = cast("NearRemote", remote) if hasattr(remote, "fill") else None
-        limits = (MAX_GAP, MAX_EXTENT) if self._near is None else (self._near.max_gap, self._near.max_extent)
+        self.near = cast("NearRemote", remote) if hasattr(remote, "fill") else None
+        limits = (MAX_GAP, MAX_EXTENT) if self.near is None else (self.near.max_gap, self.near.max_extent)
         self.max_gap, self.max_extent = limits
         self._nbytes = np.array([o.nbytes for o in self.objects], dtype=np.int64)
         room = self._nbytes + sum(limits)
         self.base: NDArray[np.int64] = np.cumsum(room) - room
         self.nbytes = int(self.base[-1] + self._nbytes[-1]) if self.objects else 0
         self.requests = _shared.take()
+        self._ended = threading.Event()
         self._is_closed = False
 
     @property
@@ -309,7 +345,7 @@ class RemoteSource:
         buffer: NDArray[np.uint8],
     ) -> None:
         """Read byte ranges whole; see `RangeReader.read_many`."""
-        if self._is_closed:
+        if self._ended.is_set():
             raise _ended(self.remote)
         number, at, size = self.locate(offset)
         far = []
@@ -320,16 +356,42 @@ class RemoteSource:
                     f"{there}. Was it truncated?"
                 )
             out = buffer[to : to + n]
-            if n and (self._near is None or not self._near.fill(self.objects[k], first, out)):
+            if n and (self.near is None or not self.near.fill(self.objects[k], first, out)):
                 far.append((self.objects[k], first, out))
         if far:
-            self.requests.fill(self.remote, far)
+            self.requests.fill(self.remote, far, self._ended)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Keep no copy of bytes that have turned out to be damaged; see `RangeReader.forget`."""
+        if self.near is not None and nbytes:
+            number, at, _ = (int(a[0]) for a in self.locate(np.array([offset], dtype=np.int64)))
+            self.near.forget(self.objects[number], at, at + nbytes)
+
+    def reach(self, number: int) -> Reach | None:
+        """Return how another client can read an object; None where only this one can, or copies are near at hand."""
+        reach = getattr(self.remote, "reach", None)
+        return None if reach is None or self.near is not None or not self.objects else reach(self.objects[number].key)
+
+    def check_same(self, numbers: Sequence[int]) -> None:
+        """Raise ReadError where objects are not what they were when they were opened; each is asked for."""
+        wanted = [self.objects[number] for number in numbers]
+        for was, now in zip(wanted, self.requests.map(lambda o: self.remote.head(o.key), wanted), strict=True):
+            place = f"{self.remote.name}/{was.key}"
+            if now is None:
+                raise ReadError(f"{place}: no such object. Was it removed since it was listed?")
+            if (now.etag, now.nbytes) != (was.etag, was.nbytes):
+                raise ReadError(f"{place}: the object was changed since it was listed.")
 
     def check_unchanged(self) -> None:
         """Do nothing: every request names the content that was opened, and another is an error then."""
 
+    def end(self) -> None:
+        """Let reads fail that wait for answers; see `RangeReader.end`."""
+        self._ended.set()
+
     def close(self) -> None:
         """Let go of the requests; may be called twice."""
+        self.end()
         if not self._is_closed:
             self._is_closed = True
             _shared.give_back()

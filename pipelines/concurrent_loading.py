@@ -270,7 +270,7 @@ def run(args: argparse.Namespace) -> dict[str, float]:
     """Load batches, and train on them where asked; return pictures per second, seconds, waits."""
     torch.manual_seed(args.seed)
     trainer = Trainer(args.width, args.every) if args.train else None
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), cpu_s()
     names = names_in(args.place)
     if len(names) < args.batch_size:
         raise gpuload.PlanError(
@@ -287,19 +287,31 @@ def run(args: argparse.Namespace) -> dict[str, float]:
             first_s = middle - began
         losses += [trainer.step(pictures, labels)] if trainer else []
         if number == args.warm_up - 1:
-            timed_from = time.perf_counter()
+            timed_from, cpu_from = time.perf_counter(), cpu_s()
         if number >= args.warm_up:
             waits.append(middle - start)
             steps.append(time.perf_counter() - middle)
     seconds = time.perf_counter() - (timed_from if args.warm_up else began)
+    worked_s = cpu_s() - (cpu_from if args.warm_up else cpu_began)
     return {
         "pictures_per_s": args.batches * args.batch_size / seconds,
         "batch_s": seconds / args.batches,
+        "cpu_s_per_picture": worked_s / args.batches / args.batch_size,
         "first_batch_s": first_s,
         "wait_share": sum(waits) / seconds,
         "step_s": sum(steps) / args.batches,
         "loss": losses[-1] if losses else float("nan"),
     }
+
+
+def cpu_s() -> float:
+    """Return the processor seconds that this process and its workers have taken so far."""
+    spent = time.process_time()
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            spent += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return spent
 
 
 def write_pictures(folder: Path, n: int, seed: int) -> None:

@@ -36,10 +36,12 @@ class Running:
         Its address.
     root
         The folder of its buckets.
+    pid
+        The process, as long as it runs.
     """
 
-    def __init__(self, url: str, root: Path) -> None:
-        self.url, self.root = url, root
+    def __init__(self, url: str, root: Path, pid: int) -> None:
+        self.url, self.root, self.pid = url, root, pid
 
     def set(self, **knobs: float) -> dict[str, Any]:
         """Change knobs (see `faults.Faults`), forget all attempts, and return all knobs."""
@@ -69,7 +71,7 @@ def start(root: str | os.PathLike[str], **knobs: float) -> Iterator[Running]:
             url = process.stdout.readline().strip()
             if not url:
                 raise RuntimeError(f"the server did not start: {' '.join(command)}")
-            yield Running(url, Path(root))
+            yield Running(url, Path(root), process.pid)
         finally:
             process.stdin.close()
             try:

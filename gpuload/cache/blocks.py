@@ -6,6 +6,10 @@ is asked for is brought here whole, as long as there is room. Nothing is evicted
 used: where objects are read in random order epoch after epoch, a share of them that stays is worth more than one that
 comes and goes.
 
+What is read from a copy is checked each time. The crc that the catalogue has is of a whole block; so a block is read
+whole once, and found right, before anything of it is handed over, and from then on the crcs of its pieces are known,
+of which each read checks those that it touches. A copy that is not what it was is dropped, and brought anew.
+
     store = SampleStore("/local/blocks", BlockRemote(open_remote("s3://bucket")), budget="200GiB", fetch=False)
     loader = gpuload.open_loader("s3://bucket/atlas.h5ad", cache=store)
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,8 +35,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.cache.reading import Sample
     from gpuload.cache.store import SampleStore
     from gpuload.remote import Remote
+
+PIECE = 64 << 10
+"""Bytes that one crc in memory is of, which has 4; a read checks at most two pieces more than it needs."""
 
 
 class BlockRemote:
@@ -49,12 +58,12 @@ class BlockRemote:
     Raises
     ------
     PlanError
-        `block_nbytes` is not above 0.
+        `block_nbytes` is not above 0, or above 1 GiB.
     """
 
     def __init__(self, remote: Remote, keys: Collection[str] | None = None, block_nbytes: int = 4 << 20) -> None:
-        if block_nbytes < 1:
-            raise PlanError(f"block_nbytes={block_nbytes}: expected at least 1.")
+        if not 1 <= block_nbytes <= 1 << 30:
+            raise PlanError(f"block_nbytes={block_nbytes}: expected at least 1, and at most 1 GiB.")
         self.remote = remote
         self.block_nbytes = block_nbytes
         self.name = f"{remote.name} in blocks of {block_nbytes} bytes"
@@ -93,6 +102,15 @@ def _parts(key: str) -> tuple[str, int]:
     return of, int(number)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """The local copy of a block that was found right, and the crc of each of its pieces."""
+
+    sample: Sample
+    path: str
+    crcs: NDArray[np.uint32]
+
+
 class BlockCache:
     """A remote whose objects are kept in a store, block by block, as they are read; a `gpuload.remote.Remote`.
 
@@ -103,8 +121,12 @@ class BlockCache:
 
     Attributes
     ----------
-    n_local_nbytes, n_remote_nbytes
-        Bytes that were asked for and came from the local disk, and bytes that came from the remote.
+    n_local_nbytes, n_missed_nbytes
+        Bytes that were asked for and came from the local disk, and those that did not.
+    n_remote_nbytes
+        Bytes that came from the remote: whole blocks, as long as there is room.
+    n_dropped
+        Copies that were damaged, and dropped.
 
     Raises
     ------
@@ -124,9 +146,9 @@ class BlockCache:
         self.name = self.inner.name
         self._lock = threading.Lock()
         self._under_way: dict[str, threading.Lock] = {}
-        self._paths: dict[tuple[str, str], str] = {}
+        self._copies: dict[tuple[str, str], _Copy] = {}
         self._is_full = False
-        self.n_local_nbytes, self.n_remote_nbytes = 0, 0
+        self.n_local_nbytes, self.n_remote_nbytes, self.n_missed_nbytes, self.n_dropped = 0, 0, 0, 0
 
     def list(self) -> Iterator[RemoteObject]:
         """Yield every object of the remote."""
@@ -141,8 +163,7 @@ class BlockCache:
         for block, first, part in self._cut(wanted, start, out):
             if not self._read_copy(block, first, part):
                 return False
-        with self._lock:
-            self.n_local_nbytes += out.size
+        self._count(out.size, 0)
         return True
 
     def get(self, wanted: RemoteObject, start: int, stop: int) -> NDArray[np.uint8]:
@@ -153,7 +174,9 @@ class BlockCache:
                 turn = self._under_way.setdefault(block.key, threading.Lock())
             with turn:  # others who want this block wait for it
                 if self._read_copy(block, first, part):
+                    self._count(part.size, 0)
                     continue
+                self._count(0, part.size)
                 if self._is_full:
                     np.copyto(part, self._fetched(block, first, first + part.size))
                 else:
@@ -161,6 +184,26 @@ class BlockCache:
                     np.copyto(part, whole[first : first + part.size])
                     self._keep(block, whole)
         return out
+
+    def forget(self, wanted: RemoteObject, start: int, stop: int) -> None:
+        """Drop the copies of bytes that were found to be damaged by those who know what they mean.
+
+        They were so when they came from the remote, since they are here as they came.
+        """
+        for block, _, _ in self._cut(wanted, start, np.empty(stop - start, dtype=np.uint8)):
+            copy = self._copies.get((block.key, block.etag))
+            sample = copy.sample if copy is not None else self._store.find_copy(block)
+            if sample is not None:
+                self._drop(block, copy, sample, "what it holds cannot be decoded")
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many of the bytes that were asked for were here, and how many were not."""
+        return self.n_local_nbytes, self.n_missed_nbytes
+
+    def _count(self, n_local: int, n_missed: int) -> None:
+        with self._lock:
+            self.n_local_nbytes += n_local
+            self.n_missed_nbytes += n_missed
 
     def _cut(
         self, wanted: RemoteObject, start: int, out: NDArray[np.uint8]
@@ -181,38 +224,77 @@ class BlockCache:
         return body
 
     def _keep(self, block: RemoteObject, whole: NDArray[np.uint8]) -> None:
-        path = self._store.keep(block, whole)
-        if path is None:
+        if self._store.keep(block, whole) is None:
             self._is_full = not self._store.has_room(block.nbytes)
-        else:
-            self._paths[block.key, block.etag] = path
+            return
+        sample = self._store.find_copy(block)
+        if sample is not None and sample.path is not None:
+            self._copies[block.key, block.etag] = _Copy(sample, sample.path, _crcs(whole))
 
     def _read_copy(self, block: RemoteObject, start: int, out: NDArray[np.uint8]) -> bool:
-        """Fill a part from the local copy of a block, if there is one that is whole."""
-        path = self._paths.get((block.key, block.etag)) or self._found(block)
-        if path is None:
+        """Fill a part from the local copy of a block, if there is one that is whole and right."""
+        copy = self._copies.get((block.key, block.etag)) or self._found(block)
+        if copy is None:
             return False
+        first, stop = start // PIECE, -(-(start + out.size) // PIECE)
+        head = np.empty(start - first * PIECE, dtype=np.uint8)
+        tail = np.empty(min(stop * PIECE, block.nbytes) - start - out.size, dtype=np.uint8)
+        fault = _read(copy.path, [head, out, tail], first * PIECE)
+        if fault is None and not np.array_equal(_crcs(head, out, tail), copy.crcs[first:stop]):
+            fault = f"its crc is no longer what it was, between byte {first * PIECE} and {start + out.size + tail.size}"
+        if fault is not None:
+            self._drop(block, copy, copy.sample, fault)
+        return fault is None
+
+    def _found(self, block: RemoteObject) -> _Copy | None:
+        """Return the copy of a block that is here, after it was checked; None where there is none."""
+        sample = self._store.find_copy(block)
+        if sample is None or sample.path is None:
+            return None
+        whole = np.empty(block.nbytes, dtype=np.uint8)
+        fault = _read(sample.path, [whole], 0)
+        if fault is None and zlib.crc32(whole.data) != sample.crc:
+            fault = "its crc is not the one of its download"
+        if fault is not None:
+            self._drop(block, None, sample, fault)
+            return None
+        copy = self._copies[block.key, block.etag] = _Copy(sample, sample.path, _crcs(whole))
+        return copy
+
+    def _drop(self, block: RemoteObject, copy: _Copy | None, sample: Sample, fault: str) -> None:
+        """Let go of a copy; the block is brought anew when it is next asked for."""
+        with self._lock:
+            self.n_dropped += 1
+            if self._copies.get((block.key, block.etag)) is copy:
+                self._copies.pop((block.key, block.etag), None)
+            self._is_full = False
+        self._store.drop_copy(sample, fault)
+
+
+def _read(path: str, parts: list[NDArray[np.uint8]], start: int) -> str | None:
+    """Fill the parts, one after the other, with the bytes of a file from `start` on; return what is wrong, or None."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            self._paths.pop((block.key, block.etag), None)
-            return False
-        try:
-            return os.preadv(fd, [out.data], start) == out.size
+            got = os.preadv(fd, [part.data for part in parts if part.size], start)
         finally:
             os.close(fd)
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    wanted = sum(part.size for part in parts)
+    return None if got == wanted else f"it has {got} of {wanted} bytes at byte {start}"
 
-    def _found(self, block: RemoteObject) -> str | None:
-        """Return the path of the copy of a block, which was checked; None where there is none."""
-        found = self._store.find_copy(block)
-        if found is None or found.path is None:
-            return None
-        try:
-            whole = np.fromfile(found.path, dtype=np.uint8)
-        except FileNotFoundError:
-            return None
-        if whole.size != block.nbytes or zlib.crc32(whole.data) != found.crc:
-            self._store.drop_copy(found, "its crc is not the one of its download")
-            return None
-        self._paths[block.key, block.etag] = found.path
-        return found.path
+
+def _crcs(*parts: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Return the crc of each piece of some parts that follow one another; the last piece may be shorter."""
+    found, crc, room = [], 0, PIECE
+    for part in parts:
+        done = 0
+        while done < part.size:
+            n = min(room, part.size - done)
+            crc = zlib.crc32(part[done : done + n].data, crc)
+            done, room = done + n, room - n
+            if not room:
+                found.append(crc)
+                crc, room = 0, PIECE
+    return np.array(found if room == PIECE else [*found, crc], dtype=np.uint32)

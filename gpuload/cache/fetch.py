@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload.cache import leases
 from gpuload.cache.catalogue import Full
-from gpuload.cache.files import Download, adopt_strays, repair
+from gpuload.cache.files import Download, adopt_strays, given_up, repair
 from gpuload.errors import CorruptDataError, GpuloadError, ReadError
 from gpuload.remote import BUSY, BusyError, Patience
+from gpuload.threads import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -178,6 +179,8 @@ class Fetcher:
         self._threads: list[threading.Thread] = []
         self._is_idle = False
         self._probe = threading.Lock()
+        self._lock = threading.Lock()
+        self._under_way: dict[str, Download] = {}
 
     def start(self) -> None:
         """Start the threads."""
@@ -187,11 +190,19 @@ class Fetcher:
         for thread in self._threads:
             thread.start()
 
-    def stop(self) -> None:
-        """Stop, and wait for what is under way; a piece that is being received is waited for."""
+    def stop(self, wait_s: float = PATIENCE_S) -> None:
+        """Stop; what is under way is waited for a moment. What comes later is thrown away, and its bytes are free now.
+
+        Afterwards nothing is written any more, so that the lease may be given up.
+        """
         self._stop.set()
+        deadline = time.monotonic() + wait_s
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            for name, download in self._under_way.items():
+                download.close()
+                self._folders.remove(name)
 
     def longest_busy_s(self) -> float:
         """Return the time for which the slowest thread that is at work has got nothing done."""
@@ -242,7 +253,8 @@ class Fetcher:
                     repair(self._folders, self._catalogue, self._lease, self._settings.budget, is_opening=False)
                     repaired_at = time.monotonic()
             except (GpuloadError, OSError) as error:
-                _log.warning("%s", error)
+                if not self._stop.is_set():
+                    _log.warning("%s", error)
                 self._progress.pop(threading.get_ident(), None)
                 self._stop.wait(min(5.0, self._settings.longest_wait_s))
             self._progress.pop(threading.get_ident(), None)
@@ -287,6 +299,13 @@ class Fetcher:
 
     def _fetch(self, file: File) -> bool:
         try:
+            return self._bring(file)
+        finally:
+            with self._lock:
+                self._under_way.pop(file.name, None)
+
+    def _bring(self, file: File) -> bool:
+        try:
             crc = self._download(file)
             self._folders.publish(file.name)
         except BaseException as error:
@@ -305,7 +324,10 @@ class Fetcher:
     def _download(self, file: File) -> int:
         """Bring an object to the disk, under its temporary name; return its crc."""
         wanted, size = file.wanted, self._settings.piece_nbytes
-        download = Download(self._folders.tmp_path(file.name), wanted)
+        with self._lock:
+            if self._stop.is_set():
+                raise given_up(wanted)
+            download = self._under_way[file.name] = Download(self._folders.tmp_path(file.name), wanted)
         try:
             for start in range(0, wanted.nbytes, size):
                 span = start, min(wanted.nbytes, start + size)

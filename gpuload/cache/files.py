@@ -16,13 +16,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
 import zlib
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gpuload.cache import leases
 from gpuload.cache.catalogue import content_name
-from gpuload.errors import CorruptDataError
+from gpuload.errors import CorruptDataError, ReadError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,6 +110,7 @@ class Download:
 
     def __init__(self, path: str, wanted: RemoteObject) -> None:
         self._wanted = wanted
+        self._lock = threading.Lock()
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         self._done = 0
         self._digest = digest_of(wanted)
@@ -121,8 +123,13 @@ class Download:
             raise
 
     def add(self, piece: Any) -> None:
-        """Write the next bytes."""
-        view = memoryview(piece).cast("B")
+        """Write the next bytes; after `close` that is a ReadError."""
+        with self._lock:
+            if self._fd < 0:
+                raise given_up(self._wanted)
+            self._write(memoryview(piece).cast("B"))
+
+    def _write(self, view: memoryview) -> None:
         self.crc = zlib.crc32(view, self.crc)
         if self._digest is not None:
             self._digest.update(view)
@@ -133,14 +140,23 @@ class Download:
 
     def finish(self) -> None:
         """Bring it to the disk and check it; a wrong digest is a CorruptDataError."""
-        os.fdatasync(self._fd)
+        with self._lock:
+            if self._fd < 0:
+                raise given_up(self._wanted)
+            os.fdatasync(self._fd)
         check_digest(self._wanted, self._digest)
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the file; may be called twice, and by another thread than writes."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+
+def given_up(wanted: RemoteObject) -> ReadError:
+    """Return the error of who goes on with a download after its store was closed."""
+    return ReadError(f"{wanted.key}: its download was given up, because the store was closed.")
 
 
 def digest_of(wanted: RemoteObject) -> Any:

@@ -26,6 +26,7 @@ from gpuload.cache.fetch import Fetcher, Settings
 from gpuload.cache.files import Folders
 from gpuload.cache.leases import Lease
 from gpuload.errors import PlanError
+from gpuload.threads import PATIENCE_S
 
 if TYPE_CHECKING:
     from gpuload.remote import Remote
@@ -146,13 +147,17 @@ class FetcherProcess:
         """Return what the process said last."""
         return self._last_words[-1] if self._last_words else "none"
 
-    def close(self) -> None:
-        """End the process; may be called twice."""
+    def tell_to_end(self) -> None:
+        """Let the process end; nobody waits for it."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
+
+    def close(self) -> None:
+        """End the process; may be called twice."""
+        self.tell_to_end()
         try:
-            self._process.wait(5)
+            self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

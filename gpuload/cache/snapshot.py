@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from gpuload.cache.reading import Reader, Sample, assemble, check_reading
 from gpuload.errors import PlanError, ReadError
+from gpuload.threads import PATIENCE_S, DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,33 +143,31 @@ class Snapshot:
         pending: deque[_Pending] = deque()
         left = iter(starts)
         # One thread looks up and allots, so that the consumer's does neither; the others read.
-        with (
-            ThreadPoolExecutor(1, thread_name_prefix="gpuload-plan") as planner,
-            ThreadPoolExecutor(n_threads, thread_name_prefix="gpuload-read") as readers,
-        ):
-            try:
-                while True:
-                    while len(pending) < prefetch + 1 and (start := next(left, None)) is not None:
-                        ids = self._ids[start : start + batch_size]
-                        pending.append(_Pending(planner.submit(self._begin, reader, readers, ids)))
-                    if not pending:
-                        return
-                    with stats.waiting():
-                        batch, samples, n_read = pending[0].result()
-                    pending.popleft()
-                    ready = self._checked(batch, samples, n_read, limit)
-                    self._hand_over(samples)
-                    del batch, n_read
-                    yield ready
-                    del ready
-            finally:
-                for one in pending:
-                    one.cancel()
-                readers.shutdown(cancel_futures=True)
-                stats.peak_nbytes = max(stats.peak_nbytes, reader.peak_nbytes)
+        planner, readers = DaemonThreads(1, "gpuload-plan"), DaemonThreads(n_threads, "gpuload-read")
+        try:
+            while True:
+                while len(pending) < prefetch + 1 and (start := next(left, None)) is not None:
+                    ids = self._ids[start : start + batch_size]
+                    pending.append(_Pending(planner.submit(self._begin, reader, readers, ids)))
+                if not pending:
+                    return
+                with stats.waiting():
+                    batch, samples, n_read = pending[0].result()
+                pending.popleft()
+                ready = self._checked(batch, samples, n_read, limit)
+                self._hand_over(samples)
+                del batch, n_read
+                yield ready
+                del ready
+        finally:
+            for one in pending:
+                one.cancel()
+            planner.close(PATIENCE_S / 2)
+            readers.close(PATIENCE_S / 2)
+            stats.peak_nbytes = max(stats.peak_nbytes, reader.peak_nbytes)
 
     def _begin(
-        self, reader: Reader, readers: ThreadPoolExecutor, ids: NDArray[np.int64]
+        self, reader: Reader, readers: DaemonThreads, ids: NDArray[np.int64]
     ) -> tuple[NDArray[Any] | None, list[Sample], list[Future[Any]]]:
         samples = self._store.find_samples(ids)
         reader.find_form(samples[0])
@@ -250,8 +248,8 @@ class _Pending:
 
     def cancel(self) -> None:
         """Let it be, as far as it has not begun."""
-        if not self._begun.cancel():
-            for future in self._begun.result()[2] if self._begun.exception() is None else []:
+        if not self._begun.cancel() and self._begun.done() and self._begun.exception() is None:
+            for future in self._begun.result()[2]:
                 future.cancel()
 
 

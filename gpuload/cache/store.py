@@ -490,6 +490,8 @@ def _close(
         else:
             thread.join()
     for process in processes:
+        process.tell_to_end()
+    for process in processes:
         process.close()
     catalogue.close()
     lease.release()

@@ -30,7 +30,7 @@ REQUIRED = ("numpy", "scipy", "pandas", "numba", "h5py", "anndata", "imagecodecs
 OPTIONAL = {
     "torch": (("torch",), "the PyTorch front", "torch"),
     "DALI": (("nvidia-dali-cuda130", "nvidia-dali-cuda120"), "the DALI front and the demo", "dali"),
-    "matplotlib": (("matplotlib",), "the demo's picture", "demo"),
+    "matplotlib": (("matplotlib",), "pictures of the demo, inspect and bench", "plot"),
 }
 """Name -> packages, any of which will do; what for; the extra that installs it."""
 

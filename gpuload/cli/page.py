@@ -110,6 +110,7 @@ def _figures(result: Mapping[str, Any]) -> str:
     found += [
         (f"{1e3 * result['waits_s']['p50_s']:.2f} ms", f"wait for a minibatch; {waits} ms"),
         (f"{result['first_batch_s']:.2f} s", "from opening to the first minibatch"),
+        *((f"{gpu['mean_percent']:.0f} %", f"{gpu['name']} busy, mean") for gpu in result.get("gpus", ())),
         (text.size(result["peak_memory_nbytes"]), "peak memory of the process"),
         (f"{result['device']}, {result['io_mode']}", "device, and path that the bytes took"),
     ]

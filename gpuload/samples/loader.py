@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.backends.buffers import BufferPool
-from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError
+from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, ReadError
 from gpuload.permute import Permutation
 from gpuload.samples.forms import Span, bytes_of
+from gpuload.threads import DaemonThreads
 
 try:
     import torch
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.errors import GpuloadError
     from gpuload.samples.sampleset import SampleSet
+
+_log = logging.getLogger("gpuload.samples")
 
 _PURPOSE = 41
 """Tells this order from others of the same seed."""
@@ -51,6 +55,16 @@ class SampleLoader:
         Samples under way at a time at least; more hide the latency of an object store.
     seed
         The order depends on (seed, epoch) and nothing else.
+    on_error
+        What becomes of a sample that cannot be read or decoded: ``"raise"``, after the batches before it; or
+        ``"skip"``, which makes its batch smaller, and notes why in `skipped`.
+    max_skipped
+        Share of the samples that may be skipped in an epoch, one at least, before an error is raised all the same.
+
+    Attributes
+    ----------
+    skipped
+        Why samples were skipped, by their IDs. They are tried again in the next epoch.
 
     Raises
     ------
@@ -70,6 +84,8 @@ class SampleLoader:
         prefetch: int | None = None,
         in_flight: int = 64,
         seed: int = 0,
+        on_error: str = "raise",
+        max_skipped: float = 0.01,
     ) -> None:
         least = {
             "batch_size": batch_size,
@@ -80,6 +96,13 @@ class SampleLoader:
         wrong = [f"{name}={value}" for name, value in least.items() if value < 1]
         if wrong or seed < 0:
             raise PlanError(f"{', '.join(wrong) or f'seed={seed}'}: expected at least {int(bool(wrong))}.")
+        if on_error not in ("raise", "skip") or not 0 <= max_skipped <= 1:
+            raise PlanError(
+                f"on_error={on_error!r}, max_skipped={max_skipped!r}: expected 'raise' or 'skip', and a share from 0 "
+                "to 1."
+            )
+        self._limit = max(1, int(max_skipped * len(samples))) if on_error == "skip" else 0
+        self.skipped: dict[Any, str] = {}
         self.samples = samples
         self.batch_size, self.drop_last, self.shuffle, self.seed = batch_size, drop_last, shuffle, seed
         self._n_threads = max(num_workers, in_flight if samples.is_remote else num_workers)
@@ -124,7 +147,8 @@ class SampleLoader:
         order = self.order(self._epoch)
         batches = iter(range(self._step, len(self)))
         under_way: deque[_Batch] = deque()
-        pool = ThreadPoolExecutor(self._n_threads, thread_name_prefix="gpuload-samples")
+        n_skipped = 0
+        pool = DaemonThreads(self._n_threads, "gpuload-samples")
         try:
             while True:
                 while len(under_way) <= self._prefetch and (number := next(batches, None)) is not None:
@@ -132,16 +156,24 @@ class SampleLoader:
                     under_way.append(_Batch(self.samples, part.tolist(), pool, self._buffers, self._collate_fn))
                 if not under_way:
                     break
-                ready = under_way[0].result()
+                ready, faults = under_way[0].result(self._limit - n_skipped)
                 under_way.popleft()
+                n_skipped += len(faults)
+                self._note(faults)
                 self._step += 1
-                yield ready
+                if ready is not None:
+                    yield ready
                 del ready
             self._epoch, self._step = self._epoch + 1, 0
         finally:
             for batch in under_way:
                 batch.cancel()
-            pool.shutdown(cancel_futures=True)
+            pool.close()
+
+    def _note(self, faults: dict[Any, GpuloadError]) -> None:
+        for id_, fault in faults.items():
+            self.skipped[id_] = str(fault)
+            _log.warning("sample %r is skipped: %s", id_, fault)
 
 
 class _Batch:
@@ -151,7 +183,7 @@ class _Batch:
         self,
         samples: SampleSet,
         indices: list[int],
-        pool: ThreadPoolExecutor,
+        pool: DaemonThreads,
         buffers: BufferPool,
         collate_fn: Callable[[list[tuple[Any, Any]]], Any] | None,
     ) -> None:
@@ -162,18 +194,40 @@ class _Batch:
         self._memory: torch.Tensor | None = None
         self._futures: list[Future[Any]] = [pool.submit(self._read, row, id_) for row, id_ in enumerate(self._ids)]
 
-    def result(self) -> Any:
-        """Wait for all samples; return (X, y), or what the caller's function makes of them."""
-        whole = [future.result() for future in self._futures]
-        labels = [self._samples.label(id_) for id_ in self._ids]
+    def result(self, most_faults: int) -> tuple[Any, dict[Any, GpuloadError]]:
+        """Wait for all samples; return (X, y), or what the caller's function makes of them, and what was left out.
+
+        Where nothing could be had, there is None instead of a batch.
+
+        Raises
+        ------
+        ReadError, CorruptDataError
+            More samples than may be cannot be had.
+        """
+        whole, kept = [], []
+        faults: dict[Any, GpuloadError] = {}
+        for row, future in enumerate(self._futures):
+            try:
+                whole.append(future.result())
+            except (ReadError, CorruptDataError) as error:
+                faults[self._ids[row]] = error
+                if len(faults) > most_faults:
+                    raise
+            else:
+                kept.append(row)
+        return (self._assembled(whole, kept) if kept else None), faults
+
+    def _assembled(self, whole: list[Any], kept: list[int]) -> Any:
+        """Return a batch of the samples of some rows; those that are None lie in the memory of the batch."""
+        labels = [self._samples.label(self._ids[row]) for row in kept]
         memory = self._memory
         if self._collate_fn is not None:
             return self._collate_fn(list(zip(whole, labels, strict=True)))
         labels = default_collate(labels)
         if memory is not None and all(sample is None for sample in whole):
-            return memory, labels
+            return (memory if len(kept) == len(memory) else memory[kept]), labels
         if memory is not None:  # some were described otherwise
-            whole = [memory[row] if sample is None else sample for row, sample in enumerate(whole)]
+            whole = [memory[row] if sample is None else sample for row, sample in zip(kept, whole, strict=True)]
         return default_collate(whole), labels
 
     def cancel(self) -> None:

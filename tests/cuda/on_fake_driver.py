@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from gpuload.backends.cuda.pinned import PinnedReader
 from gpuload.backends.cuda.readers import PAGE, file_ends, place_extents
 from gpuload.errors import DeviceError, ReadError
 from gpuload.folder_source import FolderSource
+from gpuload.remote import Patience
 from gpuload.source import BufferSource, FileSource
 
 if TYPE_CHECKING:
@@ -586,6 +588,136 @@ def gds_is_claimed_only_where_bytes_went_there() -> None:
     reader.close()
 
 
+@contextmanager
+def object_store(nbytes: int = 600_000, n: int = 2, key: str = "", **options: Any) -> Iterator[Any]:
+    """Give a source over objects of the store that fails on demand, their bytes, the server, and a reader."""
+    from benchmarks.s3server import start
+    from gpuload.remote import ObjectRemote
+    from gpuload.remote_source import RemoteSource
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / "data" / "some").mkdir(parents=True)
+        data = [np.random.default_rng(k).integers(0, 256, nbytes + k, dtype=np.uint8) for k in range(n)]
+        for k, values in enumerate(data):
+            values.tofile(root / "data" / "some" / f"{key}{k}")
+        with start(root) as server:
+            keys = {"access_key_id": "a", "secret_access_key": "b"} if "anonymous" not in options else {}
+            settings = {"endpoint": server.url, "region": "us-east-1", **keys, **options}
+            remote = ObjectRemote("s3://data/some", **settings)
+            found = [remote.head(f"{key}{k}") for k in range(n)]
+            source = RemoteSource("s3://data/some", remote, [o for o in found if o is not None])
+            device = Device()
+            reader = KvikioReader(device, num_threads=2, task_nbytes=TASK_NBYTES, remote=True)
+            reader._far._patience = Patience(tries=6, first_wait_s=0.001, longest_wait_s=0.01)  # type: ignore[union-attr]
+            try:
+                yield source, data, server, reader, device
+            finally:
+                reader.close()
+                source.close()
+
+
+def read_objects(
+    source: Any, data: Any, reader: Any, device: Device, seed: int = 0, n: int = 30, *, room: int = 7
+) -> None:
+    """Read extents of all sizes of all objects, and compare them and, where there is room, what lies between."""
+    rng = np.random.default_rng(seed)
+    number = np.sort(rng.integers(0, len(data), n))
+    at, nbytes = drawn_extents(rng, data[0].size, n)
+    offset = source.base[number] + at
+    place = np.cumsum(nbytes + room) - nbytes - room
+    out = Arena(int((nbytes + room).sum()))
+    untouched = np.full(out.nbytes, UNTOUCHED, dtype=np.uint8)
+    assert driver.cuMemcpyHtoDAsync_v2(out.address, untouched.ctypes.data, out.nbytes, device.stream) == 0
+    reader.start(source, offset, nbytes, place, out, device.stream, name="/X/data").result()
+    assert driver.cuStreamSynchronize(device.stream) == 0
+    got, wanted = out.download(), untouched
+    for k, start, size, to in zip(number, at, nbytes, place, strict=True):
+        wanted[to : to + size] = data[k][start : start + size]
+    np.testing.assert_array_equal(got, wanted)
+
+
+def objects_are_byte_exact() -> None:
+    for options in ({}, {"anonymous": True}):
+        with object_store(**options) as (source, data, server, reader, device):
+            assert reader.io_mode == "compat"
+            for seed in range(4):
+                read_objects(source, data, reader, device, seed)
+            assert reader.io_mode == "remote"
+            assert reader._pinned.read_nbytes == 0
+            assert kvikio.defaults.get("num_threads") >= 64
+            server.set(latency_ms=30)
+            read_objects(source, data, reader, device, n=100)
+            assert server.counts()["most_in_flight"] > 20
+
+
+def what_a_store_refuses_at_first_is_asked_for_again() -> None:
+    with object_store() as (source, data, server, reader, device):
+        kvikio.defaults.set("http_max_attempts", 1)
+        try:
+            server.set(p_503=0.1, p_reset=0.1, p_truncate=0.2, most_in_a_row=2, seed=1)
+            read_objects(source, data, reader, device, seed=5)
+        finally:
+            kvikio.defaults.set("http_max_attempts", 3)
+        faults = {kind: n for kind, n in server.counts().items() if kind.startswith("fault")}
+        assert len(faults) == 3, faults
+
+
+def what_a_store_never_gives_is_a_read_error() -> None:
+    with object_store(n=1) as (source, data, server, reader, device):
+        kvikio.defaults.set("http_max_attempts", 1)
+        try:
+            for knobs, words in (({"p_truncate": 1}, "bytes missing"), ({"p_truncate": 0, "p_reset": 0.9}, "reset")):
+                server.set(**knobs, seed=3)
+                told = read_error_of(lambda: read_objects(source, data, reader, device))
+                assert told.startswith("s3://data/some/0: "), told
+                assert words in told, told
+        finally:
+            kvikio.defaults.set("http_max_attempts", 3)
+        server.set(p_truncate=0, p_reset=0)
+        read_objects(source, data, reader, device)
+        one = np.array([source.nbytes - 5], dtype=np.int64), np.array([10], dtype=np.int64), np.zeros(1, dtype=np.int64)
+        told = read_error_of(lambda: reader.start(source, *one, Arena(10), device.stream).result())
+        assert "are wanted, and it has 600000" in told, told
+
+
+def an_object_that_changes_or_goes_is_a_read_error() -> None:
+    with object_store() as (source, data, server, reader, device):
+        path = server.root / "data" / "some" / "1"
+        whole = path.read_bytes()
+        for change, words in (
+            (lambda: path.write_bytes(whole[::-1]), "s3://data/some/1: the object was changed since it was listed"),
+            (lambda: path.write_bytes(whole[:1000]), "s3://data/some/1: the object was changed since it was listed"),
+            (path.unlink, "s3://data/some/1: no such object"),
+        ):
+            change()
+            told = read_error_of(lambda: read_objects(source, data, reader, device))
+            assert words in told, told
+        path.write_bytes(whole)
+        read_objects(source, data, reader, device)
+
+
+def what_kvikio_cannot_reach_goes_through_pinned_memory() -> None:
+    with object_store(key="with space ") as (source, data, _, reader, device):
+        assert source.reach(0) is None
+        read_objects(source, data, reader, device, room=0)
+        assert reader.io_mode == "pinned"
+
+
+def a_read_of_objects_that_is_cancelled_writes_no_more() -> None:
+    with object_store(nbytes=4_000_000, n=1) as (source, _, server, reader, device):
+        server.set(latency_ms=50)
+        n = 3_900_000
+        out = Arena(n)
+        where = np.zeros(1, dtype=np.int64), np.array([n], dtype=np.int64), np.zeros(1, dtype=np.int64)
+        pending = reader.start(source, *where, out, device.stream)
+        pending.cancel()
+        assert eventually(pending.done)
+        before = out.download()
+        time.sleep(0.2)
+        np.testing.assert_array_equal(out.download(), before)
+
+
 COMPAT = (
     random_extents_are_byte_exact,
     files_of_a_folder_are_byte_exact_and_few_are_open,
@@ -603,6 +735,12 @@ COMPAT = (
     what_is_no_file_goes_through_pinned_memory,
     places_without_room_are_refused,
     gds_is_claimed_only_where_bytes_went_there,
+    objects_are_byte_exact,
+    what_a_store_refuses_at_first_is_asked_for_again,
+    what_a_store_never_gives_is_a_read_error,
+    an_object_that_changes_or_goes_is_a_read_error,
+    what_kvikio_cannot_reach_goes_through_pinned_memory,
+    a_read_of_objects_that_is_cancelled_writes_no_more,
     a_fork_is_refused_and_its_parent_goes_on,
 )
 DIRECT = (direct_transfers_are_of_whole_pages, a_short_direct_transfer_is_a_read_error)

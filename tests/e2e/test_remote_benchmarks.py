@@ -35,12 +35,18 @@ def test_cells(plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder, out = tmp_path / "data" / "pictures", tmp_path / "out.jsonl"
     options = [str(folder), "--make", "8", "--batch-size", "4", "--batches", "2", "--latency-ms", "1"]
-    assert run_concurrent.main([*options, "--only", "ours", "--out", str(out)]) == 0
+    picture = tmp_path / "out.png"
+    assert run_concurrent.main([*options, "--only", "ours", "--out", str(out), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert {record["arm"] for record in records} == {
         arm.name for arm in run_concurrent.arms(is_full=False) if "ours" in arm.name
     }
     assert all(record["pictures_per_s"] > 0 and record["grid"] == "small" for record in records)
+    assert all(record["cpu_s_per_picture"] > 0 for record in records)
+    assert [record["server_cpu_s_per_picture"] is None for record in records] == [
+        record["arm"].startswith("disk") for record in records
+    ]
     assert len(run_concurrent.arms(is_full=True)) > 30
 
 

@@ -203,6 +203,8 @@ def test_with_a_cache_the_second_epoch_asks_for_nothing(
                 assert_same([(b.X.copy(), b.rows, dict(b.obs)) for b in loader], near[epoch])
                 n_asked = n_gets(server) - before
                 assert not n_asked or (is_empty and not epoch)
+                assert loader.hit_ratio == 1 or is_empty
+            assert 0 < (loader.hit_ratio or 0) < 1 or not is_empty
 
 
 def n_gets(server: Running) -> int:

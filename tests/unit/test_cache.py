@@ -721,11 +721,14 @@ def test_patience_has_bounds() -> None:
     assert window.limit < 9  # it was halved
     with pytest.raises(ConnectionResetError):
         get_patiently(Busy(), wanted, (1, 3), replace(settings, tries=3), never, window)  # type: ignore[arg-type]
-    never.set()
     busy = Busy()
+    busy.get = lambda *_: never.set() or Busy.get(busy, *_)  # type: ignore[method-assign,assignment]
     with pytest.raises(ConnectionResetError):
         get_patiently(busy, wanted, (1, 3), settings, never, window)  # type: ignore[arg-type]
     assert busy.n_gets == 1  # who is to stop does not wait
+    with pytest.raises(ReadError, match="waited for no more"):
+        get_patiently(busy, wanted, (1, 3), settings, never, window)  # type: ignore[arg-type]
+    assert busy.n_gets == 1
 
 
 def test_an_etag_that_is_no_md5_is_found_out() -> None:

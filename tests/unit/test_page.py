@@ -113,6 +113,14 @@ def test_without_label_verdict_and_ceilings() -> None:
     assert "<img" not in text
 
 
+def test_gpus_are_told_of_where_there_are_some() -> None:
+    assert "GPU" not in check(page.page(result(), {}))
+    gpu = {"name": "GPU 3", "mean_percent": 61.8, "idle_share": 0.1, "n_samples": 30}
+    words = check(page.page(result(gpus=[gpu]), {}))
+    assert "62 %" in words
+    assert "GPU 3 busy, mean" in words
+
+
 def test_the_timeline_is_part_of_the_page() -> None:
     text = page.page(result(), {}, b"\x89PNG")
     check(text)

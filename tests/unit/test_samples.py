@@ -201,6 +201,37 @@ def test_a_sample_that_fails_ends_the_epoch_after_the_batches_before(data: Path)
         next(batches)
 
 
+@pytest.mark.parametrize("decode", ["pt", "collated"])
+def test_samples_that_fail_are_skipped_up_to_a_limit(data: Path, decode: str, caplog: pytest.LogCaptureFixture) -> None:
+    (data / "id-20.pt").unlink()
+    (data / "id-3.pt").write_bytes(b"no sample")
+    samples, collate = SampleSet(IDS, LABELS, data), list if decode == "collated" else None
+    loader = SampleLoader(samples, batch_size=8, on_error="skip", max_skipped=0.04, collate_fn=collate)
+    for _ in range(2):
+        batches = list(loader)
+        if decode == "pt":
+            assert torch.cat([y for _, y in batches]).tolist() == [i for i in range(N) if i not in (3, 20)]
+            assert all(is_right(X, y) for X, y in batches)
+        assert [len(b) if collate else len(b[1]) for b in batches[:3]] == [7, 8, 7]
+        assert set(loader.skipped) == {"id-3", "id-20"}
+        assert "cannot be opened" in loader.skipped["id-20"]
+    assert "sample 'id-3' is skipped" in caplog.text
+    strict = SampleLoader(samples, batch_size=8, on_error="skip", max_skipped=0.03)
+    got = []
+    with pytest.raises(ReadError, match=r"id-20\.pt"):
+        got.extend(y for _, y in strict)
+    assert sum(len(y) for y in got) == 15
+    assert strict.state_dict()["step"] == 2
+
+
+def test_a_batch_of_which_nothing_can_be_had_is_left_out(data: Path) -> None:
+    for i in range(8, 12):
+        (data / f"id-{i}.pt").unlink()
+    loader = SampleLoader(SampleSet(IDS, LABELS, data), batch_size=4, on_error="skip", max_skipped=0.1)
+    assert sum(len(y) for _, y in loader) == N - 4
+    assert loader.state_dict()["epoch"] == 1
+
+
 def test_remotes(data: Path) -> None:
     remote = FlakyRemote(data, every=5)
     remote.KINDS = ("busy", "reset", "busy", "reset")  # type: ignore[misc]
@@ -248,7 +279,12 @@ def test_refusals(data: Path) -> None:
     with pytest.raises(ReadError, match="no such folder"):
         SampleSet(IDS, LABELS, data / "none")
     samples = SampleSet(IDS, LABELS, data)
-    for settings, sentence in (({"batch_size": 0}, "batch_size=0: expected at least 1"), ({"seed": -1}, "seed=-1: ")):
+    for settings, sentence in (
+        ({"batch_size": 0}, "batch_size=0: expected at least 1"),
+        ({"seed": -1}, "seed=-1: "),
+        ({"on_error": "ignore"}, "on_error='ignore', max_skipped=0.01: expected 'raise' or 'skip'"),
+        ({"max_skipped": 2}, "max_skipped=2"),
+    ):
         with pytest.raises(PlanError, match=sentence):
             SampleLoader(samples, **settings)
     assert list(SampleLoader(SampleSet([], {}, data), batch_size=4, shuffle=True)) == []

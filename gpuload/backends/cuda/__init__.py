@@ -42,7 +42,7 @@ def open_cuda(
     device = CupyDevice(number, memory_nbytes)
     readers: list[Reader] = []
     if io != "pinned":
-        readers.append(KvikioReader(device, num_threads=num_threads))
+        readers.append(KvikioReader(device, num_threads=num_threads, remote=io == "kvikio"))
     if io != "kvikio":
         readers.append(PinnedReader(device, num_threads=num_threads or NUM_THREADS))
     reader = readers[0] if len(readers) == 1 else MeasuredReader(device, *readers)

@@ -34,6 +34,8 @@ from collections import OrderedDict, deque
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
+from gpuload.backends.cuda.far import IN_FLIGHT as FAR_IN_FLIGHT
+from gpuload.backends.cuda.far import FarReader
 from gpuload.backends.cuda.pinned import PinnedReader
 from gpuload.backends.cuda.readers import (
     PAGE,
@@ -46,6 +48,7 @@ from gpuload.backends.cuda.readers import (
 )
 from gpuload.backends.reading import short_read
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
+from gpuload.remote import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,6 +83,8 @@ class KvikioReader:
         process's: it is as large as the most that any open reader asked for.
     task_nbytes
         Most bytes per read, a multiple of 4096 (KvikIO's ``task_size``).
+    remote
+        Read objects of S3 and web servers by KvikIO's own client too, where it can reach them; see `FarReader`.
 
     Attributes
     ----------
@@ -96,7 +101,9 @@ class KvikioReader:
         KvikIO is not installed, or older than its counters (26.10).
     """
 
-    def __init__(self, device: Device, *, num_threads: int | None = None, task_nbytes: int = 4 << 20) -> None:
+    def __init__(
+        self, device: Device, *, num_threads: int | None = None, task_nbytes: int = 4 << 20, remote: bool = False
+    ) -> None:
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
             raise PlanError(
                 f"num_threads={num_threads!r}: expected a whole number of at least 1, or None for KvikIO's own setting."
@@ -117,8 +124,11 @@ class KvikioReader:
         self._num_threads = num_threads or _default_num_threads(kvikio.defaults)
         self._files = _Files(kvikio.CuFile)
         self._lock = threading.Lock()
-        self.read_nbytes = 0
-        _pool_size.join(kvikio.defaults, self._num_threads)
+        self.read_nbytes = self._far_nbytes = 0
+        far_nbytes = min(task_nbytes, kvikio.defaults.get("task_size"))
+        self._far = FarReader(kvikio.RemoteFile, _Span, device, far_nbytes, Patience()) if remote else None
+        self._pool_threads = max(self._num_threads, FAR_IN_FLIGHT) if remote else self._num_threads
+        _pool_size.join(kvikio.defaults, self._pool_threads)
         self._monitor = SummaryMonitor()
         self._threads = Threads(N_SUBMITTERS, "kvikio", self._release)
         self._pinned = PinnedReader(device, num_threads=1, buffer_nbytes=1 << 20)
@@ -130,8 +140,11 @@ class KvikioReader:
         cuFile may bounce on its own account, which KvikIO counts as GDS. So it must also have its kernel driver
         (nvidia-fs), or be forbidden to bounce (``"allow_compat_mode": false`` in cufile.json), which a machine that
         reads by PCI P2PDMA alone must do to be recognised. The counters are the process's: reads of others through
-        KvikIO count too. ``"pinned"`` where most bytes were of sources that are no files.
+        KvikIO count too. ``"pinned"`` where most bytes were of sources that are no files, ``"remote"`` where they came
+        by KvikIO's own client.
         """
+        if self._far_nbytes > max(self._pinned.read_nbytes, self.read_nbytes):
+            return "remote"
         if self._pinned.read_nbytes > self.read_nbytes:
             return self._pinned.io_mode
         direct, bounced = self._counted()
@@ -169,6 +182,10 @@ class KvikioReader:
     ) -> Pending:
         """Start to read byte ranges; see `Reader.start`."""
         self._threads.check(source)
+        if self._far is not None and self._far.reaches(source):
+            pending, before = Pending(), self._device.record(stream)
+            self._threads.submit(pending, self._read_far, source, name, (offset, nbytes, place), out, before)
+            return pending
         if not source.has_files:
             return self._pinned.start(source, offset, nbytes, place, out, stream, name=name)
         read_offset, read_nbytes, _, _ = place_extents(offset, nbytes, file_ends(source, offset))
@@ -241,6 +258,13 @@ class KvikioReader:
         if is_cut_short:
             raise CancelledError
 
+    def _read_far(self, pending: Pending, source: Source, *rest: Any) -> None:
+        """Read ranges of objects by KvikIO's own client."""
+        assert self._far is not None  # noqa: S101
+        n_read = self._far.read(pending, source, *rest)
+        with self._lock:
+            self._far_nbytes += n_read
+
     def _parts(
         self, offset: NDArray[np.int64], nbytes: NDArray[np.int64], first: NDArray[np.int64]
     ) -> Iterator[tuple[int, int, int, int]]:
@@ -265,7 +289,7 @@ class KvikioReader:
     def _release(self) -> None:
         self._monitor.stop()
         self._files.close()
-        _pool_size.leave(self._kvikio.defaults, self._num_threads)
+        _pool_size.leave(self._kvikio.defaults, self._pool_threads)
 
     def _counted(self) -> tuple[int, int]:
         """Return the bytes that went through cuFile and through the bounce buffer since this reader was opened."""

@@ -1,0 +1,175 @@
+"""Objects of a remote into device memory by KvikIO's own HTTP client, past host memory that Python knows of.
+
+What KvikIO's remote handle leaves to its caller, and is seen to here (26.10, tried out against an object store that
+fails on demand):
+
+- It asks under no condition (``If-Match``), and says that it read what it was asked for also where the object has
+  become shorter. So after each read the object is looked at: one that is no longer what was opened is an error.
+- It tries again by itself on 429 and 5xx, and gives up on a reset or a body that breaks off. So parts that failed are
+  asked for again here, with patience.
+- It has one pool of threads, and each asks for one range at a time. So the pool is as large as requests are to be
+  under way.
+
+A request that stalls ends by KvikIO's own timeout (``KVIKIO_HTTP_TIMEOUT``): memory that it may still write to is not
+let go before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from gpuload.errors import ReadError
+from gpuload.remote import BusyError, Patience
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from gpuload.backends.cuda.device import Device
+    from gpuload.backends.cuda.readers import Pending
+    from gpuload.remote_source import RemoteSource
+    from gpuload.types import Source
+
+IN_FLIGHT = 64
+"""Requests under way at a time, as on the CPU."""
+
+Part = tuple[int, int, int, Any]
+"""A part of a range under way: its first byte in the object, its length, its address, and KvikIO's future."""
+
+
+class FarReader:
+    """Reads objects through handles that KvikIO opens.
+
+    Parameters
+    ----------
+    remote_file
+        ``kvikio.RemoteFile``.
+    span
+        Makes a range of device memory of its address and length.
+    device
+        Whose memory is written.
+    task_nbytes
+        Most bytes per request; no more than KvikIO's own ``task_size``, or it would cut what then fails in parts.
+    patience
+        With a part that fails.
+    """
+
+    def __init__(
+        self, remote_file: Any, span: Callable[[int, int], Any], device: Device, task_nbytes: int, patience: Patience
+    ) -> None:
+        self._remote_file, self._span, self._device = remote_file, span, device
+        self._task_nbytes, self._patience = task_nbytes, patience
+
+    @staticmethod
+    def reaches(source: Source) -> bool:
+        """Return whether the objects of a source can be read by it."""
+        reach = getattr(source, "reach", None)
+        return reach is not None and reach(0) is not None
+
+    def read(
+        self,
+        pending: Pending,
+        source: Source,
+        name: str,
+        ranges: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+        out: Any,
+        before: Any,
+    ) -> int:
+        """Read ranges (first byte, length, place; (n,) int64 each), and return the bytes read, when all are there.
+
+        Raises
+        ------
+        ReadError
+            One cannot be had, or an object is not what was opened.
+        """
+        far = cast("RemoteSource", source)
+        self._device.use()
+        self._device.wait(before)
+        start = time.perf_counter()
+        memory, (offset, nbytes, place) = self._device.address(out), ranges
+        number, at, size = far.locate(offset)
+        handles = {k: self._open(far, k) for k in np.unique(number[nbytes > 0]).tolist()}
+        in_flight: deque[tuple[int, Part]] = deque()
+        n_read = 0
+        try:
+            for e in np.flatnonzero(nbytes).tolist():
+                if at[e] + nbytes[e] > size[e]:
+                    path, first = far.where_is(int(offset[e]))
+                    raise ReadError(
+                        f"{path}: bytes {first} to {first + nbytes[e]} are wanted, and it has {size[e]}. Was it "
+                        "truncated?"
+                    )
+                for done in range(0, int(nbytes[e]), self._task_nbytes):
+                    pending.check()
+                    n = min(self._task_nbytes, int(nbytes[e]) - done)
+                    k = int(number[e])
+                    part = self._begin(handles[k], int(at[e]) + done, n, memory + int(place[e]) + done)
+                    in_flight.append((k, part))
+                    if len(in_flight) >= 2 * IN_FLIGHT:
+                        n_read += self._finish(pending, far, name, handles, *in_flight.popleft())
+            while in_flight:
+                n_read += self._finish(pending, far, name, handles, *in_flight.popleft())
+        finally:
+            for _, (_, _, _, future) in in_flight:  # which may still write
+                try:
+                    future.get()
+                except Exception:  # noqa: BLE001, S112 - another has failed before
+                    continue
+            pending.count(n_read, time.perf_counter() - start)
+        far.check_same(list(handles))
+        return n_read
+
+    def _open(self, source: RemoteSource, number: int) -> Any:
+        reach = source.reach(number)
+        if reach is None:
+            raise ReadError(f"{source.name}: KvikIO cannot reach all of its objects; use io='pinned'.")
+        nbytes = source.objects[number].nbytes
+        if reach.url:
+            return self._remote_file.open_http(reach.url, nbytes)
+        return self._remote_file.open_s3(
+            reach.bucket,
+            reach.key,
+            nbytes,
+            aws_region_name=reach.region,
+            aws_access_key_id=reach.access_key_id,
+            aws_secret_access_key=reach.secret_access_key,
+            aws_endpoint_url=reach.endpoint,
+            aws_session_token=reach.session_token,
+        )
+
+    def _begin(self, handle: Any, at: int, n: int, address: int) -> Part:
+        return at, n, address, handle.pread(self._span(address, n), n, at)
+
+    def _finish(
+        self, pending: Pending, source: RemoteSource, name: str, handles: dict[int, Any], number: int, part: Part
+    ) -> int:
+        """Wait for a part, which is asked for again where it failed; return its bytes."""
+        at, n, address, _ = part
+        waiting = [part]
+
+        def ask() -> int:
+            if pending.is_stopped and not waiting:
+                raise CancelledError
+            _, _, _, future = waiting.pop() if waiting else self._begin(handles[number], at, n, address)
+            try:
+                got = int(future.get())
+            except Exception as error:
+                source.check_same([number])  # what is gone or changed will not come
+                raise BusyError(" ".join(str(error).split()).rpartition(" at: ")[2].partition(": ")[2]) from error
+            if got != n:
+                raise BusyError(f"wanted {n} bytes, got {got}")
+            return got
+
+        try:
+            return self._patience.ask(ask)
+        except BusyError as error:
+            where = f"{source.remote.name}/{source.objects[number].key}"
+            raise ReadError(
+                f"{where}: reading {n} bytes of {name} at byte {at} through KvikIO failed: {error}."
+            ) from error

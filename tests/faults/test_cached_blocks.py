@@ -1,0 +1,220 @@
+"""Cached blocks that are damaged, wherever and whenever: what is handed over is right, and the damage does not stay."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import gpuload
+from gpuload.cache import BlockCache, BlockRemote, SampleStore
+from gpuload.cache import blocks as blocks_module
+from gpuload.errors import CorruptDataError
+from tests.remotes import CountingRemote
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from benchmarks.s3server import Running
+    from tests.variants import Stored
+
+PIECE, BLOCK = 1_000, 4_096
+NBYTES = 5 * BLOCK + 123
+
+
+def flip(path: Path, place: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[min(len(data) - 1, int(place * len(data)))] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: Path, place: float) -> None:
+    os.truncate(path, int(place * path.stat().st_size))
+
+
+def lose(path: Path, _: float) -> None:
+    path.unlink()
+
+
+def make_unreadable(path: Path, _: float) -> None:
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # reading its first bytes is EIO
+
+
+@pytest.fixture
+def big(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CountingRemote:
+    monkeypatch.setattr(blocks_module, "PIECE", PIECE)
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote" / "big").write_bytes(np.random.default_rng(0).bytes(NBYTES))
+    return CountingRemote(tmp_path / "remote")
+
+
+def store_of(tmp_path: Path, remote: Any, budget: int = 1 << 20) -> SampleStore:
+    blocks = BlockRemote(remote, None, BLOCK)
+    return SampleStore(tmp_path / "store", blocks, budget=budget, n_processes=0, min_free=0, fetch=False)
+
+
+def copies(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "store" / "objects").rglob("*.*"))
+
+
+def read(cache: BlockCache, start: int, n: int) -> bytes:
+    found = cache.head("big")
+    assert found is not None
+    out = np.zeros(n, dtype=np.uint8)
+    if not cache.fill(found, start, out):
+        out = cache.get(found, start, start + n)
+    return out.tobytes()
+
+
+@pytest.mark.parametrize("harm", [flip, cut, lose, make_unreadable])
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.9999])
+@pytest.mark.parametrize("again", [False, True], ids=["the same process", "opened again"])
+def test_a_damaged_copy_is_never_handed_over_and_never_stays(
+    tmp_path: Path, big: CountingRemote, harm: Callable[[Path, float], None], place: float, again: bool, no_leaks: None
+) -> None:
+    wanted = (tmp_path / "remote" / "big").read_bytes()
+    with store_of(tmp_path, big) as store:
+        cache = BlockCache(store)
+        assert read(cache, 0, NBYTES) == wanted
+        n_copies = len(copies(tmp_path))
+        if not again:
+            for path in copies(tmp_path):
+                harm(path, place)
+            check_all(tmp_path, cache, wanted)
+    if again:
+        for path in copies(tmp_path):
+            harm(path, place)
+        with store_of(tmp_path, big) as store:
+            check_all(tmp_path, BlockCache(store), wanted)
+    assert len(copies(tmp_path)) == n_copies
+
+
+def check_all(tmp_path: Path, cache: BlockCache, wanted: bytes) -> None:
+    chance = np.random.default_rng(1)
+    for n in (1, PIECE - 1, PIECE, 700, BLOCK, 3 * BLOCK):
+        for start in chance.integers(0, NBYTES - n, 20).tolist():
+            assert read(cache, start, n) == wanted[start : start + n]
+    assert read(cache, 0, NBYTES) == wanted
+    n_remote = cache.n_remote_nbytes
+    assert read(cache, 0, NBYTES) == wanted
+    assert cache.n_remote_nbytes == n_remote, "what was dropped was not kept anew"
+    held = {path.read_bytes() for path in copies(tmp_path)}
+    assert held == {wanted[i : i + BLOCK] for i in range(0, NBYTES, BLOCK)}, "a damaged copy has stayed"
+
+
+def test_what_is_dropped_makes_room(tmp_path: Path, big: CountingRemote) -> None:
+    with store_of(tmp_path, big, budget=2 * BLOCK) as store:
+        cache = BlockCache(store)
+        read(cache, 0, NBYTES)
+        assert store.held_nbytes == 2 * BLOCK
+        flip(copies(tmp_path)[0], 0.5)
+        read(cache, 0, NBYTES)
+        assert cache.n_dropped == 1
+        read(cache, 0, NBYTES)
+        assert store.held_nbytes == 2 * BLOCK, "the room of what was dropped was not used again"
+
+
+def test_every_byte_is_under_a_checksum(tmp_path: Path, big: CountingRemote) -> None:
+    wanted = (tmp_path / "remote" / "big").read_bytes()
+    chance = random.Random(1)
+    with store_of(tmp_path, big) as store:
+        cache = BlockCache(store)
+        read(cache, 0, NBYTES)
+        for _ in range(200):
+            flip(chance.choice(copies(tmp_path)), chance.random())
+            assert read(cache, 0, NBYTES) == wanted
+        assert cache.n_dropped == 200
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    pytest.importorskip("obstore")
+    from benchmarks.s3server import start
+
+    root = tmp_path_factory.mktemp("s3")
+    (root / "data").mkdir()
+    with start(root) as running:
+        yield running
+
+
+@pytest.fixture
+def remote(server: Running, plain: Stored, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from gpuload.remote import open_remote
+
+    monkeypatch.setenv("GPULOAD_INDEX", "off")
+    shutil.copy(plain.path, server.root / "data" / "cells.h5ad")
+    server.set(p_corrupt=0)
+    return open_remote("s3://data", endpoint=server.url, region="us-east-1", anonymous=True)
+
+
+def opened(store: SampleStore | None, server: Running) -> gpuload.Loader:
+    reached = {} if store is not None else {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
+    return gpuload.open_loader(
+        "s3://data/cells.h5ad", cache=store, storage_options=reached or None, batch_size=7, fetch_factor=3, block_size=2
+    )
+
+
+def values(loader: gpuload.Loader) -> list[Any]:
+    return [batch.X.copy() for batch in loader]
+
+
+def near(plain: Stored) -> list[Any]:
+    with gpuload.open_loader(plain.path, batch_size=7, fetch_factor=3, block_size=2) as loader:
+        return values(loader)
+
+
+def test_a_loader_reads_right_while_its_cache_rots(
+    tmp_path: Path, server: Running, remote: Any, plain: Stored, caplog: pytest.LogCaptureFixture
+) -> None:
+    with store_of(tmp_path, remote) as store, opened(store, server) as loader:
+        n_batches = 0
+        for number, (far, right) in enumerate(zip(loader, near(plain), strict=True)):
+            np.testing.assert_array_equal(far.X, right)
+            n_batches += 1
+            if number % 3 == 0:
+                for path in copies(tmp_path):
+                    flip(path, random.Random(number).random())
+        assert n_batches == len(loader)
+    assert "its local copy is of no use" in caplog.text
+
+
+def test_what_came_damaged_from_the_remote_does_not_stay_either(
+    tmp_path: Path, server: Running, remote: Any, plain: Stored
+) -> None:
+    with store_of(tmp_path, remote) as store, opened(store, server) as loader:
+        server.set(p_corrupt=1)
+        with pytest.raises(CorruptDataError, match=r"s3://data/cells\.h5ad"):
+            values(loader)
+        server.set(p_corrupt=0)
+        loader.set_epoch(0)
+        for far, right in zip(values(loader), near(plain), strict=True):
+            np.testing.assert_array_equal(far, right)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_damaged_answer_is_asked_for_once_more(
+    tmp_path: Path, server: Running, remote: Any, plain: Stored, is_cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpuload.remote import ObjectRemote
+
+    get, asked = ObjectRemote.get, set()
+
+    def damage_once(self: Any, wanted: Any, start: int, stop: int) -> Any:
+        answer = bytearray(get(self, wanted, start, stop))
+        if (start, stop) not in asked:
+            asked.add((start, stop))
+            answer[len(answer) // 2 :] = bytes(len(answer) - len(answer) // 2)
+        return bytes(answer)
+
+    right = near(plain)
+    with store_of(tmp_path, remote) as store, opened(store if is_cached else None, server) as loader:
+        monkeypatch.setattr(ObjectRemote, "get", damage_once)
+        for far, one in zip(values(loader), right, strict=True):
+            np.testing.assert_array_equal(far, one)
+    assert asked

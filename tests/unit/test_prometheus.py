@@ -1,0 +1,118 @@
+"""What Prometheus is told, read by the library's own parser."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+import gpuload
+from gpuload.cache import SampleStore
+from gpuload.errors import PlanError
+from gpuload.prometheus import _STORE_COUNTERS, _STORE_GAUGES, export
+from gpuload.stats import COUNTERS, TIMERS
+from tests.remotes import fill
+
+if TYPE_CHECKING:
+    from tests.variants import Stored
+
+
+def told(text: bytes) -> dict[tuple[str, ...], float]:
+    """Return values by name and labels."""
+    families = list(text_string_to_metric_families(text.decode()))
+    assert len({f.name for f in families}) == len(families), "a metric stands twice"
+    return {(s.name, *s.labels.values()): s.value for f in families for s in f.samples}
+
+
+def test_a_loaders_totals(plain: Stored) -> None:
+    registry = CollectorRegistry()
+    with (
+        gpuload.open_loader(plain.path, batch_size=2) as loader,
+        gpuload.open_loader(plain.path, batch_size=3) as other,
+        export(registry=registry, train=loader),
+        export(registry=registry, held_out=other),
+    ):
+        assert told(generate_latest(registry))["gpuload_rows_total", "train"] == 0
+        n = sum(len(batch.rows) for batch in loader)
+        found = told(generate_latest(registry))
+        assert found["gpuload_rows_total", "train"] == n == len(plain.dense)
+        assert found["gpuload_rows_total", "held_out"] == 0
+        assert found["gpuload_batches_total", "train"] == len(loader)
+        assert found["gpuload_read_bytes_total", "train"] == loader.stats.read_nbytes > 0
+        assert found["gpuload_wait_seconds_total", "train"] == pytest.approx(loader.stats.wait_s)
+        assert found["gpuload_batch_wait_seconds", "train", "0.95"] == loader.stats.waits()["p95_s"]
+        n_names = len({key[0] for key in found})
+        assert n_names == len(COUNTERS) + len(TIMERS) + 2
+        assert found["gpuload_queue", "train", "minibatches_ready"] == 0
+        next(iter(loader))
+        assert told(generate_latest(registry))["gpuload_queue", "train", "minibatches"] > 0
+    assert told(generate_latest(registry)) == {}
+
+
+def test_a_stores_totals(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    store = SampleStore(tmp_path / "store", str(fill(tmp_path / "remote", 5)), n_processes=0, min_free=0)
+    with export(registry=registry, samples=store):
+        with store.snapshot(min_samples=5) as snapshot:
+            list(snapshot.batches(2))
+        found = told(generate_latest(registry))
+        assert found["gpuload_store_fetched_total", "samples"] == 5
+        assert found["gpuload_store_samples_total", "samples"] == 5
+        assert found["gpuload_store_hit_ratio", "samples"] == 1
+        assert found["gpuload_store_held_bytes", "samples"] == store.held_nbytes
+        assert len(found) == len(_STORE_COUNTERS) + len(_STORE_GAUGES)
+        store.close()
+        assert told(generate_latest(registry)) == {}, "a closed store is silent"
+
+
+def test_served_over_http(plain: Stored, no_leaks: None) -> None:
+    registry = CollectorRegistry()
+    with gpuload.open_loader(plain.path) as loader, export(port=0, registry=registry, a=loader) as exported:
+        list(loader)
+        with urllib.request.urlopen(f"http://127.0.0.1:{exported.port}/metrics") as answer:
+            assert told(answer.read())["gpuload_rows_total", "a"] == len(plain.dense)
+        with pytest.raises(PlanError, match=f"port={exported.port}: nothing can be served on 127.0.0.1"):
+            export(port=exported.port, registry=registry, b=loader)
+        export(registry=registry, b=loader).close()
+
+
+def test_what_is_forgotten_is_exported_no_more(plain: Stored) -> None:
+    registry = CollectorRegistry()
+    loader: Any = gpuload.open_loader(plain.path)
+    exported = export(registry=registry, a=loader)
+    with pytest.raises(PlanError, match="a: this name is exported already"):
+        export(registry=registry, a=loader)
+    del loader
+    gc.collect()
+    assert told(generate_latest(registry)) == {}
+    exported.close()
+    exported.close()
+
+
+def test_refusals() -> None:
+    with pytest.raises(PlanError, match="a=int: expected a Loader or a SampleStore"):
+        export(a=1)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="there is nothing to export"):
+        export()
+
+
+def test_without_the_library() -> None:
+    code = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "import gpuload\n"
+        "try:\n    import gpuload.prometheus\n"
+        "except gpuload.MissingDependencyError as error:\n    print(error)\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], check=False, cwd=root, capture_output=True, text=True)
+    assert "pip install 'gpuload[metrics]'" in done.stdout, done.stderr
