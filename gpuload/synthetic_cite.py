@@ -179,10 +179,10 @@ class _Model:
         state = self.protein_base + self.protein_scale * (np.tanh(z @ self.hidden + self.bias) @ self.readout)
         noisy = state + self.protein_shift[batch] + random.normal(0, 0.3, state.shape)
         counts = random.poisson(np.exp(noisy) * random.standard_gamma(8.0, state.shape) / 8)
-        return _log_ratio(counts.astype(np.float64)), _log_ratio(np.exp(state))
+        return log_ratios(counts.astype(np.float64)), log_ratios(np.exp(state))
 
 
-def _log_ratio(counts: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return ``log1p(counts / geometric mean of (1 + counts))`` of each cell."""
+def log_ratios(counts: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Return ``log1p(counts / geometric mean of (1 + counts))`` of each cell (a row): centred log ratios."""
     centre = np.exp(np.log1p(counts).mean(axis=1, keepdims=True))
     return np.asarray(np.log1p(counts / centre), dtype=np.float32)

@@ -11,7 +11,8 @@ On the small synthetic screen a shuffle buffer holds many drugs, where the paper
 streaming through a buffer comes off better than in the paper.
 
 The way of a cell is `Cells`, `train`, `evaluate`. A run that was killed goes on from its last checkpoint, and gives
-what it would have given: start the same command again.
+what it would have given: start the same command again. With another number of processes it goes on too, on the cells
+that are left; minibatches are then of another size over all processes, so the scores are not quite the same.
 """
 
 from __future__ import annotations
@@ -250,9 +251,10 @@ def train(run: Run, loader: gpuload.Loader, args: argparse.Namespace) -> tuple[C
     cells = CellDataset(loader)
     checkpoint = Checkpoint(args.out / f"{run.name}.pt")
     log = checkpoint.load(model, optimizer, cells)
+    epochs_left = args.epochs - 1 - loader.state_dict()["epoch"]
+    n_steps = log.n_steps + loader.n_batches_left + epochs_left * len(loader)  # of other lengths where processes change
     together = DistributedDataParallel(model) if n_processes() > 1 else model
     device = torch.device(loader.device)
-    n_steps = args.epochs * len(loader)
     every = max(1, min(n_steps // N_POINTS, args.save_every))
     loss_since = torch.zeros((), device=device)  # left there: a look at each would stop a GPU each time
     board = tensorboard(run, args, log.n_steps)
@@ -412,6 +414,7 @@ def result_of(run: Run, cells: Cells) -> dict[str, Any]:
         "seconds": log.seconds,
         "waited_s": log.waited_s,
         "n_steps": log.n_steps,
+        "n_processes": n_processes(),
         "entropy_bits": {name: float(np.mean(bits)) for name, bits in log.entropy.items()},
         "loss": log.loss,
     }
@@ -522,7 +525,6 @@ def prepare(args: argparse.Namespace) -> None:
                 old.unlink()
     wait_for_all()
     settings = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
-    settings["n_processes"] = n_processes()
     before = json.loads(path.read_text()) if path.exists() else settings
     for name, value in settings.items():
         if before.get(name) != value:

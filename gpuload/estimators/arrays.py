@@ -133,26 +133,20 @@ def float32_of_bits(bits: Any) -> Any:
 
 
 def _numpy() -> Engine:
-    return Engine(
-        "numpy", np, lambda a, dtype: np.ascontiguousarray(_to_host(a), dtype=dtype), _to_host, float32_of_bits
-    )
+    return Engine("numpy", np, lambda a, dtype: np.ascontiguousarray(to_host(a), dtype=dtype), to_host, float32_of_bits)
 
 
 def _torch(device: str) -> Engine:
     import torch
 
     def put(array: Any, dtype: str) -> Any:
-        tensor = array if isinstance(array, torch.Tensor) else _torch_from(array)
+        tensor = array.detach() if isinstance(array, torch.Tensor) else _torch_from(array)
         return tensor.to(device=device, dtype=getattr(torch, dtype))
 
     def _torch_from(array: Any) -> Any:
-        return (
-            torch.utils.dlpack.from_dlpack(array)
-            if hasattr(array, "get")
-            else torch.from_numpy(np.ascontiguousarray(array))
-        )
+        return torch.utils.dlpack.from_dlpack(array) if hasattr(array, "get") else torch.from_numpy(_native(array))
 
-    return Engine("torch", torch, put, _to_host, lambda bits: _torch_from(bits.view(np.int16)).view(torch.bfloat16))
+    return Engine("torch", torch, put, to_host, lambda bits: _torch_from(bits.view(np.int16)).view(torch.bfloat16))
 
 
 def _cupy(device: str) -> Engine:
@@ -161,10 +155,17 @@ def _cupy(device: str) -> Engine:
     except ImportError as error:
         raise MissingDependencyError("cupy", "engine='cupy'", "cuda13") from error
     cupy.cuda.Device(int(device.rpartition(":")[2] or 0) if ":" in device else 0).use()
-    return Engine("cupy", cupy, lambda a, dtype: cupy.asarray(a, dtype=dtype), _to_host, float32_of_bits)
+    return Engine("cupy", cupy, lambda a, dtype: cupy.asarray(a, dtype=dtype), to_host, float32_of_bits)
 
 
-def _to_host(array: Any) -> NDArray[Any]:
+def _native(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array in C order and in a type that torch has too: of this machine's byte order, and no objects."""
+    if array.dtype == object:
+        return np.ascontiguousarray(array, dtype=np.float64)
+    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+
+
+def to_host(array: Any) -> NDArray[Any]:
     """Return an array of any of the three as NumPy."""
     if isinstance(array, np.ndarray):
         return array

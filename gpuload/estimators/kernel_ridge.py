@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import PlanError
-from gpuload.estimators.arrays import Engine, open_engine
+from gpuload.estimators.arrays import Engine, open_engine, to_host
 from gpuload.estimators.base import Estimator
 from gpuload.estimators.passes import BATCH_SIZE, Passes
 
@@ -136,7 +136,8 @@ class KernelRidge(Estimator):
 
     def score(self, X: Any, y: ArrayLike) -> float:
         """Return the coefficient of determination of the predictions, the mean over targets."""
-        found, wanted = self.predict(X).astype(np.float64), np.asarray(y, dtype=np.float64)
+        found = self.predict(X).astype(np.float64)
+        wanted = _checked_targets(y, len(found)).astype(np.float64)
         left = ((wanted - found) ** 2).sum(axis=0)
         spread = ((wanted - wanted.mean(axis=0)) ** 2).sum(axis=0)
         of_each = np.where(spread > 0, 1 - left / np.where(spread > 0, spread, 1), np.where(left == 0, 1.0, 0.0))
@@ -195,7 +196,8 @@ class KernelRidge(Estimator):
         m = min(self.n_landmarks, passes.n_rows)
         chosen = np.sort(np.random.default_rng(self.random_state).permutation(passes.n_rows)[:m])
         known = engine.put(_rows_of(engine, passes, chosen), "float32")
-        kernel = engine.put(_kernel(engine, known, known, self._gamma()), "float64")
+        exactly = engine.put(known, "float64")  # in float32 it need not be positive, however small the errors
+        kernel = _kernel(engine, exactly, exactly, self._gamma())
         kernel[range(m), range(m)] += _JITTER * m
         lower = engine.put(cholesky(engine, kernel), "float32")
         del kernel
@@ -227,7 +229,8 @@ class KernelRidge(Estimator):
 def _checked_targets(y: ArrayLike, n_rows: int) -> NDArray[np.float32]:
     if y is None:
         raise PlanError("y=None: this estimator requires y to be passed, but the target y is None.")
-    targets = np.asarray(y)
+    is_elsewhere = hasattr(y, "detach") or hasattr(y, "__cuda_array_interface__")
+    targets = to_host(y) if is_elsewhere else np.asarray(y)
     if targets.ndim not in (1, 2) or len(targets) != n_rows:
         raise PlanError(f"y has shape {targets.shape}; expected ({n_rows},) or ({n_rows}, n_targets).")
     try:
@@ -248,9 +251,19 @@ def _rows_of(engine: Engine, passes: Passes, chosen: NDArray[np.int64]) -> NDArr
 
 
 def _kernel(engine: Engine, A: Any, B: Any, gamma: float) -> Any:
-    """Return the Gaussian kernel of all pairs of rows, (len(A), len(B))."""
-    squares = (A * A).sum(1)[:, None] + (B * B).sum(1)[None, :] - 2 * (A @ B.T)
-    return engine.xp.exp(-gamma * engine.xp.clip(squares, 0, None))
+    """Return the Gaussian kernel of all pairs of rows, (len(A), len(B)).
+
+    Both are moved to about 0 first: far from it the difference of squares has no digit left in float32.
+    """
+    centre = B[:BATCH_SIZE].mean(0)
+    A, B = A - centre, B - centre
+    squares = A @ B.T
+    squares *= -2
+    squares += (A * A).sum(1)[:, None]
+    squares += (B * B).sum(1)[None, :]
+    engine.xp.clip(squares, 0, None, out=squares)
+    squares *= -gamma
+    return engine.xp.exp(squares, out=squares)
 
 
 def _kernel_matrix(engine: Engine, X: Any, gamma: float, alpha: float) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -272,6 +274,142 @@ def test_two_processes_train_one_model(screen: Path, tmp_path: Path) -> None:
         assert result["n_steps"] == 8 * -(-N_TRAIN // 2 // 16)
         assert result["n_tested"] == N_TEST, "each held-out cell is looked at once"
         assert result["macro_f1"]["cell_line"] > 0.6
+
+
+def test_another_number_of_processes_goes_on(
+    run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process is interrupted; then this is the first of two, which share the cells that are left."""
+    as_it_is, calls = classify.total_loss, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 80:
+            raise KeyboardInterrupt
+        return as_it_is(*arguments)
+
+    common = ("--out", tmp_path, "--seeds", 1, "--orders", "block", "--epochs", 3, "--save-every", 7)
+    monkeypatch.setattr(classify, "total_loss", interrupted)
+    assert run(*common)[0] == 130
+    n_saved = torch.load(tmp_path / "linear-block-0.pt", weights_only=True)["log"]["n_steps"]
+    n_epoch = -(-N_TRAIN // 16)
+    assert n_epoch < n_saved < 80, "in the middle of the second epoch"
+    monkeypatch.setattr(classify, "total_loss", as_it_is)
+    monkeypatch.setattr(classify, "join_processes", lambda device: None)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = run(*common)
+    assert (code, err) == (0, "")
+    n_left = N_TRAIN - 16 * (n_saved - n_epoch)
+    n_after = [math.ceil(math.ceil(n / 2) / 16) for n in (n_left, N_TRAIN)]
+    assert report_in(tmp_path)["runs"][0]["n_steps"] == n_saved + sum(n_after)
+
+
+# --- files of Tahoe-100M's layout ---
+
+
+@pytest.fixture(scope="module")
+def tahoe(classify: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fourteen gzip files of its names, columns, index and categories: each file has its own plate's only."""
+    from gpuload.synthetic_screen import screen_plates
+
+    folder = tmp_path_factory.mktemp("tahoe")
+    sizes = {"n_vars": 300, "n_cell_lines": 4, "n_drugs": 28, "n_broad": 2, "n_fine": 4}
+    rng = np.random.default_rng(0)
+    mechanisms = {}
+    for number, plate in enumerate(screen_plates(1_400, **sizes), 1):
+        n, drug = len(plate.obs), plate.obs["drug"].astype(str)
+        mechanisms |= dict(zip(drug, zip(plate.obs["moa_broad"], plate.obs["moa_fine"], strict=True), strict=True))
+        barcodes = [f"{i % 96:02d}_{i // 96:03d}_{number:03d}-lib_{number}" for i in range(n)]
+        obs = pd.DataFrame(
+            {
+                "sample": pd.Categorical([f"smp_{1494 + i // 8}" for i in range(n)]),
+                "gene_count": np.diff(plate.X.indptr).astype(np.int64),
+                "tscp_count": np.asarray(plate.X.sum(axis=1)).ravel().astype(np.int64),
+                "mread_count": rng.integers(100, 9_000, n),
+                "drugname_drugconc": pd.Categorical([f"[('{name}', 0.05, 'uM')]" for name in drug]),
+                "drug": pd.Categorical(drug),
+                "cell_line": pd.Categorical(plate.obs["cell_line"].astype(str).str.replace("line_", "CVCL_")),
+                "sublibrary": pd.Categorical([f"lib_{number}"] * n),
+                "BARCODE": [name.rpartition("-")[0] for name in barcodes],
+                "pcnt_mito": rng.random(n),
+                "S_score": rng.standard_normal(n),
+                "G2M_score": rng.standard_normal(n),
+                "phase": pd.Categorical(rng.choice(["G1", "G2M", "S"], n)),
+                "pass_filter": pd.Categorical(rng.choice(["full", "minimal"], n)),
+                "cell_name": pd.Categorical(plate.obs["cell_line"].astype(str)),
+                "plate": pd.Categorical([f"plate{number}"] * n),
+            },
+            pd.Index(barcodes, name="BARCODE_SUB_LIB_ID"),
+        )
+        obs.index.name = "BARCODE_SUB_LIB_ID"
+        var = pd.DataFrame(index=pd.Index(plate.var.index.astype(str), name="gene_name"))
+        path = folder / f"plate{number}_filt_Vevo_Tahoe100M_WServicesFrom_ParseGigalab.h5ad"
+        anndata.AnnData(plate.X, obs, var).write_h5ad(path, compression="gzip")
+    table = pd.DataFrame([(name, *moa) for name, moa in mechanisms.items()], columns=["drug", "moa-broad", "moa-fine"])
+    table.to_csv(folder / "drug_metadata.csv", index=False)
+    return folder
+
+
+def test_tahoes_files_are_classified_as_they_are(run: Callable[..., Any], tahoe: Path, tmp_path: Path) -> None:
+    common = ("--test", "plate14", "--seeds", 1, "--orders", "streaming", "block", "balanced", "--out", tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tahoe.glob("*.h5ad")}
+    code, out, err = run(*common, "--labels", "cell_line", "drug", "--epochs", 4, of=tahoe)
+    assert (code, err) == (0, "")
+    assert before == {path: path.stat().st_mtime_ns for path in tahoe.glob("*.h5ad")}
+    report = report_in(tmp_path)
+    assert (report["n_train"], report["n_test"]) == (1_300, 100)
+    assert "to learn from: 1,300 cells; held out: 100 of plate14" in out
+    bits = {row["order"]: row["entropy_bits"] for row in report["summary"]}
+    assert bits["streaming"]["plate"] < 0.5 < bits["block"]["plate"]
+    assert all(row["macro_f1"]["cell_line"] > 0.4 for row in report["summary"])
+
+
+def test_mechanisms_of_drugs_are_added_to_tahoes_files(
+    classify: ModuleType, run: Callable[..., Any], tahoe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import add_labels
+
+    for path in tahoe.glob("*.h5ad"):
+        shutil.copy(path, tmp_path)
+    files = sorted(tmp_path.glob("*.h5ad"))
+    whole = [anndata.read_h5ad(path) for path in files]
+    table = pd.read_csv(tahoe / "drug_metadata.csv").iloc[1:]  # of one drug it knows nothing
+    table.to_csv(tmp_path / "drugs.csv", index=False)
+    arguments = [str(tmp_path / "drugs.csv"), *map(str, files), "--by", "drug", "--columns", "moa-broad", "moa-fine"]
+    for _ in range(2):  # a second time it replaces them
+        assert add_labels.main(arguments) == 0
+        assert capsys.readouterr().out.count(" cells have moa-broad, moa-fine now") == 14
+    known = table.set_index("drug")
+    for path, before in zip(files, whole, strict=True):
+        after = anndata.read_h5ad(path)
+        assert list(after.obs.columns) == [*before.obs.columns, "moa-broad", "moa-fine"]
+        assert (after.X != before.X).nnz == 0
+        for name in ("moa-broad", "moa-fine"):
+            expected = known[name].reindex(before.obs["drug"].astype(str)).astype(object)
+            found = after.obs[name].astype(object)
+            assert (found.isna().to_numpy() == expected.isna().to_numpy()).all()
+            assert found.dropna().tolist() == expected.dropna().tolist()
+    labels = ("--labels", "cell_line", "drug", "moa-broad", "moa-fine")
+    common = ("--test", "plate14", "--seeds", 1, "--orders", "block", "--out", tmp_path / "out")
+    code, _, err = run(*common, *labels, of=tmp_path)
+    assert (code, err) == (0, "")
+    assert report_in(tmp_path / "out")["summary"][0]["macro_f1"].keys() == set(labels[1:])
+    for change, message in (
+        (("--by", "compound"), "there is no column 'compound'; it has drug, moa-broad, moa-fine."),
+        (("--columns", "target"), "there is no column 'target'"),
+    ):
+        assert add_labels.main([*arguments, *change]) == 1
+        assert message in capsys.readouterr().err
+    assert (
+        add_labels.main(
+            [str(tmp_path / "drugs.csv"), str(tmp_path / "none.h5ad"), "--by", "drug", "--columns", "moa-fine"]
+        )
+        == 1
+    )
+    pd.concat([table, table]).to_csv(tmp_path / "twice.csv", index=False)
+    assert add_labels.main([str(tmp_path / "twice.csv"), *arguments[1:]]) == 1
+    assert "has several rows; leave one" in capsys.readouterr().err
 
 
 # --- wrong use ---

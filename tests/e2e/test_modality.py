@@ -1,84 +1,498 @@
-"""The modality pipeline as a program: small synthetic files in, prediction, scores and picture out."""
+"""The modality pipeline: files of every form in, predictions, scores and pictures out; the model by itself."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import anndata
+import h5py
 import numpy as np
+import pandas as pd
 import pytest
+from anndata.io import read_elem, write_elem
+from scipy.sparse import csc_matrix, hstack
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+import gpuload
+from benchmarks import run_modality
+from gpuload.synthetic_cite import Paired, log_ratios, paired_cells
 
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
-PROGRAM = Path(__file__).parents[2] / "pipelines" / "modality.py"
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
 
-Run = subprocess.CompletedProcess[str]
-
-
-@pytest.fixture(scope="module")
-def run() -> Callable[..., Run]:
-    def run(*arguments: object) -> Run:
-        return subprocess.run(
-            [sys.executable, PROGRAM, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-            env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])},
-        )
-
-    return run
+FOLDER = Path(__file__).parents[2] / "pipelines"
+N_TRAIN, N_TEST, N_GENES, N_PROTEINS = 600, 150, 400, 12
+GENES = [f"gene{i}" for i in range(N_GENES)]
+PANEL = [f"CD{i}" for i in range(N_PROTEINS)]
 
 
 @pytest.fixture(scope="module")
-def made(run: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("modality") / "cells"
-    done = run(folder, "--make", 900)
-    assert done.returncode == 0, done.stderr
+def modality() -> Iterator[ModuleType]:
+    """The program as a module; its other files lie beside it."""
+    sys.path.insert(0, str(FOLDER))
+    import modality
+
+    yield modality
+    sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture
+def run(modality: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Return a function that runs the program in this process and gives exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = modality.main([str(a) for a in arguments])
+        except SystemExit as ended:
+            code = ended.code
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def cells() -> tuple[Paired, Paired]:
+    return paired_cells(N_TRAIN, N_TEST, N_GENES, N_PROTEINS, seed=1)
+
+
+def tables(cells: tuple[Paired, Paired]) -> dict[str, anndata.AnnData]:
+    """Return them as the four tables of Open Problems: no X, layers, what their specification demands of uns."""
+    found = {}
+    for part, paired in zip(("train", "test"), cells, strict=True):
+        obs = pd.DataFrame({"batch": pd.Categorical(paired.batch)}, [f"{part}_{i}" for i in range(len(paired.batch))])
+        obs["size_factors"] = 1.0
+        for name, matrix, names, what in (
+            ("mod1", paired.genes, GENES, "GEX"),
+            ("mod2", csc_matrix(paired.proteins), PANEL, "ADT"),
+        ):
+            var = pd.DataFrame({"gene_ids": names, "hvg": True, "hvg_score": 1.0}, index=names)
+            layers = {"counts": matrix.astype(np.float64).ceil(), "normalized": matrix.astype(np.float64)}
+            uns = {"dataset_id": "openproblems_neurips2021/bmmc_cite/normal", "modality": what}
+            uns |= {
+                "common_dataset_id": "bmmc_cite",
+                "normalization_id": "log_cp10k",
+                "dataset_organism": "homo_sapiens",
+            }
+            found[f"{part}_{name}"] = anndata.AnnData(None, obs.copy(), var, uns=uns, layers=layers)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(cells: tuple[Paired, Paired], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("modality") / "contract"
+    folder.mkdir()
+    for name, table in tables(cells).items():
+        table.write_h5ad(folder / f"{name}.h5ad", compression="gzip")
     return folder
 
 
-def test_it_predicts_better_than_what_is_simpler(made: Path) -> None:
-    import anndata
+@pytest.fixture(scope="module")
+def expected(modality: ModuleType, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    """What is predicted of the folder's cells; every other form of the same cells must give it too."""
+    out = tmp_path_factory.mktemp("expected")
+    assert modality.main([str(folder), "--out", str(out), "--no-baselines"]) == 0
+    return prediction(out)
 
-    result = json.loads((made / "modality.json").read_text())
+
+def prediction(out: Path) -> np.ndarray:
+    return np.asarray(anndata.read_h5ad(out / "prediction.h5ad").layers["normalized"].toarray())
+
+
+def rmse(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((found - wanted) ** 2)))
+
+
+# --- the program on files ---
+
+
+def test_it_predicts_better_than_what_is_simpler(run: Callable[..., Any], tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, "--make", 900)
+    assert code == 0, err
+    result = json.loads((tmp_path / "modality.json").read_text())
     errors = {name: found["rmse"] for name, found in result["methods"].items()}
     assert errors["the noise-free map"] < errors["KRR, ours"] < errors["20 neighbours, 50 components"]
     assert errors["20 neighbours, 50 components"] < errors["mean"] < errors["zeros"]
-    predicted = anndata.read_h5ad(made / "prediction.h5ad")
-    wanted = anndata.read_h5ad(made / "test_mod2.h5ad")
-    assert predicted.layers["normalized"].format == "csc"
-    assert {"dataset_id", "method_id"} <= set(predicted.uns)
-    assert list(predicted.obs_names) == list(wanted.obs_names)
-    assert list(predicted.var_names) == list(wanted.var_names)
-    found = predicted.layers["normalized"].toarray()
-    assert found.min() >= 0
-    assert np.sqrt(np.mean((found - wanted.X) ** 2)) == pytest.approx(errors["KRR, ours"], rel=1e-5)
-    assert (made / "modality.png").stat().st_size > 10_000
+    assert errors.keys() >= {"5 neighbours, 4 components", "ridge", "MLP 512-256"}
+    assert all(name in out for name in errors)
+    found = prediction(tmp_path)
+    wanted = anndata.read_h5ad(tmp_path / "test_mod2.h5ad")
+    assert rmse(found, wanted.X) == pytest.approx(errors["KRR, ours"], rel=1e-5)
+    for picture in ("modality.png", "proteins.png"):
+        assert (tmp_path / picture).stat().st_size > 10_000
 
 
-def test_scikit_learn_gives_the_same(made: Path, run: Callable[..., Run]) -> None:
+def test_open_problems_files_give_the_prediction_that_they_ask_for(
+    cells: tuple[Paired, Paired], folder: Path, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert run(folder, "--out", tmp_path, "--no-baselines")[0] == 0
+    found = anndata.read_h5ad(tmp_path / "prediction.h5ad")
+    assert found.layers["normalized"].format == "csc"
+    assert found.uns == {"dataset_id": "openproblems_neurips2021/bmmc_cite/normal", "method_id": "gpuload_krr"}
+    assert list(found.obs_names) == [f"test_{i}" for i in range(N_TEST)]
+    assert list(found.var_names) == PANEL
+    assert found.layers["normalized"].min() >= 0
+    errors = rmse(found.layers["normalized"].toarray(), cells[1].proteins)
+    assert errors < 0.93 * rmse(cells[0].proteins.mean(axis=0), cells[1].proteins)
+    assert json.loads((tmp_path / "modality.json").read_text())["methods"]["KRR, ours"]["rmse"] == pytest.approx(errors)
+
+
+def test_what_was_measured_of_the_test_cells_is_not_needed(
+    folder: Path, expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    for name in ("train_mod1", "train_mod2", "test_mod1"):  # as the competition calls its files
+        (tmp_path / f"openproblems_bmmc_cite.{name}.h5ad").symlink_to(folder / f"{name}.h5ad")
+    code, out, _ = run(tmp_path)
+    assert (code, "rmse" in out) == (0, False)
+    np.testing.assert_array_equal(prediction(tmp_path), expected)
+
+
+@pytest.mark.parametrize("solver", ["exact", "nystrom"])
+def test_scikit_learn_gives_the_same(folder: Path, run: Callable[..., Any], tmp_path: Path, solver: str) -> None:
     pytest.importorskip("sklearn")
-    ours = json.loads((made / "modality.json").read_text())["methods"]["KRR, ours"]["rmse"]
-    done = run(made, "--engine", "sklearn", "--no-baselines")
-    assert done.returncode == 0, done.stderr
-    theirs = json.loads((made / "modality.json").read_text())["methods"]["KRR, sklearn"]["rmse"]
-    assert ours == pytest.approx(theirs, abs=0.005)
+    common = ("--out", tmp_path, "--no-baselines", "--solver", solver, "--landmarks", 500)
+    found = []
+    for engine in ("ours", "sklearn"):
+        code, _, err = run(folder, "--engine", engine, *common)
+        assert code == 0, err
+        found.append(json.loads((tmp_path / "modality.json").read_text())["methods"][f"KRR, {engine}"]["rmse"])
+    assert found[0] == pytest.approx(found[1], abs=0.005)
 
 
-def test_what_is_missing_is_named(made: Path, run: Callable[..., Run], tmp_path: Path) -> None:
-    done = run(tmp_path)
-    assert done.returncode == 1
-    assert "train_mod1.h5ad: no such file" in done.stderr
-    done = run(made, "--engine", "cuml")
-    assert done.returncode == 1
-    assert "no GPU and cuML can be used here" in done.stderr
-    assert run(made, "--engine", "spark").returncode == 2
+def write_h5mu(path: Path, found: dict[str, anndata.AnnData], *, measured: int) -> None:
+    """Write all cells' genes and the proteins of the first ones, in another order, as one MuData."""
+    genes = anndata.concat([found["train_mod1"], found["test_mod1"]])
+    genes.X = genes.layers["normalized"].tocsr()
+    proteins = anndata.concat([found["train_mod2"], found["test_mod2"]])[:measured]
+    proteins = proteins[np.random.default_rng(0).permutation(measured)].copy()
+    proteins.X = proteins.layers["normalized"].toarray()
+    with h5py.File(path, "w", userblock_size=512) as file:
+        file.attrs.update({"encoding-type": "MuData", "encoding-version": "0.1.0", "axis": 0})
+        place = pd.Series(np.arange(1, measured + 1), proteins.obs_names).reindex(genes.obs_names).fillna(0)
+        maps = {"rna": np.arange(1, genes.n_obs + 1, dtype=np.uint32), "prot": place.to_numpy().astype(np.uint32)}
+        write_elem(file, "obs", genes.obs[[]])
+        write_elem(file, "var", pd.DataFrame(index=[*GENES, *PANEL]))
+        write_elem(file, "obsmap", maps)
+        edges = np.arange(1, N_GENES + N_PROTEINS + 1)
+        varmap = {"rna": np.where(edges <= N_GENES, edges, 0), "prot": np.maximum(edges - N_GENES, 0)}
+        write_elem(file, "varmap", {name: found.astype(np.uint32) for name, found in varmap.items()})
+        write_elem(file, "mod", {"rna": genes, "prot": proteins})
+        file["mod"].attrs["mod-order"] = ["rna", "prot"]
+    with path.open("r+b") as raw:
+        raw.write(b"MuData (format-version=0.1.0;creator=by hand;creator-version=0)")
+
+
+def test_a_mudata_gets_the_prediction_inside(
+    cells: tuple[Paired, Paired], expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "cite.h5mu"
+    write_h5mu(path, tables(cells), measured=N_TRAIN)
+    before = path.read_bytes()
+    code, _, err = run(path, "--out", tmp_path / "out", "--no-baselines")
+    assert code == 0, err
+    assert path.read_bytes() == before
+    np.testing.assert_allclose(prediction(tmp_path / "out"), expected, atol=1e-4)
+    with h5py.File(tmp_path / "out" / "prediction.h5mu") as file:
+        found = read_elem(file["mod/rna/obsm/prot_predicted"])
+        kept = read_elem(file["mod/prot"])
+    assert list(found.columns) == PANEL
+    assert list(found.index[N_TRAIN:]) == [f"test_{i}" for i in range(N_TEST)]
+    assert found.iloc[:N_TRAIN].isna().all(axis=None)
+    np.testing.assert_allclose(found.iloc[N_TRAIN:].to_numpy(), prediction(tmp_path / "out"), atol=1e-6)
+    assert kept.n_obs == N_TRAIN
+
+
+@pytest.mark.filterwarnings("ignore")  # what MuData says of its next version
+def test_mudata_opens_what_was_written(cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path) -> None:
+    mudata = pytest.importorskip("mudata")
+    found = tables(cells)
+    genes = anndata.concat([found["train_mod1"], found["test_mod1"]])
+    genes.X = genes.layers["normalized"].tocsr()
+    proteins = found["train_mod2"]
+    proteins.X = proteins.layers["normalized"].toarray()
+    mudata.MuData({"rna": genes, "prot": proteins}).write(tmp_path / "cite.h5mu")
+    assert run(tmp_path / "cite.h5mu", "--no-baselines")[0] == 0
+    again = mudata.read(tmp_path / "prediction.h5mu")
+    assert list(again.mod) == ["rna", "prot"]
+    assert again["rna"].obsm["prot_predicted"].shape == (N_TRAIN + N_TEST, N_PROTEINS)
+
+
+def test_batches_are_held_out_by_name(cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "cite.h5mu"
+    write_h5mu(path, tables(cells), measured=N_TRAIN + N_TEST)
+    code, _, err = run(path, "--no-baselines", "--test", "s1d1", "s1d2")
+    assert code == 0, err
+    is_held_out = np.isin(np.concatenate([part.batch for part in cells]), ["s1d1", "s1d2"])
+    wanted = np.concatenate([part.proteins for part in cells])[is_held_out]
+    result = json.loads((tmp_path / "modality.json").read_text())
+    assert result["cells"] == [int((~is_held_out).sum()), int(is_held_out.sum())]
+    assert rmse(prediction(tmp_path), wanted) == pytest.approx(result["methods"]["KRR, ours"]["rmse"], rel=1e-5)
+
+
+def test_two_anndata_are_joined_by_the_names_of_their_cells(
+    cells: tuple[Paired, Paired], expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    found = tables(cells)
+    genes = anndata.concat([found["train_mod1"], found["test_mod1"]])
+    proteins = found["train_mod2"][np.random.default_rng(1).permutation(N_TRAIN)].copy()
+    genes.write_h5ad(tmp_path / "genes.h5ad")
+    proteins.write_h5ad(tmp_path / "proteins.h5ad")
+    code, _, err = run(tmp_path / "genes.h5ad", tmp_path / "proteins.h5ad", "--no-baselines")
+    assert code == 0, err
+    np.testing.assert_allclose(prediction(tmp_path), expected, atol=1e-4)
+
+
+def test_genes_and_proteins_may_stand_side_by_side(
+    cells: tuple[Paired, Paired], expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """As in the file that GEO has; proteins may stand between the genes."""
+    found = tables(cells)
+    parts = [anndata.concat([found[f"train_{name}"], found[f"test_{name}"]]) for name in ("mod1", "mod2")]
+    both = anndata.AnnData(hstack([part.layers["normalized"] for part in parts], format="csr"), parts[0].obs)
+    both.var_names = [*GENES, *PANEL]
+    both.var["feature_types"] = pd.Categorical(["GEX"] * N_GENES + ["ADT"] * N_PROTEINS)
+    order = np.r_[0:200, N_GENES : N_GENES + N_PROTEINS, 200:N_GENES]
+    both[:, order].copy().write_h5ad(tmp_path / "cite.h5ad")
+    held_out = ["--test", *np.unique(cells[1].batch)]
+    code, _, err = run(tmp_path / "cite.h5ad", "--no-baselines", *held_out)
+    assert code == 0, err
+    np.testing.assert_allclose(prediction(tmp_path), expected, atol=1e-4)
+    code, _, err = run(tmp_path / "cite.h5ad")
+    assert code == 2
+    assert "hold some batches out with --test" in err
+    del both.var["feature_types"]
+    both.write_h5ad(tmp_path / "cite.h5ad")
+    code, _, err = run(tmp_path / "cite.h5ad", *held_out)
+    assert code == 1
+    assert "no column 'feature_types'" in err
+
+
+def test_starter_files_are_packed_first(
+    cells: tuple[Paired, Paired], expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The competition's own files: X by columns (CSC) in float64, gzip."""
+    for name, table in tables(cells).items():
+        table.X = csc_matrix(table.layers["normalized"])
+        del table.layers["normalized"]
+        table.write_h5ad(tmp_path / f"{name}.h5ad", compression="gzip")
+    code, _, err = run(tmp_path)
+    assert code == 1
+    assert "/X is a CSC matrix; rows cannot be read from it" in err
+    assert f"gpuload pack {tmp_path / 'train_mod1.h5ad'}" in err
+    for name in ("train_mod1", "test_mod1"):  # in a new random order, so cells must be found by name
+        gpuload.pack(tmp_path / f"{name}.h5ad", tmp_path / f"{name}.zarr")
+    code, _, err = run(tmp_path, "--no-baselines")
+    assert code == 0, err
+    found = anndata.read_h5ad(tmp_path / "prediction.h5ad")
+    assert list(found.obs_names) != [f"test_{i}" for i in range(N_TEST)]
+    ordered = found[[f"test_{i}" for i in range(N_TEST)]].layers["normalized"].toarray()
+    np.testing.assert_allclose(ordered, expected, atol=0.03)  # another order, so other halves of the passes
+
+
+def test_counts_are_normalised(cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    found = tables(cells)
+    counts = {name: table.layers["normalized"].copy() for name, table in found.items()}
+    for name, matrix in counts.items():
+        matrix.data = rng.poisson(3 * matrix.data).astype(np.float32)
+        found[name].X = matrix.tocsr()
+        found[name].layers.clear()
+        found[name].write_h5ad(tmp_path / f"{name}.h5ad")
+    assert run(tmp_path, "--counts", "--no-baselines", "--out", tmp_path / "counts")[0] == 0
+    for name, table in found.items():
+        if name.endswith("mod1"):
+            raw = table.X.toarray()
+            values = np.log1p(raw / np.maximum(raw.sum(axis=1, keepdims=True), 1e-9) * 1e4)
+        else:
+            values = log_ratios(table.X.toarray())
+        anndata.AnnData(values.astype(np.float32), table.obs, table.var).write_h5ad(tmp_path / f"{name}.h5ad")
+    assert run(tmp_path, "--no-baselines", "--out", tmp_path / "normalised")[0] == 0
+    first, second = (json.loads((tmp_path / name / "modality.json").read_text()) for name in ("counts", "normalised"))
+    assert first["methods"]["KRR, ours"]["rmse"] == pytest.approx(second["methods"]["KRR, ours"]["rmse"], rel=1e-3)
+    np.testing.assert_allclose(prediction(tmp_path / "counts"), prediction(tmp_path / "normalised"), atol=0.02)
+
+
+def test_a_model_that_was_kept_predicts_new_cells(
+    cells: tuple[Paired, Paired], folder: Path, expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert run(folder, "--out", tmp_path, "--no-baselines", "--save", tmp_path / "model.npz")[0] == 0
+    new = tables(cells)["test_mod1"][:, ::-1].copy()  # the same genes in another order
+    new.write_h5ad(tmp_path / "new.h5ad")
+    code, out, err = run(tmp_path / "new.h5ad", "--model", tmp_path / "model.npz", "--out", tmp_path / "new")
+    assert code == 0, err
+    assert f"{N_TEST} cells x {N_PROTEINS} proteins" in out
+    np.testing.assert_allclose(prediction(tmp_path / "new"), expected, atol=0.02)
+    new.var_names = ["another", *new.var_names[1:]]
+    new.write_h5ad(tmp_path / "other.h5ad")
+    code, _, err = run(tmp_path / "other.h5ad", "--model", tmp_path / "model.npz")
+    assert code == 2
+    assert "gene399" in err
+    code, _, err = run(folder / "train_mod2.h5ad", "--model", folder / "test_mod2.h5ad")
+    assert code == 1
+    assert "not a saved ProteinModel" in err
+
+
+# --- the model by itself ---
+
+
+def test_anndata_in_and_out(modality: ModuleType, cells: tuple[Paired, Paired], tmp_path: Path) -> None:
+    found = tables(cells)
+    model = modality.ProteinModel(random_state=3).fit(found["train_mod1"], found["train_mod2"])
+    predicted = model.predict(found["test_mod1"])
+    assert list(predicted.obs_names) == list(found["test_mod1"].obs_names)
+    assert list(predicted.var_names) == PANEL
+    shuffled = found["test_mod2"][np.random.default_rng(0).permutation(N_TEST)]
+    left = ((predicted.X - cells[1].proteins) ** 2).sum(axis=0)
+    spread = ((cells[1].proteins - cells[1].proteins.mean(axis=0)) ** 2).sum(axis=0)
+    assert model.score(found["test_mod1"], shuffled) == pytest.approx(np.mean(1 - left / spread), abs=1e-5)
+    by_hand = modality.ProteinModel(random_state=3).fit(cells[0].genes, cells[0].proteins, cells[0].batch)
+    np.testing.assert_allclose(by_hand.predict(cells[1].genes), predicted.X, atol=1e-4)
+    for where, genes, proteins in (("obs_names", found["train_mod1"], found["train_mod2"][::-1]),):
+        again = modality.ProteinModel(random_state=3).fit(genes, proteins).predict(found["test_mod1"])
+        np.testing.assert_allclose(again.X, predicted.X, atol=1e-4, err_msg=where)
+    model.save(tmp_path / "model.npz")
+    loaded = modality.ProteinModel.load(tmp_path / "model.npz")
+    assert loaded.get_params() == model.get_params()
+    np.testing.assert_array_equal(loaded.predict(found["test_mod1"]).X, predicted.X)
+
+
+def test_cells_without_proteins_help_to_find_the_components(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
+    rows = np.arange(0, N_TRAIN, 2)
+    model = modality.ProteinModel(n_rounds=1)
+    model.fit(cells[0].genes, cells[0].proteins[rows], cells[0].batch[rows], rows)
+    assert model.scores_.shape == (N_TRAIN, 300)
+    alone = modality.ProteinModel(n_rounds=1).fit(cells[0].genes[rows], cells[0].proteins[rows], cells[0].batch[rows])
+    assert not np.allclose(alone.gene_components_, model.gene_components_)
+    np.testing.assert_allclose(model.predict_scores(model.scores_[:9]), model.predict(cells[0].genes)[:9], atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_mudata_in_memory(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
+    mudata = pytest.importorskip("mudata")
+    found = tables(cells)
+    both = mudata.MuData({"rna": found["train_mod1"], "prot": found["train_mod2"]})
+    model = modality.ProteinModel(n_rounds=1).fit(both)
+    assert model.predict(both).shape == (N_TRAIN, N_PROTEINS)
+    assert model.score(both) > 0.2
+
+
+def test_one_batch_makes_one_model(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
+    one, ten = (
+        modality.ProteinModel().fit(cells[0].genes, cells[0].proteins, batch).predict(cells[1].genes)
+        for batch in (None, cells[0].batch)
+    )
+    mean = rmse(cells[0].proteins.mean(axis=0), cells[1].proteins)
+    assert rmse(one, cells[1].proteins) < 0.93 * mean
+    assert not np.allclose(one, ten)
+
+
+# --- what is refused ---
+
+
+def test_what_is_missing_is_named(folder: Path, run: Callable[..., Any], tmp_path: Path) -> None:
+    tmp_path.joinpath("empty").mkdir()
+    code, _, err = run(tmp_path / "empty")
+    assert code == 1
+    assert "train_mod1.h5ad: no such file" in err
+    code, _, err = run(folder, "--engine", "cuml")
+    assert code == 1
+    assert "no GPU and cuML can be used here" in err
+    assert run(folder, "--engine", "spark")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "code", "message"),
+    [
+        (None, ("--test", "s1d1"), 2, "a folder's test_mod1 says which cells are held out"),
+        (None, ("--layer", "nowhere"), 1, "there is no /layers/nowhere"),
+        ("fewer", (), 1, "it lacks 5 of the 600 cells of train_mod1.h5ad"),
+        ("twice", (), 1, "names of cells occur twice"),
+        ("panel", (), 1, "its proteins are not those of train_mod2.h5ad"),
+        ("two", (), 2, "other_train_mod1.h5ad, train_mod1.h5ad: which is train_mod1?"),
+        ("text", (), 1, "train_mod2.h5ad: not an HDF5 file"),
+    ],
+)
+def test_what_does_not_fit_is_said(
+    cells: tuple[Paired, Paired],
+    run: Callable[..., Any],
+    tmp_path: Path,
+    change: str | None,
+    arguments: tuple[str, ...],
+    code: int,
+    message: str,
+) -> None:
+    found = tables(cells)
+    if change == "fewer":
+        found["train_mod2"] = found["train_mod2"][5:].copy()
+    if change == "twice":
+        found["train_mod1"].obs_names = ["same", "same", *found["train_mod1"].obs_names[2:]]
+    if change == "panel":
+        found["test_mod2"] = found["test_mod2"][:, ::-1].copy()
+    for name, table in found.items():
+        table.write_h5ad(tmp_path / f"{name}.h5ad")
+    if change == "two":
+        found["train_mod1"].write_h5ad(tmp_path / "other_train_mod1.h5ad")
+    if change == "text":
+        (tmp_path / "train_mod2.h5ad").write_text("no file of cells")
+    exit_code, _, err = run(tmp_path, "--no-baselines", *arguments)
+    assert (exit_code, err.startswith("modality.py: ")) == (code, True)
+    assert message in err
+
+
+def test_a_pair_that_makes_no_task_is_refused(
+    cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "cite.h5mu"
+    write_h5mu(path, tables(cells), measured=N_TRAIN + N_TEST)
+    for arguments, message in (
+        ((path,), "nothing to predict; hold some batches out with --test"),
+        ((path, "--test", "s9d9"), "--test s9d9: no cell is of that batch; there are s1d1, s1d2"),
+        ((path, "--batch", "donor", "--test", "all"), "no cell with proteins is left"),
+        ((path, "--modalities", "rna", "atac"), "there is no /mod/atac"),
+        ((path, path, path), "expected a folder"),
+    ):
+        code, _, err = run(*arguments)
+        assert code in (1, 2)
+        assert message in err
+
+
+def test_a_model_refuses_what_is_no_training_set(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
+    genes, proteins = cells[0].genes, cells[0].proteins
+    for arguments, message in (
+        ((genes,), "only a MuData has them"),
+        ((genes, proteins[:5]), "5 rows for 600 cells"),
+        ((genes, proteins[:, 0]), "expected"),
+        ((genes, proteins, ["a"]), "1 labels for 600 cells"),
+        ((tables(cells)["train_mod1"], tables(cells)["test_mod2"]), "none of their cells"),
+    ):
+        with pytest.raises((gpuload.PlanError, IndexError), match=message):
+            modality.ProteinModel().fit(*arguments)
+    with pytest.raises(gpuload.PlanError, match="engine='jax'"):
+        modality.ProteinModel("jax")
+
+
+# --- the benchmark ---
+
+
+def test_the_benchmark_at_tiny_size(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    out = tmp_path / "modality.jsonl"
+    assert run_modality.main([str(folder), "--out", str(out), "--landmarks", "100"]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["arm"] for record in records] == list(run_modality.ARMS)
+    for record in records:
+        assert record["cells"] == N_TRAIN + N_TEST
+        assert record["svd_s"] > 0 < record["regression_s"]
+        assert record["peak_mib"] >= record["svd_peak_mib"] > 0
+        assert record["rmse"] == pytest.approx(records[0]["rmse"], abs=0.01)
+    names = [baseline["arm"] for baseline in records[0]["baselines"]]
+    assert names[:3] == ["zeros", "mean", "5 neighbours, 4 components"]
+    for picture in ("modality.png", "modality_proteins.png"):
+        assert (tmp_path / picture).stat().st_size > 10_000
+    assert "RMSE" in capsys.readouterr().out

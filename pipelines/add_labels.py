@@ -1,0 +1,82 @@
+"""Add columns to the obs of .h5ad files from a table with a row for each label: mechanisms of drugs, say.
+
+    python pipelines/add_labels.py drug_metadata.parquet plate*.h5ad --by drug --columns moa-broad moa-fine
+
+The table is a .csv, .tsv or .parquet file. Only obs is written to, so a file of 30 GB is done in seconds; a column that
+is there already is replaced. Cells whose label the table lacks get none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import h5py
+import pandas as pd
+from anndata.io import read_elem, write_elem
+
+import gpuload
+
+
+def read_table(path: Path, by: str, columns: list[str]) -> pd.DataFrame:
+    """Return the columns of a table, by the label in its column `by`."""
+    table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, sep=_separator(path))
+    for name in (by, *columns):
+        if name not in table:
+            raise gpuload.StoreError(f"{path}: there is no column {name!r}; it has {', '.join(table.columns)}.")
+    if table[by].duplicated().any():
+        again = table[by][table[by].duplicated()].iloc[0]
+        raise gpuload.StoreError(f"{path}: {by} {again!r} has several rows; leave one.")
+    return table.set_index(by)[columns]
+
+
+def _separator(path: Path) -> str:
+    return "\t" if path.suffix == ".tsv" else ","
+
+
+def add_columns(path: Path, by: str, table: pd.DataFrame) -> int:
+    """Write the columns of a table into a file's obs; return how many of its cells the table knows."""
+    with h5py.File(path, "r+") as file:
+        obs = file["obs"]
+        if by not in obs:
+            raise gpuload.StoreError(f"{path}: obs has no column {by!r}; it has {', '.join(sorted(obs))}.")
+        labels = pd.Series(read_elem(obs[by]))
+        for name in table:
+            kinds = pd.Categorical(table[name].astype("string"))
+            codes = pd.Series(kinds.codes, table.index).reindex(labels.astype(object)).fillna(-1).astype("int32")
+            if name in obs:
+                del obs[name]
+            write_elem(obs, name, pd.Categorical.from_codes(codes.to_numpy(), kinds.categories.astype(object)))
+        order = [str(name) for name in obs.attrs["column-order"]]
+        obs.attrs["column-order"] = [*order, *(name for name in table if name not in order)]
+        return int(labels.isin(table.index).sum())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="add_labels.py",
+        description=__doc__.splitlines()[0],
+        epilog="exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use",
+    )
+    parser.add_argument("table", type=Path, help=".csv, .tsv or .parquet")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".h5ad, which get the columns")
+    parser.add_argument(
+        "--by", required=True, metavar="COLUMN", help="of obs and of the table, by which rows are found"
+    )
+    parser.add_argument("--columns", required=True, nargs="+", metavar="COLUMN", help="of the table, to add")
+    args = parser.parse_args(arguments)
+    try:
+        table = read_table(args.table, args.by, args.columns)
+        for path in args.files:
+            n_known = add_columns(path, args.by, table)
+            print(f"{path}: {n_known:,} cells have {', '.join(args.columns)} now")
+    except (gpuload.GpuloadError, OSError) as error:
+        print(f"add_labels.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,433 @@
+"""What pipelines/modality.py reads and writes: cells with genes, some of which have their proteins measured too."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import anndata
+import h5py
+import numpy as np
+import pandas as pd
+from anndata.io import read_elem, write_elem
+from scipy.sparse import csc_matrix, issparse
+
+import gpuload
+from gpuload.synthetic_cite import log_ratios, paired_cells
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+GENES, PROTEINS = "rna", "prot"
+"""What MuData usually calls the modalities."""
+
+METHOD = "gpuload_krr"
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Cells that all have genes, and some proteins.
+
+    Attributes
+    ----------
+    genes
+        What `gpuload.open_loader` opens, and with which settings, to read the genes of all of them.
+    names : (n,)
+        Of the cells, as they lie there.
+    rows : (n_train,) int64
+        Those to learn from.
+    proteins : (n_train, n_proteins) float32
+        Measured in these.
+    batch : (n_train,) str
+        Batches of these.
+    test : (n_test,) int64
+        Those to predict for.
+    wanted : (n_test, n_proteins) float32
+        What was measured in these; NaN where nothing was.
+    protein_names
+        Of the proteins.
+    noise_free
+        Of synthetic cells to predict for, the proteins without noise.
+    about
+        The `uns` that a prediction takes along.
+    mudata
+        The .h5mu file that they are from, and the names of its modalities.
+    """
+
+    genes: Mapping[str, Any]
+    names: pd.Index
+    rows: NDArray[np.int64]
+    proteins: NDArray[np.float32]
+    batch: NDArray[np.str_]
+    test: NDArray[np.int64]
+    wanted: NDArray[np.float32]
+    protein_names: pd.Index
+    noise_free: NDArray[np.float32] | None = None
+    about: Mapping[str, str] = field(default_factory=dict)
+    mudata: tuple[Path, str, str] | None = None
+
+
+def read_cells(
+    paths: Sequence[Path],
+    *,
+    batch: str = "batch",
+    test: Sequence[str] = (),
+    modalities: Sequence[str] = (GENES, PROTEINS),
+    layer: str | None = None,
+    is_counts: bool = False,
+) -> Cells:
+    """Read everything about the cells but their genes.
+
+    Parameters
+    ----------
+    paths
+        A folder of train_mod1, train_mod2, test_mod1 and, to be scored, test_mod2; a MuData (.h5mu); one AnnData whose
+        var["feature_types"] tells GEX and ADT apart; or two: genes, and proteins of the same cells or of some of them,
+        found by name.
+    batch
+        Column of obs; where there is none, all cells are of one batch.
+    test
+        Batches to hold out. Without them, what is to be predicted is what was not measured.
+    modalities
+        Of a MuData: genes, proteins.
+    layer
+        Of the genes and of the proteins; None: X, or "normalized" where there is no X.
+    is_counts
+        Their values are counts: take log1p of counts per 10,000 of the genes, log ratios of the proteins.
+
+    Raises
+    ------
+    GpuloadError
+        Something is missing, or does not fit together.
+    """
+    if len(paths) == 1 and paths[0].is_dir() and paths[0].suffix != ".zarr":
+        if test:
+            raise gpuload.PlanError("--test: a folder's test_mod1 says which cells are held out; leave it out.")
+        return _of_folder(paths[0], batch, layer, is_counts)
+    if len(paths) == 1 and paths[0].suffix == ".h5mu":
+        genes, proteins = (Table(paths[0], f"mod/{name}", layer) for name in modalities)
+        return _of_pair(genes, proteins, batch, test, is_counts, mudata=(paths[0], *modalities))
+    if len(paths) == 1:
+        return _of_stacked(Table(paths[0], "", layer), batch, test, is_counts)
+    if len(paths) == 2:
+        return _of_pair(*(Table(path, "", layer) for path in paths), batch, test, is_counts)
+    raise gpuload.PlanError(
+        f"{' '.join(map(str, paths))}: expected a folder with train_mod1, train_mod2 and test_mod1, one .h5mu file, or "
+        "one AnnData or two: genes and proteins."
+    )
+
+
+class Table:
+    """An AnnData on disk: .h5ad, zarr, or a modality inside an .h5mu file; only what is asked for is read."""
+
+    def __init__(self, path: Path, member: str = "", layer: str | None = None) -> None:
+        if not path.exists():
+            raise gpuload.ReadError(f"{path}: no such file.")
+        self.path, self._member = path, member
+        with self._open() as group:
+            if group is None:
+                raise gpuload.StoreError(
+                    f"{path}: there is no /{member}; name its modalities with --modalities GENES PROTEINS."
+                )
+            has_X = "X" in group and group["X"].attrs.get("encoding-type") != "null"
+            self.obs = self._frame(group, "obs")
+            self.var = self._frame(group, "var")
+            uns = group.get("uns", {})
+            self.uns = {key: read_elem(uns[key]) for key in ("dataset_id", "modality") if key in uns}
+        self.layer = layer or ("X" if has_X else "normalized")
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        if self.path.is_dir():
+            import zarr
+
+            group = zarr.open_group(self.path, mode="r")
+            yield group.get(self._member) if self._member else group
+        else:
+            try:
+                file = h5py.File(self.path)
+            except OSError as error:
+                raise gpuload.StoreError(f"{self.path}: not an HDF5 file ({error}).") from error
+            with file:
+                yield file.get(self._member) if self._member else file
+
+    def _frame(self, group: Any, name: str) -> pd.DataFrame:
+        """Return obs or var; of AnnData before 0.7, where they are not groups, through anndata."""
+        if hasattr(group[name], "keys"):
+            return read_elem(group[name])
+        return getattr(anndata.read_h5ad(self.path, backed="r"), name)
+
+    @property
+    def address(self) -> str:
+        """Return what `open_loader` calls it."""
+        return f"{self.path}/{self._member}" if self._member else str(self.path)
+
+    def has_layer(self, name: str) -> bool:
+        """Return whether it has a layer of that name."""
+        with self._open() as group:
+            return f"layers/{name}" in group
+
+    def matrix(self, layer: str | None = None, *, is_counts: bool = False) -> NDArray[np.float32]:
+        """Return a matrix of it, dense: proteins take some megabytes."""
+        key = self.layer if layer is None else layer
+        with self._open() as group:
+            member = "X" if key == "X" else f"layers/{key}"
+            if member not in group:
+                raise gpuload.StoreError(f"{self.address}: there is no /{member}; name what there is with --layer.")
+            X = read_elem(group[member])
+        dense = np.asarray(X.toarray() if issparse(X) else X, dtype=np.float32)
+        return log_ratios(dense) if is_counts else dense
+
+
+def _of_folder(folder: Path, batch: str, layer: str | None, is_counts: bool) -> Cells:
+    """Read the files of the competition and of Open Problems; the cells to predict for are those of test_mod1."""
+    genes = [Table(_found(folder, name), "", layer) for name in ("train_mod1", "test_mod1")]
+    proteins = Table(_found(folder, "train_mod2"), "", layer)
+    rows, places = _matched(genes[0], proteins)
+    if len(rows) < len(genes[0].obs):
+        raise gpuload.StoreError(
+            f"{proteins.path}: it lacks {len(genes[0].obs) - len(rows)} of the {len(genes[0].obs)} cells of "
+            f"{genes[0].path.name}; give the same cells in both."
+        )
+    n_train, n_test = (len(table.obs) for table in genes)
+    wanted = np.full((n_test, len(proteins.var)), np.nan, dtype=np.float32)
+    noise_free = None
+    if any(folder.glob("*test_mod2.*")):
+        truth = Table(_found(folder, "test_mod2"), "", layer)
+        if list(truth.var.index) != list(proteins.var.index):
+            raise gpuload.StoreError(f"{truth.path}: its proteins are not those of {proteins.path.name}.")
+        measured, there = _matched(genes[1], truth)
+        wanted[measured] = truth.matrix(is_counts=is_counts)[there]
+        if truth.has_layer("noise_free"):
+            noise_free = np.zeros_like(wanted)
+            noise_free[measured] = truth.matrix("noise_free")[there]
+    return Cells(
+        genes=_gene_settings(genes, is_counts),
+        names=genes[0].obs.index.append(genes[1].obs.index),
+        rows=rows,
+        proteins=proteins.matrix(is_counts=is_counts)[places],
+        batch=_batches(batch, genes[0].obs.iloc[rows], proteins.obs.iloc[places]),
+        test=np.arange(n_train, n_train + n_test),
+        wanted=wanted,
+        protein_names=proteins.var.index,
+        noise_free=noise_free,
+        about={"dataset_id": str(genes[0].uns.get("dataset_id", folder.resolve().name))},
+    )
+
+
+def _of_pair(
+    genes: Table,
+    proteins: Table,
+    batch: str,
+    test: Sequence[str],
+    is_counts: bool,
+    mudata: tuple[Path, str, str] | None = None,
+) -> Cells:
+    """Read genes and proteins of one set of cells."""
+    measured, places = _matched(genes, proteins)
+    if not measured.size:
+        raise gpuload.StoreError(f"{proteins.address}: none of its cells has a name that is in {genes.address}.")
+    n_obs = len(genes.obs)
+    values = np.full((n_obs, len(proteins.var)), np.nan, dtype=np.float32)
+    values[measured] = proteins.matrix(is_counts=is_counts)[places]
+    everyone = proteins.obs.iloc[places].set_axis(genes.obs.index[measured]).reindex(genes.obs.index)
+    batches = _batches(batch, genes.obs, everyone)
+    is_test = _held_out(batches, test) if test else ~np.isfinite(values).all(axis=1)
+    if not is_test.any():
+        raise gpuload.PlanError(
+            "all cells have proteins, so there is nothing to predict; hold some batches out with --test."
+        )
+    rows = np.flatnonzero(~is_test & np.isfinite(values).all(axis=1))
+    if not rows.size:
+        raise gpuload.PlanError("no cell with proteins is left to learn from; hold fewer batches out with --test.")
+    return Cells(
+        genes=_gene_settings([genes], is_counts),
+        names=genes.obs.index,
+        rows=rows,
+        proteins=values[rows],
+        batch=batches[rows],
+        test=np.flatnonzero(is_test),
+        wanted=values[is_test],
+        protein_names=proteins.var.index,
+        about={"dataset_id": str(genes.uns.get("dataset_id", genes.path.stem))},
+        mudata=mudata,
+    )
+
+
+def _of_stacked(table: Table, batch: str, test: Sequence[str], is_counts: bool) -> Cells:
+    """Read genes and proteins that stand side by side in one matrix, as the competition's data set in GEO does."""
+    kinds = table.var.get("feature_types", pd.Series(dtype=str)).astype(str).to_numpy()
+    is_gene, is_protein = np.isin(kinds, ["GEX", "Gene Expression"]), np.isin(kinds, ["ADT", "Antibody Capture"])
+    if not is_gene.any() or not is_protein.any():
+        raise gpuload.StoreError(
+            f"{table.path}: var has no column 'feature_types' that says GEX and ADT; give genes and proteins as two "
+            "files."
+        )
+    if not test:
+        raise gpuload.PlanError(f"{table.path}: all cells have proteins; hold some batches out with --test.")
+    batches = _batches(batch, table.obs)
+    is_test = _held_out(batches, test)
+    with gpuload.open_loader(
+        table.address, layer=table.layer, genes=is_protein, shuffle=False, batch_size=4096, device="cpu"
+    ) as loader:
+        proteins = np.concatenate([found.X for found in loader])
+    proteins = log_ratios(proteins) if is_counts else proteins
+    return Cells(
+        genes={**_gene_settings([table], is_counts), "genes": is_gene},
+        names=table.obs.index,
+        rows=np.flatnonzero(~is_test),
+        proteins=proteins[~is_test],
+        batch=batches[~is_test],
+        test=np.flatnonzero(is_test),
+        wanted=proteins[is_test],
+        protein_names=table.var.index[is_protein],
+        about={"dataset_id": str(table.uns.get("dataset_id", table.path.stem))},
+    )
+
+
+def _held_out(batches: NDArray[np.str_], test: Sequence[str]) -> NDArray[np.bool_]:
+    for name in test:
+        if name not in batches:
+            raise gpuload.PlanError(
+                f"--test {name}: no cell is of that batch; there are {', '.join(np.unique(batches)[:20])}."
+            )
+    return np.isin(batches, test)
+
+
+def _found(folder: Path, name: str) -> Path:
+    """Return the one file or store of a folder that is called so, whatever stands before it."""
+    found = [*folder.glob(f"*{name}.zarr"), *folder.glob(f"*{name}.h5ad")]
+    if not found:
+        raise gpuload.ReadError(
+            f"{folder / name}.h5ad: no such file; the folder must hold train_mod1, train_mod2 and test_mod1. "
+            "--make 4000 writes synthetic ones."
+        )
+    if len({path.stem for path in found}) > 1:
+        raise gpuload.PlanError(
+            f"{folder}: {', '.join(path.name for path in found)}: which is {name}? Leave one there."
+        )
+    return found[0]
+
+
+def _matched(genes: Table, proteins: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the cells that both have: their numbers among the genes, ascending, and among the proteins."""
+    for table in (genes, proteins):
+        if not table.obs.index.is_unique:
+            raise gpuload.StoreError(
+                f"{table.address}: names of cells occur twice, so they cannot be found by name; make them unique with "
+                "adata.obs_names_make_unique()."
+            )
+    places = proteins.obs.index.get_indexer(genes.obs.index)
+    rows = np.flatnonzero(places >= 0)
+    return rows, places[rows]
+
+
+def _batches(column: str, *frames: pd.DataFrame) -> NDArray[np.str_]:
+    """Return the batch of each cell, from the first frame that has the column."""
+    for frame in frames:
+        if column in frame:
+            return frame[column].astype(object).fillna("").to_numpy().astype(str)
+    return np.full(len(frames[0]), "all")
+
+
+def _gene_settings(tables: Sequence[Table], is_counts: bool) -> dict[str, Any]:
+    for table in tables:
+        if table.layer != tables[0].layer:
+            raise gpuload.StoreError(f"{table.path}: it has no /X, but others have; name the matrix with --layer.")
+    transform = gpuload.Transform(target_sum=1e4, log1p=True) if is_counts else None
+    return {"paths": [table.address for table in tables], "layer": tables[0].layer, "transform": transform}
+
+
+# --- what is written
+
+
+def write_prediction(folder: Path, predicted: NDArray[np.float32], cells: Cells) -> list[Path]:
+    """Write what was predicted as Open Problems wants it; of a MuData, also a copy of it with the prediction inside.
+
+    The copy has them as a data frame, ``mdata["rna"].obsm["prot_predicted"]``: of all its cells, NaN of those that
+    nothing was predicted for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "prediction.h5ad"]
+    matrix = csc_matrix(predicted)
+    obs, var = pd.DataFrame(index=cells.names[cells.test]), pd.DataFrame(index=cells.protein_names)
+    found = anndata.AnnData(
+        matrix, obs, var, uns={**cells.about, "method_id": METHOD}, layers={"normalized": matrix.copy()}
+    )
+    found.write_h5ad(written[0], compression="gzip")
+    if cells.mudata is not None:
+        source, genes, proteins = cells.mudata
+        whole = np.full((len(cells.names), predicted.shape[1]), np.nan, dtype=np.float32)
+        whole[cells.test] = predicted
+        unfinished = folder / ".prediction.h5mu.unfinished"
+        shutil.copyfile(source, unfinished)
+        with h5py.File(unfinished, "r+") as file:
+            place = f"mod/{genes}/obsm"
+            if place not in file:
+                write_elem(file, place, {})
+            frame = pd.DataFrame(whole, cells.names, cells.protein_names)
+            write_elem(file[place], f"{proteins}_predicted", frame)
+        unfinished.replace(folder / "prediction.h5mu")
+        written.append(folder / "prediction.h5mu")
+    return written
+
+
+# --- cells that anyone may have
+
+
+def write_synthetic(folder: Path, n_train: int, seed: int) -> None:
+    """Write files as the competition's, their numbers from `gpuload.synthetic_cite`."""
+    from tqdm import tqdm
+
+    folder.mkdir(parents=True, exist_ok=True)
+    n_test = min(1000, max(1, n_train // 4))
+    with tqdm(total=n_train + n_test, desc="making cells", unit="cell") as bar:
+        parts = paired_cells(n_train, n_test, seed=seed, progress=bar.update)
+    for name, cells in zip(("train", "test"), parts, strict=True):
+        obs = pd.DataFrame({"batch": cells.batch, "cell_type": cells.cell_type.astype(str)})
+        obs.index = pd.Index([f"{name}_{i}" for i in range(len(obs))])
+        genes = anndata.AnnData(cells.genes, obs)
+        genes.write_h5ad(folder / f"{name}_mod1.h5ad", compression="gzip")
+        proteins = anndata.AnnData(cells.proteins, obs, layers={"noise_free": cells.noise_free})
+        proteins.write_h5ad(folder / f"{name}_mod2.h5ad", compression="gzip")
+
+
+def write_real(folder: Path) -> None:
+    """Write 400 real blood cells in Open Problems' form: two experiments, their shared genes and proteins.
+
+    A quarter of the cells of each is held out. Genes are log1p of counts per 10,000, proteins log ratios.
+    """
+    from real_cells import fetch
+
+    found = [anndata.read_h5ad(path) for path in fetch("cite", folder / "real-cells")]
+    panels = [pd.Index(np.asarray(cells.uns["protein_names"], dtype=str)) for cells in found]
+    shared_proteins = panels[0].intersection(panels[1])
+    shared_genes = found[0].var_names.unique().intersection(found[1].var_names.unique())
+    parts: dict[str, list[anndata.AnnData]] = {}
+    for cells, panel, name in zip(found, panels, ("pbmc_5k", "pbmc_10k"), strict=True):
+        is_test = np.arange(cells.n_obs) % 4 == 3
+        counts = csc_matrix(cells[:, ~cells.var_names.duplicated()][:, shared_genes].X).tocsr()
+        with gpuload.open_loader(
+            counts, shuffle=False, output="csr", batch_size=len(is_test),
+            transform=gpuload.Transform(target_sum=1e4, log1p=True), device="cpu",
+        ) as loader:  # fmt: skip
+            normalized = next(iter(loader)).X.copy()
+        measured = np.asarray(cells.obsm["protein_expression"], dtype=np.float32)[:, panel.get_indexer(shared_proteins)]
+        obs = pd.DataFrame({"batch": name}, index=name + "_" + cells.obs_names)
+        for modality, raw, values, names in (
+            ("mod1", counts, normalized, shared_genes),
+            ("mod2", measured, log_ratios(measured), shared_proteins),
+        ):
+            table = anndata.AnnData(None, obs, pd.DataFrame(index=names), layers={"counts": raw, "normalized": values})
+            for part, chosen in (("train", ~is_test), ("test", is_test)):
+                parts.setdefault(f"{part}_{modality}", []).append(table[chosen].copy())
+    for name, pieces in parts.items():
+        whole = anndata.concat(pieces)
+        whole.uns = {"dataset_id": "pbmc_cite", "normalization_id": "log_cp10k",
+                     "modality": "GEX" if name.endswith("mod1") else "ADT"}  # fmt: skip
+        whole.write_h5ad(folder / f"{name}.h5ad", compression="gzip")
