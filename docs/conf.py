@@ -15,6 +15,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 # Notebooks run in a kernel of their own, which is to find this checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 import generated_pages
 
@@ -63,7 +64,9 @@ templates_path = ["templates"]
 autosummary_generate = True
 autodoc_default_options = {"member-order": "bysource"}
 autodoc_mock_imports = [
-    name for name in ("cupy", "lightning", "nvidia", "torch") if not generated_pages.is_installed(name)
+    name
+    for name in ("cupy", "lightning", "nvidia", "prometheus_client", "torch")
+    if not generated_pages.is_installed(name)
 ]
 autodoc_type_aliases = {"NDArray": "numpy.ndarray"}
 numpydoc_show_class_members = False

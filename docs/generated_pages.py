@@ -1,4 +1,4 @@
-"""Write the pages that come from elsewhere: benchmarks from their records, the command line from its own help."""
+"""Write what comes from elsewhere: benchmarks from their records, the command line from its own help."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ TITLES = {
     "ranks": "One rank on all cores, two on half of them each",
     "plans": "What it costs to plan an epoch",
     "modality": "Proteins predicted from genes",
+    "migration": "The scripts of the migration page",
     "gil": "Who holds the interpreter while it reads",
     "remote": "Cells from an object store",
     "concurrent": "Pictures from an object store",
@@ -53,10 +54,15 @@ def is_installed(package: str) -> bool:
 
 
 def write(folder: Path) -> None:
-    """Write ``benchmarks.md`` and ``commands.md`` into a folder; a page that has not changed is left as it is."""
+    """Write the pages, and what others include, into a folder; a file that would not change is left as it is."""
     folder.mkdir(exist_ok=True)
-    for name, content in (("benchmarks", benchmarks_page(RESULTS)), ("commands", commands_page())):
-        path = folder / f"{name}.md"
+    contents = {
+        "benchmarks.md": benchmarks_page(RESULTS),
+        "commands.md": commands_page(),
+        "migration_times.txt": migration_times(RESULTS),
+    }
+    for name, content in contents.items():
+        path = folder / name
         if not path.exists() or path.read_text() != content:
             path.write_text(content)
 
@@ -74,7 +80,18 @@ def benchmarks_page(results: Path) -> str:
     for name in order:
         records = [json.loads(line) for line in found[name].read_text().splitlines() if line]
         parts += [f"## {TITLES.get(name, name.capitalize())}", _section(name, records), _origin(name, records)]
+        drawn = sorted(results.glob(f"{name}*.png"))
+        parts += [f"![{path.stem}](../../benchmarks/results/{path.name})" for path in drawn]
     return "\n\n".join(parts) + "\n"
+
+
+def migration_times(results: Path) -> str:
+    """Return what the migration page says of its scripts' speed; how to measure it, where there is no record."""
+    path = results / "migration.jsonl"
+    if not path.exists():
+        return "`python -m benchmarks.run_migration` times these scripts beside each other on a file that it makes.\n"
+    records = [json.loads(line) for line in path.read_text().splitlines() if line]
+    return "\n\n".join([_section("migration", records), _origin("migration", records)]) + "\n"
 
 
 def _section(name: str, records: list[dict[str, Any]]) -> str:

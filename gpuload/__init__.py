@@ -141,7 +141,9 @@ def open_loader(
         One .h5ad file, or several; rows are numbered through in the order given. A folder of files stands for them in
         the order of their names. Other forms are told by their contents: zarr stores, 10x .h5 files (genes by name or
         id), MuData (``"cells.h5mu/rna"`` or `modality` names the modality where there are several), folders of
-        BioNeMo-SCDL, dense .npy, and the CSR matrices of scipy.sparse.save_npz (best with ``compressed=False``). Large
+        BioNeMo-SCDL, dense .npy, the CSR matrices of scipy.sparse.save_npz (best with ``compressed=False``), and
+        Parquet files whose rows are cells, with a list of gene numbers (``genes`` or ``indices``) and one of values
+        (``expressions``, ``data`` or ``values``). A pattern (``"train-*.parquet"``) stands for what fits it. Large
         files are opened faster from the second time on: chunk addresses and row offsets are kept in a hidden file
         beside them, or in the user's cache folder; the environment variable GPULOAD_INDEX names another folder or is
         ``off``. In place of a file: an AnnData, a SciPy CSR matrix or a 2-D NumPy array, which is read where it lies (a
@@ -233,7 +235,8 @@ def open_loader(
     io
         Of a GPU, how bytes get there: ``"kvikio"`` (GPUDirect Storage where the machine has it), ``"pinned"`` (through
         page-locked host memory), or ``"auto"``: the first reads go either way in turn, the rest the faster one, which
-        is logged.
+        is logged. ``"kvikio"`` reads objects of S3 and web servers by KvikIO's own client too, where that can reach
+        them.
     cache
         Of addresses: a store that keeps what is read, so that later epochs are read from the local disk; a
         `gpuload.cache.SampleStore` over a `gpuload.cache.BlockRemote`, whose credentials are then those that count.

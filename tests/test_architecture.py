@@ -20,7 +20,7 @@ MODULES = {
 
 LAYERS = [
     {"cli", "lightning"},
-    {"torch", "dali", "splitting", "estimators", "tune", "samples", "packing"},
+    {"torch", "dali", "splitting", "estimators", "tune", "samples", "packing", "prometheus"},
     {"outlook"},
     {"loader"},
     {"tables"},
@@ -57,6 +57,8 @@ HOMES = {
     "cupyx": {"backends/cuda/device.py", "estimators/arrays.py"},
     "kvikio": {"backends/cuda/kvikio.py"},
     "obstore": {"remote.py"},
+    "prometheus_client": {"prometheus.py"},
+    "pynvml": {"cli/utilisation.py"},
     "dask": {"packing/cluster.py"},
     "distributed": {"packing/cluster.py"},
     "sqlite3": {"cache/database.py"},
@@ -78,6 +80,8 @@ HEAVY = (
     "imagecodecs",
     "matplotlib",
     "lightning",
+    "prometheus_client",
+    "pynvml",
 )
 
 

@@ -19,6 +19,17 @@ import generated_pages  # noqa: E402 - it lies beside the documentation's source
 sys.path.remove(str(ROOT / "docs"))
 
 
+PRINTED = {
+    "quickstart": "epoch 1: loss ",
+    "concepts/diversity": "true random order: 3.",
+    "notebooks/in-memory": "47 minibatches",
+    "notebooks/settings": "block_size=16  ",
+    "notebooks/samplers": "controls: drug_01",
+    "notebooks/matrices": "outer 500",
+}
+"""What a cell of each notebook prints when it runs, and what does not stand in its code."""
+
+
 def record(arm: str, **figures: Any) -> dict[str, Any]:
     machine = {"cpu": "abacus", "cores": 1}
     return {"arm": arm, "commit": "0123456789ab+changes", "machine": machine, "time": "2026-01-02T03:04:05", **figures}
@@ -40,6 +51,13 @@ def test_the_page_has_the_medians_of_every_file_of_records(tmp_path: Path) -> No
     )
 
 
+def test_the_migration_page_has_the_times_where_there_is_a_record(tmp_path: Path) -> None:
+    assert "python -m benchmarks.run_migration" in generated_pages.migration_times(tmp_path)
+    found = [record("ours", cells_per_s=c, round=i) for i, c in enumerate((30.0, 10.0, 20.0))]
+    (tmp_path / "migration.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    assert "| ours | 3 | 20 |" in generated_pages.migration_times(tmp_path)
+
+
 def test_every_file_of_records_is_in_the_page() -> None:
     page = generated_pages.benchmarks_page(generated_pages.RESULTS)
     for path in generated_pages.RESULTS.glob("*.jsonl"):
@@ -49,13 +67,12 @@ def test_every_file_of_records_is_in_the_page() -> None:
 def test_pages_are_written_only_where_they_change(tmp_path: Path) -> None:
     generated_pages.write(tmp_path)
     pages = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert {path.name for path in pages} == {"benchmarks.md", "commands.md"}
+    assert {path.name for path in pages} == {"benchmarks.md", "commands.md", "migration_times.txt"}
     generated_pages.write(tmp_path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == pages
     assert "## gpuload inspect" in (tmp_path / "commands.md").read_text()
 
 
-@pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     for package in ("sphinx", "myst_nb", "numpydoc", "pydata_sphinx_theme", "sphinx_design", "ipykernel", "torch"):
         pytest.importorskip(package, reason="pip install '.[docs]' installs what the documentation is built with")
@@ -65,5 +82,5 @@ def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-5000:]
     for page in ("index", "quickstart", "errors", "generated/benchmarks", "reference/generated/gpuload.open_loader"):
         assert (tmp_path / "html" / f"{page}.html").stat().st_size > 5000, page
-    notebook = (tmp_path / "html" / "quickstart.html").read_text()
-    assert "bits shuffled in blocks" in notebook  # printed by a cell that ran
+    for name, printed in PRINTED.items():
+        assert printed in (tmp_path / "html" / f"{name}.html").read_text(), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import anndata
 import numpy as np
 import pytest
 
+from benchmarks import run_migration
 from gpuload.synthetic import tahoe_shaped
 
 SCRIPTS = Path(__file__).parents[2] / "docs" / "migration"
@@ -87,3 +89,27 @@ def test_every_script_stands_in_the_page() -> None:
     assert {path.name for path in SCRIPTS.glob("*.py")} == {f"with_{name}.py" for name in NEEDS}
     for name in NEEDS:
         assert f"with_{name}.py" in page
+
+
+def test_the_scripts_are_timed_once_their_cells_were_compared(tmp_path: Path) -> None:
+    out = tmp_path / "times.jsonl"
+    arms = ["gpuload", "samples by ID, gpuload"]
+    sizes = ["--cells", "300", "--genes", "60", "--samples", "80", "--rounds", "1"]
+    assert run_migration.main([*sizes, "--only", *arms, "--out", str(out)]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["arm"] for r in records] == arms
+    assert records[0]["cells_per_s"] > 0
+    assert records[1]["samples_per_s"] > 0
+
+
+def test_other_cells_are_not_timed(tmp_path: Path) -> None:
+    run_migration.make_cells(tmp_path / "cells.h5ad", 200, 40)
+    expected = tmp_path / "cells.json"
+    expected.write_text(expected.read_text().replace('"digest": "', '"digest": "0'))
+    with pytest.raises(AssertionError, match="gpuload: an epoch has other cells than the file"):
+        run_migration.measure("gpuload", tmp_path)
+
+
+def test_every_script_of_the_page_is_timed() -> None:
+    timed = {path for path, _ in run_migration.SCRIPTS.values()}
+    assert {f"docs/migration/with_{name}.py" for name in NEEDS} <= timed

@@ -49,6 +49,16 @@ def test_the_lines_that_differ_are_counted() -> None:
     assert changes.count("-") == 4 + 8  # the sets and loaders; and the Dataset, which is no longer needed
 
 
+@pytest.mark.parametrize("name", ["before", "after"])
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_without_a_folder_they_say_what_they_want(name: str, arguments: list[str]) -> None:
+    command = [sys.executable, f"pipelines/tutorial_{name}.py", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert f"python pipelines/tutorial_{name}.py DATA" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def code_of(path: Path) -> list[str]:
     """Return a program's lines of code, without docstrings and empty lines."""
     text = re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)

@@ -1,0 +1,162 @@
+"""Time the scripts of the migration page beside each other, on one file, each in a process of its own.
+
+``python -m benchmarks.run_migration [--cells 20000] [--rounds 3] [--python annbatch=/path/to/python] [--out FILE]``
+
+Every round runs each script once. An arm's first epoch is compared with the file, cell by cell (as a set), and not
+timed: it also compiles, converts, opens files and fills the page cache. Timed is the next epoch, without training. The
+scripts for samples by ID time themselves, from their second epoch on. Scripts whose library the interpreter lacks are
+left out and said so; --python names another one for a script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks import machine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+ROOT = Path(__file__).parents[1]
+
+SCRIPTS = {
+    "gpuload": ("docs/migration/with_gpuload.py", "gpuload"),
+    "AnnLoader": ("docs/migration/with_annloader.py", "anndata"),
+    "scDataset": ("docs/migration/with_scdataset.py", "scdataset"),
+    "annbatch": ("docs/migration/with_annbatch.py", "annbatch"),
+    "MappedCollection": ("docs/migration/with_mapped_collection.py", "lamindb"),
+    "samples by ID, PyTorch": ("pipelines/tutorial_before.py", "torch"),
+    "samples by ID, gpuload": ("pipelines/tutorial_after.py", "gpuload"),
+}
+"""Each arm's program, and the library that it is written with."""
+
+PACKAGES = ("torch", "anndata", "scdataset", "annbatch", "lamindb", "numpy", "numba")
+
+SAMPLE_SHAPE = (4, 4, 8)
+"""Of the samples by ID; the model sees the first 64 values of each."""
+
+
+def digest(rows: Iterable[tuple[Any, Any]]) -> str:
+    """Return a digest of cells as a set: of the counts and code of each, whatever their order."""
+    found = []
+    for X, code in rows:
+        codes, counts = np.asarray(code, np.int64), np.asarray(X, np.float32)
+        found += [hashlib.blake2b(row.tobytes() + c.tobytes()).digest() for row, c in zip(counts, codes, strict=True)]
+    return hashlib.blake2b(b"".join(sorted(found))).hexdigest()
+
+
+def make_cells(path: Path, n_cells: int, n_genes: int) -> None:
+    """Write the file that all read, and beside it what an epoch of it is."""
+    import anndata
+
+    from gpuload.synthetic import tahoe_shaped
+
+    X, obs, var = tahoe_shaped(n_cells, n_vars=n_genes, mean_counts_per_cell=n_genes / 20, n_plates=14)
+    anndata.AnnData(X, obs, var).write_h5ad(path, compression="gzip")
+    pieces = range(0, n_cells, 1024)
+    codes = obs["plate"].cat.codes.to_numpy()
+    expected = digest((X[i : i + 1024].toarray(), codes[i : i + 1024]) for i in pieces)
+    path.with_suffix(".json").write_text(json.dumps({"digest": expected, "cells": n_cells}))
+
+
+def make_samples(folder: Path, n_samples: int) -> None:
+    """Write samples by ID, one file each."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    folder.mkdir()
+    labels = {f"id-{i}": i % 2 for i in range(n_samples)}
+    for name in labels:
+        torch.save(torch.randn(SAMPLE_SHAPE, generator=generator), folder / f"{name}.pt")
+    names, n_held_out = list(labels), n_samples // 10
+    parts = {"train": names[n_held_out:], "validation": names[:n_held_out]}
+    (folder / "partition.json").write_text(json.dumps(parts))
+    (folder / "labels.json").write_text(json.dumps(labels))
+
+
+def measure(arm: str, place: Path) -> dict[str, float]:
+    """Run one arm's program on what was made at a place; return its figures.
+
+    Raises
+    ------
+    AssertionError
+        Its first epoch has other cells than the file.
+    """
+    program = runpy.run_path(str(ROOT / SCRIPTS[arm][0]))
+    if "main" in program:
+        return {"samples_per_s": program["main"](str(place / "samples"))[1]}
+    expected = json.loads((place / "cells.json").read_text())
+    epoch = program["open_cells"](str(place / "cells.h5ad"))
+    if digest((X.numpy(), plate.numpy()) for X, plate in epoch()) != expected["digest"]:
+        raise AssertionError(f"{arm}: an epoch has other cells than the file.")
+    start = time.perf_counter()
+    n_cells = sum(len(plate) for _, plate in epoch())
+    return {"cells_per_s": n_cells / (time.perf_counter() - start)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure every arm whose library is there; print a line each, add to the results where asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_migration", description=__doc__.splitlines()[0])
+    parser.add_argument("--cells", type=int, default=20_000)
+    parser.add_argument("--genes", type=int, default=2_000)
+    parser.add_argument("--samples", type=int, default=4_000, help="samples by ID (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
+    parser.add_argument("--python", action="append", default=[], metavar="ARM=PYTHON", help="interpreter of an arm")
+    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument("--measure", nargs=2, metavar=("ARM", "PLACE"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.measure:
+        arm, place = options.measure
+        figures = measure(arm, Path(place))
+        print(json.dumps({**machine.origin(PACKAGES), "arm": arm, **figures}))
+        return 0
+    pythons = dict(pair.split("=", 1) for pair in options.python)
+    runnable = [arm for arm in options.only if _can_run(arm, pythons.get(arm, sys.executable))]
+    with TemporaryDirectory() as folder:
+        make_cells(Path(folder) / "cells.h5ad", options.cells, options.genes)
+        make_samples(Path(folder) / "samples", options.samples)
+        for number in range(options.rounds):
+            shift = number * len(runnable) // max(options.rounds, 1)
+            for arm in runnable[shift:] + runnable[:shift]:
+                record = {**_run(arm, pythons.get(arm, sys.executable), folder), "round": number}
+                record |= {"cells": options.cells, "genes": options.genes} if "cells_per_s" in record else {}
+                figures = {k: round(v) for k, v in record.items() if k.endswith("_per_s")}
+                print(number, arm, figures, flush=True)
+                if options.out:
+                    with options.out.open("a") as file:
+                        file.write(json.dumps(record) + "\n")
+    return 0
+
+
+def _can_run(arm: str, python: str) -> bool:
+    """Return whether an arm's library is there; say where it is not."""
+    needed = SCRIPTS[arm][1]
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({needed!r}) is None)"
+    is_there = not subprocess.run([python, "-c", code], cwd=ROOT, check=False).returncode
+    if not is_there:
+        print(f"skipped {arm}: {needed} is not installed there")
+    return is_there
+
+
+def _run(arm: str, python: str, folder: str) -> dict[str, Any]:
+    """Measure an arm in a process of its own."""
+    command = [python, "-W", "ignore", "-m", "benchmarks.run_migration", "--measure", arm, folder]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return record
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,227 @@
+"""The code in the README and in the documentation runs: block after block, page by page, on small files.
+
+What a page takes for granted (a model, a list of genes) stands in `GIVEN`; what a small machine cannot have (a GPU, a
+place outside the test's folder, a hundred epochs) is replaced as `INSTEAD` says, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import shutil
+import socket
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+
+import gpuload
+from benchmarks.s3server import start
+from gpuload import cli
+from gpuload.synthetic import tahoe_shaped
+
+torch = pytest.importorskip("torch", reason="the pages train with PyTorch")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+GENES = ["CD3E", "CD4", "CD8A"]
+NO_GPU = "the test run has no GPU"
+OUTSIDE = "a test writes into its own folder only"
+SHORT = "it is to be over soon"
+
+GIVEN = {
+    "README.md": "def train_step(X, labels): assert X.shape == (len(labels), 120)",
+    "docs/howto/ddp.md": "import torch\nfrom gpuload.torch import CellDataset\n"
+    "model = torch.nn.Linear(120, 2)\nn_epochs = 2",
+    "docs/howto/object-storage.md": "labels = {f'id-{i}': i % 2 for i in range(20)}\n"
+    "partition = {'train': list(labels)}",
+    "docs/howto/programs.md": "loader = gpuload.open_loader('cells.h5ad', obs=['cell_line'])",
+    "docs/howto/resume.md": "import torch\nmodel = torch.nn.Linear(120, 2)\n"
+    "loader = gpuload.open_loader('atlas.h5ad', batch_size=64, block_size='chunk', seed=0)\nnext(iter(loader))",
+    "docs/howto/where-and-genes.md": f"highly_variable = {GENES!r}",
+    "docs/concepts/formats.md": "import anndata\nadata, other = anndata.read_h5ad('cells.h5ad'), 'prot.h5ad'",
+    "docs/howto/several-matrices.md": "import anndata\nadata = anndata.read_h5ad('cells.h5ad')",
+    "docs/migration/index.md": "import numpy\nfrom gpuload.torch import CellDataset\ntrain_rows = numpy.arange(300)",
+}
+"""What stands before the first block of a page; `gpuload` is imported everywhere, as the README shows."""
+
+INSTEAD = {
+    "README.md": [
+        ("range(3)", "range(2)", SHORT),
+        ('device="cuda:0"', 'device="cpu"', NO_GPU),
+        (', device_cache="40GiB"', "", NO_GPU),
+    ],
+    "docs/concepts/gpu.md": [('device="cuda:0"', 'device="cpu"', NO_GPU), (', device_cache="40GiB"', "", NO_GPU)],
+    "docs/growing-data.md": [
+        ('"/local/samples"', '"samples"', OUTSIDE),
+        ('budget="200GiB"', 'budget="1MiB"', OUTSIDE),
+        ("range(100)", "range(2)", SHORT),
+        ("min_samples=1_000", "min_samples=20", "there are twenty samples"),
+        ('.to("cuda", non_blocking=True)', '.to("cpu", non_blocking=True)', NO_GPU),
+    ],
+    "docs/howto/ddp.md": [('device="cuda"', 'device="cpu"', NO_GPU)],
+    "docs/howto/object-storage.md": [
+        ('"/local/blocks"', '"blocks"', OUTSIDE),
+        ('budget="200GiB"', 'budget="64MiB"', OUTSIDE),
+    ],
+    "docs/howto/slow-file.md": [("--out settings.json", "--out settings.json --seconds 0.5 --quiet", SHORT)],
+    "docs/howto/several-matrices.md": [
+        ("batch.X, batch.", "batch = next(iter(loader))\nbatch.X, batch.", "the page shows what a batch has")
+    ],
+}
+"""Per page: what is replaced, by what, and why. All of it must occur in the page."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code: the line of the page at which it begins, its language and its text."""
+
+    line: int
+    language: str
+    code: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    """Return the blocks of Python, and commands of ours, in the order of the page."""
+    text = (ROOT / page).read_text()
+    found = []
+    for match in re.finditer(r"^```(python|text)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        language, code = match.groups()
+        if language == "text":
+            code = "".join(line for line in code.splitlines(keepends=True) if line.startswith("gpuload "))
+        if code:
+            found.append(Block(text.count("\n", 0, match.start(2)) + 1, language, code))
+    return found
+
+
+def pages() -> list[str]:
+    """Return the pages that have such blocks; notebooks are run when the documentation is built."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    names = [path.relative_to(ROOT).as_posix() for path in found if "generated" not in path.parts]
+    return [name for name in names if blocks_of(name)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the files that the pages name."""
+    with warnings.catch_warnings(action="ignore"):  # those of the libraries that write the files
+        return written(tmp_path_factory.mktemp("pages"))
+
+
+def written(folder: Path) -> Path:
+    """Write the files into a folder, and return it."""
+    mudata = pytest.importorskip("mudata", reason="a page reads its files")
+    X, obs, var = tahoe_shaped(600, n_vars=120, mean_counts_per_cell=20, n_plates=4, n_cell_lines=5, n_drugs=8)
+    var.index = [*GENES, *(f"gene_{i}" for i in range(len(GENES), 120))]
+    rng = np.random.default_rng(0)
+    obs["cell_type"] = pd.Categorical(rng.choice(["T cell", "NK cell", "B cell"], 600))
+    obs["donor"] = pd.Categorical(rng.choice([f"donor_{i}" for i in range(10)], 600))
+    obs["pct_mito"] = rng.random(600) * 0.2
+    obs["sample"] = obs["donor"]
+    adata = anndata.AnnData(X, obs, var)
+    for name in ("counts", "spliced", "unspliced"):
+        adata.layers[name] = X.copy()
+    adata.obsm["X_pca"] = rng.normal(size=(600, 10)).astype(np.float32)
+    for name in ("cells", "atlas"):
+        adata.write_h5ad(folder / f"{name}.h5ad", compression="gzip")
+    adata.write_zarr(folder / "cells.annbatch.zarr")
+    (folder / "plates").mkdir()
+    for i in range(3):
+        part = adata[200 * i : 200 * (i + 1)].copy()
+        part.write_h5ad(folder / f"plate{i + 1}.h5ad")
+        part.write_h5ad(folder / "plates" / f"plate{i + 1}.h5ad")
+    proteins = anndata.AnnData(rng.normal(size=(600, 12)).astype(np.float32), obs=obs[[]])
+    proteins.write_h5ad(folder / "prot.h5ad")
+    for name in ("cells", "cite"):
+        mudata.MuData({"rna": adata.copy(), "prot": proteins.copy()}).write(folder / f"{name}.h5mu")
+    return folder
+
+
+@pytest.fixture
+def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Make a copy of these files the current folder, and undo what a page's code leaves behind."""
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPULOAD_INDEX", "off")
+    yield tmp_path
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def buckets(place: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Serve the buckets that the pages name: the same files, and samples in a form, of which each is an object."""
+    root = place / "buckets"
+    for bucket in ("bucket/train", "public"):
+        (root / bucket).mkdir(parents=True)
+    shutil.copy(place / "atlas.h5ad", root / "bucket")
+    shutil.copytree(place / "cells.annbatch.zarr", root / "public" / "atlas.zarr")
+    for i in range(20):
+        sample = np.full((2, 3), i, np.float32)
+        if form == "npy":
+            np.save(root / "bucket" / "train" / f"id-{i}.npy", sample)
+        else:
+            torch.save(torch.from_numpy(sample), root / "bucket" / "train" / f"id-{i}.pt")
+    with start(root) as server:
+        for name, value in {
+            "AWS_ENDPOINT_URL": server.url,
+            "AWS_ACCESS_KEY_ID": "any",
+            "AWS_SECRET_ACCESS_KEY": "any",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        yield
+
+
+def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set what torchrun sets for the one process of a run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("page", pages())
+def test_the_code_of_a_page_runs(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "\n".join(block.code for block in blocks_of(page))
+    names: dict[str, Any] = {"gpuload": gpuload}
+    with contextlib.ExitStack() as stack:
+        if "s3://" in code:
+            pytest.importorskip("obstore", reason="it reads object stores")
+            stack.enter_context(buckets(place, "npy" if page == "docs/growing-data.md" else "pt", monkeypatch))
+        if "init_process_group" in code:
+            under_torchrun(monkeypatch)
+        if "nvidia.dali" in code:
+            pytest.importorskip("nvidia.dali", reason="the page is about DALI")
+        exec(GIVEN.get(page, ""), names)
+        for block in blocks_of(page):
+            run(page, block, names)
+
+
+def run(page: str, block: Block, names: dict[str, Any]) -> None:
+    """Run a block; a failure names its line in the page."""
+    code = block.code
+    for old, new, _ in INSTEAD.get(page, []):
+        code = code.replace(old, new)
+    if block.language == "text":
+        for line in code.splitlines():
+            assert cli.main(shlex.split(line)[1:]) == 0, f"{page}: {line}"
+        return
+    exec(compile("\n" * (block.line - 1) + code, str(ROOT / page), "exec"), names)
+
+
+def test_what_is_replaced_stands_in_the_pages() -> None:
+    for page, replaced in INSTEAD.items():
+        code = "\n".join(block.code for block in blocks_of(page))
+        for old, _, _ in replaced:
+            assert old in code, f"{page} has no {old}"
+    assert GIVEN.keys() <= set(pages())
