@@ -195,7 +195,7 @@ class Loader:
 
     @property
     def io_mode(self) -> str:
-        """The path that bytes take from the disk: ``"posix"``, ``"compat"`` or ``"gds"``."""
+        """The path that bytes take: ``"posix"``; of a GPU ``"gds"``, ``"compat"``, ``"pinned"`` or ``"remote"``."""
         return self._backend.io_mode
 
     @property

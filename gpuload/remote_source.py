@@ -26,7 +26,7 @@ import numpy as np
 
 from gpuload.errors import ReadError
 from gpuload.remote import Patience
-from gpuload.threads import DaemonThreads
+from gpuload.threads import DaemonThreads, is_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -161,7 +161,7 @@ class Requests:
                     n_left -= self._take(*errand.answers.get(timeout=wait_s))
                 except Empty:
                     pass
-                if self._ended.is_set() or (ended is not None and ended.is_set()):
+                if self._ended.is_set() or is_over() or (ended is not None and ended.is_set()):
                     raise _ended(remote)
                 if time.monotonic() >= look_at:
                     self._ask_again(errand, pieces)

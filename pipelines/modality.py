@@ -446,8 +446,8 @@ class CumlEngine(SklearnEngine):
             import cuml  # noqa: F401
         except Exception as error:
             raise gpuload.DeviceError(
-                f"engine='cuml': no GPU and cuML can be used here ({str(error).splitlines()[0]}); install cuml-cu13 on "
-                "a machine with a GPU, or use --engine ours."
+                f"engine='cuml': no GPU and cuML can be used here ({str(error).splitlines()[0]}); on a machine with a "
+                "GPU, pip install '.[cuml]' from the checkout, or use --engine ours."
             ) from error
 
     def svd(self, n_components: int) -> Any:

@@ -36,7 +36,7 @@ TRIES = {
     "dask": "from distributed import Client; Client(processes=False, dashboard_address=None).close()",
     "remote": "from gpuload.remote import open_remote; import os; open_remote(os.getcwd())",
     "aws": "import boto3, obstore",
-    "samples": "import numpy; from gpuload.samples import SampleLoader, SampleSet; numpy.save('a.npy', numpy.ones(3)); "
+    "samples": "import torch; from gpuload.samples import SampleLoader, SampleSet; torch.save(torch.ones(3), 'a.pt'); "
     "assert len(list(SampleLoader(SampleSet(['a'], {'a': 1}, '.')))) == 1",
     "demo": "import sys; from gpuload.cli import main; "
     "sys.exit(main(['demo', '--no-real', '--cells', '2000', '--seconds', '1', '--quiet']))",
@@ -48,7 +48,7 @@ TRIES = {
 }
 """What each extra is for, in a line or two."""
 
-HEAVY = ("cuda13", "test")
+HEAVY = ("cuda13", "cuml", "test")
 """Extras that pull in the whole of CUDA: resolved, not installed."""
 
 BASE = ("numpy", "scipy", "pandas", "numba", "llvmlite", "h5py", "anndata", "imagecodecs")

@@ -51,7 +51,7 @@ class Backend(Protocol):
     device
         ``"cpu"`` or ``"cuda:<n>"``.
     io_mode
-        The path that bytes take: ``"posix"``; ``"gds"``, ``"compat"`` or ``"pinned"`` for a GPU.
+        The path that bytes take: ``"posix"``; ``"gds"``, ``"compat"``, ``"pinned"`` or ``"remote"`` for a GPU.
     takes_ahead
         How many `take_rows` the loader should keep started before the consumer asks for them.
     stats

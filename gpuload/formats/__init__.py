@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,11 @@ from gpuload.formats.arrays import OBSM, as_strings
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.recognise import anndata_groups, expand, is_parquet, open_parquet, open_path
 from gpuload.store import concat
+from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
@@ -125,15 +126,22 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
 
 def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str]) -> list[Store]:
     """Open several, some at a time; where some cannot be opened, the first of them is what is wrong."""
-    with ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="gpuload-open") as pool:
-        opening = [pool.submit(_open, one, place, layer, obs) for place, one in enumerate(each)]
-        try:
-            return [future.result() for future in opening]
-        except BaseException:
-            for future in opening:
-                if not future.cancel() and future.exception() is None:
-                    future.result().close()
-            raise
+    pool = DaemonThreads(AT_A_TIME, "gpuload-open")
+    opening = [pool.submit(_open, one, place, layer, obs) for place, one in enumerate(each)]
+    try:
+        return [future.result() for future in opening]
+    except BaseException:
+        for future in opening:
+            if not future.cancel():
+                future.add_done_callback(_close_opened)  # at once, or when it is open
+        raise
+    finally:
+        pool.close()
+
+
+def _close_opened(opening: Future[Store]) -> None:
+    if opening.exception() is None:
+        opening.result().close()
 
 
 def _together(parts: Sequence[Any]) -> list[Any]:

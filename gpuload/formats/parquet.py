@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import CorruptDataError, GpuloadError, MissingDependencyError, StoreError
+from gpuload.formats.parquet_footer import read_footer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,8 +77,8 @@ class Table:
         self._file = _open(path)
         try:
             self._types = {field.name: field.type for field in self._file.schema_arrow}
-            groups = map(self._file.metadata.row_group, range(self._file.metadata.num_row_groups))
-            self._groups = [group for group in groups if group.num_rows]  # of one without rows nothing is stored
+            groups = read_footer(path)
+            self._groups = [group for group in groups if group.n_rows]  # of one without rows nothing is stored
         except Exception as error:  # pyarrow's own, of many kinds
             raise _damaged(path, error) from error
 
@@ -101,7 +102,7 @@ class Table:
 
     def group_rows(self) -> NDArray[np.int64]:
         """Return the rows of each row group that has any."""
-        return np.array([group.num_rows for group in self._groups], dtype=np.int64)
+        return np.array([group.n_rows for group in self._groups], dtype=np.int64)
 
     def list_column(self, name: str) -> ListColumn:
         """Return where a column of lists of numbers lies.
@@ -146,20 +147,21 @@ class Table:
         found: list[tuple[int, int, float, float]] = []
         codecs: set[str] = set()
         for group in self._groups:
-            chunk = group.column(leaves[0])
-            if unknown := set(chunk.encodings) - _ENCODINGS:
+            chunk = group.columns[leaves[0]]
+            if chunk.physical_type != leaf.physical_type:
+                raise ValueError(
+                    f"column {name!r} is {leaf.physical_type} in one place and {chunk.physical_type} in another"
+                )
+            if unknown := chunk.encodings - _ENCODINGS:
                 raise StoreError(
                     f"{self.path}: column {name!r} is encoded as {sorted(unknown)[0]}, which cannot be read here; "
                     "write it anew in plain or dictionary encoding, as pyarrow and datasets do by default."
                 )
             if chunk.file_path:
                 raise StoreError(f"{self.path}: column {name!r} lies in another file, {chunk.file_path!r}; give that.")
-            codecs.add(chunk.compression)
-            start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
-            bounds = chunk.statistics
-            is_known = bounds is not None and bounds.has_min_max and isinstance(bounds.max, (int, float))
-            least, greatest = (bounds.min, bounds.max) if is_known else (np.nan, np.nan)
-            found.append((start, chunk.total_compressed_size, least, greatest))
+            codecs.add(chunk.codec)
+            least, greatest = (_bound(bound, stored) for bound in (chunk.least, chunk.greatest))
+            found.append((chunk.offset, chunk.nbytes, least, greatest))
         if len(codecs) > 1:
             raise StoreError(f"{self.path}: column {name!r} is compressed in several ways; write it anew in one.")
         columns = list(zip(*found, strict=True)) or [(), (), (), ()]
@@ -259,6 +261,13 @@ def _categorical(column: Any, path: str) -> Any:
     place = np.full(len(values) + 1, -1, dtype=np.int32)
     place[order] = np.arange(len(values))
     return pd.Categorical.from_codes(place[codes.astype(np.int64)], [values[i] for i in order])
+
+
+def _bound(stored: bytes | None, dtype: np.dtype[Any]) -> float:
+    """Return a bound that a footer gives; NaN where it gives none."""
+    if stored is None or len(stored) != dtype.itemsize:
+        return float("nan")
+    return float(np.frombuffer(stored, dtype.newbyteorder("<"))[0])
 
 
 def _is_list(type_: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError
 from gpuload.samples.forms import FORMATS, Forms, Span, bytes_of, load
 from gpuload.samples.sources import RemoteSource, open_source
+from gpuload.threads import DaemonThreads
 
 try:
     import torch
@@ -82,7 +82,7 @@ class SampleSet:
         self._in_flight = in_flight
         self._source = open_source(source)
         self._forms = Forms(decode) if isinstance(decode, str) else None
-        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+        self._pool: tuple[int, DaemonThreads] | None = None
 
     @property
     def is_remote(self) -> bool:
@@ -101,8 +101,13 @@ class SampleSet:
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, Any]]:
         """Return (X, y) of several samples, in the order asked for; they are fetched concurrently."""
         if self._pool is None or self._pool[0] != os.getpid():  # threads do not come along into a worker
-            self._pool = os.getpid(), ThreadPoolExecutor(self._in_flight, thread_name_prefix="gpuload-samples")
-        return list(self._pool[1].map(self.__getitem__, indices))
+            self._pool = os.getpid(), DaemonThreads(self._in_flight, "gpuload-samples")
+        under_way = [self._pool[1].submit(self.__getitem__, index) for index in indices]
+        try:
+            return [future.result() for future in under_way]
+        finally:
+            for future in under_way:
+                future.cancel()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -390,6 +391,45 @@ def test_one_batch_makes_one_model(modality: ModuleType, cells: tuple[Paired, Pa
     mean = rmse(cells[0].proteins.mean(axis=0), cells[1].proteins)
     assert rmse(one, cells[1].proteins) < 0.93 * mean
     assert not np.allclose(one, ten)
+
+
+def test_the_cuml_engine(
+    modality: ModuleType, cells: tuple[Paired, Paired], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On scikit-learn in cuML's place: all is dense and exact, gamma is said, and NumPy is asked for."""
+    pytest.importorskip("sklearn")
+    from sklearn import decomposition, kernel_ridge
+
+    made: list[dict[str, Any]] = []
+
+    class TruncatedSVD(decomposition.TruncatedSVD):
+        def __init__(self, n_components: int, *, output_type: str) -> None:
+            super().__init__(n_components, random_state=0)
+            self.output_type = output_type
+
+        def fit_transform(self, X: Any, y: Any = None) -> Any:
+            assert (type(X), self.output_type) == (np.ndarray, "numpy")
+            return super().fit_transform(X)
+
+    class KernelRidge(kernel_ridge.KernelRidge):
+        def __init__(self, *, alpha: float, kernel: str, gamma: float, output_type: str) -> None:
+            made.append({"alpha": alpha, "kernel": kernel, "gamma": gamma, "output_type": output_type})
+            super().__init__(alpha=alpha, kernel=kernel, gamma=gamma)
+            self.output_type = output_type
+
+    runtime = SimpleNamespace(getDeviceCount=lambda: 1)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setitem(sys.modules, "cuml", SimpleNamespace(TruncatedSVD=TruncatedSVD))
+    monkeypatch.setitem(sys.modules, "cuml.kernel_ridge", SimpleNamespace(KernelRidge=KernelRidge))
+    model = modality.ProteinModel("cuml", n_landmarks=50).fit(cells[0].genes, cells[0].proteins, cells[0].batch)
+    assert made == 10 * [{"alpha": 0.2, "kernel": "rbf", "gamma": 0.005, "output_type": "numpy"}]
+    model.save(tmp_path / "model.npz")
+    monkeypatch.undo()
+    anywhere = modality.ProteinModel.load(tmp_path / "model.npz", engine="ours").predict(cells[1].genes)
+    ours = modality.ProteinModel(solver="exact").fit(cells[0].genes, cells[0].proteins, cells[0].batch)
+    assert rmse(anywhere, cells[1].proteins) == pytest.approx(
+        rmse(ours.predict(cells[1].genes), cells[1].proteins), abs=0.01
+    )
 
 
 # --- what is refused ---

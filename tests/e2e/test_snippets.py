@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import socket
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,11 @@ GIVEN = {
     "model = torch.nn.Linear(120, 2)\nn_epochs = 2",
     "docs/howto/object-storage.md": "labels = {f'id-{i}': i % 2 for i in range(20)}\n"
     "partition = {'train': list(labels)}",
-    "docs/howto/programs.md": "loader = gpuload.open_loader('cells.h5ad', obs=['cell_line'])",
+    "docs/howto/programs.md": "import anndata, sys\n"
+    f"sys.path.append({str(ROOT / 'pipelines')!r})\n"
+    "loader = gpuload.open_loader('cells.h5ad', obs=['cell_line'])\n"
+    "genes, proteins = anndata.read_h5ad('cells.h5ad'), anndata.read_h5ad('prot.h5ad')\n"
+    "new_genes, new_proteins = genes[:50].copy(), proteins[:50].copy()",
     "docs/howto/resume.md": "import torch\nmodel = torch.nn.Linear(120, 2)\n"
     "loader = gpuload.open_loader('atlas.h5ad', batch_size=64, block_size='chunk', seed=0)\nnext(iter(loader))",
     "docs/howto/where-and-genes.md": f"highly_variable = {GENES!r}",
@@ -71,6 +76,7 @@ INSTEAD = {
     "docs/howto/object-storage.md": [
         ('"/local/blocks"', '"blocks"', OUTSIDE),
         ('budget="200GiB"', 'budget="64MiB"', OUTSIDE),
+        ("port=9100", "port=0", "another may have it"),
     ],
     "docs/howto/slow-file.md": [("--out settings.json", "--out settings.json --seconds 0.5 --quiet", SHORT)],
     "docs/howto/several-matrices.md": [
@@ -151,6 +157,7 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPULOAD_INDEX", "off")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -262,3 +262,20 @@ def test_any_bytes_end_in_an_error_or_in_values() -> None:
                 stored[:8] = [0x15, 0, 0x15, int(rng.integers(0, 100)), 0x15, int(rng.integers(0, 100)), 0x2C, 0x15]
             with pytest.raises(codecs.DecodeError):
                 parquet.decode(stored, (codec, 4, 3, 1, 0, 0, 1, 10), 4 * 7, 4)
+
+
+def test_any_footer_is_read_or_refused(write: Callable[..., Path]) -> None:
+    from gpuload.formats.parquet_footer import read_footer
+
+    path = write(genes=GENES, expressions=VALUES)
+    content, whole = path.read_bytes(), read_footer(path)
+    assert [group.n_rows for group in whole] == [131]
+    size = int.from_bytes(content[-8:-4], "little")
+    rng = np.random.default_rng(0)
+    for n in range(0, size, 7):
+        path.write_bytes(b"PAR1" + content[-8 - size : -8][:n] + n.to_bytes(4, "little") + b"PAR1")
+        with pytest.raises(ValueError, match="footer"):
+            read_footer(path)
+        path.write_bytes(b"PAR1" + rng.bytes(n) + n.to_bytes(4, "little") + b"PAR1")
+        with pytest.raises(ValueError, match="footer"):
+            read_footer(path)

