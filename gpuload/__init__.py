@@ -67,6 +67,9 @@ __version__ = "0.1.0"
 
 _log = logging.getLogger("gpuload")
 
+_MOST_DECODED = 8
+"""Cells decoded for one that is handed over, beyond which it is said that the settings do not suit the file."""
+
 __all__ = [
     "Batch",
     "BlockShuffle",
@@ -403,8 +406,29 @@ def _strategy(
                 block_size,
                 store.n_obs // max(1, edges.size - 1),
             )
+    elif shuffle and int(block_size) > 1:
+        _warn_of_large_chunks(int(block_size), fetch_rows, store)
     n_in_block = int(block_size) if edges is None else max(1, round(store.n_obs / max(1, edges.size - 1)))
     cells = Cells(
         store.paths, store.file_rows, n_in_block, edges, store.obs, batch_size, fetch_rows, shuffle=bool(shuffle)
     )
     return plain(cells) if sampler is None else sampler.over(cells)
+
+
+def _warn_of_large_chunks(block_size: int, fetch_rows: int, store: Store) -> None:
+    """Say where blocks are so small beside the stored chunks that most of what is decoded is for nothing."""
+    layouts = [matrix.layouts[0] for matrix in store.matrices if matrix.kind == "csr"]
+    n_chunks = sum(layout.chunk_offset.size for layout in layouts if not layout.is_raw)
+    if not n_chunks or not store.n_obs:
+        return
+    n_blocks = min(fetch_rows, store.n_obs) / block_size
+    touched = n_chunks * (1 - (1 - 1 / n_chunks) ** n_blocks)
+    decoded = touched * store.n_obs / n_chunks
+    if decoded > _MOST_DECODED * min(fetch_rows, store.n_obs):
+        _log.warning(
+            "block_size=%d: a stored chunk holds %d cells and is decoded whole, so some %d cells are decoded for each "
+            "that is handed over; block_size='chunk' decodes each chunk for all of its cells.",
+            block_size,
+            round(store.n_obs / n_chunks),
+            round(decoded / min(fetch_rows, store.n_obs)),
+        )

@@ -17,6 +17,7 @@ import gpuload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.conftest import StoreVariant
     from tests.variants import Stored
@@ -364,3 +365,29 @@ def test_memory_names_its_parts(plain: Stored) -> None:
     assert parts["minibatches"] >= sum(batch.X.nbytes for batch in kept)
     assert parts["scratch"] > 0
     assert parts["metadata"] >= 8 * (n_obs + 1) + n_obs * loader.obs_dtypes["depth"].itemsize
+
+
+def test_blocks_that_waste_most_of_what_is_decoded_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import anndata
+    import h5py
+    from scipy.sparse import random as random_csr
+
+    path = tmp_path / "large_chunks.h5ad"
+    anndata.AnnData(random_csr(4000, 50, density=0.2, format="csr", dtype=np.float32, random_state=0)).write_h5ad(path)
+    with h5py.File(path, "a") as file:
+        for name in ("data", "indices"):
+            values = file["X"][name][()]
+            del file["X"][name]
+            file["X"].create_dataset(name, data=values, chunks=(20_000,), compression="gzip")  # of 2,000 cells
+    settings = {"batch_size": 8, "fetch_factor": 4}
+    for block_size, is_told in (("chunk", False), (1, False), (16, True)):
+        caplog.clear()
+        gpuload.open_loader(path, block_size=block_size, device="cpu", **settings).close()
+        said = [message for message in caplog.messages if "decoded whole" in message]
+        assert bool(said) == is_told
+    assert said[0].startswith("block_size=16: a stored chunk holds 2000 cells")
+    caplog.clear()
+    gpuload.open_loader(path, shuffle=False, device="cpu", **settings).close()
+    assert not any("decoded whole" in message for message in caplog.messages)
