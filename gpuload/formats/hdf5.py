@@ -17,7 +17,9 @@ References
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 from array import array
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -88,10 +90,39 @@ class RemoteHdf5(RemoteSource):
 
     @contextmanager
     def content(self) -> Iterator[RemoteFile]:
-        """Give what h5py reads, within the block."""
-        with closing(RemoteSource(self.name, self._uncached, self.objects)) as source:
+        """Give what h5py reads, within the block.
+
+        h5py holds its lock while it waits for a read, which other threads carry out; and whoever collects garbage in
+        which there is an object of h5py's waits for that lock. So nobody may collect meanwhile: the threads would wait
+        for each other.
+        """
+        with _no_collection, closing(RemoteSource(self.name, self._uncached, self.objects)) as source:
             yield RemoteFile(source)
 
+
+class _NoCollection:
+    """Keeps the garbage collector from running by itself while anybody is in a block of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_inside = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._n_inside:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._n_inside += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._n_inside -= 1
+            if not self._n_inside and self._was_enabled:
+                gc.enable()
+
+
+_no_collection = _NoCollection()
 
 Hdf5Source = LocalHdf5 | RemoteHdf5
 

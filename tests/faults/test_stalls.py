@@ -331,3 +331,37 @@ def test_calls_aside() -> None:
     threads.close()
     with pytest.raises(ZeroDivisionError):
         call_aside(lambda: 1 / 0)
+
+
+@pytest.mark.timeout(60)
+def test_garbage_of_h5py_does_not_stop_an_opening(
+    stalling: Running, plain: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that read for h5py, which holds its lock meanwhile, must not collect objects that wait for that lock."""
+    import gc
+
+    import h5py
+
+    from gpuload import threads
+    from gpuload.remote_source import RemoteFile
+
+    file = h5py.File(plain.path, "r")
+    read, carry_out = RemoteFile.readinto, threads._carry_out
+
+    def read_beside_garbage(self: RemoteFile, buffer: Any) -> int:
+        cycle: list[Any] = [file["X"]]
+        cycle.append(cycle)
+        del cycle
+        return read(self, buffer)
+
+    def collect_first(*task: Any) -> None:
+        if gc.isenabled():  # as it would by itself, sooner or later
+            gc.collect()
+        carry_out(*task)
+
+    monkeypatch.setattr(RemoteFile, "readinto", read_beside_garbage)
+    monkeypatch.setattr(threads, "_carry_out", collect_first)
+    opened(stalling).close()
+    assert gc.isenabled()
+    gc.collect()
+    file.close()
