@@ -130,7 +130,8 @@ class Progress:
 
 def _is_notebook() -> bool:
     """Return whether this process is the kernel of a notebook, whose stderr is a page and claims to be no terminal."""
-    return "ipykernel" in sys.modules
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def say(message: str, *, is_quiet: bool) -> None:

@@ -29,6 +29,7 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 def test_it_learns_while_the_set_grows(run, tmp_path: Path) -> None:
     arguments = ["--make", 120, "--root", tmp_path / "store", "--budget", "1MiB", "--epochs", 14, *SMALL, "--cold"]
+    arguments += ["--min-samples", 40]  # of few an epoch learns little
     code, out, err = run(tmp_path / "remote", *arguments)
     assert (code, err) == (0, "")
     sizes = [int(n) for n in re.findall(r"epoch +\d+: +(\d+) samples", out)]
@@ -37,8 +38,9 @@ def test_it_learns_while_the_set_grows(run, tmp_path: Path) -> None:
     assert 8 <= max(sizes) <= 51  # the budget has room for 51 of 120
     assert seen == sorted(seen)
     assert seen[-1] > seen[0] or seen[0] == 100
-    first, last = re.search(r"loss: ([\d.]+) at first, ([\d.]+) in the last epoch", out).groups()
-    assert float(last) < 0.7 * float(first)
+    losses = [float(loss) for loss in re.findall(r", loss ([\d.]+)$", out, re.MULTILINE)]
+    assert len(losses) == 14
+    assert min(losses) < 0.5 * losses[0]  # it rises again with every sample that is new
     memory, batches = re.search(r"memory: (-?\d+) MB more .* batches (\d+) MB", out).groups()
     assert int(memory) < 150
     assert int(batches) <= 1

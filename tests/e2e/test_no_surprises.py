@@ -98,10 +98,8 @@ def test_progress_bars_are_for_terminals_and_notebooks(
 ) -> None:
     out = _Terminal(is_terminal=is_terminal)
     monkeypatch.setattr(sys, "stderr", out)
-    if is_notebook:
-        monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
-    else:
-        monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    shell = types.SimpleNamespace(kernel=object()) if is_notebook else None
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     with text.Progress(10, "counting", is_quiet=is_quiet) as progress:
         progress.reach(5)
     assert bool(out.getvalue()) == is_shown

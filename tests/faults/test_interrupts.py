@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 START = """
 import os, sys, time, threading
 import gpuload
-loader = gpuload.open_loader(sys.argv[1], batch_size=2, fetch_factor=2, seed=1)
+loader = gpuload.open_loader(sys.argv[1], batch_size=2, fetch_factor=2, block_size=1, seed=1)
 n_descriptors = len(os.listdir("/proc/self/fd"))
 """
 
