@@ -406,7 +406,7 @@ def _strategy(
                 block_size,
                 store.n_obs // max(1, edges.size - 1),
             )
-    elif shuffle and int(block_size) > 1:
+    elif sampler is None and shuffle and int(block_size) > 1:
         _warn_of_large_chunks(int(block_size), fetch_rows, store)
     n_in_block = int(block_size) if edges is None else max(1, round(store.n_obs / max(1, edges.size - 1)))
     cells = Cells(

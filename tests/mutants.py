@@ -90,9 +90,9 @@ def storage(node: h5py.Dataset) -> list[tuple[int, int]]:
     return [(info.byte_offset, info.size) for info in infos]
 
 
-def mutant(base: bytes, regions: dict[str, NDArray[np.int64]], number: int) -> tuple[str, bytes]:
+def mutant(base: bytes, regions: dict[str, NDArray[np.int64]], number: int, series: int = 0) -> tuple[str, bytes]:
     """Return the region and the bytes of one damaged copy: 1 to 4 bytes near each other, or anywhere in the region."""
-    rng = np.random.default_rng((0, number))
+    rng = np.random.default_rng((series, number))
     region = list(regions)[number % len(regions)]
     places, n = regions[region], int(rng.integers(1, 5))
     at = (
@@ -213,15 +213,16 @@ def judge(path: Path, say: Any, original: dict[str, Any]) -> tuple[str, str]:
     return ("right" if is_right else "wrong"), str([value for value in theirs.values() if isinstance(value, Exception)])
 
 
-def findings(name: str, first: int, n: int, folder: Path, *, only_h5py: bool) -> Iterator[dict[str, Any]]:
-    """Judge n mutants of a base, the first of number `first`; or only read them through h5py."""
-    path = folder / f"{name}-{first}.h5ad"
-    write_base(name, path)
-    base, regions, original = path.read_bytes(), byte_regions(path), by_h5py(path)
-    whole = by_gpuload(path)
-    assert all(is_same(whole[part], original[part]) for part in whole), "the undamaged file is read wrongly"
-    for number in range(first, first + n):
-        region, damaged = mutant(base, regions, number)
+def in_turn(
+    path: Path, regions: dict[str, NDArray[np.int64]], numbers: range, series: int = 0
+) -> Iterator[tuple[int, str, Callable[[str], None]]]:
+    """Write one mutant of a file after the other in its place; yield number, region, and whom to tell the stage.
+
+    What is done with a mutant before the next is asked for must not take longer than `HUNG_S`.
+    """
+    base = path.read_bytes()
+    for number in numbers:
+        region, damaged = mutant(base, regions, number, series)
         path.unlink()
         path.write_bytes(damaged)
 
@@ -229,24 +230,39 @@ def findings(name: str, first: int, n: int, folder: Path, *, only_h5py: bool) ->
             print(json.dumps({"number": number, "stage": stage}), flush=True)
 
         faulthandler.dump_traceback_later(HUNG_S, exit=True)
+        yield number, region, say
+        faulthandler.cancel_dump_traceback_later()
+    path.unlink()
+
+
+def run(found: Iterator[dict[str, Any]], max_memory: int) -> None:
+    """Print what is found, a line each, within so many bytes of address space."""
+    resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
+    warnings.simplefilter("ignore")
+    for finding in found:
+        print(json.dumps(finding), flush=True)
+
+
+def findings(name: str, first: int, n: int, folder: Path, *, only_h5py: bool) -> Iterator[dict[str, Any]]:
+    """Judge n mutants of a base, the first of number `first`; or only read them through h5py."""
+    path = folder / f"{name}-{first}.h5ad"
+    write_base(name, path)
+    original, whole = by_h5py(path), by_gpuload(path)
+    assert all(is_same(whole[part], original[part]) for part in whole), "the undamaged file is read wrongly"
+    for number, region, say in in_turn(path, byte_regions(path), range(first, first + n)):
         if only_h5py:
             say("only h5py")
             by_h5py(path)
             outcome, message = "read by h5py", ""
         else:
             outcome, message = judge(path, say, original)
-        faulthandler.cancel_dump_traceback_later()
         yield {"number": number, "region": region, "outcome": outcome, "message": message}
-    path.unlink()
 
 
 def main() -> None:
     """Run as a program."""
     name, first, n, folder, *more = sys.argv[1:]
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    warnings.simplefilter("ignore")
-    for finding in findings(name, int(first), int(n), Path(folder), only_h5py=more == ["only-h5py"]):
-        print(json.dumps(finding), flush=True)
+    run(findings(name, int(first), int(n), Path(folder), only_h5py=more == ["only-h5py"]), MAX_MEMORY)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,14 @@ after a line that says in which stage it is. A mutant is a pure function of (bas
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import resource
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.mutants import N_OBS, N_VARS, in_turn, run
 from tests.other_forms import write_parquet
 from tests.writers import counts
 
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-N_OBS, N_VARS = 60, 24
-HUNG_S = 20
 MAX_MEMORY = 12 << 30
 """Bytes of address space: a size read from a damaged file must not take the machine's memory."""
 
@@ -64,21 +60,6 @@ def byte_regions(path: Path) -> dict[str, NDArray[np.int64]]:
             owner[start : start + chunk.total_compressed_size] = name
             owner[start : start + 24] = f"{name} header"
     return {str(name): np.flatnonzero(owner == name) for name in sorted(set(owner.tolist()))}
-
-
-def mutant(base: bytes, regions: dict[str, NDArray[np.int64]], number: int) -> tuple[str, bytes]:
-    """Return the region and the bytes of one damaged copy: 1 to 4 bytes near each other, or anywhere in the region."""
-    rng = np.random.default_rng((1, number))
-    region = list(regions)[number % len(regions)]
-    places, n = regions[region], int(rng.integers(1, 5))
-    at = (
-        rng.integers(0, places.size, n)
-        if rng.random() < 0.5
-        else (rng.integers(0, places.size) + np.arange(n)) % places.size
-    )
-    damaged = np.frombuffer(base, dtype=np.uint8).copy()
-    damaged[places[at]] ^= rng.integers(1, 256, n).astype(np.uint8)
-    return region, damaged.tobytes()
 
 
 def by_gpuload(path: Path) -> dict[str, Any]:
@@ -141,30 +122,17 @@ def findings(name: str, first: int, n: int, folder: Path) -> Iterator[dict[str, 
     """Judge n mutants of a base, the first of number `first`."""
     path = folder / f"{name}-{first}.parquet"
     write_base(name, path)
-    base, regions, original = path.read_bytes(), byte_regions(path), by_pyarrow(path, name)
+    original = by_pyarrow(path, name)
     assert is_same(by_gpuload(path), original), "the undamaged file is read wrongly"
-    for number in range(first, first + n):
-        region, damaged = mutant(base, regions, number)
-        path.unlink()
-        path.write_bytes(damaged)
-
-        def say(stage: str, number: int = number) -> None:
-            print(json.dumps({"number": number, "stage": stage}), flush=True)
-
-        faulthandler.dump_traceback_later(HUNG_S, exit=True)
+    for number, region, say in in_turn(path, byte_regions(path), range(first, first + n), series=1):
         outcome, message = judge(path, say, name, original)
-        faulthandler.cancel_dump_traceback_later()
         yield {"number": number, "region": region, "outcome": outcome, "message": message}
-    path.unlink()
 
 
 def main() -> None:
     """Run as a program."""
     name, first, n, folder = sys.argv[1:]
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    warnings.simplefilter("ignore")
-    for finding in findings(name, int(first), int(n), Path(folder)):
-        print(json.dumps(finding), flush=True)
+    run(findings(name, int(first), int(n), Path(folder)), MAX_MEMORY)
 
 
 if __name__ == "__main__":

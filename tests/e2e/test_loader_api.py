@@ -390,4 +390,5 @@ def test_blocks_that_waste_most_of_what_is_decoded_are_told_of(
     assert said[0].startswith("block_size=16: a stored chunk holds 2000 cells")
     caplog.clear()
     gpuload.open_loader(path, shuffle=False, device="cpu", **settings).close()
+    gpuload.open_loader(path, sampler=gpuload.Sequential(), device="cpu", **settings).close()
     assert not any("decoded whole" in message for message in caplog.messages)

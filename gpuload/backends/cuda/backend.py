@@ -288,7 +288,7 @@ class CudaBackend:
         middle = time.perf_counter()
         numbers, at = np.arange(first, last), read.chunk_offset[first:last] + shift
         outcome = self._enqueue(read, numbers, at, arena.memory, resident)
-        kept, place = self._cache.reserve(read, numbers if self._decoder.decodes(read.layout) else numbers[:0])
+        kept, place = self._cache.reserve(read, numbers[:0] if self._decoder.steps(read.layout) is None else numbers)
         if kept.size:
             self._decoder.move(
                 outcome, at[kept - first], read.chunk_nbytes[kept], place, arena.memory, self._cache.memory, lane.stream

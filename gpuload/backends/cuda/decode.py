@@ -61,6 +61,8 @@ class Steps:
         Bytes before and after what the codec is given, without a fletcher32.
     is_shuffled, has_fletcher
         Whether bytes are shuffled; whether a fletcher32 follows the chunk.
+    cut
+        How blosc's containers are cut.
     """
 
     codec: str | None
@@ -68,6 +70,7 @@ class Steps:
     tail: int
     is_shuffled: bool
     has_fletcher: bool
+    cut: Cut | None = None
 
 
 def steps_of(layout: ArrayLayout) -> Steps | None:
@@ -80,7 +83,10 @@ def steps_of(layout: ArrayLayout) -> Steps | None:
     if len(found) > 1 or names != [n for n in ("shuffle", *found, "fletcher32") if n in names]:
         return None
     codec, head, tail = _ALGORITHMS[found[0]] if found else (None, 0, 0)
-    return Steps(codec, head, tail, "shuffle" in names, "fletcher32" in names)
+    cut = _read_cut(layout) if codec == "blosc" else None
+    if codec == "blosc" and cut is None:
+        return None
+    return Steps(codec, head, tail, "shuffle" in names, "fletcher32" in names, cut)
 
 
 @dataclass(slots=True, eq=False)
@@ -149,12 +155,14 @@ class Decoder:
         self._nvcomp = nvcomp
         self._pool = pool
         self._said: set[str] = set()
-        self._cuts: dict[int, tuple[ArrayLayout, Cut | None]] = {}  # by id of the layout, which is kept for that
+        self._known: dict[int, tuple[ArrayLayout, Steps | None]] = {}  # by id of the layout, which is kept for that
 
-    def decodes(self, layout: ArrayLayout) -> bool:
-        """Return whether the device decodes a layout's chunks; the host does otherwise."""
-        steps = steps_of(layout)
-        return steps is not None and (steps.codec != "blosc" or self._cut_of(layout) is not None)
+    def steps(self, layout: ArrayLayout) -> Steps | None:
+        """Return how the device decodes a layout's chunks, or None where the host must."""
+        known = self._known.get(id(layout))
+        if known is None:
+            known = self._known[id(layout)] = layout, steps_of(layout)
+        return known[1]
 
     def enqueue(
         self,
@@ -184,7 +192,7 @@ class Decoder:
         verify
             ``"once"``: where they were not before; ``"always"`` or ``"never"``.
         """
-        steps = steps_of(read.layout) if self.decodes(read.layout) else None
+        steps = self.steps(read.layout)
         if steps is None:
             self._say_host_decodes(read.layout)
         whole = self._part(read, numbers, out, stream)
@@ -240,13 +248,6 @@ class Decoder:
         work = Work(self._device, self._nvcomp, self._pool, stream, outcome.held)
         return _Part(read, numbers, out, work, outcome)
 
-    def _cut_of(self, layout: ArrayLayout) -> Cut | None:
-        """Return how the blosc containers of a layout are cut; None where the device cannot decode them."""
-        known = self._cuts.get(id(layout))
-        if known is None:
-            known = self._cuts[id(layout)] = layout, _read_cut(layout)
-        return known[1]
-
     def _on_device(
         self,
         part: _Part,
@@ -279,8 +280,8 @@ class Decoder:
         codes = work.codes(n)
         if steps.has_fletcher and is_due.any():
             self._check_fletcher(part.of(is_due), arena, on)
-        if steps.codec == "blosc":
-            decoded = self._from_containers(part, arena, on, codes, is_verified=verify != "never")
+        if steps.cut is not None:
+            decoded = self._from_containers(part, steps.cut, arena, on, codes, is_verified=verify != "never")
         else:
             decoded = self._from_payloads(part, steps, payload, arena, on, codes)
         if steps.codec == "deflate" and is_due.any():
@@ -323,11 +324,11 @@ class Decoder:
         work.launch("check_streams", n, statuses, produced, on["full"], np.int64(1), np.int64(n), codes)
         return decoded
 
-    def _from_containers(self, part: _Part, arena: Any, on: dict[str, Any], codes: Any, *, is_verified: bool) -> Any:
+    def _from_containers(
+        self, part: _Part, cut: Cut, arena: Any, on: dict[str, Any], codes: Any, *, is_verified: bool
+    ) -> Any:
         """Launch the decoding of blosc containers; return where the chunks are, at multiples of a slot."""
         work, n = part.work, part.numbers.size
-        cut = self._cut_of(part.read.layout)
-        assert cut is not None  # noqa: S101 - narrows the type; the host decodes otherwise
         n_streams = n * cut.n_streams
         compressed, decoded = (work.scratch(n * cut.slots_nbytes) for _ in range(2))
         known = work.upload(
