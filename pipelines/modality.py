@@ -357,7 +357,7 @@ class Engine:
 
 
 class SklearnEngine(Engine):
-    """scikit-learn, tuned: kernel="rbf" rather than an RBF object, which is three to five times slower.
+    """scikit-learn, tuned: kernel="rbf" rather than an RBF object, which goes a slower way.
 
     Of many cells the kernel is that of landmarks (Nystroem, then Ridge): the exact one does not fit into memory.
     """
