@@ -121,12 +121,7 @@ class Requests:
 
     def map(self, function: Callable[[Any], T], values: Iterable[Any]) -> list[T]:
         """Return what a function returns for each value, in order; it is called for many at a time."""
-        under_way = [self._pool.submit(self.ask, partial(function, value)) for value in values]
-        try:
-            return [future.result() for future in under_way]
-        finally:
-            for future in under_way:
-                future.cancel()
+        return self._pool.map(lambda value: self.ask(partial(function, value)), values)
 
     def fill(
         self,

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 T = TypeVar("T")
 
@@ -77,6 +77,15 @@ class DaemonThreads:
                 thread.start()
                 self._threads.append(thread)
         return future
+
+    def map(self, function: Callable[[Any], T], values: Iterable[Any]) -> list[T]:
+        """Return what a function returns for each value, in order; where one fails, no further call is begun."""
+        under_way = [self.submit(function, value) for value in values]
+        try:
+            return [future.result() for future in under_way]
+        finally:
+            for future in under_way:
+                future.cancel()
 
     def close(self, wait_s: float = PATIENCE_S) -> None:
         """Begin no further call, and wait a moment for those that are under way; may be called twice, by anybody."""

@@ -53,6 +53,9 @@ PACKAGES = ("gpuload", "numpy", "numba", "h5py", "torch")
 COUNTED = ("read_nbytes", "decoded_nbytes", "n_rows", "n_chunks", "n_chunks_partial")
 TIMED = ("plan_s", "read_s", "decode_s", "take_s", "wait_s")
 
+LOOK_EVERY = 37
+"""Minibatches from one look at what is ready to the next; no part of a fetch's usual length."""
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -182,10 +185,10 @@ def _rounds(
     entropy: MinibatchEntropy | None,
     ahead: list[dict[str, int]],
 ) -> list[Round]:
-    """Consume one fetch uncounted, then measure each round; note what is ahead at each minibatch."""
+    """Consume one fetch uncounted, then measure each round; note now and then what is ahead of a minibatch."""
     for _ in range(min(args.fetch_factor, len(loader))):
         next(batches)
-    rounds = []
+    rounds, n_batches = [], 0
     with text.Progress(args.repeats * args.seconds, "measuring", is_quiet=args.quiet, unit="s") as progress:
         for number in range(args.repeats):
             if number == 0:
@@ -194,7 +197,9 @@ def _rounds(
                 loader.stats.keep_spans()
             before, start = loader.stats.as_dict(), time.perf_counter()
             while (elapsed := time.perf_counter() - start) < args.seconds:
-                ahead.append(loader.queues())
+                if n_batches % LOOK_EVERY == 0:  # at each it would slow down what is measured
+                    ahead.append(loader.queues())
+                n_batches += 1
                 batch = next(batches)
                 if entropy is not None and len(batch["rows"]) == loader.batch_size:
                     entropy.add(batch[args.label].numpy())

@@ -102,12 +102,7 @@ class SampleSet:
         """Return (X, y) of several samples, in the order asked for; they are fetched concurrently."""
         if self._pool is None or self._pool[0] != os.getpid():  # threads do not come along into a worker
             self._pool = os.getpid(), DaemonThreads(self._in_flight, "gpuload-samples")
-        under_way = [self._pool[1].submit(self.__getitem__, index) for index in indices]
-        try:
-            return [future.result() for future in under_way]
-        finally:
-            for future in under_way:
-                future.cancel()
+        return self._pool[1].map(self.__getitem__, indices)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None}
