@@ -219,6 +219,12 @@ def write_parquet(
     parquet.write_table(pa.table({**lists, **obs}), path, **{"row_group_size": 40, **options})
 
 
+def encoded(genes: str, values: str) -> dict[str, Any]:
+    """Return options of `write_parquet` that name the encodings of both columns."""
+    columns = {"genes.list.element": genes, "expressions.list.element": values}
+    return {"use_dictionary": False, "column_encoding": columns}
+
+
 def write_genes(path: Path, first: int, n_vars: int) -> None:
     """Write the table of genes, upside down."""
     import pyarrow as pa
@@ -300,6 +306,13 @@ FORMS: dict[str, Callable[[Path], Form]] = {
     "parquet-version-2": partial(parquet, data_page_version="2.0", data_page_size=200, write_page_index=True),
     "parquet-no-dictionary": partial(parquet, use_dictionary=False, dtypes=("int32", "float64")),
     "parquet-checksums": partial(parquet, write_page_checksum=True, dtypes=("uint16", "int64")),
+    "parquet-delta": partial(
+        parquet, dtypes=("int32", "int64"), **encoded("DELTA_BINARY_PACKED", "DELTA_BINARY_PACKED")
+    ),
+    "parquet-tahoe-encoded": partial(parquet, as_tahoe=True, **encoded("DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT")),
+    "parquet-streams": partial(
+        parquet, dtypes=("int64", "float16"), compression="zstd", **encoded("BYTE_STREAM_SPLIT", "BYTE_STREAM_SPLIT")
+    ),
     **{f"parquet-{codec}": partial(parquet, compression=codec) for codec in ("none", "gzip", "zstd", "lz4")},
     **{
         f"parquet-{dtype}": partial(parquet, dtypes=("uint32", dtype), names=("indices", "data"))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.mutants import N_OBS, N_VARS, in_turn, run
-from tests.other_forms import write_parquet
+from tests.other_forms import encoded, write_parquet
 from tests.writers import counts
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ MAX_MEMORY = 12 << 30
 
 SMALL = {"data_page_size": 128, "row_group_size": 20}
 
+ENCODED = encoded("DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT")
+
 BASES: dict[str, dict[str, Any]] = {
     "snappy": SMALL,
     "leader": {**SMALL, "first": 3, "leader": -2.0},
@@ -37,6 +39,8 @@ BASES: dict[str, dict[str, Any]] = {
     "zstd": {**SMALL, "compression": "zstd"},
     "gzip": {**SMALL, "compression": "gzip"},
     "lz4": {**SMALL, "compression": "lz4", "data_page_version": "2.0"},
+    "encoded": {**SMALL, **ENCODED, "compression": "none", "first": 3, "leader": -2.0},
+    "encoded-8": {**SMALL, **ENCODED, "compression": "none", "dtypes": ("int32", "int64")},
 }
 
 

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 TASK_NBYTES = 8 << 20
 """Decoded bytes per task: long beside the cost of a task, short beside a fetch, which decodes some 200 MB."""
 
+TWO_AHEAD_NBYTES = 4 << 20
+"""Chunks up to this size are decoded two by two, where that is faster; larger ones would take too much scratch."""
+
 FAR_PARTS = 16
 """Tasks' bytes that are on their way over a network, or wait to be decoded, at a time: some 100 MB."""
 
@@ -342,7 +345,8 @@ class CpuBackend:
         stored_dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
         full = layout.chunk_size * layout.dtype.itemsize
         room = _round_up(max(full, int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8)
-        one, two = self._scratch.bytes("first", room), self._scratch.bytes("second", room)
+        n_ahead = 2 if room <= TWO_AHEAD_NBYTES else 1
+        one, two = self._scratch.bytes("first", n_ahead * room), self._scratch.bytes("second", room)
         status = np.zeros(3, dtype=np.int64)
         n = chunks.decode_chunks(
             buffer,

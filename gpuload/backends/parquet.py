@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+SLACK = native.SLACK
+"""Bytes that follow those that a `RowFinder` is given."""
+
+WINDOW = 64 << 10
+"""Bytes that it wants at a time: of small pages several. A request over a network takes longer than they do."""
 
 
 class MissingError(codecs.DecodeError):
@@ -73,6 +79,7 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
     if code == 0:
         out = np.empty(nbytes, dtype=np.uint8)
         n_rows = spec[parquet_pages.MAX_ROWS]
+        n_plain = min(int(found[2]), nbytes // itemsize + n_rows)
         tables, addresses, snappy, _ = _work.libraries
         code = native.decode_column(
             stored,
@@ -80,8 +87,9 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
             native.new_spec(spec),
             out,
             itemsize,
-            _work.memory("entries", int(found[1]) * itemsize + native.SLACK),
-            _work.memory("page", int(found[0]) + native.SLACK),
+            _work.memory("entries", int(found[1]) * itemsize + SLACK),
+            _work.memory("page", int(found[0]) + SLACK),
+            _work.memory("plain", n_plain * spec[parquet_pages.WIDTH] + SLACK),
             _work.memory("starts", n_rows, np.int64),
             _work.memory("dropped", n_rows, np.int64),
             tables,
@@ -89,7 +97,7 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
             snappy,
         )
     if code < 0:
-        raise codecs.DecodeError(parquet_pages.describe(code))
+        _raise(code)
     return out
 
 
@@ -114,9 +122,9 @@ def row_starts(
     DecodeError
         The chunk is damaged, or has another number of rows.
     """
-    starts, found = np.empty(n_rows, dtype=np.int64), np.zeros(3, dtype=np.int64)
+    starts, found = np.empty(n_rows, dtype=np.int64), np.zeros(4, dtype=np.int64)
     tables, addresses, snappy, _ = _work.libraries
-    code, wanted = 1, 2 * native.FRONT
+    code = 1
     while code == 1:
         code = native.row_starts(
             descriptor,
@@ -125,17 +133,90 @@ def row_starts(
             native.new_spec(spec),
             starts,
             found,
-            _work.memory("front", native.FRONT + native.SLACK),
-            _work.memory("whole", wanted),
+            _work.memory("front", native.FRONT + SLACK),
+            _work.memory("stored", int(found[2]) + SLACK),
+            _work.memory("whole", max(native.FRONT + SLACK, int(found[3]))),
             tables,
             addresses,
             snappy,
         )
-        wanted = int(found[2])
-    if code == 0 and found[0] != n_rows:
-        code = parquet_pages.BAD_COUNT
-    if code in (parquet_pages.NULL_VALUE, parquet_pages.NULL_LIST):
-        raise MissingError(parquet_pages.describe(code))
-    if code < 0:
-        raise codecs.DecodeError(parquet_pages.describe(code))
+    _check_rows(code, int(found[0]), n_rows)
     return starts, int(found[1])
+
+
+class RowFinder:
+    """Finds where the rows of a column chunk begin, in the fronts of pages that it is given one after the other.
+
+    Parameters
+    ----------
+    nbytes
+        Of the chunk.
+    spec, n_rows
+        The column; rows of the chunk.
+
+    Attributes
+    ----------
+    wanted
+        First byte in the chunk, and number, of the bytes that are to be given next; None when there is no further page.
+    """
+
+    def __init__(self, nbytes: int, spec: Sequence[int], n_rows: int) -> None:
+        self._nbytes, self._spec = nbytes, native.new_spec(spec)
+        self._starts, self._found = np.empty(n_rows, dtype=np.int64), np.zeros(4, dtype=np.int64)
+        self.wanted = self._from(0, WINDOW)
+
+    def take(self, window: NDArray[np.uint8]) -> None:
+        """Find rows in the bytes that are wanted, after which `SLACK` follow.
+
+        Raises
+        ------
+        MissingError, DecodeError
+            As for `row_starts`.
+        """
+        assert self.wanted is not None  # noqa: S101 - narrows the type
+        first, n = self.wanted
+        tables, addresses, snappy, _ = _work.libraries
+        at, needed = 0, 0
+        while at < n and not needed:
+            left = self._nbytes - first - at
+            if n - at < min(native.FRONT, left):
+                break
+            code = native.page_rows(
+                window[at:],
+                n - at,
+                left,
+                self._spec,
+                self._starts,
+                self._found,
+                _work.memory("whole", max(native.FRONT + SLACK, int(self._found[3]))),
+                tables,
+                addresses,
+                snappy,
+            )
+            if code == 0:
+                at += int(self._found[2])
+            elif code != 1:
+                _raise(code)
+            elif self._found[2] > n - at:
+                needed = int(self._found[2])
+        self.wanted = self._from(first + at, max(needed, WINDOW))
+
+    def result(self) -> tuple[NDArray[np.int64], int]:
+        """Return what `row_starts` does, and raise as it does."""
+        _check_rows(0, int(self._found[0]), self._starts.size)
+        return self._starts, int(self._found[1])
+
+    def _from(self, first: int, n: int) -> tuple[int, int] | None:
+        return (first, min(n, self._nbytes - first)) if first < self._nbytes else None
+
+
+def _check_rows(code: int, n_found: int, n_rows: int) -> None:
+    if code == 0 and n_found != n_rows:
+        code = parquet_pages.BAD_COUNT
+    if code < 0:
+        _raise(code)
+
+
+def _raise(code: int) -> NoReturn:
+    is_missing = code in (parquet_pages.NULL_VALUE, parquet_pages.NULL_LIST)
+    raise (MissingError if is_missing else codecs.DecodeError)(parquet_pages.describe(code))

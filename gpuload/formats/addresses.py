@@ -47,8 +47,14 @@ class Address(str):  # noqa: SLOT000 - keeps what it has found
         return self.of(self.rpartition("/")[0], self.cache, self.options)
 
     def child(self, name: str) -> Self:
-        """Return the address of something in a folder."""
-        return self.of(f"{self}/{name}", self.cache, self.options)
+        """Return the address of something in a folder, which is reached as the folder is."""
+        child = self.of(f"{self}/{name}", self.cache, self.options)
+        key = unquote(name) if self.startswith("http") else name
+        vars(child)["_reached"] = self.remote, f"{self.key}/{key}" if self.key else key
+        known = vars(self).get("listed") or {}
+        if name in known:
+            child.found = known[name]
+        return child
 
     @cached_property
     def _reached(self) -> tuple[Remote, str]:
@@ -160,7 +166,9 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
     changed, n_found = _mapped(paths, cache, options)
     for name, value in (("cache", cache), ("storage_options", options)):
         if value is not None and not n_found:
-            raise PlanError(f"{name}: it is for addresses such as 's3://bucket/atlas.h5ad', and paths has none.")
+            raise PlanError(
+                f"{name}: it is for addresses such as 's3://bucket/atlas.h5ad', and paths has none; leave it out."
+            )
     return changed
 
 

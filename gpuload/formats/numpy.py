@@ -209,7 +209,9 @@ def _small(archive: zipfile.ZipFile, name: str, path: str) -> NDArray[Any]:
     array = _read_header(raw, f"{path}: {name}")
     n = int(np.prod(array.shape, dtype=object))
     if array.dtype.hasobject or n * array.dtype.itemsize != len(raw.getbuffer()) - array.offset:
-        raise CorruptDataError(f"{path}: {name} is {array.dtype}, {array.shape}, which its size does not fit.")
+        raise CorruptDataError(
+            f"{path}: {name} is {array.dtype}, {array.shape}, which its size does not fit; restore the file."
+        )
     return np.frombuffer(raw.getbuffer(), array.dtype, n, array.offset).reshape(array.shape)
 
 

@@ -9,23 +9,29 @@ References
 
 from __future__ import annotations
 
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
 from gpuload.errors import CorruptDataError, GpuloadError, MissingDependencyError, StoreError
+from gpuload.formats.addresses import as_address
 from gpuload.formats.parquet_footer import read_footer
+from gpuload.remote_source import RemoteFile, RemoteSource
+from gpuload.source import FileSource
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
+
+    from gpuload.formats.parquet_footer import Group
 
 _WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "FIXED_LEN_BYTE_ARRAY": 2}
 """Bytes of a stored value by its physical type; of the last, only float16 comes here."""
 
-_ENCODINGS = {"PLAIN", "PLAIN_DICTIONARY", "RLE", "RLE_DICTIONARY"}
+_ENCODINGS = {"PLAIN", "PLAIN_DICTIONARY", "RLE", "RLE_DICTIONARY", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,12 +63,12 @@ class ListColumn:
 
 
 class Table:
-    """What the footer of a file says.
+    """A file: what its footer says, and its columns of one value a row.
 
     Parameters
     ----------
-    path
-        The file.
+    source
+        The file, open, which is not closed here.
 
     Raises
     ------
@@ -72,15 +78,20 @@ class Table:
         pyarrow is not installed.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._file = _open(path)
-        try:
+    def __init__(self, source: FileSource | RemoteSource) -> None:
+        self.path = source.name
+        self._far = RemoteFile(source) if isinstance(source, RemoteSource) else None
+        self._file = _open(self.path, self._far)
+        with _damage(self.path):
             self._types = {field.name: field.type for field in self._file.schema_arrow}
-            groups = read_footer(path)
+            groups = self._footer()
             self._groups = [group for group in groups if group.n_rows]  # of one without rows nothing is stored
-        except Exception as error:  # pyarrow's own, of many kinds
-            raise _damaged(path, error) from error
+
+    def _footer(self) -> list[Group]:
+        if self._far is not None:
+            return read_footer(cast("BinaryIO", self._far))
+        with open(self.path, "rb") as file:
+            return read_footer(file)
 
     def lists(self) -> list[str]:
         """Return the names of the columns that hold lists."""
@@ -104,6 +115,10 @@ class Table:
         """Return the rows of each row group that has any."""
         return np.array([group.n_rows for group in self._groups], dtype=np.int64)
 
+    def n_rows(self) -> int:
+        """Return the rows of the file."""
+        return int(self._file.metadata.num_rows)
+
     def list_column(self, name: str) -> ListColumn:
         """Return where a column of lists of numbers lies.
 
@@ -116,18 +131,56 @@ class Table:
         """
         import pyarrow as pa
 
-        path, given = self.path, self._types[name]
+        given = self._types[name]
         value = given.value_type if _is_list(given) else None
         if value is None or not (pa.types.is_integer(value) or pa.types.is_floating(value)):
             raise StoreError(
-                f"{path}: column {name!r} holds {given}; expected one list of integers or floats in each row."
+                f"{self.path}: column {name!r} holds {given}; expected one list of integers or floats in each row."
             )
-        try:
+        with _damage(self.path):
             return self._list_column(name, value.to_pandas_dtype())
-        except GpuloadError:
-            raise
-        except Exception as error:  # pyarrow's own, of many kinds
-            raise _damaged(path, error) from error
+
+    def column(self, name: str) -> Any:
+        """Return a column as a NumPy array; text as objects, missing text as None, missing numbers as NaN.
+
+        Raises
+        ------
+        CorruptDataError
+            It cannot be decoded.
+        """
+        with _damage(self.path):
+            self._bring([name])
+            return self._file.read([name], use_threads=False).column(0).to_pandas(use_threads=False).to_numpy()
+
+    def columns(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return columns of one value a row as Arrow has them, for `join_columns`.
+
+        Raises
+        ------
+        CorruptDataError
+            One of them cannot be decoded.
+        """
+        import pyarrow as pa
+
+        kinds = {name: self._types[name] for name in names}
+        texts = [name for name in names if pa.types.is_string(kinds[name]) or pa.types.is_large_string(kinds[name])]
+        options = {"metadata": self._file.metadata, "read_dictionary": texts, "page_checksum_verification": True}
+        file, found = _open(self.path, self._far, **options), {}
+        with _damage(self.path):
+            self._bring(names)
+            for name in names:
+                found[name] = file.read([name], use_threads=False).column(0)
+                found[name].validate(full=True)  # as a dictionary, numbers are not compared with it when they are read
+        return found
+
+    def _bring(self, names: Sequence[str]) -> None:
+        """Read columns of an object at an address at once, where they are not read row group by row group."""
+        if self._far is None:
+            return
+        schema = self._file.schema
+        leaves = [i for i in range(len(schema)) if schema.column(i).path in names]
+        chunks = [group.columns[i] for group in self._groups for i in leaves]
+        self._far.bring((chunk.offset, chunk.nbytes) for chunk in chunks)
 
     def _list_column(self, name: str, dtype: Any) -> ListColumn:
         schema = self._file.schema
@@ -177,74 +230,67 @@ class Table:
         )
 
 
-def column_names(path: str) -> list[str]:
-    """Return the names of a file's columns."""
-    return [str(name) for name in _open(path).schema_arrow.names]
+@contextmanager
+def opened(path: str) -> Iterator[Table]:
+    """Open a file, or an object at an address, for its footer and its columns of one value a row."""
+    with closing(source_of(path)) as source:
+        yield Table(source)
 
 
-def n_rows_of(path: str) -> int:
-    """Return the rows of a file."""
-    return int(_open(path).metadata.num_rows)
-
-
-def read_column(path: str, name: str) -> Any:
-    """Return a column as a NumPy array; text as objects, missing text as None, missing numbers as NaN.
+def source_of(path: str) -> FileSource | RemoteSource:
+    """Return a file, or an object at an address, as a source of bytes that no cache keeps.
 
     Raises
     ------
-    CorruptDataError
-        It cannot be decoded.
-    MissingDependencyError
-        pyarrow is not installed.
+    ReadError
+        There is none, or it cannot be opened.
     """
-    try:
-        return _open(path).read([name], use_threads=False).column(0).to_pandas(use_threads=False).to_numpy()
-    except (OSError, ValueError, KeyError, MemoryError) as error:
-        raise _damaged(path, error) from error
+    address = as_address(path)
+    return FileSource(path) if address is None else RemoteSource(path, address.uncached, [address.object()])
 
 
-def read_joined(paths: Sequence[str], name: str) -> Any:
-    """Return a column of one value a row over several files, as a NumPy or pandas array.
+def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
+    """Return a column over several files, of which each has a part, as a NumPy or pandas array.
 
     Text is a Categorical whose categories are sorted; missing numbers are NaN.
+
+    Parameters
+    ----------
+    paths
+        The files.
+    name
+        The column.
+    parts
+        As of `Table.columns`.
 
     Raises
     ------
     StoreError
         Files differ in its type.
     CorruptDataError
-        It cannot be decoded.
+        Its text is none.
     """
     import pandas as pd
     import pyarrow as pa
 
-    parts: list[Any] = []
-    for path in paths:
-        try:
-            type_ = _open(path).schema_arrow.field(name).type
-            is_text = pa.types.is_string(type_) or pa.types.is_large_string(type_)
-            file = _open(path, read_dictionary=[name] if is_text else None, page_checksum_verification=True)
-            column = file.read([name], use_threads=False).column(0)
-            column.validate(full=True)  # as a dictionary, numbers are not compared with it when they are read
-        except (OSError, ValueError, KeyError, MemoryError) as error:
-            raise _damaged(path, error) from error
+    alike: list[Any] = []
+    for path, part in zip(paths, parts, strict=True):
+        column = part
         if pa.types.is_dictionary(column.type) and column.type.index_type != pa.int32():
             column = column.cast(pa.dictionary(pa.int32(), column.type.value_type))
-        if parts and column.type != parts[0].type:
+        if alike and column.type != alike[0].type:
             raise StoreError(
-                f"{path}: column {name!r} holds {column.type} but that of {paths[0]} holds {parts[0].type}; make the "
+                f"{path}: column {name!r} holds {column.type} but that of {paths[0]} holds {alike[0].type}; make the "
                 "column's type the same in all files."
             )
-        parts.append(column)
-    whole = pa.chunked_array([chunk for part in parts for chunk in part.chunks], type=parts[0].type)
-    try:
+        alike.append(column)
+    whole = pa.chunked_array([chunk for part in alike for chunk in part.chunks], type=alike[0].type)
+    with _damage(paths[0]):
         if pa.types.is_dictionary(whole.type):
             return _categorical(whole, paths[0])
         if pa.types.is_boolean(whole.type) and whole.null_count:
             return pd.array(whole.to_pylist(), dtype="boolean")
         return whole.to_pandas(use_threads=False).to_numpy()
-    except (OSError, ValueError, MemoryError) as error:
-        raise _damaged(paths[0], error) from error
 
 
 def _categorical(column: Any, path: str) -> Any:
@@ -276,14 +322,23 @@ def _is_list(type_: Any) -> bool:
     return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_))
 
 
-def _open(path: str, **options: Any) -> Any:
+def _open(path: str, far: RemoteFile | None, **options: Any) -> Any:
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise MissingDependencyError("pyarrow", f"{path}: reading Parquet", "parquet") from error
+    with _damage(path):
+        return ParquetFile(path if far is None else far, **options)
+
+
+@contextmanager
+def _damage(path: str) -> Iterator[None]:
+    """Say of pyarrow's own errors, which are of many kinds, that a file is damaged."""
     try:
-        return ParquetFile(path, **options)
-    except (OSError, ValueError) as error:
+        yield
+    except GpuloadError:
+        raise
+    except Exception as error:
         raise _damaged(path, error) from error
 
 

@@ -23,9 +23,10 @@ import logging
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -33,8 +34,9 @@ from gpuload.backends import codecs, parquet
 from gpuload.backends.native import parquet_pages
 from gpuload.backends.native.parquet import LEADER
 from gpuload.backends.reading import short_read
-from gpuload.errors import CorruptDataError, StoreError
+from gpuload.errors import CorruptDataError, ReadError, StoreError
 from gpuload.folder_source import FolderSource
+from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import (
     OBSM,
     RESTORE,
@@ -47,17 +49,24 @@ from gpuload.formats.arrays import (
     numbered,
 )
 from gpuload.formats.index import Index, indptr_of
-from gpuload.formats.parquet import Table, read_column, read_joined
+from gpuload.formats.parquet import Table, join_columns, opened, source_of
+from gpuload.formats.parquet_rows import about, damaged, row_lengths, spec_of
 from gpuload.layout import ArrayLayout, Filter
+from gpuload.remote import BusyError
+from gpuload.remote_source import RemoteSource
 from gpuload.source import FileSource
 from gpuload.store import CsrMatrix, ObsColumn, Store
+from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
+    from gpuload.formats.addresses import Address
     from gpuload.formats.parquet import ListColumn
+
+T = TypeVar("T")
 
 COLUMNS = (
     ("genes", "expressions"),
@@ -74,7 +83,9 @@ MAX_CHUNK = 1 << 26
 """Values of a row group, at most: it is decoded whole."""
 
 _TOKENS, _NAMES, _IDS = ("token_id", "gene_id"), ("gene_symbol", "gene_name", "symbol"), ("ensembl_id", "ensembl")
-_AT_A_TIME = 8
+_AT_A_TIME, _FAR_AT_A_TIME = 8, 16
+"""Files that are looked at together; more where each is waited for."""
+
 _MIN_ROWS = 1 << 12
 """Of files with fewer rows nothing is kept."""
 
@@ -151,7 +162,7 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store
     if layer.startswith(OBSM):
         raise no_obsm(paths[0], layer, ())
     genes = _genes_of(paths[0])
-    files = _look_at(paths, layer)
+    files = _each(paths, partial(_look_at, layer=layer, progress=_Progress(len(paths))))
     first = 0 if genes is None else genes[0]
     n_vars = max(file.greatest for file in files) + 1 if genes is None else genes[1].size
     check_n_vars(paths[0], n_vars)
@@ -161,20 +172,28 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store
                 f"{file.path}: {file.names[0]!r} holds the number {file.greatest}, but {GENES_FILE} names genes "
                 f"{first} to {first + n_vars - 1} only; put the table of these cells there, or none."
             )
-    columns = {name: _obs_column(paths, name) for name in obs}
+    columns = _obs_columns(paths, obs)
     for name, column in columns.items():
         check_length(
             f"{paths[0]}: obs column {name!r}", column.values.size, sum(f.lengths.size for f in files), "cells"
         )
-    source = _Files(files)
-    matrices = tuple(_matrix(file, source, number, first, n_vars) for number, file in enumerate(files))
     var_names = numbered(n_vars) if genes is None else genes[1]
-    return Store(matrices, tuple(paths), var_names, columns, (source,), None if genes is None else genes[2])
+    with ExitStack() as on_error:
+        sources, places = _sources(files)
+        for source in sources:
+            on_error.callback(source.close)
+        matrices = tuple(_matrix(file, *place, first, n_vars) for file, place in zip(files, places, strict=True))
+        on_error.pop_all()
+    return Store(matrices, tuple(paths), var_names, columns, sources, None if genes is None else genes[2])
 
 
 def obs_columns(path: str) -> list[str]:
     """Return the names of the columns of one value a row."""
-    return Table(path).flat()
+    with opened(path) as table:
+        return table.flat()
+
+
+_File = FileSource | RemoteSource
 
 
 class _Files(FolderSource):
@@ -189,7 +208,31 @@ class _Files(FolderSource):
         return self._names[number]
 
 
-def _matrix(file: _Cells, source: _Files, number: int, first: int, n_vars: int) -> CsrMatrix:
+_Source = _Files | RemoteSource
+
+
+def _sources(files: Sequence[_Cells]) -> tuple[tuple[_Source, ...], list[tuple[_Source, int]]]:
+    """Return the sources of all files, and of each file the one that it is in and its number there.
+
+    Files on disk are in one, and the objects of each remote.
+    """
+    together: dict[str, list[int]] = {}
+    for number, file in enumerate(files):
+        address = as_address(file.path)
+        together.setdefault("" if address is None else address.remote.name, []).append(number)
+    places: dict[int, tuple[_Source, int]] = {}
+    for name, numbers in together.items():
+        source = _Files([files[k] for k in numbers]) if not name else _objects(name, [files[k].path for k in numbers])
+        places |= {number: (source, k) for k, number in enumerate(numbers)}
+    return tuple(dict.fromkeys(source for source, _ in places.values())), [places[k] for k in range(len(files))]
+
+
+def _objects(name: str, paths: Sequence[str]) -> RemoteSource:
+    addresses = [cast("Address", path) for path in paths]
+    return RemoteSource(paths[0] if len(paths) == 1 else name, addresses[0].remote, [a.object() for a in addresses])
+
+
+def _matrix(file: _Cells, source: _Source, number: int, first: int, n_vars: int) -> CsrMatrix:
     """Return the matrix of one file."""
     lengths = file.lengths.astype(np.int64)
     indptr = indptr_of(lengths - (lengths > 0) if file.has_leader else lengths)
@@ -204,7 +247,8 @@ def _matrix(file: _Cells, source: _Files, number: int, first: int, n_vars: int) 
     layouts = []
     for column, (part, dtype) in enumerate((("genes", np.dtype(np.int32)), ("values", file.dtype))):
         offset, nbytes = file.groups[f"{part} offset"], file.groups[f"{part} nbytes"]
-        spec = _spec(file.about[column], part == "genes", first, file.has_leader, int(rows.max(initial=0)))
+        most_rows = int(rows.max(initial=0))
+        spec = spec_of(file.about[column], dtype, part == "genes", first, file.has_leader, most_rows)
         layout = ArrayLayout(
             source,
             file.names[column],
@@ -221,22 +265,14 @@ def _matrix(file: _Cells, source: _Files, number: int, first: int, n_vars: int) 
     return CsrMatrix(indptr, layouts[1], layouts[0], n_vars)
 
 
-def _spec(about: NDArray[np.int64], is_genes: bool, first: int, has_leader: bool, max_rows: int) -> tuple[int, ...]:
-    codec, width, max_def, def_empty = (int(n) for n in about)
-    return codec, width, max_def, def_empty, int(is_genes), first if is_genes else 0, int(has_leader), max_rows
-
-
-def _look_at(paths: Sequence[str], layer: str) -> list[_Cells]:
-    """Look at several files at a time; where some cannot be read, the first of them is what is wrong."""
-    progress = _Progress(len(paths))
-    with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="gpuload-parquet") as pool:
-        looking = [pool.submit(_look_at_one, path, layer, progress) for path in paths]
-        try:
-            return [future.result() for future in looking]
-        except BaseException:
-            for future in looking:
-                future.cancel()
-            raise
+def _each(paths: Sequence[str], work: Callable[[str], T]) -> list[T]:
+    """Return what is found of each of several files, some at a time; what is raised is of the first that fails."""
+    is_far = as_address(paths[0]) is not None
+    pool = DaemonThreads(_FAR_AT_A_TIME if is_far else _AT_A_TIME, "gpuload-parquet")
+    try:
+        return pool.map(work, paths)
+    finally:
+        pool.close()
 
 
 class _Progress:
@@ -263,23 +299,20 @@ class _Progress:
             )
 
 
-def _look_at_one(path: str, layer: str, progress: _Progress) -> _Cells:
-    source = FileSource(path)
-    try:
+def _look_at(path: str, layer: str, progress: _Progress) -> _Cells:
+    with closing(source_of(path)) as source:
         index = Index(source)
         cells = _kept(index, source, layer)
         if cells is None:
             cells = _read(source, layer)
-            if cells.lengths.size >= _MIN_ROWS:
+            if cells.lengths.size >= min(_MIN_ROWS, index.min_rows):
                 _keep(index, cells, layer)
                 index.save()
         progress.one(path)
         return cells
-    finally:
-        source.close()
 
 
-def _kept(index: Index, source: FileSource, layer: str) -> _Cells | None:
+def _kept(index: Index, source: _File, layer: str) -> _Cells | None:
     """Return what was kept of a file when it was opened earlier."""
     parts = {name: index.get(f"{layer} {name}") for name in ("names", "about", "dtype", "file", "lengths", *_GROUP)}
     if any(part is None for part in parts.values()):
@@ -288,11 +321,9 @@ def _kept(index: Index, source: FileSource, layer: str) -> _Cells | None:
     genes, values = found["names"].astype(np.uint8).tobytes().decode().split("\0")
     groups = {name: found[name].astype(np.int64) for name in _GROUP}
     has_leader, greatest = (int(n) for n in found["file"])
-    status = os.fstat(source.fileno())
     cells = _Cells(
         source.name,
-        status.st_size,
-        status.st_mtime_ns,
+        *_state(source),
         (genes, values),
         found["about"].astype(np.int64).reshape(2, 4),
         np.dtype(found["dtype"].astype(np.uint8).tobytes().decode()),
@@ -317,9 +348,17 @@ def _keep(index: Index, cells: _Cells, layer: str) -> None:
         index.keep(f"{layer} {name}", cells.groups[name])
 
 
-def _read(source: FileSource, layer: str) -> _Cells:
+def _state(source: _File) -> tuple[int, int]:
+    """Return size and time of last change; of an object the latter means nothing."""
+    if not isinstance(source, FileSource):
+        return source.nbytes, 0
+    status = os.fstat(source.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def _read(source: _File, layer: str) -> _Cells:
     """Return what a file says of itself."""
-    table = Table(source.name)
+    table = Table(source)
     names = _columns(table, layer)
     genes, values = (table.list_column(name) for name in names)
     if genes.dtype.kind not in "iu":
@@ -327,15 +366,13 @@ def _read(source: FileSource, layer: str) -> _Cells:
     rows = table.group_rows()
     for name, column in zip(names, (genes, values), strict=True):
         _check_place(source, name, column)
-    lengths = _row_lengths(source, names, (genes, values), rows)
+    lengths = row_lengths(source, names, (genes, values), rows)
     reader = _Reader(source, names, (genes, values), rows, lengths)
-    status = os.fstat(source.fileno())
     return _Cells(
         source.name,
-        status.st_size,
-        status.st_mtime_ns,
+        *_state(source),
         names,
-        np.array([_about(genes), _about(values)], dtype=np.int64),
+        np.array([about(genes), about(values)], dtype=np.int64),
         values.dtype,
         {
             "genes offset": genes.offset,
@@ -369,11 +406,7 @@ def _columns(table: Table, layer: str) -> tuple[str, str]:
     return genes, layer
 
 
-def _about(column: ListColumn) -> tuple[int, int, int, int]:
-    return parquet_pages.CODECS[column.codec], column.dtype.itemsize, column.max_def, column.def_empty
-
-
-def _check_place(source: FileSource, name: str, column: ListColumn) -> None:
+def _check_place(source: _File, name: str, column: ListColumn) -> None:
     if not parquet.can_decode(column.codec):
         raise StoreError(
             f"{source.name}: column {name!r} is compressed with {column.codec}, which cannot be decoded here; known "
@@ -384,52 +417,11 @@ def _check_place(source: FileSource, name: str, column: ListColumn) -> None:
         raise CorruptDataError(f"{source.name}: column {name!r} should lie beyond the file's end. {RESTORE}")
 
 
-def _row_lengths(
-    source: FileSource, names: tuple[str, str], columns: tuple[ListColumn, ListColumn], rows: NDArray[np.int64]
-) -> NDArray[Any]:
-    """Return the values of each row, found in both columns, in the smallest type that holds them."""
-    parts = []
-    for group, n_rows in enumerate(rows.tolist()):
-        of_genes, of_values = (
-            _group_lengths(source, name, column, group, n_rows) for name, column in zip(names, columns, strict=True)
-        )
-        if not np.array_equal(of_genes, of_values):
-            row = int(np.argmax(of_genes != of_values))
-            raise CorruptDataError(
-                f"{source.name}: row {int(rows[:group].sum()) + row} has {of_genes[row]} {names[0]} but "
-                f"{of_values[row]} {names[1]}; write the file anew."
-            )
-        parts.append(of_genes)
-    lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
-    return lengths.astype(np.min_scalar_type(int(lengths.max(initial=0))))  # of 100 million rows 0.2 GB, not 0.8
-
-
-def _group_lengths(source: FileSource, name: str, column: ListColumn, group: int, n_rows: int) -> NDArray[np.int64]:
-    offset, nbytes = int(column.offset[group]), int(column.nbytes[group])
-    spec = _spec(np.array(_about(column)), False, 0, False, n_rows)
-    try:
-        starts, n_values = parquet.row_starts(source.fileno(), offset, nbytes, spec, n_rows)
-    except parquet.MissingError as error:
-        raise StoreError(
-            f"{source.name}: column {name!r}: {error} (row group {group}); a cell without values is an empty list. "
-            "Write the file anew without missing ones."
-        ) from error
-    except codecs.DecodeError as error:
-        raise _bad_chunk(source, name, group, offset, error) from error
-    return np.diff(np.append(starts, n_values))
-
-
-def _bad_chunk(source: FileSource, name: str, group: int, offset: int, error: Exception) -> CorruptDataError:
-    return CorruptDataError(
-        f"{source.name}: chunk {group} of {name} at byte {offset} is damaged: {error}. Restore it from its source."
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Reader:
     """Looks into the values of a file as it is opened, where its footer does not say what is to be known."""
 
-    source: FileSource
+    source: _File
     names: tuple[str, str]
     columns: tuple[ListColumn, ListColumn]
     rows: NDArray[np.int64]
@@ -496,42 +488,49 @@ class _Reader:
             raise short_read(self.source, name, offset, nbytes, got)
         n = int(self._lengths_of(group).sum())
         dtype = np.dtype(np.int32) if which == 0 else column.dtype
-        spec = _spec(np.array(_about(column)), which == 0, 0, False, int(self.rows[group]))
+        spec = spec_of(about(column), column.dtype, which == 0, max_rows=int(self.rows[group]))
         try:
             plain = parquet.decode(stored, spec, n * dtype.itemsize, dtype.itemsize)
         except codecs.DecodeError as error:
-            raise _bad_chunk(self.source, name, group, offset, error) from error
+            raise damaged(self.source, name, group, offset, error) from error
         return plain.view(dtype)
 
 
-def _obs_column(paths: Sequence[str], name: str) -> ObsColumn:
+def _obs_columns(paths: Sequence[str], names: Sequence[str]) -> dict[str, ObsColumn]:
     from gpuload.formats.obs import encode
 
-    for path in paths:
-        table = Table(path)
-        if name not in table.flat():
+    if not names:
+        return {}
+    found = _each(paths, partial(_columns_of, names=names))
+    return {name: encode(join_columns(paths, name, [of[name] for of in found]), name, paths[0]) for name in names}
+
+
+def _columns_of(path: str, names: Sequence[str]) -> dict[str, Any]:
+    with opened(path) as table:
+        for name in names:
+            if name in table.flat():
+                continue
             if name in table.names():
                 raise StoreError(f"{path}: obs column {name!r} holds {table.type_of(name)}; expected one value a cell.")
             raise no_column(path, name, table.flat())
-    return encode(read_joined(paths, name), name, paths[0])
+        return table.columns(names)
 
 
 def _genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] | None] | None:
     """Return which number is the first gene's, the genes' names and their ids, as the table of genes says."""
-    beside = os.path.dirname(os.path.abspath(path))
-    above = os.path.dirname(beside)
-    places = [os.path.join(folder, *sub) for folder in (beside, above) for sub in ((), ("metadata",))]
-    table = next((t for place in places if os.path.isfile(t := os.path.join(place, GENES_FILE))), None)
+    table = next((place for place in _tables_of_genes(path) if _is_there(place)), None)
     if table is None:
         return None
-    columns = Table(table).flat()
-    token, name, other = (next((c for c in known if c in columns), None) for known in (_TOKENS, _NAMES, _IDS))
+    with opened(table) as content:
+        columns = content.flat()
+        token, name, other = (next((c for c in known if c in columns), None) for known in (_TOKENS, _NAMES, _IDS))
+        given = {column: content.column(column) for column in (token, name, other) if column is not None}
     if token is None or (name is None and other is None):
         raise StoreError(
             f"{table}: it has {listing(columns)}; expected token_id, and gene_symbol or ensembl_id. Move it elsewhere "
             "to have genes called by their numbers."
         )
-    tokens = read_column(table, token)
+    tokens = given[token]
     if tokens.dtype.kind not in "iu" or not tokens.size or tokens.min() < 0 or np.unique(tokens).size < tokens.size:
         raise StoreError(f"{table}: {token} should hold whole numbers, each once; write the table anew.")
     check_n_vars(table, int(tokens.max()) - int(tokens.min()) + 1)
@@ -539,8 +538,32 @@ def _genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] 
     names, ids = numbered(int(tokens.max()) + 1)[first:], None
     for column in (other, name):  # names where there are such, else ids, else numbers
         if column is not None:
-            given = read_column(table, column)
-            is_there = np.array([isinstance(value, str) and bool(value) for value in given], dtype=bool)
-            names[place[is_there]] = as_strings(given[is_there])
+            is_there = np.array([isinstance(value, str) and bool(value) for value in given[column]], dtype=bool)
+            names[place[is_there]] = as_strings(given[column][is_there])
         ids = names.copy() if column == other and column is not None and name is not None else ids
     return first, names, ids
+
+
+def _tables_of_genes(path: str) -> list[str]:
+    """Return where the table of genes of a file may be, in the order in which it is looked for."""
+    address = as_address(path)
+    if address is None:
+        beside = os.path.dirname(os.path.abspath(path))
+        folders = [beside, os.path.dirname(beside)]
+        return [os.path.join(folder, *sub, GENES_FILE) for folder in folders for sub in ((), ("metadata",))]
+    near = address.parent()
+    above = [near.parent()] if near.key else []
+    return [folder.child(sub + GENES_FILE) for folder in (near, *above) for sub in ("", "metadata/")]
+
+
+def _is_there(path: str) -> bool:
+    address = as_address(path)
+    if address is None:
+        return os.path.isfile(path)
+    try:
+        return address.is_file
+    except BusyError:
+        raise
+    except ReadError as error:  # who may not list is told so of what is not there, too
+        _log.warning("%s: is taken not to be there: %s", path, error)
+        return False

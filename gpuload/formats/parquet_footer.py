@@ -12,7 +12,7 @@ References
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 TYPES = ("BOOLEAN", "INT32", "INT64", "INT96", "FLOAT", "DOUBLE", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
 ENCODINGS = {
@@ -32,6 +32,9 @@ CODECS = ("UNCOMPRESSED", "SNAPPY", "GZIP", "LZO", "BROTLI", "LZ4 as Hadoop fram
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
 _INTEGERS = (4, 5, 6)
 _TAIL = 8
+_NEAR = 64 << 10
+"""Bytes at the file's end that are read at first: of most files that is all of the footer."""
+
 _MAX_DEPTH = 32
 
 
@@ -69,7 +72,7 @@ class Group:
     columns: list[Chunk]
 
 
-def read_footer(path: str) -> list[Group]:
+def read_footer(file: BinaryIO) -> list[Group]:
     """Return the row groups of a file.
 
     Raises
@@ -79,15 +82,17 @@ def read_footer(path: str) -> list[Group]:
     ValueError
         The footer is damaged.
     """
-    with open(path, "rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - _TAIL))
-        tail = file.read(_TAIL)
-        nbytes = int.from_bytes(tail[:4], "little")
-        if tail[4:] != b"PAR1" or nbytes + _TAIL > size:
-            raise ValueError("it has no footer")
+    size = file.seek(0, 2)
+    file.seek(max(0, size - _NEAR))
+    near = file.read(_NEAR)
+    nbytes = int.from_bytes(near[-_TAIL:-4], "little")
+    if near[-4:] != b"PAR1" or nbytes + _TAIL > size:
+        raise ValueError("it has no footer")
+    raw = near[:-_TAIL]
+    if nbytes > len(raw):
         file.seek(size - _TAIL - nbytes)
         raw = file.read(nbytes)
+    raw = raw[len(raw) - nbytes :]
     try:
         return [_group(group) for group in _Thrift(raw).value(_STRUCT)[4]]
     except (IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:

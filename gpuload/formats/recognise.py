@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing, contextmanager
+from fnmatch import fnmatchcase
 from glob import glob, has_magic
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,9 @@ def expand(path: str) -> list[str]:
     """
     address = as_address(path)
     path = path if address is None else address
-    if address is None and has_magic(path) and not os.path.exists(path):
-        found = sorted(name for name in glob(path) if os.path.basename(name) not in NOT_CELLS)
+    if has_magic(path) and not (os.path.exists(path) if address is None else address.is_file):
+        fitting = glob(path) if address is None else _fitting(address)
+        found = sorted(name for name in fitting if os.path.basename(name) not in NOT_CELLS)
         if not found:
             raise ReadError(f"{path}: no file fits this pattern. Check the path.")
         return found
@@ -71,6 +73,20 @@ def expand(path: str) -> list[str]:
             f"{path}: this folder holds files of several forms ({', '.join(endings)}); give those you mean as a list."
         )
     return [os.path.join(path, name) if address is None else address.child(name) for name in names]
+
+
+def _fitting(pattern: Address) -> list[Address]:
+    """Return the addresses that fit a pattern."""
+    folder, parts = pattern, []
+    while has_magic(folder):
+        parts.append(folder.rpartition("/")[2])
+        folder = folder.parent()
+    if folder.listed is None:
+        raise ReadError(f"{pattern}: a web server cannot list what fits a pattern; give the addresses in a list.")
+    parts.reverse()
+    split = {key: key.split("/") for key in folder.listed}
+    fits = [key for key, names in split.items() if len(names) == len(parts) and all(map(fnmatchcase, names, parts))]
+    return [folder.child(key) for key in fits]
 
 
 def folder_form(path: str) -> str:
@@ -108,8 +124,11 @@ def open_path(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     if _is_folder(path):
         return _open_folder(path, modality, layer, obs)
     first = _first_bytes(path)
-    if as_address(path) is not None and first.startswith((NPY, ZIP, PARQUET)):
-        raise StoreError(f"{path}: at an address only HDF5 files and folders of zarr can be read; copy it first.")
+    if as_address(path) is not None and first.startswith((NPY, ZIP)):
+        raise StoreError(
+            f"{path}: at an address HDF5, Parquet and folders of zarr can be read, but not .npy, .npz and zip files; "
+            "copy it first."
+        )
     if not modality and first.startswith(NPY):
         from gpuload.formats.numpy import open_npy
 
@@ -136,8 +155,10 @@ def open_parquet(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Sto
 
 
 def is_parquet(path: str) -> bool:
-    """Return whether a path is that of a local Parquet file."""
-    return as_address(path) is None and os.path.isfile(path) and _first_bytes(path).startswith(PARQUET)
+    """Return whether a path is that of a Parquet file; at an address its name says so, as there may be thousands."""
+    if as_address(path) is not None:
+        return path.endswith(".parquet")
+    return os.path.isfile(path) and _first_bytes(path).startswith(PARQUET)
 
 
 def obs_columns(path: str) -> list[str]:

@@ -40,7 +40,7 @@ from gpuload.formats.arrays import (
     numbered,
     plain_layout,
 )
-from gpuload.formats.parquet import column_names, n_rows_of, read_column
+from gpuload.formats.parquet import opened
 from gpuload.source import FileSource
 from gpuload.store import CsrMatrix, ObsColumn, Store
 
@@ -116,7 +116,7 @@ def open_scdl(path: str, *, layer: str, obs: Sequence[str]) -> Store:
 def obs_columns(path: str) -> list[str]:
     """Return the names of the columns of obs."""
     frames = _frames(os.path.join(path, "obs_features"))
-    return column_names(frames[0]) if frames else []
+    return _names(frames[0]) if frames else []
 
 
 def _read_dtypes(path: str) -> dict[str, np.dtype[Any]]:
@@ -203,10 +203,11 @@ def _gene_names(path: str) -> NDArray[np.object_]:
             f"{path}: {folder} holds {len(frames)} sets of genes; one can be read. Convert its sources one by one with "
             "the same genes, and give the folders as a list."
         )
-    columns = [(name, read_column(frames[0], name)) for name in column_names(frames[0])]
-    texts = [as_strings(values) for _, values in columns if getattr(values, "dtype", np.dtype("O")).kind in "OU"]
+    with opened(frames[0]) as table:
+        columns, n_genes = [table.column(name) for name in table.names()], table.n_rows()
+    texts = [as_strings(values) for values in columns if getattr(values, "dtype", np.dtype("O")).kind in "OU"]
     chosen = next((t for t in texts if len(set(t)) == t.size), texts[0] if texts else None)
-    return numbered(n_rows_of(frames[0])) if chosen is None else chosen
+    return numbered(n_genes) if chosen is None else chosen
 
 
 def _obs_column(path: str, name: str, n_rows: int) -> ObsColumn:
@@ -214,9 +215,19 @@ def _obs_column(path: str, name: str, n_rows: int) -> ObsColumn:
 
     frames = _frames(os.path.join(path, "obs_features"))
     for frame in frames or [""]:
-        known = column_names(frame) if frame else []
+        known = _names(frame) if frame else []
         if name not in known:
             raise no_column(frame or path, name, known)
-    column = encode(np.concatenate([read_column(frame, name) for frame in frames]), name, path)
+    column = encode(np.concatenate([_column(frame, name) for frame in frames]), name, path)
     check_length(f"{path}: obs column {name!r}", column.values.size, n_rows, "cells")
     return column
+
+
+def _names(frame: str) -> list[str]:
+    with opened(frame) as table:
+        return table.names()
+
+
+def _column(frame: str, name: str) -> Any:
+    with opened(frame) as table:
+        return table.column(name)

@@ -92,7 +92,9 @@ class FolderTree:
             with os.scandir(os.path.join(self.name, key)) as entries:
                 return sorted(entry.name for entry in entries if entry.is_dir())
         except OSError as error:
-            raise ReadError(f"{os.path.join(self.name, key)}: cannot be listed: {error.strerror}.") from error
+            raise ReadError(
+                f"{os.path.join(self.name, key)}: cannot be listed: {error.strerror}. Check its permissions."
+            ) from error
 
     def chunks(self, key: str, names: Iterable[str] = ()) -> tuple[Source, dict[str, tuple[int, int]]]:
         """Return a source of an array's files alone; see `Tree.chunks`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,10 @@ from gpuload.backends import codecs
 from gpuload.backends import parquet as backend
 from gpuload.cli import main
 from gpuload.formats import open_store, parquet_cells
-from tests.other_forms import FORMS, NAMES, lists_of, write_genes, write_parquet
+from gpuload.formats.parquet import Table
+from gpuload.formats.parquet_rows import about, spec_of
+from gpuload.source import FileSource
+from tests.other_forms import FORMS, NAMES, encoded, lists_of, write_genes, write_parquet
 from tests.writers import N_OBS, N_VARS, counts
 
 if TYPE_CHECKING:
@@ -63,6 +67,9 @@ def random_rows(seed: int, n_rows: int, n_vars: int, most: int, share_empty: flo
     version=st.sampled_from(["1.0", "2.0"]),
     codec=st.sampled_from(["NONE", "SNAPPY", "ZSTD", "GZIP", "LZ4"]),
     dictionary=st.sampled_from([False, 64, 1 << 20]),
+    encodings=st.sampled_from(
+        [None, ("PLAIN", "BYTE_STREAM_SPLIT"), ("BYTE_STREAM_SPLIT", "PLAIN"), ("DELTA_BINARY_PACKED", "PLAIN")]
+    ),
 )
 def test_as_written(
     tmp_path_factory: pytest.TempPathFactory,
@@ -78,6 +85,7 @@ def test_as_written(
     version: str,
     codec: str,
     dictionary: Any,
+    encodings: Any,
 ) -> None:
     path = tmp_path_factory.mktemp("random") / "cells.parquet"
     X = random_rows(seed, n_rows, n_vars, most, share_empty)
@@ -85,6 +93,8 @@ def test_as_written(
     options |= {"compression": codec, "use_dictionary": bool(dictionary)}
     if dictionary:
         options["dictionary_pagesize_limit"] = dictionary
+    elif encodings:
+        options |= encoded(*encodings)
     write_parquet(path, X, {}, first=first, leader=leader, **options)
     with gpuload.open_loader(path, output="csr", seed=seed % 7, batch_size=8, block_size=3, fetch_factor=3) as loader:
         seen = 0
@@ -95,6 +105,53 @@ def test_as_written(
             np.testing.assert_array_equal(batch.X.data, expected.data)
             seen += len(batch)
         assert seen == n_rows
+    assert_windows_find_the_same_rows(path, [256, 4_000, 1 << 16][seed % 3])
+
+
+def assert_windows_find_the_same_rows(path: Path, window: int) -> None:
+    """Compare what is found in parts of a column chunk, as they are read from afar, with what is found in a file."""
+    with closing(FileSource(path)) as source, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "WINDOW", window)
+        patch.setattr(backend.native, "FRONT", min(window, backend.native.FRONT))
+        table, raw = Table(source), np.fromfile(path, dtype=np.uint8)
+        for column in map(table.list_column, ("genes", "expressions")):
+            for offset, nbytes, n in zip(column.offset, column.nbytes, table.group_rows().tolist(), strict=True):
+                spec = spec_of(about(column), column.dtype, max_rows=n)
+                finder = backend.RowFinder(int(nbytes), spec, n)
+                while finder.wanted:
+                    first, size = finder.wanted
+                    part = raw[offset + first :][:size]
+                    assert part.size == size
+                    finder.take(np.append(part, np.zeros(backend.SLACK, np.uint8)))
+                starts, n_values = backend.row_starts(source.fileno(), offset, nbytes, spec, n)
+                np.testing.assert_array_equal(finder.result()[0], starts)
+                assert finder.result()[1] == n_values
+
+
+INTEGERS = st.one_of(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=400),
+    st.builds(lambda n, step: [k * step for k in range(n)], st.integers(1, 700), st.integers(-9, 2**50)),
+    st.builds(lambda n, bits: [(k * k) % (1 << bits) for k in range(n)], st.integers(1, 700), st.integers(1, 62)),
+)
+"""Runs of any width, of which none is wanted where the differences are one."""
+
+
+@settings(max_examples=80, deadline=None)
+@given(values=INTEGERS, dtype=st.sampled_from(["int32", "int64"]), version=st.sampled_from(["1.0", "2.0"]))
+def test_integers_as_differences(
+    tmp_path_factory: pytest.TempPathFactory, values: list[int], dtype: str, version: str
+) -> None:
+    path = tmp_path_factory.mktemp("differences") / "cells.parquet"
+    wanted = np.array(values, dtype=np.int64).astype(dtype)
+    columns = {"genes": [np.arange(wanted.size)], "expressions": pa.array([wanted])}
+    options = {"data_page_version": version, **encoded("DELTA_BINARY_PACKED", "DELTA_BINARY_PACKED")}
+    pq.write_table(pa.table(columns), path, **options)
+    with closing(open_store(path, layer="X", obs=())) as store:
+        layout = store.matrices[0].data
+        stored = np.empty(int(layout.chunk_nbytes[0]), dtype=np.uint8)
+        layout.source.read_into(stored, int(layout.chunk_offset[0]))
+        found = codecs.decode(layout.filters, 0, stored, wanted.nbytes, wanted.itemsize)
+    np.testing.assert_array_equal(found.view(dtype), wanted)
 
 
 @pytest.mark.parametrize("nullable", ["neither", "list", "value", "both"])

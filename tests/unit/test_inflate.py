@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import random
 import zlib
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 from gpuload.backends.native import inflate
-from gpuload.backends.native.inflate import adler32, describe, inflate_zlib, new_tables
+from gpuload.backends.native.checksums import adler32
+from gpuload.backends.native.inflate import are_by_turns, describe, inflate_two, inflate_zlib, new_tables
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,14 +48,43 @@ def tables() -> NDArray[np.uint8]:
 def decode(
     stream: bytes, size: int, tables: NDArray[np.uint8], *, need: int | None = None, verify: bool = True, shift: int = 0
 ) -> tuple[int, bytes]:
-    """Decode a stream that lies between other bytes, and check that nothing around the output was written."""
-    src = np.frombuffer(b"\xff" * shift + stream + b"\xff" * GUARD, np.uint8)
-    start = GUARD + shift
-    dst = np.full(start + size + GUARD, FILLER, np.uint8)
-    code = inflate_zlib(src, shift, len(stream), dst, start, size, size if need is None else need, tables, verify)
-    assert (dst[:start] == FILLER).all()
-    assert (dst[start + size :] == FILLER).all()
-    return code, dst[start : start + size].tobytes()
+    """Decode a stream that lies between other bytes, alone and by turns with another, in either place.
+
+    Check that nothing around the output was written, and that the other stream makes no difference, nor has one made.
+    """
+    other, other_plain = partner(size)
+    src = np.frombuffer(b"\xff" * shift + stream + b"\xff" * GUARD + other + b"\xff" * GUARD, np.uint8)
+    start, need = GUARD + shift, size if need is None else need
+    second = start + size + GUARD
+    dst = np.full(second + size + GUARD, FILLER, np.uint8)
+
+    def result() -> bytes:
+        for lo, hi in ((0, start), (start + size, second), (second + size, dst.size)):
+            assert (dst[lo:hi] == FILLER).all()
+        return dst[start : start + size].tobytes()
+
+    code = inflate_zlib(src, shift, len(stream), dst, start, size, need, tables, verify)
+    assert (dst[second : second + size] == FILLER).all()
+    plain = result()
+    one = (shift, len(stream), start, need, verify)
+    two = (shift + len(stream) + GUARD, len(other), second, size, True)
+    for first in (True, False):
+        dst[start : start + size] = dst[second : second + size] = FILLER
+        codes = inflate_two(src, *(one if first else two), *(two if first else one), dst, size, tables)
+        again, others = codes if first else codes[::-1]
+        assert (others, dst[second : second + size].tobytes()) == (size, other_plain)
+        # Unverified, a loop may go on for some symbols after what is needed: more bytes, or an error that is there.
+        assert again == code or (not verify and (min(again, code) >= need or max(again, code) >= need))
+        n = max(0, min(code, again))
+        assert result()[:n] == plain[:n]
+    return code, plain
+
+
+@cache
+def partner(size: int) -> tuple[bytes, bytes]:
+    """Return a stream to be decoded by turns with others, and what it holds."""
+    plain = mixed(size, size)
+    return deflate(plain, 1 + size % 9), plain
 
 
 def deflate(plain: bytes, level: int = 4, strategy: int = zlib.Z_DEFAULT_STRATEGY, mem: int = 8) -> bytes:
@@ -202,6 +233,11 @@ def test_checksum(tables: NDArray[np.uint8]) -> None:
         assert decode(bytes(wrong), 5_000, tables)[0] == inflate.BAD_CHECKSUM
         assert decode(bytes(wrong), 5_000, tables, verify=False) == (5_000, plain)
         assert decode(stream[:-k], 5_000, tables)[0] == inflate.TRUNCATED
+
+
+def test_streams_of_short_matches_are_decoded_by_turns() -> None:
+    assert are_by_turns(len(deflate(PLAIN["columns"])), len(deflate(PLAIN["noise"])), 4 * 36_558)
+    assert not are_by_turns(len(deflate(PLAIN["counts"])), len(deflate(PLAIN["counts"])), len(PLAIN["counts"]))
 
 
 def test_headers(tables: NDArray[np.uint8]) -> None:

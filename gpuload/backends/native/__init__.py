@@ -49,9 +49,26 @@ def cache_folder() -> str:
         return _passing_folder().name
 
 
+_MODULES = (
+    *("words", "checksums", "huffman", "inflate", "frames", "chunks"),
+    *("parquet_pages", "parquet_encodings", "parquet", "rows", "runs"),
+)
+
 _others, config.CACHE_DIR = config.CACHE_DIR, cache_folder()
 try:
-    for _name in ("inflate", "frames", "chunks", "parquet_pages", "parquet", "rows", "runs"):
+    for _name in (
+        "words",
+        "checksums",
+        "huffman",
+        "inflate",
+        "frames",
+        "chunks",
+        "parquet_pages",
+        "parquet_encodings",
+        "parquet",
+        "rows",
+        "runs",
+    ):
         import_module(f"{__name__}.{_name}")
 finally:
     config.CACHE_DIR = _others

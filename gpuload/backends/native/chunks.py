@@ -21,7 +21,7 @@ from numba import types
 from numba.extending import overload
 
 from gpuload.backends.native.frames import decode_blosc, decode_lz4, decode_zstd, gunzip, is_crc32c, unshuffle_items
-from gpuload.backends.native.inflate import inflate_zlib
+from gpuload.backends.native.inflate import are_by_turns, inflate_two, inflate_zlib
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -237,6 +237,15 @@ def items_needed(
 
 
 @numba.njit(nogil=True, cache=True)
+def encoded_nbytes(c: int, chunk_nbytes: Any, chunk_mask: Any, steps: Any) -> int:  # pragma: no cover - compiled
+    """Return how long the codec's stream of chunk c is; 0 where there is no such chunk, or it is not encoded."""
+    if c >= chunk_nbytes.size or (chunk_mask[c] >> np.uint32(steps[1])) & np.uint32(1):
+        return 0
+    has_fletcher = steps[2] >= 0 and not (chunk_mask[c] >> np.uint32(steps[2])) & np.uint32(1)
+    return max(0, chunk_nbytes[c] - 4 * has_fletcher - 4 * (steps[3] >= 0))
+
+
+@numba.njit(nogil=True, cache=True)
 def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
     buffer: Any,
     chunk_place: Any,
@@ -291,8 +300,8 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
     tables, addresses
         Workspace of the inflater; the addresses of the libraries' functions, as `frames` orders them.
     first, second : uint8
-        Scratch of at least `full_nbytes`; `first_typed`, `second_typed` are the same memory in the
-        stored dtype.
+        Scratch of at least `full_nbytes`; `first_typed`, `second_typed` are the same memory in the stored dtype. Where
+        `first` has room for two chunks, in halves of whole elements, deflate streams are decoded two by two.
     out : float32, or uint16 or int32 for column numbers
         The resident's array, flat.
     status : (3,) int64
@@ -305,6 +314,8 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
     """
     shuffle, codec, fletcher, crc = steps[0], steps[1], steps[2], steps[3]
     itemsize = first.size // first_typed.size
+    half = first.size // 2 if first.size >= 2 * full_nbytes else 0
+    ahead, got_ahead = -1, 0  # a chunk that has been inflated, into the second half, together with the one before it
     for c in range(chunk_id.size):
         lo, hi = chunk_pieces[c], chunk_pieces[c + 1]
         n, place, mask = chunk_nbytes[c], chunk_place[c], chunk_mask[c]
@@ -329,9 +340,36 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
         size = n if is_raw else full_nbytes
         from_item, to_item = items_needed(lo, hi, piece_src, piece_width, piece_rows, strides[0])
         need = size if is_shuffled else to_item * itemsize
+        at = 0
         if codec >= 0 and not (mask >> np.uint32(codec)) & np.uint32(1):
-            if steps[4] == DEFLATE:
-                got = inflate_zlib(buffer, place, n, first, 0, size, need, tables, is_due)
+            if c == ahead:
+                got, at = got_ahead, half
+            elif steps[4] == DEFLATE:
+                n_next = encoded_nbytes(c + 1, chunk_nbytes, chunk_mask, steps) if half > 0 else 0
+                if n_next > 0 and are_by_turns(n, n_next, size):
+                    _, to_next = items_needed(
+                        chunk_pieces[c + 1], chunk_pieces[c + 2], piece_src, piece_width, piece_rows, strides[0]
+                    )
+                    is_next_due = verify == ALWAYS or (verify == ONCE and verified[chunk_id[c + 1]] == 0)
+                    ahead = c + 1
+                    got, got_ahead = inflate_two(
+                        buffer,
+                        place,
+                        n,
+                        0,
+                        need,
+                        is_due,
+                        chunk_place[ahead],
+                        n_next,
+                        half,
+                        size if shuffle >= 0 else to_next * itemsize,
+                        is_next_due,
+                        first,
+                        size,
+                        tables,
+                    )
+                else:
+                    got = inflate_zlib(buffer, place, n, first, 0, size, need, tables, is_due)
             elif steps[4] == GZIP:
                 got = gunzip(buffer, place, n, first, size, need, tables, is_due)
             elif steps[4] == ZSTD:
@@ -355,12 +393,13 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
         if is_due:
             verified[chunk_id[c]] = 1
         if is_shuffled:
-            unshuffle_items(first, 0, second, 0, size, itemsize, from_item, to_item)
+            unshuffle_items(first, at, second, 0, size, itemsize, from_item, to_item)
             code = copy_pieces(
                 second_typed, lo, hi, piece_src, piece_dest, piece_width, piece_rows, strides, limit, out
             )
         else:
-            code = copy_pieces(first_typed, lo, hi, piece_src, piece_dest, piece_width, piece_rows, strides, limit, out)
+            typed = first_typed[at // itemsize :]
+            code = copy_pieces(typed, lo, hi, piece_src, piece_dest, piece_width, piece_rows, strides, limit, out)
         if code < 0:
             status[0] = code
             return -1 - c

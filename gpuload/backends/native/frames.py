@@ -27,18 +27,9 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from gpuload.backends.native.inflate import (
-    BAD_CHECKSUM,
-    BAD_HEADER,
-    TOO_SHORT,
-    TRUNCATED,
-    _decode_blocks,
-    _load8,
-    _load16,
-    _load32,
-    _load64,
-    inflate_zlib,
-)
+from gpuload.backends.native.huffman import TRUNCATED
+from gpuload.backends.native.inflate import BAD_CHECKSUM, BAD_HEADER, TOO_SHORT, decode_blocks, inflate_zlib
+from gpuload.backends.native.words import load8, load16, load32, load64
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -124,7 +115,7 @@ def _crc(tables: Any, address: int, n: int) -> int:  # pragma: no cover - compil
     crc = 0xFFFFFFFF
     i = 0
     while n - i >= 8:
-        word = _load64(address + i)
+        word = load64(address + i)
         low, high = (word & 0xFFFFFFFF) ^ crc, (word >> 32) & 0xFFFFFFFF
         crc = (
             np.int64(tables[7, low & 255])
@@ -138,7 +129,7 @@ def _crc(tables: Any, address: int, n: int) -> int:  # pragma: no cover - compil
         )
         i += 8
     while i < n:
-        crc = (crc >> 8) ^ np.int64(tables[0, (crc ^ _load8(address + i)) & 255])
+        crc = (crc >> 8) ^ np.int64(tables[0, (crc ^ load8(address + i)) & 255])
         i += 1
     return crc ^ 0xFFFFFFFF
 
@@ -158,7 +149,7 @@ def crc32c(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
 @_native
 def is_crc32c(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
     """Return whether the 4 bytes after n bytes are their CRC-32C, little-endian."""
-    return bool(_load32(np.int64(buf.ctypes.data) + pos + n) == crc32c(buf, pos, n))
+    return bool(load32(np.int64(buf.ctypes.data) + pos + n) == crc32c(buf, pos, n))
 
 
 @_native
@@ -212,15 +203,15 @@ def gunzip(  # noqa: PLR0911 - one for each way to end
     end = at + np.int64(src_len)
     if end - at < 18:
         return TRUNCATED
-    flags = _load8(at + 3)
-    if _load16(at) != 0x8B1F or _load8(at + 2) != 8 or flags & 0xE0:
+    flags = load8(at + 3)
+    if load16(at) != 0x8B1F or load8(at + 2) != 8 or flags & 0xE0:
         return BAD_HEADER
     at += 10
     if flags & 4:  # further fields
-        at += 2 + _load16(at)
+        at += 2 + load16(at)
     for bit in (8, 16):  # a name, a comment
         if flags & bit:
-            while at < end and _load8(at):
+            while at < end and load8(at):
                 at += 1
             at += 1
     if flags & 2:
@@ -230,7 +221,7 @@ def gunzip(  # noqa: PLR0911 - one for each way to end
     first = np.int64(dst.ctypes.data)
     out_end = first + np.int64(dst_len)
     enough = out_end + 1 if verify else first + np.int64(need)
-    code, at, out = _decode_blocks(np.int64(tables.ctypes.data), at, end, first, out_end, enough)
+    code, at, out = decode_blocks(np.int64(tables.ctypes.data), at, end, first, out_end, enough)
     if code < 0:
         return code
     if not verify:
@@ -239,7 +230,7 @@ def gunzip(  # noqa: PLR0911 - one for each way to end
         return TOO_SHORT
     if end - at < 8:
         return TRUNCATED
-    is_right = _load32(at) == crc32(dst, 0, dst_len) and _load32(at + 4) == dst_len & 0xFFFFFFFF
+    is_right = load32(at) == crc32(dst, 0, dst_len) and load32(at + 4) == dst_len & 0xFFFFFFFF
     return out - first if is_right else BAD_CHECKSUM
 
 
@@ -249,7 +240,7 @@ def decode_lz4(
 ) -> int:  # pragma: no cover - compiled
     """Decode an LZ4 block after its decoded size (int32), as numcodecs frames it; parameters as of `decode_blosc`."""
     at = np.int64(src.ctypes.data) + src_pos
-    if n < 4 or _load32(at) != size:
+    if n < 4 or load32(at) != size:
         return BAD_LZ4
     got = _lz4(at + 4, n - 4, np.int64(dst.ctypes.data), size, need, addresses)
     return got if got >= need else BAD_LZ4
@@ -306,12 +297,12 @@ def decode_blosc(  # noqa: PLR0911 - one for each way to end
         Bytes decoded, or a code of this module.
     """
     base = np.int64(src.ctypes.data) + src_pos
-    if n < 16 or _load8(base) != 2:
+    if n < 16 or load8(base) != 2:
         return BAD_BLOSC
-    flags, typesize, block_nbytes = _load8(base + 2), _load8(base + 3), _load32(base + 8)
-    if _load32(base + 4) != size or _load32(base + 12) > n:
+    flags, typesize, block_nbytes = load8(base + 2), load8(base + 3), load32(base + 8)
+    if load32(base + 4) != size or load32(base + 12) > n:
         return BAD_BLOSC_SIZE
-    n = _load32(base + 12)
+    n = load32(base + 12)
     to = np.int64(dst.ctypes.data)
     if flags & _COPIED:
         if n != size + 16:
@@ -345,7 +336,7 @@ def decode_blosc(  # noqa: PLR0911 - one for each way to end
         else:
             item_lo, item_hi = 0, 0
             need = nbytes // n_streams if n_streams > 1 else min(nbytes, hi - first)
-        start = _load32(base + 16 + 4 * k)
+        start = load32(base + 16 + 4 * k)
         if start < 16 + 4 * n_blocks or start > n - 4:
             return BAD_BLOSC
         code = _block(
@@ -391,7 +382,7 @@ def _block(
     for _ in range(n_streams):
         if end - at < 4:
             return BAD_STREAM
-        stored = _load32(at)
+        stored = load32(at)
         at, src_pos = at + 4, src_pos + 4
         if stored == 0 or stored > end - at:
             return BAD_STREAM

@@ -2,8 +2,8 @@
 
 A column chunk is a dictionary page, where there is one, and data pages after it. The levels at the front of a data page
 say where rows begin. So rows are found by reading the fronts of pages alone, as far as the codec lets a page be entered
-(`row_starts`); and values are decoded without looking at levels, unless the first value of each row is to be left out,
-as models with a token for the cell write it (`decode_column`).
+(`row_starts`, `page_rows`); and values are decoded without looking at levels, unless the first value of each row is to
+be left out, as models with a token for the cell write it (`decode_column`).
 
 Input is untrusted: whatever the bytes, a call ends, and nothing outside input and output is touched.
 
@@ -22,16 +22,7 @@ import numpy as np
 from numba.core import types
 
 from gpuload.backends.native.frames import crc32
-from gpuload.backends.native.inflate import (
-    _load8,
-    _load16,
-    _load32,
-    _load64,
-    _shift_right,
-    _store16,
-    _store32,
-    _store64,
-)
+from gpuload.backends.native.parquet_encodings import make_plain, store
 from gpuload.backends.native.parquet_pages import (
     BAD_COUNT,
     BAD_CRC,
@@ -41,17 +32,20 @@ from gpuload.backends.native.parquet_pages import (
     BAD_LEADER,
     BAD_LEVELS,
     BAD_PAGE_SIZE,
+    BYTE_STREAM_SPLIT,
     CODEC,
     CRC,
     DATA,
     DATA_V2,
     DEF_NBYTES,
+    DELTA_BINARY_PACKED,
     DICTIONARY,
     ENCODING,
     FIRST,
     FULL,
     HAS_LEADER,
     IS_GENES,
+    IS_INTEGER,
     IS_PACKED,
     MAX_DEF,
     MAX_PAGE,
@@ -78,6 +72,7 @@ from gpuload.backends.native.parquet_pages import (
     snappy_front,
     start_levels,
 )
+from gpuload.backends.native.words import load8, load16, load32, load64, shift_right, store32
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +98,7 @@ def new_spec(given: Sequence[int]) -> NDArray[np.int64]:
 
 
 @_native
-def row_starts(  # noqa: PLR0911 - one for each thing that may be wrong
+def row_starts(
     fd: int,
     offset: int,
     nbytes: int,
@@ -111,6 +106,7 @@ def row_starts(  # noqa: PLR0911 - one for each thing that may be wrong
     starts: Any,
     found: Any,
     front: Any,
+    page: Any,
     whole: Any,
     tables: Any,
     addresses: Any,
@@ -124,76 +120,113 @@ def row_starts(  # noqa: PLR0911 - one for each thing that may be wrong
         Open descriptor.
     offset, nbytes
         The chunk.
+    starts, found
+        As for `page_rows`, for all pages.
+    front : (FRONT + SLACK,) uint8
+        Scratch.
+    page : uint8
+        Scratch for a page as it is stored and `SLACK`; see `found`.
+    spec, whole, tables, addresses, snappy
+        As for `page_rows`.
+
+    Returns
+    -------
+    int
+        0, or 1 where `page` or `whole` is too small, or a code.
+    """
+    found[:] = 0
+    done = 0
+    while done < nbytes:
+        n = min(FRONT, nbytes - done)
+        if _read(fd, np.int64(front.ctypes.data), n, offset + done) < n:
+            return SHORT_READ
+        code = page_rows(front, n, nbytes - done, spec, starts, found, whole, tables, addresses, snappy)
+        if code == 1:
+            n = found[2]
+            if n + SLACK > page.size or found[3] > whole.size:
+                return 1
+            if _read(fd, np.int64(page.ctypes.data), n, offset + done) < n:
+                return SHORT_READ
+            code = page_rows(page, n, nbytes - done, spec, starts, found, whole, tables, addresses, snappy)
+        if code != 0:
+            return code
+        done += found[2]
+    return 0
+
+
+@_native
+def page_rows(  # noqa: PLR0911 - one for each thing that may be wrong
+    src: Any,
+    n: int,
+    left: int,
+    spec: Any,
+    starts: Any,
+    found: Any,
+    whole: Any,
+    tables: Any,
+    addresses: Any,
+    snappy: int,
+) -> int:  # pragma: no cover - compiled
+    """Find the rows that begin in a page, of which there may be only the front.
+
+    Parameters
+    ----------
+    src : uint8
+        The page's first bytes, src[:n], and `SLACK`.
+    left
+        Bytes of the chunk from this page on.
     spec
         The column.
     starts : (n_rows,) int64
         Out: number of the first value of each row; the next row's where it has none.
-    found : (3,) int64
-        Out: rows; values; where that is what is missing, the size that `whole` must have.
-    front : (FRONT + SLACK,) uint8
-        Scratch.
-    whole : uint8
-        Scratch, of two halves; see `found`.
+    found : (4,) int64
+        Rows and values found so far, brought up to date here. Out: bytes of the page with its header; those that
+        `whole` must have where all of the page is needed.
+    whole : (FRONT + SLACK,) uint8, or more
+        Scratch for the page as it is decompressed.
     tables, addresses, snappy
         As for `decode_column`.
 
     Returns
     -------
     int
-        0, or 1 where `whole` is too small, or a code.
+        0, or 1 where all of the page is needed, or a larger `whole`, or a code.
     """
-    found[:] = 0
     page, cursors, place = np.empty(N_PAGE, dtype=np.int64), np.empty((2, 6), dtype=np.int64), np.zeros(4, np.int64)
-    base, half = np.int64(front.ctypes.data), whole.size // 2
-    first, second = np.int64(whole.ctypes.data), np.int64(whole.ctypes.data) + whole.size // 2
-    done = 0
-    while done < nbytes:
-        got = _read(fd, base, min(FRONT, nbytes - done), offset + done)
-        if got < min(FRONT, nbytes - done):
-            return SHORT_READ
-        at = page_header(base, base + got, page)
-        if at < 0:
-            return BAD_HEADER
-        head = at - base
-        done += head + page[STORED]
-        if done > nbytes:
-            return BAD_PAGE_SIZE
-        if page[TYPE] != DATA and page[TYPE] != DATA_V2:
-            continue
-        end = min(base + got, at + page[STORED])
-        is_open = page[TYPE] == DATA_V2 or spec[CODEC] == NO_CODEC
-        code = find_levels(at, end, page, spec, place) if is_open else TRUNCATED
-        if code == TRUNCATED and spec[CODEC] == SNAPPY and half >= FRONT and not is_open:
-            n = snappy_front(at, end, first, min(half, page[FULL]), min(half, 4))
-            need = 4 + _load32(first) + 8 if n >= 4 else half
-            n = snappy_front(at, end, first, min(half, page[FULL]), min(half, need))
-            if n >= need and spec[MAX_DEF] > 0:
-                need += _load32(first + need - 8) - 4
-                n = snappy_front(at, end, first, min(half, page[FULL]), min(half, need))
-            if n > 0:
-                code = find_levels(first, first + n, page, spec, place)
-        if code == TRUNCATED:
-            if half < max(page[STORED], page[FULL]) + SLACK:
-                found[2] = 2 * (max(page[STORED], page[FULL]) + SLACK)
-                return 1
-            if _read(fd, second, page[STORED], offset + done - page[STORED]) < page[STORED]:
-                return SHORT_READ
-            at = second
-            if not is_open:
-                code = decompress(
-                    second, page[STORED], first, page[FULL], spec[CODEC], whole, whole, tables, addresses, snappy
-                )
-                if code < 0:
-                    return code
-                at = first
-            end = at + (page[STORED] if is_open else page[FULL])
-            code = find_levels(at, end, page, spec, place)
-        if code < 0:
-            return BAD_LEVELS if code == TRUNCATED else code
-        code = find_rows(place[0], place[1], place[2], place[3], page[N], spec, cursors, starts, found)
-        if code < 0:
-            return code
-    return 0
+    base, first = np.int64(src.ctypes.data), np.int64(whole.ctypes.data)
+    at = page_header(base, base + n, page)
+    if at < 0:
+        return BAD_HEADER
+    found[2], found[3] = at - base + page[STORED], page[FULL] + SLACK
+    if found[2] > left:
+        return BAD_PAGE_SIZE
+    if page[TYPE] != DATA and page[TYPE] != DATA_V2:
+        return 0
+    end = min(base + n, at + page[STORED])
+    is_open = page[TYPE] == DATA_V2 or spec[CODEC] == NO_CODEC
+    code = find_levels(at, end, page, spec, place) if is_open else TRUNCATED
+    if code == TRUNCATED and spec[CODEC] == SNAPPY and not is_open:
+        room = whole.size
+        m = snappy_front(at, end, first, min(room, page[FULL]), min(room, 4))
+        need = 4 + load32(first) + 8 if m >= 4 else room
+        m = snappy_front(at, end, first, min(room, page[FULL]), min(room, need))
+        if m >= need and spec[MAX_DEF] > 0:
+            need += load32(first + need - 8) - 4
+            m = snappy_front(at, end, first, min(room, page[FULL]), min(room, need))
+        if m > 0:
+            code = find_levels(first, first + m, page, spec, place)
+    if code == TRUNCATED:
+        if n < found[2] or (not is_open and whole.size < found[3]):
+            return 1
+        if not is_open:
+            size = page[FULL]
+            code = decompress(at, page[STORED], first, size, spec[CODEC], src, whole, tables, addresses, snappy)
+            if code < 0:
+                return code
+            code = find_levels(first, first + size, page, spec, place)
+    if code < 0:
+        return BAD_LEVELS if code == TRUNCATED else code
+    return find_rows(place[0], place[1], place[2], place[3], page[N], spec, cursors, starts, found)
 
 
 @_native
@@ -214,7 +247,8 @@ def scan_pages(src: Any, n: int, found: Any) -> int:  # pragma: no cover - compi
     Parameters
     ----------
     found : (3,) int64
-        Out: most bytes that a page takes when it is decompressed; entries of the dictionary; levels of all data pages.
+        Out: most bytes that a page takes when it is decompressed; entries of the dictionary; most values of a data page
+        that are to be made plain first.
 
     Returns
     -------
@@ -235,8 +269,8 @@ def scan_pages(src: Any, n: int, found: Any) -> int:  # pragma: no cover - compi
         found[0] = max(found[0], page[FULL])
         if page[TYPE] == DICTIONARY:
             found[1] = max(found[1], page[N])
-        else:
-            found[2] += page[N]
+        elif page[ENCODING] == DELTA_BINARY_PACKED or page[ENCODING] == BYTE_STREAM_SPLIT:
+            found[2] = max(found[2], page[N])
     return 0
 
 
@@ -244,13 +278,13 @@ def scan_pages(src: Any, n: int, found: Any) -> int:  # pragma: no cover - compi
 def _item(at: int, spec: Any) -> int:  # pragma: no cover - compiled
     """Return a stored value as it is to be handed over, in its low bytes."""
     if spec[WIDTH] == 4:
-        item = _load32(at)
+        item = load32(at)
         if spec[IS_GENES]:
             item = (item ^ 0x80000000) - 0x80000000
     elif spec[WIDTH] == 8:
-        item = _load64(at)
+        item = load64(at)
     else:
-        return _load16(at)
+        return load16(at)
     if spec[IS_GENES]:
         item -= spec[FIRST]
         return item if 0 <= item < 0x7FFFFFFF else -1
@@ -258,18 +292,8 @@ def _item(at: int, spec: Any) -> int:  # pragma: no cover - compiled
 
 
 @_native
-def _store(to: int, item: int, width: int) -> None:  # pragma: no cover - compiled
-    if width == 4:
-        _store32(to, item)
-    elif width == 8:
-        _store64(to, item)
-    else:
-        _store16(to, item)
-
-
-@_native
 def _load(at: int, width: int) -> int:  # pragma: no cover - compiled
-    return _load32(at) if width == 4 else _load64(at) if width == 8 else _load16(at)
+    return load32(at) if width == 4 else load64(at) if width == 8 else load16(at)
 
 
 @_native
@@ -281,12 +305,12 @@ def _plain(at: int, n: int, spec: Any, to: int, width: int) -> None:  # pragma: 
     first = spec[FIRST]
     if spec[WIDTH] == 8:
         for k in range(n):
-            item = _load64(at + 8 * k) - first
-            _store32(to + 4 * k, item if 0 <= item < 0x7FFFFFFF else -1)
+            item = load64(at + 8 * k) - first
+            store32(to + 4 * k, item if 0 <= item < 0x7FFFFFFF else -1)
     else:
         for k in range(n):
-            item = (_load32(at + 4 * k) ^ 0x80000000) - 0x80000000 - first
-            _store32(to + 4 * k, item if 0 <= item < 0x7FFFFFFF else -1)
+            item = (load32(at + 4 * k) ^ 0x80000000) - 0x80000000 - first
+            store32(to + 4 * k, item if 0 <= item < 0x7FFFFFFF else -1)
 
 
 @_native
@@ -299,30 +323,30 @@ def _look_up(
     if width == 4 and bits == 16:
         at += 2 * first
         for k in range(n):
-            index = _load16(at + 2 * k)
+            index = load16(at + 2 * k)
             greatest = max(greatest, index)
-            _store32(to + 4 * k, _load32(entries + 4 * min(index, last)))
+            store32(to + 4 * k, load32(entries + 4 * min(index, last)))
         return greatest
     if width == 4 and bits == 8:
         at += first
         for k in range(n):
-            index = _load8(at + k)
+            index = load8(at + k)
             greatest = max(greatest, index)
-            _store32(to + 4 * k, _load32(entries + 4 * min(index, last)))
+            store32(to + 4 * k, load32(entries + 4 * min(index, last)))
         return greatest
     bit = first * bits
     if width == 4:
         for k in range(n):
-            index = _shift_right(_load64(at + (bit >> 3)), bit & 7) & mask
+            index = shift_right(load64(at + (bit >> 3)), bit & 7) & mask
             bit += bits
             greatest = max(greatest, index)
-            _store32(to + 4 * k, _load32(entries + 4 * min(index, last)))
+            store32(to + 4 * k, load32(entries + 4 * min(index, last)))
         return greatest
     for k in range(n):
-        index = _shift_right(_load64(at + (bit >> 3)), bit & 7) & mask
+        index = shift_right(load64(at + (bit >> 3)), bit & 7) & mask
         bit += bits
         greatest = max(greatest, index)
-        _store(to + width * k, _load(entries + width * min(index, last), width), width)
+        store(to + width * k, _load(entries + width * min(index, last), width), width)
     return greatest
 
 
@@ -356,7 +380,7 @@ def _values(  # noqa: PLR0911 - one for each thing that may be wrong
     else:
         if n_entries == 0 or at >= end:
             return BAD_ENCODING if n_entries == 0 else BAD_COUNT
-        bits = _load8(at)
+        bits = load8(at)
         at += 1
         if bits > 32:
             return BAD_ENCODING
@@ -378,7 +402,7 @@ def _values(  # noqa: PLR0911 - one for each thing that may be wrong
                     return BAD_COUNT
                 index = 0
                 for b in range((bits + 7) >> 3):
-                    index |= _load8(at + b) << (8 * b)
+                    index |= load8(at + b) << (8 * b)
                 at += (bits + 7) >> 3
                 if index >= n_entries:
                     return BAD_INDEX
@@ -390,7 +414,7 @@ def _values(  # noqa: PLR0911 - one for each thing that may be wrong
                 value = _item(at + spec[WIDTH] * done, spec)
             elif is_packed:
                 bit = run * bits
-                index = _shift_right(_load64(item + (bit >> 3)), bit & 7) & ((1 << bits) - 1)
+                index = shift_right(load64(item + (bit >> 3)), bit & 7) & ((1 << bits) - 1)
                 if index >= n_entries:
                     return BAD_INDEX
                 value = _load(entries + width * index, width)
@@ -408,7 +432,7 @@ def _values(  # noqa: PLR0911 - one for each thing that may be wrong
                 return BAD_INDEX
         else:
             for i in range(m):
-                _store(to + width * (out + i), item, width)
+                store(to + width * (out + i), item, width)
         done, left, run, out = stop, left - m, run + m, out + m
     return out
 
@@ -422,6 +446,7 @@ def decode_column(  # noqa: PLR0911 - one for each thing that may be wrong
     width: int,
     entries: Any,
     buffer: Any,
+    plain: Any,
     starts: Any,
     dropped: Any,
     tables: Any,
@@ -440,8 +465,9 @@ def decode_column(  # noqa: PLR0911 - one for each thing that may be wrong
         Is filled; values of another number are an error.
     width
         Bytes of a value that is handed over: 4 of column numbers, else those of a stored one.
-    entries, buffer : uint8
-        Scratch for the dictionary, of `width` bytes an entry, and for a page and `SLACK`; see `scan_pages`.
+    entries, buffer, plain : uint8
+        Scratch for the dictionary, of `width` bytes an entry, for a page and `SLACK`, and for the values of one that
+        are made plain, as far as `out` and the first values of rows have room for them; see `scan_pages`.
     starts, dropped : int64
         Scratch of as many as a chunk has rows; of columns with a leader only.
     tables, addresses, snappy
@@ -490,7 +516,9 @@ def decode_column(  # noqa: PLR0911 - one for each thing that may be wrong
         at += stored
         encoding, page_end = page[ENCODING], page_at + full
         is_plain = encoding == PLAIN
-        if not is_plain and encoding != PLAIN_DICTIONARY and encoding != RLE_DICTIONARY:  # noqa: PLR1714 - compiled
+        is_entries = encoding == PLAIN_DICTIONARY or encoding == RLE_DICTIONARY  # noqa: PLR1714 - compiled
+        is_other = encoding == BYTE_STREAM_SPLIT or (encoding == DELTA_BINARY_PACKED and spec[IS_INTEGER] != 0)
+        if not is_plain and not is_entries and (not is_other or kind == DICTIONARY):
             return BAD_ENCODING
         if kind == DICTIONARY:
             n_entries = page[N]
@@ -518,6 +546,14 @@ def decode_column(  # noqa: PLR0911 - one for each thing that may be wrong
             found[0] = 1  # not counted, but there
         if n_values - n_dropped > room - n_out:
             return BAD_COUNT
+        if is_other and n_values:
+            if n_values * spec[WIDTH] > plain.size:
+                return BAD_COUNT
+            plain_at = np.int64(plain.ctypes.data)
+            code = make_plain(values_at, page_end, n_values, encoding, plain_at, spec[WIDTH])
+            if code < 0:
+                return code
+            values_at, page_end = plain_at, plain_at + n_values * spec[WIDTH]
         got = _values(
             values_at,
             page_end,
@@ -530,7 +566,7 @@ def decode_column(  # noqa: PLR0911 - one for each thing that may be wrong
             leader,
             to + width * n_out,
             width,
-            is_plain,
+            is_plain or is_other,
         )
         if got < 0:
             return got

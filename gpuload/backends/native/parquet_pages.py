@@ -20,7 +20,7 @@ import numba
 import numpy as np
 
 from gpuload.backends.native.frames import _I32, _I64, _caller, _lz4, _zstd, gunzip
-from gpuload.backends.native.inflate import _load8, _load32, _load64, _shift_right, _store8, _store64
+from gpuload.backends.native.words import load8, load32, load64, shift_right, store8, store64
 
 BAD_HEADER = -301
 BAD_PAGE_SIZE = -302
@@ -41,13 +41,12 @@ CODECS = {"UNCOMPRESSED": 0, "SNAPPY": 1, "GZIP": 2, "ZSTD": 6, "LZ4": 7}
 
 NO_CODEC, SNAPPY, _GZIP, _ZSTD, _LZ4_RAW = 0, 1, 2, 6, 7
 DATA, DICTIONARY, DATA_V2 = 0, 2, 3
-PLAIN, PLAIN_DICTIONARY, _RLE, RLE_DICTIONARY = 0, 2, 3, 8
+PLAIN, PLAIN_DICTIONARY, _RLE, DELTA_BINARY_PACKED, RLE_DICTIONARY, BYTE_STREAM_SPLIT = 0, 2, 3, 5, 8, 9
 
-CODEC, WIDTH, MAX_DEF, DEF_EMPTY, IS_GENES, FIRST, HAS_LEADER, MAX_ROWS = range(8)
+CODEC, WIDTH, MAX_DEF, DEF_EMPTY, IS_GENES, FIRST, HAS_LEADER, MAX_ROWS, IS_INTEGER = range(9)
 """Places in the description of a column: codec; bytes of a stored value; definition level of a value, and of an empty
 list; whether it holds column numbers; which number is column 0; whether the first value of each row is left out; rows
-that a chunk has at most."""
-N_SPEC = 8
+that a chunk has at most; whether its values are integers."""
 
 # What a page's header says.
 (
@@ -102,7 +101,7 @@ def read_varint(at: int, end: int) -> Any:  # pragma: no cover - compiled
     """Return a number and the address after it; an address below 0 where there is none."""
     value, shift = 0, 0
     while at < end and shift < 64:
-        byte = _load8(at)
+        byte = load8(at)
         at += 1
         value |= (byte & 127) << shift
         if byte < 128:
@@ -139,7 +138,7 @@ def _skip(at: int, end: int, kind: int) -> int:  # noqa: PLR0911 - one for each 
         while depth and not is_next:
             if at >= end:
                 return TRUNCATED
-            byte = _load8(at)
+            byte = load8(at)
             at += 1
             if byte == 0:
                 depth -= 1
@@ -164,7 +163,7 @@ def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - comp
     while True:
         if at >= end:
             return TRUNCATED
-        byte = _load8(at)
+        byte = load8(at)
         at += 1
         if byte == 0:
             if struct == 0:
@@ -177,7 +176,7 @@ def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - comp
             value, at = read_varint(at, end)
             if at < 0:
                 return at
-            field = _shift_right(value, 1) ^ -(value & 1)
+            field = shift_right(value, 1) ^ -(value & 1)
         if struct == 0 and kind == 12 and (field == 5 or field == 7 or field == 8):  # noqa: PLR1714 - compiled
             struct, field, outer = field, 0, field
             continue
@@ -186,7 +185,7 @@ def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - comp
             value, at = read_varint(at, end)
             if at < 0:
                 return at
-            page[place] = _shift_right(value, 1) ^ -(value & 1)
+            page[place] = shift_right(value, 1) ^ -(value & 1)
         elif place != _OTHER and (kind == 1 or kind == 2):  # noqa: PLR1714 - compiled
             page[place] = kind == 1
         else:
@@ -237,10 +236,10 @@ def copy_bytes(at: int, to: int, n: int) -> None:  # pragma: no cover - compiled
     """Copy n bytes from one address to another."""
     i = 0
     while n - i >= 8:
-        _store64(to + i, _load64(at + i))
+        store64(to + i, load64(at + i))
         i += 8
     while i < n:
-        _store8(to + i, _load8(at + i))
+        store8(to + i, load8(at + i))
         i += 1
 
 
@@ -259,7 +258,7 @@ def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pr
     room = min(room, size)
     out = 0
     while out < need and at < end:
-        tag = _load8(at)
+        tag = load8(at)
         at += 1
         kind = tag & 3
         if kind == 0:
@@ -270,7 +269,7 @@ def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pr
                     return out
                 n = 0
                 for k in range(extra):
-                    n |= _load8(at + k) << (8 * k)
+                    n |= load8(at + k) << (8 * k)
                 at += extra
             n += 1
             given = min(n, end - at, room - out)
@@ -285,7 +284,7 @@ def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pr
             return out
         offset = 0
         for k in range(width):
-            offset |= _load8(at + k) << (8 * k)
+            offset |= load8(at + k) << (8 * k)
         at += width
         if kind == 1:
             n = 4 + ((tag >> 2) & 7)
@@ -296,7 +295,7 @@ def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pr
             return BAD_CODEC
         n = min(n, room - out)
         for k in range(n):
-            _store8(to + out + k, _load8(to + out + k - offset))
+            store8(to + out + k, load8(to + out + k - offset))
         out += n
         if out >= room:
             break
@@ -332,7 +331,7 @@ def _next_run(cursor: Any) -> bool:  # pragma: no cover - compiled
         return cursor[_LEFT] > 0
     if at >= end:
         return False
-    cursor[_LEFT], cursor[_STATE], cursor[_AT] = header >> 1, _load8(at), at + 1
+    cursor[_LEFT], cursor[_STATE], cursor[_AT] = header >> 1, load8(at), at + 1
     return True
 
 
@@ -347,7 +346,7 @@ def _next_level(cursor: Any) -> int:  # pragma: no cover - compiled
     level = 0
     for k in range(cursor[_BITS]):
         bit = cursor[_STATE] + k
-        level |= ((_load8(bit >> 3) >> (bit & 7)) & 1) << k
+        level |= ((load8(bit >> 3) >> (bit & 7)) & 1) << k
     cursor[_STATE] += cursor[_BITS]
     return level
 
@@ -413,7 +412,7 @@ def find_rows(  # noqa: PLR0911 - one for each thing that may be wrong
         if rep_levels[_PACKED]:
             at, k = rep_levels[_STATE] >> 3, 0
             while k < m:
-                byte = _load8(at + (k >> 3))
+                byte = load8(at + (k >> 3))
                 if byte == 255 and m - k >= 8:
                     k += 8
                     continue
@@ -455,7 +454,7 @@ def find_levels(at: int, end: int, page: Any, spec: Any, place: Any) -> int:  # 
     for k in range(1 + (spec[MAX_DEF] > 0)):
         if end - at < 4:
             return TRUNCATED
-        n = _load32(at)
+        n = load32(at)
         if n > page[FULL]:
             return BAD_LEVELS
         place[2 * k], place[2 * k + 1] = at + 4, at + 4 + n

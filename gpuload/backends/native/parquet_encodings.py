@@ -1,0 +1,110 @@
+"""Values of a page of Parquet that are neither plain nor numbers of entries: made plain before they are handed over.
+
+Input is untrusted: whatever the bytes, a call ends, and nothing outside input and output is touched.
+
+References
+----------
+.. [1] Apache Parquet format specification: "Encodings" (DELTA_BINARY_PACKED, BYTE_STREAM_SPLIT).
+.. [2] Lemire, Boytsov, "Decoding billions of integers per second through vectorization", Software: Practice and
+   Experience 2015, doi:10.1002/spe.2203 (differences packed into few bits).
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from gpuload.backends.native.parquet_pages import BAD_COUNT, BAD_ENCODING, BYTE_STREAM_SPLIT, MAX_PAGE, read_varint
+from gpuload.backends.native.words import load8, load64, shift_right, store16, store32, store64
+
+_native = numba.njit(nogil=True, cache=True, error_model="numpy")
+
+_PER_WORD = 32
+"""A run of differences of one width holds a multiple of so many."""
+
+
+@_native
+def make_plain(at: int, end: int, n: int, encoding: int, to: int, width: int) -> int:  # pragma: no cover - compiled
+    """Write n values of `width` bytes one after the other; return 0 or a code. 16 bytes after `end` may be read."""
+    if encoding == BYTE_STREAM_SPLIT:
+        return _join_streams(at, end, n, to, width)
+    return _add_differences(at, end, n, to, width)
+
+
+@_native
+def store(to: int, item: int, width: int) -> None:  # pragma: no cover - compiled
+    """Write the low bytes of a value."""
+    if width == 4:
+        store32(to, item)
+    elif width == 8:
+        store64(to, item)
+    else:
+        store16(to, item)
+
+
+@_native
+def _join_streams(at: int, end: int, n: int, to: int, width: int) -> int:  # pragma: no cover - compiled
+    """Put values together of which the first bytes lie together, then the second ones, and so on."""
+    if end - at != n * width:
+        return BAD_COUNT
+    for k in range(n):
+        item = 0
+        for b in range(width):
+            item |= load8(at + n * b + k) << (8 * b)
+        store(to + width * k, item, width)
+    return 0
+
+
+@_native
+def _read_integer(at: int, end: int, width: int):  # pragma: no cover - compiled
+    """Return an integer with a sign, and the address after it, below 0 where there is none of that width."""
+    if at < 0:
+        return 0, at
+    value, at = read_varint(at, end)
+    if width == 4 and value >> 32:
+        return 0, BAD_COUNT
+    return shift_right(value, 1) ^ -(value & 1), at
+
+
+@_native
+def _add_differences(  # noqa: PLR0911 - one for each thing that may be wrong
+    at: int, end: int, n: int, to: int, width: int
+) -> int:  # pragma: no cover - compiled
+    """Add up integers of which the first is stored, and then by how much each is greater than the one before it."""
+    n_block, at = read_varint(at, end)
+    if at < 0:
+        return BAD_COUNT
+    n_runs, at = read_varint(at, end)
+    if at < 0:
+        return BAD_COUNT
+    n_values, at = read_varint(at, end)
+    value, at = _read_integer(at, end, width)
+    if at < 0 or n_values != n or not 0 < n_runs <= n_block <= MAX_PAGE or n_block % (_PER_WORD * n_runs):
+        return BAD_COUNT
+    in_run = n_block // n_runs
+    store(to, value, width)
+    done = 1
+    while done < n:
+        least, at = _read_integer(at, end, width)
+        if at < 0 or n_runs > end - at:
+            return BAD_COUNT
+        bits_at, at = at, at + n_runs
+        for run in range(n_runs):
+            m, bits = min(in_run, n - done), load8(bits_at + run)
+            if m == 0:
+                break
+            if bits > 8 * width:
+                return BAD_ENCODING
+            if (m * bits + 7) >> 3 > end - at:
+                return BAD_COUNT
+            mask = (np.int64(1) << bits) - 1 if bits < 64 else np.int64(-1)
+            for k in range(m):
+                place, shift = at + (k * bits >> 3), (k * bits) & 7
+                more = shift_right(load64(place), shift)
+                if bits + shift > 64:
+                    more |= load8(place + 8) << (64 - shift)
+                value += least + (more & mask)
+                store(to + width * (done + k), value, width)
+            at += min(in_run * bits >> 3, end - at)
+            done += m
+    return 0

@@ -1,0 +1,149 @@
+"""Memory at any address, and bits, for native code: what numba has no words for.
+
+Addresses and bits are int64 throughout (numba makes a float of int64 and uint64 together), shifted as if unsigned. The
+machine is little-endian, as all that numba supports are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numba
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_I64 = ir.IntType(64)
+_BYTES16 = ir.VectorType(ir.IntType(8), 16)
+
+inline = numba.njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+native = numba.njit(nogil=True, cache=True, error_model="numpy")
+
+
+def _loader(n_bits: int) -> Any:
+    """Return an intrinsic that reads an unsigned number at any address."""
+
+    @intrinsic
+    def load(_typing: Any, address: Any) -> Any:
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(n_bits).as_pointer())
+            return builder.zext(builder.load(pointer, align=1), _I64)
+
+        return types.int64(types.int64), codegen
+
+    return load
+
+
+def _storer(n_bits: int) -> Any:
+    """Return an intrinsic that writes the low bits of a number at any address."""
+
+    @intrinsic
+    def store(_typing: Any, address: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(n_bits).as_pointer())
+            builder.store(builder.trunc(args[1], ir.IntType(n_bits)), pointer, align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+    return store
+
+
+def _arithmetic(emit: Callable[[Any, Any, Any], Any]) -> Any:
+    """Return an intrinsic of a number and a number of bits, of which the low six bits count."""
+
+    @intrinsic
+    def apply(_typing: Any, value: Any, n: Any) -> Any:
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return emit(builder, args[0], builder.and_(args[1], ir.Constant(_I64, 63)))
+
+        return types.int64(types.int64, types.int64), codegen
+
+    return apply
+
+
+load8, load16, load32, load64 = (_loader(n_bits) for n_bits in (8, 16, 32, 64))
+store8, store16, store32, store64 = (_storer(n_bits) for n_bits in (8, 16, 32, 64))
+shift_right = _arithmetic(lambda builder, value, n: builder.lshr(value, n))
+shift_left = _arithmetic(lambda builder, value, n: builder.shl(value, n))
+low_bits = _arithmetic(
+    lambda builder, value, n: builder.and_(value, builder.not_(builder.shl(ir.Constant(_I64, -1), n)))
+)
+
+
+@intrinsic
+def reverse(_typing: Any, value: Any) -> Any:
+    """Reverse all 64 bits."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitreverse(args[0])
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def opaque(_typing: Any, value: Any) -> Any:
+    """Return the value; the compiler cannot tell, and leaves a loop that counts with it as short as it is written."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.asm(ir.FunctionType(_I64, [_I64]), "", "=r,0", [args[0]], True)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def copy16(_typing: Any, to: Any, at: Any) -> Any:
+    """Copy 16 bytes, all read before any is written."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        value = builder.load(builder.inttoptr(args[1], _BYTES16.as_pointer()), align=1)
+        builder.store(value, builder.inttoptr(args[0], _BYTES16.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def shuffle16(_typing: Any, to: Any, at: Any, order: Any) -> Any:
+    """Copy 16 bytes in the order of the 16 numbers at `order`, all read before any is written."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        value, order = (builder.load(builder.inttoptr(address, _BYTES16.as_pointer()), align=1) for address in args[1:])
+        triple, _, features = context.codegen().magic_tuple()
+        name = (
+            "llvm.x86.ssse3.pshuf.b.128"
+            if "+ssse3" in features
+            else "llvm.aarch64.neon.tbl1.v16i8"
+            if triple.startswith(("aarch64", "arm64"))
+            else None
+        )
+        if name is not None:
+            signature = ir.FunctionType(_BYTES16, [_BYTES16, _BYTES16])
+            value = builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [value, order])
+        else:
+            lanes = [ir.Constant(ir.IntType(32), k) for k in range(16)]
+            picked = [builder.extract_element(value, builder.extract_element(order, lane)) for lane in lanes]
+            for lane, element in zip(lanes, picked, strict=True):
+                value = builder.insert_element(value, element, lane)
+        builder.store(value, builder.inttoptr(args[0], _BYTES16.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_pair(_typing: Any, to: Any, low: Any, high: Any) -> Any:
+    """Write two numbers of 64 bits as one of 128: a later load of any part of it need not wait for the cache."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        pair = ir.VectorType(_I64, 2)
+        value = ir.Constant(pair, None)
+        for lane, number in enumerate(args[1:]):
+            value = builder.insert_element(value, number, ir.Constant(ir.IntType(32), lane))
+        builder.store(value, builder.inttoptr(args[0], pair.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
