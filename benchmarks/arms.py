@@ -35,13 +35,13 @@ def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
     scdataset = {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}
     single = {**common, "fetch_factor": 1}
     later = {**common, "order": "blocks", "block_size": "chunk", "n_epochs_before": 1}
-    four = {**common, "order": "blocks", "block_size": "4 chunks", "fetch_factor": fetch_factor * 7 // 4}
+    three = {**common, "order": "blocks", "block_size": "3 chunks", "fetch_factor": fetch_factor * 21 // 16}
     return [
         Arm("gpuload/dense/chunk", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": "chunk"}),
         Arm(
             "gpuload/dense/2-chunks", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": "2 chunks"}
         ),
-        Arm("gpuload/dense/4-chunks", "dense", "gpuload_torch", four),
+        Arm("gpuload/dense/3-chunks", "dense", "gpuload_torch", three),
         Arm("gpuload/dense/chunk-later", "dense", "gpuload_torch", later),
         Arm("gpuload/dense/16", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}),
         Arm("scdataset/dense/16", "dense", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
@@ -61,12 +61,12 @@ def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "csr"}
     later = {**common, "order": "blocks", "block_size": "chunk", "n_epochs_before": 1}
     unverified = {**common, "order": "blocks", "block_size": "2 chunks", "verify": "never"}
-    four = {**common, "order": "blocks", "block_size": "4 chunks", "fetch_factor": fetch_factor * 7 // 4}
+    three = {**common, "order": "blocks", "block_size": "3 chunks", "fetch_factor": fetch_factor * 21 // 16}
     scdataset = {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}
     return [
         Arm("gpuload/csr/chunk", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": "chunk"}),
         Arm("gpuload/csr/2-chunks", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": "2 chunks"}),
-        Arm("gpuload/csr/4-chunks", "csr", "gpuload_torch", four),
+        Arm("gpuload/csr/3-chunks", "csr", "gpuload_torch", three),
         Arm("gpuload/csr/2-chunks-unverified", "csr", "gpuload_torch", unverified),
         Arm("gpuload/csr/chunk-later", "csr", "gpuload_torch", later),
         Arm("gpuload/csr/16", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}),

@@ -192,8 +192,8 @@ def test_arms_have_names_of_their_own_and_known_rivals():
     assert len({arm.name for arm in everything}) == len(everything)
     assert {arm.rival for arm in everything} == set(NEEDED)
     assert {arm.group for arm in everything} == set(report.GROUPS)
-    named = {name for goal in report.RATIOS for name in goal[:2]} | {goal[0] for goal in report.LIMITS}
-    assert named | set(report.ENTROPY_GOAL[:2]) <= {arm.name for arm in everything}
+    named = {name for goals in (report.RATIOS, report.ENTROPY_GOALS) for goal in goals for name in goal[:2]}
+    assert named | {goal[0] for goal in report.LIMITS} <= {arm.name for arm in everything}
 
 
 def record(name, rate, **more):

@@ -27,6 +27,7 @@ from gpuload.backends.native.words import (
     store8,
     store32,
     store64,
+    store_pair,
 )
 
 if TYPE_CHECKING:
@@ -153,10 +154,23 @@ def _next_code(next_codes: int, b: int) -> int:  # pragma: no cover - compiled
 @inline
 def _fill(table: int, first: int, step: int, n: int, entry: int) -> None:  # pragma: no cover - compiled
     """Set every step-th of n entries of 32 bits."""
-    k = first
-    while k < n:
-        store32(table + 4 * k, entry)
-        k = opaque(k + step)
+    at, stop, step = table + 4 * first, table + 4 * n, 4 * step
+    while at + 3 * step < stop:
+        store32(at, entry)
+        store32(at + step, entry)
+        store32(at + 2 * step, entry)
+        store32(at + 3 * step, entry)
+        at = opaque(at + 4 * step)
+    while at < stop:
+        store32(at, entry)
+        at = opaque(at + step)
+
+
+@inline
+def _clear(table: int, nbytes: int) -> None:  # pragma: no cover - compiled
+    """Set bytes, a multiple of 16, to zero."""
+    for k in range(0, nbytes, 16):
+        store_pair(table + k, 0, 0)
 
 
 @inline
@@ -209,12 +223,20 @@ def _build_follow(w: int, lens: int, n_symbols: int, room: int) -> None:  # prag
 @inline
 def _fill_literal(w: int, table: int, b: int, s: int, code: int) -> None:  # pragma: no cover - compiled
     """Set the entries of a literal, joined with what follows."""
-    to = table + 4 * code
+    to, step = table + 4 * code, 4 << b
     follow = w + _FOLLOW + (4 << (LIT_BITS - b))
     stop = follow + (4 << (LIT_BITS - b))
+    entry = b | s << 16
+    while stop - follow >= 16:
+        store32(to, load32(follow) + entry)
+        store32(to + step, load32(follow + 4) + entry)
+        store32(to + 2 * step, load32(follow + 8) + entry)
+        store32(to + 3 * step, load32(follow + 12) + entry)
+        to += 4 * step
+        follow = opaque(follow + 16)
     while follow < stop:
-        store32(to, load32(follow) + (b | s << 16))
-        to += 4 << b
+        store32(to, load32(follow) + entry)
+        to += step
         follow = opaque(follow + 4)
 
 
@@ -240,8 +262,10 @@ def _build_lit(w: int, lens: int, n_symbols: int, table: int) -> int:  # pragma:
         b = load8(lens + s)
         shortest = b if 0 < b < shortest else shortest
     _build_follow(w, lens, n_symbols, LIT_BITS - shortest)
-    if left > 0 or longest > LIT_BITS:
-        _fill(table, 0, 1, 1 << LIT_BITS, OTHER | 1 if left > 0 else 0)
+    if left > 0:
+        _fill(table, 0, 1, 1 << LIT_BITS, OTHER | 1)
+    elif longest > LIT_BITS:
+        _clear(table, 4 << LIT_BITS)
     n_sub = 0
     for s in range(n_symbols):
         b = load8(lens + s)
@@ -265,8 +289,10 @@ def _build_dist(w: int, lens: int, n_symbols: int, table: int) -> int:  # pragma
     left, longest = _assign_codes(lens, n_symbols, w + _COUNT)
     if left < 0 or (left > 0 and longest > 1):
         return BAD_CODE
-    if left > 0 or longest > DIST_BITS:
-        _fill(table, 0, 1, 1 << DIST_BITS, DIST_OTHER if left > 0 else 0)
+    if left > 0:
+        _fill(table, 0, 1, 1 << DIST_BITS, DIST_OTHER)
+    elif longest > DIST_BITS:
+        _clear(table, 4 << DIST_BITS)
     n_sub = 0
     for s in range(n_symbols):
         b = load8(lens + s)
