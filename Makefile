@@ -12,6 +12,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 FILE ?= demo-data/tahoe_shaped.h5ad
+GPU_TESTS := tests/cuda/test_gpu.py tests/e2e/test_pipelines.py
 
 .PHONY: demo test check docs bench test-gpu bench-gpu install clean
 
@@ -37,7 +38,7 @@ GPU_PYTHON = $(or $(GPULOAD_PYTHON),$(BIN)/python)
 
 test-gpu: $(if $(GPULOAD_PYTHON),,$(VENV)/test.stamp)
 	@$(GPU_PYTHON) -c 'import sys; from gpuload.backends.cuda.device import n_gpus; sys.exit(not n_gpus() and "make test-gpu: no GPU can be used here; python -m gpuload doctor says why")'
-	$(GPU_PYTHON) -m pytest -m gpu
+	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS)
 
 bench-gpu: $(if $(GPULOAD_PYTHON),,$(VENV)/bench,cuda13.stamp)
 	$(GPU_PYTHON) -m benchmarks.run_gpu $(BENCH_GPU)

@@ -42,7 +42,10 @@ ASSUMED = re.compile(
 )
 """What a machine with torch and CuPy for CUDA 13 has, unless a list of its packages says otherwise."""
 
-EXTRAS = ("cuda13", "test")
+EXTRAS = ("cuda13",)
+TESTS = ("hdf5plugin", "hypothesis", "psutil", "pytest", "pytest-timeout", "pytest-xdist")
+"""Of what the test suite needs, what the tests for a GPU do."""
+
 RIVALS = ("annbatch", "zarrs")
 
 
@@ -51,6 +54,7 @@ def requirements(*, dali: bool, rivals: bool) -> list[Requirement]:
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     todo = [*project["dependencies"], *(line for name in EXTRAS for line in extras[name])]
+    todo += [line for line in extras["test"] if Requirement(line).name in TESTS]
     if rivals:
         todo += [*extras["bench"], *RIVALS]
     found: dict[str, Requirement] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import sys
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -62,21 +63,50 @@ class _Source:
         Of the minibatches.
     n_kept
         Minibatches kept alive after they were handed over: a GPU pipeline reads them where they lie, and later.
+    stream
+        On which they are handed over to a GPU pipeline.
     """
 
-    def __init__(self, loader: Loader, n_kept: int = 0) -> None:
+    def __init__(self, loader: Loader, n_kept: int = 0, stream: _Stream | None = None) -> None:
         self._loader = loader
         self._kept: deque[tuple[Any, ...]] = deque(maxlen=n_kept)
+        self._stream = stream
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         # Nothing else here keeps a minibatch that was taken, so that its memory comes back with the last use of it.
-        yield from map(self._outputs, self._loader)
+        yield from map(self._outputs, iter(functools.partial(self._next, iter(self._loader)), None))
+
+    def _next(self, batches: Iterator[Batch]) -> Batch | None:
+        if self._stream is not None:
+            self._stream.follow(self._loader)
+        return next(batches, None)
 
     def _outputs(self, batch: Batch) -> tuple[Any, ...]:
         rows = batch.rows if self._loader.device == "cpu" else self._loader.to_device(batch.rows)
         outputs = (*batch.matrices().values(), *batch.obs.values(), rows)
         self._kept.append(outputs)
         return outputs
+
+
+class _Stream:
+    """The CUDA stream on which minibatches are handed over: PyTorch's current one where it is used, else the default.
+
+    What comes out of a pipeline unchanged is the loader's own memory: it must not be written anew before what PyTorch
+    has given to its stream is done.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def __cuda_stream__(self) -> tuple[int, int]:  # asked by DALI for each minibatch
+        return 0, self._number
+
+    def follow(self, loader: Loader) -> None:
+        """Have the loader's next minibatch made on the stream of this moment."""
+        torch = sys.modules.get("torch")
+        is_used = torch is not None and torch.cuda.is_initialized()
+        self._number = torch.cuda.current_stream(loader.device).cuda_stream if torch is not None and is_used else 0
+        loader.use_stream(self._number)
 
 
 def output_names(loader: Loader) -> list[str]:
@@ -113,17 +143,19 @@ def cells(loader: Loader, prefetch_queue_depth: int = 2) -> list[Any]:
     At the end of an epoch the pipeline raises StopIteration; ``pipeline.reset()`` starts the next. The last minibatch
     may be short, which DALI hands on as it is.
 
-    On a GPU the pipeline reads minibatches where they lie (``no_copy``), on its own stream, ordered after the loader's.
+    On a GPU the pipeline reads minibatches where they lie (``no_copy``), on its own stream, ordered after that which
+    they are made on: PyTorch's current one in the thread that runs the pipeline, or the default one.
 
     On the CPU DALI copies each minibatch once, into memory of its own. A pipeline with ``exec_dynamic=False`` copies it
     twice more on its way to PyTorch. The loader loads ahead by itself, so ``prefetch_queue_depth=1`` is enough; each
     further step holds one more minibatch in memory.
     """
     dtypes = _output_dtypes(loader)
-    on_gpu: dict[str, Any] = {"device": "gpu", "no_copy": True} if loader.device != "cpu" else {}
+    stream = _Stream() if loader.device != "cpu" else None
+    on_gpu: dict[str, Any] = {"device": "gpu", "no_copy": True, "cuda_stream": stream} if stream else {}
     return list(
         fn.external_source(
-            source=_Source(loader, prefetch_queue_depth + 2 if on_gpu else 0),
+            source=_Source(loader, prefetch_queue_depth + 2 if on_gpu else 0, stream),
             num_outputs=len(dtypes),
             cycle="raise",
             batch=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import weakref
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -67,11 +68,16 @@ class FakeDevice:
     def empty(self, nbytes: int) -> NDArray[np.uint8]:
         from gpuload.errors import DeviceError
 
-        self._left -= nbytes
-        if self._left < 0:
+        if nbytes > self._left:
             raise DeviceError(f"{self.name}: out of memory.")
+        self._left -= nbytes
         self.n_allocated += 1
-        return self._new_block(nbytes)
+        block = self._new_block(nbytes)
+        weakref.finalize(block, self._given_back, nbytes)
+        return block
+
+    def _given_back(self, nbytes: int) -> None:
+        self._left += nbytes
 
     def _new_block(self, nbytes: int) -> NDArray[np.uint8]:
         raw = np.full(nbytes + 256, 0xCD, dtype=np.uint8)
@@ -96,10 +102,6 @@ class FakeDevice:
         matrix.has_sorted_indices = False
         matrix.sort_indices()
         return matrix
-
-    def csr_of(self, X: NDArray[Any], stream: FakeStream) -> csr_matrix:
-        self._run(stream, stream.n_given)
-        return csr_matrix(X)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         block = self._new_block(nbytes)

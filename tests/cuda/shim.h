@@ -1,4 +1,4 @@
-// The primitives of kernels.cu on the host, and launches of its kernels by name; included before it.
+// The primitives of the kernels on the host, and launches of its kernels by name; included before it.
 //
 // Blocks run one after the other. Within a block, a phase is a loop over its threads, forwards or backwards: a kernel
 // that gives another result backwards has a race within a phase. With SHIM_THREADS threads are threads and barriers are
@@ -250,6 +250,10 @@ inline float float_of(uint32_t bits) { return same_bits<float>(bits); }
 inline double double_of(uint64_t bits) { return same_bits<double>(bits); }
 inline uint32_t bits_of(float value) { return same_bits<uint32_t>(value); }
 inline uint64_t bits_of(double value) { return same_bits<uint64_t>(value); }
+
+inline double widened(float value) { return value; }
+inline float narrowed(double value) { return float(value); }
+inline void add_to(float& sum, float value) { sum += value; }
 
 inline uint32_t dot_bytes(uint32_t a, uint32_t b) {
     uint32_t sum = 0;

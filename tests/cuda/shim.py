@@ -1,6 +1,6 @@
 """The kernels of the CUDA backend, compiled for the host and launched by name: the same source that a GPU runs.
 
-`compiled()` compiles kernels.cu with g++ behind shim.h, once, into the temporary folder. The environment variable
+`compiled()` compiles them with g++ behind shim.h, once, into the temporary folder. The environment variable
 GPULOAD_SHIM chooses another build: ``"address"`` for AddressSanitizer and UndefinedBehaviorSanitizer, ``"thread"`` for
 ThreadSanitizer, with a thread per CUDA thread. Their runtime must be loaded before Python: see `sanitized`.
 """
@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-import gpuload
+from gpuload.backends.cuda.device import source_of_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SOURCE = Path(gpuload.__file__).parent / "backends" / "cuda" / "kernels.cu"
 HEADER = Path(__file__).with_name("shim.h")
 
 MAX_THREADS = 1024
@@ -146,15 +145,15 @@ def _compiled(build: str) -> Path:
     if compiler is None:
         pytest.skip("no g++ here to compile the kernels with", allow_module_level=True)
     flags = (*_FLAGS, *_BUILDS[build])
-    key = hashlib.sha256(repr(flags).encode() + SOURCE.read_bytes() + HEADER.read_bytes()).hexdigest()[:16]
+    key = hashlib.sha256(repr(flags).encode() + source_of_kernels().encode() + HEADER.read_bytes()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"gpuload-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{key}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / "kernels.so"
-            command = [compiler, *flags, "-include", str(HEADER), str(SOURCE), "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            command = [compiler, *flags, "-include", str(HEADER), "-", "-o", str(made)]
+            done = subprocess.run(command, input=source_of_kernels(), capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
             os.replace(made, path)
     return path

@@ -239,6 +239,36 @@ def test_memory_is_bounded_and_named(open_fake: Callable[..., Opened], plain: St
     assert all(nbytes > 0 for name, nbytes in opened.loader.memory().items() if name != "cache")
 
 
+@pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-blosc-lz4-shuffle"])
+def test_scratch_memory_is_that_of_a_part_however_many_there_are(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def scratch(n_parts: int) -> int:
+        opened = open_fake(path, batch_size=n_rows, fetch_factor=1, shuffle=False, prefetch=1)
+        layouts = [layout for matrix in opened.loader._store.matrices for layout in matrix.layouts]
+        decoded = max(layout.chunk_offset.size * layout.chunk_size * layout.dtype.itemsize for layout in layouts)
+        monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", -(-decoded // n_parts))
+        list(opened.epoch())
+        return opened.loader.memory()["scratch"]
+
+    stored = store_variant(kind)
+    path, n_rows = stored.path, len(stored.dense)
+    monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 256)  # parts are of whole extents
+    assert scratch(8) < 0.6 * scratch(1)
+
+
+def test_idle_memory_is_given_up_where_there_is_too_little() -> None:
+    from gpuload.backends.cuda.memory import DevicePool
+
+    device = FakeDevice(n_bytes=10_000)
+    pool, stream = DevicePool(device, max_idle=4), device.stream()
+    for nbytes in (1000, 3000, 8000):
+        memory, lease = pool.lease(nbytes, stream)
+        del memory, lease
+    with pytest.raises(gpuload.DeviceError, match="out of memory"):
+        pool.lease(10_001, stream)
+
+
 def test_closing_leaves_nothing(open_fake: Callable[..., Opened], plain: Stored, no_leaks: None) -> None:
     opened = open_fake(plain.path, **SMALL)
     next(iter(opened.loader))

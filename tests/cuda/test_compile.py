@@ -1,4 +1,4 @@
-"""kernels.cu compiles for every architecture that is supported, without a warning; no GPU is needed for that."""
+"""The kernels compile for every architecture that is supported, without a warning; no GPU is needed for that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cuda.shim import SOURCE
+from gpuload.backends.cuda.device import source_of_kernels
 from tests.cuda.test_kernels import SIGNATURES
 
 if TYPE_CHECKING:
@@ -17,19 +17,24 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = {"80": "A100", "90": "H100, H200", "100": "B200"}
 
+CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
+"""What CuPy's RawModule adds to the options that it is given (cupy/cuda/compiler.py)."""
+
 
 @pytest.mark.parametrize("number", ARCHITECTURES)
 def test_nvrtc_compiles_the_kernels(number: str) -> None:
     nvrtc = pytest.importorskip("cupy").cuda.nvrtc
-    program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, [], [])
+    program = nvrtc.createProgram(source_of_kernels(), "kernels.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"--gpu-architecture=sm_{number}", "-std=c++17"])
+        nvrtc.compileProgram(program, [f"--gpu-architecture=sm_{number}", "-std=c++17", *CUPY_OPTIONS])
     except nvrtc.NVRTCError as error:
         pytest.fail(f"{error}: {nvrtc.getProgramLog(program)}")
     assert not nvrtc.getProgramLog(program).strip("\n\0 ")
     ptx = nvrtc.getPTX(program)
     ptx = ptx.decode() if isinstance(ptx, bytes) else ptx
     assert set(re.findall(r"\.entry (\w+)", ptx)) == set(SIGNATURES)
+    assert "cvt.rn.f32.f64" in ptx
+    assert not re.findall(r"\b(?:cvt|add|sub|mul|fma)\S*\.ftz\S*", ptx), "values below 2**-126 would become 0"
     nvrtc.destroyProgram(program)
 
 
@@ -37,12 +42,14 @@ def test_nvcc_compiles_the_kernels(tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc here")
+    source = tmp_path / "kernels.cu"
+    source.write_text(source_of_kernels())
     command = [nvcc, "-std=c++17", "-arch=sm_90", "-cubin", "-Werror", "all-warnings", "-o", str(tmp_path / "k.cubin")]
-    done = subprocess.run([*command, str(SOURCE)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
 
 
 def test_no_file_is_included_for_the_device() -> None:
-    included = re.findall(r"^#include.*", SOURCE.read_text(), re.MULTILINE)
+    included = re.findall(r"^#include.*", source_of_kernels(), re.MULTILINE)
     assert included == ["#include <cstdint>"]  # for nvcc and g++; NVRTC has no such file

@@ -172,6 +172,44 @@ def test_the_dali_front(wide: Path, depth: int) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("n_kept", [1, 12])
+def test_what_dali_hands_on_is_not_overwritten_while_a_slow_stream_reads_it(wide: Path, n_kept: int) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("nvidia.dali")
+    from gpuload.dali import CellIterator
+    from gpuload.torch import CellDataset
+
+    expected = torch.from_numpy(totals(wide)).cuda()
+    settings = {"device": "cuda:0", "batch_size": 256, "fetch_factor": 16, "block_size": "chunk"}
+    with gpuload.open_loader(wide, **settings) as loader:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            next(iter(CellDataset(loader)))  # names a stream that is nobody's afterwards
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+            weight = torch.rand(4096, 4096, device="cuda")
+            kept: list[Any] = []
+            for (batch,) in CellIterator(loader):
+                weight = (weight @ weight).clamp(max=1)  # keeps the stream far behind the host
+                wrong += (batch["X"].sum(1) != expected[batch["rows"].ravel()]).sum()
+                kept = [*kept, batch][-n_kept:]
+                wrong += (kept[0]["X"].sum(1) != expected[kept[0]["rows"].ravel()]).sum()
+            side.synchronize()
+        assert int(wrong) == 0
+
+
+def test_the_smallest_values_are_not_flushed(tmp_path: Path) -> None:
+    tiny = np.finfo(np.float32).smallest_subnormal * np.array([[1, -1, 3], [0, 5, 1 << 20]], dtype=np.float32)
+    half = (np.arange(6).reshape(2, 3) * np.float32(2**-24)).astype(np.float16)
+    for X in (tiny, csr_matrix(tiny), half):
+        for output in ("dense", "csr"):
+            with gpuload.open_loader(X, device="cuda:0", batch_size=2, shuffle=False, output=output) as loader:
+                (batch,) = loader
+            found = batch.X.get()
+            found = found.toarray() if output == "csr" else found
+            np.testing.assert_array_equal(found, X.toarray() if isinstance(X, csr_matrix) else X.astype(np.float32))
+
+
 def test_later_epochs_read_nothing_from_the_cache(wide: Path) -> None:
     with gpuload.open_loader(wide, device="cuda:0", batch_size=256, fetch_factor=8, device_cache="1GiB") as loader:
         for _ in loader:

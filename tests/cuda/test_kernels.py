@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scipy.sparse import csr_matrix
 
 from gpuload.backends.native import chunks, frames, inflate, rows
 from tests.cuda import shim
@@ -164,6 +165,8 @@ SIGNATURES = {
     **{f"gather_dense_{out}": [*DENSE, f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
     "count_csr": ["r:i4", "r:i8", "r:i4", "r:i8", "r:i4", "i8", "w:i8"],
     "gather_csr": [*ROWS, "r:i8", "w:i4", "w:f4"],
+    "count_dense": ["r:f4", "i8", "i8", "w:i8"],
+    "compact_dense": ["r:f4", "i8", "i8", "r:i8", "w:i4", "w:f4"],
 }
 
 
@@ -981,6 +984,27 @@ def test_gather_csr_of_many_rows_by_one_block(n_threads: int) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The shim itself, and the kernels under sanitizers.
+
+
+@SOME
+@given(st.data(), grids(), seeds())
+def test_dense_rows_as_csr(data: st.DataObject, grid: Grid, seed: int) -> None:
+    rng = RNG(seed)
+    n_rows, n_cols = data.draw(st.integers(0, 20)), data.draw(st.sampled_from([0, 1, 5, 63, 64, 65, 700]))
+    X = rng.standard_normal((n_rows, n_cols)).astype(np.float32)
+    X[rng.random(X.shape) < rng.choice([0.0, 0.5, 0.98, 1.0])] = 0
+    special = np.array([-0.0, np.nan, np.inf, np.finfo(np.float32).smallest_subnormal], dtype=np.float32)
+    X[rng.random(X.shape) < 0.05] = rng.choice(special)
+    sizes, counts = (np.int64(n_rows), np.int64(n_cols)), np.full(n_rows, -7, dtype=np.int64)
+    wanted = csr_matrix(X)
+    run("count_dense", grid, X.reshape(-1), *sizes, counts)
+    np.testing.assert_array_equal(counts, np.diff(wanted.indptr))
+    memory, indices = shifted(wanted.nnz, np.int32, 1)
+    values = np.full(wanted.nnz, FILLER, dtype=np.float32)
+    run("compact_dense", grid, X.reshape(-1), *sizes, wanted.indptr.astype(np.int64), indices, values)
+    assert_rest_untouched(memory, 1, wanted.nnz)
+    np.testing.assert_array_equal(indices, wanted.indices)
+    assert values.tobytes() == wanted.data.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -31,4 +31,23 @@ def test_rows(
     for _ in range(2):
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, form.dense[batch.rows])
+    assert_said(caplog)
+
+
+def test_rows_from_afar(open_fake: Callable[..., Opened], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("obstore")
+    from benchmarks.s3server import start
+
+    (tmp_path / "bucket").mkdir()
+    form = FORMS["parquet-tahoe"](tmp_path / "bucket")
+    with start(tmp_path) as server:
+        reached = {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
+        opened = open_fake("s3://bucket/data/*.parquet", block_size=3, storage_options=reached, **SMALL)
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, form.dense[batch.rows])
+        opened.loader.close()
+    assert_said(caplog)
+
+
+def assert_said(caplog: pytest.LogCaptureFixture) -> None:
     assert any("stored as parquet" in record.message and "host decodes" in record.message for record in caplog.records)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_the_wheel_has_its_data_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "gpuload").rglob("*") if path.is_file()}
     wanted = {name for name in wanted if "__pycache__" not in name}
-    assert {"gpuload/py.typed", "gpuload/backends/cuda/kernels.cu", "gpuload/cache/schema.sql"} <= wanted
+    assert {"gpuload/py.typed", "gpuload/backends/cuda/kernels/common.cu", "gpuload/cache/schema.sql"} <= wanted
     assert {name for name in names if name.startswith("gpuload/")} == wanted
     assert all(name.startswith(("gpuload/", "gpuload-")) for name in names)
 
@@ -90,3 +91,36 @@ def test_a_users_program_is_typed(python: str, tmp_path: Path) -> None:
 
 def test_the_citation_is_of_this_version() -> None:
     assert f"\nversion: {gpuload.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_newest_changes_are_of_this_version() -> None:
+    (newest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest == gpuload.__version__
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_a_commit_with_a_tag_is_of_that_version() -> None:
+    command = ["git", "tag", "--points-at", "HEAD", "v*"]
+    tags = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    assert set(tags) <= {f"v{gpuload.__version__}"}
+
+
+def test_the_sdist_has_what_the_checkout_has(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="it builds the archive")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (built,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for name in (
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "CONTRIBUTING.md",
+        "Makefile",
+        "pyproject.toml",
+    ):
+        assert name in names
+    for folder in ("gpuload", "docs", "tests", "pipelines", "benchmarks", "docker"):
+        assert any(name.startswith(f"{folder}/") for name in names), folder

@@ -300,7 +300,7 @@ def test_several_processes_are_refused(run, path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     code, _, err = run(path, *SMALL)
     assert code == 2
-    assert err.startswith("train_dali.py: WORLD_SIZE=4: this program does not deal the cells out to several processes")
+    assert err.startswith("train_dali.py: WORLD_SIZE=4: this program is for one process")
 
 
 def test_a_full_gpu_is_told_with_the_cure(run, path, monkeypatch):

@@ -2,7 +2,7 @@
 
 `backend` says what is done when; `readers`, `kvikio` and `pinned` bring bytes, `decode`, with `work`, `nvcomp` and
 `blosc`, makes rows of them; `device` is all of CUDA that the rest knows of, `memory` who may use which memory when;
-`kernels.cu` is what runs on the device.
+`kernels/` is what runs on the device.
 """
 
 from __future__ import annotations

@@ -116,11 +116,13 @@ class _Arena:
 
 
 class _Lane(threading.local):
-    """What one loading thread has for itself: a stream that decodes, and arenas that take turns."""
+    """What one loading thread has for itself: a stream that decodes, its scratch memory, and arenas that take turns."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, pools: list[DevicePool]) -> None:
         device.use()
         self.stream = device.stream()
+        self.scratch = DevicePool(device, max_idle=32)
+        pools.append(self.scratch)
         self.arenas = [_Arena(device.stream()) for _ in range(N_ARENAS)]
         self.n_parts = 0
 
@@ -155,11 +157,11 @@ class CudaBackend:
         self._reader = reader
         self._verify = verify
         self._residents = DevicePool(device, max_idle=16)
-        self._scratch = DevicePool(device, max_idle=64)
+        self._scratch: list[DevicePool] = []
         self._outputs = DevicePool(device, max_idle=16)
         self._small = DevicePool(device, max_idle=256)
-        self._decoder = Decoder(device, nvcomp, self._scratch)
-        self._lane = _Lane(device)
+        self._decoder = Decoder(device, nvcomp)
+        self._lane = _Lane(device, self._scratch)
         self._cache = ChunkCache(device, cache_nbytes)
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
@@ -197,7 +199,7 @@ class CudaBackend:
             "residents": self._residents.peak_nbytes,
             "minibatches": self._outputs.peak_nbytes,
             "arenas": sum(self._arena_nbytes.copy().values()),
-            "scratch": self._scratch.peak_nbytes,
+            "scratch": sum(pool.peak_nbytes for pool in self._scratch),
             "cache": self._cache.used_nbytes,
         }
 
@@ -216,7 +218,7 @@ class CudaBackend:
         is_own_thread = threading.current_thread().name.startswith("gpuload-load")
         self._loads.shutdown(wait=not is_own_thread, cancel_futures=True)
         self._reader.close()
-        for pool in (self._residents, self._scratch, self._outputs, self._small):
+        for pool in (self._residents, *self._scratch, self._outputs, self._small):
             pool.clear()
         self._cache.clear()
 
@@ -291,7 +293,7 @@ class CudaBackend:
         kept, place = self._cache.reserve(read, numbers[:0] if self._decoder.steps(read.layout) is None else numbers)
         if kept.size:
             self._decoder.move(
-                outcome, at[kept - first], read.chunk_nbytes[kept], place, arena.memory, self._cache.memory, lane.stream
+                outcome, at[kept - first], read.chunk_nbytes[kept], place, arena.memory, self._cache.memory, lane
             )
             outcome.kept = kept, place
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
@@ -323,8 +325,8 @@ class CudaBackend:
         memory: Any,
         resident: CudaResident,
     ) -> Outcome:
-        out, stream = resident.flat(read.target), self._lane.stream
-        return self._decoder.enqueue(read, numbers, place, memory, out, stream, verify=self._verify)
+        out = resident.flat(read.target)
+        return self._decoder.enqueue(read, numbers, place, memory, out, self._lane, verify=self._verify)
 
     def _grow(self, arena: _Arena, nbytes: int) -> None:
         """Make an arena large enough; it starts on a page, as transfers do."""
@@ -340,7 +342,7 @@ class CudaBackend:
         """Look again at what the device found bad; note what is right."""
         read, suspects = outcome.read, outcome.suspects()
         for chunk in suspects:
-            self._decoder.retry(read, chunk, resident.flat(read.target), self._lane.stream)
+            self._decoder.retry(read, chunk, resident.flat(read.target), self._lane)
         if outcome.verified is not None and self._verify != "never":
             read.layout.verified[outcome.verified] = 1
         if outcome.kept is not None:
@@ -395,26 +397,29 @@ class CudaBackend:
         return bad, host
 
     def _take_csr(self, resident: CudaResident, positions: NDArray[np.int32], form: Form, stream: Any) -> Any:
-        if resident.X is not None:
-            return self._device.csr_of(self._take_dense(resident, positions, form, stream), stream)
-        assert resident.host_indptr is not None  # noqa: S101 - narrows the type; X is None
-        arithmetic = self._arithmetic(form)
-        if form.columns is None:
-            counts = resident.host_indptr[positions + 1] - resident.host_indptr[positions]
-        else:
+        n_rows, arithmetic = np.int64(positions.size), self._arithmetic(form)
+        X = None if resident.X is None else self._take_dense(resident, positions, form, stream)
+        if X is not None:
+            counts = self._counts("count_dense", (X, n_rows, np.int64(form.n_cols)), int(n_rows), stream)
+        elif form.columns is not None:
             counts = self._kept_counts(resident, arithmetic[0], stream)[positions]
+        else:
+            assert resident.host_indptr is not None  # noqa: S101 - narrows the type; X is None
+            counts = resident.host_indptr[positions + 1] - resident.host_indptr[positions]
         must_sort = bool((counts < 0).any())
         counts = np.where(counts < 0, -1 - counts, counts)
         indptr = np.concatenate([[0], np.cumsum(counts)])
         nnz = int(indptr[-1])
         if nnz > np.iinfo(np.int32).max:
             raise PlanError("output='csr': a minibatch has more than 2**31 - 1 values; use a smaller batch_size.")
-        places = self.asarray(positions)
-        offsets = self.asarray(indptr)
-        short = self.asarray(indptr.astype(np.int32))
+        offsets, short = self.asarray(indptr), self.asarray(indptr.astype(np.int32))
         (indices, _), (data, _) = (self._outputs.array((nnz,), t, stream) for t in (np.int32, np.float32))
-        args = (*self._csr_args(places, resident), *arithmetic, np.int64(positions.size))
-        self._device.launch("gather_csr", positions.size, N_THREADS, (*args, offsets, indices, data), stream)
+        if X is not None:
+            args: tuple[Any, ...] = (X, n_rows, np.int64(form.n_cols))
+        else:
+            args = (*self._csr_args(self.asarray(positions), resident), *arithmetic, n_rows)
+        name = "gather_csr" if X is None else "compact_dense"
+        self._device.launch(name, int(n_rows), N_THREADS, (*args, offsets, indices, data), stream)
         matrix = self._device.csr(data, indices, short, (positions.size, form.n_cols))
         return self._device.sorted_csr(matrix, stream) if must_sort else matrix
 
@@ -425,15 +430,19 @@ class CudaBackend:
         """
         if resident.kept_counts is None:
             places = self.asarray(np.arange(resident.n_rows, dtype=np.int32))
-            counts, _ = self._small.array((resident.n_rows,), np.int64, stream)
             csr = (places, resident.indptr, resident.indices, resident.map_start, columns)
-            args = (*csr, np.int64(resident.n_rows), counts)
-            self._device.launch("count_csr", resident.n_rows, N_THREADS, args, stream)
-            host = self._device.pinned(8 * resident.n_rows).view(np.int64)
-            self._device.download(counts, host, stream)
-            self._device.wait(self._device.record(stream))
-            resident.kept_counts = host
+            args = (*csr, np.int64(resident.n_rows))
+            resident.kept_counts = self._counts("count_csr", args, resident.n_rows, stream)
         return resident.kept_counts
+
+    def _counts(self, kernel: str, args: tuple[Any, ...], n: int, stream: Any) -> NDArray[np.int64]:
+        """Return what a kernel counts for each of n rows, once it has."""
+        counts, _ = self._small.array((n,), np.int64, stream)
+        self._device.launch(kernel, n, N_THREADS, (*args, counts), stream)
+        host = self._device.pinned(8 * n).view(np.int64)
+        self._device.download(counts, host, stream)
+        self._device.wait(self._device.record(stream))
+        return host
 
     @staticmethod
     def _csr_args(places: Any, resident: CudaResident) -> tuple[Any, ...]:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from gpuload.backends.cuda.blosc import Cut
     from gpuload.backends.cuda.device import Device
-    from gpuload.backends.cuda.memory import DevicePool
     from gpuload.backends.cuda.nvcomp import Nvcomp
+    from gpuload.backends.cuda.work import Lane
     from gpuload.layout import ArrayLayout
     from gpuload.types import ArrayRead
 
@@ -106,7 +106,7 @@ class Outcome:
     kept
         Chunks of the read that are copied into the cache, and their places there.
     held
-        Page-locked and device memory that must live so long.
+        Page-locked memory that must live so long.
     """
 
     read: ArrayRead
@@ -146,14 +146,11 @@ class Decoder:
     ----------
     device, nvcomp
         Where, and by which library.
-    pool
-        Scratch memory.
     """
 
-    def __init__(self, device: Device, nvcomp: Nvcomp, pool: DevicePool) -> None:
+    def __init__(self, device: Device, nvcomp: Nvcomp) -> None:
         self._device = device
         self._nvcomp = nvcomp
-        self._pool = pool
         self._said: set[str] = set()
         self._known: dict[int, tuple[ArrayLayout, Steps | None]] = {}  # by id of the layout, which is kept for that
 
@@ -171,11 +168,11 @@ class Decoder:
         place: NDArray[np.int64],
         arena: Any,
         out: Any,
-        stream: Any,
+        lane: Lane,
         *,
         verify: str,
     ) -> Outcome:
-        """Give the decoding of some chunks to a stream.
+        """Give the decoding of some chunks to a lane's stream.
 
         Parameters
         ----------
@@ -187,15 +184,15 @@ class Decoder:
             Stored bytes, in device memory; they must be there for the stream.
         out
             The resident's array that the read fills, flat.
-        stream
-            On which all is launched.
+        lane
+            On whose stream all is launched.
         verify
             ``"once"``: where they were not before; ``"always"`` or ``"never"``.
         """
         steps = self.steps(read.layout)
         if steps is None:
             self._say_host_decodes(read.layout)
-        whole = self._part(read, numbers, out, stream)
+        whole = self._part(read, numbers, out, lane)
         nbytes = read.chunk_nbytes[numbers]
         is_absent = nbytes == 0
         payload = nbytes if steps is None else nbytes - steps.head - steps.tail - steps.has_fletcher * _FLETCHER_TAIL
@@ -221,19 +218,19 @@ class Decoder:
         place: NDArray[np.int64],
         arena: Any,
         to: Any,
-        stream: Any,
+        lane: Lane,
     ) -> None:
         """Launch the copy of byte ranges of an arena to places, multiples of `SLOT`, of other device memory."""
-        work = Work(self._device, self._nvcomp, self._pool, stream, outcome.held)
+        work = Work(self._device, self._nvcomp, lane, outcome.held)
         on = work.upload(source=source, nbytes=nbytes, place=place)
         n = source.size
         work.launch("gather_payloads", n, arena, on["source"], on["nbytes"], on["place"], np.int64(n), to)
 
-    def retry(self, read: ArrayRead, chunk: int, out: Any, stream: Any) -> None:
+    def retry(self, read: ArrayRead, chunk: int, out: Any, lane: Lane) -> None:
         """Decode a chunk on the host, upload it and wait for it; CorruptDataError where it is bad there too."""
-        part = self._part(read, np.array([chunk]), out, stream)
+        part = self._part(read, np.array([chunk]), out, lane)
         self._from_host(part)
-        self._device.wait(self._device.record(stream))
+        self._device.wait(self._device.record(lane.stream))
         for _, codes in part.outcome.reports:
             if codes[0] != 0:
                 raise corrupt(read, chunk, reason(int(codes[0])))
@@ -243,9 +240,9 @@ class Decoder:
             *(read.layout.source.name, int(read.chunk_id[chunk]), read.layout.name),
         )
 
-    def _part(self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, stream: Any) -> _Part:
+    def _part(self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, lane: Lane) -> _Part:
         outcome = Outcome(read)
-        work = Work(self._device, self._nvcomp, self._pool, stream, outcome.held)
+        work = Work(self._device, self._nvcomp, lane, outcome.held)
         return _Part(read, numbers, out, work, outcome)
 
     def _on_device(

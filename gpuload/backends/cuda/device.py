@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-KERNELS = Path(__file__).with_name("kernels.cu")
-"""CUDA C++ source of all own kernels, compiled for the device at hand when it is first opened."""
-
+KERNELS = tuple(
+    Path(__file__).parent / "kernels" / f"{name}.cu" for name in ("common", "chunks", "blosc", "pieces", "rows")
+)
+"""CUDA C++ source of all own kernels, compiled as one for the device at hand when it is first opened."""
 
 _DIVISIBLE = ("copy_pieces_", "gather_", "densify_")
 """Kernels that cut items into parts where there are more blocks than items: a small minibatch uses the whole GPU."""
+
+
+def source_of_kernels() -> str:
+    """Return the source of all own kernels; what a compiler says of it names the file and the line."""
+    return "".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}\n' for path in KERNELS)
 
 
 class Device(Protocol):
@@ -49,9 +55,6 @@ class Device(Protocol):
 
     def sorted_csr(self, matrix: Any, stream: Any) -> Any:
         """Return a CSR matrix whose column numbers rise along each row; may wait for the stream."""
-
-    def csr_of(self, X: Any, stream: Any) -> Any:
-        """Return a dense array as a CSR matrix; waits for the stream."""
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Return page-locked host memory of undefined contents."""
@@ -125,14 +128,15 @@ class CupyDevice:
             raise DeviceError(
                 f"device={self.name!r}: no GPU can be used here ({error}); use device='cpu', or see `gpuload doctor`."
             ) from error
-        with _as_device_error(self.name):
-            if number >= count:
-                raise DeviceError(
-                    f"device={self.name!r}: this process sees {count} GPU{'' if count == 1 else 's'}; use a number "
-                    f"below {count}, or set CUDA_VISIBLE_DEVICES."
-                )
-            self.use()
-            self._kernels = cupy.RawModule(code=KERNELS.read_text(), options=("-std=c++17",))
+        if number >= count:
+            raise DeviceError(
+                f"device={self.name!r}: this process sees {count} GPU{'' if count == 1 else 's'}; use a number "
+                f"below {count}, or set CUDA_VISIBLE_DEVICES."
+            )
+        self.use()
+        with self._chosen():
+            self._kernels = cupy.RawModule(code=source_of_kernels(), options=("-std=c++17",))
+            self._kernels.compile()
             self._n_blocks = 8 * cupy.cuda.Device(number).attributes["MultiProcessorCount"]
             self._functions: dict[str, Any] = {}
             self._foreign: dict[int, Any] = {}
@@ -145,9 +149,15 @@ class CupyDevice:
         """Make this the device of the calling thread."""
         self._cupy.cuda.Device(self._number).use()
 
+    @contextmanager
+    def _chosen(self) -> Iterator[None]:
+        """Do what CUDA does on a thread's current device; a consumer's thread, or the collector's, may have another."""
+        with _as_device_error(self.name), self._cupy.cuda.Device(self._number):
+            yield
+
     def empty(self, nbytes: int) -> Any:
         """Return new device memory; DeviceError where there is not enough."""
-        with _as_device_error(self.name):
+        with self._chosen():
             return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=self._memory.malloc(nbytes))
 
     def view(self, block: Any, nbytes: int, owner: object) -> Any:
@@ -177,17 +187,10 @@ class CupyDevice:
 
     def sorted_csr(self, matrix: Any, stream: Any) -> Any:
         """Return the matrix itself, its rows sorted by cuSPARSE."""
-        with stream, _as_device_error(self.name):
+        with self._chosen(), stream:
             matrix.has_sorted_indices = False
             matrix.sort_indices()
         return matrix
-
-    def csr_of(self, X: Any, stream: Any) -> Any:
-        """Return a dense array as a `cupyx.scipy.sparse.csr_matrix`; waits for the stream."""
-        from cupyx.scipy.sparse import csr_matrix
-
-        with stream, _as_device_error(self.name):
-            return csr_matrix(X)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Return page-locked host memory."""
@@ -200,11 +203,12 @@ class CupyDevice:
 
     def stream(self) -> Any:
         """Return a new stream."""
-        return self._cupy.cuda.Stream(non_blocking=True)
+        with self._chosen():
+            return self._cupy.cuda.Stream(non_blocking=True)
 
     def current_stream(self) -> Any:
         """Return CuPy's current stream of the calling thread."""
-        return self._cupy.cuda.get_current_stream()
+        return self._cupy.cuda.get_current_stream(self._number)
 
     def stream_number(self, stream: Any) -> int:
         """Return the cudaStream_t of a stream."""
@@ -213,13 +217,13 @@ class CupyDevice:
     def stream_of(self, number: int) -> Any:
         """Return the stream of a cudaStream_t."""
         if number not in self._foreign:
-            self._foreign[number] = self._cupy.cuda.ExternalStream(number, self._number)
+            self._foreign[number] = self._cupy.cuda.Stream.from_external(_Named(number))
         return self._foreign[number]
 
     def record(self, stream: Any) -> Any:
         """Return an event recorded on a stream."""
-        with self._cupy.cuda.Device(self._number):  # the garbage collector may call this in any thread
-            event = self._cupy.cuda.Event(disable_timing=True)
+        with self._chosen():
+            event = self._cupy.cuda.Event(block=True, disable_timing=True)  # who waits for it leaves the core to others
             event.record(stream)
         return event
 
@@ -230,22 +234,26 @@ class CupyDevice:
 
     def stream_wait(self, stream: Any, event: Any) -> None:
         """Let a stream wait for an event."""
-        stream.wait_event(event)
+        with _as_device_error(self.name):
+            stream.wait_event(event)
 
     def upload(self, host: NDArray[Any], out: Any, stream: Any) -> None:
         """Copy page-locked memory to the device."""
         if host.nbytes:
-            out.data.copy_from_host_async(host.ctypes.data, host.nbytes, stream)
+            with _as_device_error(self.name):
+                out.data.copy_from_host_async(host.ctypes.data, host.nbytes, stream)
 
     def download(self, array: Any, host: NDArray[Any], stream: Any) -> None:
         """Copy an array to page-locked memory."""
         if host.nbytes:
-            array.data.copy_to_host_async(host.ctypes.data, host.nbytes, stream)
+            with _as_device_error(self.name):
+                array.data.copy_to_host_async(host.ctypes.data, host.nbytes, stream)
 
     def fill(self, array: Any, value: int, stream: Any) -> None:
         """Set all bytes of an array."""
         if array.nbytes:
-            array.data.memset_async(value, array.nbytes, stream)
+            with _as_device_error(self.name):
+                array.data.memset_async(value, array.nbytes, stream)
 
     def launch(self, kernel: str, n_blocks: int, n_threads: int, args: Sequence[Any], stream: Any) -> None:
         """Launch a kernel; nothing where there are no blocks."""
@@ -253,12 +261,21 @@ class CupyDevice:
             return
         if kernel.startswith(_DIVISIBLE):
             n_blocks = max(n_blocks, self._n_blocks)
-        with _as_device_error(self.name):
+        with self._chosen(), stream:
             function = self._functions.get(kernel)
             if function is None:
                 function = self._functions[kernel] = self._kernels.get_function(kernel)
-            with stream:
-                function((n_blocks,), (n_threads,), tuple(np.intp(0) if arg is None else arg for arg in args))
+            function((n_blocks,), (n_threads,), tuple(np.intp(0) if arg is None else arg for arg in args))
+
+
+class _Named:
+    """A stream of others, as CuPy wants to be told of it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._number
 
 
 @contextmanager
@@ -274,7 +291,9 @@ def _as_device_error(name: str) -> Iterator[None]:
             f"{name}: out of memory: {error}. Lower fetch_factor, prefetch or device_cache, or give device_memory."
         ) from error
     except cuda.compiler.CompileException as error:
-        raise DeviceError(f"{name}: the kernels do not compile for this device: {error}.") from error
+        raise DeviceError(
+            f"{name}: the kernels do not compile for this device: {error}. See `gpuload doctor`."
+        ) from error
     except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
         raise DeviceError(f"{name}: {error}. See `gpuload doctor`.") from error
 

@@ -171,5 +171,5 @@ class FarReader:
         except BusyError as error:
             where = f"{source.remote.name}/{source.objects[number].key}"
             raise ReadError(
-                f"{where}: reading {n} bytes of {name} at byte {at} through KvikIO failed: {error}."
+                f"{where}: reading {n} bytes of {name} at byte {at} through KvikIO failed: {error}. Use io='pinned'."
             ) from error

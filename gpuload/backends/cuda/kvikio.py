@@ -253,7 +253,8 @@ class KvikioReader:
                 raise short_read(source, name, offset, nbytes, got)
             path, at_first = source.where_is(offset)
             raise ReadError(
-                f"{path}: reading {nbytes} bytes of {name} at byte {at_first} through KvikIO failed: {reason}."
+                f"{path}: reading {nbytes} bytes of {name} at byte {at_first} through KvikIO failed: {reason}. Use "
+                "io='pinned'."
             )
         if is_cut_short:
             raise CancelledError
@@ -350,7 +351,7 @@ class _Files:
             try:
                 return _File(source, self._open_file(f"/proc/self/fd/{descriptor}"))
             except (RuntimeError, OSError, ValueError) as error:
-                raise ReadError(f"{source.name}: KvikIO cannot open it: {_reason(error)}.") from error
+                raise ReadError(f"{source.name}: KvikIO cannot open it: {_reason(error)}. Use io='pinned'.") from error
 
     def _close_idle(self) -> None:
         """Close those used longest ago where there are too many; the last one is only about to be used."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.errors import DeviceError
+
 if TYPE_CHECKING:
     from gpuload.backends.cuda.device import Device
 
@@ -34,7 +36,7 @@ class Lease:
 
     def used_on(self, stream: Any) -> None:
         """Note that work on this memory was given to a stream."""
-        if all(stream is not known for known in self._streams):
+        if stream not in self._streams:  # CuPy makes a new object of a stream now and then
             self._streams.append(stream)
 
     def __del__(self) -> None:
@@ -64,17 +66,15 @@ class DevicePool:
     def lease(self, nbytes: int, stream: Any) -> tuple[Any, Lease]:
         """Return memory for use on a stream, aligned to `ALIGNMENT`, and the lease that it keeps alive."""
         nbytes = max(1, nbytes)
-        for key, (block, _) in self._idle.copy().items():
-            if nbytes <= block.nbytes <= 2 * nbytes + ALIGNMENT:
-                found = self._idle.pop(key, None)  # another thread may have been faster
-                if found is not None:
-                    for event in found[1]:
-                        self._device.stream_wait(stream, event)
-                    return self._leased(found[0], nbytes, stream)
-        block = self._device.empty(_room(nbytes))
-        self._nbytes[id(block)] = block.nbytes
-        self.peak_nbytes = max(self.peak_nbytes, sum(self._nbytes.copy().values()))
-        return self._leased(block, nbytes, stream)
+        block, events = self._take(nbytes) or (None, [])
+        for event in events:
+            self._device.stream_wait(stream, event)
+        if block is None:
+            block = self._new(_room(nbytes))
+            self._nbytes[id(block)] = block.nbytes
+            self.peak_nbytes = max(self.peak_nbytes, sum(self._nbytes.copy().values()))
+        lease = Lease(self, block, stream)
+        return self._device.view(block, nbytes, lease), lease
 
     def array(self, shape: tuple[int, ...], dtype: Any, stream: Any) -> tuple[Any, Lease]:
         """Return an array of undefined contents for use on a stream, and its lease."""
@@ -94,16 +94,30 @@ class DevicePool:
         for key in self._idle.copy():
             self._drop(key)
 
+    def _take(self, nbytes: int) -> tuple[Any, list[Any]] | None:
+        """Take an idle block that fits, and the events before which it is in use; None where there is none."""
+        for key, (block, _) in self._idle.copy().items():
+            if nbytes <= block.nbytes <= 2 * nbytes + ALIGNMENT:
+                found = self._idle.pop(key, None)  # another thread may have been faster
+                if found is not None:
+                    return found
+        return None
+
+    def _new(self, nbytes: int) -> Any:
+        """Return new device memory, for which idle blocks are given up where there is too little."""
+        try:
+            return self._device.empty(nbytes)
+        except DeviceError:
+            for key in self._idle.copy():
+                self._drop(key)
+            return self._device.empty(nbytes)
+
     def _drop(self, key: int) -> None:
         found = self._idle.pop(key, None)
         if found is not None:
             for event in found[1]:
                 self._device.wait(event)  # freed memory may go to any stream
             self._nbytes.pop(key, None)
-
-    def _leased(self, block: Any, nbytes: int, stream: Any) -> tuple[Any, Lease]:
-        lease = Lease(self, block, stream)
-        return self._device.view(block, nbytes, lease), lease
 
 
 def _room(nbytes: int) -> int:

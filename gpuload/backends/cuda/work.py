@@ -1,12 +1,13 @@
 """What the launches for one part of a read share: a stream, scratch memory, and small arrays on their way up and down.
 
-Nothing here waits for the device. What is leased or page-locked is held by the `Outcome` of the part until the stream
-is past it.
+Nothing here waits for the device. What is page-locked is held by the `Outcome` of the part until the stream is past it.
+Scratch memory goes back as soon as nothing refers to it, and then to later work on the same stream: so there is never
+more of it than one part needs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -23,31 +24,34 @@ SLOT = 16
 N_THREADS = 256
 
 
+class Lane(Protocol):
+    """What one loading thread decodes with: a stream, and memory that is used on no other one."""
+
+    stream: Any
+    scratch: DevicePool
+
+
 class Work:
-    """A stream, and what the launches on it need.
+    """A lane, and what the launches on it need.
 
     Parameters
     ----------
-    device, nvcomp, pool
-        Where, by which library, and where scratch memory comes from.
-    stream
-        On which all is launched.
+    device, nvcomp, lane
+        Where, by which library, and by whom.
     held
-        Page-locked and device memory that must live until the stream is past all of this.
+        Page-locked memory that must live until the stream is past all of this.
     """
 
-    def __init__(self, device: Device, nvcomp: Nvcomp, pool: DevicePool, stream: Any, held: list[Any]) -> None:
+    def __init__(self, device: Device, nvcomp: Nvcomp, lane: Lane, held: list[Any]) -> None:
         self.device = device
-        self.stream = stream
+        self.stream = lane.stream
         self._nvcomp = nvcomp
-        self._pool = pool
+        self._pool = lane.scratch
         self._held = held
 
     def scratch(self, nbytes: int) -> Any:
-        """Return device memory of undefined contents, uint8."""
-        memory, lease = self._pool.lease(nbytes, self.stream)
-        self._held.append(lease)
-        return memory
+        """Return device memory of undefined contents, uint8, for what is launched as long as it is referred to."""
+        return self._pool.lease(nbytes, self.stream)[0]
 
     def numbers(self, n: int, dtype: type = np.int64) -> Any:
         """Return n numbers of undefined value."""

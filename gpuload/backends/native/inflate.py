@@ -119,7 +119,7 @@ def _split(place: int) -> Any:  # pragma: no cover - compiled
     return at, shift_right(load8(at - 1), 8 - n) if n else 0, n
 
 
-@inline
+@native
 def _look_up_rest(lit: int, entry: int, bits: int) -> Any:  # pragma: no cover - compiled
     """Follow an entry that is neither literals nor a complete length.
 
@@ -137,7 +137,7 @@ def _look_up_rest(lit: int, entry: int, bits: int) -> Any:  # pragma: no cover -
     return entry, used + extra, length
 
 
-@inline
+@native
 def _look_up_dist_rest(lit: int, entry: int, bits: int) -> int:  # pragma: no cover - compiled
     """Return the entry of a code in a sub-table, or the entry itself where there is none."""
     if entry & DIST_SUB == 0:
@@ -158,6 +158,12 @@ def _copy_match(w: int, out: int, distance: int, length: int) -> None:  # pragma
     while done < length:
         copy16(out + done, out + done - period)
         done = opaque(done + 16)
+
+
+@native
+def _copy_any(w: int, out: int, distance: int, length: int) -> None:  # pragma: no cover - compiled
+    """Do as `_copy_match`, by a call: for where it is rare."""
+    _copy_match(w, out, distance, length)
 
 
 @native
@@ -283,7 +289,7 @@ def _step(w: int, lit: int, first: int, place: int, out: int, entry: int) -> Any
         return BAD_DISTANCE, place, out, 0
     if total > 16 or np.uint64(distance - 1) < np.uint64(total - 1):  # a distance of 0 is none
         store32(out, literals)
-        _copy_match(w, out + k, distance, length)
+        _copy_any(w, out + k, distance, length)
     else:
         store_pair(out, shift_left(load64(source), 8 * k) | literals, load64(source + 8 - k))
     return 0, place, out + total, entry

@@ -1,0 +1,148 @@
+"""All that is to be done on a GPU machine which is at hand for a short while only: install, test, measure.
+
+    python3 docker/gpu_session.py wheels results                     everything, in half an hour at most
+    python3 docker/gpu_session.py wheels results --only bench        a part of it, after the rest
+
+Steps come in the order of what they tell. Each has a time limit; one that fails, hangs or has no time left costs no
+other one but those that need what it makes. What a step prints goes into ``session.log`` as it is printed, what became
+of it into ``steps.jsonl`` when it ends, and each measurement into ``gpu.jsonl`` when it is made: whenever the machine
+is taken away, what is done by then is in the folder of results. Needs no package but those of Python.
+
+The wheels come from docker/offline_wheels.sh; what they are installed into, build/gpu, is found again by later calls.
+"""
+# ruff: noqa: INP001 - it lies beside the scripts that it runs
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "build" / "gpu"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, the most seconds that it may take, and whether the steps after it make no sense without it."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    is_needed: bool = False
+
+
+def steps(wheels: Path, results: Path) -> list[Step]:
+    """Return what is done, in order."""
+    python, docker = sys.executable, ROOT / "docker"
+    pytest = (python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
+    first = (*pytest, "-n", "0", "-x", TESTS, "-k", "csr-gzip4 or local_rank")
+    bench = (python, "-m", "benchmarks.run_gpu", "--out", str(results / "gpu.jsonl"))
+    found = [
+        Step("install", (str(docker / "install_offline.sh"), "--target", str(SITE), str(wheels)), 180, is_needed=True),
+        Step("gpu", (python, "-c", HAS_GPU), 60, is_needed=True),
+        Step("doctor", (python, "-m", "gpuload", "doctor"), 60),
+        Step("first", first, 150),
+        Step("tests", (*pytest, "-n", "4", f"--junitxml={results / 'tests.xml'}", TESTS), 400),
+        Step("programs", (*pytest, "-n", "0", PROGRAMS), 120),
+        Step("bench", (*bench, "--rounds", "2", "--timeout", "150", "--budget", "480"), 540),
+        Step("cold", (*bench, "--rounds", "1", "--cache", "cold", "--only", *COLD, "--budget", "90"), 120),
+    ]
+    if checker := shutil.which("compute-sanitizer"):
+        watched = (checker, "--error-exitcode", "9", *first)
+        found.append(Step("memcheck", watched, 240))
+        found.append(Step("racecheck", (checker, "--tool", "racecheck", *watched[1:]), 240))
+    return found
+
+
+HAS_GPU = """import sys
+from gpuload.backends.cuda.device import n_gpus
+sys.exit(0 if n_gpus() else "no GPU can be used here")
+"""
+
+TESTS, PROGRAMS = "tests/cuda/test_gpu.py", "tests/e2e/test_pipelines.py"
+"""Files of the tests that need a GPU; the second one needs DALI too."""
+
+COLD = ("gpuload/dense/kvikio", "gpuload/dense/pinned")
+
+
+def run(todo: list[Step], results: Path, budget_s: float) -> list[tuple[str, str, float]]:
+    """Carry steps out; return of each its name, what became of it, and its seconds."""
+    environment = {**os.environ, "PYTHONPATH": f"{SITE}{os.pathsep}{ROOT}", "PYTHONUNBUFFERED": "1"}
+    environment["GPULOAD_PYTHON"] = sys.executable
+    outcomes: list[tuple[str, str, float]] = []
+    end, lacking = time.monotonic() + budget_s, ""
+    with (results / "session.log").open("a") as log, (results / "steps.jsonl").open("a") as told:
+        for step in todo:
+            limit, start = min(step.limit_s, end - time.monotonic()), time.monotonic()
+            print(f"== {step.name}", file=log, flush=True)
+            if lacking or limit < 1:
+                outcome = f"not begun: {lacking or 'no time left'}"
+            else:
+                outcome = _outcome(step, limit, log, environment)
+            if step.is_needed and outcome != "done":
+                lacking = f"{step.name} failed"
+            outcomes.append((step.name, outcome, time.monotonic() - start))
+            print(
+                json.dumps(dict(zip(("step", "outcome", "seconds"), outcomes[-1], strict=True))), file=told, flush=True
+            )
+            print(f"{step.name:10s} {outcome} ({outcomes[-1][2]:.0f} s)", flush=True)
+    return outcomes
+
+
+def _outcome(step: Step, limit_s: float, log: IO[str], environment: dict[str, str]) -> str:
+    """Run a step with all processes that it starts, and end them with it."""
+    try:
+        process = subprocess.Popen(  # noqa: S603 - of our own making
+            step.command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"failed: {error}"
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"ended after {limit_s:.0f} s"
+    else:
+        return "done" if code == 0 else f"failed: exit status {code}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the steps that are asked for; return 0 where all are done."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wheels", type=Path, help="the folder that docker/offline_wheels.sh made")
+    parser.add_argument("results", type=Path, help="the folder that results are added to")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="names of the steps to take")
+    parser.add_argument("--budget", type=float, default=1700, help="seconds for all (default: %(default)s)")
+    chosen = parser.parse_args(arguments)
+    results = chosen.results.resolve()
+    known = steps(chosen.wheels.resolve(), results)
+    names = [step.name for step in known]
+    unknown = [name for name in chosen.only or () if name not in names]
+    if unknown:
+        parser.error(f"no step {unknown[0]!r}; there are {', '.join(names)}")
+    results.mkdir(parents=True, exist_ok=True)
+    todo = [step for step in known if chosen.only is None or step.name in chosen.only]
+    return int(any(outcome != "done" for _, outcome, _ in run(todo, results, chosen.budget)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+// Containers of blosc (c-blosc 1, README_CHUNK_FORMAT.rst): a header of 16 bytes, a table with the place of each block,
+// and the blocks. A block is one stream, or n_splits equal ones where it is whole; before each stands its stored size,
+// which is the decoded size where the stream is stored as it is. A container may also hold its bytes as they are.
+
+// How all chunks of an array are cut, as a header says: chunks of `nbytes` in blocks of `block_nbytes`.
+struct Cut {
+    int64_t nbytes, block_nbytes, n_splits;
+
+    DEVICE int64_t n_whole() const { return nbytes / block_nbytes; }
+    DEVICE int64_t rest() const { return nbytes % block_nbytes; }
+    DEVICE int64_t n_blocks() const { return n_whole() + (rest() ? 1 : 0); }
+    DEVICE int64_t n_streams() const { return n_whole() * n_splits + (rest() ? 1 : 0); }
+
+    // Streams of block b, and their decoded bytes.
+    DEVICE int64_t streams_in(int64_t b) const { return b < n_whole() ? n_splits : 1; }
+    DEVICE int64_t stream_nbytes(int64_t b) const { return b < n_whole() ? block_nbytes / n_splits : rest(); }
+
+    // Each stream has a slot, large enough for what it decodes to and for what snappy, which may make it longer, makes
+    // of that, and a multiple of 16; a chunk's slots follow one another.
+    DEVICE int64_t slot(int64_t b, int64_t k) const { return (b * n_splits + k) * slots_of(block_nbytes / n_splits); }
+    DEVICE int64_t chunk_slots() const { return slot(n_whole(), 0) + slots_of(rest()); }
+    DEVICE static int64_t most_stored(int64_t size) { return 32 + size + size / 6; }
+    DEVICE static int64_t slots_of(int64_t size) { return size ? (most_stored(size) + 15) / 16 * 16 : 0; }
+};
+
+// What is known of each stream: rows of a table with a column for each.
+enum Row { SOURCE, STORED, SLOT, IN, IN_NBYTES, OUT, ROOM, WANTED, FROM, TRAILER };
+
+// Whether a chunk's header says what the array's first one says, but for how large the container is and whether the
+// bytes lie in it as they are.
+DEVICE bool is_alike(const uint8_t* chunk, const uint8_t* head) {
+    const uint32_t words = load4(chunk) ^ load4(head), copied = 0x00020000;
+    return !(words & ~copied) && load4(chunk + 4) == load4(head + 4) && load4(chunk + 8) == load4(head + 8);
+}
+
+// Find the streams of n containers whose headers all say the same as `head`: a thread follows those of a block.
+//
+// The table tells, of each stream: the first stored byte and how many are to be moved to which slot of `compressed`;
+// what the codec is given (address and size) and where its output goes (address and room, in `decoded`) and how much
+// that must be; from where (address) the decoded bytes are to be taken; and where its adler32 is, or -1. A stream that
+// is stored as it is, or cannot be found, is not moved: the codec gets the filler in its place, a good stream that
+// decodes to one byte, and the bytes are taken from where they are stored. A bad container is named in `status`.
+KERNEL(walk_blosc, (const uint8_t* __restrict__ stored, const int64_t* place, const int64_t* stored_nbytes,
+                    const uint8_t* head, const uint8_t* filler, int64_t filler_nbytes, int64_t nbytes,
+                    int64_t block_nbytes, int64_t n_splits, int32_t is_zlib, int64_t n, const uint8_t* decoded,
+                    uint8_t* __restrict__ compressed, int64_t* __restrict__ table, int32_t* __restrict__ is_copied,
+                    int32_t* status)) {
+    constexpr int64_t HEAD = 16, ZLIB_HEAD = 2, ZLIB_TAIL = 4;
+    const Cut cut{nbytes, block_nbytes, n_splits};
+    const int64_t n_blocks = cut.n_blocks(), n_columns = n * cut.n_streams();
+    for (int64_t group = BLOCK; group * N_THREADS < n * n_blocks; group += N_BLOCKS) {
+        EACH_THREAD(t) {
+            const int64_t item = group * N_THREADS + t, c = item / n_blocks, b = item % n_blocks;
+            if (item < n * n_blocks) {
+                const uint8_t* chunk = stored + place[c];
+                const int64_t n_stored = stored_nbytes[c], room = cut.stream_nbytes(b);
+                int64_t at = -1, end = 0;
+                bool is_plain = false;
+                if (n_stored >= HEAD && is_alike(chunk, head)) {
+                    is_plain = chunk[2] & 2;
+                    end = signed4(chunk + 12);
+                    if (end <= n_stored && is_plain) {
+                        at = end == HEAD + nbytes ? HEAD + b * block_nbytes : -1;
+                    } else if (end <= n_stored && HEAD + 4 * n_blocks <= end) {
+                        at = signed4(chunk + HEAD + 4 * b);
+                    }
+                }
+                if (b == 0) is_copied[c] = is_plain;
+                for (int64_t k = 0; k < cut.streams_in(b); ++k) {
+                    int64_t size = -1, skipped = 0, trailer = -1;
+                    if (is_plain && at >= 0) {
+                        size = room;
+                    } else if (at >= 0 && at + 4 <= end) {
+                        size = signed4(chunk + at);
+                        at += 4;
+                        if (size <= 0 || size > Cut::most_stored(room) || at + size > end) size = -1;
+                        if (is_zlib && size > 0 && size != room) {
+                            const int32_t method = chunk[at], flags = chunk[at + 1];
+                            const bool is_head = size > ZLIB_HEAD + ZLIB_TAIL && (method & 15) == 8 && method < 0x80 &&
+                                                 (256 * method + flags) % 31 == 0 && !(flags & 0x20);
+                            if (is_head) {
+                                skipped = ZLIB_HEAD, trailer = place[c] + at + size - ZLIB_TAIL;
+                            } else {
+                                size = -1;
+                            }
+                        }
+                    }
+                    const bool is_coded = size > 0 && size != room;
+                    const int64_t n_moved = is_coded ? size - (skipped ? ZLIB_HEAD + ZLIB_TAIL : 0) : 0;
+                    const int64_t slot = c * cut.chunk_slots() + cut.slot(b, k);
+                    int64_t* column = table + c * cut.n_streams() + b * n_splits + k;
+                    column[SOURCE * n_columns] = place[c] + (is_coded ? at + skipped : 0);
+                    column[STORED * n_columns] = n_moved;
+                    column[SLOT * n_columns] = slot;
+                    column[IN * n_columns] = int64_t(address(compressed + slot));
+                    column[IN_NBYTES * n_columns] = is_coded ? n_moved : filler_nbytes;
+                    column[OUT * n_columns] = int64_t(address(decoded + slot));
+                    column[ROOM * n_columns] = room;
+                    column[WANTED * n_columns] = is_coded ? room : 1;
+                    column[FROM * n_columns] = int64_t(address(size == room ? chunk + at : decoded + slot));
+                    column[TRAILER * n_columns] = trailer;
+                    if (!is_coded) {
+                        for (int64_t j = 0; j < filler_nbytes; ++j) compressed[slot + j] = filler[j];
+                    }
+                    if (size < 0) {
+                        atomic_set_if_zero(status + c, BAD_BLOSC);
+                        at = -1;
+                    } else {
+                        at += size;
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Name in `status` the chunks, of n_streams streams each, of which a stream has a code or has not become what it must.
+KERNEL(check_streams, (const int32_t* code, const int64_t* produced, const int64_t* wanted, int64_t n_streams,
+                       int64_t n, int32_t* status)) {
+    for (int64_t group = BLOCK; group * N_THREADS < n * n_streams; group += N_BLOCKS) {
+        EACH_THREAD(t) {
+            const int64_t i = group * N_THREADS + t;
+            if (i < n * n_streams && (code[i] || produced[i] != wanted[i])) {
+                atomic_set_if_zero(status + i / n_streams, BAD_STREAM);
+            }
+        }
+    }
+}
+
+// Put together n containers from their decoded streams, which lie at the addresses `from`; itemsize 1: not shuffled.
+KERNEL(join_blosc, (const int64_t* __restrict__ from, const int32_t* is_copied, int64_t nbytes, int64_t block_nbytes,
+                    int64_t n_splits, int32_t itemsize, int64_t n, const int64_t* start,
+                    uint8_t* __restrict__ out)) {
+    const Cut cut{nbytes, block_nbytes, n_splits};
+    const int64_t n_blocks = cut.n_blocks(), n_parts = parts_of_each(n * n_blocks, 64);
+    for (int64_t part_of = BLOCK; part_of < n * n_blocks * n_parts; part_of += N_BLOCKS) {
+        const int64_t part = part_of % n_parts, c = part_of / n_parts / n_blocks, b = part_of / n_parts % n_blocks;
+        const int64_t n_streams = cut.streams_in(b), room = cut.stream_nbytes(b), size = n_streams * room;
+        const int64_t* each = from + c * cut.n_streams() + b * n_splits;
+        const uint8_t* first = reinterpret_cast<const uint8_t*>(each[0]);
+        uint8_t* to = out + start[c] + b * block_nbytes;
+        if (itemsize > 1 && !is_copied[c]) {
+            const int64_t n_items = size / itemsize;
+            const Planes planes{first, n_items, n_streams > 1 ? each : nullptr};
+            unshuffle_part(planes, first + n_items * itemsize, to, size, itemsize, part, n_parts);
+        } else {
+            for (int64_t k = part; k < n_streams; k += n_parts) {
+                copy_bytes(reinterpret_cast<const uint8_t*>(each[k]), to + k * room, room);
+            }
+        }
+    }
+}

@@ -1,0 +1,224 @@
+// Decoded bytes -> the resident's arrays.
+
+enum Kind { SIGNED, UNSIGNED, FLOAT };
+
+// A stored type: its size in bytes, what it is, and whether its first byte is the highest.
+template <int NBYTES, Kind KIND, bool IS_BIG>
+struct Stored {
+    static constexpr int nbytes = NBYTES;
+    static constexpr Kind kind = KIND;
+    static constexpr bool is_big = IS_BIG;
+};
+
+struct Checks {
+    bool is_bad = false, is_rounded = false;
+};
+
+DEVICE uint32_t with_bytes_reversed(uint32_t word) {
+    const uint32_t swapped = with_halves_swapped(word);
+    return swapped << 16 | swapped >> 16;
+}
+
+// Return an element from its bytes in the order of storage, the first lowest.
+template <class S>
+DEVICE uint64_t in_native_order(uint64_t bits) {
+    if constexpr (!S::is_big || S::nbytes == 1) {
+        return bits;
+    } else if constexpr (S::nbytes == 2) {
+        return with_halves_swapped(uint32_t(bits));
+    } else if constexpr (S::nbytes == 4) {
+        return with_bytes_reversed(uint32_t(bits));
+    } else {
+        return uint64_t(with_bytes_reversed(uint32_t(bits))) << 32 | with_bytes_reversed(uint32_t(bits >> 32));
+    }
+}
+
+// Return element e of words that hold four.
+template <class S, int N>
+DEVICE uint64_t element(const uint32_t (&words)[N], int e) {
+    if constexpr (S::nbytes == 8) {
+        return in_native_order<S>(uint64_t(words[2 * e + 1]) << 32 | words[2 * e]);
+    } else if constexpr (S::nbytes == 4) {
+        return in_native_order<S>(words[e]);
+    } else if constexpr (S::nbytes == 2) {
+        return in_native_order<S>(words[e / 2] >> 16 * (e % 2) & 0xFFFF);
+    } else {
+        return words[0] >> 8 * e & 0xFF;
+    }
+}
+
+// Return the element that starts at any byte.
+template <class S>
+DEVICE uint64_t element_at(const uint8_t* from) {
+    uint64_t bits = 0;
+#pragma unroll
+    for (int k = 0; k < S::nbytes; ++k) bits |= uint64_t(from[k]) << 8 * k;
+    return in_native_order<S>(bits);
+}
+
+template <int NBYTES>
+DEVICE int64_t sign_extended(uint64_t bits) {
+    return int64_t(bits << (64 - 8 * NBYTES)) >> (64 - 8 * NBYTES);
+}
+
+DEVICE float value_of_half(uint32_t bits) {
+    const uint32_t low = bits & 0x7FFF, wide = low << 13;
+    uint32_t magnitude = wide + (112u << 23);
+    if (low < 0x0400) magnitude = low ? bits_of(float(low)) - (24u << 23) : 0;  // multiples of 2**-24
+    if (low >= 0x7C00) magnitude = wide | 0x7F800000;
+    return float_of(magnitude | (bits & 0x8000) << 16);
+}
+
+DEVICE bool is_finite(float value) { return (bits_of(value) & 0x7F800000) != 0x7F800000; }
+DEVICE bool is_finite(double value) {
+    return (bits_of(value) & 0x7FF0000000000000) != 0x7FF0000000000000;
+}
+
+template <class S>
+DEVICE void convert(uint64_t bits, int64_t, float& to, Checks& checks) {
+    if constexpr (S::kind == FLOAT) {
+        if constexpr (S::nbytes == 2) {
+            to = value_of_half(uint32_t(bits));
+        } else if constexpr (S::nbytes == 4) {
+            to = float_of(uint32_t(bits));
+        } else {
+            const double value = double_of(bits);
+            to = narrowed(value);
+            checks.is_bad |= is_finite(value) && !is_finite(to);
+        }
+    } else if constexpr (S::kind == SIGNED) {
+        const int64_t value = sign_extended<S::nbytes>(bits);
+        to = S::nbytes < 8 ? float(int32_t(value)) : float(value);
+        checks.is_rounded |= S::nbytes >= 4 && (value > MAX_EXACT || value < -MAX_EXACT);
+    } else {
+        to = S::nbytes < 8 ? float(uint32_t(bits)) : float(bits);
+        checks.is_rounded |= S::nbytes >= 4 && bits > uint64_t(MAX_EXACT);
+    }
+}
+
+template <class S>
+DEVICE void convert(uint64_t bits, int64_t limit, int32_t& to, Checks& checks) {
+    int64_t column = int64_t(bits);
+    if constexpr (S::kind == FLOAT) {
+        double value;
+        if constexpr (S::nbytes == 2) {
+            value = widened(value_of_half(uint32_t(bits)));
+        } else if constexpr (S::nbytes == 4) {
+            value = widened(float_of(uint32_t(bits)));
+        } else {
+            value = double_of(bits);
+        }
+        column = value > -1.0 && value < 9e18 ? int64_t(value) : -1;
+    } else if constexpr (S::kind == SIGNED) {
+        column = sign_extended<S::nbytes>(bits);
+    }
+    const bool is_bad = uint64_t(column) >= uint64_t(limit);
+    to = is_bad ? 0 : int32_t(column);
+    checks.is_bad |= is_bad;
+}
+
+DEVICE void convert_fill(double value, int64_t, float& to, Checks&) { to = narrowed(value); }
+
+DEVICE void convert_fill(double value, int64_t limit, int32_t& to, Checks& checks) {
+    checks.is_bad = !(value >= 0 && value < double(limit));
+    to = checks.is_bad ? 0 : int32_t(value);
+}
+
+DEVICE uint32_t word_of(float value) { return bits_of(value); }
+DEVICE uint32_t word_of(int32_t value) { return uint32_t(value); }
+DEVICE int32_t reason_of(float) { return BAD_VALUE; }
+DEVICE int32_t reason_of(int32_t) { return BAD_COLUMN; }
+
+// Do one thread's share, the lane-th of n_lanes, of copying n elements.
+template <class S, class Out>
+DEVICE void copy_run(const uint8_t* __restrict__ from, Out* __restrict__ to, int64_t n, int64_t limit, int lane,
+                     int n_lanes, Checks& checks) {
+    const int64_t gap = int64_t(-(address(to) / 4) & 3), head = gap < n ? gap : n, n_groups = (n - head) / 4;
+#pragma unroll(S::nbytes < 8 ? 2 : 1)
+    for (int64_t k = lane; k < n_groups; k += n_lanes) {
+        const int64_t at = head + 4 * k;
+        uint32_t words[S::nbytes];
+        load_words(from + at * S::nbytes, words);
+        Out values[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) convert<S>(element<S>(words, e), limit, values[e], checks);
+        store_aligned(to + at, uint4{word_of(values[0]), word_of(values[1]), word_of(values[2]), word_of(values[3])});
+    }
+#pragma unroll 1
+    for (int64_t k = lane; k < n - 4 * n_groups; k += n_lanes) {
+        const int64_t at = k < head ? k : 4 * n_groups + k;
+        convert<S>(element_at<S>(from + at * S::nbytes), limit, to[at], checks);
+    }
+}
+
+// Copy pieces of decoded chunks, or their fill value, into a resident's array of float or int32_t.
+//
+// A run that is alone in its piece is shared by all threads, and by the blocks that share the piece; of several runs,
+// each is copied by 32 threads.
+template <class S, class Out>
+DEVICE void copy_pieces(const uint8_t* __restrict__ decoded, const int64_t* piece_base, const int64_t* piece_src,
+                        const int64_t* piece_dest, const int64_t* piece_width, const int64_t* piece_rows,
+                        const int32_t* piece_chunk, int64_t src_stride, int64_t dest_stride, int64_t limit,
+                        double fill_value, int64_t n_pieces, Out* __restrict__ out, int32_t* status,
+                        int32_t* is_rounded) {
+    const int64_t n_parts = parts_of_each(n_pieces, 64);
+    for (int64_t b = BLOCK; b < n_pieces * n_parts; b += N_BLOCKS) {
+        const int64_t p = b / n_parts, part = b % n_parts, rows = piece_rows[p], width = piece_width[p];
+        const bool is_one_run = rows == 1;
+        const int64_t n = is_one_run ? width : rows, first = n * part / n_parts, last = n * (part + 1) / n_parts;
+        const int n_lanes = is_one_run || N_THREADS % 32 ? N_THREADS : 32;
+        EACH_THREAD(t) {
+            const int lane = t % n_lanes;
+            Checks checks;
+            Out fill = 0;
+            if (piece_base[p] < 0) convert_fill(fill_value, limit, fill, checks);
+            for (int64_t r = is_one_run ? 0 : first + t / n_lanes; r < (is_one_run ? 1 : last);
+                 r += N_THREADS / n_lanes) {
+                const int64_t skipped = is_one_run ? first : 0, length = is_one_run ? last - first : width;
+                Out* to = out + piece_dest[p] + r * dest_stride + skipped;
+                if (piece_base[p] < 0) {
+                    for (int64_t k = lane; k < length; k += n_lanes) to[k] = fill;
+                } else {
+                    const int64_t at = piece_src[p] + r * src_stride + skipped;
+                    copy_run<S>(decoded + piece_base[p] + at * S::nbytes, to, length, limit, lane, n_lanes, checks);
+                }
+            }
+            if (checks.is_bad) atomic_set_if_zero(status + piece_chunk[p], reason_of(Out()));
+            if (checks.is_rounded) atomic_set_if_zero(is_rounded, 1);
+        }
+    }
+}
+
+// copy_pieces_<src>_<out>: piece p is piece_rows[p] runs of piece_width[p] elements. The first goes from piece_src[p]
+// elements after byte piece_base[p] of `decoded` (below 0: it is the fill value) to out[piece_dest[p]], each further
+// one from and to src_stride and dest_stride elements on. Column numbers (out i4) must be below `limit`.
+#define COPY_PIECES(src, out_name, stored_type, out_type)                                                              \
+    KERNEL(copy_pieces_##src##_##out_name,                                                                             \
+           (const uint8_t* decoded, const int64_t* piece_base, const int64_t* piece_src, const int64_t* piece_dest,    \
+            const int64_t* piece_width, const int64_t* piece_rows, const int32_t* piece_chunk, int64_t src_stride,     \
+            int64_t dest_stride, int64_t limit, double fill_value, int64_t n_pieces, out_type* out, int32_t* status,   \
+            int32_t* is_rounded)) {                                                                                    \
+        copy_pieces<stored_type, out_type>(decoded, piece_base, piece_src, piece_dest, piece_width, piece_rows,        \
+                                           piece_chunk, src_stride, dest_stride, limit, fill_value, n_pieces, out,     \
+                                           status, is_rounded);                                                        \
+    }
+#define COPY_PIECES_OF(src, nbytes, kind, is_big)                                                                      \
+    typedef Stored<nbytes, kind, is_big> stored_##src;                                                                 \
+    COPY_PIECES(src, f4, stored_##src, float)                                                                          \
+    COPY_PIECES(src, i4, stored_##src, int32_t)
+#define COPY_PIECES_OF_BOTH(src, nbytes, kind)                                                                         \
+    COPY_PIECES_OF(src, nbytes, kind, false)                                                                           \
+    COPY_PIECES_OF(be_##src, nbytes, kind, true)
+
+COPY_PIECES_OF(bool, 1, UNSIGNED, false)
+COPY_PIECES_OF(i1, 1, SIGNED, false)
+COPY_PIECES_OF(u1, 1, UNSIGNED, false)
+COPY_PIECES_OF_BOTH(i2, 2, SIGNED)
+COPY_PIECES_OF_BOTH(u2, 2, UNSIGNED)
+COPY_PIECES_OF_BOTH(i4, 4, SIGNED)
+COPY_PIECES_OF_BOTH(u4, 4, UNSIGNED)
+COPY_PIECES_OF_BOTH(i8, 8, SIGNED)
+COPY_PIECES_OF_BOTH(u8, 8, UNSIGNED)
+COPY_PIECES_OF_BOTH(f2, 2, FLOAT)
+COPY_PIECES_OF_BOTH(f4, 4, FLOAT)
+COPY_PIECES_OF_BOTH(f8, 8, FLOAT)

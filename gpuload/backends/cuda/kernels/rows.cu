@@ -1,0 +1,404 @@
+// The resident's rows -> a minibatch.
+
+// What a minibatch is made of. `narrow` rounds to nearest, ties to even, and tells when it makes a number infinite.
+
+struct Single {
+    typedef float Element;
+    static DEVICE float narrow(float value, bool&) { return value; }
+    static DEVICE uint32_t word(const float* values, int k, bool&) { return bits_of(values[k]); }
+};
+
+struct Half {
+    typedef uint16_t Element;
+    static DEVICE uint16_t narrow(float value, bool& is_bad) {
+        const uint16_t bits = half_bits(value);
+        is_bad |= (bits & 0x7FFF) == 0x7C00 && is_finite(value);
+        return bits;
+    }
+    static DEVICE uint32_t word(const float* values, int k, bool& is_bad) {
+        return uint32_t(narrow(values[2 * k + 1], is_bad)) << 16 | narrow(values[2 * k], is_bad);
+    }
+};
+
+struct Brain {
+    typedef uint16_t Element;
+    static DEVICE uint16_t narrow(float value, bool& is_bad) {
+        const uint32_t wide = bits_of(value), magnitude = wide & 0x7FFFFFFF;
+        if (magnitude > 0x7F800000) return uint16_t(wide >> 16 | 0x40);  // not a number
+        const uint32_t bits = (wide + 0x7FFF + (wide >> 16 & 1)) >> 16;
+        is_bad |= (bits & 0x7FFF) == 0x7F80 && magnitude < 0x7F800000;
+        return uint16_t(bits);
+    }
+    static DEVICE uint32_t word(const float* values, int k, bool& is_bad) {
+        return uint32_t(narrow(values[2 * k + 1], is_bad)) << 16 | narrow(values[2 * k], is_bad);
+    }
+};
+
+// Elements of a store of 16 bytes.
+template <class Form>
+constexpr int PER_STORE = 16 / int(sizeof(typename Form::Element));
+
+// Return how many elements after a multiple of 16 bytes a pointer stands.
+template <class Form>
+DEVICE int skew_of(const typename Form::Element* to) {
+    return int(address(to) / sizeof(*to) % PER_STORE<Form>);
+}
+
+// Store PER_STORE values at a multiple of 16 bytes.
+template <class Form>
+DEVICE void store_group(typename Form::Element* to, const float* values, bool& is_bad) {
+    store_aligned(to, uint4{Form::word(values, 0, is_bad), Form::word(values, 1, is_bad), Form::word(values, 2, is_bad),
+                            Form::word(values, 3, is_bad)});
+}
+
+// Read PER_STORE values at any multiple of 4 bytes.
+template <class Form>
+DEVICE void load_group(const float* from, float (&values)[PER_STORE<Form>]) {
+#pragma unroll
+    for (int k = 0; k < PER_STORE<Form>; k += 4) {
+        const uint4 four = load16(reinterpret_cast<const uint8_t*>(from + k));
+        values[k] = float_of(four.x), values[k + 1] = float_of(four.y);
+        values[k + 2] = float_of(four.z), values[k + 3] = float_of(four.w);
+    }
+}
+
+// Return what scales values to add up to `target_sum`; 1 where that is 0 or they add up to 0. partial: see block_sum.
+DEVICE double row_scale(const float* data, int64_t n, double target_sum, double* partial) {
+    if (target_sum == 0.0) return 1.0;
+    PHASE(t) {
+        double sum = 0.0;
+#pragma unroll 4
+        for (int64_t k = t; k < n; k += N_THREADS) sum += widened(data[k]);
+        partial[t] = sum;
+    }
+    const double total = block_sum(partial);
+    return total != 0.0 ? target_sum / total : 1.0;
+}
+
+// The arithmetic on a cell's values.
+struct Arithmetic {
+    double scale;
+    bool is_any, is_log1p;
+
+    DEVICE Arithmetic(double scale_, double target_sum, int32_t log1p_)
+        : scale(scale_), is_any(log1p_ || target_sum != 0.0), is_log1p(log1p_) {}
+
+    DEVICE float of(float value) const {
+        if (!is_any) return value;
+        const double scaled = widened(value) * scale;
+        return narrowed(is_log1p && scaled != 0.0 ? log1p(scaled) : scaled);
+    }
+};
+
+// Return the map of a resident row's columns: that of its file, which begins at map_start[row], or the only one, or none.
+DEVICE const int32_t* map_of(int32_t row, const int64_t* map_start, const int32_t* columns) {
+    return columns && map_start ? columns + map_start[row] : columns;
+}
+
+// Return where a stored column goes, or below 0.
+DEVICE int64_t place_of(const int32_t* columns, int32_t column) { return columns ? columns[column] : column; }
+
+// Write CSR rows into a dense array, zeros included.
+//
+// A row is made in shared memory, a tile of columns after the other, and each tile is stored once. Where the columns of
+// a row rise, none repeated, its values are put into the tile in any order (`columns` sends no two to one place); else
+// each place belongs to one thread, which adds up what is stored for it in the order of storage.
+template <class Form>
+DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
+                        const int32_t* __restrict__ indices, const float* __restrict__ data,
+                        const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
+                        int32_t log1p_, int64_t n_rows, int64_t n_cols, typename Form::Element* __restrict__ out,
+                        int32_t* bad) {
+    constexpr int PER = PER_STORE<Form>;
+    SHARED_ARRAY(float, tile, TILE + PER);
+    SHARED_ARRAY(double, partial, MAX_THREADS);
+    SHARED_ARRAY(int32_t, is_rising, 1);
+    const int64_t n_tiles = (n_cols + TILE - 1) / TILE, n_parts = parts_of_each(n_rows, n_tiles);
+    PHASE(t) {
+        for (int k = t; k < TILE + PER; k += N_THREADS) tile[k] = 0.0f;
+        if (t == 0) is_rising[0] = 1;
+    }
+    for (int64_t b = BLOCK; b < n_rows * n_parts; b += N_BLOCKS) {
+        const int64_t row = b / n_parts, part = b % n_parts;
+        const int64_t start = indptr[positions[row]], stop = indptr[positions[row] + 1];
+        const int32_t* chosen = map_of(positions[row], map_start, columns);
+        PHASE(t) {
+            for (int64_t k = start + 1 + t; k < stop; k += N_THREADS) {
+                if (indices[k] <= indices[k - 1]) atomic_min(is_rising, 0);
+            }
+        }
+        const bool is_apart = agreed(is_rising[0]);
+        const Arithmetic arithmetic(row_scale(data + start, stop - start, target_sum, partial), target_sum, log1p_);
+        PHASE(t) {
+            if (t == 0) is_rising[0] = 1;
+        }
+        for (int64_t k = n_tiles * part / n_parts; k < n_tiles * (part + 1) / n_parts; ++k) {
+            const int64_t lo = k * TILE, width = n_cols - lo < TILE ? n_cols - lo : TILE;
+            typename Form::Element* to = out + row * n_cols + lo;
+            const int skew = skew_of<Form>(to);  // so that groups are aligned both in the tile and in `out`
+            PHASE(t) {
+                if (is_apart) {
+                    for (int64_t j = start + t; j < stop; j += N_THREADS) {
+                        const int64_t place = place_of(chosen, indices[j]) - lo;
+                        if (uint64_t(place) < uint64_t(width)) add_to(tile[skew + place], arithmetic.of(data[j]));
+                    }
+                } else {
+                    for (int64_t j = start; j < stop; ++j) {
+                        const int64_t place = place_of(chosen, indices[j]) - lo;
+                        if (uint64_t(place) < uint64_t(width) && int(place) % N_THREADS == t) {
+                            add_to(tile[skew + place], arithmetic.of(data[j]));
+                        }
+                    }
+                }
+            }
+            PHASE(t) {
+                bool is_bad = false;
+                for (int64_t g = PER * t; g < skew + width; g += PER * N_THREADS) {
+                    float values[PER];
+#pragma unroll
+                    for (int e = 0; e < PER; e += 4) {
+                        const uint4 four = load_aligned<uint4>(tile + g + e);
+                        store_aligned(tile + g + e, uint4{0, 0, 0, 0});
+                        values[e] = float_of(four.x), values[e + 1] = float_of(four.y);
+                        values[e + 2] = float_of(four.z), values[e + 3] = float_of(four.w);
+                    }
+                    if (g >= skew && g + PER <= skew + width) {
+                        store_group<Form>(to - skew + g, values, is_bad);
+                    } else {
+#pragma unroll
+                        for (int e = 0; e < PER; ++e) {
+                            const int64_t place = g + e - skew;
+                            if (place >= 0 && place < width) to[place] = Form::narrow(values[e], is_bad);
+                        }
+                    }
+                }
+                if (is_bad) atomic_min(bad, int32_t(row));
+            }
+        }
+    }
+}
+
+#define DENSIFY_CSR(name, form)                                                                                        \
+    KERNEL(densify_csr_##name,                                                                                         \
+           (const int32_t* positions, const int64_t* indptr, const int32_t* indices, const float* data,                \
+            const int64_t* map_start, const int32_t* columns, double target_sum, int32_t log1p, int64_t n_rows,        \
+            int64_t n_cols, form::Element* out, int32_t* bad)) {                                                       \
+        densify_csr<form>(positions, indptr, indices, data, map_start, columns, target_sum, log1p, n_rows, n_cols,     \
+                          out, bad);                                                                                   \
+    }
+
+DENSIFY_CSR(f4, Single)
+DENSIFY_CSR(f2, Half)
+DENSIFY_CSR(bf2, Brain)
+
+// Write dense rows into a dense array. Rows are n_vars wide, or begin where indptr says and are at most so wide; columns
+// that a row has nothing for are left as they are.
+template <class Form>
+DEVICE void gather_dense(const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
+                         const float* __restrict__ X, const int64_t* __restrict__ map_start,
+                         const int32_t* __restrict__ columns, double target_sum, int32_t log1p_, int64_t n_rows,
+                         int64_t n_vars, int64_t n_cols, typename Form::Element* __restrict__ out, int32_t* bad) {
+    constexpr int PER = PER_STORE<Form>;
+    SHARED_ARRAY(double, partial, MAX_THREADS);
+    const int64_t n_parts = parts_of_each(n_rows, (n_vars + MIN_PART - 1) / MIN_PART);
+    for (int64_t b = BLOCK; b < n_rows * n_parts; b += N_BLOCKS) {
+        const int64_t row = b / n_parts, part = b % n_parts;
+        const int64_t start = indptr ? indptr[positions[row]] : positions[row] * n_vars;
+        const int64_t n_stored = indptr ? indptr[positions[row] + 1] - start : n_vars;
+        const int64_t first = n_stored * part / n_parts, width = n_stored * (part + 1) / n_parts - first;
+        const float* stored = X + start;
+        const float* from = stored + first;
+        const int32_t* chosen = map_of(positions[row], map_start, columns);
+        const Arithmetic arithmetic(row_scale(stored, n_stored, target_sum, partial), target_sum, log1p_);
+        EACH_THREAD(t) {
+            bool is_bad = false;
+            if (chosen) {
+                for (int64_t k = t; k < width; k += N_THREADS) {
+                    const int32_t place = chosen[first + k];
+                    if (place >= 0) out[row * n_cols + place] = Form::narrow(arithmetic.of(from[k]), is_bad);
+                }
+            } else {
+                typename Form::Element* to = out + row * n_cols + first;
+                const int skew = skew_of<Form>(to);
+                for (int64_t k = PER * t - skew; k < width; k += PER * N_THREADS) {
+                    if (k >= 0 && k + PER <= width) {
+                        float values[PER];
+                        load_group<Form>(from + k, values);
+#pragma unroll
+                        for (int e = 0; e < PER; ++e) values[e] = arithmetic.of(values[e]);
+                        store_group<Form>(to + k, values, is_bad);
+                    } else {
+                        for (int64_t e = k < 0 ? 0 : k; e < (k + PER < width ? k + PER : width); ++e) {
+                            to[e] = Form::narrow(arithmetic.of(from[e]), is_bad);
+                        }
+                    }
+                }
+            }
+            if (is_bad) atomic_min(bad, int32_t(row));
+        }
+    }
+}
+
+#define GATHER_DENSE(name, form)                                                                                       \
+    KERNEL(gather_dense_##name,                                                                                        \
+           (const int32_t* positions, const int64_t* indptr, const float* X, const int64_t* map_start,                 \
+            const int32_t* columns, double target_sum, int32_t log1p, int64_t n_rows, int64_t n_vars, int64_t n_cols,  \
+            form::Element* out, int32_t* bad)) {                                                                       \
+        gather_dense<form>(positions, indptr, X, map_start, columns, target_sum, log1p, n_rows, n_vars, n_cols, out,   \
+                           bad);                                                                                       \
+    }
+
+GATHER_DENSE(f4, Single)
+GATHER_DENSE(f2, Half)
+GATHER_DENSE(bf2, Brain)
+
+// Return the sums of what threads 0 to t have in kept[t], for each t; kept has room for twice MAX_THREADS.
+DEVICE const int64_t* running_sums(int64_t* kept) {
+    int from = 0;
+    for (int step = 1; step < N_THREADS; step *= 2) {
+        PHASE(t) {
+            kept[(MAX_THREADS - from) + t] = kept[from + t] + (t >= step ? kept[from + t - step] : 0);
+        }
+        from = MAX_THREADS - from;
+    }
+    return kept + from;
+}
+
+// Count the values of each row that `columns` keeps; -1 less the count where their new column numbers do not rise.
+KERNEL(count_csr, (const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
+                   const int32_t* __restrict__ indices, const int64_t* __restrict__ map_start,
+                   const int32_t* __restrict__ columns, int64_t n_rows, int64_t* out)) {
+    SHARED_ARRAY(int64_t, partial, MAX_THREADS);
+    SHARED_ARRAY(int32_t, first, MAX_THREADS);
+    SHARED_ARRAY(int32_t, last, MAX_THREADS);
+    SHARED_ARRAY(int32_t, falls, MAX_THREADS);
+    if (!columns) {
+        EACH_THREAD(t) {
+            for (int64_t row = BLOCK * N_THREADS + t; row < n_rows; row += N_BLOCKS * N_THREADS) {
+                out[row] = indptr[positions[row] + 1] - indptr[positions[row]];
+            }
+        }
+        return;
+    }
+    for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
+        const int64_t start = indptr[positions[row]], n_stored = indptr[positions[row] + 1] - start;
+        const int32_t* chosen = map_of(positions[row], map_start, columns);
+        // Each thread takes a run of values, and then the first one compares the ends of neighbouring runs.
+        PHASE(t) {
+            int64_t n = 0;
+            int32_t lowest = -1, highest = -1, is_falling = 0;
+            for (int64_t k = n_stored * t / N_THREADS; k < n_stored * (t + 1) / N_THREADS; ++k) {
+                const int32_t column = chosen[indices[start + k]];
+                if (column >= 0) {
+                    is_falling |= column <= highest;
+                    if (!n++) lowest = column;
+                    highest = column;
+                }
+            }
+            partial[t] = n, first[t] = lowest, last[t] = highest, falls[t] = is_falling;
+        }
+        PHASE(t) {
+            if (t == 0) {
+                int32_t highest = -1, is_falling = 0;
+                for (int k = 0; k < N_THREADS; ++k) {
+                    if (first[k] < 0) continue;
+                    is_falling |= falls[k] | int32_t(first[k] <= highest);
+                    highest = last[k];
+                }
+                falls[0] = is_falling;
+            }
+        }
+        const int64_t n = block_sum(partial);
+        EACH_THREAD(t) {
+            if (t == 0) out[row] = falls[0] ? -1 - n : n;
+        }
+    }
+}
+
+// Write CSR rows one after the other, row r from out_indptr[r] on; values keep the order of storage.
+KERNEL(gather_csr, (const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
+                    const int32_t* __restrict__ indices, const float* __restrict__ data,
+                    const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
+                    int32_t log1p_, int64_t n_rows, const int64_t* __restrict__ out_indptr,
+                    int32_t* __restrict__ out_indices, float* __restrict__ out_data)) {
+    SHARED_ARRAY(double, partial, MAX_THREADS);
+    SHARED_ARRAY(int64_t, kept, 2 * MAX_THREADS);
+    for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
+        const int64_t start = indptr[positions[row]], n = indptr[positions[row] + 1] - start, to = out_indptr[row];
+        const Arithmetic arithmetic(row_scale(data + start, n, target_sum, partial), target_sum, log1p_);
+        if (!columns) {
+            EACH_THREAD(t) {
+                for (int64_t k = t; k < n; k += N_THREADS) {
+                    out_indices[to + k] = indices[start + k];
+                    out_data[to + k] = arithmetic.of(data[start + k]);
+                }
+            }
+            continue;
+        }
+        const int32_t* chosen = map_of(positions[row], map_start, columns);
+        // Each thread takes a run of values; how many the threads before it keep is where its own go.
+        PHASE(t) {
+            int64_t count = 0;
+            for (int64_t k = n * t / N_THREADS; k < n * (t + 1) / N_THREADS; ++k) {
+                count += chosen[indices[start + k]] >= 0;
+            }
+            kept[t] = count;
+        }
+        const int64_t* ends = running_sums(kept);
+        PHASE(t) {
+            int64_t place = to + (t ? ends[t - 1] : 0);
+            for (int64_t k = start + n * t / N_THREADS; k < start + n * (t + 1) / N_THREADS; ++k) {
+                const int32_t column = chosen[indices[k]];
+                if (column >= 0) {
+                    out_indices[place] = column;
+                    out_data[place++] = arithmetic.of(data[k]);
+                }
+            }
+        }
+    }
+}
+
+// What a row of CSR stores: all but zeros, of either sign.
+DEVICE bool is_stored(float value) { return bits_of(value) << 1; }
+
+// Count the values of each dense row that are not zero.
+KERNEL(count_dense, (const float* __restrict__ X, int64_t n_rows, int64_t n_cols, int64_t* out)) {
+    SHARED_ARRAY(int64_t, partial, MAX_THREADS);
+    for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
+        PHASE(t) {
+            int64_t n = 0;
+            for (int64_t k = t; k < n_cols; k += N_THREADS) n += is_stored(X[row * n_cols + k]);
+            partial[t] = n;
+        }
+        const int64_t n = block_sum(partial);
+        EACH_THREAD(t) {
+            if (t == 0) out[row] = n;
+        }
+    }
+}
+
+// Write what is not zero of dense rows as CSR rows, row r from out_indptr[r] on.
+KERNEL(compact_dense, (const float* __restrict__ X, int64_t n_rows, int64_t n_cols,
+                       const int64_t* __restrict__ out_indptr, int32_t* __restrict__ out_indices,
+                       float* __restrict__ out_data)) {
+    SHARED_ARRAY(int64_t, kept, 2 * MAX_THREADS);
+    for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
+        const float* from = X + row * n_cols;
+        const int64_t to = out_indptr[row];
+        PHASE(t) {
+            int64_t n = 0;
+            for (int64_t k = n_cols * t / N_THREADS; k < n_cols * (t + 1) / N_THREADS; ++k) n += is_stored(from[k]);
+            kept[t] = n;
+        }
+        const int64_t* ends = running_sums(kept);
+        PHASE(t) {
+            int64_t place = to + (t ? ends[t - 1] : 0);
+            for (int64_t k = n_cols * t / N_THREADS; k < n_cols * (t + 1) / N_THREADS; ++k) {
+                if (is_stored(from[k])) {
+                    out_indices[place] = int32_t(k);
+                    out_data[place++] = from[k];
+                }
+            }
+        }
+    }
+}

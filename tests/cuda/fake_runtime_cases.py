@@ -1,0 +1,75 @@
+"""What only two devices can show, over `on_fake_runtime`."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import gpuload
+
+if TYPE_CHECKING:
+    from tests.conftest import StoreVariant
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("kind", ["csr-gzip4", "dense-gzip4"])
+def test_a_consumer_whose_thread_is_on_another_device(store_variant: StoreVariant, kind: str, output: str) -> None:
+    import cupy
+
+    from tests.cuda.on_fake_runtime import fake
+
+    stored = store_variant(kind)
+    n_launches = fake.fake_n_launches(0)
+    outcome: list[Any] = []
+
+    def consume() -> None:
+        try:
+            assert cupy.cuda.runtime.getDevice() == 0
+            for batch in loader:
+                X = batch.X if output == "dense" else batch.X.data
+                assert fake.fake_device_of(X.data.ptr) == X.device.id == 1
+                host = batch.X.get() if output == "dense" else batch.X.get().toarray()
+                np.testing.assert_array_equal(host, stored.dense[batch.rows])
+            assert cupy.cuda.runtime.getDevice() == 0
+            outcome.append(None)
+        except BaseException as error:
+            outcome.append(error)
+
+    with gpuload.open_loader(stored.path, device="cuda:1", batch_size=7, fetch_factor=4, output=output) as loader:
+        thread = threading.Thread(target=consume)
+        thread.start()
+        thread.join()
+    assert outcome == [None]
+    assert fake.fake_n_launches(0) == n_launches
+
+
+def test_streams_of_others_stay_theirs(store_variant: StoreVariant) -> None:
+    stored = store_variant("csr-gzip4")
+    with gpuload.open_loader(stored.path, device="cuda:0", batch_size=7) as loader:
+        device = loader._backend._device  # type: ignore[attr-defined]
+        theirs = device.stream()
+        loader.use_stream(device.stream_number(theirs))
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X.get(), stored.dense[batch.rows])
+    del loader, batch, device
+    gc.collect()
+    theirs.synchronize()
+
+
+def test_what_cuda_refuses_is_a_device_error(store_variant: StoreVariant) -> None:
+    with gpuload.open_loader(store_variant("csr-gzip4").path, device="cuda:0", batch_size=7) as loader:
+        device = loader._backend._device  # type: ignore[attr-defined]
+        stream = device.stream()
+        foreign = device.stream_of(device.stream_number(stream))
+        device.fill(device.empty(8), 0, foreign)
+        del stream  # destroyed, and still named
+        with pytest.raises(gpuload.DeviceError, match=r"^cuda:0: cudaError400"):
+            device.fill(device.empty(8), 0, foreign)
+        with pytest.raises(gpuload.DeviceError, match=r"^cuda:0: "):
+            device.record(foreign)

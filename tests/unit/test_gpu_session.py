@@ -1,0 +1,107 @@
+"""The session on a GPU machine: whatever a step does, what the others found is kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GPU = "pytest.mark" + ".gpu"
+NAMES = ["install", "gpu", "doctor", "first", "tests", "programs", "bench", "cold", "memcheck", "racecheck"]
+
+
+@pytest.fixture(scope="module")
+def session() -> Any:
+    spec = importlib.util.spec_from_file_location("gpu_session", ROOT / "docker" / "gpu_session.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_session"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def told(folder: Path) -> dict[str, str]:
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    return {line["step"]: line["outcome"] for line in lines}
+
+
+def test_a_step_that_fails_or_hangs_costs_no_other_one(session: Any, tmp_path: Path) -> None:
+    hang = f"sleep 600 & echo $! > {tmp_path}/child; echo begun; wait"
+    steps = [
+        session.Step("fails", ("sh", "-c", "echo what it found; exit 3"), 30),
+        session.Step("hangs", ("sh", "-c", hang), 1.5),
+        session.Step("is not there", ("/no/such/program",), 30),
+        session.Step("works", ("sh", "-c", "echo done by $GPULOAD_PYTHON in $PWD"), 30),
+    ]
+    start = time.monotonic()
+    outcomes = session.run(steps, tmp_path, 60)
+    assert time.monotonic() - start < 20
+    assert {name: outcome for name, outcome, _ in outcomes} == told(tmp_path)
+    found = told(tmp_path)
+    assert found.pop("is not there").startswith("failed: ")
+    assert found == {"fails": "failed: exit status 3", "hangs": "ended after 2 s", "works": "done"}
+    log = (tmp_path / "session.log").read_text()
+    for line in ("== fails", "what it found", "begun", f"done by {sys.executable} in {ROOT}"):
+        assert line in log
+    child = int((tmp_path / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_needs_a_step_that_failed_is_not_begun(session: Any, tmp_path: Path) -> None:
+    steps = [
+        session.Step("install", ("false",), 30, is_needed=True),
+        session.Step("next", ("touch", str(tmp_path / "begun")), 30),
+    ]
+    session.run(steps, tmp_path, 60)
+    assert told(tmp_path) == {"install": "failed: exit status 1", "next": "not begun: install failed"}
+    assert not (tmp_path / "begun").exists()
+
+
+def test_the_budget_is_kept(session: Any, tmp_path: Path) -> None:
+    steps = [session.Step(name, ("sleep", "600"), 600) for name in ("first", "second")]
+    start = time.monotonic()
+    session.run(steps, tmp_path, 2)
+    assert time.monotonic() - start < 20
+    assert told(tmp_path) == {"first": "ended after 2 s", "second": "not begun: no time left"}
+
+
+def test_its_steps_are_of_commands_that_exist(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import run_gpu
+
+    monkeypatch.setattr(session.shutil, "which", lambda name: f"/bin/{name}")
+    steps = {step.name: step.command for step in session.steps(tmp_path / "wheels", tmp_path)}
+    assert list(steps) == NAMES
+    assert Path(steps["install"][0]).exists()
+    assert set(session.COLD) <= set(run_gpu.ARMS)
+    monkeypatch.setattr(run_gpu, "n_gpus", lambda: 0)
+    compile(session.HAS_GPU, "HAS_GPU", "exec")
+    for name in ("bench", "cold"):
+        with pytest.raises(SystemExit):
+            run_gpu.main(list(steps[name][3:]))
+        assert "no GPU can be used here" in capsys.readouterr().err  # not that an option is unknown
+
+
+def test_all_tests_that_need_a_gpu_are_run(session: Any) -> None:
+    folder = ROOT / "tests"
+    marked = {path.relative_to(ROOT).as_posix() for path in folder.rglob("test_*.py") if GPU in path.read_text()}
+    assert marked == {session.TESTS, session.PROGRAMS}
+    assert f"GPU_TESTS := {session.TESTS} {session.PROGRAMS}\n" in (ROOT / "Makefile").read_text()
+
+
+def test_parts_of_it_can_be_run(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [session.Step(name, ("true",), 30) for name in "abc"]
+    monkeypatch.setattr(session, "steps", lambda wheels, results: known)
+    assert session.main([str(tmp_path), str(tmp_path / "out"), "--only", "c", "a"]) == 0
+    assert list(told(tmp_path / "out")) == ["a", "c"]
+    with pytest.raises(SystemExit):
+        session.main([str(tmp_path), str(tmp_path / "out"), "--only", "d"])
