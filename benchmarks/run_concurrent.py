@@ -6,9 +6,10 @@
 FOLDER holds the pictures. The object store is `benchmarks.s3server` on this machine, at a median of 130 ms to the first
 byte, as in the paper's measurements. It takes some of the processors' time from what it serves: the records have it
 beside the program's own, both per picture, because the rates of arms that leave no processor idle are in the ratio of
-their sums. Each arm is a process of its own; the settings of the paper are batches of 256 and 4 workers. Without
-``--full`` the grid of workers and requests in flight is smaller, which the records say. Where the arm trains, it does
-so on a ResNet-18 of an eighth of the width, on every eighth pixel: more would measure the processor.
+their sums. With ``--apart`` the server has a core of its own, as if it were another machine, and the program has the
+others, wherever it reads. Each arm is a process of its own; the settings of the paper are batches of 256 and 4 workers.
+Without ``--full`` the grid of workers and requests in flight is smaller, which the records say. Where the arm trains,
+it does so on a ResNet-18 of an eighth of the width, on every eighth pixel: more would measure the processor.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,8 @@ from benchmarks import machine
 from benchmarks.s3server import start
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from benchmarks.s3server import Running
 
 PROGRAM = Path(__file__).parents[1] / "pipelines" / "concurrent_loading.py"
@@ -110,6 +114,20 @@ def server_cpu_s(server: Running) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@contextmanager
+def kept_apart(server: Running) -> Iterator[None]:
+    """Leave one core to the server alone, and the others to what this thread starts."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit("--apart: this process may use one core only; leave it out.")
+    os.sched_setaffinity(server.pid, cores[-1:])
+    os.sched_setaffinity(0, cores[:-1])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def plot(records: list[dict[str, Any]], path: Path) -> None:
     """Draw pictures per second against requests in flight, and the time of a batch at the paper's settings."""
     from matplotlib.figure import Figure
@@ -167,6 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, default=8, help="that are timed; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--full", action="store_true", help="the whole grid: some 15 minutes")
+    parser.add_argument("--apart", action="store_true", help="a core for the server alone, the others for the program")
     parser.add_argument("--only", help="arms whose name holds this")
     parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what this run has measured")
@@ -183,7 +202,10 @@ def main(arguments: list[str] | None = None) -> int:
         path.read_bytes()
     chosen = [arm for arm in arms(is_full=options.full) if not options.only or options.only in arm.name]
     records = []
-    with start(folder.parents[1], latency_ms=options.latency_ms, latency_sigma=options.latency_sigma) as server:
+    with (
+        start(folder.parents[1], latency_ms=options.latency_ms, latency_sigma=options.latency_sigma) as server,
+        kept_apart(server) if options.apart else nullcontext(),
+    ):
         for number in range(options.rounds):
             for arm in chosen:
                 found = measure(arm, folder, server, options.batch_size, options.batches)
@@ -196,6 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
                     "arm": arm.name,
                     "round": number,
                     "grid": "full" if options.full else "small",
+                    "server_on": "a core of its own" if options.apart else "the same cores",
                     "latency_ms": options.latency_ms,
                     "latency_sigma": options.latency_sigma,
                     "batch_size": options.batch_size,

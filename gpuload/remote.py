@@ -80,7 +80,7 @@ class Patience:
         """
         for attempt in range(self.tries):
             if _is_over(ended):
-                raise ReadError("what was to be read is waited for no more: it was closed meanwhile.")
+                raise ReadError("what was to be read is waited for no more: it was closed meanwhile. Open it again.")
             try:
                 return question()
             except BUSY:
@@ -189,16 +189,16 @@ class FolderRemote:
         try:
             with open(path, "rb", buffering=0) as file:
                 if _of_file(wanted.key, os.fstat(file.fileno())).etag != wanted.etag:
-                    raise ReadError(f"{path}: the file was changed since it was listed.")
+                    raise ReadError(f"{path}: the file was changed since it was listed; open it again.")
                 buffer = bytearray(stop - start)
                 got = os.preadv(file.fileno(), [buffer], start)
         except FileNotFoundError as error:
-            raise ReadError(f"{path}: the file was removed since it was listed.") from error
+            raise ReadError(f"{path}: the file was removed since it was listed; open what is there again.") from error
         except ReadError:
             raise
         except OSError as error:
             raise BusyError(
-                f"{path}: reading {stop - start} bytes at byte {start} failed: {error.strerror}."
+                f"{path}: reading {stop - start} bytes at byte {start} failed: {error.strerror}. Check the disk."
             ) from error
         if got != stop - start:
             raise BusyError(f"{path}: short read at byte {start}: wanted {stop - start} bytes, got {got}.")
@@ -318,7 +318,7 @@ class ObjectRemote:
         try:
             etag, body = threads.call_aside(self._get, wanted, options)
             if wanted.etag and etag != wanted.etag:  # of a server that knows no condition
-                raise ReadError(f"{self.name}/{wanted.key}: the object was changed since it was listed.")
+                raise ReadError(f"{self.name}/{wanted.key}: the object was changed since it was listed; open it again.")
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
             raise self._translated(error, wanted.key) from error
         got = memoryview(body).nbytes
@@ -375,7 +375,8 @@ class ObjectRemote:
 
     def _get_whole(self, key: str) -> tuple[Any, int]:
         answer = self._obstore.get(self._store, key)
-        return answer.bytes(), answer.meta["size"]
+        start, stop = answer.range
+        return answer.bytes(), stop - start
 
     def _object(self, meta: Any) -> RemoteObject:
         etag = (meta.get("e_tag") or "").removeprefix("W/").strip('"') or f"{_MODIFIED}{meta['last_modified']}"
@@ -389,7 +390,7 @@ class ObjectRemote:
         if isinstance(error, (kinds.NotFoundError, FileNotFoundError)):
             return ReadError(f"{place}: no such object. Was it removed since it was listed?")
         if isinstance(error, kinds.PreconditionError):
-            return ReadError(f"{place}: the object was changed since it was listed.")
+            return ReadError(f"{place}: the object was changed since it was listed; open it again.")
         if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
             return ReadError(f"{place}: access was denied; check the credentials, or say anonymous=True: {said}")
         if isinstance(error, kinds.GenericError):
@@ -415,9 +416,8 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any]) 
     }
     if anonymous and not url.startswith("http"):
         settings["skip_signature"] = True
-    if str(options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or "").startswith("http://") or url.startswith(
-        "http://"
-    ):
+    places = (url, *options.values(), os.environ.get("AWS_ENDPOINT_URL"))
+    if any(str(place).startswith("http://") for place in places):
         settings["client_options"]["allow_http"] = True
     try:
         return obstore, obstore.store.from_url(url, **settings)
@@ -443,7 +443,10 @@ def _aws_profile(profile: str | None, options: dict[str, Any]) -> dict[str, Any]
             found |= dict(parser.items(section))
     if not found:
         if name:
-            raise PlanError(f"profile={name!r}: neither the credentials nor the config file in {home} has it.")
+            raise PlanError(
+                f"profile={name!r}: neither the credentials nor the config file in {home} has it; expected a profile "
+                "of the AWS tools."
+            )
         return {}
     settings: dict[str, Any] = {
         ours: found[theirs]
@@ -493,5 +496,5 @@ def open_remote(place: str | os.PathLike[str], **options: Any) -> Remote:
     if "://" in os.fspath(place) and not os.fspath(place).startswith("file://"):
         return ObjectRemote(os.fspath(place), **options)
     if options:
-        raise PlanError(f"{os.fspath(place)}: a folder takes no options, found {', '.join(sorted(options))}.")
+        raise PlanError(f"{os.fspath(place)}: a folder takes no options; leave out {', '.join(sorted(options))}.")
     return FolderRemote(Path(os.fspath(place).removeprefix("file://")))

@@ -375,7 +375,7 @@ class RemoteSource:
             if now is None:
                 raise ReadError(f"{place}: no such object. Was it removed since it was listed?")
             if (now.etag, now.nbytes) != (was.etag, was.nbytes):
-                raise ReadError(f"{place}: the object was changed since it was listed.")
+                raise ReadError(f"{place}: the object was changed since it was listed; open it again.")
 
     def check_unchanged(self) -> None:
         """Do nothing: every request names the content that was opened, and another is an error then."""
@@ -395,8 +395,9 @@ class RemoteSource:
 class RemoteFile(io.RawIOBase):
     """An object as a file to read from, in blocks that are kept: for libraries that read metadata in small pieces.
 
-    Blocks are read one after the other in growing requests. Of the trees in which HDF5 keeps the places of chunks,
-    which it would ask for node by node, all nodes of a level are read at once as soon as one above them is read.
+    Blocks are read one after the other in growing requests; what is known to be asked for is brought at once (`bring`).
+    Of the trees in which HDF5 keeps the places of chunks, which it would ask for node by node, all nodes of a level are
+    brought as soon as one above them is read.
 
     Parameters
     ----------
@@ -472,21 +473,34 @@ class RemoteFile(io.RawIOBase):
         for at in range(0, run.size, _BLOCK):
             self._blocks[first + at // _BLOCK] = run[at : at + _BLOCK]
 
+    def bring(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Read ranges, of which each is a first byte and a length, many at a time.
+
+        Each is then there for who reads from its first byte on. One that leaves the file is left out.
+        """
+        inside = sorted({(at, n) for at, n in ranges if at >= 0 and 0 < n <= self._source.nbytes - at})
+        runs: list[list[tuple[int, int]]] = []
+        end = -_BLOCK
+        for at, n in inside:  # those that are near to each other come together
+            if not runs or at - end >= _BLOCK or at + n - runs[-1][0][0] > self._source.max_extent:
+                runs.append([])
+            runs[-1].append((at, n))
+            end = max(end, at + n)
+        first = np.array([run[0][0] for run in runs], dtype=np.int64)
+        length = np.array([max(at + n for at, n in run) for run in runs], dtype=np.int64) - first
+        place = np.cumsum(length) - length
+        buffer = np.empty(int(length.sum()), dtype=np.uint8)
+        self._source.read_many(first, length, place, buffer)
+        for run, start in zip(runs, (place - first).tolist(), strict=True):
+            for at, n in run:
+                self._nodes[at] = buffer[start + at : start + at + n].tobytes()
+
     def _read_nodes(self, children: list[int], nbytes: int) -> None:
         """Read nodes of a tree, and the levels below them, all of a level at once."""
         while children:
-            new = sorted({at for at in children if at not in self._nodes and at + nbytes <= self._source.nbytes})
-            at = np.array(new, dtype=np.int64)
-            is_first = np.diff(at, prepend=-_BLOCK) >= _BLOCK  # those that are near to each other come together
-            first, last = np.flatnonzero(is_first), np.flatnonzero(np.append(is_first[1:], [True] * bool(new)))
-            length = at[last] + nbytes - at[first]
-            place = np.cumsum(length) - length
-            buffer = np.empty(int(length.sum()), dtype=np.uint8)
-            self._source.read_many(at[first], length, place, buffer)
-            moved = (place - at[first])[np.cumsum(is_first) - 1]
-            for here, to in zip(new, (at + moved).tolist(), strict=True):
-                self._nodes[here] = buffer[to : to + nbytes].tobytes()
-            children = [child for here in new for child in _children(self._nodes[here])]
+            new = {at for at in children if at not in self._nodes}
+            self.bring((at, nbytes) for at in new)
+            children = [child for at in new if at in self._nodes for child in _children(self._nodes[at])]
 
 
 def _children(node: bytes) -> list[int]:

@@ -55,7 +55,9 @@ def train(store: SampleStore, args: argparse.Namespace, meter: StallMeter) -> li
     for number in range(args.epochs):
         if args.cold:
             forget_files(Path(store.root) / "objects")
-        with store.snapshot(seed=args.seed, mode=args.mode, min_samples=args.min_samples) as snapshot:
+        with store.snapshot(
+            seed=args.seed, mode=args.mode, n_samples=args.samples, min_samples=args.min_samples
+        ) as snapshot:
             epoch = Epoch(number, snapshot.generation, len(snapshot))
             for batch in snapshot.batches(args.batch_size, n_threads=args.threads):
                 x = torch.from_numpy(batch.data).flatten(1)  # over the same memory
@@ -207,6 +209,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--mode", default="uniform", help="uniform, fresh-first or inverse-visits (default: uniform)")
     add("--epochs", type=int, default=5, metavar="N")
     add("--batch-size", type=int, default=32, metavar="N")
+    add("--samples", type=int, metavar="N", help="of an epoch at most; the others may be replaced meanwhile")
     add("--min-samples", type=int, default=32, metavar="N", help="wait for so many before an epoch (default: 32)")
     add("--threads", type=int, default=4, metavar="N", help="threads that read (default: 4)")
     add("--processes", type=int, default=1, metavar="N", help="processes that download (default: 1)")

@@ -1,15 +1,19 @@
-"""The life of a sample store in one thread, killed at any one step; run by `tests.faults.test_cache_crashes`.
+"""The lives of a sample store in one thread, killed at any one step; run by `tests.faults.test_cache_crashes`.
 
 A step is a call that changes the disk or the catalogue: open, fallocate, write, sync, rename, unlink, and each SQL
-statement but SELECT; the process ends just before it, which is also just after the step before.
+statement but SELECT; the process ends just before it, which is also just after the step before. There are two lives:
+in one all goes well, in the other all goes wrong that can; together they come by every such call that is in the code.
 
-``python -m tests.cache_steps live FOLDER FIRST STRIDE`` kills a life at every STRIDE-th step from FIRST on, one process
+``python -m tests.cache_steps well FOLDER FIRST STRIDE`` kills a life at every STRIDE-th step from FIRST on, one process
 each, and checks after each what is left: that it opens, that every count agrees with the disk, that the budget holds,
-and that the life can be lived to its end. With ``repair`` it kills the process that mends, too, at each of its steps.
+and that it can be lived on to the end. With ``repair`` it kills the process that mends, too, at each of its steps; with
+``places`` it kills nobody, and prints where in the code the steps are.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
 import signal
@@ -19,68 +23,144 @@ import traceback
 import zlib
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
-from gpuload.cache import fetch
-from gpuload.cache.catalogue import Catalogue
+import gpuload.cache
+from gpuload.cache import SampleStore, fetch
 from gpuload.cache.fetch import Fetcher, Settings
 from gpuload.cache.files import Folders, repair
 from gpuload.cache.leases import Lease
+from gpuload.errors import ReadError
 from gpuload.remote import FolderRemote
 
 N_OBJECTS, N_HELD = 3, 2
 NBYTES = 9_000  # three blocks each, and two pieces
 BUDGET = N_HELD * 12_288
 fetch._IDLE_S = 0.0  # no waits between two looks for what may go
-SETTINGS = Settings(BUDGET, 0, "coverage", piece_nbytes=5_000, relist_s=1e9)
+SETTINGS = Settings(BUDGET, 0, "coverage", piece_nbytes=5_000, relist_s=0.0)
+CALLS = ("open", "posix_fallocate", "pwrite", "fdatasync", "fsync", "rename", "unlink")
 
 
 def fill_remote(folder: Path) -> None:
-    folder.mkdir()
+    """Let the objects be there that there should be, and no others."""
+    folder.mkdir(exist_ok=True)
     for i in range(N_OBJECTS):
-        (folder / f"s{i}").write_bytes(bytes([i]) * NBYTES)
+        if not (folder / f"s{i}").exists():
+            write(folder / f"s{i}")
+    (folder / "big").unlink(missing_ok=True)
+
+
+def write(path: Path) -> None:
+    """Write an object anew, with another time and so with another ETag."""
+    path.write_bytes(bytes([int(path.name[1:])]) * NBYTES)
 
 
 class Opened:
-    """A store without threads."""
+    """A store whose fetcher does one thing at a time."""
 
     def __init__(self, root: Path, remote: Path) -> None:
-        self.folders = Folders(root)
-        self.catalogue = Catalogue(self.folders.catalogue)
-        self.lease = Lease(self.folders.leases)
-        repair(self.folders, self.catalogue, self.lease.name, BUDGET, is_opening=True)
-        self.fetcher = Fetcher(self.folders, self.catalogue, self.lease.name, FolderRemote(remote), SETTINGS)
+        self.remote = FolderRemote(remote)
+        self.store = SampleStore(root, self.remote, BUDGET, n_processes=0, min_free=0, fetch=False)
+        self.folders, self.catalogue, self.lease = self.store._folders, self.store._catalogue, self.store._lease
+        self.fetcher = self.fetcher_of(self.lease)
 
-    def close(self) -> None:
-        self.catalogue.close()
-        self.lease.release()
+    def fetcher_of(self, lease: Lease) -> Fetcher:
+        return Fetcher(self.folders, self.catalogue, lease.name, self.remote, SETTINGS)
+
+    def fill(self) -> None:
+        while self.fetcher.fetch_one():
+            pass
+
+    def use(self, n: int) -> None:
+        """Train on some of what is there, and replace it."""
+        _, pin, ids, _ = self.catalogue.take_snapshot(self.lease.name)
+        self.catalogue.keep_pinned(pin, ids[:n])
+        self.catalogue.visited(pin, [row[0] for row in self.catalogue.copies(ids[:n])])
+        self.fill()
+        self.catalogue.unpin(pin)
+
+    def published(self) -> list[int]:
+        return [file.id for file in self.catalogue.published()]
 
 
-def live(root: Path, remote: Path) -> None:
+def well(root: Path, remote: Path) -> None:
     """Open, list, fill the budget, train on one, replace it, train on all, replace them, close."""
-    store = Opened(root, remote)
-    catalogue, fetcher = store.catalogue, store.fetcher
+    opened = Opened(root, remote)
+    opened.fetcher.list_remote()
+    opened.fill()
+    opened.use(1)
+    opened.use(N_HELD)
+    opened.store.close()
+
+
+def badly(root: Path, remote: Path) -> None:
+    """Meet a full disk, faults of the remote, of copies, of other jobs; and lose the catalogue."""
+    opened = Opened(root, remote)
+    store, catalogue, fetcher = opened.store, opened.catalogue, opened.fetcher
     fetcher.list_remote()
-    for n_used in (1, 2):
-        while fetcher.fetch_one():
-            pass
-        _, pin, ids, _ = catalogue.take_snapshot(store.lease.name)
-        catalogue.visited(pin, [row[0] for row in catalogue.copies(ids[:n_used])])
-        while fetcher.fetch_one():
-            pass
-        catalogue.unpin(pin)
+    with mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "full")):
+        fetcher.fetch_one()
+    with mock.patch.object(opened.remote, "get", side_effect=ReadError("no")):
+        fetcher.fetch_one()
+    store.release_quarantine()
+    for _ in range(2):  # the content of an object that is kept changes
+        write(remote / "s0")
+        wanted = opened.remote.head("s0")
+        store.keep(wanted, opened.remote.get(wanted, 0, wanted.nbytes))
+    store.drop_copy(store.find_copy(wanted), "a fault")
+    (remote / "big").write_bytes(bytes(BUDGET + 1))
+    fetcher.list_remote()
+    opened.fill()
+    opened.use(N_HELD)
+    held = catalogue.published()[0]  # its object goes, and comes back as another
+    (remote / held.wanted.key).unlink()
+    opened.use(N_HELD)
+    fetcher._remove(held.id)
+    write(remote / held.wanted.key)
+    fetcher.list_remote()
+    fetcher._drop_outdated()
+    opened.fill()
+    let_another_die(opened)
+    repair(opened.folders, catalogue, opened.lease.name, BUDGET, is_opening=False)
     store.close()
+    os.unlink(opened.folders.catalogue)
+    opened = Opened(root, remote)
+    opened.fetcher.list_remote()
+    opened.store.close()
+
+
+def let_another_die(opened: Opened) -> None:
+    """Let another job end in the middle of an epoch, of a removal, and of a download that it has renamed already."""
+    catalogue, other = opened.catalogue, Lease(opened.folders.leases)
+    one, two = opened.published()
+    opened.fetcher._remove(one)
+    catalogue.take_leaving(two, other.name)
+    file = catalogue.reserve(other.name, BUDGET)
+    opened.fetcher_of(other)._download(file)
+    opened.folders.publish(file.name)
+    catalogue.take_snapshot(other.name)
+    other.forget()
+
+
+LIVES = {"well": well, "badly": badly}
 
 
 class Steps:
-    """Counts steps, and ends the process at one of them as if by ``kill -9``."""
+    """Counts steps and notes where they are, and ends the process at one of them as if by ``kill -9``."""
 
     def __init__(self, fatal: int) -> None:
         self.n, self._fatal = 0, fatal
+        self.places: set[str] = set()
 
     def step(self) -> None:
         self.n += 1
         if self.n == self._fatal:
             os.kill(os.getpid(), signal.SIGKILL)
+        caller = sys._getframe(2)
+        while caller is not None and os.path.dirname(caller.f_code.co_filename) != CODE:
+            caller = caller.f_back
+        if caller is not None:
+            self.places.add(f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}")
 
     def before(self, call):
         def stepping(*args, **kwargs):
@@ -91,7 +171,7 @@ class Steps:
         return stepping
 
     def install(self) -> None:
-        for name in ("open", "posix_fallocate", "pwrite", "fdatasync", "fsync", "rename", "unlink"):
+        for name in CALLS:
             setattr(os, name, self.before(getattr(os, name)))
         steps = self
 
@@ -104,6 +184,9 @@ class Steps:
 
         connect = sqlite3.connect
         sqlite3.connect = lambda *args, **kwargs: connect(*args, factory=Connection, **kwargs)
+
+
+CODE = os.path.dirname(gpuload.cache.__file__)
 
 
 def in_child(work) -> int:
@@ -122,12 +205,12 @@ def in_child(work) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def killed(root: Path, remote: Path, fatal: int, life=live) -> bool:
+def killed(root: Path, remote: Path, fatal: int, life=well) -> bool:
     """Live until a step; return whether there was such a step."""
+    fill_remote(remote)
 
     def work() -> None:
-        steps = Steps(fatal)
-        steps.install()
+        Steps(fatal).install()
         life(root, remote)
 
     status = in_child(work)
@@ -139,7 +222,7 @@ def killed(root: Path, remote: Path, fatal: int, life=live) -> bool:
 
 
 def only_open(root: Path, remote: Path) -> None:
-    Opened(root, remote).close()
+    Opened(root, remote).store.close()
 
 
 def on_disk(folders: Folders) -> dict[str, int]:
@@ -148,18 +231,21 @@ def on_disk(folders: Folders) -> dict[str, int]:
 
 def check(root: Path, remote: Path) -> None:
     """Check what a killed process has left."""
+    fill_remote(remote)
     folders = Folders(root)
     used = sum(p.stat().st_blocks * 512 for part in ("objects", "tmp") for p in (root / part).rglob("*") if p.is_file())
     assert used <= BUDGET, f"{used} bytes on disk, the budget is {BUDGET}"
-    store = Opened(root, remote)
-    catalogue = store.catalogue
+    opened = Opened(root, remote)
+    catalogue = opened.catalogue
     try:
         assert catalogue.rows("PRAGMA integrity_check") == [("ok",)]
         assert not os.listdir(folders.tmp)
-        assert os.listdir(folders.leases) == [store.lease.name] or _only_new(folders)
+        assert os.listdir(folders.leases) == [opened.lease.name] or _only_new(folders)
         assert catalogue.rows("SELECT count(*) FROM pins") == [(0,)]
         assert catalogue.rows("SELECT count(*) FROM pinned") == [(0,)]
         assert catalogue.rows("SELECT count(*) FROM files WHERE state IN (0, 2)") == [(0,)]
+        if not catalogue.meta("listed_at"):  # files without rows are known for what they are after a listing
+            opened.fetcher.list_remote()
         held = catalogue.rows("SELECT name, nbytes, crc, cost FROM files WHERE state = 1")
         assert on_disk(folders) == {name: nbytes for name, nbytes, _, _ in held}
         for name, _, crc, _ in held:
@@ -168,9 +254,9 @@ def check(root: Path, remote: Path) -> None:
         assert catalogue.rows("SELECT id FROM keys WHERE is_held ORDER BY id") == catalogue.rows(
             "SELECT key_id FROM files WHERE state = 1 ORDER BY key_id"
         )
-        _live_on(store)
+        _live_on(opened)
     finally:
-        store.close()
+        opened.store.close()
 
 
 def _only_new(folders: Folders) -> bool:
@@ -178,18 +264,19 @@ def _only_new(folders: Folders) -> bool:
     return sum(not name.startswith(".") for name in os.listdir(folders.leases)) == 1
 
 
-def _live_on(store: Opened) -> None:
+def _live_on(opened: Opened) -> None:
     """Train until every object was used; what was there before counts."""
-    catalogue = store.catalogue
-    store.fetcher.list_remote()
+    catalogue = opened.catalogue
+    opened.store.release_quarantine()
+    opened.fetcher.list_remote()
+    opened.fetcher._drop_outdated()
     for _ in range(8):
-        while store.fetcher.fetch_one():
-            pass
-        _, pin, ids, _ = catalogue.take_snapshot(store.lease.name)
+        opened.fill()
+        _, pin, ids, _ = catalogue.take_snapshot(opened.lease.name)
         assert ids.size == N_HELD
         copies = catalogue.copies(ids)
         for _, key, _, nbytes, name, _, _ in copies:
-            data = Path(store.folders.path(name)).read_bytes()
+            data = Path(opened.folders.path(name)).read_bytes()
             assert data == bytes([int(key[1:])]) * nbytes
         catalogue.visited(pin, [copy[0] for copy in copies])
         catalogue.unpin(pin)
@@ -198,12 +285,12 @@ def _live_on(store: Opened) -> None:
     raise AssertionError("not every object came")
 
 
-def every_step(folder: Path, first: int, stride: int) -> int:
+def every_step(folder: Path, first: int, stride: int, life=well) -> int:
     """Kill at every stride-th step from `first`; return the number of kills."""
     fatal, n_killed = first, 0
     while True:
         root = folder / "store"
-        if not killed(root, folder / "remote", fatal):
+        if not killed(root, folder / "remote", fatal, life):
             return n_killed
         n_killed += 1
         try:
@@ -231,8 +318,22 @@ def every_step_of_repair(folder: Path, first: int, stride: int) -> int:
     return n_killed
 
 
+def places(folder: Path) -> list[str]:
+    """Live both lives to their end; return where in the code their steps are."""
+    steps = Steps(0)
+    steps.install()
+    for name, life in LIVES.items():
+        fill_remote(folder / "remote")
+        life(folder / name, folder / "remote")
+    return sorted(steps.places)
+
+
 if __name__ == "__main__":
-    what, place, start, stride_ = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    what, place = sys.argv[1], Path(sys.argv[2])
     place.mkdir(parents=True, exist_ok=True)
-    fill_remote(place / "remote")
-    print({"live": every_step, "repair": every_step_of_repair}[what](place, start, stride_))
+    if what == "places":
+        print(json.dumps(places(place)))
+    elif what == "repair":
+        print(every_step_of_repair(place, int(sys.argv[3]), int(sys.argv[4])))
+    else:
+        print(every_step(place, int(sys.argv[3]), int(sys.argv[4]), LIVES[what]))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import accumulate
 from statistics import NormalDist
 from typing import Any
 
@@ -72,6 +74,12 @@ class Faults:
         """Return the probability of each kind of fault."""
         return {kind: getattr(self, f"p_{kind}") for kind in KINDS}
 
+    @cached_property
+    def bounds(self) -> list[tuple[str, float]]:
+        """Kinds that may be drawn, and the numbers below which they are."""
+        bounds = zip(self.rates(), accumulate(self.rates().values()), strict=True)
+        return [(kind, bound) for kind, bound in bounds if self.rates()[kind]]
+
     @classmethod
     def of(cls, knobs: dict[str, Any]) -> Faults:
         """Return the faults of a dict of knobs; an unknown name is an error."""
@@ -102,26 +110,23 @@ def fate_of(faults: Faults, request: str, attempt: int) -> Fate:
     attempt
         How often it was made before.
     """
-    kind, most = _kind(faults, request, attempt), faults.most_in_a_row
-    if most and attempt >= most and all(_kind(faults, request, k) for k in range(attempt - most, attempt)):
-        kind = None
-    return Fate(_latency(faults, request, attempt), kind, _draws(faults.seed, request, attempt)[2])
+    drawn, most = _draws(faults.seed, request, attempt), faults.most_in_a_row
+    kind = _kind(faults, drawn[1])
+    if kind and 0 < most <= attempt:
+        before = (_draws(faults.seed, request, k)[1] for k in range(attempt - most, attempt))
+        kind = None if all(_kind(faults, one) for one in before) else kind
+    return Fate(_latency(faults, drawn[0]), kind, drawn[2])
 
 
-def _latency(faults: Faults, request: str, attempt: int) -> float:
+def _latency(faults: Faults, drawn: float) -> float:
     if not faults.latency_ms:
         return 0.0
-    deviation = _NORMAL.inv_cdf(min(max(_draws(faults.seed, request, attempt)[0], 1e-12), 1 - 1e-12))
+    deviation = _NORMAL.inv_cdf(min(max(drawn, 1e-12), 1 - 1e-12))
     return faults.latency_ms / 1e3 * 2.718281828459045 ** (faults.latency_sigma * deviation)
 
 
-def _kind(faults: Faults, request: str, attempt: int) -> str | None:
-    drawn = _draws(faults.seed, request, attempt)[1]
-    for kind, rate in faults.rates().items():
-        if drawn < rate:
-            return kind
-        drawn -= rate
-    return None
+def _kind(faults: Faults, drawn: float) -> str | None:
+    return next((kind for kind, bound in faults.bounds if drawn < bound), None)
 
 
 def _draws(seed: int, request: str, attempt: int) -> tuple[float, float, float]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, unquote_plus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 PIECE = 1 << 18
 """Bytes read or written at a time."""
@@ -123,7 +124,7 @@ class Answer:
     status: int
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
-    file: Path | None = None
+    file: str | None = None
     start: int = 0
     nbytes: int | None = None
 
@@ -135,11 +136,16 @@ class Answer:
     def head(self) -> bytes:
         """Return the status line and headers."""
         lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}"]
-        headers = {"Date": formatdate(usegmt=True), "Server": "gpuload-s3server", **self.headers}
+        headers = {"Date": _date(int(time.time())), "Server": "gpuload-s3server", **self.headers}
         if self.status not in (204, 304):
             headers.setdefault("Content-Length", str(self.length))
         lines += [f"{name}: {value}" for name, value in headers.items()]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+@lru_cache(1)
+def _date(now_s: int) -> str:
+    return formatdate(now_s, usegmt=True)
 
 
 async def read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Request | None:

@@ -12,7 +12,10 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from dataclasses import asdict, dataclass, field
+from email.utils import formatdate
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -41,6 +44,17 @@ class About:
     def stamp(self) -> tuple[int, int]:
         """What tells the file from one that was put in its place."""
         return self.nbytes, self.mtime_ns
+
+    @cached_property
+    def headers(self) -> dict[str, str]:
+        """What an answer says of it."""
+        return {
+            "ETag": f'"{self.etag}"',
+            "Last-Modified": formatdate(self.mtime_ns // 10**9, usegmt=True),
+            "Content-Type": self.content_type,
+            "Accept-Ranges": "bytes",
+            **{f"x-amz-meta-{name}": value for name, value in self.metadata.items()},
+        }
 
 
 class Objects:
@@ -79,7 +93,12 @@ class Objects:
 
     def path(self, bucket: str, key: str) -> Path:
         """Return the file of an object, whether or not it is there."""
-        return self.bucket(bucket).joinpath(*(_escaped(part) for part in key.split("/")))
+        self.bucket(bucket)
+        return Path(self.file(bucket, key))
+
+    def file(self, bucket: str, key: str) -> str:
+        """Return the file of an object, whether or not it and its bucket are there."""
+        return "/".join([str(self.root), _escaped(bucket), *(_escaped(part) for part in key.split("/"))])
 
     def keys(self, bucket: str) -> list[str]:
         """Return all keys of a bucket in S3's order, that of their UTF-8 bytes."""
@@ -99,17 +118,18 @@ class Objects:
 
     def about(self, bucket: str, key: str) -> About:
         """Return what is known of an object; one that is not there is an error."""
-        path = self.path(bucket, key)
+        path = self.file(bucket, key)
         try:
-            status = path.stat()
+            status = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             status = None
-        if status is None or not path.is_file():
+        if status is None or bucket == OWN or not stat.S_ISREG(status.st_mode):
+            self.bucket(bucket)
             raise ObjectError(404, "NoSuchKey", "The specified key does not exist.")
         stamp = (status.st_size, status.st_mtime_ns)
         known = self._known.get((bucket, key)) or self._read_meta(bucket, key)
         if known is None or known.stamp != stamp:
-            with path.open("rb") as file:
+            with open(path, "rb") as file:
                 known = About(*stamp, hashlib.file_digest(file, "md5").hexdigest())
         self._known[bucket, key] = known
         return known

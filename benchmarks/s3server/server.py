@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import struct
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -20,11 +22,13 @@ from benchmarks.s3server.objects import Objects
 from benchmarks.s3server.service import Service
 
 if TYPE_CHECKING:
-    import os
     from pathlib import Path
 
 SMALL = 1 << 16
-"""Up to so many bytes of a body go out in one write with the headers."""
+"""Bytes that are sent at a time where there is a bandwidth to keep."""
+
+AT_ONCE = 1 << 20
+"""Bytes that a socket takes before it has to be waited for."""
 
 
 class CutError(Exception):
@@ -66,6 +70,7 @@ class Server:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         own = Pace(self._faults.bandwidth)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, AT_ONCE)
         try:
             while (request := await read_request(reader, writer)) is not None:
                 await self._answer(request, own)
@@ -146,12 +151,10 @@ class Server:
             await writer.drain()
             return
         is_paced = bool(self._faults.bandwidth or self._faults.total_bandwidth)
-        with answer.file.open("rb") as file:
-            if not fate.kind and not is_paced and answer.length > SMALL:
-                writer.write(head)
-                await writer.drain()
-                await asyncio.get_running_loop().sendfile(writer.transport, file, answer.start, answer.length)
-                return
+        if not fate.kind and not is_paced:
+            await _send_file(writer, head, answer)
+            return
+        with open(answer.file, "rb") as file:
             file.seek(answer.start)
             writer.write(head)
             place = int(fate.place * answer.length) if fate.kind else -1
@@ -181,6 +184,27 @@ class Server:
             return Answer(400, body=str(error).encode())
         found = dict(self._counts) if request.path == "/-/counts" else asdict(self._faults)
         return Answer(200, {"Content-Type": "application/json"}, json.dumps(found).encode())
+
+
+async def _send_file(writer: asyncio.StreamWriter, head: bytes, answer: Answer) -> None:
+    """Send headers and a part of a file: in one piece, and by the kernel alone, as far as the socket takes it."""
+    connection, start, left = writer.get_extra_info("socket"), answer.start, answer.length
+    descriptor = os.open(answer.file, os.O_RDONLY)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+        writer.write(head)
+        if not writer.transport.get_write_buffer_size():
+            with suppress(BlockingIOError):
+                while left and (n := os.sendfile(connection.fileno(), descriptor, start, left)):
+                    start, left = start + n, left - n
+        if left:
+            with open(descriptor, "rb", buffering=0, closefd=False) as file:
+                left -= await asyncio.get_running_loop().sendfile(writer.transport, file, start, left)
+        if left:  # the file was cut meanwhile
+            raise CutError
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
+    finally:
+        os.close(descriptor)
 
 
 async def serve(root: Path, host: str, port: int, faults: Faults) -> None:

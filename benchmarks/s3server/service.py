@@ -12,7 +12,7 @@ import re
 import xml.etree.ElementTree as ET
 import zlib
 from datetime import UTC, datetime
-from email.utils import formatdate, parsedate_to_datetime
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
@@ -87,7 +87,7 @@ class Service:
 
     def _get(self, request: Request, bucket: str, key: str) -> Answer:
         about = self._objects.about(bucket, key)
-        headers = _describe(about)
+        headers = dict(about.headers)
         status = _precondition(request.headers, about)
         if status == 304:
             return Answer(304, {"ETag": headers["ETag"], "Last-Modified": headers["Last-Modified"]})
@@ -100,7 +100,7 @@ class Service:
         if span:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{about.nbytes}"
         headers["Content-Length"] = str(stop - start)
-        path = self._objects.path(bucket, key) if request.method == "GET" else None
+        path = self._objects.file(bucket, key) if request.method == "GET" else None
         return Answer(206 if span else 200, headers, file=path, start=start, nbytes=stop - start if path else 0)
 
     async def _put(self, request: Request, bucket: str, key: str) -> Answer:
@@ -248,16 +248,6 @@ class Service:
         if is_cut:
             body += f"<NextContinuationToken>{last.encode().hex()}</NextContinuationToken>"
         return _xml("ListBucketResult", body + "".join(entries))
-
-
-def _describe(about: About) -> dict[str, str]:
-    return {
-        "ETag": f'"{about.etag}"',
-        "Last-Modified": formatdate(about.mtime_ns // 10**9, usegmt=True),
-        "Content-Type": about.content_type,
-        "Accept-Ranges": "bytes",
-        **{f"x-amz-meta-{name}": value for name, value in about.metadata.items()},
-    }
 
 
 def _precondition(headers: dict[str, str], about: About) -> int:

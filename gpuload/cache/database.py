@@ -83,7 +83,9 @@ class Database:
                 if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path) from error
                 if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
-                    raise ReadError(f"{self.path}: another process has held it for {_BUSY_S:.0f} s.") from error
+                    raise ReadError(
+                        f"{self.path}: another process has held it for {_BUSY_S:.0f} s; end it, or use another folder."
+                    ) from error
                 raise
             except sqlite3.ProgrammingError as error:
                 raise PlanError("the sample store was closed; open it again.") from error

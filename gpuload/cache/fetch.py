@@ -140,7 +140,7 @@ def get_patiently(
             got = memoryview(piece).nbytes
             if got != stop - start:
                 raise BusyError(
-                    f"{remote.name}/{wanted.key}: short read at byte {start}: wanted {stop - start}, got {got}."
+                    f"{remote.name}/{wanted.key}: short read at byte {start}: wanted {stop - start} bytes, got {got}."
                 )
         except BUSY:
             window.was_busy()

@@ -156,7 +156,7 @@ class Download:
 
 def given_up(wanted: RemoteObject) -> ReadError:
     """Return the error of who goes on with a download after its store was closed."""
-    return ReadError(f"{wanted.key}: its download was given up, because the store was closed.")
+    return ReadError(f"{wanted.key}: its download was given up, because the store was closed; open it again.")
 
 
 def digest_of(wanted: RemoteObject) -> Any:
@@ -171,7 +171,7 @@ def check_digest(wanted: RemoteObject, digest: Any) -> None:
         kind = wanted.digest.partition(":")[0].rstrip("?")
         raise CorruptDataError(
             f"{wanted.key}: after the download its {kind} is {digest.hexdigest()}, and in the remote "
-            f"{wanted.digest.partition(':')[2]}."
+            f"{wanted.digest.partition(':')[2]}. Put it there anew, if that happens again."
         )
 
 

@@ -98,7 +98,10 @@ def read_form(sample: Sample, start: bytes) -> Form:
             f"{sample.key}: it is no .npy file ({error}); use decode='bytes' or a function for other formats."
         ) from error
     if dtype.hasobject or (is_fortran and len(shape) > 1):
-        raise PlanError(f"{sample.key}: a .npy file of {dtype} in Fortran order or of objects cannot be read in place.")
+        raise PlanError(
+            f"{sample.key}: a .npy file of {dtype} in Fortran order or of objects cannot be read in place; use "
+            "decode='bytes' or a function."
+        )
     return Form(start[: file.tell()], shape, dtype)
 
 

@@ -261,4 +261,4 @@ def check_order_settings(settings: dict[str, Any], given: dict[str, Any]) -> Non
             "snapshot to go on with another number of ranks."
         )
     if not isinstance(given["position"], int) or given["position"] < 0:
-        raise PlanError(f"state: position={given['position']!r} is no number of samples.")
+        raise PlanError(f"state: position={given['position']!r}; expected a number of samples.")

@@ -287,7 +287,9 @@ class SampleStore:
         per_rank = chosen.size // world_size
         ids = ids[chosen[rank::world_size][:per_rank]]
         if position > ids.size:
-            raise PlanError(f"state: position={position}: generation {generation} has only {ids.size} samples.")
+            raise PlanError(
+                f"state: position={position}: expected at most {ids.size}, the samples of generation {generation}."
+            )
         if pin < 0:
             pin = self._catalogue.pin(generation, self._lease.name, ids[position:])
         else:
@@ -312,7 +314,7 @@ class SampleStore:
             if wait_s is not None and time.monotonic() - start > wait_s:
                 raise ReadError(
                     f"wait_s={wait_s}: {n_here} samples are in {self.root} after that time, and "
-                    f"min_samples={min_samples}."
+                    f"min_samples={min_samples}; wait longer, or ask for fewer."
                 )
             time.sleep(pause_s)
             pause_s = min(0.2, pause_s * 1.5)
@@ -333,7 +335,7 @@ class SampleStore:
             reasons = "; ".join(f"{key}: {fault}" for key, fault in list(self.quarantine().items())[:3])
             raise ReadError(
                 f"{self.remote.name}: {n_bad} of {n_all} samples cannot be had, more than max_bad={self._max_bad:g}: "
-                f"{reasons}"
+                f"{reasons}. Mend these, or allow more."
             )
 
     # --- what an epoch asks of its store ---
@@ -355,7 +357,9 @@ class SampleStore:
         if digest is not None:
             digest.update(whole)
             if digest.hexdigest() != found.digest.partition(":")[2] and not found.digest.startswith("md5?"):
-                raise CorruptDataError(f"{sample.key}: its digest is not what {self.remote.name} says.")
+                raise CorruptDataError(
+                    f"{sample.key}: its digest is not what {self.remote.name} says; put it there anew."
+                )
         self.reads.add_remote(len(memoryview(whole)))
         return whole
 

@@ -59,7 +59,7 @@ class Forms:
         if start + nbytes > data.size:
             return None
         if has_sum and not _pt_sum_is_right(data, start, nbytes):
-            raise CorruptDataError("the sum of its values is not the one beside them")
+            raise CorruptDataError("the sum of its values is not the one beside them; restore the file")
         return Span(start, nbytes, dtype, shape)
 
     def _learn(self, header: bytes, start: int, data: NDArray[np.uint8]) -> bool:

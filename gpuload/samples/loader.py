@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +25,6 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
@@ -34,6 +35,9 @@ _log = logging.getLogger("gpuload.samples")
 
 _PURPOSE = 41
 """Tells this order from others of the same seed."""
+
+_Queue = SimpleQueue["tuple[_Batch, int, NDArray[np.uint8] | None] | None"]
+"""Samples to be read: of which batch and row, and their bytes where they are here already; None is the end."""
 
 
 class SampleLoader:
@@ -46,13 +50,14 @@ class SampleLoader:
     batch_size, shuffle, drop_last
         As in PyTorch.
     num_workers
-        Threads that fetch and decode.
+        Threads that decode, and read where samples are files.
     collate_fn
         As in PyTorch: makes a batch of the list of its ``(X, y)``, for samples that cannot be stacked.
     prefetch
         Batches under way besides the consumer's; None takes enough for `in_flight` samples.
     in_flight
-        Samples under way at a time at least; more hide the latency of an object store.
+        Samples under way at a time at least, each with a thread that waits for it where they are objects of a remote;
+        more hide its latency.
     seed
         The order depends on (seed, epoch) and nothing else.
     on_error
@@ -105,7 +110,7 @@ class SampleLoader:
         self.skipped: dict[Any, str] = {}
         self.samples = samples
         self.batch_size, self.drop_last, self.shuffle, self.seed = batch_size, drop_last, shuffle, seed
-        self._n_threads = max(num_workers, in_flight if samples.is_remote else num_workers)
+        self._n_threads, self._n_requests = num_workers, in_flight if samples.is_remote else 0
         self._prefetch = prefetch or max(2, -(-in_flight // batch_size))
         self._collate_fn = collate_fn
         self._epoch, self._step = 0, 0
@@ -148,12 +153,13 @@ class SampleLoader:
         batches = iter(range(self._step, len(self)))
         under_way: deque[_Batch] = deque()
         n_skipped = 0
-        pool = DaemonThreads(self._n_threads, "gpuload-samples")
+        crew = _Crew(self.samples, min(self._n_requests, order.size), self._n_threads)
         try:
             while True:
                 while len(under_way) <= self._prefetch and (number := next(batches, None)) is not None:
                     part = order[number * self.batch_size : (number + 1) * self.batch_size]
-                    under_way.append(_Batch(self.samples, part.tolist(), pool, self._buffers, self._collate_fn))
+                    under_way.append(_Batch(self.samples, part.tolist(), self._buffers, self._collate_fn))
+                    crew.take(under_way[-1])
                 if not under_way:
                     break
                 ready, faults = under_way[0].result(self._limit - n_skipped)
@@ -166,9 +172,7 @@ class SampleLoader:
                 del ready
             self._epoch, self._step = self._epoch + 1, 0
         finally:
-            for batch in under_way:
-                batch.cancel()
-            pool.close()
+            crew.close()
 
     def _note(self, faults: dict[Any, GpuloadError]) -> None:
         for id_, fault in faults.items():
@@ -176,23 +180,100 @@ class SampleLoader:
             _log.warning("sample %r is skipped: %s", id_, fault)
 
 
+class _Crew:
+    """Threads that fetch, and others that decode: networks are waited for by many, and processors shared by few.
+
+    Each takes its samples from a queue until it finds that there are no more; what it makes of one, or why it cannot
+    be had, it gives to the sample's batch.
+    """
+
+    def __init__(self, samples: SampleSet, n_requests: int, n_threads: int) -> None:
+        self._fetched: _Queue = SimpleQueue()
+        self._wanted: _Queue = SimpleQueue() if n_requests else self._fetched
+        self._threads = DaemonThreads(n_requests + n_threads, "gpuload-samples")
+        for _ in range(n_requests):
+            self._threads.submit(_fetch, samples, self._wanted, self._fetched)
+        for _ in range(n_threads):
+            self._threads.submit(_place, samples, self._fetched)
+
+    def take(self, batch: _Batch) -> None:
+        """Have all samples of a batch read."""
+        for row in range(len(batch.ids)):
+            self._wanted.put((batch, row, None))
+
+    def close(self) -> None:
+        """Begin nothing more, and wait a moment for what is under way."""
+        for queue in (self._wanted, self._fetched):
+            with suppress(Empty):
+                while True:
+                    queue.get_nowait()
+            queue.put(None)
+        self._threads.close()
+
+
+def _fetch(samples: SampleSet, wanted: _Queue, fetched: _Queue) -> None:
+    while (task := wanted.get()) is not None:
+        batch, row, _ = task
+        try:
+            fetched.put((batch, row, samples.fetch(batch.ids[row])))
+        except BaseException as error:  # noqa: BLE001 - raised where the batch is waited for
+            batch.note_fault(row, error)
+        del task, batch  # nothing is kept alive while this thread waits
+    wanted.put(None)  # for the next thread
+
+
+def _place(samples: SampleSet, fetched: _Queue) -> None:
+    while (task := fetched.get()) is not None:
+        batch, row, data = task
+        try:
+            batch.place(row, samples.fetch(batch.ids[row]) if data is None else data)
+        except BaseException as error:  # noqa: BLE001 - raised where the batch is waited for
+            batch.note_fault(row, error)
+        del task, batch, data
+    fetched.put(None)
+
+
 class _Batch:
-    """A batch on its way; the first of its samples to arrive says what memory it needs."""
+    """A batch on its way; the first of its samples to arrive says what memory it needs.
+
+    Attributes
+    ----------
+    ids
+        Of its samples, row by row.
+    """
 
     def __init__(
         self,
         samples: SampleSet,
         indices: list[int],
-        pool: DaemonThreads,
         buffers: BufferPool,
         collate_fn: Callable[[list[tuple[Any, Any]]], Any] | None,
     ) -> None:
         self._samples, self._buffers, self._collate_fn = samples, buffers, collate_fn
-        self._ids = [samples.ids[i] for i in indices]
+        self.ids = [samples.ids[i] for i in indices]
         self._lock = threading.Lock()
         self._form: Span | None = None
         self._memory: torch.Tensor | None = None
-        self._futures: list[Future[Any]] = [pool.submit(self._read, row, id_) for row, id_ in enumerate(self._ids)]
+        self._whole: list[Any] = [None] * len(indices)
+        self._faults: dict[int, BaseException] = {}
+        self._n_left = len(indices)
+        self._is_there = threading.Event()
+
+    def place(self, row: int, data: NDArray[np.uint8]) -> None:
+        """Take the bytes of a sample."""
+        self._whole[row] = self._read(row, self.ids[row], data)
+        self._count()
+
+    def note_fault(self, row: int, fault: BaseException) -> None:
+        """Take note that a sample cannot be had."""
+        self._faults[row] = fault
+        self._count()
+
+    def _count(self) -> None:
+        with self._lock:
+            self._n_left -= 1
+            if not self._n_left:
+                self._is_there.set()
 
     def result(self, most_faults: int) -> tuple[Any, dict[Any, GpuloadError]]:
         """Wait for all samples; return (X, y), or what the caller's function makes of them, and what was left out.
@@ -204,22 +285,18 @@ class _Batch:
         ReadError, CorruptDataError
             More samples than may be cannot be had.
         """
-        whole, kept = [], []
+        self._is_there.wait()
         faults: dict[Any, GpuloadError] = {}
-        for row, future in enumerate(self._futures):
-            try:
-                whole.append(future.result())
-            except (ReadError, CorruptDataError) as error:
-                faults[self._ids[row]] = error
-                if len(faults) > most_faults:
-                    raise
-            else:
-                kept.append(row)
-        return (self._assembled(whole, kept) if kept else None), faults
+        for row, fault in sorted(self._faults.items()):
+            if not isinstance(fault, (ReadError, CorruptDataError)) or len(faults) == most_faults:
+                raise fault
+            faults[self.ids[row]] = fault
+        kept = [row for row in range(len(self.ids)) if row not in self._faults]
+        return (self._assembled([self._whole[row] for row in kept], kept) if kept else None), faults
 
     def _assembled(self, whole: list[Any], kept: list[int]) -> Any:
         """Return a batch of the samples of some rows; those that are None lie in the memory of the batch."""
-        labels = [self._samples.label(self._ids[row]) for row in kept]
+        labels = [self._samples.label(self.ids[row]) for row in kept]
         memory = self._memory
         if self._collate_fn is not None:
             return self._collate_fn(list(zip(whole, labels, strict=True)))
@@ -230,14 +307,8 @@ class _Batch:
             whole = [memory[row] if sample is None else sample for row, sample in zip(kept, whole, strict=True)]
         return default_collate(whole), labels
 
-    def cancel(self) -> None:
-        """Let be what has not begun."""
-        for future in self._futures:
-            future.cancel()
-
-    def _read(self, row: int, id_: Any) -> Any:
+    def _read(self, row: int, id_: Any, data: NDArray[np.uint8]) -> Any:
         """Read a sample into its row and return None; or return it, where it has another form than the batch."""
-        data = self._samples.fetch(id_)
         if self._collate_fn is not None:
             return self._samples.decode(id_, data)
         try:
@@ -253,7 +324,7 @@ class _Batch:
             span = Span(0, data.size, sample.dtype, tuple(sample.shape))
         with self._lock:
             if self._memory is None:
-                self._form, n = span, len(self._ids)
+                self._form, n = span, len(self.ids)
                 raw = torch.from_numpy(self._buffers.take(max(1, n * span.nbytes)))[: n * span.nbytes]
                 self._memory = raw.view(span.dtype).reshape(n, *span.shape)
             memory, form = self._memory, self._form

@@ -74,7 +74,9 @@ class SampleSet:
             raise PlanError(f"in_flight={in_flight}: expected at least 1.")
         missing = [i for i in ids if i not in labels] if labels is not None else []
         if missing:
-            raise PlanError(f"labels: {missing[0]!r} has none ({len(missing)} of {len(ids)} IDs have none).")
+            raise PlanError(
+                f"labels: {missing[0]!r} has none ({len(missing)} of {len(ids)} IDs have none); give every ID one."
+            )
         self.ids = list(ids)
         self.labels = labels
         self._decode = decode

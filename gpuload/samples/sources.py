@@ -35,7 +35,7 @@ class FolderSource:
             while done < data.size:
                 got = os.preadv(fd, [data[done:].data], done)
                 if not got:
-                    raise ReadError(f"{path}: short read: wanted {data.size} bytes, got {done}.")
+                    raise ReadError(f"{path}: short read: wanted {data.size} bytes, got {done}. Was it truncated?")
                 done += got
         finally:
             os.close(fd)
@@ -47,10 +47,11 @@ class RemoteSource:
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
+        self._patience = Patience()
 
     def read(self, key: str) -> NDArray[np.uint8]:
         """Return all bytes of an object; asked for again where the remote is busy."""
-        return np.frombuffer(Patience().ask(lambda: self._get(key)), dtype=np.uint8)
+        return np.frombuffer(self._patience.ask(lambda: self._get(key)), dtype=np.uint8)
 
     def _get(self, key: str) -> Any:
         whole = getattr(self._remote, "get_whole", None)

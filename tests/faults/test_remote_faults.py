@@ -15,6 +15,8 @@ import gpuload
 from benchmarks.s3server import start
 from gpuload.errors import CorruptDataError, ReadError
 from gpuload.remote import BusyError, RemoteObject, open_remote
+from tests.other_forms import write_parquet
+from tests.writers import N_OBS, counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,17 +39,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture
-def calm(server: Running, plain: Stored, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+def calm(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     monkeypatch.setenv("GPULOAD_INDEX", "off")
-    shutil.copy(plain.path, server.root / "data" / "cells.h5ad")
     yield server
     server.set(**CALM)
 
 
-def opened(server: Running, **options: Any) -> gpuload.Loader:
+@pytest.fixture(params=["h5ad", "parquet"])
+def cells(calm: Running, request: pytest.FixtureRequest, plain: Stored) -> Path:
+    """Return a file in the bucket, in either form."""
+    path = calm.root / "data" / f"cells.{request.param}"
+    if request.param == "h5ad":
+        shutil.copy(plain.path, path)
+    else:
+        pytest.importorskip("pyarrow")
+        write_parquet(path, counts(), {"n": list(range(N_OBS))}, write_page_checksum=True)
+    return path
+
+
+def opened(server: Running, path: Path, **options: Any) -> gpuload.Loader:
     reached = {"endpoint": server.url, "region": "us-east-1", "anonymous": True, **options}
     return gpuload.open_loader(
-        "s3://data/cells.h5ad", batch_size=7, fetch_factor=3, block_size=2, storage_options=reached
+        f"s3://data/{path.name}", batch_size=7, fetch_factor=3, block_size=2, storage_options=reached
     )
 
 
@@ -62,12 +75,12 @@ def opened(server: Running, **options: Any) -> gpuload.Loader:
     ],
     ids=lambda knobs: " ".join(name for name in knobs if name.startswith("p_")),
 )
-def test_what_may_pass_is_waited_out(calm: Running, plain: Stored, knobs: dict[str, float], no_leaks: None) -> None:
+def test_what_may_pass_is_waited_out(calm: Running, cells: Path, knobs: dict[str, float], no_leaks: None) -> None:
     calm.set(**knobs, most_in_a_row=3, seed=3)
     faults_before = sum(n for kind, n in calm.counts().items() if kind.startswith("fault"))
     with (
-        opened(calm, timeout_s=1.0) as far,
-        gpuload.open_loader(plain.path, batch_size=7, fetch_factor=3, block_size=2) as near,
+        opened(calm, cells, timeout_s=1.0) as far,
+        gpuload.open_loader(cells, batch_size=7, fetch_factor=3, block_size=2) as near,
     ):
         for one, other in zip(far, near, strict=True):
             np.testing.assert_array_equal(one.X, other.X)
@@ -109,23 +122,33 @@ def test_a_listing_that_breaks_off_begins_anew(calm: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knob", "words"), [("p_503", "503"), ("p_truncate", "s3://data/cells.h5ad"), ("p_reset", "s3://data/cells.h5ad")]
+    ("knob", "words"), [("p_503", "503"), ("p_truncate", "s3://data/cells."), ("p_reset", "s3://data/cells.")]
 )
-def test_what_does_not_pass_is_an_error(calm: Running, knob: str, words: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("when", ["opening", "reading"])
+def test_what_does_not_pass_is_an_error(
+    calm: Running, cells: Path, knob: str, words: str, when: str, monkeypatch: Any, no_leaks: None
+) -> None:
     from gpuload import remote
 
     monkeypatch.setattr(remote.Patience.__init__, "__defaults__", (3, 0.001, 0.01))
-    with opened(calm) as loader:
+    if when == "opening":
+        calm.set(**{knob: 1})
+        with pytest.raises(ReadError, match="s3://data"):
+            opened(calm, cells)
+        return
+    with opened(calm, cells) as loader:
         calm.set(**{knob: 1})
         with pytest.raises(ReadError, match=words):
             list(loader)
 
 
-def test_a_store_that_never_answers_ends_by_the_timeout(calm: Running, monkeypatch: Any, no_leaks: None) -> None:
+def test_a_store_that_never_answers_ends_by_the_timeout(
+    calm: Running, cells: Path, monkeypatch: Any, no_leaks: None
+) -> None:
     from gpuload import remote
 
     monkeypatch.setattr(remote.Patience.__init__, "__defaults__", (2, 0.001, 0.01))
-    with opened(calm, timeout_s=0.3) as loader:
+    with opened(calm, cells, timeout_s=0.3) as loader:
         calm.set(p_stall=1, stall_s=3)
         start_s = time.perf_counter()
         with pytest.raises(ReadError, match="s3://data/cells"):
@@ -133,25 +156,25 @@ def test_a_store_that_never_answers_ends_by_the_timeout(calm: Running, monkeypat
         assert time.perf_counter() - start_s < 10
 
 
-def test_an_object_that_changes_is_an_error(calm: Running, store_variant: Any) -> None:
-    with opened(calm) as loader:
-        shutil.copy(store_variant("csr-zstd-shuffle").path, calm.root / "data" / "new")
-        (calm.root / "data" / "new").rename(calm.root / "data" / "cells.h5ad")
-        with pytest.raises(ReadError, match=r"s3://data/cells\.h5ad: the object was changed since it was listed"):
+def test_an_object_that_changes_is_an_error(calm: Running, cells: Path) -> None:
+    with opened(calm, cells) as loader:
+        cells.with_name("new").write_bytes(cells.read_bytes() + b"more")
+        cells.with_name("new").replace(cells)
+        with pytest.raises(ReadError, match=rf"s3://data/{cells.name}: the object was changed since it was listed"):
             list(loader)
 
 
-def test_a_corrupted_answer_is_found_by_the_checksums(calm: Running) -> None:
-    with opened(calm) as loader:
+def test_a_corrupted_answer_is_found_by_the_checksums(calm: Running, cells: Path) -> None:
+    with opened(calm, cells) as loader:
         calm.set(p_corrupt=1)
-        with pytest.raises(CorruptDataError, match=r"s3://data/cells\.h5ad"):
+        with pytest.raises(CorruptDataError, match=f"s3://data/{cells.name}"):
             list(loader)
 
 
-def test_closing_in_the_middle_leaves_nothing(calm: Running, no_leaks: None) -> None:
+def test_closing_in_the_middle_leaves_nothing(calm: Running, cells: Path, no_leaks: None) -> None:
     calm.set(latency_ms=50)
-    with opened(calm) as loader:
+    with opened(calm, cells) as loader:
         next(iter(loader))
-    loader = opened(calm)
+    loader = opened(calm, cells)
     iter(loader)
     loader.close()

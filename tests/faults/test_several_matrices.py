@@ -53,7 +53,7 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ({"modality": ["rna", "rna"]}, "modality=['rna', 'rna']: 'rna' is given twice; give every name once."),
         ({"join": "left"}, "join='left': expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": 1}, "join=1: expected 'inner', 'outer', a list of gene names, or None."),
-        ({"join": []}, "join=[]: expected at least one gene name; or 'inner', 'outer' or None."),
+        ({"join": []}, "join=[]: expected at least one gene name, 'inner', 'outer' or None."),
         ({"join": ["a", "b", "a"]}, "join: 'a' is given 2 times; give every gene once."),
         ({"transform": "log1p"}, "transform='log1p': expected a gpuload.Transform or None."),
         ({"transform": {"X": 1}}, "transform['X']=1: expected a gpuload.Transform or None."),
@@ -279,7 +279,7 @@ def test_a_column_that_is_missing_in_one_file(tmp_path: Path) -> None:
 def test_a_mask_of_genes_is_over_those_that_are_joined(tmp_path: Path) -> None:
     paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "bcd"])])
     assert refusal(paths, gpuload.PlanError, join="inner", genes=np.ones(3, bool)) == (
-        "genes is a mask of 3 entries but the matrix has 2 genes."
+        "genes is a mask of 3 entries but the matrix has 2 genes; give one for each."
     )
     message = refusal(paths, gpuload.PlanError, join="inner", genes=["a"])
     assert message.startswith(f"genes: 'a' is not a gene of {paths[0]}")

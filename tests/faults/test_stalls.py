@@ -22,7 +22,9 @@ from benchmarks.s3server import start
 from gpuload.cache import BlockRemote, SampleStore
 from gpuload.remote import BusyError, Patience, open_remote
 from gpuload.threads import DaemonThreads, call_aside, is_over
+from tests.other_forms import write_parquet
 from tests.remotes import HangingRemote, fill
+from tests.writers import counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,29 +128,33 @@ def test_opening_is_interrupted_at_once(stalling: Running, no_leaks: None) -> No
 
 
 @pytest.mark.parametrize("n_files", [1, 3])
+@pytest.mark.parametrize("form", ["h5ad", "parquet"])
 def test_opening_is_interrupted_in_the_middle_too(
-    stalling: Running, monkeypatch: pytest.MonkeyPatch, n_files: int, no_leaks: None
+    stalling: Running, monkeypatch: pytest.MonkeyPatch, form: str, n_files: int, no_leaks: None
 ) -> None:
     from gpuload import remote_source
 
     monkeypatch.setattr(remote_source, "_BLOCK", 512)
     monkeypatch.setattr(remote_source, "_BLOCKS_AHEAD", 1)
     monkeypatch.setattr(remote_source, "_MAX_BLOCKS_AHEAD", 1)
+    if form == "parquet":
+        pytest.importorskip("pyarrow")
+        write_parquet(stalling.root / "data" / "cells.parquet", counts(), {})
     for i in range(n_files):
-        shutil.copy(stalling.root / "data" / "cells.h5ad", stalling.root / "data" / f"cells{i}.h5ad")
-    fill_as_it_is, n_filled = remote_source.RemoteFile._fill, [0]
+        shutil.copy(stalling.root / "data" / f"cells.{form}", stalling.root / "data" / f"cells{i}.{form}")
+    read_as_it_is, n_read = remote_source.RemoteSource.read_many, [0]
 
-    def fill(self: Any, *args: Any) -> None:
-        n_filled[0] += 1
-        if n_filled[0] == 5:
+    def read_many(self: Any, *args: Any) -> None:
+        n_read[0] += 1
+        if n_read[0] == 2:
             stalling.set(p_stall=1, stall_s=STALL_S)
-        fill_as_it_is(self, *args)
+        read_as_it_is(self, *args)
 
-    monkeypatch.setattr(remote_source.RemoteFile, "_fill", fill)
-    paths = [f"s3://data/cells{i}.h5ad" for i in range(n_files)]
+    monkeypatch.setattr(remote_source.RemoteSource, "read_many", read_many)
+    paths = [f"s3://data/cells{i}.{form}" for i in range(n_files)]
     with interrupted(1.0):
         gpuload.open_loader(paths, storage_options=reached(stalling))
-    assert n_filled[0] >= 5
+    assert n_read[0] >= 2
 
 
 def test_questions_are_interrupted_at_once(stalling: Running, no_leaks: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,14 +17,18 @@ from benchmarks.s3server import start
 from gpuload.cache import BlockRemote, SampleStore
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.remote import open_remote
-from tests import zarr_writers
+from tests import several, zarr_writers
+from tests.other_forms import FORMS, write_parquet
+from tests.writers import counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from benchmarks.s3server import Running
+    from tests.other_forms import Form
     from tests.variants import Stored
+
+    Parquet = Callable[[str], tuple[Form, Path]]
 
 HDF5 = (
     "anndata-csr-gzip",
@@ -125,6 +130,21 @@ def test_a_folder_of_zarr(server: Running, zarrs: Callable[[str], Path], name: s
     assert_same(batches(address, layer=layer, **reached), batches(path, layer=layer))
 
 
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_the_clients_of_other_clouds(server: Running, plain: Stored, zarrs: Callable[[str], Path], scheme: str) -> None:
+    """Google's interface is S3's as far as this goes, and Azure's is as long as nothing is listed."""
+    reached: dict[str, Any] = {"anonymous": True}
+    reached |= {"base_url": server.url} if scheme == "gs" else {"endpoint": server.url, "account_name": "any"}
+    address = f"{scheme}://data/{put(server, plain.path)}"
+    assert_same(batches(address, storage_options=reached), batches(plain.path))
+    if scheme == "gs":
+        path = zarrs(zarr_names("sharded")[0])
+        address = f"{scheme}://data/{put(server, path)}"
+        assert_same(batches(address, storage_options=reached), batches(path))
+        with pytest.raises(ReadError, match=r"gs://data/none\.h5ad: no such object"):
+            batches("gs://data/none.h5ad", storage_options=reached)
+
+
 @pytest.mark.parametrize("suffix", ["rna", "mod/prot"])
 def test_a_modality(server: Running, tmp_path: Path, suffix: str) -> None:
     from tests.other_forms import mudata
@@ -135,6 +155,128 @@ def test_a_modality(server: Running, tmp_path: Path, suffix: str) -> None:
     assert_same(batches(f"s3://data/{key}/{suffix}", **reached), batches(f"{path}/{suffix}"))
     with pytest.raises(StoreError, match="there is no modality 'none'"):
         batches(f"s3://data/{key}/none", **reached)
+
+
+PARQUET = (
+    "parquet",
+    "parquet-tahoe",
+    "parquet-tahoe-small-pages",
+    "parquet-version-2",
+    "parquet-gzip",
+    "parquet-delta",
+)
+
+
+@pytest.fixture
+def parquet(server: Running, tmp_path: Path) -> Callable[[str], tuple[Form, Path]]:
+    """Return a function that puts Parquet of a form into the bucket, and gives the form and its path there."""
+    pytest.importorskip("pyarrow")
+
+    def write(name: str) -> tuple[Form, Path]:
+        folder = server.root / "data" / tmp_path.name
+        folder.mkdir(exist_ok=True)
+        form = FORMS[name](folder)
+        return form, Path(form.path).relative_to(server.root)
+
+    return write
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+@pytest.mark.parametrize("name", PARQUET)
+def test_parquet(server: Running, parquet: Parquet, name: str, scheme: str) -> None:
+    form, there = parquet(name)
+    near = batches(form.path, obs=list(form.obs))
+    if scheme == "s3":
+        far = batches(f"s3://{there}", obs=list(form.obs), storage_options=options(server))
+    else:
+        files = sorted(server.root.glob(str(there)))
+        far = batches([f"{server.url}/{file.relative_to(server.root)}" for file in files], obs=list(form.obs))
+    assert_same(far, near)
+
+
+def test_parquet_by_folder_pattern_and_name(server: Running, parquet: Parquet) -> None:
+    form, there = parquet("parquet-tahoe")
+    near, reached = batches(form.path), {"storage_options": options(server)}
+    assert_same(batches(f"s3://{there.parent}", **reached), near)
+    (server.root / there.parents[1] / "notes").write_text("of no pattern below")
+    assert_same(batches(f"s3://{there.parents[1]}/*/train-0000?-*.parquet", **reached), near)
+    first, second = (server.root / there.parent / f"train-0000{k}-of-00002.parquet" for k in range(2))
+    assert_same(batches([first, f"s3://{second.relative_to(server.root)}"], **reached), near)  # one table of cells
+    first.rename(first.with_name("cells"))  # told by its contents
+    one = batches(f"s3://{there.parent}/cells", **reached)
+    assert_same(one, batches(first.with_name("cells")))
+    with pytest.raises(ReadError, match=r"/\*\.parquet: no file fits this pattern"):
+        gpuload.open_loader(f"s3://{there.parents[1]}/*.parquet", **reached)
+    with pytest.raises(ReadError, match="a web server cannot list what fits a pattern; give the addresses in a list"):
+        gpuload.open_loader(f"{server.url}/{there}")
+
+
+@pytest.mark.parametrize("name", ["h5ad", "zarr", "parquet", "mudata"])
+def test_conditions_and_joins(
+    server: Running, parquet: Parquet, plain: Stored, zarrs: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    if name == "parquet":
+        form, there = parquet("parquet-tahoe")
+        near, far = str(form.path), f"s3://{there}"
+    elif name == "mudata":
+        near = str(FORMS["mudata-rna"](tmp_path).path)
+        far = f"s3://data/{put(server, tmp_path / 'cells.h5mu')}/rna"
+    else:
+        path = plain.path if name == "h5ad" else zarrs(zarr_names("sharded")[0])
+        near, far = str(path), f"s3://data/{put(server, path)}"
+    other = several.write(tmp_path / "other", [several.part(0, genes=["gene_003", "elsewhere"])])[0]
+    for settings in ({"join": "outer"}, {"join": ["elsewhere", "gene_003", "gene_001"], "where": "depth > 0"}):
+        same = {**settings, "obs": ["depth"]}
+        assert_same(batches([far, other], storage_options=options(server), **same), batches([near, other], **same))
+
+
+def test_what_was_kept_of_parquet_is_of_one_state_of_it(server: Running, parquet: Parquet) -> None:
+    form, there = parquet("parquet-tahoe")
+
+    def n_requests_to_open() -> int:
+        before = n_gets(server)
+        with gpuload.open_loader(f"s3://{there}", storage_options=options(server)) as loader:
+            assert loader.n_obs == len(form.dense)
+            return n_gets(server) - before
+
+    n_first = n_requests_to_open()
+    assert n_requests_to_open() <= n_first - 4, "the index of the first opening was not used"
+    part = server.root / there.parent / "train-00000-of-00002.parquet"
+    write_parquet(part.with_name("new"), counts(seed=5)[:70], {}, first=3, leader=-2.0)
+    part.with_name("new").replace(part)
+    assert_same(batches(f"s3://{there}", storage_options=options(server)), batches(form.path))
+
+
+def test_a_table_of_genes_that_must_not_be_asked_for_is_none(
+    server: Running, parquet: Parquet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from gpuload.formats.addresses import Address
+
+    form, there = parquet("parquet")
+    real = Address.head
+
+    def head(self: Address, key: str) -> Any:
+        if "gene_metadata" in key:  # as S3 answers who may not list
+            raise ReadError(f"{key}: access was denied")
+        return real(self, key)
+
+    monkeypatch.setattr(Address, "head", head)
+    assert_same(batches(f"s3://{there}", storage_options=options(server)), batches(form.path))
+    assert "gene_metadata.parquet: is taken not to be there" in caplog.text
+
+
+def test_a_folder_is_reached_by_one_client_and_asked_once(
+    server: Running, parquet: Parquet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpuload.formats import addresses
+
+    _, there = parquet("parquet-tahoe")
+    opened, heads = [], server.counts().get("HEAD 200", 0)
+    real = addresses.open_remote
+    monkeypatch.setattr(addresses, "open_remote", lambda url, **o: opened.append(url) or real(url, **o))
+    batches(f"s3://{there.parent}", storage_options=options(server))
+    assert len(opened) == 3, "a client of the folder, and two to look for the table of genes"
+    assert server.counts().get("HEAD 200", 0) - heads <= 1, "a question for each file"
 
 
 def test_several_files_and_a_folder_of_them(server: Running, store_variant: Callable[[str], Stored]) -> None:
@@ -148,6 +290,19 @@ def test_several_files_and_a_folder_of_them(server: Running, store_variant: Call
     assert_same(batches("s3://data/plates", storage_options=options(server)), near)
     each = [f"s3://data/plates/{number}.h5ad" for number in range(2)]
     assert_same(batches(each, storage_options=options(server)), near)
+
+
+@pytest.mark.parametrize("form", ["h5ad", "zarr"])
+def test_a_pattern(server: Running, plain: Stored, zarrs: Callable[[str], Path], tmp_path: Path, form: str) -> None:
+    folder = server.root / "data" / tmp_path.name
+    for name in (f"plate1.{form}", f"plate2.{form}", f"deeper/plate3.{form}", f"other.{form}"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        if form == "h5ad":
+            shutil.copy(plain.path, folder / name)
+        else:
+            shutil.copytree(zarrs(zarr_names("sharded")[0]), folder / name)
+    far = batches(f"s3://data/{folder.name}/plate*", storage_options=options(server))
+    assert_same(far, batches([folder / f"plate{k}.{form}" for k in (1, 2)]))
 
 
 def test_a_large_chunk_tree_is_read_a_level_at_a_time(server: Running, tmp_path: Path) -> None:
@@ -187,12 +342,16 @@ def block_store(tmp_path: Path, server: Running, budget: int = 1 << 30, **settin
     return SampleStore(tmp_path / "store", blocks, budget, n_processes=0, min_free=0, fetch=False, **settings)
 
 
-@pytest.mark.parametrize("form", ["h5ad", "zarr"])
+@pytest.mark.parametrize("form", ["h5ad", "zarr", "parquet"])
 def test_with_a_cache_the_second_epoch_asks_for_nothing(
-    server: Running, plain: Stored, zarrs: Callable[[str], Path], tmp_path: Path, form: str
+    server: Running, plain: Stored, zarrs: Callable[[str], Path], parquet: Parquet, tmp_path: Path, form: str
 ) -> None:
-    path = plain.path if form == "h5ad" else zarrs(zarr_names("sharded")[0])
-    address = f"s3://data/{put(server, path)}"
+    if form == "parquet":
+        written, there = parquet("parquet-tahoe")
+        path, address = written.path, f"s3://{there}"
+    else:
+        path = plain.path if form == "h5ad" else zarrs(zarr_names("sharded")[0])
+        address = f"s3://data/{put(server, path)}"
     settings = {"batch_size": 7, "fetch_factor": 3, "block_size": 2}
     with gpuload.open_loader(path, **settings) as loader:
         near = [[(b.X.copy(), b.rows, dict(b.obs)) for b in loader] for _ in range(2)]
@@ -239,7 +398,7 @@ def test_refusals(server: Running, plain: Stored, tmp_path: Path) -> None:
     with pytest.raises(ReadError, match=r"s3://data/none\.h5ad: no such object\. Check the address\."):
         gpuload.open_loader("s3://data/none.h5ad", storage_options=reached)
     np.save(server.root / "data" / "x.npy", np.zeros((3, 2)))
-    with pytest.raises(StoreError, match=r"s3://data/x\.npy: at an address only HDF5 files and folders of zarr"):
+    with pytest.raises(StoreError, match=r"s3://data/x\.npy: at an address HDF5, Parquet and folders of zarr"):
         gpuload.open_loader("s3://data/x.npy", storage_options=reached)
     (server.root / "data" / "text.h5ad").write_text("no HDF5" * 1000)
     with pytest.raises(StoreError, match=r"s3://data/text\.h5ad: not a readable HDF5 file"):
@@ -254,12 +413,16 @@ def test_refusals(server: Running, plain: Stored, tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_addresses(
-    server: Running, zarrs: Callable[[str], Path], plain: Stored, capsys: pytest.CaptureFixture[str]
+    server: Running,
+    zarrs: Callable[[str], Path],
+    plain: Stored,
+    parquet: Parquet,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("tqdm")
     from gpuload.cli import main
 
-    for path in (plain.path, zarrs(zarr_names("sharded")[0])):
+    for path in (plain.path, zarrs(zarr_names("sharded")[0]), parquet("parquet")[0].path):
         assert main(["inspect", str(path), "--json"]) == 0
         near = json.loads(capsys.readouterr().out)
         assert main(["inspect", f"{server.url}/data/{put(server, path)}", "--json"]) == 0

@@ -162,6 +162,16 @@ def test_what_an_epoch_has_still_to_read_stays(tmp_path: Path, remote: CountingR
             batches.close()
 
 
+def test_an_epoch_of_some_lets_the_others_be_replaced(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote) as store:
+        full(store, 10)
+        with store.snapshot(n_samples=3, seed=1) as kept:
+            assert len(train(store)) >= 10
+            until(lambda: store.stats()["n_evicted"] >= 7)
+            assert len([i for batch in kept.batches(3) for i in checked(batch)]) == 3
+            assert store.stats()["hit_ratio"] == 1
+
+
 def test_a_pin_of_one_job_holds_against_another(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote) as ours, opened(tmp_path, remote) as theirs:
         full(ours, 10)
@@ -369,6 +379,17 @@ def test_ranks_share_a_generation(tmp_path: Path, remote: CountingRemote) -> Non
         assert not set(ours) & set(theirs)
         with pytest.raises(PlanError, match="world_size=3, and this is 2"):
             store.snapshot(state=first.state_dict(), world_size=2)
+
+
+def test_arrays_that_cannot_be_read_in_place_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "remote").mkdir()
+    np.save(tmp_path / "remote" / "a.npy", np.asfortranarray(np.ones((4, 3))))
+    with (
+        opened(tmp_path, str(tmp_path / "remote")) as store,
+        store.snapshot(min_samples=1) as snapshot,
+        pytest.raises(PlanError, match=r"a\.npy: a \.npy file of float64 in Fortran order .*; use decode='bytes'"),
+    ):
+        list(snapshot.batches(1))
 
 
 def test_an_unknown_generation_is_refused(tmp_path: Path, remote: CountingRemote) -> None:
@@ -640,6 +661,11 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
         with pytest.raises(ReadError, match=r"wait_s=0.3: .* and min_samples=20"):
             store.snapshot(min_samples=20, wait_s=0.3)
         with store.snapshot() as snapshot:
+            for position in ("all", -1):
+                with pytest.raises(PlanError, match=f"state: position={position!r}; expected a number of samples"):
+                    store.snapshot(state={**snapshot.state_dict(), "position": position})
+            with pytest.raises(PlanError, match=r"state: position=41: expected at most \d+, the samples of generation"):
+                store.snapshot(state={**snapshot.state_dict(), "position": 41})
             for settings, sentence in (
                 ({"decode": "pt"}, "decode='pt'"),
                 ({"verify": "no"}, "verify='no'"),
@@ -657,7 +683,7 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
         pass
     with pytest.raises(ReadError, match="no such folder"):
         open_remote(tmp_path / "nowhere")
-    with pytest.raises(PlanError, match="a folder takes no options, found region"):
+    with pytest.raises(PlanError, match="a folder takes no options; leave out region"):
         open_remote(tmp_path, region="x")
 
 

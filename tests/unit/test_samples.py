@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -252,6 +254,27 @@ def test_a_batch_and_the_next_ones_are_fetched_at_once(data: Path) -> None:
     theirs = torch.utils.data.DataLoader(SampleSet(IDS, LABELS, remote, in_flight=5), batch_size=10)
     assert sum(len(y) for _, y in theirs) == N
     assert remote.most_at_once == 5
+
+
+def test_many_fetch_and_few_decode(data: Path) -> None:
+    """Requests wait for a network, and decoding for a processor, which many threads would take from each other."""
+    remote = FlakyRemote(data, every=10**9)
+    remote.wait_s = 0.02
+    lock, now, most = threading.Lock(), [0], [0]
+
+    def decode(raw: Any) -> Any:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.002)
+        with lock:
+            now[0] -= 1
+        return torch.from_numpy(raw[:4].copy())
+
+    samples = SampleSet(IDS, LABELS, remote, decode, suffix=".pt")
+    assert len(list(SampleLoader(samples, batch_size=4, num_workers=2, in_flight=16))) == 13
+    assert most[0] == 2
+    assert remote.most_at_once >= 12
 
 
 def test_an_object_store(data: Path) -> None:
