@@ -136,7 +136,7 @@ def planning(n_groups: int) -> dict[str, Any]:
 
 
 def _made_up(number: int) -> Any:
-    from gpuload.formats.parquet_cells import _Cells
+    from gpuload.formats.parquet_file import Cells
 
     rows = np.full(GROUPS_PER_FILE, GROUP)
     lengths = np.random.default_rng(number).integers(500, 2_500, int(rows.sum())).astype(np.uint16)
@@ -146,7 +146,7 @@ def _made_up(number: int) -> Any:
     groups |= {"values offset": start + int(nbytes.sum()), "values nbytes": nbytes // 3}
     about = np.array([[1, 8, 3, 1], [1, 4, 3, 1]])
     size = 2 * int(nbytes.sum())
-    return _Cells(
+    return Cells(
         f"{number}.parquet", size, 0, ("genes", "expressions"), about, np.dtype("f4"), groups, lengths, True, 9
     )
 

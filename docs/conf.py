@@ -73,6 +73,8 @@ numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False
 numpydoc_xref_param_type = False
 
+smartquotes = False  # of values in messages and options, which are to be copied
+
 nitpicky = True
 # Types of other packages, and those of ours that are no part of the public interface, and its modules.
 nitpick_ignore_regex = [("py:.*", r"(?!gpuload\.).*"), ("py:class", r"gpuload\..*"), ("py:obj", r"gpuload(\.[a-z_]+)+")]

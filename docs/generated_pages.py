@@ -1,4 +1,4 @@
-"""Write what comes from elsewhere: benchmarks from their records, the command line from its own help."""
+"""Write what comes from elsewhere: benchmarks from records, the command line from its help, errors from the source."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import math
+import re
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from benchmarks import report, run_plans, run_stages
 from benchmarks.stages import Rate
+from docs import error_messages
 from gpuload import cli
 from gpuload.cli.text import count
 
@@ -28,6 +30,7 @@ TITLES = {
     "modality": "Proteins predicted from genes",
     "migration": "The scripts of the migration page",
     "gil": "Who holds the interpreter while it reads",
+    "readers": "Epochs over samples on this machine",
     "remote": "Cells from an object store",
     "concurrent": "Pictures from an object store",
     "growing": "Training from a store that grows",
@@ -37,6 +40,12 @@ TITLES = {
     "tune": "The tuner's advice beside a full sweep",
 }
 """The records that have a heading of their own, in the order of the page; others follow under their file's name."""
+
+TIMED = {
+    "migration": "times these scripts beside each other on a file that it makes",
+    "readers": "times epochs of both ways, and of PyTorch's worker processes, beside each other",
+}
+"""The records whose table stands in another page too, and what is said where there are none."""
 
 NOT_FIGURES = ("round", "load", "load_before", "load_after")
 """Numbers in a record that say how it was made, and are no result."""
@@ -59,7 +68,8 @@ def write(folder: Path) -> None:
     contents = {
         "benchmarks.md": benchmarks_page(RESULTS),
         "commands.md": commands_page(),
-        "migration_times.txt": migration_times(RESULTS),
+        "messages.md": messages_page(),
+        **{f"{name}_times.txt": times(RESULTS, name, what) for name, what in TIMED.items()},
     }
     for name, content in contents.items():
         path = folder / name
@@ -85,13 +95,13 @@ def benchmarks_page(results: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def migration_times(results: Path) -> str:
-    """Return what the migration page says of its scripts' speed; how to measure it, where there is no record."""
-    path = results / "migration.jsonl"
+def times(results: Path, name: str, what: str) -> str:
+    """Return the table of a file of records for a page; how to measure it, where there is none."""
+    path = results / f"{name}.jsonl"
     if not path.exists():
-        return "`python -m benchmarks.run_migration` times these scripts beside each other on a file that it makes.\n"
+        return f"`python -m benchmarks.run_{name}` {what}.\n"
     records = [json.loads(line) for line in path.read_text().splitlines() if line]
-    return "\n\n".join([_section("migration", records), _origin("migration", records)]) + "\n"
+    return "\n\n".join([_section(name, records), _origin(name, records)]) + "\n"
 
 
 def _section(name: str, records: list[dict[str, Any]]) -> str:
@@ -176,3 +186,27 @@ def _block(argv: list[str]) -> str:
     if code:
         raise RuntimeError(f"gpuload {' '.join(argv)} ended with code {code}")
     return f"```text\n{printed.getvalue().rstrip()}\n```"
+
+
+def messages_page() -> str:
+    """Return the page of every message of an error, with what to do."""
+    intro = (
+        "Read from the source when this page is built; `…` stands for names and numbers. Where the second column has "
+        "nothing but that, the message itself says what to do, by what was found; where it is empty, [](../errors.md) "
+        "has more. Where a remote or a library gives the reason, the message is its own words."
+    )
+    parts = ["# Every message", intro]
+    found = error_messages.messages()
+    for kind in error_messages.KINDS:
+        rows = dict.fromkeys(m.parts for m in found if m.kind == kind and error_messages.fixed(m.text))
+        lines = [f"## {kind}", "", "| message | what to do |", "| --- | --- |"]
+        lines += [f"| `{message}` | {_escaped(cure)} |" for message, cure in rows]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Return text as Markdown shows it as it is, with what is within backticks as code."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"([*_<>\[\]|~])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts)

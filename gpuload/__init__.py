@@ -153,8 +153,9 @@ def open_loader(
         dense one that is not in C order from one copy), so do not write into it meanwhile. A plain matrix has no obs,
         and its genes are called ``"0"``, ``"1"``, ... Of a backed AnnData, X and raw.X are read from its file. A
         mapping names modalities of the same cells: ``{"rna": adata, "prot": "prot.h5ad"}``.
-        An address (``s3://``, ``gs://``, ``az://``, ``http(s)://``) of an HDF5 file or of a folder of zarr is read over
-        the network, by ranges of bytes, many requests at a time; a web server must know ranges.
+        An address (``s3://``, ``gs://``, ``az://``, ``http(s)://``) of an HDF5 or Parquet file, or of a folder of zarr,
+        is read over the network, by ranges of bytes, many requests at a time; a web server must know ranges. A folder
+        of files, or a pattern, may be an address where what is there can be listed, which a web server cannot.
     batch_size
         Cells per minibatch.
     block_size

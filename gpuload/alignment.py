@@ -50,7 +50,7 @@ def check_join(join: object) -> str | tuple[str, ...] | None:
         raise PlanError(f"join={join!r}: expected 'inner', 'outer', a list of gene names, or None.")
     names = tuple(str(name) for name in join)
     if not names:
-        raise PlanError("join=[]: expected at least one gene name; or 'inner', 'outer' or None.")
+        raise PlanError("join=[]: expected at least one gene name, 'inner', 'outer' or None.")
     name, n_given = Counter(names).most_common(1)[0]
     if n_given > 1:
         raise PlanError(f"join: {name!r} is given {n_given} times; give every gene once.")

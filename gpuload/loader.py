@@ -309,7 +309,10 @@ class Loader:
                 f"anew: resume with world_size={world_size}, or at the start of an epoch."
             )
         if step > theirs.n_batches:
-            raise PlanError(f"state: step={step}, but epoch {epoch} ends after {theirs.n_batches} minibatches there.")
+            raise PlanError(
+                f"state: step={step}, but epoch {epoch} ends after {theirs.n_batches} minibatches there; take it "
+                "from a loader's state_dict()."
+            )
         if world_size != self.world_size and step:
             history, step = (*history, (world_size, step)), 0
         self._end_live()

@@ -85,7 +85,10 @@ class Export:
         try:
             self._server = prometheus_client.start_http_server(port, address, self._collector.registry)
         except OSError as error:
-            raise PlanError(f"port={port}: nothing can be served on {address}: {error.strerror}.") from error
+            raise PlanError(
+                f"port={port}: nothing can be served on {address}: {error.strerror}. Choose another; 0 takes one that "
+                "is free."
+            ) from error
         self.port = self._server[0].server_port
 
     def close(self) -> None:

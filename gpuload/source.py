@@ -107,7 +107,7 @@ def read_at(descriptor: int, buffer: NDArray[np.uint8], offset: int, name: str) 
             got = os.preadv(descriptor, [buffer[done:].data], offset + done)
         except OSError as error:
             raise ReadError(
-                f"{name}: reading {buffer.size} bytes at byte {offset} failed: {error.strerror}."
+                f"{name}: reading {buffer.size} bytes at byte {offset} failed: {error.strerror}. Check the disk."
             ) from error
         if got == 0:
             break

@@ -142,7 +142,9 @@ def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, ND
         )
     if wanted.dtype == bool:
         if wanted.size != store.n_vars:
-            raise PlanError(f"genes is a mask of {wanted.size} entries but the matrix has {store.n_vars} genes.")
+            raise PlanError(
+                f"genes is a mask of {wanted.size} entries but the matrix has {store.n_vars} genes; give one for each."
+            )
         chosen = np.flatnonzero(wanted)
     elif wanted.size and wanted.dtype.kind not in "OSU":
         raise PlanError(f"genes has dtype {wanted.dtype}; expected gene names or a boolean mask.")

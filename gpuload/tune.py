@@ -175,7 +175,7 @@ def tune(paths: Any, wish: Wish, progress: Callable[[float], None] = lambda _: N
     labels, join = () if wish.label is None else (wish.label,), check_join(wish.join)
     with closing(open_store(paths, layer=wish.layer, obs=labels, join=join)) as store:
         if not store.n_obs:
-            raise PlanError(f"{store.paths[0]}: there are no cells to time.")
+            raise PlanError(f"{store.paths[0]}: there are no cells to time; give a file that has some.")
         bench = Bench(store, wish)
         start = time.perf_counter()
         turns = _Turns(bench, bench.first_trials(), wish.seconds, progress)

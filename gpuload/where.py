@@ -136,11 +136,14 @@ def parse(text: Any) -> Where:
         if isinstance(error, PlanError):
             raise
         reason = getattr(error, "msg", None) or type(error).__name__
-        raise PlanError(f"where={text!r:.200}: it cannot be read as an expression ({reason}).") from error
+        raise PlanError(
+            f"where={text!r:.200}: it cannot be read as an expression ({reason}); expected one over columns of obs, "
+            "for example \"cell_type == 'T cell'\"."
+        ) from error
     except RecursionError as error:
         raise PlanError(f"where={text!r:.200}: it is nested too deeply; give sampler=Subset(mask).") from error
     if not columns:
-        raise PlanError(f"where={text!r}: it names no column of obs.")
+        raise PlanError(f"where={text!r:.200}: it names no column of obs; expected a comparison with one at least.")
     return Where(text, columns, tree, names)
 
 
@@ -214,7 +217,7 @@ def _call_name(node: ast.Call) -> str:
 
 
 def _refusal(where: Where, node: ast.expr, what: str) -> PlanError:
-    return PlanError(f"where={where.text!r:.200}: {_shown(node, where)!r:.100} {what}.")
+    return PlanError(f"where={where.text!r:.200}: {_shown(node, where)!r:.100} {what}. See open_loader(where=...).")
 
 
 def _shown(node: ast.expr, where: Where) -> str:
@@ -299,7 +302,7 @@ class _Compiler:
         kind = "text" if isinstance(value, str) else "a boolean" if isinstance(value, bool) else "a number"
         fits = {"text": "text", "a boolean": "booleans", "a number": "numbers"}[kind] == _kind(column)
         if not fits and not (_kind(column) == "booleans" and value in (0, 1) and kind == "a number"):
-            raise PlanError(f"{where}, and {value!r} is {kind}.")
+            raise PlanError(f"{where}, and {value!r} is {kind}; compare it with what it holds.")
         if isinstance(value, str) and sign not in ("==", "!="):
             raise PlanError(f"{where}, which has no order; use ==, != or in.")
         known = None if column.categories is None or kind != "text" else [str(c) for c in column.categories]

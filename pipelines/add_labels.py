@@ -21,7 +21,10 @@ import gpuload
 
 def read_table(path: Path, by: str, columns: list[str]) -> pd.DataFrame:
     """Return the columns of a table, by the label in its column `by`."""
-    table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, sep=_separator(path))
+    try:
+        table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, sep=_separator(path))
+    except ImportError as error:
+        raise gpuload.MissingDependencyError("pyarrow", path.name, "parquet") from error
     for name in (by, *columns):
         if name not in table:
             raise gpuload.StoreError(f"{path}: there is no column {name!r}; it has {', '.join(table.columns)}.")

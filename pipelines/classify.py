@@ -1,4 +1,4 @@
-"""Does the order of cells matter to a model? The classification experiment of the scDataset paper, in one file.
+"""Does the order of cells matter to a model? The classification experiment of the scDataset paper, as one program.
 
     python pipelines/classify.py screen --make 100000
 
@@ -10,9 +10,10 @@ as good as true random order, which takes far longer to read, and that streaming
 On the small synthetic screen a shuffle buffer holds many drugs, where the paper's held a part of one drug's run: there
 streaming through a buffer comes off better than in the paper.
 
-The way of a cell is `Cells`, `train`, `evaluate`. A run that was killed goes on from its last checkpoint, and gives
-what it would have given: start the same command again. With another number of processes it goes on too, on the cells
-that are left; minibatches are then of another size over all processes, so the scores are not quite the same.
+The way of a cell is `Cells` in classify_data.py, then `train` and `evaluate`. A run that was killed goes on from its
+last checkpoint, and gives what it would have given: start the same command again. With another number of processes it
+goes on too, on the cells that are left; minibatches are then of another size over all processes, so the scores are not
+quite the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import os
 import sys
 import time
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,20 +33,31 @@ try:
     import numpy as np
     import torch
     import torch.distributed as dist
+    from classify_data import Cells, find_cells, write_screen
     from classify_report import ORDERS, PAPER, draw, summary, table_of
+    from classify_run import (
+        Checkpoint,
+        Clock,
+        Log,
+        join_processes,
+        n_processes,
+        prepare,
+        process,
+        tensorboard,
+        write_json,
+    )
     from torch.nn import functional
     from torch.nn.parallel import DistributedDataParallel
     from tqdm import tqdm
 
     import gpuload
-    from gpuload.diversity import entropy_bits
     from gpuload.scores import macro_f1
     from gpuload.torch import CellDataset
 except ImportError as missing:
     sys.exit(f"classify.py: {missing}. From the checkout, pip install '.[classify]' installs what this program needs.")
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 N_POINTS = 200
 """Points of a loss curve at least, each the mean over as many minibatches; of one of these entropy is measured."""
@@ -60,72 +72,6 @@ examples:
   python pipelines/classify.py plate*.h5ad --test plate14 --labels cell_line drug --models linear mlp --values log1p
   torchrun --nproc-per-node 2 pipelines/classify.py screen  (minibatches of --batch-size on each process)
 """
-
-
-# --- data
-
-
-@dataclass(frozen=True)
-class Cells:
-    """The cells, told apart into those to learn from and those of the held-out plates."""
-
-    args: argparse.Namespace
-    is_train: Any
-    test_rows: Any
-
-    def train_settings(self, order: str, seed: int) -> dict[str, Any]:
-        """Return the settings, for `gpuload.open_loader`, of the cells to learn from in one of the `ORDERS`."""
-        inner: dict[str, Any] = {
-            "streaming": gpuload.Sequential(),
-            "buffer": gpuload.Sequential(shuffle_fetch=True),
-            "balanced": gpuload.ClassBalanced(self.args.balance),
-        }
-        block_size = 1 if order == "random" else self.args.block_size
-        sampler = gpuload.Subset(self.is_train, inner.get(order))
-        return {**self._settings(), "sampler": sampler, "block_size": block_size, "seed": seed}
-
-    def open_train(self, order: str, seed: int) -> gpuload.Loader:
-        """Open the cells to learn from, dealt to all processes."""
-        return gpuload.open_loader(**self.train_settings(order, seed))
-
-    def open_test(self) -> gpuload.Loader:
-        """Open this process's part of the held-out cells: none is in two parts."""
-        mine = np.array_split(self.test_rows, n_processes())[process()]
-        in_order = {"sampler": gpuload.Subset(mine), "shuffle": False, "rank": 0, "world_size": 1}
-        return gpuload.open_loader(**self._settings(), **in_order)
-
-    def _settings(self) -> dict[str, Any]:
-        args = self.args
-        return {
-            "paths": args.paths,
-            "batch_size": args.batch_size,
-            "fetch_factor": args.fetch_factor,
-            "obs": [*dict.fromkeys([*args.labels, args.plate])],
-            "genes": Path(args.genes).read_text(encoding="utf-8").split() if args.genes else None,
-            "transform": gpuload.Transform(target_sum=1e4, log1p=True) if args.values == "log1p" else None,
-            "device": args.device,
-        }
-
-
-def find_cells(args: argparse.Namespace) -> Cells:
-    """Tell the held-out plates' cells from the others'."""
-    split = gpuload.split(args.paths, {"train": ..., "test": args.test}, by=args.plate)
-    say(f"to learn from: {split.counts['train']:,} cells; held out: {split.counts['test']:,} of {', '.join(args.test)}")
-    return Cells(args, split.part == split.names.index("train"), split["test"])
-
-
-def write_screen(folder: Path, n_cells: int, **sizes: Any) -> None:
-    """Write a synthetic screen, a file for each plate, made by `gpuload.synthetic_screen.screen_plates`."""
-    import anndata
-
-    from gpuload.synthetic_screen import screen_plates
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with tqdm(total=n_cells, desc="making cells", unit="cell", disable=None) as bar:
-        for plate in screen_plates(n_cells, progress=bar.update, **sizes):
-            unfinished = folder / f".{plate.name}.unfinished"
-            anndata.AnnData(plate.X, plate.obs, plate.var).write_h5ad(unfinished, compression="gzip")
-            unfinished.replace(folder / f"{plate.name}.h5ad")
 
 
 # --- model
@@ -194,56 +140,6 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
     return [Run(model, order, seed) for model in args.models for order in args.orders for seed in range(args.seeds)]
 
 
-@dataclass
-class Log:
-    """What a run has gone through; goes into its checkpoints.
-
-    Attributes
-    ----------
-    n_steps, n_cells
-        Done; cells on all processes together.
-    seconds, waited_s
-        For training, and of these for minibatches.
-    loss
-        (step, mean loss since the point before).
-    entropy
-        By column, in bits, one minibatch for each point of `loss`.
-    """
-
-    n_steps: int = 0
-    n_cells: int = 0
-    seconds: float = 0.0
-    waited_s: float = 0.0
-    loss: list[tuple[int, float]] = field(default_factory=list)
-    entropy: dict[str, list[float]] = field(default_factory=dict)
-
-
-class Checkpoint:
-    """The place on disk of a run that is not over."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, cells: CellDataset, log: Log) -> None:
-        """Write all that it takes to go on, in place of what was there; the first process does, for all."""
-        if process():
-            return
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "cells": cells.state_dict()}
-        unfinished = self.path.with_suffix(".unfinished")
-        torch.save({**state, "log": asdict(log)}, unfinished)
-        os.replace(unfinished, self.path)
-
-    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, cells: CellDataset) -> Log:
-        """Go on from it where there is one."""
-        if not self.path.exists():
-            return Log()
-        state = torch.load(self.path, map_location=cells.loader.device, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        cells.load_state_dict(state["cells"])
-        return Log(**state["log"])
-
-
 def train(run: Run, loader: gpuload.Loader, args: argparse.Namespace) -> tuple[Classifier, Log]:
     """Train for the epochs, from the start or from a checkpoint."""
     model = classifier(run.model, loader, args.labels, run.seed)
@@ -257,7 +153,7 @@ def train(run: Run, loader: gpuload.Loader, args: argparse.Namespace) -> tuple[C
     device = torch.device(loader.device)
     every = max(1, min(n_steps // N_POINTS, args.save_every))
     loss_since = torch.zeros((), device=device)  # left there: a look at each would stop a GPU each time
-    board = tensorboard(run, args, log.n_steps)
+    board = tensorboard(board_folder(run, args), log.n_steps)
     clock = Clock(log)
     n_saved = log.n_steps
     bar = tqdm(total=n_steps, initial=log.n_steps, desc=run.name, unit="step", disable=True if process() else None)
@@ -278,7 +174,7 @@ def train(run: Run, loader: gpuload.Loader, args: argparse.Namespace) -> tuple[C
             log.loss.append((log.n_steps, float(loss_since) / n_since))  # waits for a GPU, so that the clock is right
             loss_since.zero_()
             with clock.paused():
-                measure_entropy(log, loader, batch)
+                log.note_entropy(loader, batch)
                 bar.update(n_since)
                 bar.set_postfix(loss=f"{log.loss[-1][1]:.3f}")
                 board.add_scalar("loss", log.loss[-1][1], log.n_steps)
@@ -290,68 +186,9 @@ def train(run: Run, loader: gpuload.Loader, args: argparse.Namespace) -> tuple[C
     return model, log
 
 
-def measure_entropy(log: Log, loader: gpuload.Loader, batch: dict[str, torch.Tensor]) -> None:
-    """Note how mixed a minibatch is, by each of its columns of categories."""
-    if len(batch["X"]) == loader.batch_size:
-        for name, categories in loader.categories.items():
-            log.entropy.setdefault(name, []).append(entropy_bits(batch[name].cpu().numpy(), categories.size))
-
-
-class Clock:
-    """Keeps a log's seconds, of which pauses take none."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-        self._last = 0.0
-
-    def arrivals(self, cells: CellDataset, n_steps: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the minibatches that are left of `n_steps`, epoch after epoch."""
-        self._last = time.perf_counter()
-        while self._log.n_steps < n_steps:
-            for batch in cells:
-                waited = self._tick()
-                self._log.waited_s += waited
-                yield batch
-                self._tick()
-
-    def paused(self) -> Clock:
-        """Return a with-block whose time does not count."""
-        self._tick()
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._last = time.perf_counter()
-
-    def _tick(self) -> float:
-        """Count the seconds since the last tick, and return them."""
-        now = time.perf_counter()
-        since, self._last = now - self._last, now
-        self._log.seconds += since
-        return since
-
-
-class NoBoard:
-    """In place of a TensorBoard log where none is wanted."""
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Forget it."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def tensorboard(run: Run, args: argparse.Namespace, n_steps: int) -> Any:
-    """Return a TensorBoard log of a run, on the first process; what it holds of steps after `n_steps` is void."""
-    if not args.tensorboard or process():
-        return NoBoard()
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise gpuload.MissingDependencyError("tensorboard", "--tensorboard", "classify") from error
-    return SummaryWriter(str(args.out / "tensorboard" / run.name), purge_step=n_steps + 1)
+def board_folder(run: Run, args: argparse.Namespace) -> Path | None:
+    """Return where a run's TensorBoard log goes, if one is wanted."""
+    return args.out / "tensorboard" / run.name if args.tensorboard else None
 
 
 @torch.inference_mode()
@@ -419,54 +256,13 @@ def result_of(run: Run, cells: Cells) -> dict[str, Any]:
         "loss": log.loss,
     }
     if not process():
-        with closing(tensorboard(run, cells.args, log.n_steps)) as board:
+        with closing(tensorboard(board_folder(run, cells.args), log.n_steps)) as board:
             for label, value in result["macro_f1"].items():
                 board.add_scalar(f"macro-F1/{label}", value, log.n_steps)
         write_json(path, result)
         with suppress(FileNotFoundError):
             (cells.args.out / f"{run.name}.pt").unlink()
     return result
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a file of JSON, whole or not at all."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(value, indent=1) + "\n")
-    unfinished.replace(path)
-
-
-# --- processes
-
-
-def process() -> int:
-    """Return which of the training processes this is."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def n_processes() -> int:
-    """Return how many training processes there are."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def join_processes(device: str) -> None:
-    """Meet the other processes, where torchrun started several; each takes the GPU of its local number."""
-    is_gpu = device != "cpu" and torch.cuda.is_available()
-    if is_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu else "gloo")
-
-
-def wait_for_all() -> None:
-    """Return when every process has come here."""
-    if n_processes() > 1:
-        dist.barrier()
-
-
-def say(text: str) -> None:
-    """Print, on the first process."""
-    if not process():
-        print(text, flush=True)
 
 
 # --- the program
@@ -509,32 +305,6 @@ def parser() -> argparse.ArgumentParser:
     add("--tensorboard", action="store_true", help="write losses and scores for TensorBoard too")
     add("--fresh", action="store_true", help="forget what earlier runs have left in --out")
     return found
-
-
-NOT_SETTINGS = ("make", "out", "orders", "models", "seeds", "save_every", "loader_seconds", "tensorboard", "fresh")
-"""Options that may differ when runs go on."""
-
-
-def prepare(args: argparse.Namespace) -> None:
-    """Make the results' folder, and refuse to go on there with other settings than those of its runs."""
-    path = args.out / "settings.json"
-    if not process():
-        args.out.mkdir(parents=True, exist_ok=True)
-        if args.fresh:
-            for old in (*args.out.glob("*.pt"), *args.out.glob("*.json")):
-                old.unlink()
-    wait_for_all()
-    settings = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
-    before = json.loads(path.read_text()) if path.exists() else settings
-    for name, value in settings.items():
-        if before.get(name) != value:
-            raise gpuload.PlanError(
-                f"--out {args.out}: runs were begun there with {name}={before.get(name)!r}, and here it is {value!r}; "
-                "choose another folder, or --fresh to forget them."
-            )
-    wait_for_all()
-    if not process():
-        write_json(path, settings)
 
 
 def run(args: argparse.Namespace) -> None:

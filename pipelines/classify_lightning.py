@@ -17,6 +17,7 @@ try:
     import classify
     import lightning.pytorch as pl
     import torch
+    from classify_run import process, say
 
     import gpuload
     from gpuload.lightning import CellDataModule
@@ -84,8 +85,8 @@ def run(args: argparse.Namespace) -> None:
     for one in classify.runs_of(args):
         scores, n_tested = classify.evaluate(fit(one, cells), cells)
         result = {"model": one.model, "order": one.order, "seed": one.seed, "macro_f1": scores, "n_tested": n_tested}
-        classify.say(f"{one.name}: " + ", ".join(f"{label} {score:.3f}" for label, score in scores.items()))
-        if not classify.process():
+        say(f"{one.name}: " + ", ".join(f"{label} {score:.3f}" for label, score in scores.items()))
+        if not process():
             (args.out / f"{one.name}.lightning.json").write_text(json.dumps(result) + "\n")
 
 

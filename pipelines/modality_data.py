@@ -15,7 +15,7 @@ from anndata.io import read_elem, write_elem
 from scipy.sparse import csc_matrix, issparse
 
 import gpuload
-from gpuload.synthetic_cite import log_ratios, paired_cells
+from gpuload.synthetic_cite import log_ratios
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -216,7 +216,7 @@ def _of_folder(folder: Path, batch: str, layer: str | None, is_counts: bool) -> 
         wanted=wanted,
         protein_names=proteins.var.index,
         noise_free=noise_free,
-        about={"dataset_id": str(genes[0].uns.get("dataset_id", folder.resolve().name))},
+        about=_about([*genes, proteins], folder.resolve().name),
     )
 
 
@@ -254,7 +254,7 @@ def _of_pair(
         test=np.flatnonzero(is_test),
         wanted=values[is_test],
         protein_names=proteins.var.index,
-        about={"dataset_id": str(genes.uns.get("dataset_id", genes.path.stem))},
+        about=_about([genes, proteins], genes.path.stem),
         mudata=mudata,
     )
 
@@ -286,8 +286,13 @@ def _of_stacked(table: Table, batch: str, test: Sequence[str], is_counts: bool) 
         test=np.flatnonzero(is_test),
         wanted=proteins[is_test],
         protein_names=table.var.index[is_protein],
-        about={"dataset_id": str(table.uns.get("dataset_id", table.path.stem))},
+        about=_about([table], table.path.stem),
     )
+
+
+def _about(tables: Sequence[Table], otherwise: str) -> dict[str, str]:
+    """Return the uns of a prediction, from the first table that has it: a packed store does not."""
+    return {"dataset_id": str(next((t.uns["dataset_id"] for t in tables if "dataset_id" in t.uns), otherwise))}
 
 
 def _held_out(batches: NDArray[np.str_], test: Sequence[str]) -> NDArray[np.bool_]:
@@ -375,59 +380,3 @@ def write_prediction(folder: Path, predicted: NDArray[np.float32], cells: Cells)
         unfinished.replace(folder / "prediction.h5mu")
         written.append(folder / "prediction.h5mu")
     return written
-
-
-# --- cells that anyone may have
-
-
-def write_synthetic(folder: Path, n_train: int, seed: int) -> None:
-    """Write files as the competition's, their numbers from `gpuload.synthetic_cite`."""
-    from tqdm import tqdm
-
-    folder.mkdir(parents=True, exist_ok=True)
-    n_test = min(1000, max(1, n_train // 4))
-    with tqdm(total=n_train + n_test, desc="making cells", unit="cell") as bar:
-        parts = paired_cells(n_train, n_test, seed=seed, progress=bar.update)
-    for name, cells in zip(("train", "test"), parts, strict=True):
-        obs = pd.DataFrame({"batch": cells.batch, "cell_type": cells.cell_type.astype(str)})
-        obs.index = pd.Index([f"{name}_{i}" for i in range(len(obs))])
-        genes = anndata.AnnData(cells.genes, obs)
-        genes.write_h5ad(folder / f"{name}_mod1.h5ad", compression="gzip")
-        proteins = anndata.AnnData(cells.proteins, obs, layers={"noise_free": cells.noise_free})
-        proteins.write_h5ad(folder / f"{name}_mod2.h5ad", compression="gzip")
-
-
-def write_real(folder: Path) -> None:
-    """Write 400 real blood cells in Open Problems' form: two experiments, their shared genes and proteins.
-
-    A quarter of the cells of each is held out. Genes are log1p of counts per 10,000, proteins log ratios.
-    """
-    from real_cells import fetch
-
-    found = [anndata.read_h5ad(path) for path in fetch("cite", folder / "real-cells")]
-    panels = [pd.Index(np.asarray(cells.uns["protein_names"], dtype=str)) for cells in found]
-    shared_proteins = panels[0].intersection(panels[1])
-    shared_genes = found[0].var_names.unique().intersection(found[1].var_names.unique())
-    parts: dict[str, list[anndata.AnnData]] = {}
-    for cells, panel, name in zip(found, panels, ("pbmc_5k", "pbmc_10k"), strict=True):
-        is_test = np.arange(cells.n_obs) % 4 == 3
-        counts = csc_matrix(cells[:, ~cells.var_names.duplicated()][:, shared_genes].X).tocsr()
-        with gpuload.open_loader(
-            counts, shuffle=False, output="csr", batch_size=len(is_test),
-            transform=gpuload.Transform(target_sum=1e4, log1p=True), device="cpu",
-        ) as loader:  # fmt: skip
-            normalized = next(iter(loader)).X.copy()
-        measured = np.asarray(cells.obsm["protein_expression"], dtype=np.float32)[:, panel.get_indexer(shared_proteins)]
-        obs = pd.DataFrame({"batch": name}, index=name + "_" + cells.obs_names)
-        for modality, raw, values, names in (
-            ("mod1", counts, normalized, shared_genes),
-            ("mod2", measured, log_ratios(measured), shared_proteins),
-        ):
-            table = anndata.AnnData(None, obs, pd.DataFrame(index=names), layers={"counts": raw, "normalized": values})
-            for part, chosen in (("train", ~is_test), ("test", is_test)):
-                parts.setdefault(f"{part}_{modality}", []).append(table[chosen].copy())
-    for name, pieces in parts.items():
-        whole = anndata.concat(pieces)
-        whole.uns = {"dataset_id": "pbmc_cite", "normalization_id": "log_cp10k",
-                     "modality": "GEX" if name.endswith("mod1") else "ADT"}  # fmt: skip
-        whole.write_h5ad(folder / f"{name}.h5ad", compression="gzip")

@@ -138,11 +138,15 @@ def correlations(a: NDArray[np.float32], b: NDArray[np.float32], axis: int) -> N
 
 
 def draw_methods(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Draw error against time: of what was measured here, and of what was published on the competition's cells."""
+    """Draw error against time: of what was measured here, and of what was published on the competition's cells.
+
+    Zeros are left to the table: far above all others, they would press these together.
+    """
     figure = _figure((11, 4.6))
     here, there = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    shown = [row for row in rows if row.name != "zeros"]
     _draw_error_and_time(
-        here, [(row.name, row.seconds, row.measures["rmse"], row.name.startswith("KRR")) for row in rows]
+        here, [(row.name, row.seconds, row.measures["rmse"], row.name.startswith("KRR")) for row in shown]
     )
     here.set_title(title, loc="left", fontsize=10)
     _draw_error_and_time(there, PUBLISHED)
@@ -152,26 +156,29 @@ def draw_methods(path: Path, rows: Sequence[Row], title: str) -> None:
 
 def _draw_error_and_time(axes: Any, points: Sequence[tuple[str, float | None, float, bool]]) -> None:
     """Draw points where the seconds are known, and lines across where they are not or mean nothing."""
-    drawn = [(max(seconds, 0.05), error) for _, seconds, error, _ in points if seconds]
+    times = [seconds for _, seconds, _, _ in points if seconds]
     axes.set(xlabel="seconds, reading included", ylabel="RMSE over cells and proteins", xscale="log")
-    low, high = min(x for x, _ in drawn), max(x for x, _ in drawn)
-    axes.set_xlim(low / 2, max(high * 3, low * 50))
+    axes.set_xlim(min(times) / 2, max(max(times) * 3, min(times) * 50))
     axes.xaxis.set_minor_formatter("")
     errors = [error for _, _, error, _ in points]
     spread = max(np.ptp(errors), 0.1)
     axes.set_ylim(min(errors) - 0.08 * spread, max(errors) + 0.12 * spread)
-    taken: list[float] = []
     step = 0.045 * np.ptp(axes.get_ylim())
+    height = -np.inf
     for name, seconds, error, is_recipe in sorted(points, key=lambda point: point[2]):
-        height = max(error, max(taken, default=-np.inf) + step)  # so that names do not lie on each other
-        taken.append(height)
         color = "#a85448" if is_recipe else "#4878a8"
-        edge = axes.get_xlim()[1]
-        start = seconds or axes.get_xlim()[0]
+        start, end = seconds or axes.get_xlim()[0], axes.get_xlim()[1]
+        axes.plot([start, end], [error, error], color=color, linewidth=0.5, linestyle="-" if seconds else ":")
         if seconds:
             axes.plot([seconds], [error], "o", color=color)
-        axes.plot([start, edge], [error, height], color=color, linewidth=0.5, linestyle="-" if seconds else ":")
-        axes.text(edge * 1.1, height, f"{name} {error:.3f}", va="center", fontsize=7, color=color)
+        height = max(error, height + step)  # so that names do not lie on each other
+        taken = f", {seconds:,.{0 if seconds >= 10 else 1}f} s" if seconds else ""
+        axes.annotate(
+            f"{name}: {error:.3f}{taken}", (1, error), (1.06, height), va="center", fontsize=7, color=color,
+            xycoords=axes.get_yaxis_transform(), textcoords=axes.get_yaxis_transform(),
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0,
+                        "relpos": (0, 0.5)},
+        )  # fmt: skip
 
 
 def draw_proteins(

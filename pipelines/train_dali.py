@@ -57,6 +57,9 @@ HELD_OUT_EVERY = 10
 UNLABELLED = -1
 """Code of a cell without a label, as gpuload hands it over. The loss leaves it out; in training, held-out cells too."""
 
+QUEUED = 2
+"""Minibatches that DALI prepares ahead: one while the model works on another. gpuload loads further ahead by itself."""
+
 MASKED_RUNS = 16
 """Runs of neighbouring genes that are hidden in a cell."""
 
@@ -92,9 +95,13 @@ def minibatches(loader: gpuload.Loader, *, masked: float, seed: int) -> CellIter
     """
     device_id = torch.device(loader.device).index  # None on the CPU, as DALI wants it
 
-    @pipeline_def(batch_size=loader.batch_size, device_id=device_id, num_threads=1, prefetch_queue_depth=2, seed=seed)
+    @pipeline_def(
+        batch_size=loader.batch_size, device_id=device_id, num_threads=1, prefetch_queue_depth=QUEUED, seed=seed
+    )
     def pipeline() -> tuple[Any, ...]:
-        X, label, rows = cells(loader)  # to DALI each cell is a sample, and X has one axis: genes
+        # To DALI each cell is a sample, and X has one axis: genes. On a GPU it reads minibatches where they lie, so the
+        # source must know how many it has in its hands.
+        X, label, rows = cells(loader, prefetch_queue_depth=QUEUED)
         if masked > 0:
             starts = fn.random.uniform(range=[0.0, 1.0], shape=[MASKED_RUNS])
             widths = [masked / MASKED_RUNS] * MASKED_RUNS
@@ -236,8 +243,8 @@ def choose_device(wanted: str) -> str:
     n_processes = os.environ.get("WORLD_SIZE", "1")
     if n_processes != "1":
         raise gpuload.PlanError(
-            f"WORLD_SIZE={n_processes}: this program does not deal the cells out to several processes yet; start one, "
-            "with torchrun --nproc-per-node 1 or without torchrun."
+            f"WORLD_SIZE={n_processes}: this program is for one process, to be short; start one, or train with several "
+            "in pipelines/classify.py."
         )
     kind, _, number = wanted.partition(":")
     card = int(number if number.isdecimal() else os.environ.get("LOCAL_RANK", "0"))

@@ -13,6 +13,7 @@ is given. Prints a JSON line per extra: versions and what failed; the exit code 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -65,12 +66,16 @@ anndata.AnnData(X, obs, var).write_h5ad("cells.h5ad")
 class Environment:
     """A virtual environment of its own, and a folder to work in; no setting of this process reaches it."""
 
-    def __init__(self, folder: Path, python: str) -> None:
+    def __init__(self, folder: Path, python: str, base: Environment | None = None) -> None:
         self.folder = folder
         self.failures: list[str] = []
         self._environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
         self._environment["HOME"] = str(folder)
-        subprocess.run([python, "-m", "venv", str(folder / "venv")], check=True)
+        if base is None:
+            subprocess.run([python, "-m", "venv", str(folder / "venv")], check=True)
+        else:  # linked, because PyTorch's files are many and large; pip replaces files, and never writes into them
+            subprocess.run(["cp", "--archive", "--link", str(base.folder / "venv"), str(folder / "venv")], check=True)
+            self.failures += base.failures
         self.python = str(folder / "venv" / "bin" / "python")
 
     def run(self, what: str, *command: str) -> str:
@@ -91,6 +96,14 @@ class Environment:
         )  # fmt: skip
 
 
+@functools.cache
+def with_torch(folder: Path, python: str) -> Environment:
+    """Return an environment that has PyTorch and nothing else, made once for an interpreter."""
+    place = Environment(Path(tempfile.mkdtemp(dir=folder)), python)
+    place.pip("install", TORCH)
+    return place
+
+
 def try_extra(
     extra: str, wheel: Path, python: str, options: argparse.Namespace, seen: dict[str, str] | None
 ) -> dict[str, Any]:
@@ -99,14 +112,14 @@ def try_extra(
     `seen` are the versions with which the engine was tried already.
     """
     with tempfile.TemporaryDirectory(prefix=f"gpuload-{extra}-") as name:
-        place = Environment(Path(name), python)
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        is_light = extra in HEAVY and not options.all
+        base = with_torch(wheel.parent, python) if _needs_torch(extra, extras) and not is_light else None
+        place = Environment(Path(name), python, base)
         wanted = str(wheel) if extra == "none" else f"{wheel}[{extra}]"
-        if extra in HEAVY and not options.all:
+        if is_light:
             place.pip("install", "--dry-run", wanted)
             return {"extra": extra, "done": "resolved", "failures": place.failures}
-        if _needs_torch(extra, extras):
-            place.pip("install", TORCH)
         place.pip("install", wanted)
         place.pip("check")
         listed = place.run("pip list", place.python, "-m", "pip", "list", "--format=json")

@@ -8,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anndata as ad
 import numpy as np
 import pytest
+from scipy.sparse import csr_matrix
 
 import gpuload
 from gpuload.packing import columns, files, passes, rows, shards, tables, work, workplace, zarr_files
@@ -20,7 +22,8 @@ from tests.test_pack import MEMORY, assert_same_rows, cells, written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 KILLED_IN_THE_MIDDLE = """
 import json, os, signal, sys
@@ -124,6 +127,46 @@ def test_killed_in_any_matrix_it_goes_on(source_of_several: Path, tmp_path: Path
     assert packed.digest == whole.digest
     assert contents(target) == contents(tmp_path / "whole.zarr")
     assert sorted(os.listdir(tmp_path)) == ["out.zarr", "whole.zarr"]
+
+
+@pytest.mark.parametrize(("first", "stride"), [(3, 41), pytest.param(0, 1, marks=pytest.mark.slow)])
+def test_killed_at_any_step_it_goes_on(first: int, stride: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.pack_steps", str(tmp_path), str(first), str(stride)]
+    done = subprocess.run(command, check=False, timeout=3_000, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100
+
+
+GROWTH_OF_MEMORY = """
+import re, sys
+import gpuload
+
+def peak():  # what getrusage tells begins with that of the process that started this one
+    with open("/proc/self/status") as status:
+        return int(re.search(r"VmHWM:\\s+(\\d+) kB", status.read())[1]) << 10
+
+small, large, target, memory = sys.argv[1:]
+gpuload.pack(small, target + ".small", memory=memory, num_threads=2)
+before = peak()
+gpuload.pack(large, target, memory=memory, num_threads=2)
+print(peak() - before)
+"""
+
+
+def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
+    n_obs, n_values = 20_000, 500
+    rng = np.random.default_rng(0)
+    indices = rng.integers(0, 2_000, n_obs * n_values)
+    X = csr_matrix((np.ones(indices.size, np.float32), indices, np.arange(n_obs + 1) * n_values), (n_obs, 2_000))
+    sources = [str(written(ad.AnnData(X[:n]), tmp_path / f"{n}.h5ad")) for n in (200, n_obs)]
+    growth = {}
+    for memory in ("16MiB", "1GiB"):
+        command = [sys.executable, "-W", "ignore", "-c", GROWTH_OF_MEMORY, *sources, str(tmp_path / memory), memory]
+        done = subprocess.run(command, check=False, timeout=300, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        growth[memory] = int(done.stdout)
+    assert growth["16MiB"] < (16 << 20) + 100 * n_obs + (16 << 20)  # offsets, order, obs; what libraries keep
+    assert growth["1GiB"] > 1.5 * growth["16MiB"], "more is not taken where it is allowed: the test shows nothing"
 
 
 def test_joined_genes_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +474,7 @@ def test_sources_and_targets_are_refused_in_one_sentence(source: Path, tmp_path:
     gpuload.pack(source, tmp_path / "out.zarr")
     with pytest.raises(gpuload.PlanError, match="is one of the sources"):
         gpuload.pack(tmp_path / "out.zarr", tmp_path / "out.zarr", overwrite=True)
-    with pytest.raises(gpuload.StoreError, match="it has 0 cells and 5 genes: nothing to pack"):
+    with pytest.raises(gpuload.StoreError, match="it has 0 cells and 5 genes; expected some"):
         gpuload.pack(written(cells(9, 5)[:0], tmp_path / "none.h5ad"), tmp_path / "none.zarr")
     other = cells(9, 200)
     del other.obs["plate"]

@@ -30,6 +30,12 @@ KEPT_GENERATIONS = 64
 """Snapshots that can be gone back to, besides those in use."""
 
 _BLOCK = 4096
+_WANTED_S = 5.0
+"""Time for which a request for room holds; who still waits asks again."""
+
+_SHARE_TO_GO = 8
+"""An epoch leaves out at most one of so many samples, for others to come."""
+
 POLICIES = {
     "coverage": "k.visits * (:now - f.published_at) DESC",
     "fifo": "f.id",
@@ -192,15 +198,22 @@ class Catalogue(Database):
 
     # --- eviction ---
 
-    def may_go(self, policy: str, min_visits: int, most: int) -> list[int]:
-        """Return the numbers of files that may go, the first to go first. Those of an older content are before all."""
+    def ask_for_room(self, nbytes: int) -> None:
+        """Note that downloads wait for so many bytes, while all files are pinned."""
+        self.set_meta(wanted_nbytes=nbytes, wanted_at=time.time())
+
+    def may_go(self, policy: str, min_visits: int, most: int, *, is_soon: bool = False) -> list[int]:
+        """Return the numbers of files that may go, the first to go first. Those of an older content are before all.
+
+        With `is_soon` those too that may go when the epochs that run have read them.
+        """
         with self._lock:
             found = self._db.execute(
                 "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id WHERE f.state = 1 AND NOT k.is_gone"  # noqa: S608
                 " AND (f.visits >= :visits OR f.etag != k.etag)"
-                " AND NOT EXISTS (SELECT 1 FROM pinned p WHERE p.key_id = f.key_id)"
+                " AND (:is_soon OR NOT EXISTS (SELECT 1 FROM pinned p WHERE p.key_id = f.key_id))"
                 f" ORDER BY f.etag = k.etag, {POLICIES[policy]} LIMIT :most",
-                {"visits": min_visits, "now": time.time(), "most": most},
+                {"visits": min_visits, "now": time.time(), "most": most, "is_soon": is_soon},
             )
             return [row[0] for row in found]
 
@@ -252,13 +265,22 @@ class Catalogue(Database):
 
     # --- epochs ---
 
-    def take_snapshot(self, lease: str) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
-        """Pin all files that are there, as a new generation: return its number, its pin, file numbers and visits."""
+    def take_snapshot(
+        self, lease: str, *, policy: str = "coverage", min_visits: int = 1, least: int = 1
+    ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
+        """Pin the files that are there, as a new generation: return its number, its pin, file numbers and visits.
+
+        Where downloads wait for room, those that are to go next stay out, but no more than a share of all, and so many
+        that at least `least` stay in: where every epoch pinned everything before a fetcher could remove any of it,
+        nothing new would ever come.
+        """
         with self.transaction() as db:
             found = db.execute(
-                "SELECT f.id, k.visits FROM files f JOIN keys k ON k.id = f.key_id"
+                "SELECT f.id, k.visits, f.cost FROM files f JOIN keys k ON k.id = f.key_id"
                 " WHERE f.state = 1 AND f.etag = k.etag AND k.fault IS NULL ORDER BY f.id"
             ).fetchall()
+            leaving = self._to_go(db, policy, min_visits, {row[0]: row[2] for row in found}, least)
+            found = [row for row in found if row[0] not in leaving]
             ids, visits = (np.array([row[i] for row in found], dtype=np.int64) for i in (0, 1))
             generation = db.execute(
                 "UPDATE meta SET value = value + 1 WHERE name = 'generation' RETURNING value"
@@ -275,6 +297,20 @@ class Catalogue(Database):
                 "DELETE FROM files WHERE state = 3 AND (died IS NULL OR died < (SELECT min(generation) FROM snapshots))"
             )
             return generation, pin, ids, visits
+
+    def _to_go(self, db: Connection, policy: str, min_visits: int, cost: dict[int, int], least: int) -> set[int]:
+        """Return which of some files, given with their cost, are to make room: the same ones until they are gone."""
+        meta = dict(db.execute("SELECT name, value FROM meta WHERE name IN ('wanted_nbytes', 'wanted_at', 'to_go')"))
+        if time.time() - meta.get("wanted_at", 0.0) >= _WANTED_S:
+            return set()
+        most = min(max(1, len(cost) // _SHARE_TO_GO), len(cost) - least)
+        able = [i for i in self.may_go(policy, min_visits, len(cost), is_soon=True) if i in cost]
+        before = set(json.loads(meta.get("to_go", "[]")))
+        chosen = sorted(able, key=lambda i: i not in before)
+        nbytes = np.cumsum([0, *(cost[i] for i in chosen)])
+        chosen = chosen[: min(max(0, most), int(np.searchsorted(nbytes, meta["wanted_nbytes"])))]
+        db.execute("INSERT OR REPLACE INTO meta VALUES ('to_go', ?)", (json.dumps(chosen),))
+        return set(chosen)
 
     def open_snapshot(self, generation: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the file numbers and visits of an earlier generation."""

@@ -361,7 +361,11 @@ class Fetcher:
     def make_room(self, nbytes: int) -> int:
         """Remove files until so many bytes are free, as far as any may go; return the bytes freed."""
         freed = 0
-        while freed < nbytes and not self._stop.is_set() and (file_id := self._next_candidate()) is not None:
+        while freed < nbytes and not self._stop.is_set():
+            file_id = self._next_candidate()
+            if file_id is None:
+                self._catalogue.ask_for_room(min(self._settings.budget, nbytes * self._settings.in_flight))
+                break
             try:
                 freed += self._remove(file_id)
             except (BusyError, ConnectionError, TimeoutError):

@@ -278,7 +278,12 @@ class SampleStore:
         pin = -1
         if generation is None:
             self._wait_for(min_samples, wait_s)
-            generation, pin, ids, visits = self._catalogue.take_snapshot(self._lease.name)
+            generation, pin, ids, visits = self._catalogue.take_snapshot(
+                self._lease.name,
+                policy=self._settings.policy,
+                min_visits=self._settings.min_visits,
+                least=min_samples,
+            )
         else:
             ids, visits = self._catalogue.open_snapshot(generation)
         chosen = visiting_order(

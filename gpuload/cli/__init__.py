@@ -8,7 +8,11 @@ optional.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import sys
+import threading
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -16,7 +20,7 @@ from gpuload import __version__
 from gpuload.errors import GpuloadError, PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 DONE, FAILED, WRONG_USE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
@@ -57,9 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         The exit code.
     """
+    given = sys.argv[1:] if argv is None else argv
     try:
-        args = build_parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
-        return int(args.run(args))
+        parser = build_parser(given)
+        if not given:
+            parser.print_help(sys.stderr)
+            return WRONG_USE
+        args = parser.parse_args(given)
+        with _no_interrupt_lost():
+            return int(args.run(args))
     except SystemExit as exit_:
         # argparse ends so, having said what is wrong or shown the help that was asked for.
         return int(exit_.code or DONE)
@@ -73,6 +83,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Nobody reads any more; keep the interpreter from failing again when it flushes at its end.
         sys.stdout = None
         return BROKEN_PIPE
+
+
+@contextlib.contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """Send an interrupt again that fell into a finalizer or the like: Python only prints what is raised there."""
+    before = sys.unraisablehook
+
+    def again(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:

@@ -107,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         text.print_json(result)
     else:
         print(_report(result))
+        text.print_saved(args.timeline, args.report)
     return 0
 
 
@@ -117,7 +118,10 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     opened = time.perf_counter()
     with settings.open_loader(args) as loader:
         if not len(loader):
-            raise PlanError(f"{args.paths[0]}: there is no minibatch to measure ({text.count(loader.n_obs, 'cell')}).")
+            raise PlanError(
+                f"{args.paths[0]}: there is no minibatch to measure; it has {text.count(loader.n_obs, 'cell')}."
+            )
+        text.say_of_compiling(is_quiet=args.quiet)
         batches = _endless(CellDataset(loader))
         next(batches)
         first_batch_s = time.perf_counter() - opened

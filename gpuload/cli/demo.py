@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         text.print_json({**report, "data_sets": [_without_curves(r) for r in results]})
     else:
         print("\n\n".join(map(_report, results)))
-        print(f"\nsaved: {out / 'demo.png'}, {out / 'demo.json'}")
+        text.print_saved(out / "demo.png", out / "demo.json")
     return 0
 
 
@@ -185,6 +185,7 @@ def _synthetic(args: argparse.Namespace) -> DataSet:
         _write_split(train, held_out, cells, share=0.1)
     fetch_factor = max(1, int(MAX_FETCH_SHARE * (args.cells - n_held_out)) // 64)
     settings: dict[str, Any] = {"batch_size": 64, "block_size": 16, "fetch_factor": fetch_factor}
+    text.say_of_compiling(is_quiet=args.quiet)
     settings["genes"] = most_expressed(train, N_GENES, **settings)
     settings["transform"] = gpuload.Transform(target_sum=1e4, log1p=True)
     task = Task(train, held_out, "cell_line", "plate", 1, settings)

@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError("--plot draws a label's entropy: give --label too.")
     labels, join = (args.label,) if args.label else (), check_join(settings.join_of(args))
     with closing(open_store(args.paths, layer=args.layer, obs=labels, join=join)) as store:
+        text.say_of_compiling(is_quiet=args.quiet)
         found = {**describe(store, args.paths, args.layer), "join": join}
         advised = advice.advise(store, args.batch_size, args.label, available_memory(), args.max_loss)
         if args.plot:
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         text.print_json({**found, "advice": advice_given})
     else:
         print(_report(found, advised, args.label))
+        text.print_saved(args.plot)
     return 0
 
 

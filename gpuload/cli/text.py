@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from gpuload.sizes import parse_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
     from typing import Self
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -112,7 +114,7 @@ class Progress:
             desc=label,
             unit=unit,
             unit_scale=unit != "s",
-            disable=is_quiet or not (sys.stderr.isatty() or _is_notebook()),
+            disable=is_quiet or not _is_watched(),
             leave=False,
             bar_format="{desc}: {percentage:3.0f} % |{bar}| {elapsed} (left {remaining}){postfix}",
         )
@@ -128,6 +130,11 @@ class Progress:
         self._bar.close()
 
 
+def _is_watched() -> bool:
+    """Return whether stderr is looked at while the command runs."""
+    return sys.stderr.isatty() or _is_notebook()
+
+
 def _is_notebook() -> bool:
     """Return whether this process is the kernel of a notebook, whose stderr is a page and claims to be no terminal."""
     ipython = sys.modules.get("IPython")
@@ -140,6 +147,21 @@ def say(message: str, *, is_quiet: bool) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
+def print_saved(*paths: str | Path | None) -> None:
+    """Tell which files were written; None is one that nobody asked for."""
+    written = [str(path) for path in paths if path is not None]
+    if written:
+        print(f"\nsaved: {', '.join(written)}")
+
+
+def say_of_compiling(*, is_quiet: bool) -> None:
+    """Tell who watches that kernels are about to be compiled, where none are kept yet."""
+    from gpuload.backends.native import cache_folder
+
+    if _is_watched() and not os.listdir(cache_folder()):
+        say("compiling kernels, once on this machine", is_quiet=is_quiet)
+
+
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that every command has."""
     group = parser.add_argument_group("output")
@@ -150,7 +172,10 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 def add_path_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the files to read, and which matrix and label of them."""
     parser.add_argument(
-        "paths", nargs="+", metavar="PATH", help="an .h5ad file; several are read as one table of cells"
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="an .h5ad file, or any other that is read; several are one table of cells",
     )
     parser.add_argument("--layer", default="X", help="the matrix: X, raw.X or the name of a layer (default: X)")
     parser.add_argument(

@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         seconds=args.seconds,
     )
+    text.say_of_compiling(is_quiet=args.quiet)
     with text.Progress(1.0, "timing", is_quiet=args.quiet, unit="s") as progress:
         tuned = tune(args.paths, wish, progress.reach)
     measured = {"gpuload": __version__, **tuned.measured}

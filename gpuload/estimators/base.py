@@ -92,7 +92,7 @@ class Estimator:
                 about = json.loads(str(stored["about"]))
                 learnt = {k: stored[k] for k in stored.files if k != "about"}
         except (OSError, ValueError, KeyError) as error:
-            raise CorruptDataError(f"{path}: not a saved {cls.__name__} ({error}).") from error
+            raise CorruptDataError(f"{path}: not a saved {cls.__name__} ({error}); write it with save().") from error
         if about["estimator"] != cls.__name__:
             raise CorruptDataError(f"{path}: holds a {about['estimator']}, not a {cls.__name__}; load it with that.")
         self = cls(**about["params"])
@@ -108,13 +108,13 @@ class Estimator:
         if is_fitted and passes.n_columns != self.n_features_in_:
             raise PlanError(
                 f"X has {passes.n_columns} features, but {type(self).__name__} is expecting {self.n_features_in_} "
-                "features as input."
+                "features as input; give it as many."
             )
         if passes.n_rows < 1 or passes.n_columns < 1:
             what = "sample" if passes.n_rows < 1 else "feature"
             raise PlanError(
                 f"X: found array with 0 {what}(s) (shape=({passes.n_rows}, {passes.n_columns})) while a minimum of 1 "
-                "is required."
+                "is required; give it some."
             )
         return passes
 

@@ -228,7 +228,7 @@ class KernelRidge(Estimator):
 
 def _checked_targets(y: ArrayLike, n_rows: int) -> NDArray[np.float32]:
     if y is None:
-        raise PlanError("y=None: this estimator requires y to be passed, but the target y is None.")
+        raise PlanError("y=None: this estimator requires y to be passed, but the target y is None; give one.")
     is_elsewhere = hasattr(y, "detach") or hasattr(y, "__cuda_array_interface__")
     targets = to_host(y) if is_elsewhere else np.asarray(y)
     if targets.ndim not in (1, 2) or len(targets) != n_rows:
@@ -297,7 +297,7 @@ def cholesky(engine: Engine, A: Any, panel: int = PANEL) -> Any:
         except (np.linalg.LinAlgError, RuntimeError) as error:
             raise PlanError(
                 "the kernel matrix is not positive definite in this precision: alpha is too small for so many rows "
-                "that are alike."
+                "that are alike; give a larger one."
             ) from error
         A[lo:hi, lo:hi] = corner
         if hi < n:

@@ -166,7 +166,7 @@ class TruncatedSVD(Estimator):
             raise PlanError(f"sample={self.sample!r}: expected a share of the rows, above 0 and at most 1.")
         if self.n_components > min(p, n):
             raise PlanError(
-                f"n_components={self.n_components}: the matrix is {n} x {p}, so it has at most {min(p, n)}."
+                f"n_components={self.n_components}: expected at most {min(p, n)}, as the matrix is {n} x {p}."
             )
 
     def _dtypes(self, engine: Engine, *, is_stored: bool) -> tuple[str, str]:

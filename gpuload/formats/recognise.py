@@ -84,9 +84,8 @@ def _fitting(pattern: Address) -> list[Address]:
     if folder.listed is None:
         raise ReadError(f"{pattern}: a web server cannot list what fits a pattern; give the addresses in a list.")
     parts.reverse()
-    split = {key: key.split("/") for key in folder.listed}
-    fits = [key for key, names in split.items() if len(names) == len(parts) and all(map(fnmatchcase, names, parts))]
-    return [folder.child(key) for key in fits]
+    names = {tuple(key.split("/")[: len(parts)]) for key in folder.listed}  # of folders, too
+    return [folder.child("/".join(n)) for n in names if len(n) == len(parts) and all(map(fnmatchcase, n, parts))]
 
 
 def folder_form(path: str) -> str:

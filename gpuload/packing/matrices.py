@@ -129,7 +129,7 @@ def open_matrices(wanted: Wanted, folder: str, stack: ExitStack) -> tuple[list[M
         if matrices:
             _check_fit(matrices[0], member, layer, store)
         elif not store.n_obs or not store.n_vars:
-            raise StoreError(f"{store.paths[0]}: it has {store.n_obs} cells and {store.n_vars} genes: nothing to pack.")
+            raise StoreError(f"{store.paths[0]}: it has {store.n_obs} cells and {store.n_vars} genes; expected some.")
         lengths.append(_lengths(reader, origin, wanted.memory))
         job = plan_job(
             store,

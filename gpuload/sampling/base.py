@@ -219,7 +219,9 @@ def check_mask(sampler: str, given: Any, n_rows: int) -> NDArray[np.bool_]:
 def check_rows(sampler: str, cells: Cells) -> None:
     """Raise PlanError where there is nothing to draw from."""
     if not cells.n_rows:
-        raise PlanError(f"{sampler}: there are no cells to draw from.")
+        raise PlanError(
+            f"{sampler}: there are no cells to draw from; choose others with where= or Subset, or another file."
+        )
 
 
 def _joint(

@@ -72,7 +72,9 @@ class ClassBalanced:
         codes = classes.codes
         rows, edges = group_rows(lambda start, stop: codes[start:stop], codes.size, len(classes.names))
         if not rows.n_rows:
-            raise PlanError(f"ClassBalanced({self.column!r}): the label is missing in all {codes.size} cells.")
+            raise PlanError(
+                f"ClassBalanced({self.column!r}): the label is missing in all {codes.size} cells; name another column."
+            )
         edges = np.unique(edges)  # classes without cells are none
         queues = Queues(rows, edges, cells.block_size)
         n_samples = cells.n_rows if self.num_samples is None else int(self.num_samples)
@@ -212,7 +214,7 @@ class Mixture:
             found = found or [i for i, path in enumerate(cells.names) if os.path.basename(path) == name]
             if len(found) != 1:
                 wrong = "is none of the loader's" if not found else "stands for several of the loader's"
-                raise PlanError(f"Mixture: {name!r} {wrong} paths: {', '.join(map(repr, cells.names))}.")
+                raise PlanError(f"Mixture: {name!r} {wrong} paths; they are {', '.join(map(repr, cells.names))}.")
             edges = np.concatenate([[0], np.cumsum(cells.file_rows)])
             rows = list_of_runs(edges[found[0] : found[0] + 2].reshape(1, 2))
         else:

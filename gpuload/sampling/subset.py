@@ -58,7 +58,8 @@ class Subset:
         """Find the rows; they are held as runs, or 4 bytes each, whichever is less."""
         within = list_of_mask(cells.take(self._mask(cells.n_store_rows)))
         if not within.n_rows:
-            raise PlanError("Subset: it holds no cells" + (" that the one around it holds." if cells.chosen else "."))
+            those = " that the one around it holds" if cells.chosen else ""
+            raise PlanError(f"Subset: it holds no cells{those}; name at least one.")
         part = cells.part(within)
         inner = plain(part) if self.inner is None else as_sampler(self.inner).over(part)
         return Part(inner, within, part.file_rows)
@@ -76,7 +77,9 @@ class Subset:
             )
         low, high = int(given.min()), int(given.max())
         if low < 0 or high >= n_rows:
-            raise PlanError(f"Subset: row {low if low < 0 else high} is outside the data, which has {n_rows} rows.")
+            raise PlanError(
+                f"Subset: row {low if low < 0 else high} is outside the data; expected numbers from 0 to {n_rows - 1}."
+            )
         mask = np.zeros(n_rows, dtype=bool)
         mask[given] = True
         if np.count_nonzero(mask) < given.size:
@@ -124,8 +127,8 @@ class Part:
             return given  # which is refused where it was asked for
         if blocks.size and (blocks.min() < 0 or blocks.max() > self.rows.n_rows):
             raise PlanError(
-                f"sampler: it gave blocks up to row {blocks.max()} inside a Subset, whose rows are numbered through "
-                f"from 0 to {self.rows.n_rows}."
+                f"sampler: it gave blocks up to row {blocks.max()} inside a Subset, whose rows are numbered through; "
+                f"expected 0 <= start <= stop <= {self.rows.n_rows}."
             )
         return self.rows.map_ranges(blocks.astype(np.int64))
 

@@ -19,6 +19,7 @@ import pytest
 
 import gpuload
 from benchmarks import run_classify
+from gpuload import cli
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
@@ -210,19 +211,24 @@ def test_an_interrupted_run_gives_what_it_would_have_given(
     assert n_steps < len(calls) <= n_steps + 8, "it went on, and not from the start"
 
 
-def start(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(*arguments: object, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *launcher, str(PROGRAM), *map(str, arguments)],
+        [sys.executable, *launcher, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
     )
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on(screen: Path, tmp_path: Path) -> None:
-    common = (screen, *SMALL, "--seeds", 1, "--orders", "random", "--epochs", 30, "--save-every", 1)
+    common = (PROGRAM, screen, *SMALL, "--seeds", 1, "--orders", "random", "--epochs", 30, "--save-every", 1)
     common += ("--loader-seconds", 0)
     place = tmp_path / "parts" / "linear-random-0.pt"
     with start(*common, "--out", tmp_path / "parts") as killed:
@@ -259,12 +265,13 @@ def test_a_finished_run_is_not_repeated_unless_it_is_to_be_forgotten(
 
 # --- two processes ---
 
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
 
 @pytest.mark.slow
 def test_two_processes_train_one_model(screen: Path, tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     arguments = (screen, *SMALL, "--out", tmp_path, "--seeds", 1, "--orders", "block", "balanced", "--epochs", 8)
-    with start(*arguments, "--lr", 0.003, launcher=launcher) as process:
+    with start(PROGRAM, *arguments, "--lr", 0.003, launcher=TWO) as process:
         out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     assert out.count("to learn from") == 1, "the first process alone prints"
@@ -274,6 +281,43 @@ def test_two_processes_train_one_model(screen: Path, tmp_path: Path) -> None:
         assert result["n_steps"] == 8 * -(-N_TRAIN // 2 // 16)
         assert result["n_tested"] == N_TEST, "each held-out cell is looked at once"
         assert result["macro_f1"]["cell_line"] > 0.6
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_was_killed_go_on_as_two_or_as_one(screen: Path, tmp_path: Path) -> None:
+    """As two to the last bit; as one, each cell of the broken epoch is learned from once all the same."""
+    n_epoch, n_saved, n_killed = math.ceil(math.ceil(N_TRAIN / 2) / 16), 42, 46
+
+    def run(name: str, out: str, *launcher: str, killed_at: int = 0) -> list[list[Any]]:
+        """Run two epochs of an MLP in bfloat16; return what each rank has noted."""
+        notes = tmp_path / name
+        notes.mkdir()
+        arguments = (ROOT / "tests" / "e2e" / "classify_process.py", screen, *SMALL, "--out", tmp_path / out)
+        options = ("--seeds", 1, "--orders", "block", "--models", "mlp", "--bf16", "--epochs", 2, "--save-every", 7)
+        environment = {"NOTES": str(notes), "KILLED_AT": str(killed_at)}
+        with start(*arguments, *options, launcher=launcher, **environment) as process:
+            _, err = process.communicate(timeout=300)
+        assert process.returncode == (1 if name == "killed" else 0), err
+        assert ("SIGKILL" in err) == (name == "killed")
+        return [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(notes.iterdir())]
+
+    whole = run("whole", "whole-out", *TWO)
+    assert [len(rank) for rank in whole] == [2 * n_epoch] * 2
+    killed = run("killed", "parts", *TWO, killed_at=n_killed)
+    assert [rank[: n_killed - 1] for rank in killed] == [rank[: n_killed - 1] for rank in whole]
+    assert n_epoch < n_saved < n_killed - 1, "in the middle of the second epoch, and after a checkpoint"
+    shutil.copytree(tmp_path / "parts", tmp_path / "alone")
+
+    assert run("two", "parts", *TWO) == [rank[n_saved:] for rank in whole], "the same cells, the same losses"
+    parts, unbroken = (outcome(report_in(tmp_path / name)["runs"][0]) for name in ("parts", "whole-out"))
+    assert parts == unbroken
+
+    (alone,) = run("one", "alone")
+    before = [row for rank in whole for rows, _ in rank[n_epoch:n_saved] for row in rows]
+    after = [row for rows, _ in alone for row in rows]
+    assert len(before) == 2 * 16 * (n_saved - n_epoch)
+    assert sorted(before + after) == list(range(N_TRAIN))
+    assert report_in(tmp_path / "alone")["runs"][0]["n_steps"] == n_saved + len(alone)
 
 
 def test_another_number_of_processes_goes_on(
@@ -365,6 +409,29 @@ def test_tahoes_files_are_classified_as_they_are(run: Callable[..., Any], tahoe:
     assert all(row["macro_f1"]["cell_line"] > 0.4 for row in report["summary"])
 
 
+def test_tahoes_files_are_packed_into_one_store_and_classified(
+    run: Callable[..., Any], tahoe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fourteen files sorted by plate: what was in plates' order is mixed, and no cell is lost or changed."""
+    store = tmp_path / "tahoe.zarr"
+    files = sorted(tahoe.glob("*.h5ad"))
+    assert cli.main(["pack", *map(str, files), str(store)]) == 0
+    assert "verified" in capsys.readouterr().out
+    before = anndata.concat([anndata.read_h5ad(path) for path in files])
+    packed = anndata.read_zarr(store)
+    assert packed.obs_names.tolist() != before.obs_names.tolist()
+    after = packed[before.obs_names]
+    assert (after.X != before.X).nnz == 0
+    for name in before.obs:
+        assert after.obs[name].tolist() == before.obs[name].tolist(), name
+    common = ("--test", "plate14", "--seeds", 1, "--orders", "streaming", "--labels", "cell_line", "drug")
+    code, _, err = run("--out", tmp_path / "out", *common, of=store)
+    assert (code, err) == (0, "")
+    report = report_in(tmp_path / "out")
+    assert (report["n_train"], report["n_test"]) == (1_300, 100)
+    assert report["summary"][0]["entropy_bits"]["plate"] > 2, "streaming, and mixed all the same"
+
+
 def test_mechanisms_of_drugs_are_added_to_tahoes_files(
     classify: ModuleType, run: Callable[..., Any], tahoe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -410,6 +477,37 @@ def test_mechanisms_of_drugs_are_added_to_tahoes_files(
     pd.concat([table, table]).to_csv(tmp_path / "twice.csv", index=False)
     assert add_labels.main([str(tmp_path / "twice.csv"), *arguments[1:]]) == 1
     assert "has several rows; leave one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_pyarrow", [True, False])
+def test_labels_from_a_table_of_parquet(
+    classify: ModuleType,
+    tahoe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_pyarrow: bool,
+) -> None:
+    """As Tahoe's drugs come: with columns that nobody asked for, and a file that needs a package of its own."""
+    import add_labels
+
+    (path,) = tahoe.glob("plate1_*.h5ad")
+    shutil.copy(path, tmp_path / "plate.h5ad")
+    table = pd.read_csv(tahoe / "drug_metadata.csv").assign(targets="none", human_approved="yes")
+    if has_pyarrow:
+        pytest.importorskip("pyarrow")
+        table.to_parquet(tmp_path / "drugs.parquet")
+    else:
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+    arguments = [str(tmp_path / "drugs.parquet"), str(tmp_path / "plate.h5ad"), "--by", "drug", "--columns", "moa-fine"]
+    assert add_labels.main(arguments) == (0 if has_pyarrow else 1)
+    out, err = capsys.readouterr()
+    if has_pyarrow:
+        assert out.endswith(": 100 cells have moa-fine now\n")
+        assert anndata.read_h5ad(tmp_path / "plate.h5ad").obs["moa-fine"].notna().all()
+    else:
+        assert err.startswith("add_labels.py: ")
+        assert "pip install" in err
 
 
 # --- wrong use ---

@@ -66,7 +66,7 @@ def test_version(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
+        ([], "examples:\n  gpuload demo"),
         (["explain"], "invalid choice: 'explain'"),
         (["inspect"], "the following arguments are required: PATH"),
         (["inspect", "x", "--batch-size", "0"], "'0' is not a whole number of at least 1"),

@@ -51,11 +51,12 @@ def test_the_page_has_the_medians_of_every_file_of_records(tmp_path: Path) -> No
     )
 
 
-def test_the_migration_page_has_the_times_where_there_is_a_record(tmp_path: Path) -> None:
-    assert "python -m benchmarks.run_migration" in generated_pages.migration_times(tmp_path)
+@pytest.mark.parametrize("name", generated_pages.TIMED)
+def test_a_page_has_the_times_where_there_is_a_record(name: str, tmp_path: Path) -> None:
+    assert generated_pages.times(tmp_path, name, "times it") == f"`python -m benchmarks.run_{name}` times it.\n"
     found = [record("ours", cells_per_s=c, round=i) for i, c in enumerate((30.0, 10.0, 20.0))]
-    (tmp_path / "migration.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
-    assert "| ours | 3 | 20 |" in generated_pages.migration_times(tmp_path)
+    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    assert "| ours | 3 | 20 |" in generated_pages.times(tmp_path, name, "times it")
 
 
 def test_every_file_of_records_is_in_the_page() -> None:
@@ -67,10 +68,17 @@ def test_every_file_of_records_is_in_the_page() -> None:
 def test_pages_are_written_only_where_they_change(tmp_path: Path) -> None:
     generated_pages.write(tmp_path)
     pages = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert {path.name for path in pages} == {"benchmarks.md", "commands.md", "migration_times.txt"}
+    assert {path.name for path in pages} == {
+        "benchmarks.md",
+        "commands.md",
+        "messages.md",
+        "migration_times.txt",
+        "readers_times.txt",
+    }
     generated_pages.write(tmp_path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == pages
     assert "## gpuload inspect" in (tmp_path / "commands.md").read_text()
+    assert "| `…: no such file` | Check the path |" in (tmp_path / "messages.md").read_text()
 
 
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:

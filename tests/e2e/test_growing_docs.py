@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import run_gil
+from benchmarks import run_gil, run_readers
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"dali": "nvidia.dali", "tensorflow": "tensorflow"}
@@ -96,3 +96,25 @@ def test_each_way_reads_the_values_that_were_written(tmp_path: Path) -> None:
     for way in ("numpy.load", "pickle.load"):
         assert np.array_equal(run_gil.WAYS[way][1](tmp_path, values)(), values)
     assert run_gil.WAYS["os.preadv"][1](tmp_path, values)() == values.nbytes
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+@pytest.mark.parametrize("arm", run_readers.ARMS)
+def test_readers_are_timed_once_their_samples_were_compared(arm: str, tmp_path: Path) -> None:
+    package, _ = run_readers.ARMS[arm]
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    out = tmp_path / "readers.jsonl"
+    sizes = ["--samples", "20", "--sample-bytes", "400", "--batch-size", "8", "--seconds", "0", "--rounds", "1"]
+    assert run_readers.main([str(tmp_path), *sizes, "--only", arm, "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert record["arm"] == arm
+    assert record["epochs"] == 1
+    assert record["bytes_per_s"] > 0
+    assert record["cpu_s_per_gb"] > 0
+
+
+def test_other_samples_are_not_timed() -> None:
+    batches = [np.zeros((2, 3)), np.ones((1, 3))]
+    assert run_readers.measure(lambda _: iter(batches), np.array([0.0, 0.0, 1.0]), 0)["epochs"] == 1
+    with pytest.raises(AssertionError, match="an epoch has other samples than were written"):
+        run_readers.measure(lambda _: iter(batches), np.array([0.0, 1.0, 1.0]), 0)

@@ -18,6 +18,7 @@ from scipy.sparse import csc_matrix, hstack
 
 import gpuload
 from benchmarks import run_modality
+from gpuload import cli
 from gpuload.synthetic_cite import Paired, log_ratios, paired_cells
 
 pytest.importorskip("torch")
@@ -274,23 +275,56 @@ def test_genes_and_proteins_may_stand_side_by_side(
     assert "no column 'feature_types'" in err
 
 
+def write_starter(path: Path, table: anndata.AnnData) -> None:
+    """Write a file as the competition's: gzip, X and counts by columns in short chunks, categories of AnnData 0.7."""
+    gzip = {"compression": "gzip", "compression_opts": 4}
+
+    def frame(file: h5py.File, name: str, index: pd.Index, **columns: tuple[Any, list[str] | None]) -> None:
+        group = file.create_group(name)
+        group.attrs.update({"encoding-type": "dataframe", "encoding-version": "0.1.0", "_index": "_index"})
+        group.attrs["column-order"] = np.array(list(columns), dtype=object)
+        group.create_dataset("_index", data=index.to_numpy(dtype=object), **gzip)
+        for key, (values, categories) in columns.items():
+            column = group.create_dataset(key, data=values)
+            if categories is not None:
+                kept = group.require_group("__categories").create_dataset(key, data=np.array(categories, dtype=object))
+                kept.attrs["ordered"] = False
+                column.attrs["categories"] = kept.ref
+
+    values = csc_matrix(table.layers["normalized"])
+    with h5py.File(path, "w") as file:
+        for key, dtype, n_chunk in (("X", np.float32, 3045), ("layers/counts", np.float64, 1523)):
+            group = file.create_group(key)
+            group.attrs.update({"encoding-type": "csc_matrix", "encoding-version": "0.1.0", "shape": values.shape})
+            group.create_dataset("data", data=values.data.astype(dtype), chunks=(min(n_chunk, values.nnz),), **gzip)
+            group.create_dataset("indices", data=values.indices, chunks=(min(3045, values.nnz),), **gzip)
+            group.create_dataset("indptr", data=values.indptr, **gzip)
+        codes, names = pd.factorize(table.obs["batch"].astype(str), sort=True)
+        sizes = (table.obs["size_factors"].to_numpy(), None)
+        frame(file, "obs", table.obs_names, batch=(codes.astype(np.int8), list(names)), size_factors=sizes)
+        kind = (np.zeros(table.n_vars, dtype=np.int8), [table.uns["modality"]])
+        frame(file, "var", table.var_names, feature_types=kind)
+        file.create_group("uns").create_dataset("dataset_id", data="openproblems_bmmc_cite_starter")
+
+
+@pytest.mark.filterwarnings("ignore::anndata.OldFormatWarning")
 def test_starter_files_are_packed_first(
     cells: tuple[Paired, Paired], expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """The competition's own files: X by columns (CSC) in float64, gzip."""
+    name_of = "openproblems_bmmc_cite_starter.{}".format
     for name, table in tables(cells).items():
-        table.X = csc_matrix(table.layers["normalized"])
-        del table.layers["normalized"]
-        table.write_h5ad(tmp_path / f"{name}.h5ad", compression="gzip")
+        write_starter(tmp_path / f"{name_of(name)}.h5ad", table)
     code, _, err = run(tmp_path)
     assert code == 1
     assert "/X is a CSC matrix; rows cannot be read from it" in err
-    assert f"gpuload pack {tmp_path / 'train_mod1.h5ad'}" in err
+    assert f"gpuload pack {tmp_path / name_of('train_mod1')}.h5ad" in err
     for name in ("train_mod1", "test_mod1"):  # in a new random order, so cells must be found by name
-        gpuload.pack(tmp_path / f"{name}.h5ad", tmp_path / f"{name}.zarr")
+        path = tmp_path / name_of(name)
+        assert cli.main(["pack", f"{path}.h5ad", f"{path}.zarr"]) == 0
     code, _, err = run(tmp_path, "--no-baselines")
     assert code == 0, err
     found = anndata.read_h5ad(tmp_path / "prediction.h5ad")
+    assert found.uns["dataset_id"] == "openproblems_bmmc_cite_starter"
     assert list(found.obs_names) != [f"test_{i}" for i in range(N_TEST)]
     ordered = found[[f"test_{i}" for i in range(N_TEST)]].layers["normalized"].toarray()
     np.testing.assert_allclose(ordered, expected, atol=0.03)  # another order, so other halves of the passes
@@ -393,10 +427,12 @@ def test_one_batch_makes_one_model(modality: ModuleType, cells: tuple[Paired, Pa
     assert not np.allclose(one, ten)
 
 
-def test_the_cuml_engine(
-    modality: ModuleType, cells: tuple[Paired, Paired], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """On scikit-learn in cuML's place: all is dense and exact, gamma is said, and NumPy is asked for."""
+# --- the engines ---
+
+
+@pytest.fixture
+def cuml(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """scikit-learn in cuML's place, on a machine with a GPU; returns what its regressions were made with."""
     pytest.importorskip("sklearn")
     from sklearn import decomposition, kernel_ridge
 
@@ -421,15 +457,142 @@ def test_the_cuml_engine(
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setitem(sys.modules, "cuml", SimpleNamespace(TruncatedSVD=TruncatedSVD))
     monkeypatch.setitem(sys.modules, "cuml.kernel_ridge", SimpleNamespace(KernelRidge=KernelRidge))
-    model = modality.ProteinModel("cuml", n_landmarks=50).fit(cells[0].genes, cells[0].proteins, cells[0].batch)
-    assert made == 10 * [{"alpha": 0.2, "kernel": "rbf", "gamma": 0.005, "output_type": "numpy"}]
+    return made
+
+
+def test_cuml_is_given_what_it_can_take(
+    modality: ModuleType, cells: tuple[Paired, Paired], cuml: list[dict[str, Any]]
+) -> None:
+    """All is dense and exact, gamma is said, and NumPy is asked for."""
+    modality.ProteinModel("cuml", n_landmarks=50).fit(cells[0].genes, cells[0].proteins, cells[0].batch)
+    assert cuml == 10 * [{"alpha": 0.2, "kernel": "rbf", "gamma": 0.005, "output_type": "numpy"}]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"alpha": 5.0},
+        {"gamma": 0.05},
+        {"n_rounds": 1},
+        {"n_rounds": 1, "random_state": 7},
+        {"solver": "nystrom", "n_landmarks": 40},
+    ],
+    ids=str,
+)
+def test_parameters_mean_the_same_to_each_engine(
+    modality: ModuleType, cells: tuple[Paired, Paired], cuml: list[dict[str, Any]], params: dict[str, Any]
+) -> None:
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((N_TRAIN + 50, 20)).astype(np.float32)
+    y = np.sin(X @ rng.standard_normal((20, 3)).astype(np.float32))
+    X, test, y = X[:N_TRAIN], X[N_TRAIN:], y[:N_TRAIN]
+
+    def predicted(engine: str, params: dict[str, Any]) -> np.ndarray:
+        model = modality.ProteinModel(engine, **params)
+        assert model.get_params() == {**modality.ProteinModel().get_params(), **params, "engine": engine}
+        known, coefficients = model.engine.regress(X, y, cells[0].batch)
+        kernel = np.exp(-model.params["gamma"] * ((test[:, None] - known[None]) ** 2).sum(-1))
+        return np.asarray(kernel @ coefficients)
+
+    expected = predicted("ours", params)
+    assert not params or np.abs(expected - predicted("ours", {})).max() > 1e-3
+    if params.get("solver") == "nystrom":  # each draws its own landmarks, and cuML has none
+        exact = predicted("ours", {})
+        found = predicted("sklearn", params)
+        assert np.corrcoef(found.ravel(), exact.ravel())[0, 1] > 0.7
+        with pytest.raises(gpuload.PlanError, match="cuML has no landmarks"):
+            predicted("cuml", params)
+        return
+    for engine in ("sklearn", "cuml"):
+        np.testing.assert_allclose(predicted(engine, params), expected, atol=1e-3, err_msg=engine)
+
+
+@pytest.mark.parametrize("engine", ["ours", "sklearn", "cuml"])
+def test_each_engine_is_cloned_searched_saved_and_loaded(
+    modality: ModuleType, cells: tuple[Paired, Paired], cuml: list[dict[str, Any]], engine: str, tmp_path: Path
+) -> None:
+    from sklearn.base import clone
+    from sklearn.model_selection import GridSearchCV
+
+    with pytest.raises(gpuload.PlanError, match="not fitted; call fit first"):
+        modality.ProteinModel(engine).predict(cells[1].genes)
+    genes, proteins = cells[0].genes[:200], cells[0].proteins[:200]
+    search = GridSearchCV(modality.ProteinModel(engine, n_gene_components=20), {"alpha": [0.2, 1e6]}, cv=2)
+    search.fit(genes, proteins)
+    assert search.best_params_ == {"alpha": 0.2}
+    with pytest.raises(gpuload.PlanError, match="length_scale: no such parameter"):
+        search.best_estimator_.set_params(length_scale=10)
+    model = clone(search.best_estimator_).fit(genes, proteins)
+    assert model.get_params() == search.best_estimator_.get_params()
+    predicted = model.predict(cells[1].genes)
+    assert model.score(genes, proteins) > 0.2
     model.save(tmp_path / "model.npz")
-    monkeypatch.undo()
-    anywhere = modality.ProteinModel.load(tmp_path / "model.npz", engine="ours").predict(cells[1].genes)
-    ours = modality.ProteinModel(solver="exact").fit(cells[0].genes, cells[0].proteins, cells[0].batch)
-    assert rmse(anywhere, cells[1].proteins) == pytest.approx(
-        rmse(ours.predict(cells[1].genes), cells[1].proteins), abs=0.01
-    )
+    again = modality.ProteinModel.load(tmp_path / "model.npz")
+    assert again.get_params() == model.get_params()
+    np.testing.assert_array_equal(again.predict(cells[1].genes), predicted)
+    sys.modules.pop("cuml")  # as where there is no GPU
+    anywhere = modality.ProteinModel.load(tmp_path / "model.npz", engine="ours")
+    np.testing.assert_array_equal(anywhere.predict(cells[1].genes), predicted)
+
+
+def no_gpu() -> int:
+    raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient\nfor CUDA runtime version")
+
+
+@pytest.mark.parametrize(
+    ("count", "reason"),
+    [
+        (no_gpu, "cudaErrorInsufficientDriver: CUDA driver version is insufficient"),
+        (lambda: 0, "CuPy sees no GPU"),
+        ([].pop, "pop from empty list"),
+    ],
+)
+def test_cuml_that_can_be_imported_proves_no_gpu(
+    modality: ModuleType,
+    folder: Path,
+    run: Callable[..., Any],
+    cuml: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    count: Callable[[], int],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "getDeviceCount", count)
+    with pytest.raises(gpuload.DeviceError, match="engine='cuml': no GPU and cuML can be used here"):
+        modality.ProteinModel("cuml")
+    code, _, err = run(folder, "--engine", "cuml")
+    assert (code, err.count("\n")) == (1, 1)
+    assert f"({reason})" in err
+    assert "use --engine ours" in err
+
+
+def test_what_an_engine_cannot_do_is_refused(
+    modality: ModuleType, cells: tuple[Paired, Paired], cuml: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import modality_engines
+
+    with pytest.raises(gpuload.PlanError, match="scikit-learn works on the CPU"):
+        modality.ProteinModel("sklearn", device="cuda:0")
+    monkeypatch.setattr(modality_engines, "MOST_AT_ONCE", 400)
+    fitted = (cells[0].genes, cells[0].proteins)
+    for params in ({"n_rounds": 5}, {"solver": "exact", "n_landmarks": 5}):
+        with pytest.raises(gpuload.PlanError, match="a model of 600 cells, and OpenBLAS may crash on more than 400"):
+            modality.ProteinModel("sklearn", **params).fit(*fitted)
+        modality.ProteinModel("sklearn", **params).fit(*fitted, cells[0].batch)  # halves of it are small enough
+    for engine in ("ours", "cuml"):
+        modality.ProteinModel(engine, solver="exact").fit(*fitted)
+
+
+@pytest.mark.parametrize("engine", ["ours", "sklearn"])
+def test_what_is_no_number_is_refused(modality: ModuleType, cells: tuple[Paired, Paired], engine: str) -> None:
+    model = modality.ProteinModel(engine, n_gene_components=20)
+    genes, proteins = cells[0].genes.copy(), cells[0].proteins.copy()
+    genes.data[7] = np.nan
+    with pytest.raises(ValueError, match=r"hold.* NaN or infinite values; remove or fill them first"):
+        model.fit(genes, proteins)
+    proteins[3, 2] = np.inf
+    with pytest.raises(ValueError, match="proteins hold NaN or infinite values; say with rows which are measured"):
+        model.fit(cells[0].genes, proteins)
 
 
 # --- what is refused ---

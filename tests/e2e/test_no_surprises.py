@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import gpuload
+from gpuload.backends import native
 from gpuload.cli import text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 PROGRAM = """
 import sys, gpuload
@@ -83,6 +85,24 @@ class _Terminal(io.StringIO):
         return self._is_terminal
 
 
+def test_compiling_is_told_of_in_a_terminal_where_nothing_is_compiled_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "cache_folder", lambda: str(tmp_path))
+
+    def said(*, is_terminal: bool, is_quiet: bool) -> str:
+        out = _Terminal(is_terminal=is_terminal)
+        monkeypatch.setattr(sys, "stderr", out)
+        text.say_of_compiling(is_quiet=is_quiet)
+        return out.getvalue()
+
+    assert said(is_terminal=True, is_quiet=False) == "compiling kernels, once on this machine\n"
+    assert not said(is_terminal=True, is_quiet=True)
+    assert not said(is_terminal=False, is_quiet=False)
+    (tmp_path / "kernel").touch()
+    assert not said(is_terminal=True, is_quiet=False)
+
+
 @pytest.mark.parametrize(
     ("is_terminal", "is_notebook", "is_quiet", "is_shown"),
     [
@@ -125,3 +145,27 @@ def test_no_colours_even_in_a_terminal(store_variant: object, plain: Any) -> Non
     assert process.wait(timeout=60) == 0
     assert b"cells" in said
     assert b"\x1b[" not in said
+
+
+def test_what_was_written_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    text.print_saved(None, None)
+    assert not capsys.readouterr().out
+    text.print_saved("plot.png", None, "report.html")
+    assert capsys.readouterr().out == "\nsaved: plot.png, report.html\n"
+
+
+def test_an_interrupt_in_a_callback_is_not_lost() -> None:
+    program = (
+        "import signal, time, weakref\n"
+        "from gpuload.cli import _no_interrupt_lost\n"
+        "class Thing: pass\n"
+        "with _no_interrupt_lost():\n"
+        "    thing = Thing()\n"
+        "    seen = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))\n"
+        "    del thing\n"
+        "    time.sleep(20)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert "Exception ignored" not in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,7 +37,10 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder, out = tmp_path / "data" / "pictures", tmp_path / "out.jsonl"
     options = [str(folder), "--make", "8", "--batch-size", "4", "--batches", "2", "--latency-ms", "1"]
     picture = tmp_path / "out.png"
-    assert run_concurrent.main([*options, "--only", "ours", "--out", str(out), "--plot", str(picture)]) == 0
+    cores = os.sched_getaffinity(0)
+    apart = ["--apart"] if len(cores) > 1 else []
+    assert run_concurrent.main([*options, *apart, "--only", "ours", "--out", str(out), "--plot", str(picture)]) == 0
+    assert os.sched_getaffinity(0) == cores
     assert picture.read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert {record["arm"] for record in records} == {
@@ -44,6 +48,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     }
     assert all(record["pictures_per_s"] > 0 and record["grid"] == "small" for record in records)
     assert all(record["cpu_s_per_picture"] > 0 for record in records)
+    assert {record["server_on"] for record in records} == {"a core of its own" if apart else "the same cores"}
     assert [record["server_cpu_s_per_picture"] is None for record in records] == [
         record["arm"].startswith("disk") for record in records
     ]

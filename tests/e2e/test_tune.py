@@ -205,7 +205,7 @@ def test_wishes_that_cannot_be_met_say_what_could(path, wish, message, monkeypat
 def test_no_cells_no_tuning(tmp_path):
     empty = tmp_path / "empty.h5ad"
     writers.write_plain(empty, writers.counts(0, 5))
-    with pytest.raises(PlanError, match=r"empty\.h5ad: there are no cells to time\.$"):
+    with pytest.raises(PlanError, match=r"empty\.h5ad: there are no cells to time; give"):
         tune(empty, Wish(200 * MIB))
 
 

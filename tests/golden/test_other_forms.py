@@ -11,7 +11,9 @@ from scipy.sparse import csr_matrix
 
 import gpuload
 from gpuload.formats.recognise import obs_columns
+from tests import several
 from tests.other_forms import FORMS, Form, write_tenx
+from tests.several import part
 from tests.writers import counts
 
 if TYPE_CHECKING:
@@ -92,6 +94,60 @@ def test_names_and_columns(form: Form) -> None:
 def test_columns_are_listed(form: Form) -> None:
     for path in form.path if isinstance(form.path, list) else [form.path]:
         assert set(form.obs) <= set(obs_columns(str(path)))
+
+
+def test_cells_by_a_condition(form: Form) -> None:
+    for name, values in form.obs.items():
+        known = sorted(value for value in values if value is not None and value == value)  # no NaN
+        chosen = known[len(known) // 2]
+        is_number = not isinstance(chosen, str | bool | np.bool_)
+        rows = [i for i, v in enumerate(values) if v is not None and (v >= chosen if is_number else v == chosen)]
+        text = f"{name} >= {chosen}" if is_number else f"{name} == {chosen!r}".replace("np.True_", "True")
+        found = list(read(form, where=text, batch_size=7, fetch_factor=2, block_size=3))
+        np.testing.assert_array_equal(np.sort(np.concatenate([batch.rows for batch in found])), rows)
+        for batch in found:
+            np.testing.assert_array_equal(batch.X, form.dense[batch.rows])
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+def test_joined_with_a_file_of_other_genes(form: Form, tmp_path: Path, output: str) -> None:
+    own = form.var_names
+    if not own:
+        pytest.skip("there are no genes to join")
+    genes = list(dict.fromkeys(["other_1", own[-1], "other_2", own[0]]))
+    other = part(0, is_dense=not isinstance(form.expected, csr_matrix), genes=genes)
+    other.layers[form.layer] = other.X
+    path = several.write(tmp_path, [other])[0]
+    paths = [*(form.path if isinstance(form.path, list) else [form.path]), path]
+    if len(set(own)) < len(own):
+        with pytest.raises(gpuload.StoreError, match="stands more than once, so join= cannot tell"):
+            gpuload.open_loader(paths, layer=form.layer, join="outer")
+        return
+    names = list(dict.fromkeys([*own, *other.var_names]))
+    whole = np.zeros((len(form.dense) + other.n_obs, len(names)), np.float32)
+    whole[: len(form.dense), : len(own)] = form.dense
+    whole[len(form.dense) :, [names.index(name) for name in other.var_names]] += several.dense(other.X)
+    for join in ("outer", [names[-1], own[-1]]):
+        with gpuload.open_loader(paths, layer=form.layer, join=join, output=output, batch_size=9) as loader:
+            assert list(loader.var_names) == (names if join == "outer" else join)
+            expected = whole[:, [names.index(name) for name in loader.var_names]]
+            for batch in loader:
+                np.testing.assert_array_equal(several.dense(batch.X), expected[batch.rows])
+
+
+def test_as_two_modalities(form: Form) -> None:
+    """Cells that have names can stand beside each other; where a form keeps none, that is said."""
+    if form.layer != "X":
+        pytest.skip("another modality has no such layer")
+    paths = {"rna": form.path, "other": form.path}
+    if not str(form.path).endswith(("h5mu", "/rna", "/prot", "/few")) and "folder" not in str(form.path):
+        with pytest.raises(gpuload.StoreError, match="its cells have no names"):
+            gpuload.open_loader(paths, modality=["rna", "other"])
+        return
+    with gpuload.open_loader(paths, modality=["rna", "other"], batch_size=9) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, form.dense[batch.rows])
+            np.testing.assert_array_equal(batch.modalities["other"], batch.X)
 
 
 def test_genes_of_10x_by_name_and_id(written: Any, tmp_path: Path) -> None:

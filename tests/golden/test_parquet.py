@@ -16,7 +16,7 @@ import gpuload
 from gpuload.backends import codecs
 from gpuload.backends import parquet as backend
 from gpuload.cli import main
-from gpuload.formats import open_store, parquet_cells
+from gpuload.formats import open_store, parquet_cells, parquet_file
 from gpuload.formats.parquet import Table
 from gpuload.formats.parquet_rows import about, spec_of
 from gpuload.source import FileSource
@@ -110,22 +110,27 @@ def test_as_written(
 
 def assert_windows_find_the_same_rows(path: Path, window: int) -> None:
     """Compare what is found in parts of a column chunk, as they are read from afar, with what is found in a file."""
-    with closing(FileSource(path)) as source, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "WINDOW", window)
-        patch.setattr(backend.native, "FRONT", min(window, backend.native.FRONT))
+    with closing(FileSource(path)) as source:
         table, raw = Table(source), np.fromfile(path, dtype=np.uint8)
         for column in map(table.list_column, ("genes", "expressions")):
             for offset, nbytes, n in zip(column.offset, column.nbytes, table.group_rows().tolist(), strict=True):
                 spec = spec_of(about(column), column.dtype, max_rows=n)
-                finder = backend.RowFinder(int(nbytes), spec, n)
-                while finder.wanted:
-                    first, size = finder.wanted
-                    part = raw[offset + first :][:size]
-                    assert part.size == size
-                    finder.take(np.append(part, np.zeros(backend.SLACK, np.uint8)))
                 starts, n_values = backend.row_starts(source.fileno(), offset, nbytes, spec, n)
-                np.testing.assert_array_equal(finder.result()[0], starts)
-                assert finder.result()[1] == n_values
+                found, n_found = by_windows(raw[offset : offset + nbytes], spec, n, window)
+                np.testing.assert_array_equal(found, starts)
+                assert n_found == n_values
+
+
+def by_windows(chunk: np.ndarray, spec: Any, n_rows: int, window: int) -> tuple[np.ndarray, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "WINDOW", window)
+        patch.setattr(backend.native, "FRONT", min(window, backend.native.FRONT))  # none of what is compiled
+        finder = backend.RowFinder(chunk.size, spec, n_rows)
+        while finder.wanted:
+            first, size = finder.wanted
+            assert first + size <= chunk.size
+            finder.take(np.append(chunk[first : first + size], np.zeros(backend.SLACK, np.uint8)))
+        return finder.result()
 
 
 INTEGERS = st.one_of(
@@ -269,7 +274,7 @@ def test_another_column_of_values(tmp_path: Path) -> None:
             np.testing.assert_array_equal(batch.obs["n"], batch.rows)
 
 
-@pytest.mark.parametrize("names", parquet_cells.COLUMNS)
+@pytest.mark.parametrize("names", parquet_file.COLUMNS)
 def test_names_of_columns(names: tuple[str, str], tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", counts(), {}, names=names)
     np.testing.assert_array_equal(read(tmp_path / "a.parquet"), counts().toarray())
@@ -348,7 +353,7 @@ def test_many_files_are_not_all_open(tmp_path: Path) -> None:
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a file of which something is kept, beside it."""
     monkeypatch.setenv("GPULOAD_INDEX", "")
-    monkeypatch.setattr(parquet_cells, "_MIN_ROWS", 1)
+    monkeypatch.setattr(parquet_file, "_MIN_ROWS", 1)
     path = FORMS["parquet-tahoe"](tmp_path).path.replace("*", "00000-of-00002")
     os.utime(path, ns=(10**18, 10**18))
     read(path)
@@ -361,8 +366,8 @@ def test_what_was_kept_is_not_read_again(kept: Any, monkeypatch: pytest.MonkeyPa
         raise AssertionError("read again")
 
     monkeypatch.setattr(backend, "row_starts", fail)
-    monkeypatch.setattr(parquet_cells, "Table", fail)
-    monkeypatch.setattr(parquet_cells, "_genes_of", lambda _: (3, np.array(NAMES, dtype=object), None))
+    monkeypatch.setattr(parquet_file, "Table", fail)
+    monkeypatch.setattr(parquet_cells, "genes_of", lambda _: (3, np.array(NAMES, dtype=object), None))
     np.testing.assert_array_equal(read(kept), counts()[:70].toarray())
 
 

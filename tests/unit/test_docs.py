@@ -13,11 +13,16 @@ from pathlib import Path
 import pytest
 
 import gpuload
+from docs import error_messages
 from gpuload import errors
 
 ROOT = Path(gpuload.__file__).parent.parent
 DOCS = ROOT / "docs"
 PACKAGE = Path(gpuload.__file__).parent
+
+
+WITHIN_OTHERS = ("wanted … bytes, got …",)
+"""What is only said within another message."""
 
 
 @functools.cache
@@ -49,34 +54,10 @@ def tables() -> dict[str, list[list[str]]]:
     return {name: rows[1:] for name, rows in found.items()}
 
 
-def template(node: ast.expr) -> str:
-    """Return a message with every value that is put into it as an ellipsis."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values)
-    if isinstance(node, ast.BinOp):
-        return template(node.left) + template(node.right)
-    return "…"
-
-
 @functools.cache
-def messages() -> dict[str, set[str]]:
-    """Return what each class of error is raised with, anywhere in the package."""
-    constants: dict[str, str] = {}
-    found: dict[str, set[str]] = {name: set() for name in error_classes()}
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                constants[node.targets[0].id] = template(node.value)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in found and node.args:
-                message = node.args[0]
-                known = constants.get(message.id, "…") if isinstance(message, ast.Name) else template(message)
-                found[node.func.id].add(known)
-    found["MissingDependencyError"] = {str(errors.MissingDependencyError("…", "…", "…"))}
-    return found
+def messages() -> list[error_messages.Message]:
+    """Return what is raised with a text, anywhere in the package."""
+    return [message for message in error_messages.messages() if error_messages.fixed(message.text)]
 
 
 def documented_messages() -> list[tuple[str, str]]:
@@ -96,16 +77,49 @@ def test_every_class_but_the_base_has_messages_listed() -> None:
     assert headed == error_classes().keys() - {"GpuloadError"}
 
 
-@pytest.mark.parametrize(("heading", "message"), documented_messages())
-def test_documented_messages_are_raised(heading: str, message: str) -> None:
-    wanted = re.compile(".*".join(map(re.escape, message.split("…"))) + ".*", re.DOTALL)
-    raised = {text for name in heading.split(", ") for text in messages()[name]}
-    assert any(wanted.match(text) and fixed(text) for text in raised), f"no {heading} says so any more"
+def is_said(documented: tuple[str, str], message: error_messages.Message) -> bool:
+    """Return whether a row of the page of errors is of a message."""
+    heading, begin = documented
+    return message.kind in heading.split(", ") and bool(
+        re.match(".*".join(map(re.escape, begin.split("…"))), message.text, re.DOTALL)
+    )
 
 
-def fixed(text: str) -> bool:
-    """Return whether a message says anything by itself."""
-    return len(text.replace("…", "")) > 10
+@pytest.mark.parametrize("documented", documented_messages())
+def test_documented_messages_are_raised(documented: tuple[str, str]) -> None:
+    assert any(is_said(documented, message) for message in messages()), "nothing says so any more"
+
+
+def test_every_message_says_what_to_do_or_the_page_does() -> None:
+    said = [m for m in messages() if not m.parts[1] and m.text not in WITHIN_OTHERS]
+    silent = [m for m in said if not any(is_said(documented, m) for documented in documented_messages())]
+    assert not [f"{m.path.name}:{m.lines[0]}: {m.text}" for m in silent]
+
+
+def test_every_error_is_made_of_a_message_that_is_found() -> None:
+    made = {
+        (path, node.lineno)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in error_messages.KINDS
+    }
+    assert made == {(message.path, message.lines[0]) for message in error_messages.messages()}
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "cure"),
+    [
+        ("…=…: expected a name.", "…=…", "expected a name"),
+        ("…: it has … genes; …", "…: it has … genes", "…"),
+        ("a; b; give c.", "a; b", "give c"),
+        ("…: no such file. Check the path.", "…: no such file", "Check the path"),
+        ("…: two orders: drop one.", "…: two orders", "drop one"),
+        ("…: it ends at …. Was it cut off?", "…: it ends at …", "Was it cut off?"),
+        ("…: it is gone.", "…: it is gone.", ""),
+    ],
+)
+def test_what_a_message_says_to_do(text: str, found: str, cure: str) -> None:
+    assert error_messages.Message("ReadError", text, PACKAGE, (1, 1)).parts == (found, cure)
 
 
 def test_every_public_name_is_in_the_reference() -> None:

@@ -9,7 +9,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
-from gpuload.estimators import KernelRidge, TruncatedSVD
+from gpuload.estimators import KernelRidge, TruncatedSVD, kernel_ridge
 from gpuload.estimators.arrays import open_engine
 from gpuload.estimators.kernel_ridge import cholesky
 from gpuload.estimators.passes import Passes
@@ -195,6 +195,45 @@ def test_cholesky_by_panels(engine: str, panel: int) -> None:
     np.testing.assert_allclose(np.tril(found), np.linalg.cholesky(positive), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("solver", ["exact", "nystrom"])
+def test_nothing_larger_than_a_panel_is_factorised_at_once(
+    regression: tuple[np.ndarray, ...], monkeypatch: pytest.MonkeyPatch, engine: str, solver: str
+) -> None:
+    """A large potrf crashes with some builds of OpenBLAS; what panels give is the same."""
+    used = open_engine(engine_or_skip(engine), "cpu")
+    as_it_is, sizes = used.xp.linalg.cholesky, []
+    monkeypatch.setattr(used.xp.linalg, "cholesky", lambda A: (sizes.append(A.shape), as_it_is(A))[1])
+    for of in (kernel_ridge.cholesky, kernel_ridge._solve):
+        assert of.__defaults__ == (kernel_ridge.PANEL,)
+        monkeypatch.setattr(of, "__defaults__", (99,))
+    X, y, test = regression
+    model = KernelRidge(0.3, gamma=0.05, solver=solver, n_landmarks=500, engine=engine).fit(X, y)
+    assert sizes == [*5 * [(99, 99)], (5, 5)] * (1 if solver == "exact" else 2)
+    np.testing.assert_allclose(model.predict(test), closed_form(X, y, test, 0.3, 0.05), atol=2e-2)
+    assert kernel_ridge.PANEL <= 12_000
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("n_rounds", [0, 1])
+def test_landmarks_that_are_nearly_alike_are_no_trap(engine: str, n_rounds: int) -> None:
+    """Normal equations in float32, the short way to the same coefficients, give numbers that mean nothing there."""
+    rng = np.random.default_rng(2)
+    X = rng.standard_normal((1500, 3)).astype(np.float32)
+    y = np.sin(X @ rng.standard_normal((3, 3))) + 0.1 * rng.standard_normal((1500, 3))
+    X, y, test = X[:1400], y[:1400], X[1400:]
+    groups = np.arange(1400) % 2
+    model = KernelRidge(
+        0.01, gamma=0.05, solver="nystrom", n_landmarks=200, n_rounds=n_rounds, engine=engine_or_skip(engine)
+    ).fit(X, y, groups)
+    halves = [groups == 0, groups == 1] if n_rounds else [groups >= 0]
+    expected = np.mean([closed_form(X[h], y[h], test, 0.01, 0.05) for h in halves], axis=0)
+    assert np.abs(model.predict(test) - expected).max() < 0.1
+    K, small, seen = (rbf(A, model.X_fit_, 0.05).astype(np.float32) for A in (X, model.X_fit_, test))
+    short = seen @ np.linalg.solve(K.T @ K + np.float32(0.01) * small, K.T @ y.astype(np.float32))
+    assert np.abs(short - expected).max() > 0.2
+
+
 def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray, tmp_path: Path) -> None:
     X, y, test = regression
     model = KernelRidge(0.3, gamma=0.05).fit(X, y)
@@ -215,7 +254,7 @@ def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray,
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda X, _: TruncatedSVD(61).fit(X), "n_components=61: the matrix is 5000 x 60"),
+        (lambda X, _: TruncatedSVD(61).fit(X), "n_components=61: expected at most 60, as the matrix is 5000 x 60"),
         (lambda X, _: TruncatedSVD(0).fit(X), "n_components=0: expected"),
         (lambda X, _: TruncatedSVD(2, n_passes=0).fit(X), "n_passes=0: expected"),
         (lambda X, _: TruncatedSVD(2, sample=0.0).fit(X), "sample=0.0: expected a share"),
@@ -226,8 +265,17 @@ def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray,
         (lambda X, _: TruncatedSVD(2).fit(X).transform(X[:, :5]), "X has 5 features, but TruncatedSVD is expecting 60"),
         (lambda X, _: TruncatedSVD(2).transform(X), "not fitted"),
         (lambda X, _: TruncatedSVD(2).fit(X[0]), "1 dimensions"),
+        (lambda X, _: TruncatedSVD(2).fit(X.astype(complex)), "Complex data not supported; give real numbers"),
+        (
+            lambda X, _: TruncatedSVD(2).fit(X).inverse_transform(X),
+            r"X has shape \(5000, 60\); expected \(n, 2\) scores",
+        ),
         (lambda X, y: KernelRidge(alpha=0).fit(X, y), "alpha=0: expected"),
         (lambda X, y: KernelRidge(gamma=-1).fit(X, y), "gamma=-1: expected"),
+        (
+            lambda X, y: KernelRidge(1e-30).fit(X[:1].repeat(50, 0), y[:50]),
+            "not positive definite .*; give a larger one",
+        ),
         (lambda X, y: KernelRidge(solver="svd").fit(X, y), "solver='svd': expected"),
         (lambda X, y: KernelRidge().fit(X, y[:7]), r"y has shape \(7,\); expected \(5000,\)"),
         (lambda X, y: KernelRidge(n_rounds=2).fit(X, y), "needs groups: .* found 1 over 5000 rows"),

@@ -113,6 +113,20 @@ def test_a_file_replaced_by_hand_has_another_etag(quiet: Running) -> None:
     assert (body, headers["ETag"]) == (b"second", f'"{hashlib.md5(b"second").hexdigest()}"')
 
 
+def test_a_file_cut_while_it_is_sent_ends_the_connection(quiet: Running) -> None:
+    path = quiet.root / "data" / "huge"
+    path.touch()
+    os.truncate(path, 64 << 20)
+    address = urlparse(quiet.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=10)
+    connection.request("GET", "/data/huge")
+    answer = connection.getresponse()
+    os.truncate(path, 1000)
+    with pytest.raises(http.client.IncompleteRead):
+        answer.read()
+    connection.close()
+
+
 def test_a_body_that_is_not_what_it_says_is_refused(quiet: Running) -> None:
     status, _, body = ask(quiet, "/data/sum", "PUT", b"x", Content_MD5="AAAAAAAAAAAAAAAAAAAAAA==")
     assert (status, b"BadDigest" in body) == (400, True)

@@ -94,7 +94,7 @@ def test_bad_parameters(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
-        (ClassBalanced("empty"), "ClassBalanced('empty'): the label is missing in all 6 cells."),
+        (ClassBalanced("empty"), "ClassBalanced('empty'): the label is missing in all 6 cells; name another column."),
         (Weighted([1, 2]), "Weighted: 2 weights for 6 cells; give one per cell."),
         (Weighted([[1] * 6]), "Weighted: weights of dtype int64 and shape (1, 6); expected one number per cell."),
         (Weighted(list("abcdef")), "Weighted: weights of dtype <U1 and shape (6,); expected one number per cell."),
@@ -108,11 +108,11 @@ def test_bad_parameters(make: Any, message: str) -> None:
             Weighted([1, 0, 1, 1, 1, 1], 6, replace=False),
             "Weighted(num_samples=6, replace=False): only 5 cells have a weight above 0; take fewer, or replace=True.",
         ),
-        (Subset([]), "Subset: it holds no cells."),
-        (Subset([False] * 6), "Subset: it holds no cells."),
-        (Subset([1], Subset([2])), "Subset: it holds no cells that the one around it holds."),
-        (Subset([1, 6]), "Subset: row 6 is outside the data, which has 6 rows."),
-        (Subset([-1, 2]), "Subset: row -1 is outside the data, which has 6 rows."),
+        (Subset([]), "Subset: it holds no cells; name at least one."),
+        (Subset([False] * 6), "Subset: it holds no cells; name at least one."),
+        (Subset([1], Subset([2])), "Subset: it holds no cells that the one around it holds; name at least one."),
+        (Subset([1, 6]), "Subset: row 6 is outside the data; expected numbers from 0 to 5."),
+        (Subset([-1, 2]), "Subset: row -1 is outside the data; expected numbers from 0 to 5."),
         (Subset([3, 2, 3]), "Subset: row 3 is given twice; give every row once."),
         (
             Subset([0.5]),
@@ -120,8 +120,11 @@ def test_bad_parameters(make: Any, message: str) -> None:
         ),
         (Subset([True] * 5), "Subset: the mask has 5 entries but there are 6 cells; give one per cell."),
         (Subset([[True] * 6]), "Subset: it was given an array of dtype bool and shape (1, 6); expected a mask."),
-        (Mixture({"three.h5ad": 1}), "Mixture: 'three.h5ad' is none of the loader's paths: 'd/one.h5ad', "),
-        (Mixture({"two.h5ad": 1}), "Mixture: 'two.h5ad' stands for several of the loader's paths: 'd/one.h5ad', "),
+        (Mixture({"three.h5ad": 1}), "Mixture: 'three.h5ad' is none of the loader's paths; they are 'd/one.h5ad', "),
+        (
+            Mixture({"two.h5ad": 1}),
+            "Mixture: 'two.h5ad' stands for several of the loader's paths; they are 'd/one.h5ad', ",
+        ),
         (Mixture([([True], 1)]), "Mixture: the mask has 1 entries but there are 6 cells; give one per cell."),
         (Mixture([([0] * 6, 1)]), "Mixture: it was given an array of dtype int64 and shape (6,); expected a mask."),
         (Mixture([([False] * 6, 1)]), "Mixture: a mask has no cells; leave it out."),
@@ -169,7 +172,7 @@ def test_an_odd_minibatch_has_no_halves() -> None:
 @pytest.mark.parametrize("sampler", [ClassBalanced("label"), Weighted([]), Grouped("label", 4)])
 def test_nothing_to_draw_from(sampler: Any) -> None:
     nothing = Cells(("x.h5ad",), (0,), obs={"label": Column(np.empty(0, np.int32), ["a"])}, batch_size=4)
-    with pytest.raises(PlanError, match=f"{type(sampler).__name__}: there are no cells to draw from."):
+    with pytest.raises(PlanError, match=f"{type(sampler).__name__}: there are no cells to draw from; choose"):
         sampler.over(nothing)
 
 

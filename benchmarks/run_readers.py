@@ -1,0 +1,170 @@
+"""Time epochs over samples that are on this machine, by each way of ``docs/growing-data.md``.
+
+``python -m benchmarks.run_readers FOLDER [--out benchmarks/results/readers.jsonl]``
+
+FOLDER gets the same incompressible samples twice: one .npy file each, and as shards of TFRecord files. Each arm hands
+over shuffled minibatches, as arrays in host memory; an epoch is compared with the samples before any is timed, and also
+fills the page cache. Arms whose package is not installed are left out, so several interpreters may add to one file of
+results. Processor seconds are those of the process and of its workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import resource
+import runpy
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from benchmarks import machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+N_SHARDS = 4
+N_THREADS = 2
+PACKAGES = ("gpuload", "numpy", "torch", "nvidia-dali-cuda130", "tensorflow-cpu")
+
+Epoch: TypeAlias = "Callable[[int], Iterator[Any]]"
+"""Gives the minibatches of an epoch, by its number."""
+
+
+def make(folder: Path, n_samples: int, n_values: int) -> np.ndarray:
+    """Write the samples in both forms, where they are not there yet, and return the first value of each."""
+    samples = np.random.default_rng(0).standard_normal((n_samples, n_values), dtype=np.float32)
+    if not folder.exists():
+        (folder / "npy").mkdir(parents=True)
+        for number, sample in enumerate(samples):
+            np.save(folder / "npy" / f"{number:06d}.npy", sample)
+        for number, part in enumerate(np.array_split(samples, N_SHARDS)):
+            tfrecords()["write_shard"](folder / f"{number}.tfrecord", part)
+    return np.sort(samples[:, 0])
+
+
+def tfrecords() -> dict[str, Any]:
+    """Return what the program of the documentation defines."""
+    return runpy.run_path(str(Path(__file__).parents[1] / "docs" / "growing" / "with_tfrecords.py"))
+
+
+@contextmanager
+def by_store(folder: Path, batch_size: int) -> Iterator[Epoch]:
+    """gpuload.cache.SampleStore, once all samples are local."""
+    from gpuload.cache import SampleStore
+
+    n_samples = len(list((folder / "npy").iterdir()))
+    with tempfile.TemporaryDirectory(dir=folder.parent) as root, SampleStore(root, str(folder / "npy")) as store:
+
+        def epoch(number: int) -> Iterator[Any]:
+            with store.snapshot(seed=number, min_samples=n_samples) as snapshot:
+                for batch in snapshot.batches(batch_size):
+                    yield batch.data
+
+        yield epoch
+
+
+@contextmanager
+def by_workers(folder: Path, batch_size: int) -> Iterator[Epoch]:
+    """PyTorch's DataLoader over .npy files, with worker processes."""
+    import torch
+
+    files = Files(sorted((folder / "npy").iterdir()))
+    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": True, "num_workers": N_THREADS}
+
+    def epoch(number: int) -> Iterator[Any]:
+        torch.manual_seed(number)
+        for batch in torch.utils.data.DataLoader(files, **options):
+            yield batch.numpy()
+
+    yield epoch
+
+
+class Files:
+    """A map-style dataset of .npy files."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> Any:
+        return np.load(self._paths[index])
+
+
+@contextmanager
+def by_dali(folder: Path, batch_size: int) -> Iterator[Epoch]:
+    """DALI's TFRecord reader."""
+    yield lambda number: tfrecords()["read_by_dali"](sorted(folder.glob("*.tfrecord")), batch_size, number)
+
+
+@contextmanager
+def by_tensorflow(folder: Path, batch_size: int) -> Iterator[Epoch]:
+    """tf.data over TFRecord files."""
+    yield lambda number: tfrecords()["read_by_tensorflow"](sorted(folder.glob("*.tfrecord")), batch_size, number)
+
+
+ARMS = {
+    "gpuload SampleStore, .npy": ("numba", by_store),
+    "torch DataLoader, workers, .npy": ("torch", by_workers),
+    "DALI, TFRecord": ("nvidia.dali", by_dali),
+    "tf.data, TFRecord": ("tensorflow", by_tensorflow),
+}
+"""Package that each arm needs, and what gives its epochs."""
+
+
+def cpu_s() -> float:
+    """Return the processor seconds of this process and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+def measure(epoch: Epoch, wanted: np.ndarray, seconds: float) -> dict[str, float]:
+    """Compare an epoch with the samples, then time epochs; return bytes per second, and processor seconds per GB."""
+    found = np.sort(np.concatenate([batch[:, 0] for batch in epoch(0)]))
+    assert np.array_equal(found, wanted), "an epoch has other samples than were written"
+    nbytes, number, start, start_cpu = 0, 0, time.perf_counter(), cpu_s()
+    while not number or time.perf_counter() - start < seconds:
+        number += 1
+        nbytes += sum(batch.nbytes for batch in epoch(number))
+    took = time.perf_counter() - start
+    return {"bytes_per_s": nbytes / took, "cpu_s_per_gb": (cpu_s() - start_cpu) / (nbytes / 1e9), "epochs": number}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the arms in turn, print a line each, add to the results where asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_readers", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--samples", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--sample-bytes", type=int, default=1 << 18, help="default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=32, help="default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=5, help="least time for each arm (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    options = parser.parse_args(arguments)
+    folder = options.folder / f"{options.samples}x{options.sample_bytes}"
+    wanted = make(folder, options.samples, options.sample_bytes // 4)
+    for number in range(options.rounds):
+        for name in options.only:
+            package, opened = ARMS[name]
+            if importlib.util.find_spec(package.partition(".")[0]) is None:
+                continue
+            with opened(folder, options.batch_size) as epoch:
+                found = measure(epoch, wanted, options.seconds)
+            print(f"{name:32s} {found['bytes_per_s'] / 1e6:6.0f} MB/s, {found['cpu_s_per_gb']:.2f} processor s/GB")
+            about = {"arm": name, "round": number, "sample_nbytes": options.sample_bytes, **found}
+            if options.out:
+                with options.out.open("a") as file:
+                    file.write(json.dumps({**about, **machine.origin(PACKAGES)}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

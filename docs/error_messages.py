@@ -1,0 +1,125 @@
+"""What gpuload raises, read from its source: each message, with what it says to do."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import gpuload
+from gpuload.errors import CorruptDataError, DeviceError, MissingDependencyError, PlanError, ReadError, StoreError
+from gpuload.remote import BusyError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PACKAGE = Path(gpuload.__file__).parent
+CLASSES = (PlanError, StoreError, ReadError, BusyError, CorruptDataError, DeviceError, MissingDependencyError)
+KINDS = [kind.__name__ for kind in CLASSES]
+"""The classes that say something, in the order of the page."""
+
+GAP = "…"
+"""Stands for what is put into a message when it is raised."""
+
+CURE = re.compile(r"; |[.?] (?=[A-Z…])|[:,] (?=expected |give |drop )|(?<=: )(?=expected )")
+"""Where the last part of a message begins: that which says what to do."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message: the class that it is raised with, its text, and the first and last line where that is done."""
+
+    kind: str
+    text: str
+    path: Path
+    lines: tuple[int, int]
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """Return what was found, and what to do; the second is empty where the message does not say it."""
+        if self.kind == MissingDependencyError.__name__:
+            found, _, cure = self.text.partition("; install it with: ")
+            return found, f"`{cure}`"
+        breaks = list(CURE.finditer(self.text))
+        if not breaks:
+            return self.text, self.text if self.text.endswith("?") else ""
+        last = breaks[-1]
+        return self.text[: last.start()].rstrip(" :"), self.text[last.end() :].rstrip(".")
+
+
+def fixed(text: str) -> str:
+    """Return the part of a message, or of a piece of one, that does not depend on the case."""
+    return text.replace(GAP, "").strip(" .,;:()=/")
+
+
+def messages() -> list[Message]:
+    """Return every message of `KINDS` in the package, in the order of its files."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    sentences = {name: texts for tree in trees.values() for name, texts in _sentences(tree).items()}
+    found = []
+    for path, tree in trees.items():
+        for function, call in _calls(tree, tree):
+            if isinstance(call.func, ast.Name) and call.func.id in KINDS and call.args:
+                kind, lines = call.func.id, (call.lineno, call.end_lineno or call.lineno)
+                texts = _texts(call, {**_named(tree.body), **_named(ast.walk(function))}, sentences)
+                found += [Message(kind, text, path, lines) for text in texts]
+    return found
+
+
+def _texts(call: ast.Call, known: dict[str, str], sentences: dict[str, list[str]]) -> list[str]:
+    """Return what an error may say: one text, or those of the function that words it."""
+    if isinstance(call.func, ast.Name) and call.func.id == MissingDependencyError.__name__:
+        return [str(MissingDependencyError(*(template(argument, known) for argument in call.args)))]
+    message = call.args[0]
+    if isinstance(message, ast.Call):
+        name = message.func.attr if isinstance(message.func, ast.Attribute) else ast.unparse(message.func)
+        return sentences.get(name, [GAP])
+    return [template(message, known)]
+
+
+def _sentences(tree: ast.Module) -> dict[str, list[str]]:
+    """Return what the functions of a module return, of those that return a sentence."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            returned = [n.value for n in ast.walk(node) if isinstance(n, ast.Return)]
+            if returned and all(isinstance(value, ast.JoinedStr) for value in returned):
+                found[node.name] = [template(value, {}) for value in returned if value]
+    return found
+
+
+def _calls(node: ast.AST, function: ast.AST) -> list[tuple[ast.AST, ast.Call]]:
+    """Return the calls below a node, each with the function that it stands in."""
+    found = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            found.append((function, child))
+        found += _calls(child, child if isinstance(child, ast.FunctionDef) else function)
+    return found
+
+
+def _named(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """Return the text of what is assigned to a name among these nodes."""
+    found = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            is_text = isinstance(node.value, ast.JoinedStr) or (
+                isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+            )
+            found[node.targets[0].id] = template(node.value, {}) if is_text else GAP
+    return found
+
+
+def template(node: ast.expr, known: dict[str, str]) -> str:
+    """Return a message with every value that is put into it as an ellipsis."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(value, known) for value in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return template(node.value, known) if isinstance(node.value, ast.Name) else GAP
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return template(node.left, known) + template(node.right, known)
+    return known.get(node.id, GAP) if isinstance(node, ast.Name) else GAP

@@ -1,0 +1,285 @@
+"""One Parquet file whose rows are cells: what it says of itself, found when it is first opened and kept beside it.
+
+References
+----------
+.. [1] Tahoe-100M, Hugging Face datasets tahoebio/Tahoe-100M: columns genes and expressions; the first pair of a row is
+   dropped where its value is below 0.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends import codecs, parquet
+from gpuload.backends.native import parquet_pages
+from gpuload.backends.native.parquet import LEADER
+from gpuload.backends.reading import short_read
+from gpuload.errors import CorruptDataError, StoreError
+from gpuload.formats.arrays import RESTORE, listing
+from gpuload.formats.index import Index
+from gpuload.formats.parquet import Table, source_of
+from gpuload.formats.parquet_rows import about, damaged, row_lengths, spec_of
+from gpuload.source import FileSource
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.formats.parquet import ListColumn
+    from gpuload.remote_source import RemoteSource
+
+COLUMNS = (
+    ("genes", "expressions"),
+    ("gene_token_id", "gene_expression"),
+    ("indices", "data"),
+    ("indices", "values"),
+)
+"""Names of the columns of gene numbers and of values that are looked for, in this order."""
+
+_MIN_ROWS = 1 << 12
+"""Of files with fewer rows nothing is kept."""
+
+_GROUP = ("genes offset", "genes nbytes", "values offset", "values nbytes", "rows")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """What is known of one file.
+
+    Attributes
+    ----------
+    path, nbytes, stamp
+        The file, its size and time of last change.
+    names
+        Of the columns of genes and of values.
+    about : (2, 4) int64
+        Of each: codec, bytes of a stored value, definition levels of a value and of an empty list.
+    dtype
+        Of the values.
+    groups
+        By `_GROUP`, (n_groups,) int64: where the columns lie in each row group; its rows.
+    lengths : (n_rows,)
+        Stored values of each row.
+    has_leader
+        Whether each row begins with a pair that stands for the cell.
+    greatest
+        Greatest gene number; -1 where there is none.
+    """
+
+    path: str
+    nbytes: int
+    stamp: int
+    names: tuple[str, str]
+    about: NDArray[np.int64]
+    dtype: np.dtype[Any]
+    groups: dict[str, NDArray[np.int64]]
+    lengths: NDArray[Any]
+    has_leader: bool
+    greatest: int
+
+
+def look_at(path: str, layer: str) -> Cells:
+    """Return what is known of a file, or of an object at an address.
+
+    Raises
+    ------
+    ReadError, StoreError, CorruptDataError, MissingDependencyError
+        As for `parquet_cells.open_cells`.
+    """
+    with closing(source_of(path)) as source:
+        index = Index(source)
+        cells = _kept(index, source, layer)
+        if cells is None:
+            cells = _read(source, layer)
+            if cells.lengths.size >= min(_MIN_ROWS, index.min_rows):
+                _keep(index, cells, layer)
+                index.save()
+        return cells
+
+
+def _kept(index: Index, source: FileSource | RemoteSource, layer: str) -> Cells | None:
+    """Return what was kept of a file when it was opened earlier."""
+    parts = {name: index.get(f"{layer} {name}") for name in ("names", "about", "dtype", "file", "lengths", *_GROUP)}
+    if any(part is None for part in parts.values()):
+        return None
+    found: dict[str, Any] = parts
+    genes, values = found["names"].astype(np.uint8).tobytes().decode().split("\0")
+    groups = {name: found[name].astype(np.int64) for name in _GROUP}
+    has_leader, greatest = (int(n) for n in found["file"])
+    cells = Cells(
+        source.name,
+        *_state(source),
+        (genes, values),
+        found["about"].astype(np.int64).reshape(2, 4),
+        np.dtype(found["dtype"].astype(np.uint8).tobytes().decode()),
+        groups,
+        found["lengths"],
+        bool(has_leader),
+        greatest - 1,
+    )
+    return cells if int(groups["rows"].sum()) == cells.lengths.size else None
+
+
+def _keep(index: Index, cells: Cells, layer: str) -> None:
+    def text(given: str) -> NDArray[np.uint8]:
+        return np.frombuffer(given.encode(), dtype=np.uint8)
+
+    index.keep(f"{layer} names", text("\0".join(cells.names)))
+    index.keep(f"{layer} about", cells.about.ravel())
+    index.keep(f"{layer} dtype", text(cells.dtype.str))
+    index.keep(f"{layer} file", np.array([cells.has_leader, cells.greatest + 1], dtype=np.int64))
+    index.keep(f"{layer} lengths", cells.lengths)
+    for name in _GROUP:
+        index.keep(f"{layer} {name}", cells.groups[name])
+
+
+def _state(source: FileSource | RemoteSource) -> tuple[int, int]:
+    """Return size and time of last change; of an object the latter means nothing."""
+    if not isinstance(source, FileSource):
+        return source.nbytes, 0
+    status = os.fstat(source.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def _read(source: FileSource | RemoteSource, layer: str) -> Cells:
+    """Return what a file says of itself."""
+    table = Table(source)
+    names = _columns(table, layer)
+    genes, values = (table.list_column(name) for name in names)
+    if genes.dtype.kind not in "iu":
+        raise StoreError(f"{source.name}: column {names[0]!r} holds {genes.dtype}; gene numbers are integers.")
+    rows = table.group_rows()
+    for name, column in zip(names, (genes, values), strict=True):
+        _check_place(source, name, column)
+    lengths = row_lengths(source, names, (genes, values), rows)
+    reader = _Reader(source, names, (genes, values), rows, lengths)
+    return Cells(
+        source.name,
+        *_state(source),
+        names,
+        np.array([about(genes), about(values)], dtype=np.int64),
+        values.dtype,
+        {
+            "genes offset": genes.offset,
+            "genes nbytes": genes.nbytes,
+            "values offset": values.offset,
+            "values nbytes": values.nbytes,
+            "rows": rows,
+        },
+        lengths,
+        reader.has_leader(),
+        reader.greatest(),
+    )
+
+
+def _columns(table: Table, layer: str) -> tuple[str, str]:
+    """Return the names of the columns of genes and of values."""
+    known = table.lists()
+    if layer == "X":
+        found = next((pair for pair in COLUMNS if set(pair) <= set(table.names())), None)
+        if found is not None:
+            return found
+        wanted = " or ".join(f"{genes!r} and {values!r}" for genes, values in COLUMNS)
+        raise StoreError(
+            f"{table.path}: it has {listing(table.names())}; expected cells as rows with a list of gene numbers and "
+            f"one of values, in columns {wanted}. Rename them, or name the column of values with layer=."
+        )
+    genes = next((name for name, _ in COLUMNS if name in table.names()), None)
+    if layer not in table.names() or genes is None:
+        have = f"its lists are {listing(known)}" if known else "it has no lists"
+        raise StoreError(f"{table.path}: there is no layer {layer!r}, a column with a list of values a row; {have}.")
+    return genes, layer
+
+
+def _check_place(source: FileSource | RemoteSource, name: str, column: ListColumn) -> None:
+    if not parquet.can_decode(column.codec):
+        raise StoreError(
+            f"{source.name}: column {name!r} is compressed with {column.codec}, which cannot be decoded here; known "
+            f"are {', '.join(parquet_pages.CODECS)}. Write it anew, for example with compression='zstd'."
+        )
+    end = column.offset + column.nbytes
+    if np.any(column.offset < 0) or np.any(column.nbytes < 0) or np.any(end > source.nbytes):
+        raise CorruptDataError(f"{source.name}: column {name!r} should lie beyond the file's end. {RESTORE}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reader:
+    """Looks into the values of a file as it is opened, where its footer does not say what is to be known."""
+
+    source: FileSource | RemoteSource
+    names: tuple[str, str]
+    columns: tuple[ListColumn, ListColumn]
+    rows: NDArray[np.int64]
+    lengths: NDArray[Any]
+
+    def has_leader(self) -> bool:
+        """Return whether each row begins with gene `LEADER` and the same value below 0.
+
+        Where the bounds of any row group allow for that, the first one is looked at. If its rows do, the others are
+        looked at as they are read; if they do not, the first and the last that may are looked at, too.
+        """
+        genes, values = self.columns
+        filled = [group for group in range(self.rows.size) if self._lengths_of(group).any()]
+        may_have = [g for g in filled if not (genes.least[g] > LEADER or values.least[g] >= 0)]  # NaN: not known
+        if may_have and self._has_leader(filled[0]):
+            return True
+        for group in {may_have[0], may_have[-1]} - {filled[0]} if may_have else ():
+            if self._has_leader(group):
+                raise self._mixed(int(self.rows[: filled[0]].sum()) + int(np.argmax(self._lengths_of(filled[0]) > 0)))
+        return False
+
+    def _has_leader(self, group: int) -> bool:
+        lengths = self._lengths_of(group)
+        at = (np.cumsum(lengths) - lengths)[lengths > 0]
+        numbers, found = self._decode(0, group)[at], self._decode(1, group)[at]
+        is_one = (numbers == LEADER) & (found < 0)
+        if not is_one.any() or np.any(found[is_one] != found[is_one][0]):
+            return False
+        if not is_one.all():
+            raise self._mixed(int(self.rows[:group].sum()) + int(np.flatnonzero(lengths > 0)[np.argmin(is_one)]))
+        return True
+
+    def _mixed(self, row: int) -> StoreError:
+        return StoreError(
+            f"{self.source.name}: some rows begin with the [CLS] pair ({LEADER} and the same value below 0) and others "
+            f"do not, row {row} for one; write the file anew with that pair in all rows or in none."
+        )
+
+    def greatest(self) -> int:
+        """Return the greatest gene number; -1 where there is none."""
+        column = self.columns[0]
+        found = [-1]
+        for group in np.flatnonzero(column.nbytes).tolist():
+            known = column.greatest[group]
+            if np.isnan(known):
+                numbers = self._decode(0, group)
+                if np.any(numbers < 0):
+                    raise CorruptDataError(f"{self.source.name}: {self.names[0]!r} holds a number below 0. {RESTORE}")
+                known = numbers.max(initial=-1)
+            found.append(int(known))
+        return max(found)
+
+    def _lengths_of(self, group: int) -> NDArray[np.int64]:
+        start = int(self.rows[:group].sum())
+        return self.lengths[start : start + int(self.rows[group])].astype(np.int64)
+
+    def _decode(self, which: int, group: int) -> NDArray[Any]:
+        """Return all values of a row group; gene numbers as int32."""
+        name, column = self.names[which], self.columns[which]
+        offset, nbytes = int(column.offset[group]), int(column.nbytes[group])
+        stored = np.empty(nbytes, dtype=np.uint8)
+        got = self.source.read_into(stored, offset)
+        if got < nbytes:
+            raise short_read(self.source, name, offset, nbytes, got)
+        n = int(self._lengths_of(group).sum())
+        dtype = np.dtype(np.int32) if which == 0 else column.dtype
+        spec = spec_of(about(column), column.dtype, which == 0, max_rows=int(self.rows[group]))
+        try:
+            plain = parquet.decode(stored, spec, n * dtype.itemsize, dtype.itemsize)
+        except codecs.DecodeError as error:
+            raise damaged(self.source, name, group, offset, error) from error
+        return plain.view(dtype)

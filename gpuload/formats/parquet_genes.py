@@ -1,0 +1,83 @@
+"""Which gene a number stands for in Parquet files of cells: the table of genes beside them, where there is one.
+
+References
+----------
+.. [1] Tahoe-100M, Hugging Face datasets tahoebio/Tahoe-100M: table gene_metadata (token_id, gene_symbol, ensembl_id).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpuload.errors import ReadError, StoreError
+from gpuload.formats.addresses import as_address
+from gpuload.formats.arrays import as_strings, check_n_vars, listing, numbered
+from gpuload.formats.parquet import opened
+from gpuload.remote import BusyError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+GENES_FILE = "gene_metadata.parquet"
+"""The table of which gene a number stands for: beside the cells, in the folder above, or in metadata/ of either."""
+
+_TOKENS, _NAMES, _IDS = ("token_id", "gene_id"), ("gene_symbol", "gene_name", "symbol"), ("ensembl_id", "ensembl")
+
+_log = logging.getLogger("gpuload")
+
+
+def genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] | None] | None:
+    """Return which number is the first gene's, the genes' names and their ids, as the table of genes says."""
+    table = next((place for place in _tables_of_genes(path) if _is_there(place)), None)
+    if table is None:
+        return None
+    with opened(table) as content:
+        columns = content.flat()
+        token, name, other = (next((c for c in known if c in columns), None) for known in (_TOKENS, _NAMES, _IDS))
+        given = {column: content.column(column) for column in (token, name, other) if column is not None}
+    if token is None or (name is None and other is None):
+        raise StoreError(
+            f"{table}: it has {listing(columns)}; expected token_id, and gene_symbol or ensembl_id. Move it elsewhere "
+            "to have genes called by their numbers."
+        )
+    tokens = given[token]
+    if tokens.dtype.kind not in "iu" or not tokens.size or tokens.min() < 0 or np.unique(tokens).size < tokens.size:
+        raise StoreError(f"{table}: {token} should hold whole numbers, each once; write the table anew.")
+    check_n_vars(table, int(tokens.max()) - int(tokens.min()) + 1)
+    first, place = int(tokens.min()), tokens - tokens.min()
+    names, ids = numbered(int(tokens.max()) + 1)[first:], None
+    for column in (other, name):  # names where there are such, else ids, else numbers
+        if column is not None:
+            is_there = np.array([isinstance(value, str) and bool(value) for value in given[column]], dtype=bool)
+            names[place[is_there]] = as_strings(given[column][is_there])
+        ids = names.copy() if column == other and column is not None and name is not None else ids
+    return first, names, ids
+
+
+def _tables_of_genes(path: str) -> list[str]:
+    """Return where the table of genes of a file may be, in the order in which it is looked for."""
+    address = as_address(path)
+    if address is None:
+        beside = os.path.dirname(os.path.abspath(path))
+        folders = [beside, os.path.dirname(beside)]
+        return [os.path.join(folder, *sub, GENES_FILE) for folder in folders for sub in ((), ("metadata",))]
+    near = address.parent()
+    above = [near.parent()] if near.key else []
+    return [folder.child(sub + GENES_FILE) for folder in (near, *above) for sub in ("", "metadata/")]
+
+
+def _is_there(path: str) -> bool:
+    address = as_address(path)
+    if address is None:
+        return os.path.isfile(path)
+    try:
+        return address.is_file
+    except BusyError:
+        raise
+    except ReadError as error:  # who may not list is told so of what is not there, too
+        _log.warning("%s: is taken not to be there: %s", path, error)
+        return False

@@ -1,0 +1,79 @@
+"""The cells of pipelines/classify.py: those to learn from, in each order, and those of the held-out plates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from classify_run import n_processes, process, say
+from tqdm import tqdm
+
+import gpuload
+
+if TYPE_CHECKING:
+    import argparse
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The cells, told apart into those to learn from and those of the held-out plates."""
+
+    args: argparse.Namespace
+    is_train: Any
+    test_rows: Any
+
+    def train_settings(self, order: str, seed: int) -> dict[str, Any]:
+        """Return the settings, for `gpuload.open_loader`, of the cells to learn from in one of the `ORDERS`."""
+        inner: dict[str, Any] = {
+            "streaming": gpuload.Sequential(),
+            "buffer": gpuload.Sequential(shuffle_fetch=True),
+            "balanced": gpuload.ClassBalanced(self.args.balance),
+        }
+        block_size = 1 if order == "random" else self.args.block_size
+        sampler = gpuload.Subset(self.is_train, inner.get(order))
+        return {**self._settings(), "sampler": sampler, "block_size": block_size, "seed": seed}
+
+    def open_train(self, order: str, seed: int) -> gpuload.Loader:
+        """Open the cells to learn from, dealt to all processes."""
+        return gpuload.open_loader(**self.train_settings(order, seed))
+
+    def open_test(self) -> gpuload.Loader:
+        """Open this process's part of the held-out cells: none is in two parts."""
+        mine = np.array_split(self.test_rows, n_processes())[process()]
+        in_order = {"sampler": gpuload.Subset(mine), "shuffle": False, "rank": 0, "world_size": 1}
+        return gpuload.open_loader(**self._settings(), **in_order)
+
+    def _settings(self) -> dict[str, Any]:
+        args = self.args
+        return {
+            "paths": args.paths,
+            "batch_size": args.batch_size,
+            "fetch_factor": args.fetch_factor,
+            "obs": [*dict.fromkeys([*args.labels, args.plate])],
+            "genes": Path(args.genes).read_text(encoding="utf-8").split() if args.genes else None,
+            "transform": gpuload.Transform(target_sum=1e4, log1p=True) if args.values == "log1p" else None,
+            "device": args.device,
+        }
+
+
+def find_cells(args: argparse.Namespace) -> Cells:
+    """Tell the held-out plates' cells from the others'."""
+    split = gpuload.split(args.paths, {"train": ..., "test": args.test}, by=args.plate)
+    say(f"to learn from: {split.counts['train']:,} cells; held out: {split.counts['test']:,} of {', '.join(args.test)}")
+    return Cells(args, split.part == split.names.index("train"), split["test"])
+
+
+def write_screen(folder: Path, n_cells: int, **sizes: Any) -> None:
+    """Write a synthetic screen, a file for each plate, made by `gpuload.synthetic_screen.screen_plates`."""
+    import anndata
+
+    from gpuload.synthetic_screen import screen_plates
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with tqdm(total=n_cells, desc="making cells", unit="cell", disable=None) as bar:
+        for plate in screen_plates(n_cells, progress=bar.update, **sizes):
+            unfinished = folder / f".{plate.name}.unfinished"
+            anndata.AnnData(plate.X, plate.obs, plate.var).write_h5ad(unfinished, compression="gzip")
+            unfinished.replace(folder / f"{plate.name}.h5ad")

@@ -1,0 +1,199 @@
+"""What keeps the trainings of pipelines/classify.py: their processes, settings, logs, checkpoints and clocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import gpuload
+from gpuload.diversity import entropy_bits
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from gpuload.torch import CellDataset
+
+
+def process() -> int:
+    """Return which of the training processes this is."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def n_processes() -> int:
+    """Return how many training processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def join_processes(device: str) -> None:
+    """Meet the other processes, where torchrun started several; each takes the GPU of its local number."""
+    is_gpu = device != "cpu" and torch.cuda.is_available()
+    if is_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu else "gloo")
+
+
+def wait_for_all() -> None:
+    """Return when every process has come here."""
+    if n_processes() > 1:
+        dist.barrier()
+
+
+def say(text: str) -> None:
+    """Print, on the first process."""
+    if not process():
+        print(text, flush=True)
+
+
+@dataclass
+class Log:
+    """What a run has gone through; goes into its checkpoints.
+
+    Attributes
+    ----------
+    n_steps, n_cells
+        Done; cells on all processes together.
+    seconds, waited_s
+        For training, and of these for minibatches.
+    loss
+        (step, mean loss since the point before).
+    entropy
+        By column, in bits, one minibatch for each point of `loss`.
+    """
+
+    n_steps: int = 0
+    n_cells: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    loss: list[tuple[int, float]] = field(default_factory=list)
+    entropy: dict[str, list[float]] = field(default_factory=dict)
+
+    def note_entropy(self, loader: gpuload.Loader, batch: dict[str, torch.Tensor]) -> None:
+        """Note how mixed a minibatch is, by each of its columns of categories; but not of a short one."""
+        if len(batch["X"]) == loader.batch_size:
+            for name, categories in loader.categories.items():
+                self.entropy.setdefault(name, []).append(entropy_bits(batch[name].cpu().numpy(), categories.size))
+
+
+class Checkpoint:
+    """The place on disk of a run that is not over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, cells: CellDataset, log: Log) -> None:
+        """Write all that it takes to go on, in place of what was there; the first process does, for all."""
+        if process():
+            return
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "cells": cells.state_dict()}
+        unfinished = self.path.with_suffix(".unfinished")
+        torch.save({**state, "log": asdict(log)}, unfinished)
+        os.replace(unfinished, self.path)
+
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, cells: CellDataset) -> Log:
+        """Go on from it where there is one."""
+        if not self.path.exists():
+            return Log()
+        state = torch.load(self.path, map_location=cells.loader.device, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        cells.load_state_dict(state["cells"])
+        return Log(**state["log"])
+
+
+class Clock:
+    """Keeps a log's seconds, of which pauses take none."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._last = 0.0
+
+    def arrivals(self, cells: CellDataset, n_steps: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the minibatches that are left of `n_steps`, epoch after epoch."""
+        self._last = time.perf_counter()
+        while self._log.n_steps < n_steps:
+            for batch in cells:
+                waited = self._tick()
+                self._log.waited_s += waited
+                yield batch
+                self._tick()
+
+    def paused(self) -> Clock:
+        """Return a with-block whose time does not count."""
+        self._tick()
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._last = time.perf_counter()
+
+    def _tick(self) -> float:
+        """Count the seconds since the last tick, and return them."""
+        now = time.perf_counter()
+        since, self._last = now - self._last, now
+        self._log.seconds += since
+        return since
+
+
+class NoBoard:
+    """In place of a TensorBoard log where none is wanted."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Forget it."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def tensorboard(folder: Path | None, n_steps: int) -> Any:
+    """Return a TensorBoard log, on the first process, if a folder is given; what it holds after `n_steps` is void."""
+    if folder is None or process():
+        return NoBoard()
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise gpuload.MissingDependencyError("tensorboard", "--tensorboard", "classify") from error
+    return SummaryWriter(str(folder), purge_step=n_steps + 1)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file of JSON, whole or not at all."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(value, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+NOT_SETTINGS = ("make", "out", "orders", "models", "seeds", "save_every", "loader_seconds", "tensorboard", "fresh")
+"""Options that may differ when runs go on."""
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Make the results' folder, and refuse to go on there with other settings than those of its runs."""
+    path = args.out / "settings.json"
+    if not process():
+        args.out.mkdir(parents=True, exist_ok=True)
+        if args.fresh:
+            for old in (*args.out.glob("*.pt"), *args.out.glob("*.json")):
+                old.unlink()
+    wait_for_all()
+    settings = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+    before = json.loads(path.read_text()) if path.exists() else settings
+    for name, value in settings.items():
+        if before.get(name) != value:
+            raise gpuload.PlanError(
+                f"--out {args.out}: runs were begun there with {name}={before.get(name)!r}, and here it is {value!r}; "
+                "choose another folder, or --fresh to forget them."
+            )
+    wait_for_all()
+    if not process():
+        write_json(path, settings)

@@ -1,0 +1,216 @@
+"""What does the arithmetic of pipelines/modality.py: gpuload's estimators, scikit-learn or cuML.
+
+Each takes the same parameters and gives the same arrays of NumPy: scores and components of the genes' SVD, and the mean
+of the ten regressions as one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy.sparse import vstack
+
+import gpuload
+from gpuload import estimators
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+
+MOST_AT_ONCE = 12_000
+"""Rows of a kernel matrix that LAPACK may factorise in one call: some builds of OpenBLAS crash on 16,000."""
+
+
+class Engine:
+    """Ours: nothing is held that is as long as the matrix, but the scores."""
+
+    name = "ours"
+
+    def __init__(self, **params: Any) -> None:
+        self.params = params
+        self.seed: int = params["random_state"]
+
+    def open(self, settings: Mapping[str, Any], **more: Any) -> gpuload.Loader:
+        """Open cells in the order in which they lie."""
+        common = {"shuffle": False, "batch_size": 2048, "fetch_factor": 2, "rank": 0, "world_size": 1}
+        return gpuload.open_loader(**{**common, "device": self.params["device"], **more, **settings})
+
+    def svd(self, n_components: int) -> Any:
+        """Return an SVD with scikit-learn's interface."""
+        return estimators.TruncatedSVD(n_components, device=self.params["device"], random_state=self.seed)
+
+    def gene_scores(self, settings: Mapping[str, Any]) -> tuple[NDArray[np.float32], NDArray[np.float32], Any]:
+        """Return the SVD's scores of all cells, its components, and the names of the genes."""
+        with self.open(settings, dtype="bfloat16") as cells:
+            svd = self.svd(min(self.params["n_gene_components"], cells.n_vars, cells.n_obs))
+            scores = svd.fit_transform(cells)
+            return np.asarray(scores, dtype=np.float32), np.asarray(svd.components_, dtype=np.float32), cells.var_names
+
+    def regress(
+        self, X: NDArray[np.float32], y: NDArray[np.float32], batch: NDArray[Any]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return the mean of the ten models as one: rows to take the kernel with, and their coefficients."""
+        model = estimators.KernelRidge(
+            self.params["alpha"],
+            gamma=self.params["gamma"],
+            solver=self.params["solver"],
+            n_landmarks=self.params["n_landmarks"],
+            n_rounds=self.n_rounds(batch),
+            device=self.params["device"],
+            random_state=self.seed,
+        ).fit(X, y, batch)
+        return model.X_fit_, model.dual_coef_
+
+    def n_rounds(self, batch: NDArray[Any]) -> int:
+        """Return the rounds that these batches allow: of one batch there are no halves."""
+        return int(self.params["n_rounds"]) if np.unique(batch).size > 1 else 0
+
+    def is_exact(self, n: int) -> bool:
+        """Return whether so many cells are to be solved exactly."""
+        solver = self.params["solver"]
+        return bool(solver == "exact" or (solver == "auto" and n <= self.params["n_landmarks"]))
+
+
+class SklearnEngine(Engine):
+    """scikit-learn, tuned: kernel="rbf" rather than an RBF object, which goes a slower way.
+
+    Of many cells the kernel is that of landmarks (Nystroem, then Ridge): the exact one does not fit into memory.
+    """
+
+    name = "sklearn"
+
+    def __init__(self, **params: Any) -> None:
+        super().__init__(**params)
+        if params["device"] != "cpu":
+            raise gpuload.PlanError(f"engine='sklearn', device={params['device']!r}: scikit-learn works on the CPU.")
+
+    def svd(self, n_components: int) -> Any:
+        """Return an SVD with as many power iterations as the recipe."""
+        from sklearn.decomposition import TruncatedSVD
+
+        return TruncatedSVD(n_components, n_iter=5, random_state=self.seed)
+
+    def exact(self) -> Any:
+        """Return one model of the ten."""
+        from sklearn.kernel_ridge import KernelRidge
+
+        return KernelRidge(alpha=self.params["alpha"], kernel="rbf", gamma=self.params["gamma"])
+
+    def gene_scores(self, settings: Mapping[str, Any]) -> tuple[NDArray[np.float32], NDArray[np.float32], Any]:
+        """Return the SVD's scores of all cells, its components, and the names of the genes."""
+        with self.open(settings, output="csr", device="cpu") as cells:
+            names = cells.var_names
+            X = vstack([batch.X for batch in cells], format="csr")
+        if not np.isfinite(X.data).all():
+            raise gpuload.CorruptDataError("genes hold NaN or infinite values; remove or fill them first.")
+        svd = self.svd(min(self.params["n_gene_components"], *X.shape))
+        scores = svd.fit_transform(self.matrix(X))
+        return np.asarray(scores, dtype=np.float32), np.asarray(svd.components_, dtype=np.float32), names
+
+    def matrix(self, X: Any) -> Any:
+        """Return the matrix as the SVD wants it."""
+        return X
+
+    def regress(
+        self, X: NDArray[np.float32], y: NDArray[np.float32], batch: NDArray[Any]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return the mean of the ten models as one: rows to take the kernel with, and their coefficients."""
+        halves = self.halves(batch)
+        if not self.is_exact(len(X)):
+            return self.by_landmarks(X, y, halves)
+        self.check_size(max(int(half.sum()) for half in halves))
+        total = np.zeros(y.shape)
+        for half in halves:
+            total[half] += np.asarray(self.exact().fit(X[half], y[half]).dual_coef_)
+        return X, (total / len(halves)).astype(np.float32)
+
+    def check_size(self, n: int) -> None:
+        """Refuse a kernel matrix that scikit-learn cannot factorise: it asks LAPACK to in one call."""
+        if n > MOST_AT_ONCE:
+            raise gpuload.PlanError(
+                f"engine='sklearn', solver='exact': a model of {n:,} cells, and OpenBLAS may crash on more than "
+                f"{MOST_AT_ONCE:,}; use solver='nystrom', or engine='ours', which factorises panel by panel."
+            )
+
+    def by_landmarks(
+        self, X: NDArray[np.float32], y: NDArray[np.float32], halves: list[NDArray[np.bool_]]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return the mean of models on the same landmarks."""
+        from sklearn.kernel_approximation import Nystroem
+        from sklearn.linear_model import Ridge
+
+        features = Nystroem(
+            gamma=self.params["gamma"],
+            n_components=min(self.params["n_landmarks"], len(X)),
+            random_state=self.seed,
+        )
+        features.fit(X)
+        mapped = np.concatenate([features.transform(part) for part in np.array_split(X, max(1, len(X) // 4096))])
+        total = np.zeros((mapped.shape[1], y.shape[1]))
+        for half in halves:
+            model = Ridge(self.params["alpha"], fit_intercept=False, solver="cholesky")
+            total += model.fit(mapped[half], y[half]).coef_.reshape(y.shape[1], -1).T
+        coefficients = features.normalization_.T @ (total / len(halves))
+        return features.components_.astype(np.float32), coefficients.astype(np.float32)
+
+    def halves(self, batch: NDArray[Any]) -> list[NDArray[np.bool_]]:
+        """Return which cells each of the ten models is fitted to."""
+        labels, random = np.unique(batch), np.random.default_rng(self.seed)
+        halves = []
+        for _ in range(self.n_rounds(batch)):
+            is_first = np.isin(batch, random.permutation(labels)[: len(labels) // 2])
+            halves += [is_first, ~is_first]
+        return halves or [np.ones(len(batch), dtype=bool)]
+
+
+class CumlEngine(SklearnEngine):
+    """cuML: the imports differ, sparse input is made dense, all is exact, and gamma is said."""
+
+    name = "cuml"
+
+    def __init__(self, **params: Any) -> None:
+        Engine.__init__(self, **params)
+        if params["solver"] == "nystrom":
+            raise gpuload.PlanError("engine='cuml', solver='nystrom': cuML has no landmarks; use solver='exact'.")
+        try:
+            import cupy
+
+            if not cupy.cuda.runtime.getDeviceCount():  # cuml itself imports without a GPU, and fails at the first fit
+                raise RuntimeError("CuPy sees no GPU")
+            import cuml  # noqa: F401
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise gpuload.DeviceError(
+                f"engine='cuml': no GPU and cuML can be used here ({reason}); on a machine with a GPU, "
+                "pip install '.[cuml]' from the checkout, or use --engine ours."
+            ) from error
+
+    def svd(self, n_components: int) -> Any:
+        """Return an SVD by eigendecomposition; cuML has no randomised one."""
+        from cuml import TruncatedSVD
+
+        return TruncatedSVD(n_components, output_type="numpy")
+
+    def exact(self) -> Any:
+        """Return one model of the ten."""
+        from cuml.kernel_ridge import KernelRidge
+
+        return KernelRidge(alpha=self.params["alpha"], kernel="rbf", gamma=self.params["gamma"], output_type="numpy")
+
+    def matrix(self, X: Any) -> Any:
+        """Return a dense matrix: cuML's SVD takes no sparse one."""
+        return X.toarray()
+
+    def check_size(self, n: int) -> None:
+        """Refuse nothing: cuSOLVER factorises what fits into memory."""
+
+    def is_exact(self, n: int) -> bool:
+        """Return True: cuML has no landmarks."""
+        del n
+        return True
+
+
+ENGINES = {engine.name: engine for engine in (Engine, SklearnEngine, CumlEngine)}

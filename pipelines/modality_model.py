@@ -1,0 +1,284 @@
+"""The recipe of pipelines/modality.py as one model: genes in, proteins out."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import anndata
+import numpy as np
+import pandas as pd
+from modality_data import GENES, PROTEINS
+from modality_engines import ENGINES, Engine
+
+import gpuload
+from gpuload import estimators
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from numpy.typing import ArrayLike, NDArray
+
+
+class ProteinModel:
+    """The recipe as one model: genes in, proteins out.
+
+    What it has learnt are arrays of NumPy, the same whichever engine found them: what was fitted on a GPU is saved,
+    loaded and used to predict on a machine without one.
+
+    Parameters
+    ----------
+    engine
+        ``"ours"``, ``"sklearn"`` or ``"cuml"``.
+    n_gene_components, n_protein_components
+        Of the two SVDs; at most as many as there are cells, genes or proteins.
+    gamma
+        That of a length scale of 10. The widely copied GPU version leaves it out, and gets 1 / 300 instead.
+    alpha
+        Strength of the penalty.
+    n_rounds
+        Shufflings of the batches, two models each. Of one batch there is one model.
+    solver, n_landmarks
+        ``"exact"``, ``"nystrom"`` (by so many landmarks), or ``"auto"``: exact up to so many cells.
+    device
+        Of ours: ``"cpu"`` or ``"cuda:0"``.
+    random_state
+        Seed.
+
+    Attributes
+    ----------
+    gene_names_, protein_names_
+        Of the cells fitted.
+    gene_components_ : (n_gene_components, n_genes) float32
+        Of the genes' SVD.
+    protein_components_ : (n_protein_components, n_proteins) float32
+        Of the proteins' SVD.
+    X_fit_, dual_coef_
+        Of the mean of the ten models: `gpuload.estimators.KernelRidge`'s.
+    scores_ : (n, n_gene_components) float32
+        Standardised, of all cells fitted, those without proteins too; not saved.
+    seconds_
+        That the steps of fitting took; not saved.
+    """
+
+    LEARNT: ClassVar = (
+        "gene_names_",
+        "protein_names_",
+        "gene_components_",
+        "protein_components_",
+        "X_fit_",
+        "dual_coef_",
+    )
+
+    def __init__(
+        self,
+        engine: str = "ours",
+        *,
+        n_gene_components: int = 300,
+        n_protein_components: int = 70,
+        gamma: float = 0.005,
+        alpha: float = 0.2,
+        n_rounds: int = 5,
+        solver: str = "auto",
+        n_landmarks: int = 4000,
+        device: str = "cpu",
+        random_state: int = 0,
+    ) -> None:
+        if engine not in ENGINES:
+            raise gpuload.PlanError(f"engine={engine!r}: expected one of {', '.join(map(repr, ENGINES))}.")
+        self.params = {name: value for name, value in locals().items() if name != "self"}
+        self.engine: Engine = ENGINES[engine](**self.params)
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the parameters, as scikit-learn's tools ask for them."""
+        del deep
+        return dict(self.params)
+
+    def set_params(self, **params: Any) -> Self:
+        """Set parameters, as scikit-learn's tools do."""
+        for name in params:
+            if name not in self.params:
+                raise gpuload.PlanError(f"{name}: no such parameter; there are {', '.join(self.params)}.")
+        type(self).__init__(self, **{**self.params, **params})
+        return self
+
+    def __sklearn_tags__(self) -> Any:
+        """Return scikit-learn's description: a regressor of several targets."""
+        tags = estimators.KernelRidge().__sklearn_tags__()
+        tags.target_tags.single_output = False
+        return tags
+
+    def fit(
+        self, genes: Any, proteins: Any = None, batch: ArrayLike | None = None, rows: ArrayLike | None = None
+    ) -> Self:
+        """Learn from cells with genes and proteins.
+
+        Parameters
+        ----------
+        genes
+            Log-normalised expression: a MuData, an AnnData, or what else `gpuload.open_loader` opens, also as a mapping
+            of its settings: ``{"paths": "cite.h5ad", "layer": "normalized"}``.
+        proteins : (n, n_proteins)
+            Array, or an AnnData whose cells are found by name; None of a MuData, whose modality "prot" it is.
+        batch : (n,), optional
+            Batches of the cells with proteins; else the AnnData's obs["batch"], else all are one batch.
+        rows : (n,), optional
+            Which of the cells have the proteins given; the others help to find the components. None: all, or those
+            that the AnnData of the proteins names.
+        """
+        settings, known = _opened(genes), _known(genes, proteins, batch, rows)
+        if not np.isfinite(known.proteins).all():
+            raise gpuload.PlanError("proteins hold NaN or infinite values; say with rows which are measured.")
+        self.protein_names_ = known.names
+        start = time.perf_counter()
+        scores, self.gene_components_, self.gene_names_ = self.engine.gene_scores(settings)
+        self.scores_ = standardised(scores)
+        del scores
+        middle = time.perf_counter()
+        chosen = np.arange(len(self.scores_)) if known.rows is None else known.rows
+        if len(chosen) != len(known.proteins):
+            raise gpuload.PlanError(
+                f"proteins: {len(known.proteins)} rows for {len(chosen)} cells; give a row for each, or say with rows "
+                "which cells they are of."
+            )
+        svd = self.engine.svd(min(self.params["n_protein_components"], *known.proteins.shape)).fit(known.proteins)
+        self.protein_components_ = np.asarray(svd.components_, dtype=np.float32)
+        y = np.asarray(svd.transform(known.proteins), dtype=np.float32)
+        first = chosen[0] if len(chosen) else 0
+        is_run = np.array_equal(chosen, np.arange(first, first + len(chosen)))  # of which a copy would be a waste
+        X = self.scores_[first : first + len(chosen)] if is_run else self.scores_[chosen]
+        self.X_fit_, self.dual_coef_ = self.engine.regress(X, y, known.batch)
+        self.seconds_ = {"SVD of the genes, read from disk": middle - start, "regression": time.perf_counter() - middle}
+        return self
+
+    def predict(self, genes: Any) -> Any:
+        """Predict the proteins of cells, given as to `fit`; their genes are found by name.
+
+        Returns
+        -------
+        (n, n_proteins) float32; of an AnnData or a MuData, an AnnData with the names of its cells and of the proteins.
+        """
+        self._check_fitted()
+        settings = _opened(genes)
+        svd = estimators.TruncatedSVD(len(self.gene_components_), device=self.params["device"])
+        svd.components_, svd.n_features_in_ = self.gene_components_, self.gene_components_.shape[1]
+        with self.engine.open(settings) as cells:
+            has_same = list(cells.var_names) == list(self.gene_names_)
+        with self.engine.open(settings if has_same else {**settings, "genes": list(self.gene_names_)}) as cells:
+            predicted = self.predict_scores(standardised(svd.transform(cells)))
+        if (table := _table_of(genes)) is None:
+            return predicted
+        return anndata.AnnData(
+            predicted, pd.DataFrame(index=table.obs_names), pd.DataFrame(index=pd.Index(self.protein_names_))
+        )
+
+    def predict_scores(self, scores: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Predict from standardised scores, such as rows of `scores_`: (n, n_proteins)."""
+        model = estimators.KernelRidge(gamma=self.params["gamma"], device=self.params["device"])
+        model.X_fit_, model.dual_coef_, model.n_features_in_ = self.X_fit_, self.dual_coef_, self.X_fit_.shape[1]
+        return np.asarray(np.maximum(model.predict(scores) @ self.protein_components_, 0))
+
+    def score(self, genes: Any, proteins: Any = None) -> float:
+        """Return the coefficient of determination, the mean over proteins, of cells given as to `fit`."""
+        known, found = _known(genes, proteins, None, None), self.predict(genes)
+        found = np.asarray(found.X if hasattr(found, "obs_names") else found)
+        found = found if known.rows is None else found[known.rows]
+        left = ((known.proteins - found) ** 2).sum(axis=0, dtype=np.float64)
+        spread = ((known.proteins - known.proteins.mean(axis=0)) ** 2).sum(axis=0, dtype=np.float64)
+        return float(np.mean(1 - left[spread > 0] / spread[spread > 0]))
+
+    def save(self, path: str | Path) -> None:
+        """Write parameters and what was learnt to an .npz file, without pickles."""
+        self._check_fitted()
+        learnt = {name: np.asarray(getattr(self, name)) for name in self.LEARNT}
+        learnt = {name: found.astype(str) if found.dtype == object else found for name, found in learnt.items()}
+        with Path(path).open("wb") as file:
+            np.savez(file, about=np.array(json.dumps({"model": "ProteinModel", "params": self.params})), **learnt)
+
+    @classmethod
+    def load(cls, path: str | Path, **params: Any) -> Self:
+        """Return what `save` wrote; `params` are set anew, such as ``engine="ours"`` where there is no GPU."""
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                about = json.loads(str(stored["about"]))
+                model = cls(**{**about["params"], **params})
+                for name in cls.LEARNT:
+                    setattr(model, name, stored[name])
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, gpuload.GpuloadError):
+                raise
+            raise gpuload.CorruptDataError(f"{path}: not a saved ProteinModel ({error}).") from error
+        return model
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "dual_coef_"):
+            raise gpuload.PlanError("ProteinModel is not fitted; call fit first.")
+
+
+def standardised(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return each row with mean 0 and standard deviation 1."""
+    found = scores - scores.mean(axis=1, keepdims=True)
+    found /= np.maximum(found.std(axis=1, keepdims=True), 1e-9)
+    return found
+
+
+@dataclass(frozen=True)
+class Known:
+    """Proteins that were measured: of which cells (None: of all, in order), in which batches, and their names."""
+
+    proteins: NDArray[np.float32]
+    names: Any
+    batch: NDArray[np.str_]
+    rows: NDArray[np.int64] | None
+
+
+def _table_of(genes: Any) -> Any:
+    """Return the AnnData of the genes, or None where they are given in another way."""
+    genes = genes.mod[GENES] if hasattr(genes, "mod") else genes
+    return genes if hasattr(genes, "obs_names") else None
+
+
+def _opened(genes: Any) -> dict[str, Any]:
+    """Return the settings that open the genes."""
+    if isinstance(genes, dict) and "paths" in genes:
+        return genes
+    table = _table_of(genes)
+    if table is None:
+        return {"paths": genes}
+    return {"paths": table, "layer": "normalized" if table.X is None else "X"}
+
+
+def _known(genes: Any, proteins: Any, batch: ArrayLike | None, rows: ArrayLike | None) -> Known:
+    """Return the proteins as they go with the genes."""
+    table = _table_of(genes)
+    if proteins is None:
+        if not hasattr(genes, "mod"):
+            raise gpuload.PlanError("proteins=None: only a MuData has them with it.")
+        proteins = genes.mod[PROTEINS]
+    if len(np.shape(proteins)) != 2:
+        raise gpuload.PlanError(f"proteins has shape {np.shape(proteins)}; expected (n_cells, n_proteins).")
+    names: Any = [str(i) for i in range(np.shape(proteins)[1])]
+    if hasattr(proteins, "obs_names"):
+        names = proteins.var_names
+        X = proteins.layers["normalized"] if proteins.X is None else proteins.X
+        values = np.asarray(X.toarray() if hasattr(X, "toarray") else X, dtype=np.float32)
+        if table is not None and rows is None:
+            places = proteins.obs_names.get_indexer(table.obs_names)
+            rows = np.flatnonzero(places >= 0)
+            values = values[places[rows]]
+            if not len(rows):
+                raise gpuload.PlanError("proteins: none of their cells has a name that is among those of the genes.")
+    else:
+        values = np.asarray(proteins, dtype=np.float32)
+    chosen = None if rows is None else np.asarray(rows)
+    if batch is None and table is not None and "batch" in table.obs:
+        batch = table.obs["batch"].to_numpy()[slice(None) if chosen is None else chosen]
+    batches = np.full(len(values), "all") if batch is None else np.asarray(batch).astype(str)
+    if len(batches) != len(values):
+        raise gpuload.PlanError(f"batch: {len(batches)} labels for {len(values)} cells with proteins.")
+    return Known(values, names, batches, chosen)
