@@ -20,7 +20,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/gpuload demo
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=25
 
 check: $(VENV)/check.stamp
 	$(BIN)/ruff check .

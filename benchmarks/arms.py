@@ -43,6 +43,7 @@ def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
         ),
         Arm("gpuload/dense/3-chunks", "dense", "gpuload_torch", three),
         Arm("gpuload/dense/chunk-later", "dense", "gpuload_torch", later),
+        Arm("gpuload/dense/3-chunks-later", "dense", "gpuload_torch", {**three, "n_epochs_before": 1}),
         Arm("gpuload/dense/16", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}),
         Arm("scdataset/dense/16", "dense", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
         Arm("scdataset-mask/dense/16", "dense", "scdataset_backed", {**scdataset, "rows_by": "mask"}),

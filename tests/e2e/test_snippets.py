@@ -77,6 +77,11 @@ INSTEAD = {
         ('"/local/blocks"', '"blocks"', OUTSIDE),
         ('budget="200GiB"', 'budget="64MiB"', OUTSIDE),
         ("port=9100", "port=0", "another may have it"),
+        (
+            '"s3://bucket/Tahoe-100M/data/train-*.parquet", obs=["drug"]',
+            '"s3://bucket/atlas.h5ad", obs=["cell_type"]',
+            "it needs pyarrow; tests/golden/test_addresses.py reads Parquet at addresses",
+        ),
     ],
     "docs/howto/slow-file.md": [("--out settings.json", "--out settings.json --seconds 0.5 --quiet", SHORT)],
     "docs/howto/several-matrices.md": [
