@@ -245,6 +245,7 @@ def test_machine_says_where_numbers_come_from():
     assert machine.commit()
 
 
+@pytest.mark.slow
 def test_opening_is_measured_with_and_without_an_index(tmp_path, capsys):
     out = tmp_path / "open.jsonl"
     arguments = [str(tmp_path / "cells"), "--cells", "140000", "--files", "2", "--rounds", "1", "--out", str(out)]

@@ -683,6 +683,7 @@ def test_a_model_refuses_what_is_no_training_set(modality: ModuleType, cells: tu
 # --- the benchmark ---
 
 
+@pytest.mark.slow
 def test_the_benchmark_at_tiny_size(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     out = tmp_path / "modality.jsonl"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 pytest.importorskip("pyarrow")
 
 
+@pytest.mark.slow
 def test_runner_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "parquet.jsonl"
     sizes = ["--cells", "1500", "--files", "2", "--groups", "60", "--rounds", "1"]

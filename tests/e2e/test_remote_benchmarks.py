@@ -33,6 +33,7 @@ def test_cells(plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "cells/s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder, out = tmp_path / "data" / "pictures", tmp_path / "out.jsonl"
     options = [str(folder), "--make", "8", "--batch-size", "4", "--batches", "2", "--latency-ms", "1"]
@@ -55,6 +56,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert len(run_concurrent.arms(is_full=True)) > 30
 
 
+@pytest.mark.slow
 def test_a_store_that_grows(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     options = [str(tmp_path), "--samples", "40", "--sample-bytes", "20000", "--budget", "1MiB", "--epochs", "2"]
     assert run_growing.main([*options, "--rounds", "1", "--out", str(tmp_path / "out.jsonl")]) == 0
