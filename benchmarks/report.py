@@ -291,11 +291,13 @@ def conditions(records: list[dict[str, Any]]) -> str:
     modes = ", ".join(sorted({record["io_mode"] for record in arms})) or "none"
     commits = ", ".join(dict.fromkeys(record["commit"].removesuffix("+changes")[:7] for record in records))
     nnz_per_cell = file["nnz"] / max(file["n_obs"], 1)
+    timed = [r["arm"]["name"] for r in records if "error" not in r and r["arm"].get("kind") != "memory"]
+    n_rounds = sorted({timed.count(name) for name in timed}) or [1]
     return (
         f"{file['n_obs']:,} cells x {file['n_vars']:,} genes, {nnz_per_cell:,.0f} stored values a cell, "
         f"{file['compression']}, {file['nbytes'] / 1e6:,.0f} MB; {machine['cores']} cores of {machine['cpu']}; "
         f"page cache {last['cache']}; io_mode {modes}; commits {commits}; "
-        f"{max(record['round'] for record in records) + 1} rounds, medians."
+        f"{' to '.join(map(str, dict.fromkeys((n_rounds[0], n_rounds[-1]))))} rounds an arm, medians."
     )
 
 
