@@ -31,7 +31,7 @@ import numpy as np
 from gpuload.backends import codecs
 from gpuload.backends.buffers import BufferPool
 from gpuload.backends.damage import corrupt, reason, rounding_warning, too_large_for_half
-from gpuload.backends.native import chunks, inflate, rows
+from gpuload.backends.native import chunks, decoders, inflate, rows
 from gpuload.backends.parts import cut
 from gpuload.backends.reading import read_ranges, short_read
 from gpuload.errors import CorruptDataError, PlanError
@@ -65,13 +65,6 @@ _OUTPUTS = {
 
 VERIFY = {"never": chunks.NEVER, "once": chunks.ONCE, "always": chunks.ALWAYS}
 
-_NATIVE_CODECS = {
-    "deflate": chunks.DEFLATE,
-    "gzip": chunks.GZIP,
-    "zstd": chunks.ZSTD,
-    "lz4-sized": chunks.LZ4,
-    "blosc": chunks.BLOSC,
-}
 _NO_COLUMNS = np.empty(0, dtype=np.int32)
 _ONE_MAP = np.empty(0, dtype=np.int64)
 
@@ -323,7 +316,7 @@ class CpuBackend:
         steps = _native_steps(layout)
         part = (read, int(first), int(last), buffer, shift, resident)
         decoded, n_partial, is_rounded = (
-            self._decode_by_library(*part) if steps is None else self._decode_native(*part, steps)
+            self._decode_by_library(*part) if steps is None else self._decode_native(*part, *steps)
         )
         if is_rounded and self._values.itemsize == 4:
             self._warn_of_rounding(read)
@@ -340,13 +333,14 @@ class CpuBackend:
         shift: NDArray[np.int64],
         resident: HostResident,
         steps: NDArray[np.int64],
+        codec: str,
     ) -> tuple[int, int, bool]:
         layout, chosen = read.layout, slice(first, last)
         stored_dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
         full = layout.chunk_size * layout.dtype.itemsize
         room = _round_up(max(full, int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8)
-        n_ahead = 2 if room <= TWO_AHEAD_NBYTES else 1
-        one, two = self._scratch.bytes("first", n_ahead * room), self._scratch.bytes("second", room)
+        decoder = decoders.addresses_of(codec, may_pair=room <= TWO_AHEAD_NBYTES)
+        one, two = self._scratch.bytes("first", 2 * room if decoder[1] else room), self._scratch.bytes("second", room)
         status = np.zeros(3, dtype=np.int64)
         n = chunks.decode_chunks(
             buffer,
@@ -367,6 +361,7 @@ class CpuBackend:
             layout.verified,
             float(layout.fill_value),
             read.limit,
+            decoder,
             self._scratch.tables,
             self._scratch.addresses.table,
             one,
@@ -499,15 +494,15 @@ def _read(
             raise short_read(source, layout.name, at, wanted, got)
 
 
-def _native_steps(layout: ArrayLayout) -> NDArray[np.int64] | None:
-    """Return the places of shuffle, codec, fletcher32 and crc32c in the pipeline, and the codec's number.
+def _native_steps(layout: ArrayLayout) -> tuple[NDArray[np.int64], str] | None:
+    """Return the places of shuffle, codec, fletcher32 and crc32c in the pipeline, and the codec, "" for none.
 
     None where libraries must decode.
     """
     names = [f.name for f in layout.filters]
     if any(f.name == "shuffle" and f.values not in ((), (layout.dtype.itemsize,)) for f in layout.filters):
         return None
-    kinds = [name for name in names if name in _NATIVE_CODECS]
+    kinds = [name for name in names if name in decoders.CODECS]
     order = ["shuffle", *kinds, "fletcher32", "crc32c"]
     if not layout.dtype.isnative or _is_half(layout.dtype):
         return None
@@ -517,7 +512,7 @@ def _native_steps(layout: ArrayLayout) -> NDArray[np.int64] | None:
     if codec in codecs.BY_ADDRESS and not codecs.has_addresses():
         return None
     places = [names.index(n) if n in names else -1 for n in ("shuffle", codec, "fletcher32", "crc32c")]
-    return np.array([*places, _NATIVE_CODECS.get(codec, -1)], dtype=np.int64)
+    return np.array(places, dtype=np.int64), codec
 
 
 def _is_half(dtype: np.dtype[Any]) -> bool:

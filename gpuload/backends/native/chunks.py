@@ -20,8 +20,9 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from gpuload.backends.native.frames import decode_blosc, decode_lz4, decode_zstd, gunzip, is_crc32c, unshuffle_items
-from gpuload.backends.native.inflate import are_by_turns, inflate_two, inflate_zlib
+from gpuload.backends.native.decoders import call_one, call_two
+from gpuload.backends.native.frames import is_crc32c, unshuffle_items
+from gpuload.backends.native.inflate import are_by_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,9 +33,6 @@ BAD_FLETCHER = -102
 BAD_COLUMN = -103
 BAD_VALUE = -104
 BAD_CRC32C = -105
-
-DEFLATE, GZIP, ZSTD, LZ4, BLOSC = range(5)
-"""Codecs; LZ4 is framed as numcodecs does."""
 
 NEVER, ONCE, ALWAYS = 0, 1, 2
 """When a checksum is verified: not at all; the first time a chunk is decoded; every time."""
@@ -265,6 +263,7 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
     verified: Any,
     fill_value: float,
     limit: int,
+    decoders: Any,
     tables: Any,
     addresses: Any,
     first: Any,
@@ -284,9 +283,8 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
         As in `ArrayRead`; `chunk_place` counts from the start of `buffer`.
     strides : (2,) int64
         Elements from row to row in a decoded chunk and in `out`.
-    steps : (5,) int64
-        Places of shuffle, codec, fletcher32 and crc32c in the filter pipeline (the bit in the mask), or -1; and which
-        codec it is.
+    steps : (4,) int64
+        Places of shuffle, codec, fletcher32 and crc32c in the filter pipeline (the bit in the mask), or -1.
     full_nbytes
         Decoded size of a chunk.
     is_raw
@@ -297,11 +295,13 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
         Per chunk of the layout, whether its checksum was found right; set here.
     fill_value, limit
         Value of chunks never written; columns of the matrix for column numbers, -1 for values.
+    decoders : (2,) int64
+        As `decoders.addresses_of`.
     tables, addresses
         Workspace of the inflater; the addresses of the libraries' functions, as `frames` orders them.
     first, second : uint8
         Scratch of at least `full_nbytes`; `first_typed`, `second_typed` are the same memory in the stored dtype. Where
-        `first` has room for two chunks, in halves of whole elements, deflate streams are decoded two by two.
+        there is a decoder of two, `first` has room for two chunks, in halves of whole elements.
     out : float32, or uint16 or int32 for column numbers
         The resident's array, flat.
     status : (3,) int64
@@ -314,7 +314,9 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
     """
     shuffle, codec, fletcher, crc = steps[0], steps[1], steps[2], steps[3]
     itemsize = first.size // first_typed.size
-    half = first.size // 2 if first.size >= 2 * full_nbytes else 0
+    half = first.size // 2 if decoders[1] != 0 else 0
+    stored, plain, work = np.int64(buffer.ctypes.data), np.int64(first.ctypes.data), np.int64(second.ctypes.data)
+    at_tables, at_addresses = np.int64(tables.ctypes.data), np.int64(addresses.ctypes.data)
     ahead, got_ahead = -1, 0  # a chunk that has been inflated, into the second half, together with the one before it
     for c in range(chunk_id.size):
         lo, hi = chunk_pieces[c], chunk_pieces[c + 1]
@@ -342,43 +344,39 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
         need = size if is_shuffled else to_item * itemsize
         at = 0
         if codec >= 0 and not (mask >> np.uint32(codec)) & np.uint32(1):
+            n_next = encoded_nbytes(c + 1, chunk_nbytes, chunk_mask, steps) if half > 0 and c != ahead else 0
             if c == ahead:
                 got, at = got_ahead, half
-            elif steps[4] == DEFLATE:
-                n_next = encoded_nbytes(c + 1, chunk_nbytes, chunk_mask, steps) if half > 0 else 0
-                if n_next > 0 and are_by_turns(n, n_next, size):
-                    _, to_next = items_needed(
-                        chunk_pieces[c + 1], chunk_pieces[c + 2], piece_src, piece_width, piece_rows, strides[0]
-                    )
-                    is_next_due = verify == ALWAYS or (verify == ONCE and verified[chunk_id[c + 1]] == 0)
-                    ahead = c + 1
-                    got, got_ahead = inflate_two(
-                        buffer,
-                        place,
+            elif n_next > 0 and are_by_turns(n, n_next, size):
+                ahead = c + 1
+                _, to_next = items_needed(
+                    chunk_pieces[ahead], chunk_pieces[ahead + 1], piece_src, piece_width, piece_rows, strides[0]
+                )
+                is_next_due = verify == ALWAYS or (verify == ONCE and verified[chunk_id[ahead]] == 0)
+                both = call_two(
+                    decoders[1],
+                    (
+                        stored + place,
                         n,
-                        0,
+                        plain,
                         need,
-                        is_due,
-                        chunk_place[ahead],
+                        np.int64(is_due),
+                        stored + chunk_place[ahead],
                         n_next,
-                        half,
+                        plain + half,
                         size if shuffle >= 0 else to_next * itemsize,
-                        is_next_due,
-                        first,
+                        np.int64(is_next_due),
                         size,
-                        tables,
-                    )
-                else:
-                    got = inflate_zlib(buffer, place, n, first, 0, size, need, tables, is_due)
-            elif steps[4] == GZIP:
-                got = gunzip(buffer, place, n, first, size, need, tables, is_due)
-            elif steps[4] == ZSTD:
-                got = decode_zstd(buffer, place, n, first, size, addresses)
-            elif steps[4] == LZ4:
-                got = decode_lz4(buffer, place, n, first, size, size if is_due else need, addresses)
+                        at_tables,
+                    ),
+                )
+                got, got_ahead = both >> 32, np.int64(np.int32(both & 0xFFFFFFFF))
             else:
                 from_byte = 0 if is_shuffled else from_item * itemsize
-                got = decode_blosc(buffer, place, n, first, size, from_byte, need, second, tables, addresses)
+                got = call_one(
+                    decoders[0],
+                    (stored + place, n, plain, size, from_byte, need, np.int64(is_due), work, at_tables, at_addresses),
+                )
             if got < 0:
                 status[0] = got
                 return -1 - c

@@ -23,10 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
+from gpuload.backends.native.calls import I32, I64, caller
 from gpuload.backends.native.huffman import TRUNCATED
 from gpuload.backends.native.inflate import BAD_CHECKSUM, BAD_HEADER, TOO_SHORT, decode_blocks, inflate_zlib
 from gpuload.backends.native.words import load8, load16, load32, load64
@@ -68,30 +66,10 @@ def describe(code: int) -> str:
     }[code]
 
 
-def _caller(result: ir.Type, *parameters: ir.Type) -> Any:
-    """Return an intrinsic that calls a C function by its address; its arguments are a tuple of int64."""
-
-    @intrinsic
-    def call(_typing: Any, address: Any, arguments: Any) -> Any:
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            function = builder.inttoptr(args[0], ir.FunctionType(result, parameters).as_pointer())
-            values = []
-            for i, kind in enumerate(parameters):
-                value = builder.extract_value(args[1], i)
-                values.append(builder.trunc(value, kind) if kind is not _I64 else value)
-            found = builder.call(function, values)
-            return builder.sext(found, _I64) if result is not _I64 else found
-
-        return types.int64(types.int64, types.UniTuple(types.int64, len(parameters))), codegen
-
-    return call
-
-
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_call_lz4 = _caller(_I32, _I64, _I64, _I32, _I32)
-_call_lz4_partial = _caller(_I32, _I64, _I64, _I32, _I32, _I32)
-_call_zstd = _caller(_I64, _I64, _I64, _I64, _I64, _I64)
-_call_blosc = _caller(_I32, _I64, _I64, _I64, _I32)
+_call_lz4 = caller(I32, I64, I64, I32, I32)
+_call_lz4_partial = caller(I32, I64, I64, I32, I32, I32)
+_call_zstd = caller(I64, I64, I64, I64, I64, I64)
+_call_blosc = caller(I32, I64, I64, I64, I32)
 
 
 def _crc_tables(polynomial: int) -> NDArray[np.uint32]:

@@ -266,7 +266,7 @@ def _build_lit(w: int, lens: int, n_symbols: int, table: int) -> int:  # pragma:
         _fill(table, 0, 1, 1 << LIT_BITS, OTHER | 1)
     elif longest > LIT_BITS:
         _clear(table, 4 << LIT_BITS)
-    n_sub = 0
+    n_sub = np.int64(0)
     for s in range(n_symbols):
         b = load8(lens + s)
         if b == 0:
@@ -293,7 +293,7 @@ def _build_dist(w: int, lens: int, n_symbols: int, table: int) -> int:  # pragma
         _fill(table, 0, 1, 1 << DIST_BITS, DIST_OTHER)
     elif longest > DIST_BITS:
         _clear(table, 4 << DIST_BITS)
-    n_sub = 0
+    n_sub = np.int64(0)
     for s in range(n_symbols):
         b = load8(lens + s)
         if b == 0:
@@ -316,10 +316,10 @@ def _build_fixed(w: int) -> None:  # pragma: no cover - compiled
     lens = w + _LENS
     for s in range(288):
         store8(lens + s, 8 if s < 144 or s >= 280 else 9 if s < 256 else 7)
-    _build_lit(w, lens, 288, w + FIXED_LIT)
+    _build_lit(w, lens, np.int64(288), w + FIXED_LIT)
     for s in range(32):
         store8(lens + s, 5)
-    _build_dist(w, lens, 32, w + FIXED_LIT + TO_DIST)
+    _build_dist(w, lens, np.int64(32), w + FIXED_LIT + TO_DIST)
 
 
 @inline

@@ -315,7 +315,7 @@ def _decode_two(
 
     Returns what `_decode_one` does, for each.
     """
-    entry, entry_2, code, code_2 = 0, 0, _GO_ON, _GO_ON
+    entry, entry_2, code, code_2 = np.int64(0), np.int64(0), _GO_ON, _GO_ON
     while place < place_stop and out < out_stop and place_2 < place_stop_2 and out_2 < out_stop_2:
         code, place, out, entry = _step(w, lit, first, place, out, entry)
         if code != 0:
@@ -465,7 +465,7 @@ def decode_blocks(
     Returns 0 or an error, and the ends of what was read and written.
     """
     place_stop, out_stop = 8 * (end - _IN_MARGIN), min(enough, out_end - _OUT_MARGIN)
-    code, place, out, lit, is_last = _END_OF_BLOCK, 8 * at, first, w, 0
+    code, place, out, lit, is_last = np.int64(_END_OF_BLOCK), 8 * at, first, w, np.int64(0)
     while True:
         code, place, out, lit, is_last = _advance(w, end, first, out_end, enough, code, place, out, lit, is_last)
         if code != _GO_ON:
@@ -491,8 +491,8 @@ def _decode_both(
     w_2 = w + NBYTES
     place_stop, out_stop = 8 * (end - _IN_MARGIN), min(enough, out_end - _OUT_MARGIN)
     place_stop_2, out_stop_2 = 8 * (end_2 - _IN_MARGIN), min(enough_2, out_end_2 - _OUT_MARGIN)
-    code, place, out, lit, is_last = _END_OF_BLOCK, 8 * at, first, w, 0
-    code_2, place_2, out_2, lit_2, is_last_2 = _END_OF_BLOCK, 8 * at_2, first_2, w_2, 0
+    code, place, out, lit, is_last = np.int64(_END_OF_BLOCK), 8 * at, first, w, np.int64(0)
+    code_2, place_2, out_2, lit_2, is_last_2 = np.int64(_END_OF_BLOCK), 8 * at_2, first_2, w_2, np.int64(0)
     while True:
         code, place, out, lit, is_last = _advance(w, end, first, out_end, enough, code, place, out, lit, is_last)
         code_2, place_2, out_2, lit_2, is_last_2 = _advance(

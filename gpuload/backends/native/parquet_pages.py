@@ -19,7 +19,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from gpuload.backends.native.frames import _I32, _I64, _caller, _lz4, _zstd, gunzip
+from gpuload.backends.native.calls import I32, I64, caller
+from gpuload.backends.native.frames import _lz4, _zstd, gunzip
 from gpuload.backends.native.words import load8, load32, load64, shift_right, store8, store64
 
 BAD_HEADER = -301
@@ -75,7 +76,7 @@ MAX_PAGE = 1 << 30
 """Bytes of a page, and levels in one, at most."""
 
 _native = numba.njit(nogil=True, cache=True, error_model="numpy")
-_call_snappy = _caller(_I32, _I64, _I64, _I64, _I64)
+_call_snappy = caller(I32, I64, I64, I64, I64)
 
 
 def describe(code: int) -> str:

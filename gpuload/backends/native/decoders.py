@@ -1,0 +1,153 @@
+"""The codecs of stored chunks behind one signature, so that `decode_chunks` is compiled without any of them.
+
+Who reads gzip alone never waits for blosc to be compiled, and a codec is compiled once, not for each combination of
+dtypes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray
+from numba.core import types
+from numba.extending import intrinsic
+
+from gpuload.backends.native.calls import I64, Callback, caller
+from gpuload.backends.native.frames import N_ADDRESSES, decode_blosc, decode_lz4, decode_zstd, gunzip
+from gpuload.backends.native.inflate import inflate_two, inflate_zlib
+from gpuload.backends.native.words import inline
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+call_one = caller(I64, *[I64] * 10)
+"""Decode a chunk: address of its stored bytes and how many they are; address of its plain bytes and how many they are;
+first byte wanted and the one after the last; whether to verify checksums; addresses of scratch as large as the plain
+bytes, of the inflater's workspace and of the table of addresses. Returns how many bytes were decoded, or what is wrong.
+Where the plain bytes and the scratch are, there is room up to the next multiple of 8."""
+
+call_two = caller(I64, *[I64] * 12)
+"""Decode two chunks by turns: for each the address of its stored bytes and how many they are, the address of its plain
+bytes, how many are wanted, whether to verify checksums; how many plain bytes each has, less than 2 GiB; address of the
+inflater's workspace. Returns what `call_one` would for each, the first in the high 32 bits."""
+
+
+@intrinsic
+def _pointer(_typing: Any, address: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), codegen
+
+
+@inline
+def _bytes(address: int, n: int) -> Any:  # pragma: no cover - compiled
+    return carray(_pointer(address), n, np.uint8)
+
+
+@inline
+def _room(address: int, size: int) -> Any:  # pragma: no cover - compiled
+    return _bytes(address, (size + 7) & -8)
+
+
+@inline
+def _table(addresses: int) -> Any:  # pragma: no cover - compiled
+    return carray(_pointer(addresses), N_ADDRESSES, np.int64)
+
+
+def _zlib(
+    src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
+) -> int:  # pragma: no cover - compiled
+    start = np.int64(0)
+    return inflate_zlib(_bytes(src, n), start, n, _room(to, size), start, size, hi, _bytes(tables, 1), verify != 0)
+
+
+def _zlib_two(
+    src: int,
+    n: int,
+    to: int,
+    need: int,
+    verify: int,
+    src_2: int,
+    n_2: int,
+    to_2: int,
+    need_2: int,
+    verify_2: int,
+    size: int,
+    tables: int,
+) -> int:  # pragma: no cover - compiled
+    start = np.int64(0)
+    got, got_2 = inflate_two(
+        _bytes(src, n),
+        start,
+        n,
+        start,
+        need,
+        verify != 0,
+        src_2 - src,
+        n_2,
+        to_2 - to,
+        need_2,
+        verify_2 != 0,
+        _room(to, size),
+        size,
+        _bytes(tables, 1),
+    )
+    return got << 32 | got_2 & 0xFFFFFFFF
+
+
+def _gzip(
+    src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
+) -> int:  # pragma: no cover - compiled
+    return gunzip(_bytes(src, n), np.int64(0), n, _room(to, size), size, hi, _bytes(tables, 1), verify != 0)
+
+
+def _zstd(
+    src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
+) -> int:  # pragma: no cover - compiled
+    return decode_zstd(_bytes(src, n), np.int64(0), n, _room(to, size), size, _table(addresses))
+
+
+def _lz4(
+    src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
+) -> int:  # pragma: no cover - compiled
+    need = size if verify else hi
+    return decode_lz4(_bytes(src, n), np.int64(0), n, _room(to, size), size, need, _table(addresses))
+
+
+def _blosc(
+    src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
+) -> int:  # pragma: no cover - compiled
+    return decode_blosc(
+        _bytes(src, n),
+        np.int64(0),
+        n,
+        _room(to, size),
+        size,
+        lo,
+        hi,
+        _room(work, size),
+        _bytes(tables, 1),
+        _table(addresses),
+    )
+
+
+_ONE = {
+    "deflate": Callback(_zlib, 10),
+    "gzip": Callback(_gzip, 10),
+    "zstd": Callback(_zstd, 10),
+    "lz4-sized": Callback(_lz4, 10),
+    "blosc": Callback(_blosc, 10),
+}
+_TWO = {"deflate": Callback(_zlib_two, 12)}
+
+CODECS = tuple(_ONE)
+"""Filters that are decoded natively, in the words of `ArrayLayout`; at most one of them to a pipeline."""
+
+
+def addresses_of(codec: str, may_pair: bool) -> NDArray[np.int64]:
+    """Return where a codec's `call_one` and `call_two` are; 0 for what it lacks, or what is not asked for; (2,)."""
+    one, two = _ONE.get(codec), _TWO.get(codec) if may_pair else None
+    return np.array([one.address if one else 0, two.address if two else 0], dtype=np.int64)
