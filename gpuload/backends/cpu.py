@@ -17,13 +17,14 @@ Requirements this module answers
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -470,12 +471,26 @@ class CpuBackend:
             indices,
             data,
         )
-        matrix = csr_matrix((data, indices, indptr), shape=(positions.size, form.n_cols), copy=False)
+        matrix = _csr_of(data, indices, indptr, form.n_cols)
         if is_canonical:
             matrix.has_canonical_format = True
         elif columns.size:
             matrix.sort_indices()
         return matrix
+
+
+def _csr_of(data: NDArray[Any], indices: NDArray[np.int32], indptr: NDArray[np.int32], n_cols: int) -> Any:
+    """Return a CSR matrix over these very arrays: SciPy's constructor copies what is a part of a larger buffer."""
+    matrix = copy.copy(_empty_csr(indptr.size - 1, n_cols))
+    matrix.data, matrix.indices, matrix.indptr = data, indices, indptr
+    return matrix
+
+
+@lru_cache(maxsize=16)
+def _empty_csr(n_rows: int, n_cols: int) -> Any:
+    from scipy.sparse import csr_matrix
+
+    return csr_matrix((n_rows, n_cols), dtype=np.float32)
 
 
 def _read(

@@ -263,6 +263,14 @@ def test_buffers_are_reused_when_nobody_holds_them(plain: Stored) -> None:
     assert len(places) < 20  # of 165 minibatches
 
 
+def test_csr_minibatches_lie_in_the_leased_buffers(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2, output="csr") as loader:
+        for batch in loader:  # SciPy's constructor copies what is less than half of a buffer
+            assert not batch.X.data.flags.owndata
+            assert not batch.X.indices.flags.owndata
+            batch.X.check_format(full_check=True)
+
+
 @pytest.mark.parametrize("name", ["anndata-csr-gzip", "dense-gzip4"])
 def test_what_is_written_into_a_batch_shows_nowhere_else(store_variant: StoreVariant, name: str) -> None:
     stored = store_variant(name)
