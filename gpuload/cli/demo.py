@@ -249,6 +249,7 @@ def _compare(data_set: DataSet, training: Any, args: argparse.Namespace) -> dict
         "mix": task.mix,
         "settings": _plain_settings(task.settings),
         "fetch_share": task.settings["batch_size"] * task.settings["fetch_factor"] / data_set.n_train,
+        "blocks_in_fetch": _blocks_in_fetch(task.settings),
         "n_batches": trained[RUN_ORDER[0]].n_batches,
         "true_random_entropy_bits": random_bits,
         "orders": [
@@ -274,6 +275,10 @@ def _train(task: Task, training: Any, args: argparse.Namespace) -> tuple[dict[st
             )
         n_batches = trained[name].n_batches
     return rates, trained
+
+
+def _blocks_in_fetch(settings: Mapping[str, Any]) -> int:
+    return int(settings["batch_size"] * settings["fetch_factor"] // settings["block_size"])
 
 
 def _plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,6 +321,11 @@ def _report(result: dict[str, Any]) -> str:
         f"  {sizes}: {text.share(result['fetch_share'])} of the file",
         f"  every order: the same {result['n_batches']:,} minibatches of training (epochs: {epochs:.2g})",
     ]
+    if result["blocks_in_fetch"] < result["n_classes"]:
+        intro.append(
+            f"  scores to distrust: a fetch's {result['blocks_in_fetch']} blocks cannot hold all {result['n_classes']} "
+            "classes, so the model follows the last fetch; take more --cells"
+        )
     if "genes" in settings:
         intro.append(f"  genes handed over: {settings['genes']}")
     header = ("order", "loader, cells/s", "training, cells/s", "training, s", f"{result['mix']} entropy", "macro-F1")

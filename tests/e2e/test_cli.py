@@ -331,6 +331,7 @@ def test_demo_compares_the_orders_and_saves_table_and_picture(run, demo_folder):
     assert code == 0
     assert "Traceback" not in err
     assert all(f"\n  {order} " in out for order in demo.ORDERS)
+    assert "a fetch's 4 blocks cannot hold all 50 classes" in out
     assert (demo_folder / "out" / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     (data_set,) = json.loads((demo_folder / "out" / "demo.json").read_text())["data_sets"]
     assert data_set["fetch_share"] <= 0.05
