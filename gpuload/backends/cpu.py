@@ -3,9 +3,8 @@
 It is the executable specification of what a backend does.
 
 A load is cut into tasks of some milliseconds. A task is two native calls (read all its extents; decode all its chunks
-into the resident) that hold no lock and no GIL, so the consumer's Python runs undisturbed. Each thread decodes into a
-scratch chunk of its own, from which only the wanted rows are copied: whole decoded chunks kept
-resident would take several times the memory.
+into the resident) that hold no lock and no GIL, so the consumer's Python runs undisturbed. Only the wanted rows are
+kept (`decoding`): whole decoded chunks would take several times the memory.
 
 Requirements this module answers
 --------------------------------
@@ -24,15 +23,15 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.backends import codecs
 from gpuload.backends.buffers import BufferPool
-from gpuload.backends.damage import corrupt, reason, rounding_warning, too_large_for_half
-from gpuload.backends.native import chunks, decoders, inflate, rows
+from gpuload.backends.damage import rounding_warning, too_large_for_half
+from gpuload.backends.decoding import VERIFY, Part, Scratch, decode
+from gpuload.backends.native import rows
 from gpuload.backends.parts import cut
 from gpuload.backends.reading import read_ranges, short_read
 from gpuload.errors import CorruptDataError, PlanError
@@ -48,9 +47,6 @@ if TYPE_CHECKING:
 TASK_NBYTES = 8 << 20
 """Decoded bytes per task: long beside the cost of a task, short beside a fetch, which decodes some 200 MB."""
 
-TWO_AHEAD_NBYTES = 4 << 20
-"""Chunks up to this size are decoded two by two, where that is faster; larger ones would take too much scratch."""
-
 FAR_PARTS = 16
 """Tasks' bytes that are on their way over a network, or wait to be decoded, at a time: some 100 MB."""
 
@@ -63,8 +59,6 @@ _OUTPUTS = {
     "bfloat16": (np.int16, np.uint16),
 }
 """By dtype of a form: what stands for it in the kernels, and what is handed over."""
-
-VERIFY = {"never": chunks.NEVER, "once": chunks.ONCE, "always": chunks.ALWAYS}
 
 _NO_COLUMNS = np.empty(0, dtype=np.int32)
 _ONE_MAP = np.empty(0, dtype=np.int64)
@@ -128,42 +122,6 @@ class _Load:
             task.cancel()
 
 
-class _Scratch(threading.local):
-    """Working memory of one thread, grown to the largest task it met."""
-
-    def __init__(self, sizes: dict[tuple[int, str], int]) -> None:
-        self._memory: dict[str, NDArray[np.uint8]] = {}
-        self._sizes = sizes
-
-    @cached_property
-    def tables(self) -> NDArray[np.uint8]:
-        """The inflater's workspace."""
-        return inflate.new_tables()
-
-    @cached_property
-    def addresses(self) -> codecs.Addresses:
-        """Where the libraries' functions are that decode natively."""
-        return codecs.Addresses()
-
-    def zeros(self, name: str, nbytes: int) -> NDArray[np.uint8]:
-        """Return memory that is zero; who writes into it sets it to zero again."""
-        memory = self._memory.get(name)
-        if memory is None or memory.size < nbytes:
-            memory = self._keep(name, np.zeros(nbytes, dtype=np.uint8))
-        return memory[:nbytes]
-
-    def bytes(self, name: str, nbytes: int) -> NDArray[np.uint8]:
-        memory = self._memory.get(name)
-        if memory is None or memory.size < nbytes:
-            memory = self._keep(name, np.empty(nbytes + nbytes // 8, dtype=np.uint8))
-        return memory[:nbytes]
-
-    def _keep(self, name: str, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        self._memory[name] = memory
-        self._sizes[threading.get_ident(), name] = memory.size
-        return memory
-
-
 class CpuBackend:
     """Reads with `pread` and decodes on the host's cores.
 
@@ -201,13 +159,13 @@ class CpuBackend:
             )
         n = num_threads or len(os.sched_getaffinity(0))
         self.stats = Stats()
-        self._verify = VERIFY[verify]
+        self._verify = verify
         self._values = np.dtype(values)
         self._loads = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}load")
         self._fetches = DaemonThreads(FAR_PARTS, f"{_THREADS}fetch")
         self._takes = ThreadPoolExecutor(max(1, n // 2), thread_name_prefix=f"{_THREADS}take")
         self._scratch_nbytes: dict[tuple[int, str], int] = {}
-        self._scratch = _Scratch(self._scratch_nbytes)
+        self._scratch = Scratch(self._scratch_nbytes)
         self._stored = BufferPool(max_idle=FAR_PARTS)
         self._residents = BufferPool(max_idle=2 * n_matrices)
         self._outputs = BufferPool(max_idle=(self.takes_ahead + 3) * n_matrices)
@@ -311,107 +269,14 @@ class CpuBackend:
         resident: HostResident,
     ) -> None:
         """Decode extents lo..hi of one array; each lies in the buffer `moved` bytes from its place in the source."""
-        layout, start = read.layout, time.perf_counter()
-        first, last = read.extent_chunks[lo], read.extent_chunks[hi]
+        start = time.perf_counter()
+        first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
         shift = np.repeat(moved, np.diff(read.extent_chunks[lo : hi + 1]))
-        steps = _native_steps(layout)
-        part = (read, int(first), int(last), buffer, shift, resident)
-        decoded, n_partial, is_rounded = (
-            self._decode_by_library(*part) if steps is None else self._decode_native(*part, *steps)
-        )
+        part = Part(read, first, last, buffer, shift, resident.flat(read.target))
+        decoded, n_partial, is_rounded = decode(part, self._scratch, self._verify)
         if is_rounded and self._values.itemsize == 4:
             self._warn_of_rounding(read)
-        self.stats.spent(
-            "decode_s", start, decoded_nbytes=decoded, n_chunks=int(last - first), n_chunks_partial=n_partial
-        )
-
-    def _decode_native(
-        self,
-        read: ArrayRead,
-        first: int,
-        last: int,
-        buffer: NDArray[np.uint8],
-        shift: NDArray[np.int64],
-        resident: HostResident,
-        steps: NDArray[np.int64],
-        codec: str,
-    ) -> tuple[int, int, bool]:
-        layout, chosen = read.layout, slice(first, last)
-        stored_dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
-        full = layout.chunk_size * layout.dtype.itemsize
-        room = _round_up(max(full, int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8)
-        decoder = decoders.addresses_of(codec, may_pair=room <= TWO_AHEAD_NBYTES)
-        one, two = self._scratch.bytes("first", 2 * room if decoder[1] else room), self._scratch.bytes("second", room)
-        status = np.zeros(3, dtype=np.int64)
-        n = chunks.decode_chunks(
-            buffer,
-            read.chunk_offset[chosen] + shift,
-            read.chunk_nbytes[chosen],
-            read.chunk_id[chosen],
-            read.chunk_mask[chosen],
-            read.chunk_pieces[first : last + 1],
-            read.piece_src,
-            read.piece_dest,
-            read.piece_width,
-            read.piece_rows,
-            np.array([layout.src_stride, layout.dest_stride], dtype=np.int64),
-            steps,
-            full,
-            layout.is_raw,
-            self._verify,
-            layout.verified,
-            float(layout.fill_value),
-            read.limit,
-            decoder,
-            self._scratch.tables,
-            self._scratch.addresses.table,
-            one,
-            one.view(stored_dtype),
-            two,
-            two.view(stored_dtype),
-            resident.flat(read.target),
-            status,
-        )
-        if n < 0:
-            raise corrupt(read, first - 1 - n, reason(int(status[0])))
-        return int(status[0]), int(status[1]), bool(status[2])
-
-    def _decode_by_library(
-        self,
-        read: ArrayRead,
-        first: int,
-        last: int,
-        buffer: NDArray[np.uint8],
-        shift: NDArray[np.int64],
-        resident: HostResident,
-    ) -> tuple[int, int, bool]:
-        layout = read.layout
-        full, out, limit = layout.decoded_nbytes(read.chunk_id[first:last]), resident.flat(read.target), read.limit
-        strides = np.array([layout.src_stride, layout.dest_stride], dtype=np.int64)
-        pieces = (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows)
-        is_rounded = False
-        for c in range(first, last):
-            lo, hi = int(read.chunk_pieces[c]), int(read.chunk_pieces[c + 1])
-            stored = int(read.chunk_nbytes[c])
-            if stored == 0:
-                code = chunks.fill_pieces(lo, hi, *pieces[1:], layout.dest_stride, float(layout.fill_value), limit, out)
-            else:
-                place = int(read.chunk_offset[c] + shift[c - first])
-                try:
-                    plain = codecs.decode(
-                        layout.filters,
-                        int(read.chunk_mask[c]),
-                        buffer[place : place + stored],
-                        stored if layout.is_raw else int(full[c - first]),
-                        layout.dtype.itemsize,
-                    )
-                except codecs.DecodeError as error:
-                    raise corrupt(read, c, str(error)) from error
-                code = chunks.copy_pieces(_typed(plain, layout.dtype), lo, hi, *pieces, strides, limit, out)
-            if code < 0:
-                raise corrupt(read, c, chunks.describe(code))
-            is_rounded |= code > 0
-        return int(full.sum()), 0, is_rounded
+        self.stats.spent("decode_s", start, decoded_nbytes=decoded, n_chunks=last - first, n_chunks_partial=n_partial)
 
     def _warn_of_rounding(self, read: ArrayRead) -> None:
         if not self._has_warned_of_rounding:
@@ -507,41 +372,6 @@ def _read(
         got = source.read_into(buffer[place[e] : place[e] + wanted], at)
         if got < wanted:
             raise short_read(source, layout.name, at, wanted, got)
-
-
-def _native_steps(layout: ArrayLayout) -> tuple[NDArray[np.int64], str] | None:
-    """Return the places of shuffle, codec, fletcher32 and crc32c in the pipeline, and the codec, "" for none.
-
-    None where libraries must decode.
-    """
-    names = [f.name for f in layout.filters]
-    if any(f.name == "shuffle" and f.values not in ((), (layout.dtype.itemsize,)) for f in layout.filters):
-        return None
-    kinds = [name for name in names if name in decoders.CODECS]
-    order = ["shuffle", *kinds, "fletcher32", "crc32c"]
-    if not layout.dtype.isnative or _is_half(layout.dtype):
-        return None
-    if len(kinds) > 1 or names != [n for n in order if n in names]:
-        return None
-    codec = kinds[0] if kinds else ""
-    if codec in codecs.BY_ADDRESS and not codecs.has_addresses():
-        return None
-    places = [names.index(n) if n in names else -1 for n in ("shuffle", codec, "fletcher32", "crc32c")]
-    return np.array(places, dtype=np.int64), codec
-
-
-def _is_half(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind == "f" and dtype.itemsize == 2
-
-
-def _typed(plain: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return decoded bytes as elements that the kernels know: native byte order, float16 widened, booleans as bytes."""
-    elements = plain.view(np.uint8 if dtype.kind == "b" else dtype)
-    if _is_half(dtype):
-        return elements.astype(np.float32)
-    return np.require(
-        elements.astype(dtype.newbyteorder("="), copy=False) if dtype.kind != "b" else elements, requirements=["A", "W"]
-    )
 
 
 def _arithmetic(form: Form) -> tuple[NDArray[np.int32], float, bool, NDArray[np.float32]]:

@@ -1,0 +1,223 @@
+"""Decode stored chunks on the host into a resident: natively where their filters are known, else by libraries.
+
+A thread decodes into a scratch chunk of its own, from which only the wanted rows are copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends import codecs
+from gpuload.backends.damage import corrupt, reason
+from gpuload.backends.native import chunks, decoders, inflate
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.layout import ArrayLayout
+    from gpuload.types import ArrayRead
+
+TWO_AHEAD_NBYTES = 4 << 20
+"""Chunks up to this size are decoded two by two, where that is faster; larger ones would take too much scratch."""
+
+_NO_TABLES = np.empty(0, dtype=np.uint8)  # without a codec the inflater's are not compiled for nothing
+
+VERIFY = {"never": chunks.NEVER, "once": chunks.ONCE, "always": chunks.ALWAYS}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Some chunks of an array's read, whose stored bytes are in memory.
+
+    Attributes
+    ----------
+    read
+        Of which the part is.
+    first, last
+        Its chunks, the last not among them.
+    buffer : uint8
+        Where their stored bytes lie.
+    shift : (last - first,) int64
+        How far from its place in the source each chunk lies in the buffer.
+    out
+        The resident's array that the read fills, flat.
+    """
+
+    read: ArrayRead
+    first: int
+    last: int
+    buffer: NDArray[np.uint8]
+    shift: NDArray[np.int64]
+    out: NDArray[Any]
+
+
+class Scratch(threading.local):
+    """Working memory of one thread, grown to the largest task it met."""
+
+    def __init__(self, sizes: dict[tuple[int, str], int]) -> None:
+        self._memory: dict[str, NDArray[np.uint8]] = {}
+        self._sizes = sizes
+
+    @cached_property
+    def tables(self) -> NDArray[np.uint8]:
+        """The inflater's workspace."""
+        return inflate.new_tables()
+
+    @cached_property
+    def addresses(self) -> codecs.Addresses:
+        """Where the libraries' functions are that decode natively."""
+        return codecs.Addresses()
+
+    def zeros(self, name: str, nbytes: int) -> NDArray[np.uint8]:
+        """Return memory that is zero; who writes into it sets it to zero again."""
+        memory = self._memory.get(name)
+        if memory is None or memory.size < nbytes:
+            memory = self._keep(name, np.zeros(nbytes, dtype=np.uint8))
+        return memory[:nbytes]
+
+    def bytes(self, name: str, nbytes: int) -> NDArray[np.uint8]:
+        """Return memory of undefined contents."""
+        memory = self._memory.get(name)
+        if memory is None or memory.size < nbytes:
+            memory = self._keep(name, np.empty(nbytes + nbytes // 8, dtype=np.uint8))
+        return memory[:nbytes]
+
+    def _keep(self, name: str, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        self._memory[name] = memory
+        self._sizes[threading.get_ident(), name] = memory.size
+        return memory
+
+
+def decode(part: Part, scratch: Scratch, verify: str) -> tuple[int, int, bool]:
+    """Decode chunks and copy their wanted pieces; `verify` is a key of `VERIFY`.
+
+    Returns
+    -------
+    tuple
+        Decoded bytes; how many chunks were decoded only in part; whether float32 rounds an integer.
+
+    Raises
+    ------
+    CorruptDataError
+        A chunk cannot be decoded, or is not what was stored.
+    """
+    steps = _native_steps(part.read.layout)
+    return _by_library(part) if steps is None else _natively(part, *steps, scratch, VERIFY[verify])
+
+
+def _natively(part: Part, steps: NDArray[np.int64], codec: str, scratch: Scratch, verify: int) -> tuple[int, int, bool]:
+    read, first, last = part.read, part.first, part.last
+    layout, chosen = read.layout, slice(first, last)
+    stored_dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
+    full = layout.chunk_size * layout.dtype.itemsize
+    room = _round_up(max(full, int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8)
+    decoder = decoders.addresses_of(codec, may_pair=room <= TWO_AHEAD_NBYTES)
+    one, two = scratch.bytes("first", 2 * room if decoder[1] else room), scratch.bytes("second", room)
+    status = np.zeros(3, dtype=np.int64)
+    n = chunks.decode_chunks(
+        part.buffer,
+        read.chunk_offset[chosen] + part.shift,
+        read.chunk_nbytes[chosen],
+        read.chunk_id[chosen],
+        read.chunk_mask[chosen],
+        read.chunk_pieces[first : last + 1],
+        read.piece_src,
+        read.piece_dest,
+        read.piece_width,
+        read.piece_rows,
+        np.array([layout.src_stride, layout.dest_stride], dtype=np.int64),
+        steps,
+        full,
+        layout.is_raw,
+        verify,
+        layout.verified,
+        float(layout.fill_value),
+        read.limit,
+        decoder,
+        scratch.tables if codec else _NO_TABLES,
+        scratch.addresses.table,
+        one,
+        one.view(stored_dtype),
+        two,
+        two.view(stored_dtype),
+        part.out,
+        status,
+    )
+    if n < 0:
+        raise corrupt(read, first - 1 - n, reason(int(status[0])))
+    return int(status[0]), int(status[1]), bool(status[2])
+
+
+def _by_library(part: Part) -> tuple[int, int, bool]:
+    read, first, last, out = part.read, part.first, part.last, part.out
+    layout, limit = read.layout, read.limit
+    full = layout.decoded_nbytes(read.chunk_id[first:last])
+    strides = np.array([layout.src_stride, layout.dest_stride], dtype=np.int64)
+    pieces = (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows)
+    is_rounded = False
+    for c in range(first, last):
+        lo, hi = int(read.chunk_pieces[c]), int(read.chunk_pieces[c + 1])
+        stored = int(read.chunk_nbytes[c])
+        if stored == 0:
+            code = chunks.fill_pieces(lo, hi, *pieces[1:], layout.dest_stride, float(layout.fill_value), limit, out)
+        else:
+            place = int(read.chunk_offset[c] + part.shift[c - first])
+            try:
+                plain = codecs.decode(
+                    layout.filters,
+                    int(read.chunk_mask[c]),
+                    part.buffer[place : place + stored],
+                    stored if layout.is_raw else int(full[c - first]),
+                    layout.dtype.itemsize,
+                )
+            except codecs.DecodeError as error:
+                raise corrupt(read, c, str(error)) from error
+            code = chunks.copy_pieces(_typed(plain, layout.dtype), lo, hi, *pieces, strides, limit, out)
+        if code < 0:
+            raise corrupt(read, c, chunks.describe(code))
+        is_rounded |= code > 0
+    return int(full.sum()), 0, is_rounded
+
+
+def _native_steps(layout: ArrayLayout) -> tuple[NDArray[np.int64], str] | None:
+    """Return the places of shuffle, codec, fletcher32 and crc32c in the pipeline, and the codec, "" for none.
+
+    None where libraries must decode.
+    """
+    names = [f.name for f in layout.filters]
+    if any(f.name == "shuffle" and f.values not in ((), (layout.dtype.itemsize,)) for f in layout.filters):
+        return None
+    kinds = [name for name in names if name in decoders.CODECS]
+    order = ["shuffle", *kinds, "fletcher32", "crc32c"]
+    if not layout.dtype.isnative or _is_half(layout.dtype):
+        return None
+    if len(kinds) > 1 or names != [n for n in order if n in names]:
+        return None
+    codec = kinds[0] if kinds else ""
+    if codec in codecs.BY_ADDRESS and not codecs.has_addresses():
+        return None
+    places = [names.index(n) if n in names else -1 for n in ("shuffle", codec, "fletcher32", "crc32c")]
+    return np.array(places, dtype=np.int64), codec
+
+
+def _is_half(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind == "f" and dtype.itemsize == 2
+
+
+def _typed(plain: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return decoded bytes as elements that the kernels know: native byte order, float16 widened, booleans as bytes."""
+    elements = plain.view(np.uint8 if dtype.kind == "b" else dtype)
+    if _is_half(dtype):
+        return elements.astype(np.float32)
+    return np.require(
+        elements.astype(dtype.newbyteorder("="), copy=False) if dtype.kind != "b" else elements, requirements=["A", "W"]
+    )
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
