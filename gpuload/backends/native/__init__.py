@@ -1,9 +1,9 @@
 """Native kernels of the CPU backend, compiled by numba. The home of numba.
 
-Every function here runs without the GIL and without allocating, on arrays that its caller owns. `inflate` decodes
-deflate streams, `frames` what else chunks are encoded with, `chunks` reads stored chunks and has them decoded by one of
-`decoders`, `parquet` decodes lists of Parquet, `rows` gathers resident rows into minibatches, `runs` moves and judges
-what is to be stored anew.
+Every function here runs without the GIL and without allocating, on arrays that its caller owns. `inflate` (with
+`deflate` and `huffman`) decodes zlib streams, `frames` what else chunks are encoded with, `chunks` reads stored chunks
+and has them decoded by one of `decoders`, `parquet` decodes lists of Parquet, `rows` gathers resident rows into
+minibatches, `runs` moves and judges what is to be stored anew.
 
 Compiled code is kept in the user's cache folder, under a digest of all sources of this package. numba's own key is the
 one file that holds a function; but a kernel has those that it calls compiled into it, and would outlive a change there.
@@ -51,7 +51,7 @@ def cache_folder() -> str:
 
 
 _MODULES = (
-    *("words", "checksums", "huffman", "inflate", "calls", "frames", "decoders", "chunks"),
+    *("words", "checksums", "huffman", "deflate", "inflate", "calls", "frames", "decoders", "chunks"),
     *("parquet_pages", "parquet_encodings", "parquet", "rows", "runs"),
 )
 

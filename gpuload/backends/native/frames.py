@@ -25,8 +25,9 @@ import numba
 import numpy as np
 
 from gpuload.backends.native.calls import I32, I64, caller
+from gpuload.backends.native.deflate import decode_blocks
 from gpuload.backends.native.huffman import TRUNCATED
-from gpuload.backends.native.inflate import BAD_CHECKSUM, BAD_HEADER, TOO_SHORT, decode_blocks, inflate_zlib
+from gpuload.backends.native.inflate import BAD_CHECKSUM, BAD_HEADER, TOO_SHORT, inflate_zlib
 from gpuload.backends.native.words import load8, load16, load32, load64
 
 if TYPE_CHECKING:
