@@ -24,12 +24,15 @@ FOLDER = "GPULOAD_RAISED"
 
 def pytest_configure() -> None:
     """Note from now on where errors are made; workers of xdist are told of the folder by the environment."""
-    folder = os.environ.setdefault(FOLDER, tempfile.mkdtemp(prefix="gpuload-raised-"))
+    if FOLDER not in os.environ:
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="gpuload-raised-")
+    folder = os.environ[FOLDER]
     seen: set[tuple[str, int]] = set()
 
     def note(self: GpuloadError, *args: Any) -> None:
         frame = sys._getframe(1)
-        while frame.f_code.co_name == "__init__" and frame.f_back is not None:
+        # Out of the error's own constructors, and no further: other classes make errors in theirs.
+        while frame.f_locals.get("self") is self and frame.f_back is not None:
             frame = frame.f_back
         place = (frame.f_code.co_filename, frame.f_lineno)
         if place not in seen:

@@ -54,6 +54,11 @@ def read(path: Path) -> ad.AnnData:
         return ad.read_zarr(path)
 
 
+def named(layers: Any) -> set[str]:
+    """Return the names of layers; since anndata 0.13 X is among them, as None."""
+    return set(layers) - {None}
+
+
 def assert_same(packed: Path, *sources: Path) -> ad.AnnData:
     """Compare all matrices of a packed store with those of the rows that it says they are; return the store."""
     found = read(packed)
@@ -88,7 +93,7 @@ def test_all_matrices_have_the_same_rows_in_the_same_order(memory: int | str, tm
     target = tmp_path / "out.zarr"
     packed = gpuload.pack(path, target, layer=LAYERS, obsm=OBSM, memory=memory, block_size=16, progress=told.append)
     found = assert_same(target, path)
-    assert (set(found.layers), set(found.obsm)) == (set(LAYERS[1:4]), set(OBSM))
+    assert (named(found.layers), set(found.obsm)) == (set(LAYERS[1:4]), set(OBSM))
     assert found.raw is not None
     assert (np.diff(found.obs["source_row"]) < 0).any()
     assert packed.dtypes == {
@@ -126,7 +131,7 @@ def test_x_stays_where_it_is(source: Path, tmp_path: Path) -> None:
     gpuload.pack(source, tmp_path / "two.zarr", layer=["spliced", "dense"], keep_order=True)
     found = read(tmp_path / "two.zarr")
     np.testing.assert_array_equal(dense(found.X), dense(adata.layers["spliced"]))
-    assert list(found.layers) == ["dense"]
+    assert named(found.layers) == {"dense"}
     gpuload.pack(source, tmp_path / "raw.zarr", layer="raw.X", obsm="one", keep_order=True)
     found = read(tmp_path / "raw.zarr")
     np.testing.assert_array_equal(dense(found.X), dense(adata.raw.X))
@@ -303,8 +308,7 @@ def write_v3(folder: Path, adata: ad.AnnData) -> Path:
 
 
 def _write_zarr(path: Path, adata: ad.AnnData, zarr_format: int) -> Path:
-    with warnings.catch_warnings(), ad.settings.override(zarr_write_format=zarr_format):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), ad.settings.override(zarr_write_format=zarr_format):
         adata.write_zarr(path)
     return path
 
@@ -462,7 +466,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "layers/spliced uint8" in out
     assert "obsm/X_pca float64" in out
     found = read(target)
-    assert (list(found.layers), sorted(found.obsm)) == (["spliced"], ["X_pca", "marks"])
+    assert (named(found.layers), sorted(found.obsm)) == ({"spliced"}, ["X_pca", "marks"])
     genes = tmp_path / "genes.txt"
     genes.write_text("gene_7\n\ngene_2\n")
     assert main(["pack", *paths, str(target), "--overwrite", "--join", str(genes), "--json", "--quiet"]) == 0

@@ -298,6 +298,15 @@ def test_npz_that_ends_early(tmp_path: Path) -> None:
     assert_refused("CorruptDataError", path, str(path), "truncated")
 
 
+def test_npz_that_is_encrypted(tmp_path: Path) -> None:
+    write_npz(tmp_path / "X.npz")
+    raw = bytearray((tmp_path / "X.npz").read_bytes())
+    entry = raw.rindex(b"PK\x01\x02", 0, raw.rindex(b"data.npy"))
+    raw[entry + 8] |= 1  # the flags of its entry in the directory
+    (tmp_path / "X.npz").write_bytes(raw)
+    assert_refused("StoreError", tmp_path / "X.npz", "data is encrypted; save it anew")
+
+
 def test_npz_too_large_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made("npz-deflated", tmp_path)
     monkeypatch.setattr("os.sysconf", lambda name: 100)

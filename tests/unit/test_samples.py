@@ -195,6 +195,13 @@ def test_a_damaged_sample_is_told(data: Path, place: int) -> None:
         list(SampleLoader(samples, batch_size=8))
 
 
+def test_safetensors_of_two_tensors(data: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file({"x": value(0), "y": value(1)}, data / "id-0.safetensors")
+    with pytest.raises(CorruptDataError, match=r"sample 'id-0'.*it holds 2 tensors, and one is expected; give decode"):
+        SampleSet(IDS, LABELS, data, "safetensors")[0]
+
+
 def test_a_sample_that_fails_ends_the_epoch_after_the_batches_before(data: Path) -> None:
     (data / "id-20.pt").unlink()
     batches = iter(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8))
