@@ -277,7 +277,11 @@ def _plain(algorithm: str, stored: bytes, room: int) -> bytes:
     import imagecodecs
 
     if algorithm == "deflate":
-        return zlib.decompress(stored, wbits=-15)
+        inflater = zlib.decompressobj(wbits=-15)
+        plain = inflater.decompress(stored)
+        if not inflater.eof or inflater.unused_data:
+            raise ValueError("not exactly one stream")
+        return plain
     if algorithm == "lz4":
         return bytes(imagecodecs.lz4_decode(stored, out=room))
     return bytes({"zstd": imagecodecs.zstd_decode, "snappy": imagecodecs.snappy_decode}[algorithm](stored))

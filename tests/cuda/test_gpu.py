@@ -62,6 +62,25 @@ def test_good_chunks_are_never_decoded_on_the_host(
             np.testing.assert_array_equal(to_host(batch.X), stored.dense[batch.rows])
 
 
+@pytest.mark.parametrize(
+    "name", ["v2-csr-gzip", *(f"v3-csr-{how}-crc32c" for how in ("gzip", "zstd", "blosc-lz4", "sharded"))]
+)
+def test_chunks_of_zarr_are_decoded_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pytest.importorskip("zarr", minversion="3.0")
+    from tests import zarr_writers as writers
+
+    def refuse(read: Any, chunk: int) -> None:
+        raise AssertionError(f"chunk {chunk} of {read.layout.name} goes to the host")
+
+    (form,) = [form for form in writers.forms() if form.name == name]
+    form.write(tmp_path / "store.zarr")
+    expected = writers.read_matrix(tmp_path / "store.zarr", "X").toarray()
+    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    with gpuload.open_loader(tmp_path / "store.zarr", verify="always", **SMALL) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(to_host(batch.X), expected[batch.rows])
+
+
 def test_csr(stored: Stored) -> None:
     with gpuload.open_loader(stored.path, layer=stored.layer, output="csr", **SMALL) as loader:
         for batch in loader:

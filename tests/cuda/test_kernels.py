@@ -151,6 +151,7 @@ SIGNATURES = {
     "gather_payloads": ["r:u1", "r:i8", "r:i8", "r:i8", "i8", "w:u1"],
     "check_adler32": ["r:u1", "r:i8", "r:i8", "r:u1", "r:i8", "i8", "w:i4"],
     "check_fletcher32": ["r:u1", "r:i8", "r:i8", "i8", "w:i4"],
+    "check_crc": ["r:u1", "r:i8", "r:i8", "r:u1", "r:i8", "i8", "i4", "i8", "w:i4"],
     "unshuffle": ["r:u1", "w:u1", "r:i8", "r:i8", "i4", "i8"],
     "walk_blosc": [
         *("r:u1", "r:i8", "r:i8", "r:u1", "r:u1", "i8", "i8", "i8", "i8", "i4", "i8"),
@@ -159,6 +160,7 @@ SIGNATURES = {
     "check_streams": ["r:i4", "r:i8", "r:i8", "i8", "i8", "w:i4"],
     "join_blosc": ["r:i8", "r:i4", "i8", "i8", "i8", "i4", "i8", "r:i8", "w:u1"],
     "check_sizes": ["r:u1", "r:i8", "i8", "i8", "w:i4"],
+    "check_gzip": ["r:u1", "r:i8", "r:i8", "i8", "i8", "w:i4"],
     "decode_lzf": ["r:u1", "r:i8", "r:i8", "w:u1", "r:i8", "r:i8", "i8", "w:i4"],
     **{f"copy_pieces_{src}_{out}": [*COPY, f"w:{out}", "w:i4", "w:i4"] for src in STORED for out in OUT},
     **{f"densify_csr_{out}": [*ROWS, "i8", f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
@@ -259,6 +261,98 @@ def test_a_chunk_too_small_for_its_fletcher32() -> None:
     status = np.zeros(2, dtype=np.int32)
     run("check_fletcher32", Grid(), placed(b"abc"), int64(0, 3), int64(-1, -4), np.int64(2), status)
     assert list(status) == [chunks.BAD_FLETCHER] * 2
+
+
+POLYNOMIALS = {"crc32": 0x04C11DB7, "crc32c": 0x1EDC6F41}
+"""Bit k is the coefficient of x**k, as RFC 1952's reference (ISO 3309) and RFC 3720 print them."""
+
+REFLECTED = {"crc32": np.int64(0xEDB88320), "crc32c": np.int64(0x82F63B78)}
+
+
+def crc_by_bits(name: str, data: bytes) -> int:
+    """Return a CRC by long division, bit for bit; each byte's lowest bit is the first."""
+    divisor = 1 << 32 | POLYNOMIALS[name]
+    rest = 0xFFFFFFFF
+    for byte in data:
+        rest ^= int(f"{byte:08b}"[::-1], 2) << 24
+        for _ in range(8):
+            rest <<= 1
+            if rest >> 32:
+                rest ^= divisor
+    return int(f"{rest ^ 0xFFFFFFFF:032b}"[::-1], 2)
+
+
+def test_crcs_of_the_catalogue() -> None:
+    assert crc_by_bits("crc32", b"123456789") == 0xCBF43926 == zlib.crc32(b"123456789")
+    assert crc_by_bits("crc32c", b"123456789") == 0xE3069283
+    assert crc_by_bits("crc32c", bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
+
+
+@MANY
+@given(st.lists(st.integers(0, 300), max_size=6), grids(), seeds(), st.sampled_from(list(POLYNOMIALS)))
+def test_check_crc(sizes: list[int], grid: Grid, seed: int, name: str) -> None:
+    rng, n = RNG(seed), len(sizes)
+    place = ranges(rng, sizes)
+    skew = int(rng.integers(0, 16))
+    decoded = placed(noise(rng, place.total), skew)[skew:]
+    stored, trailer = np.zeros(7 * n + 4, dtype=np.uint8), 7 * np.arange(n) + rng.integers(0, 4, n)
+    status, wanted = (rng.random(n) < 0.2).astype(np.int32) * -5, np.zeros(n, dtype=np.int32)
+    reason = int(rng.choice([inflate.BAD_CHECKSUM, chunks.BAD_CRC32C]))
+    for i, piece in enumerate(place.slices()):
+        data = decoded[piece].tobytes()
+        crc = crc_by_bits(name, data)
+        assert crc == (zlib.crc32(data) if name == "crc32" else frames.crc32c(decoded, piece.start, len(data)))
+        checksum = bytearray(crc.to_bytes(4, "little"))
+        is_wrong = rng.random() < 0.4
+        if is_wrong:
+            checksum[rng.integers(0, 4)] ^= 1 << rng.integers(0, 8)
+        stored[trailer[i] : trailer[i] + 4] = checksum
+        if rng.random() < 0.2:
+            trailer[i] = -1
+        wanted[i] = status[i] or (reason if is_wrong and trailer[i] >= 0 else 0)
+    how = REFLECTED[name], np.int32(reason), np.int64(n)
+    run("check_crc", grid, decoded, place.start, place.nbytes, stored, trailer, *how, status)
+    np.testing.assert_array_equal(status, wanted)
+
+
+@pytest.mark.parametrize("name", POLYNOMIALS)
+@pytest.mark.parametrize("n", [16 * 1024 - 1, 200_000, 200_003])
+@pytest.mark.parametrize("n_threads", [32] if BUILD == "thread" else [32, 100, 256, 1024])
+def test_crcs_of_large_chunks(n: int, name: str, n_threads: int) -> None:
+    plain, skew = RNG(n).integers(0, 256, n).astype(np.uint8), 5
+    crc = zlib.crc32(plain) if name == "crc32" else crc_by_bits(name, plain.tobytes())
+    stored = placed(plain.tobytes() + crc.to_bytes(4, "little"), skew)[skew:]
+    how = REFLECTED[name], np.int32(-9), np.int64(1)
+    for at, expected in ((0, 0), (1, -9), (n // 2, -9), (n - 1, -9), (n + 3, -9)):
+        damaged = stored.copy()
+        damaged[at] ^= bool(expected) << 6
+        status = np.zeros(1, dtype=np.int32)
+        run("check_crc", Grid(1, n_threads), damaged, int64(0), int64(n), damaged, int64(n), *how, status)
+        assert status[0] == expected
+
+
+@SOME
+@given(st.data(), grids(), seeds())
+def test_check_gzip(data: st.DataObject, grid: Grid, seed: int) -> None:
+    rng, n, nbytes = RNG(seed), data.draw(st.integers(0, 40)), data.draw(st.integers(0, 1 << 33))
+    place = ranges(rng, np.full(n, 30))
+    stored, trailer = rng.integers(0, 256, place.total).astype(np.uint8), place.start + 22
+    status, wanted = (rng.random(n) < 0.2).astype(np.int32) * -5, np.zeros(n, dtype=np.int32)
+    for i, piece in enumerate(place.slices()):
+        member = bytearray(b"\x1f\x8b\x08\x00" + rng.bytes(22) + (nbytes % (1 << 32)).to_bytes(4, "little"))
+        kind = rng.integers(0, 4)
+        if kind == 1:
+            member[rng.integers(0, 4)] ^= 1 << rng.integers(0, 8)
+        elif kind == 2:
+            member[rng.integers(26, 30)] ^= 1 << rng.integers(0, 8)
+        stored[piece] = np.frombuffer(member, np.uint8)
+        if rng.random() < 0.2:
+            trailer[i] = -1
+        is_bad_size = kind == 2 and trailer[i] >= 0
+        found = inflate.BAD_HEADER if kind == 1 else inflate.BAD_CHECKSUM if is_bad_size else 0
+        wanted[i] = status[i] or found
+    run("check_gzip", grid, placed(stored), place.start, trailer, np.int64(nbytes), np.int64(n), status)
+    np.testing.assert_array_equal(status, wanted)
 
 
 @SOME

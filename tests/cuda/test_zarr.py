@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import gzip
+import zlib
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -31,7 +33,21 @@ FORMS = {
         "v3-csr-zstd",
         "v3-csr-sharded-zstd",
         "v3-csr-sharded-blosc-lz4-shuffle",
+        "v2-csr-gzip",
+        "v2-dense-gzip",
+        "v3-csr-gzip",
+        "v3-csr-sharded-gzip",
         "v3-csr-gzip-crc32c",
+        "v3-csr-sharded-gzip-crc32c",
+        "v3-csr-zstd-crc32c",
+        "v3-csr-blosc-lz4-crc32c",
+        "v3-csr-crc32c",
+        "v3-csr-sharded-crc32c",
+        "v3-csr-sharded-zstd-crc32c",
+        "v3-dense-tiles-crc32c",
+        "v3-dense-sharded-crc32c",
+        "zip-csr-crc32c",
+        "v3-csr-crc32c-zstd",
         "v2-csr-zlib",
         "v2-csr-lz4",
         "v2-csr-shuffle-zlib",
@@ -54,6 +70,150 @@ def test_rows_are_what_zarr_reads(open_fake: Callable[..., Opened], tmp_path: Pa
     for _ in range(2):
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, expected[batch.rows])
+
+
+ON_DEVICE = [name for name in FORMS if ("gzip" in name or "crc32c" in name) and name != "v3-csr-crc32c-zstd"]
+
+
+def refuse(read: Any, chunk: int) -> None:
+    raise AssertionError(f"chunk {chunk} of {read.layout.name} goes to the host")
+
+
+@pytest.mark.parametrize(("verify", "cache"), [("once", None), ("always", "1MiB"), ("never", None)])
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_checksums_are_verified_on_the_device(
+    open_fake: Callable[..., Opened],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    verify: str,
+    cache: str | None,
+) -> None:
+    path = tmp_path / f"store.{'zip' if name.startswith('zip') else 'zarr'}"
+    FORMS[name].write(path)
+    expected = writers.read_matrix(path, "X")
+    expected = expected.toarray() if hasattr(expected, "toarray") else expected
+    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    opened = open_fake(path, verify=verify, device_cache=cache, block_size="chunk", **SMALL)
+    for epoch in range(2):
+        opened.device.launched.clear()
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, expected[batch.rows])
+        is_verified = verify == "always" or (verify == "once" and epoch == 0)
+        assert ("check_crc" in opened.device.launched) == is_verified
+        assert ("check_gzip" in opened.device.launched) == ("gzip" in name)
+
+
+def test_a_fletcher32_within_a_crc32c(
+    open_fake: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import zarr.codecs.numcodecs as nc
+
+    path = tmp_path / "store.zarr"
+    with pytest.warns(match="not in the Zarr version 3 specification"):
+        writers.csr(path, filters=None, compressors=(nc.Fletcher32(), zarr.codecs.Crc32cCodec()))
+    expected = writers.read_matrix(path, "X").toarray()
+    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    opened = open_fake(path, **SMALL)
+    for batch in opened.epoch():
+        np.testing.assert_array_equal(batch.X, expected[batch.rows])
+    assert {"check_crc", "check_fletcher32"} <= set(opened.device.launched)
+
+
+def test_a_checksum_before_the_codec_is_said_to_go_to_the_host(
+    open_fake: Callable[..., Opened], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store.zarr"
+    FORMS["v3-csr-crc32c-zstd"].write(path)
+    list(open_fake(path, **SMALL).epoch())
+    (said,) = [record.getMessage() for record in caplog.records if "no decoder" in record.message]
+    assert "is stored as crc32c+zstd, which the GPU has no decoder for" in said
+
+
+DAMAGES = {
+    "v2-csr-gzip": {"header": 0, "stream": 40, "crc32": -8, "last of crc32": -5, "size": -4, "last of size": -1},
+    "v3-csr-gzip-crc32c": {"header": 3, "stream": 40, "crc32": -12, "size": -5, "crc32c": -4, "last": -1},
+    "v3-csr-zstd-crc32c": {"stream": 30, "crc32c": -4, "last": -1},
+    "v3-csr-blosc-lz4-crc32c": {"size": 12, "stream": 40, "crc32c": -4, "last": -1},
+    "v3-csr-crc32c": {"first": 0, "stream": 40, "last of the chunk": -5, "crc32c": -4, "last": -1},
+}
+
+
+def damage(path: Path, name: str, at: int) -> Path:
+    """Change a bit of the first chunk; return its file."""
+    FORMS[name].write(path)
+    file = path / ("X/data/0" if name.startswith("v2") else "X/data/c/0")
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+@pytest.mark.parametrize("verify", ["once", "always"])
+@pytest.mark.parametrize(("name", "at"), [(name, at) for name, places in DAMAGES.items() for at in places.values()])
+def test_a_damaged_bit_is_found(
+    open_fake: Callable[..., Opened], tmp_path: Path, name: str, at: int, verify: str
+) -> None:
+    file = damage(tmp_path / "store.zarr", name, at)
+    with pytest.raises(gpuload.CorruptDataError) as caught:
+        list(open_fake(tmp_path / "store.zarr", verify=verify, **SMALL).epoch())
+    assert str(caught.value).startswith(f"{file}: chunk 0 of /X/data at byte 0 is damaged: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), [("v2-csr-gzip", -8), ("v2-csr-gzip", -1), ("v3-csr-gzip-crc32c", -12), ("v3-csr-crc32c", -1)]
+)
+def test_no_checksum_is_verified_where_none_is_to_be(
+    open_fake: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, at: int
+) -> None:
+    path = tmp_path / "store.zarr"
+    damage(path, name, at)
+    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    with gpuload.open_loader(path, device="cpu", verify="never", **SMALL) as loader:
+        expected = list(loader)
+    for batch, wanted in zip(open_fake(path, verify="never", **SMALL).epoch(), expected, strict=True):
+        np.testing.assert_array_equal(batch.X, wanted.X)
+
+
+def member(plain: bytes, flags: int, fields: bytes) -> bytes:
+    """Return a member of gzip whose header has further fields (RFC 1952, 2.3)."""
+    deflated = zlib.compress(plain)[2:-4]
+    head = b"\x1f\x8b\x08" + bytes([flags]) + bytes(4) + b"\x00\xff" + fields
+    return head + deflated + zlib.crc32(plain).to_bytes(4, "little") + len(plain).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [(8, b"cells\0"), (16, b"a comment\0"), (4, b"\x03\x00abc"), (4 | 8, b"\x03\x00abccells\0")],
+    ids=["name", "comment", "extra", "extra and name"],
+)
+def test_a_longer_header_is_decoded_on_the_host(
+    open_fake: Callable[..., Opened],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    flags: int,
+    fields: bytes,
+) -> None:
+    path = tmp_path / "store.zarr"
+    FORMS["v2-csr-gzip"].write(path)
+    expected = writers.read_matrix(path, "X").toarray()
+    file = path / "X/data/1"
+    file.write_bytes(member(gzip.decompress(file.read_bytes()), flags, fields))
+    for batch in open_fake(path, **SMALL).epoch():
+        np.testing.assert_array_equal(batch.X, expected[batch.rows])
+    (said,) = [record.getMessage() for record in caplog.records if "could not be decoded on the GPU" in record.message]
+    assert "chunk 1 of /X/data" in said
+
+
+@pytest.mark.parametrize("name", ["v2-csr-gzip", "v3-csr-gzip-crc32c", "v3-csr-crc32c"])
+@pytest.mark.parametrize("n_left", [1, 3, 4, 5, 18, 22])
+def test_a_chunk_cut_short_is_named(open_fake: Callable[..., Opened], tmp_path: Path, name: str, n_left: int) -> None:
+    path = tmp_path / "store.zarr"
+    FORMS[name].write(path)
+    file = path / ("X/data/0" if name.startswith("v2") else "X/data/c/0")
+    file.write_bytes(file.read_bytes()[:n_left])
+    with pytest.raises(gpuload.CorruptDataError, match="chunk 0 of /X/data at byte 0 is damaged: "):
+        list(open_fake(path, **SMALL).epoch())
 
 
 @pytest.mark.parametrize("name", ["v3-csr-zstd", "v3-csr-sharded-blosc-lz4-shuffle"])

@@ -20,6 +20,8 @@ from gpuload.backends import codecs
 from gpuload.backends.cuda.blosc import HEADER_NBYTES, ROWS, read_cut
 from gpuload.backends.cuda.work import N_THREADS, Work, slots
 from gpuload.backends.damage import corrupt, reason
+from gpuload.backends.native.chunks import BAD_CRC32C
+from gpuload.backends.native.inflate import BAD_CHECKSUM
 from gpuload.backends.reading import short_read
 
 if TYPE_CHECKING:
@@ -36,15 +38,21 @@ N_LZF_THREADS = 32
 
 _ALGORITHMS = {
     "deflate": ("deflate", 2, 4),
+    "gzip": ("gzip", 10, 8),
     "zstd": ("zstd", 0, 0),
     "lz4-sized": ("lz4", 4, 0),
     "lzf": ("lzf", 0, 0),
     "blosc": ("blosc", 0, 0),
 }
-"""Filters that the device undoes: by what (nvCOMP's names; own kernels for LZF and for what is around blosc's streams),
-and how many bytes stand before and after what it is given."""
+"""Filters that the device undoes: by what (nvCOMP's names, but gzip as raw deflate; own kernels
+for LZF and for what is around blosc's streams), and how many bytes stand before and after what it is given."""
 
-_FLETCHER_TAIL = 4
+_CHECKSUM_NBYTES = 4
+"""Of a fletcher32 or a crc32c."""
+
+_GZIP_CRC = np.int64(0xEDB88320), np.int32(BAD_CHECKSUM)
+_CRC32C = np.int64(0x82F63B78), np.int32(BAD_CRC32C)
+"""Polynomial, reflected, and what a mismatch is called."""
 
 _log = logging.getLogger("gpuload")
 
@@ -58,9 +66,9 @@ class Steps:
     codec
         By what, as `_ALGORITHMS` names it, or None where bytes are stored as they are.
     head, tail
-        Bytes before and after what the codec is given, without a fletcher32.
-    is_shuffled, has_fletcher
-        Whether bytes are shuffled; whether a fletcher32 follows the chunk.
+        Bytes before and after what the codec is given, without a fletcher32 or crc32c.
+    is_shuffled, has_fletcher, has_crc32c
+        Whether bytes are shuffled; whether a fletcher32 follows the chunk, and then a crc32c.
     cut
         How blosc's containers are cut.
     """
@@ -70,7 +78,18 @@ class Steps:
     tail: int
     is_shuffled: bool
     has_fletcher: bool
+    has_crc32c: bool
     cut: Cut | None = None
+
+    @property
+    def around(self) -> int:
+        """Bytes of a chunk that the codec is not given."""
+        return self.head + self.tail + _CHECKSUM_NBYTES * (self.has_fletcher + self.has_crc32c)
+
+    @property
+    def has_checksum(self) -> bool:
+        """Whether there is one that is verified here, and not by nvCOMP or not at all."""
+        return self.has_fletcher or self.has_crc32c or self.codec in ("deflate", "gzip")
 
 
 def steps_of(layout: ArrayLayout) -> Steps | None:
@@ -80,13 +99,13 @@ def steps_of(layout: ArrayLayout) -> Steps | None:
     if any(f.values not in ((), (layout.dtype.itemsize,)) for f in shuffles):
         return None
     found = [name for name in names if name in _ALGORITHMS]
-    if len(found) > 1 or names != [n for n in ("shuffle", *found, "fletcher32") if n in names]:
+    if len(found) > 1 or names != [n for n in ("shuffle", *found, "fletcher32", "crc32c") if n in names]:
         return None
     codec, head, tail = _ALGORITHMS[found[0]] if found else (None, 0, 0)
     cut = _read_cut(layout) if codec == "blosc" else None
     if codec == "blosc" and cut is None:
         return None
-    return Steps(codec, head, tail, "shuffle" in names, "fletcher32" in names, cut)
+    return Steps(codec, head, tail, "shuffle" in names, "fletcher32" in names, "crc32c" in names, cut)
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +214,7 @@ class Decoder:
         whole = self._part(read, numbers, out, lane)
         nbytes = read.chunk_nbytes[numbers]
         is_absent = nbytes == 0
-        payload = nbytes if steps is None else nbytes - steps.head - steps.tail - steps.has_fletcher * _FLETCHER_TAIL
+        payload = nbytes if steps is None else nbytes - steps.around
         can_device = ~is_absent & (read.chunk_mask[numbers] == 0) & (payload > 0)
         if steps is None:
             can_device[:] = False
@@ -257,7 +276,7 @@ class Decoder:
     ) -> None:
         """Decode chunks whose stored bytes lie in the arena, and copy their pieces."""
         layout, work, n = part.read.layout, part.work, part.numbers.size
-        if steps.codec is None and not (steps.is_shuffled or steps.has_fletcher):
+        if steps.codec is None and not (steps.is_shuffled or steps.has_checksum):
             self._copy_pieces(part, arena, place)
             return
         full = _full(layout)
@@ -271,25 +290,24 @@ class Decoder:
             start=start,
             full=np.full(n, full, dtype=np.int64),
             trailer=np.where(is_due, place + steps.head + payload, -1),
-            due_place=place[is_due],
-            due_nbytes=part.read.chunk_nbytes[part.numbers[is_due]] - _FLETCHER_TAIL,
         )
         codes = work.codes(n)
-        if steps.has_fletcher and is_due.any():
-            self._check_fletcher(part.of(is_due), arena, on)
+        if (steps.has_fletcher or steps.has_crc32c) and is_due.any():
+            self._check_stored(part.of(is_due), steps, place[is_due], arena)
         if steps.cut is not None:
             decoded = self._from_containers(part, steps.cut, arena, on, codes, is_verified=verify != "never")
         else:
             decoded = self._from_payloads(part, steps, payload, arena, on, codes)
-        if steps.codec == "deflate" and is_due.any():
+        if steps.codec in ("deflate", "gzip") and is_due.any():
             ranges = (on["start"], on["full"], arena, on["trailer"])
-            work.launch("check_adler32", n, decoded, *ranges, np.int64(n), codes)
+            kernel, crc = ("check_adler32", ()) if steps.codec == "deflate" else ("check_crc", _GZIP_CRC)
+            work.launch(kernel, n, decoded, *ranges, *crc, np.int64(n), codes)
         if steps.is_shuffled:
             plain, itemsize = work.scratch(n * slots(full)), np.int32(layout.dtype.itemsize)
             work.launch("unshuffle", n, decoded, plain, on["start"], on["full"], itemsize, np.int64(n))
             decoded = plain
         self._report(part, codes)
-        if steps.codec == "deflate" or steps.has_fletcher:
+        if steps.has_checksum:
             part.outcome.verified = ids[is_due]
         self._copy_pieces(part, decoded, start)
 
@@ -316,8 +334,12 @@ class Decoder:
             return decoded
         if steps.codec == "lz4":
             work.launch("check_sizes", n, arena, on["place"], np.int64(full), np.int64(n), codes)
+        if steps.codec == "gzip":
+            frames = (on["place"], on["trailer"], np.int64(full))
+            work.launch("check_gzip", -(-n // N_THREADS), arena, *frames, np.int64(n), codes)
         of |= {"in_nbytes": on["payload"], "room": on["full"]}
-        produced, statuses = work.inflate(steps.codec, n, full, n * full, of=of)
+        codec = "deflate" if steps.codec == "gzip" else steps.codec  # its frame is checked here
+        produced, statuses = work.inflate(codec, n, full, n * full, of=of)
         work.launch("check_streams", n, statuses, produced, on["full"], np.int64(1), np.int64(n), codes)
         return decoded
 
@@ -359,11 +381,18 @@ class Decoder:
         )
         return joined
 
-    def _check_fletcher(self, due: _Part, arena: Any, on: dict[str, Any]) -> None:
-        """Launch the verification of some chunks as they are stored."""
-        n = due.numbers.size
-        codes = due.work.codes(n)
-        due.work.launch("check_fletcher32", n, arena, on["due_place"], on["due_nbytes"], np.int64(n), codes)
+    def _check_stored(self, due: _Part, steps: Steps, place: NDArray[np.int64], arena: Any) -> None:
+        """Launch the verification of some chunks as they are stored; a crc32c is of a fletcher32 before it, too."""
+        work, n = due.work, due.numbers.size
+        of_crc = due.read.chunk_nbytes[due.numbers] - _CHECKSUM_NBYTES
+        of_fletcher = of_crc - steps.has_crc32c * _CHECKSUM_NBYTES
+        on = work.upload(place=place, of_crc=of_crc, of_fletcher=of_fletcher, trailer=place + of_crc)
+        codes = work.codes(n)
+        if steps.has_crc32c:
+            ranges = (on["place"], on["of_crc"], arena, on["trailer"])
+            work.launch("check_crc", n, arena, *ranges, *_CRC32C, np.int64(n), codes)
+        if steps.has_fletcher:
+            work.launch("check_fletcher32", n, arena, on["place"], on["of_fletcher"], np.int64(n), codes)
         self._report(due, codes)
 
     def _from_host(self, part: _Part) -> None:

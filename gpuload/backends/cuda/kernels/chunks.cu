@@ -63,6 +63,96 @@ KERNEL(check_adler32, (const uint8_t* __restrict__ decoded, const int64_t* start
     }
 }
 
+// The remainder of a polynomial over GF(2) modulo one of degree 32, the divisor, both as reflected CRCs hold them: bit
+// 31 - k is the coefficient of x**k, but x**32 of the divisor is not written. Sums are exclusive ors.
+struct Remainder {
+    uint32_t bits;
+
+    DEVICE Remainder& operator+=(Remainder other) {
+        bits ^= other.bits;
+        return *this;
+    }
+
+    DEVICE Remainder times_x(uint32_t divisor) const { return {bits >> 1 ^ (divisor & (0u - (bits & 1)))}; }
+
+    DEVICE Remainder times(Remainder other, uint32_t divisor) const {
+        Remainder product{0}, power = *this;
+        for (int k = 31; k >= 0; --k) {
+            product.bits ^= power.bits & (0u - (other.bits >> k & 1));
+            power = power.times_x(divisor);
+        }
+        return product;
+    }
+
+    // Take in 4 bytes more, the first of them lowest: times x**32 each. table[b] is x**8 times the remainder of bits b.
+    DEVICE void take(uint32_t word, const uint32_t* table) {
+        bits ^= word;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) bits = bits >> 8 ^ table[bits & 255];
+    }
+};
+
+// Compare a CRC of 32 bits of n byte ranges with the 4 bytes, little-endian, at stored[trailer[i]]; none: below 0. The
+// reflected polynomial says which: 0xEDB88320 is gzip's (RFC 1952, 8), 0x82F63B78 CRC-32C (RFC 3720, B.4). `reason` is
+// what a mismatch is called.
+//
+// Each thread takes a segment of neighbouring bytes through a table of what a byte does (Sarwate, "Computation of cyclic
+// redundancy checks via table look-up", Commun. ACM 1988, doi:10.1145/63030.63037). Remainders are linear: that of a
+// range is the sum of those of its segments, each times x**(8 * bytes after it), a product of squares of squares of x**8
+// (as zlib's crc32_combine joins two CRCs).
+KERNEL(check_crc, (const uint8_t* __restrict__ bytes, const int64_t* start, const int64_t* nbytes,
+                   const uint8_t* __restrict__ stored, const int64_t* trailer, int64_t polynomial, int32_t reason,
+                   int64_t n, int32_t* status)) {
+    const uint32_t divisor = uint32_t(polynomial);
+    SHARED_ARRAY(uint32_t, table, 256);
+    SHARED_ARRAY(Remainder, squares, 64);
+    SHARED_ARRAY(Remainder, partial, MAX_THREADS);
+    PHASE(t) {
+        for (int k = t; k < 256; k += N_THREADS) {
+            Remainder byte{uint32_t(k)};
+            for (int bit = 0; bit < 8; ++bit) byte = byte.times_x(divisor);
+            table[k] = byte.bits;
+        }
+    }
+    for (int64_t i = BLOCK; i < n; i += N_BLOCKS) {
+        if (trailer[i] < 0) continue;
+        const uint8_t* from = bytes + start[i];
+        const int64_t size = nbytes[i], n_vectors = size / 16;
+        PHASE(t) {
+            if (t == 0) {
+                Remainder square{1u << 23};
+                for (int k = 0; size >> k; ++k) {  // squares[k] is x**(8 * 2**k)
+                    squares[k] = square;
+                    square = square.times(square, divisor);
+                }
+            }
+        }
+        PHASE(t) {
+            const int64_t first = n_vectors * t / N_THREADS, last = n_vectors * (t + 1) / N_THREADS;
+            Remainder sum{t == 0 ? 0xFFFFFFFF : 0};  // the first 32 bits of a range count inverted
+            for (int64_t k = first; k < last; ++k) {
+                const uint4 v = load16(from + 16 * k);
+                sum.take(v.x, table);
+                sum.take(v.y, table);
+                sum.take(v.z, table);
+                sum.take(v.w, table);
+            }
+            int64_t after = size - 16 * last;
+            if (t == N_THREADS - 1) {
+                for (; after; --after) sum.bits = sum.bits >> 8 ^ table[(sum.bits ^ from[size - after]) & 255];
+            }
+            for (int k = 0; after >> k; ++k) {
+                if (after >> k & 1) sum = sum.times(squares[k], divisor);
+            }
+            partial[t] = sum;
+        }
+        const uint32_t wanted = ~block_sum(partial).bits;
+        EACH_THREAD(t) {
+            if (t == 0 && load4(stored + trailer[i]) != wanted) atomic_set_if_zero(status + i, reason);
+        }
+    }
+}
+
 // Bring a sum to 16 bits as end-around carries do: 0 only if it is 0, else 1 to 65,535.
 DEVICE uint64_t folded(uint64_t sum) { return sum ? (sum - 1) % 65535 + 1 : 0; }
 
@@ -287,6 +377,22 @@ KERNEL(check_sizes, (const uint8_t* __restrict__ stored, const int64_t* at, int6
         EACH_THREAD(t) {
             const int64_t i = group * N_THREADS + t;
             if (i < n && signed4(stored + at[i]) != nbytes) atomic_set_if_zero(status + i, BAD_LZ4);
+        }
+    }
+}
+
+// Check the headers of n members of gzip (RFC 1952, 2.3): deflate, and no flags, with which they would be longer than 10
+// bytes; and, after the CRC at stored[trailer[i]] unless that is below 0, the decoded size.
+KERNEL(check_gzip, (const uint8_t* __restrict__ stored, const int64_t* at, const int64_t* trailer, int64_t nbytes,
+                    int64_t n, int32_t* status)) {
+    for (int64_t group = BLOCK; group * N_THREADS < n; group += N_BLOCKS) {
+        EACH_THREAD(t) {
+            const int64_t i = group * N_THREADS + t;
+            if (i < n) {
+                const bool is_head = load4(stored + at[i]) == 0x00088B1F;
+                const bool is_size = trailer[i] < 0 || load4(stored + trailer[i] + 4) == uint32_t(nbytes);
+                if (!is_head || !is_size) atomic_set_if_zero(status + i, is_head ? BAD_CHECKSUM : BAD_HEADER);
+            }
         }
     }
 }

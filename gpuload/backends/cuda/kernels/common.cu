@@ -116,7 +116,7 @@ DEVICE uint16_t half_bits(float value) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Constants, those of the reasons as in native/inflate.py, native/chunks.py and native/frames.py.
 
-constexpr int32_t BAD_DISTANCE = -4, TRUNCATED = -5, TOO_LONG = -6, TOO_SHORT = -7, BAD_CHECKSUM = -8;
+constexpr int32_t BAD_HEADER = -1, BAD_DISTANCE = -4, TRUNCATED = -5, TOO_LONG = -6, TOO_SHORT = -7, BAD_CHECKSUM = -8;
 constexpr int32_t BAD_FLETCHER = -102, BAD_COLUMN = -103, BAD_VALUE = -104;
 constexpr int32_t BAD_BLOSC = -201, BAD_STREAM = -203, BAD_LZ4 = -205;
 
