@@ -27,7 +27,7 @@ import numpy as np
 from gpuload.backends.native.calls import I32, I64, caller
 from gpuload.backends.native.deflate import decode_blocks
 from gpuload.backends.native.huffman import TRUNCATED
-from gpuload.backends.native.inflate import BAD_CHECKSUM, BAD_HEADER, TOO_SHORT, inflate_zlib
+from gpuload.backends.native.inflate import TOO_SHORT, inflate_zlib
 from gpuload.backends.native.words import load8, load16, load32, load64
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ BAD_STREAM = -203
 BAD_ZSTD = -204
 BAD_LZ4 = -205
 BAD_CRC32C = -206
+BAD_GZIP = -207
+BAD_CRC32 = -208
 
 LZ4, LZ4_PARTIAL, ZSTD, BLOSC, ZSTD_CONTEXT = range(5)
 """Places in the table of addresses: three functions of LZ4 and zstd, one of c-blosc, and a context of zstd that one
@@ -64,6 +66,8 @@ def describe(code: int) -> str:
         BAD_ZSTD: "zstd cannot decode it",
         BAD_LZ4: "lz4 cannot decode it",
         BAD_CRC32C: "its crc32c checksum does not match",
+        BAD_GZIP: "its gzip header is wrong",
+        BAD_CRC32: "its crc32 checksum, or the size beside it, does not match",
     }[code]
 
 
@@ -177,14 +181,14 @@ def unshuffle_items(
 def gunzip(  # noqa: PLR0911 - one for each way to end
     src: Any, src_pos: int, src_len: int, dst: Any, dst_len: int, need: int, tables: Any, verify: bool
 ) -> int:  # pragma: no cover - compiled
-    """Decode a gzip member into dst[:dst_len]; parameters and result as of `inflate_zlib`."""
+    """Decode a gzip member into dst[:dst_len]; parameters and result as of `inflate_zlib`, or a code of this module."""
     at = np.int64(src.ctypes.data) + np.int64(src_pos)
     end = at + np.int64(src_len)
     if end - at < 18:
         return TRUNCATED
     flags = load8(at + 3)
     if load16(at) != 0x8B1F or load8(at + 2) != 8 or flags & 0xE0:
-        return BAD_HEADER
+        return BAD_GZIP
     at += 10
     if flags & 4:  # further fields
         at += 2 + load16(at)
@@ -210,7 +214,7 @@ def gunzip(  # noqa: PLR0911 - one for each way to end
     if end - at < 8:
         return TRUNCATED
     is_right = load32(at) == crc32(dst, 0, dst_len) and load32(at + 4) == dst_len & 0xFFFFFFFF
-    return out - first if is_right else BAD_CHECKSUM
+    return out - first if is_right else BAD_CRC32
 
 
 @_native
