@@ -21,6 +21,7 @@ from gpuload.errors import GpuloadError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from types import FrameType
 
 DONE, FAILED, WRONG_USE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
@@ -63,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if argv is None else argv
     try:
-        parser = build_parser(given)
-        if not given:
-            parser.print_help(sys.stderr)
-            return WRONG_USE
-        args = parser.parse_args(given)
         with _no_interrupt_lost():
+            parser = build_parser(given)
+            if not given:
+                parser.print_help(sys.stderr)
+                return WRONG_USE
+            args = parser.parse_args(given)
             return int(args.run(args))
     except SystemExit as exit_:
         # argparse ends so, having said what is wrong or shown the help that was asked for.
@@ -87,20 +88,56 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _no_interrupt_lost() -> Iterator[None]:
-    """Send an interrupt again that fell into a finalizer or the like: Python only prints what is raised there."""
-    before = sys.unraisablehook
+    """Raise KeyboardInterrupt at the end where one came, whatever became of it, and soon where Python dropped it.
+
+    Python only prints what is raised in a finalizer or a callback, and others may catch it. The signal's handler
+    remembers it, so that no command that was interrupted ends as if nothing had been; and where Python tells that it
+    dropped it, the signal is sent again, so that a long command does not go on.
+    """
+    handler, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    came, is_over = False, False
+    resent: list[threading.Timer] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        try:
+            if callable(handler):  # else this one is not set
+                handler(number, frame)
+        except KeyboardInterrupt:
+            came = True
+            if not is_over:  # at the end it would keep hooks and handlers from being put back; it is raised after that
+                raise
 
     def again(unraisable: sys.UnraisableHookArgs) -> None:
         if unraisable.exc_type is KeyboardInterrupt:
-            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            resent.append(threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)))
+            resent[-1].start()
         else:
-            before(unraisable)
+            hook(unraisable)
 
-    sys.unraisablehook = again
     try:
+        sys.unraisablehook = again
+        # Not where the signal is ignored or ends the process at once; and Python lets no other thread set handlers.
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, remember)
         yield
+    except BrokenPipeError:
+        raise
+    except (Exception, SystemExit):
+        if came:  # what a library fails with whose callback was interrupted says nothing
+            raise KeyboardInterrupt from None
+        raise
     finally:
-        sys.unraisablehook = before
+        is_over = True
+        for timer in resent:  # none may be sent to whoever has called
+            timer.cancel()
+            with contextlib.suppress(RuntimeError):  # another interrupt kept it from starting
+                timer.join()
+        sys.unraisablehook = hook
+        if signal.getsignal(signal.SIGINT) is remember:
+            signal.signal(signal.SIGINT, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:

@@ -212,8 +212,11 @@ def _write_split(
     is_held_out = _is_held_out(X.shape[0], share)
     for path, mask in ((train, ~is_held_out), (held_out, is_held_out)):
         unfinished = path.with_suffix(".unfinished")
-        write_h5ad(unfinished, X[mask], obs[mask], var, "gzip")
-        unfinished.replace(path)
+        try:
+            write_h5ad(unfinished, X[mask], obs[mask], var, "gzip")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def _n_cells(path: Path) -> int:

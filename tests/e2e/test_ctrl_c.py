@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+import gpuload.cli.demo
+import gpuload.cli.doctor
+from gpuload import GpuloadError
 from gpuload.cli import COMMANDS
 from gpuload.formats.obs import write_h5ad
 from gpuload.synthetic import tahoe_shaped
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
-import sys
+import sys, time
 import gpuload.backends.cpu, gpuload.formats.h5ad, gpuload.cli.{command}
 {imports}
 print("ready", flush=True)
-sys.exit(gpuload.cli.main())
+code = gpuload.cli.main()
+print("\\nover", time.monotonic(), flush=True)
+sys.exit(code)
 """
 """A command whose imports are over when it says so: the import system of Python loses an interrupt now and then."""
 
@@ -57,8 +71,11 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def interrupted(command: str, cells: Path, folder: Path, after_s: float) -> tuple[int, str]:
-    """Run a command, interrupt it after a while, look for what it left, and return exit code and stderr."""
+def interrupted(command: str, cells: Path, folder: Path, after_s: float) -> tuple[int, str] | None:
+    """Run a command, interrupt it after a while, look for what it left, and return exit code and stderr.
+
+    None where it was over before that; the signal itself ends an interpreter that is about to end.
+    """
     temporary = folder / "tmp"
     temporary.mkdir()
     arguments = [str(cells) if a == "CELLS" else a for a in ARGUMENTS[command]]
@@ -77,7 +94,8 @@ def interrupted(command: str, cells: Path, folder: Path, after_s: float) -> tupl
         assert process.stdout.readline() == "ready\n", process.communicate()[1]
         time.sleep(after_s)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=120)
+        sent_at = time.monotonic()
+        output, said = process.communicate(timeout=120)
     finally:
         process.kill()
     assert not running_in(process.pid), "it left processes behind"
@@ -85,7 +103,10 @@ def interrupted(command: str, cells: Path, folder: Path, after_s: float) -> tupl
         left = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
         assert not [name for name in left if not name.startswith(KEPT.get(command, ()))]
     assert not [path for path in temporary.iterdir() if not path.name.startswith(CACHE_OF_TORCH)]
-    return process.returncode, said
+    over_at = output.rpartition("\nover ")[2]
+    return (
+        None if process.returncode in (0, -signal.SIGINT) and float(over_at) < sent_at else (process.returncode, said)
+    )
 
 
 def running_in(session: int) -> list[int]:
@@ -109,9 +130,11 @@ def check_an_interrupt(command: str, cells: Path, folder: Path, after_s: float) 
     for attempt in range(8):
         place = folder / str(attempt)
         place.mkdir()
-        code, said = interrupted(command, cells, place, after_s / 3**attempt)
-        if code not in (0, -signal.SIGINT) or said:  # the signal itself ends an interpreter that is about to end
+        found = interrupted(command, cells, place, after_s / 3**attempt)
+        if found is not None:
             break
+    assert found is not None, "it is over at once"
+    code, said = found
     assert code == 130
     assert said.endswith("gpuload: interrupted\n")
     assert "Traceback" not in said
@@ -131,3 +154,151 @@ def test_an_interrupted_command_leaves_nothing(command: str, cells: Path, tmp_pa
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_interrupt_at_any_time(command: str, seed: int, cells: Path, tmp_path: Path) -> None:
     check_an_interrupt(command, cells, tmp_path, random.Random(seed).random() ** 2 * 6)
+
+
+def test_a_demo_that_is_interrupted_while_it_writes_leaves_no_part_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = []
+
+    def write(path: Path, *more: object) -> None:
+        path.write_bytes(b"a part")
+        parts.append(path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpuload.formats.obs.write_h5ad", write)
+    cells = tahoe_shaped(200, n_vars=50, n_plates=2, n_cell_lines=3, n_drugs=2)
+    with pytest.raises(KeyboardInterrupt):
+        gpuload.cli.demo._write_split(tmp_path / "train.h5ad", tmp_path / "held_out.h5ad", cells, 0.1)
+    assert [path.parent for path in parts] == [tmp_path]
+    assert not list(tmp_path.iterdir())
+
+
+# --- interrupts that something swallows, in this process ---
+
+
+def caught() -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def in_a_weakref_callback() -> None:
+    class Thing:
+        pass
+
+    thing = Thing()
+    seen = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+    del thing
+    assert seen() is None
+
+
+def in_a_finalizer() -> None:
+    class Thing:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    Thing()
+
+
+def in_a_callback_of_c() -> None:
+    ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGINT))()
+
+
+SWALLOWED = [caught, in_a_weakref_callback, in_a_finalizer, in_a_callback_of_c]
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., object]]:
+    """Return a function that runs the command with other work, and gives exit code and stderr; it is undone at once."""
+    handler, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+
+    def run(work: Callable[[], object]) -> tuple[int, str]:
+        monkeypatch.setattr(gpuload.cli.doctor, "run", lambda args: work() or 0)
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            code = gpuload.cli.main(["doctor"])
+        finally:
+            after = signal.getsignal(signal.SIGINT), sys.unraisablehook
+            if timers := [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # it would end the tests
+                for timer in timers:
+                    timer.join()
+        assert not timers, "the signal was sent again after the command"
+        assert after == (handler, hook)
+        return code, capsys.readouterr().err
+
+    yield run
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.parametrize("swallowed", SWALLOWED)
+def test_a_command_that_swallows_an_interrupt_and_returns_was_interrupted(
+    doctor: Callable[..., object], swallowed: Callable[[], None]
+) -> None:
+    assert doctor(swallowed) == (130, "gpuload: interrupted\n")
+
+
+@pytest.mark.parametrize("error", [GpuloadError("the file is damaged"), SystemExit(0), ValueError("nonsense")])
+def test_a_command_that_fails_of_an_interrupt_was_interrupted(
+    doctor: Callable[..., object], error: BaseException
+) -> None:
+    def work() -> None:
+        in_a_callback_of_c()
+        raise error
+
+    assert doctor(work) == (130, "gpuload: interrupted\n")
+
+
+def test_a_long_command_is_interrupted_again(doctor: Callable[..., object]) -> None:
+    def work() -> None:
+        in_a_weakref_callback()
+        time.sleep(60)
+
+    start = time.monotonic()
+    assert doctor(work) == (130, "gpuload: interrupted\n")
+    assert time.monotonic() - start < 30
+
+
+def test_an_interrupt_while_another_is_dealt_with(doctor: Callable[..., object]) -> None:
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            in_a_finalizer()
+            signal.raise_signal(signal.SIGINT)
+
+    assert doctor(work) == (130, "gpuload: interrupted\n")
+
+
+def test_an_interrupt_that_is_ignored_stays_so(doctor: Callable[..., object]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    during = []
+
+    def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        during.append(signal.getsignal(signal.SIGINT))
+
+    assert doctor(work) == (0, "")
+    assert during == [signal.SIG_IGN]
+
+
+def test_an_interrupt_that_the_caller_deals_with_is_the_callers(doctor: Callable[..., object]) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    assert doctor(lambda: signal.raise_signal(signal.SIGINT)) == (0, "")
+    assert heard == [signal.SIGINT]
+
+
+def test_a_command_in_another_thread_sets_no_handler(doctor: Callable[..., object]) -> None:
+    handler, during = signal.getsignal(signal.SIGINT), []
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(doctor, lambda: during.append(signal.getsignal(signal.SIGINT)))
+        assert work.result() == (0, "")
+    assert during == [handler]
+
+
+def test_after_a_command_an_interrupt_is_the_callers(doctor: Callable[..., object]) -> None:
+    assert doctor(caught) == (130, "gpuload: interrupted\n")
+    assert doctor(lambda: None) == (0, "")
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
