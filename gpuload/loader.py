@@ -240,13 +240,27 @@ class Loader:
             "minibatches_ready": sum(all(pending.done() for pending in take.pending) for take in takes),
         }
 
+    def verdict(self) -> str:
+        """Return in one sentence what holds the consumer up, over what was handed over so far.
+
+        It begins with ``"store-bound"``, ``"decode-bound"``, ``"copy-bound"`` or ``"consumer-bound"``, and says how
+        long the consumer waited; ``loader.stats.reset()`` begins anew.
+        """
+        return self.stats.verdict_so_far()
+
+    @property
+    def cache_nbytes(self) -> tuple[int, int] | None:
+        """Bytes so far that came from local blocks, and those that did not; None without a ``cache=``."""
+        sources = [source for table in self._tables.values() for source in table.store.sources]
+        counts = {id(near): near.counts() for s in sources if (near := getattr(s, "near", None)) is not None}
+        return (sum(c[0] for c in counts.values()), sum(c[1] for c in counts.values())) if counts else None
+
     @property
     def hit_ratio(self) -> float | None:
         """Share of the bytes so far that came from local blocks; None without a ``cache=``."""
-        sources = [source for table in self._tables.values() for source in table.store.sources]
-        counts = {id(near): near.counts() for s in sources if (near := getattr(s, "near", None)) is not None}
-        local, missed = (sum(c[k] for c in counts.values()) for k in (0, 1))
-        return None if not counts else local / (local + missed) if local + missed else 1.0
+        if (counts := self.cache_nbytes) is None:
+            return None
+        return counts[0] / sum(counts) if sum(counts) else 1.0
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of `epoch` (at least 0); one that lives goes on as it is.
@@ -439,7 +453,7 @@ class Loader:
     def _hand_over(self, take: _Take) -> Batch:
         start = time.perf_counter()
         X, *further = [pending.result() for pending in take.pending]
-        self.stats.spent("wait_s", start, n_batches=1, n_rows=take.rows.size)
+        self.stats.spent("wait_s", start, batch=self.stats.n_batches, n_batches=1, n_rows=take.rows.size)
         if self._now is not None:
             self._now.step += 1
         return Batch(X, take.obs, take.rows, **_grouped(list(self._tables)[1:], further) if further else {})

@@ -6,6 +6,7 @@ request only.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -34,12 +35,17 @@ _WAITED_LITTLE = 0.05
 
 
 class Span(NamedTuple):
-    """A task of a stage: the timer that it counts for, its thread, and when it was, by `time.perf_counter`."""
+    """A task of a stage: the timer that it counts for, its thread, and when it was, by `time.perf_counter`.
+
+    And the number of its batch, counted from the first that was handed over; None where a task is of many, or it is
+    not known.
+    """
 
     timer: str
     thread: int
     start: float
     stop: float
+    batch: int | None = None
 
 
 class Stats:
@@ -61,6 +67,11 @@ class Stats:
         Seconds of work, added up over threads, spent reading, decoding and gathering.
     wait_s
         Seconds the consumer waited for a minibatch.
+
+    Parameters
+    ----------
+    n_cores
+        Cores that the stages can use; None: those of this process.
     """
 
     read_nbytes: int
@@ -77,7 +88,8 @@ class Stats:
     take_s: float
     wait_s: float
 
-    def __init__(self) -> None:
+    def __init__(self, n_cores: int | None = None) -> None:
+        self._n_cores = n_cores or len(os.sched_getaffinity(0))
         self._lock = threading.Lock()
         self._waits: deque[float] = deque(maxlen=_KEPT_WAITS)
         self._waited_s = 0.0
@@ -92,6 +104,8 @@ class Stats:
             setattr(self, name, 0.0)
         self._waits.clear()
         self._waited_s = 0.0
+        self._asked_s: float | None = None  # when a minibatch was first waited for, and the last was there
+        self._given_s = 0.0
 
     def add(self, **amounts: float) -> None:
         """Add to totals, by name; safe from any thread."""
@@ -103,21 +117,36 @@ class Stats:
                 self._waits.append(self._waited_s)
                 self._waited_s = 0.0
 
-    def spent(self, timer: str, start: float, **amounts: float) -> None:
-        """Add the time since `start` to a timer, and amounts to totals."""
+    def spent(self, timer: str, start: float, *, batch: int | None = None, **amounts: float) -> None:
+        """Add the time since `start`, of a batch where its number is known, to a timer, and amounts to totals."""
         stop = time.perf_counter()
         self.add(**{timer: stop - start}, **amounts)
+        if timer == "wait_s":
+            self._asked_s, self._given_s = start if self._asked_s is None else self._asked_s, stop
         if self._spans is not None:
-            self._spans.append(Span(timer, threading.get_ident(), start, stop))
+            self._spans.append(Span(timer, threading.get_ident(), start, stop, batch))
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str, *, batch: int | None = None) -> Iterator[None]:
         """Add the time of a with-block to a timer."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.spent(name, start)
+            self.spent(name, start, batch=batch)
+
+    @contextmanager
+    def noted(self, name: str, *, batch: int | None = None) -> Iterator[None]:
+        """Keep the time of a with-block for a timeline, where one is kept; no total counts it.
+
+        For what the consumer does: ``"to_device_s"`` and ``"step_s"`` have lanes of their own.
+        """
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._spans is not None:
+                self._spans.append(Span(name, threading.get_ident(), start, time.perf_counter(), batch))
 
     def keep_spans(self) -> None:
         """Keep the times of single tasks from now on."""
@@ -159,6 +188,13 @@ class Stats:
         bound = max(held, key=lambda stage: held[stage])
         parts = ", ".join(f"{stage} {value / seconds:.2f}" for stage, value in held.items())
         return f"{bound}-bound: the consumer waited {share:.1%} of its time; cores busy with each: {parts}"
+
+    def verdict_so_far(self) -> str:
+        """Return in one line what held the consumer up from the first minibatch asked for to the last handed over."""
+        totals, asked_s, given_s = self.as_dict(), self._asked_s, self._given_s
+        if asked_s is None or not totals["n_batches"] or given_s <= asked_s:
+            return "nothing was handed over yet"
+        return self.verdict(totals, given_s - asked_s, self._n_cores)
 
     def as_dict(self) -> dict[str, float]:
         """Return all totals by name."""

@@ -128,6 +128,11 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         return tensor if self._dtype is None or name.startswith("obsm/") else tensor.to(self._dtype)
 
 
+def gpu_for(loader: Loader) -> str | None:
+    """Return where a training step moves minibatches: torch's GPU, where there is one and they lie in host memory."""
+    return "cuda" if loader.device == "cpu" and torch.cuda.is_available() else None
+
+
 _NO_WORKERS = (
     "num_workers: CellDataset is read in the training process, by native threads that hold no GIL; worker processes "
     "would only copy every minibatch once more. Use DataLoader(dataset, batch_size=None, num_workers=0)."

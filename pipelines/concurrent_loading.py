@@ -21,6 +21,8 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +38,7 @@ try:
     import gpuload
     from gpuload.remote import open_remote
     from gpuload.samples import SampleLoader, SampleSet
+    from gpuload.stats import Span, Stats
 except ImportError as missing:
     sys.exit(f"concurrent_loading.py: {missing}. From the checkout: pip install '.[samples,remote]' installs it.")
 
@@ -50,6 +53,7 @@ examples:
   python pipelines/concurrent_loading.py /tmp/pictures --make 512
   python pipelines/concurrent_loading.py /tmp/pictures --loader ours
   python pipelines/concurrent_loading.py s3://bucket/pictures --loader threads --workers 4 --in-flight 16
+  python pipelines/concurrent_loading.py s3://bucket/pictures --loader ours --train --timeline out.png
 
 exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted
 """
@@ -65,6 +69,43 @@ def decode(jpeg: np.ndarray | bytes) -> torch.Tensor:
     return torch.from_numpy(picture[top : top + CROP, left : left + CROP].transpose(2, 0, 1).copy())
 
 
+class Profile:
+    """When each task was, of all threads; worker processes append theirs to a file, for their clock is the same."""
+
+    def __init__(self, folder: str) -> None:
+        self.stats = Stats()
+        self.stats.keep_spans()
+        self.log = Path(folder, "tasks")
+        self._loader: SampleLoader | None = None
+
+    def watch(self, loader: SampleLoader) -> None:
+        """Take the tasks of a loader in too."""
+        self._loader = loader
+        loader.stats.keep_spans()
+
+    def spans(self) -> list[Span]:
+        """Return all tasks; a loader's waits are in those of the loop, which counts the batches too."""
+        theirs = self._loader.stats.take_spans() if self._loader is not None else []
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        mine = self.stats.take_spans()
+        return [*mine, *(s for s in theirs if s.timer != "wait_s"), *(Span(*json.loads(line)) for line in lines)]
+
+    def save(self, path: str, words: str) -> None:
+        """Draw it all."""
+        from gpuload.cli.figure import SAMPLE_LANES, draw_timeline
+        from gpuload.cli.page import save
+
+        save(Path(path), draw_timeline(self.spans(), words, lanes=SAMPLE_LANES))
+
+
+def note(log: Path | None, timer: str, start: float) -> None:
+    """Append a task to a log, where there is one; so short a line is written at once, and beside no other."""
+    if log is not None:
+        line = json.dumps([timer, threading.get_native_id(), start, time.perf_counter()])
+        with log.open("ab", buffering=0) as file:
+            file.write(f"{line}\n".encode())
+
+
 class Pictures(torch.utils.data.Dataset):
     """Pictures by number, asked for one at a time with boto3, or read from a folder.
 
@@ -74,10 +115,12 @@ class Pictures(torch.utils.data.Dataset):
         An address ``s3://bucket/prefix``, or a folder.
     names
         Keys below it.
+    log
+        Where to note when pictures were read and decoded.
     """
 
-    def __init__(self, place: str, names: list[str]) -> None:
-        self._place, self._names = place, names
+    def __init__(self, place: str, names: list[str], log: Path | None = None) -> None:
+        self._place, self._names, self._log = place, names, log
         self._client: Any = None
 
     def __len__(self) -> int:
@@ -86,7 +129,13 @@ class Pictures(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         """Return (picture, label)."""
-        return decode(self._read(self._names[index])), label_of(self._names[index])
+        start = time.perf_counter()
+        jpeg = self._read(self._names[index])
+        note(self._log, "read_s", start)
+        start = time.perf_counter()
+        picture = decode(jpeg)
+        note(self._log, "decode_s", start)
+        return picture, label_of(self._names[index])
 
     def _read(self, name: str) -> bytes:
         if "://" not in self._place:
@@ -106,8 +155,8 @@ class Pictures(torch.utils.data.Dataset):
 class ThreadedPictures(Pictures):
     """The same; those of a batch are asked for by threads."""
 
-    def __init__(self, place: str, names: list[str], in_flight: int) -> None:
-        super().__init__(place, names)
+    def __init__(self, place: str, names: list[str], in_flight: int, log: Path | None = None) -> None:
+        super().__init__(place, names, log)
         self.in_flight = in_flight
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
@@ -141,32 +190,34 @@ def workers_over(pictures: Pictures, args: argparse.Namespace) -> Iterator[Any]:
         yield from loader
 
 
-def vanilla(names: list[str], args: argparse.Namespace) -> Iterator[Any]:
+def vanilla(names: list[str], args: argparse.Namespace, profile: Profile | None = None) -> Iterator[Any]:
     """One object at a time in each worker."""
-    return workers_over(Pictures(args.place, names), args)
+    return workers_over(Pictures(args.place, names, profile and profile.log), args)
 
 
-def threads(names: list[str], args: argparse.Namespace) -> Iterator[Any]:
+def threads(names: list[str], args: argparse.Namespace, profile: Profile | None = None) -> Iterator[Any]:
     """A batch at a time in each worker, by threads."""
-    return workers_over(ThreadedPictures(args.place, names, args.in_flight), args)
+    return workers_over(ThreadedPictures(args.place, names, args.in_flight, profile and profile.log), args)
 
 
-def by_asyncio(names: list[str], args: argparse.Namespace) -> Iterator[Any]:
+def by_asyncio(names: list[str], args: argparse.Namespace, profile: Profile | None = None) -> Iterator[Any]:
     """A batch at a time in each worker, by an event loop."""
-    return workers_over(AsyncPictures(args.place, names, args.in_flight), args)
+    return workers_over(AsyncPictures(args.place, names, args.in_flight, profile and profile.log), args)
 
 
-def ours(names: list[str], args: argparse.Namespace) -> Iterator[Any]:
+def ours(names: list[str], args: argparse.Namespace, profile: Profile | None = None) -> Iterator[Any]:
     """Batches ahead, in this process."""
     samples = SampleSet(names, {name: label_of(name) for name in names}, source_of(args.place), decode)
     loader = SampleLoader(
         samples, args.batch_size, shuffle=True, drop_last=True, num_workers=args.threads, in_flight=args.in_flight
     )
+    if profile is not None:
+        profile.watch(loader)
     while True:
         yield from loader
 
 
-def dali(names: list[str], args: argparse.Namespace) -> Iterator[Any]:
+def dali(names: list[str], args: argparse.Namespace, profile: Profile | None = None) -> Iterator[Any]:
     """Bytes ahead, in this process; DALI's threads decode (on a GPU, its decoder for JPEG)."""
     from nvidia.dali import fn, pipeline_def, types
 
@@ -175,6 +226,9 @@ def dali(names: list[str], args: argparse.Namespace) -> Iterator[Any]:
         samples, args.batch_size, shuffle=True, drop_last=True, num_workers=args.threads, in_flight=args.in_flight,
         collate_fn=lambda batch: ([x.numpy() for x, _ in batch], np.array([y for _, y in batch], dtype=np.int64)),
     )  # fmt: skip
+
+    if profile is not None:
+        profile.watch(loader)
 
     def batches() -> Iterator[Any]:
         while True:
@@ -256,18 +310,23 @@ class Trainer:
         self._model = resnet18(width).to(self._device)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1, weight_decay=1e-4)
 
-    def step(self, pictures: torch.Tensor, labels: torch.Tensor) -> float:
-        """Learn from a batch; return the loss."""
+    def moved(self, pictures: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a batch as the model takes it, where the model is."""
         small = pictures[:, :, :: self._every, :: self._every].to(self._device).float() / 255 - 0.5
-        loss = nn.functional.cross_entropy(self._model(small), labels.to(self._device))
+        return small, labels.to(self._device)
+
+    def step(self, small: torch.Tensor, labels: torch.Tensor) -> float:
+        """Learn from a batch; return the loss."""
+        loss = nn.functional.cross_entropy(self._model(small), labels)
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
         return float(loss.detach())
 
 
-def run(args: argparse.Namespace) -> dict[str, float]:
+def run(args: argparse.Namespace, profile: Profile | None = None) -> dict[str, float]:
     """Load batches, and train on them where asked; return pictures per second, seconds, waits."""
+    stats = Stats() if profile is None else profile.stats
     torch.manual_seed(args.seed)
     trainer = Trainer(args.width, args.every) if args.train else None
     began, cpu_began = time.perf_counter(), cpu_s()
@@ -277,15 +336,20 @@ def run(args: argparse.Namespace) -> dict[str, float]:
             f"{args.place}: it has {len(names)} pictures (.jpg), fewer than --batch-size {args.batch_size}; write some "
             "with --make."
         )
-    batches = LOADERS[args.loader](names, args)
+    batches = LOADERS[args.loader](names, args, profile)
     waits, steps, losses = [], [], []
     for number in range(args.batches + args.warm_up):
         start = time.perf_counter()
-        pictures, labels = next(batches)
+        with stats.timed("wait_s", batch=number):
+            pictures, labels = next(batches)
         middle = time.perf_counter()
         if number == 0:
             first_s = middle - began
-        losses += [trainer.step(pictures, labels)] if trainer else []
+        if trainer:
+            with stats.noted("to_device_s", batch=number):
+                small, labels = trainer.moved(pictures, labels)
+            with stats.noted("step_s", batch=number):
+                losses.append(trainer.step(small, labels))
         if number == args.warm_up - 1:
             timed_from, cpu_from = time.perf_counter(), cpu_s()
         if number >= args.warm_up:
@@ -302,6 +366,18 @@ def run(args: argparse.Namespace) -> dict[str, float]:
         "step_s": sum(steps) / args.batches,
         "loss": losses[-1] if losses else float("nan"),
     }
+
+
+def profiled(args: argparse.Namespace) -> dict[str, float]:
+    """Do the same, and draw who did what when."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Profile(folder)
+        found = run(args, profile)
+        words = (
+            f"{args.loader}: {found['pictures_per_s']:,.1f} pictures/s; waited {found['wait_share']:.0%} of the time"
+        )
+        profile.save(args.timeline, f"{words}; batches of {args.batch_size}, {args.warm_up} to warm up")
+    return found
 
 
 def cpu_s() -> float:
@@ -345,13 +421,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=16, help="its channels (the original: 64); default: %(default)s")
     parser.add_argument("--every", type=int, default=4, help="it sees every n-th pixel; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeline", metavar="FILE.png", help="draw who did what when, warm-up included")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args(arguments)
     try:
         if args.make:
             write_pictures(Path(args.place), args.make, args.seed)
             return 0
-        found = run(args)
+        found = profiled(args) if args.timeline else run(args)
     except gpuload.GpuloadError as error:
         print(f"concurrent_loading.py: {error}", file=sys.stderr)
         return 1

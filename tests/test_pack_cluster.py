@@ -70,6 +70,7 @@ def test_a_scheduler_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monke
     source = written(cells(20, 10), tmp_path / "in.h5ad")
     with pytest.raises(gpuload.ReadError, match="no Dask scheduler answers there; check the address"):
         gpuload.pack(source, tmp_path / "out.zarr", scheduler="tcp://127.0.0.1:1")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.h5ad"]
 
 
 def test_without_dask_the_pip_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +78,4 @@ def test_without_dask_the_pip_command_is_named(tmp_path: Path, monkeypatch: pyte
     source = written(cells(20, 10), tmp_path / "in.h5ad")
     with pytest.raises(gpuload.MissingDependencyError, match=r"pip install 'gpuload\[dask\]'"):
         gpuload.pack(source, tmp_path / "out.zarr", scheduler="tcp://127.0.0.1:1")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.h5ad"]

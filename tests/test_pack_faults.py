@@ -280,6 +280,13 @@ def test_work_without_its_store_is_begun_anew(source: Path, stopped: Path) -> No
     assert_same_rows(stopped, source)
 
 
+def test_a_target_at_an_address_is_refused(source: Path) -> None:
+    with pytest.raises(
+        gpuload.PlanError, match=r"target='s3://b/x\.zarr': it is an address, and targets are folders on"
+    ):
+        gpuload.pack(source, "s3://b/x.zarr")
+
+
 def test_a_target_that_appears_meanwhile_is_not_replaced(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,7 +409,7 @@ def test_too_little_disk_is_refused_before_the_work(
 def test_a_target_is_not_replaced_unasked(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.zarr"
     gpuload.pack(source, target, keep_order=True)
-    with pytest.raises(gpuload.StoreError, match=r"is there already; choose another target, or overwrite it"):
+    with pytest.raises(gpuload.StoreError, match=r"overwrite it \(overwrite=True, or --overwrite\)"):
         gpuload.pack(source, target)
     gpuload.pack(source, target, overwrite=True)
     assert ad.read_zarr(target).obs["source_row"].iloc[:3].tolist() != [0, 1, 2]

@@ -3,8 +3,8 @@
     python -m benchmarks.s3server --root DIR --latency-ms 130 --latency-sigma 0.4 --p-503 0.01 --p-truncate 0.01
 
 serves the folders in DIR as buckets, with the standard library alone: GET, HEAD, ranges, conditions, PUT, DELETE, COPY,
-ListObjectsV2, multipart uploads. Its faults (latency, bandwidth, 503, reset, truncation, corruption, stall) are drawn
-from a seed per request and attempt, so they do not depend on the order in which requests arrive. In Python:
+ListObjectsV2, multipart uploads. Its faults (latency, bandwidth, 503, 429, reset, truncation, corruption, stall) are
+drawn from a seed per request and attempt, so they do not depend on the order in which requests arrive. In Python:
 
     with start(folder, latency_ms=130, p_503=0.1, seed=1) as server:
         client(endpoint=server.url)

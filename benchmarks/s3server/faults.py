@@ -14,7 +14,7 @@ from itertools import accumulate
 from statistics import NormalDist
 from typing import Any
 
-KINDS = ("503", "reset", "truncate", "corrupt", "stall")
+KINDS = ("503", "429", "reset", "truncate", "corrupt", "stall")
 """At most one of them befalls a request."""
 
 _NORMAL = NormalDist()
@@ -32,6 +32,8 @@ class Faults:
         Bytes per second of one connection, and of all together; 0 is no limit.
     p_503
         The answer is ``503 SlowDown``.
+    p_429
+        The answer is ``429 TooManyRequests``.
     p_reset
         The connection is reset, after a part of the body where there is one.
     p_truncate
@@ -54,6 +56,7 @@ class Faults:
     bandwidth: float = 0.0
     total_bandwidth: float = 0.0
     p_503: float = 0.0
+    p_429: float = 0.0
     p_reset: float = 0.0
     p_truncate: float = 0.0
     p_corrupt: float = 0.0

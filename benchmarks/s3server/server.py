@@ -31,6 +31,10 @@ AT_ONCE = 1 << 20
 """Bytes that a socket takes before it has to be waited for."""
 
 
+_REFUSALS = {"503": "SlowDown", "429": "TooManyRequests"}
+"""Faults that are an answer of this status, and its code."""
+
+
 class CutError(Exception):
     """The connection is to end here, with a reset or without."""
 
@@ -109,10 +113,13 @@ class Server:
     async def _befall(self, request: Request, fate: Fate, own: Pace) -> None:
         if fate.latency_s:
             await asyncio.sleep(fate.latency_s)
-        if fate.kind == "503":
+        if fate.kind in _REFUSALS:
             self._count_fault(fate)
-            body = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-            answer, fate = Answer(503, {"Content-Type": "application/xml"}, body), Fate()
+            body = (
+                f"<Error><Code>{_REFUSALS[fate.kind]}</Code><Message>Please reduce your request rate.</Message></Error>"
+            )
+            answer = Answer(int(fate.kind), {"Content-Type": "application/xml"}, body.encode())
+            fate = Fate()
         else:
             answer = await self._service.answer(request)
         is_object = answer.file is not None and answer.length > 0

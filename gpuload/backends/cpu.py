@@ -158,7 +158,7 @@ class CpuBackend:
                 f"num_threads={num_threads!r}: expected a whole number of at least 1, or None for one per core."
             )
         n = num_threads or len(os.sched_getaffinity(0))
-        self.stats = Stats()
+        self.stats = Stats(n)
         self._verify = verify
         self._values = np.dtype(values)
         self._loads = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}load")

@@ -110,6 +110,18 @@ class Catalogue(Database):
                 db.execute("UPDATE meta SET value = ? WHERE name = 'listed_at'", (time.time(),))
             db.execute("UPDATE meta SET value = '' WHERE name = 'listing_lease'")
 
+    def note_listing_fault(self, fault: str, *, may_pass: bool) -> None:
+        """Note why the remote could not be listed, and whether it may be later."""
+        self.set_meta(listing_fault=json.dumps([time.time(), may_pass, fault]))
+
+    def listing_fault(self, since: float) -> tuple[str, bool] | None:
+        """Return why the remote was never listed, and whether that may pass; None where nothing failed since a time."""
+        meta = dict(self.rows("SELECT name, value FROM meta WHERE name IN ('listed_at', 'listing_fault')"))
+        if meta["listed_at"] or "listing_fault" not in meta:
+            return None
+        at, may_pass, fault = json.loads(meta["listing_fault"])
+        return (fault, may_pass) if at >= since else None
+
     # --- downloads ---
 
     def reserve(self, lease: str, budget: int) -> File | Full | None:

@@ -242,19 +242,21 @@ class Fetcher:
 
     def _look_after(self) -> None:
         """List the remote when it is due, and finish what dead processes have left."""
-        repaired_at = time.monotonic()
+        repaired_at, said = time.monotonic(), ""
         while not self._stop.is_set():
             self._touch()
             try:
                 if self.list_remote():
+                    said = ""
                     self._drop_outdated()
                 if time.monotonic() - repaired_at > _REPAIR_S:
                     self._drop_outdated()
                     repair(self._folders, self._catalogue, self._lease, self._settings.budget, is_opening=False)
                     repaired_at = time.monotonic()
             except (GpuloadError, OSError) as error:
-                if not self._stop.is_set():
+                if not self._stop.is_set() and str(error) != said:
                     _log.warning("%s", error)
+                said = str(error)
                 self._progress.pop(threading.get_ident(), None)
                 self._stop.wait(min(5.0, self._settings.longest_wait_s))
             self._progress.pop(threading.get_ident(), None)
@@ -275,7 +277,7 @@ class Fetcher:
             return False
         is_whole = False
         try:
-            found = iter(self._remote.list())
+            found = self._listed()
             while some := list(islice(found, 2000)):
                 catalogue.add_listed(number, some)
                 self._touch()
@@ -287,6 +289,17 @@ class Fetcher:
         if is_first:
             adopt_strays(self._folders, catalogue, self._lease, self._settings.budget)
         return True
+
+    def _listed(self) -> Iterator[RemoteObject]:
+        """Yield what the remote lists; who waits for it is told why it cannot."""
+        try:
+            yield from self._remote.list()
+        except Exception as error:
+            if not self._stop.is_set():
+                is_of_system = isinstance(error, OSError) and not isinstance(error, GpuloadError)
+                may_pass = isinstance(error, BUSY) or is_of_system
+                self._catalogue.note_listing_fault(str(error) or type(error).__name__, may_pass=may_pass)
+            raise
 
     def fetch_one(self) -> bool:
         """Download one object, or make room for one; return whether anything was done."""

@@ -43,12 +43,26 @@ class Folders:
     ----------
     root
         The store; it is made where it is not there.
+
+    Raises
+    ------
+    ReadError
+        It cannot be made.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.path.abspath(os.fspath(root))
         self.tmp, self.leases = (os.path.join(self.root, name) for name in ("tmp", "leases"))
         self.catalogue = os.path.join(self.root, "catalogue.sqlite")
+        try:
+            self._make()
+        except OSError as error:
+            raise ReadError(
+                f"{self.root}: it cannot be the folder of a sample store: {error.strerror}. Choose another folder, or "
+                "make room for this one."
+            ) from error
+
+    def _make(self) -> None:
         for name in (self.tmp, self.leases):
             os.makedirs(name, exist_ok=True)
         if not os.path.isdir(self._objects("ff")):  # the last to be made

@@ -20,7 +20,7 @@ from gpuload.cache.reading import Sample, no_copy
 from gpuload.cache.reads import Reads
 from gpuload.cache.snapshot import Snapshot, check_order_settings
 from gpuload.errors import CorruptDataError, PlanError, ReadError, StoreError
-from gpuload.remote import open_remote
+from gpuload.remote import FolderRemote, open_remote
 from gpuload.sizes import parse_nbytes
 
 if TYPE_CHECKING:
@@ -103,9 +103,11 @@ class SampleStore:
     Raises
     ------
     PlanError
-        An option that cannot be carried out.
+        An option that cannot be carried out; or the folder and that of the remote are not apart.
     StoreError
         The folder holds samples of another remote, or a catalogue of another version.
+    ReadError
+        The folder cannot be made: a file is there, or the system refuses it.
     """
 
     def __init__(
@@ -144,6 +146,8 @@ class SampleStore:
         self.remote: Remote = open_remote(remote) if isinstance(remote, (str, os.PathLike)) else remote
         self.root = os.path.abspath(os.fspath(root))
         self._max_bad = max_bad
+        self._check_apart()
+        self._opened_at = time.time()
         self._folders = Folders(root)
         self._catalogue = Catalogue(self._folders.catalogue)
         self._lease = Lease(self._folders.leases)
@@ -165,6 +169,18 @@ class SampleStore:
         except BaseException:
             self.close()
             raise
+
+    def _check_apart(self) -> None:
+        """Refuse a folder that is a part of the remote's, or holds it: one would take in the other's files."""
+        remote = getattr(self.remote, "inner", self.remote)
+        if not isinstance(remote, FolderRemote):
+            return
+        here, there = os.path.realpath(self.root), os.path.realpath(remote.name)
+        if os.path.commonpath((here, there)) in (here, there):
+            raise PlanError(
+                f"root={self.root!r}: it is the folder of the samples, {remote.name!r}, or one lies in the other; "
+                "choose a folder apart from it."
+            )
 
     def _check_remote(self) -> None:
         known = self._catalogue.meta("remote")
@@ -253,7 +269,8 @@ class SampleStore:
         PlanError
             An option that cannot be carried out, or a generation that is no longer kept.
         ReadError
-            The wait was over too soon, the remote has too few samples, or too many are in quarantine.
+            The wait was over too soon, the remote has too few samples or cannot be listed, or too many are in
+            quarantine.
         """
         settings: dict[str, Any] = {
             "seed": seed,
@@ -316,9 +333,16 @@ class SampleStore:
                     "fewer."
                 )
             self._check_fetchers()
-            if wait_s is not None and time.monotonic() - start > wait_s:
+            fault, may_pass = self._catalogue.listing_fault(self._opened_at) or ("", True)
+            if not may_pass:
                 raise ReadError(
-                    f"wait_s={wait_s}: {n_here} samples are in {self.root} after that time, and "
+                    f"no sample can come, for the remote cannot be listed: {fault.rstrip('.')}. Mend that, and open "
+                    "the store again."
+                )
+            if wait_s is not None and time.monotonic() - start > wait_s:
+                why = f" (the remote could not be listed: {fault.rstrip('.')})" if fault else ""
+                raise ReadError(
+                    f"wait_s={wait_s}: {n_here} samples are in {self.root} after that time{why}, and "
                     f"min_samples={min_samples}; wait longer, or ask for fewer."
                 )
             time.sleep(pause_s)
@@ -337,7 +361,7 @@ class SampleStore:
     def _check_quarantine(self) -> None:
         n_bad, n_all = self._catalogue.n_bad()
         if n_bad and n_bad > self._max_bad * n_all:
-            reasons = "; ".join(f"{key}: {fault}" for key, fault in list(self.quarantine().items())[:3])
+            reasons = "; ".join(f"{key}: {fault.rstrip('.')}" for key, fault in list(self.quarantine().items())[:3])
             raise ReadError(
                 f"{self.remote.name}: {n_bad} of {n_all} samples cannot be had, more than max_bad={self._max_bad:g}: "
                 f"{reasons}. Mend these, or allow more."

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.alignment import check_join
-from gpuload.cli import settings, text
+from gpuload.cli import hits, settings, text
 from gpuload.cli.machine import peak_memory, usable_cores, versions
 from gpuload.cli.utilisation import Utilisation
 from gpuload.diversity import MinibatchEntropy, iid_entropy, label_shares
@@ -20,7 +21,7 @@ from gpuload.stats import Stats
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from gpuload.cli.ceilings import Ceilings
     from gpuload.cli.utilisation import Busy
@@ -44,6 +45,7 @@ examples:
   gpuload bench atlas.h5ad --stream                           the order of the file, the fastest there is
   gpuload bench atlas.h5ad --block-size 1                     true random order
   gpuload bench s3://bucket/atlas.h5ad --timeline out.png     who did what when, as a picture
+  gpuload bench s3://bucket/atlas.h5ad --cache /local/blocks  later epochs from the local disk; the hits of each
   gpuload bench atlas.h5ad --label donor --report out.html    all of it on one page, to look at or to send
 """
 
@@ -83,13 +85,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=text.whole_number, default=3, metavar="N", help="repeats; the median is reported (default: 3)"
     )
     group.add_argument(
-        "--step", type=text.positive, metavar="S", help="seconds of the consumer for each minibatch, as if it trained"
+        "--step",
+        type=text.positive,
+        metavar="S",
+        help="seconds of the consumer for each minibatch, as if it trained; those in host memory go to a GPU first, "
+        "where there is one",
     )
     group.add_argument(
         "--timeline",
         metavar="FILE.png",
-        help="draw who did what when in the last repeat: reads, decodes, takes, waits, steps, GPUs",
+        help="draw who did what when in the last repeat: reads, decodes, takes, waits, steps, minibatches, GPUs",
     )
+    hits.add_arguments(group)
     group.add_argument(
         "--report",
         metavar="FILE.html",
@@ -116,13 +123,14 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     from gpuload.torch import CellDataset
 
     opened = time.perf_counter()
-    with settings.open_loader(args) as loader:
+    with hits.opened(args) as store, settings.open_loader(args, store) as loader:
         if not len(loader):
             raise PlanError(
                 f"{args.paths[0]}: there is no minibatch to measure; it has {text.count(loader.n_obs, 'cell')}."
             )
         text.say_of_compiling(is_quiet=args.quiet)
-        batches = _endless(CellDataset(loader))
+        epochs: list[hits.Epoch] = []
+        batches = _endless(CellDataset(loader), loader, epochs)
         next(batches)
         first_batch_s = time.perf_counter() - opened
         entropy = MinibatchEntropy(loader.categories[args.label].size) if args.label in loader.categories else None
@@ -131,7 +139,8 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         ahead: list[dict[str, int]] = []
         with Utilisation() as busy:
             rounds = _rounds(args, loader, batches, entropy, ahead)
-        parts = loader.memory()
+        batches.close()  # the epoch under way is noted too
+        parts, hit_ratio = loader.memory(), loader.hit_ratio
         waits, verdict = loader.stats.waits(), _verdict(args, rounds)
         spans = loader.stats.take_spans()
         batch_nbytes = loader.batch_size * loader.n_vars * np.dtype(loader.dtype).itemsize
@@ -156,6 +165,13 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         "peak_memory_nbytes": peak,
         "memory_parts_nbytes": parts,
     }
+    if store is not None:
+        result["cache"] = {
+            "folder": args.cache,
+            "budget": args.cache_budget,
+            "hit_ratio": hit_ratio,
+            "epochs": [epoch.as_dict() for epoch in epochs],
+        }
     gpus = [gpu for gpu in busy.gpus if gpu.percent]
     if gpus:
         result["gpus"] = [gpu.as_dict() for gpu in gpus]
@@ -177,9 +193,17 @@ def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span], g
         page.save(Path(args.report), page.page(result, versions(PACKAGES), picture).encode())
 
 
-def _endless(dataset: CellDataset) -> Iterator[Any]:
-    while True:
-        yield from dataset
+def _endless(dataset: CellDataset, loader: Loader, epochs: list[hits.Epoch]) -> Generator[Any, None, None]:
+    """Yield the minibatches of all epochs; of each note what a cache had of it, when it ends or is left."""
+    for epoch in count():
+        local, missed = loader.cache_nbytes or (0, 0)
+        is_whole = False
+        try:
+            yield from dataset
+            is_whole = True
+        finally:
+            now_local, now_missed = loader.cache_nbytes or (0, 0)
+            epochs.append(hits.Epoch(epoch, now_local - local, now_missed - missed, is_whole))
 
 
 def _rounds(
@@ -190,9 +214,11 @@ def _rounds(
     ahead: list[dict[str, int]],
 ) -> list[Round]:
     """Consume one fetch uncounted, then measure each round; note now and then what is ahead of a minibatch."""
+    from gpuload.torch import gpu_for
+
     for _ in range(min(args.fetch_factor, len(loader))):
         next(batches)
-    rounds, n_batches = [], 0
+    rounds, n_batches, gpu = [], 0, gpu_for(loader) if args.step else None
     with text.Progress(args.repeats * args.seconds, "measuring", is_quiet=args.quiet, unit="s") as progress:
         for number in range(args.repeats):
             if number == 0:
@@ -208,11 +234,21 @@ def _rounds(
                 if entropy is not None and len(batch["rows"]) == loader.batch_size:
                     entropy.add(batch[args.label].numpy())
                 if args.step:
-                    time.sleep(args.step)
+                    _step(args.step, loader.stats, batch["X"], gpu)
                 progress.reach(number * args.seconds + elapsed)
             after = loader.stats.as_dict()
             rounds.append(Round(elapsed, {k: after[k] - before[k] for k in (*COUNTED, *TIMED)}))
     return rounds
+
+
+def _step(seconds: float, stats: Stats, X: Any, gpu: str | None) -> None:
+    """Do as a training step does: move the minibatch to where the model is, and take time."""
+    number = stats.n_batches - 1
+    if gpu is not None:
+        with stats.noted("to_device_s", batch=number):
+            X.to(gpu)
+    with stats.noted("step_s", batch=number):
+        time.sleep(seconds)
 
 
 def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int) -> tuple[Ceilings, float]:
@@ -303,18 +339,27 @@ def _report(result: dict[str, Any]) -> str:
         ("peak memory", _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"])),
         ("waits for a minibatch", _waits(result["waits_s"])),
         ("ready when it is asked for", _ahead(result["ahead"])),
+        *([("cache", hits.told(result["cache"]))] if "cache" in result else []),
         ("verdict", result["verdict"]),
         *((gpu["name"], _busy(gpu)) for gpu in result.get("gpus", ())),
         ("path", f"{result['device']}, {result['io_mode']}"),
     ]
     rows = [_stage_row(name, stages[name]) for name in ("plan", "read", "decode", "take_rows", "wait")]
     header = ("stage", "threads busy", "bytes/s a thread", "ceiling", "of ceiling")
-    return "\n\n".join([", ".join(result["paths"]), text.facts(pairs), text.table(header, rows), _NOTE])
+    note = _note(result["paths"])
+    return "\n\n".join([", ".join(result["paths"]), text.facts(pairs), text.table(header, rows), note])
 
 
 _NOTE = """\
-  plan and wait are seconds of the training thread (per second); the others are work of native threads.
+  plan and wait are seconds of the training thread (per second); the others are work of native threads."""
+
+_NOTE_OF_FILES = """
   The read ceiling is that of the page cache, where the file lies by now."""
+
+
+def _note(paths: list[str]) -> str:
+    """Return what has to be known of the table; files on disk are in the page cache, objects of a remote are not."""
+    return _NOTE if any("://" in path for path in paths) else _NOTE + _NOTE_OF_FILES
 
 
 def _memory(peak: float, parts: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Pictures: the demo's results; how a label and chunks lie in a file, and what can be chosen for it.
+"""Pictures: the demo's results; who did what when; how a label and chunks lie in a file, and what can be chosen for it.
 
 Home of matplotlib.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import MissingDependencyError, ReadError
+from gpuload.stats import Span
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from gpuload.cli.advice import Advice
     from gpuload.cli.utilisation import Busy
-    from gpuload.stats import Span
     from gpuload.store import ObsColumn
 
 COLORS = {"streaming": "#c44e52", "block shuffling": "#4c72b0", "true random": "#8c8c8c"}
@@ -212,67 +212,157 @@ def _draw_losses(axis: Any, data_set: Mapping[str, Any]) -> None:
     _dress(axis, "Loss", "cross-entropy; thick: held-out cells, thin: minibatches trained on")
 
 
-_LANES = (
+CELL_LANES = (
     ("read_s", "read", "#4c72b0"),
     ("decode_s", "decode", "#55a868"),
     ("take_s", "take", "#c08b30"),
     ("plan_s", "plan", "#8172b3"),
     ("wait_s", "consumer waits", "#c44e52"),
-    ("step", "consumer's step", "#8c8c8c"),
+    ("to_device_s", "to device", "#4aa3b5"),
+    ("step_s", "consumer's step", "#8c8c8c"),
 )
 """Rows of the timeline, from the bottom: timer, name and colour; of native threads a line each."""
+SAMPLE_LANES = (
+    ("read_s", "get item", "#4c72b0"),
+    ("decode_s", "decode", "#55a868"),
+    ("take_s", "copy into the batch", "#c08b30"),
+    ("wait_s", "waits", "#c44e52"),
+    ("to_device_s", "to device", "#4aa3b5"),
+    ("step_s", "train step", "#8c8c8c"),
+)
+"""The same of samples that are fetched one by one."""
 _GPU = "#76b041"
+_MOST_THREADS, _DENSE = 12, 4
+"""Above so many threads a lane is a curve of how many are at it, so many lines high."""
+_LINE_APART, _NUMBER_APART = 0.008, 0.03
+"""Least part of the width from the line of a batch to the next, and from its number."""
+_NARROWEST = 0.0008
+"""Least part of the width that a task is drawn with: about a pixel."""
 
 
-def draw_timeline(spans: Sequence[Span], verdict: str, gpus: Sequence[Busy] = ()) -> bytes:
+def draw_timeline(
+    spans: Sequence[Span],
+    verdict: str,
+    gpus: Sequence[Busy] = (),
+    lanes: Sequence[tuple[str, str, str]] = CELL_LANES,
+) -> bytes:
     """Draw the tasks of each stage over time, a line for each thread, and return them as PNG.
+
+    Where many threads do the same, it is how many of them are at it at a time. Tasks of batches with odd numbers are
+    lighter, and a thin line with its number says when a batch was handed over, as far as there is room.
 
     Parameters
     ----------
     spans
-        The tasks. What lies between two waits of the consumer is drawn as its step.
+        The tasks. Where none is a step, what lies between two waits of the consumer is drawn as one.
     verdict
         The line above.
     gpus
         How busy they were: a curve for each, from idle at the bottom of its line to busy at the top.
+    lanes
+        Rows, from the bottom: timer, name and colour. Those of which nothing is known are left out.
 
     Raises
     ------
     MissingDependencyError
         matplotlib is not installed.
     """
-    by_timer: dict[str, dict[int, list[tuple[float, float]]]] = {timer: {} for timer, _, _ in _LANES}
     began = min((span.start for span in spans), default=0.0)
-    for span in spans:
-        by_timer[span.timer].setdefault(span.thread, []).append((span.start - began, span.stop - span.start))
-    for thread, waits in by_timer["wait_s"].items():
-        by_timer["step"][thread] = [
-            (start + length, following - start - length) for (start, length), (following, _) in pairwise(waits)
-        ]
-    n_lines = sum(max(1, len(threads)) for threads in by_timer.values()) + 2 * len(gpus)
-    figure = _figure(13, 1.6 + 0.22 * n_lines, "The timeline")
+    lasted = max((span.stop for span in spans), default=1.0) - began
+    by_timer: dict[str, dict[int, list[Span]]] = {timer: {} for timer, _, _ in lanes}
+    for span in sorted(_with_steps(spans), key=lambda span: span.start):
+        if span.timer in by_timer:
+            since = span._replace(start=span.start - began, stop=span.stop - began)
+            by_timer[span.timer].setdefault(span.thread, []).append(since)
+    n_lines = {timer: _DENSE if len(threads) > _MOST_THREADS else len(threads) for timer, threads in by_timer.items()}
+    figure = _figure(13, 2.0 + 0.22 * (sum(n_lines.values()) + 2 * len(gpus)), "The timeline")
     axis, line, ticks = figure.subplots(), 0, []
-    for timer, name, color in _LANES:
-        threads = by_timer[timer]
-        for tasks in threads.values():
-            axis.broken_barh(tasks, (line, 0.8), facecolors=color, zorder=2)
-            line += 1
-        line += not threads
-        ticks.append((line - max(1, len(threads)) / 2 - 0.1, name))
+    for timer, name, color in lanes:
+        threads, words = by_timer[timer], name
+        if len(threads) > _MOST_THREADS:
+            most = _draw_how_many(axis, [span for tasks in threads.values() for span in tasks], line, color)
+            words = f"{name},\nup to {most} at a time"
+        else:
+            for offset, tasks in enumerate(threads.values()):
+                bars = [(task.start, max(task.stop - task.start, _NARROWEST * lasted)) for task in tasks]
+                colors = [_shade(color, task.batch) for task in tasks]
+                axis.broken_barh(bars, (line + offset, 0.8), facecolors=colors, zorder=2)
+        if threads:
+            ticks.append((line + n_lines[timer] / 2 - 0.1, words))
+        line += n_lines[timer]
     for gpu in (gpu.since(began) for gpu in gpus):
         at, height = [at - began for at in gpu.at_s], [line + 1.7 * percent / 100 for percent in gpu.percent]
         axis.fill_between(at, line, height, step="pre", color=_GPU, linewidth=0, zorder=2)
         ticks.append((line + 0.9, f"{gpu.name} busy"))
         line += 2
-    axis.set_yticks(*zip(*ticks, strict=True))
-    axis.set_ylim(-0.3, line)
-    axis.set_xlim(0)
-    axis.set_xlabel("seconds", fontsize=9, color=_INK)
+    if _draw_batches(axis, by_timer.get("wait_s", {}), line, lasted):
+        ticks.append((line + 0.4, "batch handed over"))
+        line += 1
+    if ticks:
+        axis.set_yticks(*zip(*ticks, strict=True))
+    axis.set_ylim(-0.3, max(1, line))
+    axis.set_xlim(0, lasted)
+    axis.set_xlabel(
+        "seconds; tasks of odd batches are lighter, where it is known of which batch they are", fontsize=9, color=_INK
+    )
     axis.grid(visible=True, axis="x", color=_FAINT, linewidth=0.6, zorder=0)
     _dress(axis, "Who did what when", verdict)
     picture = BytesIO()
     figure.savefig(picture, dpi=130)
     return picture.getvalue()
+
+
+def _with_steps(spans: Sequence[Span]) -> list[Span]:
+    """Return the tasks, and where there is no step what the consumer did after each batch, until it did a task."""
+    if any(span.timer == "step_s" for span in spans):
+        return list(spans)
+    consumers = {span.thread for span in spans if span.timer == "wait_s"}
+    mine = sorted((span for span in spans if span.thread in consumers), key=lambda span: (span.thread, span.start))
+    return [
+        *spans,
+        *(
+            Span("step_s", span.thread, span.stop, following.start, span.batch)
+            for span, following in pairwise(mine)
+            if span.timer in ("wait_s", "to_device_s") and span.thread == following.thread
+            if span.batch is not None and span.stop < following.start
+        ),
+    ]
+
+
+def _draw_how_many(axis: Any, tasks: Sequence[Span], line: int, color: str) -> int:
+    """Draw how many tasks are under way at each time, those of even batches below; return the most."""
+    at = np.array([(time, sign, task.batch) for task in tasks for time, sign in ((task.start, 1), (task.stop, -1))])
+    at = at[np.lexsort((at[:, 1].astype(int), at[:, 0].astype(float)))]
+    times, signs = at[:, 0].astype(float), at[:, 1].astype(int)
+    is_even = np.array([_shade(color, batch) == color for batch in at[:, 2]])
+    every, even = np.cumsum(signs), np.cumsum(signs * is_even)
+    most = int(every.max())
+    unit = (_DENSE - 0.2) / max(1, most)
+    axis.fill_between(times, line, line + unit * every, step="post", color=_shade(color, 1), linewidth=0, zorder=2)
+    axis.fill_between(times, line, line + unit * even, step="post", color=color, linewidth=0, zorder=3)
+    return most
+
+
+def _draw_batches(axis: Any, waits: Mapping[int, Sequence[Span]], line: int, lasted: float) -> bool:
+    """Draw when batches were handed over, and their numbers on a line, where there is room; return whether any was."""
+    drawn = numbered = -np.inf
+    for wait in sorted((wait for some in waits.values() for wait in some), key=lambda wait: wait.stop):
+        at = wait.stop
+        if wait.batch is None or at - drawn < _LINE_APART * lasted:
+            continue
+        drawn = at
+        axis.plot([at, at], [-0.3, line + 0.2], color=_INK, linewidth=0.5, alpha=0.6, zorder=4)
+        if at - numbered >= _NUMBER_APART * lasted:
+            numbered = at
+            axis.text(at, line + 0.25, str(wait.batch), fontsize=7, color=_INK, ha="center", va="bottom")
+    return bool(drawn >= 0)
+
+
+def _shade(color: str, batch: int | None) -> str:
+    """Return a colour, half way to white for batches with odd numbers."""
+    if batch is None or batch % 2 == 0:
+        return color
+    return "#" + "".join(f"{(int(color[i : i + 2], 16) + 255) // 2:02x}" for i in (1, 3, 5))
 
 
 def _bars(

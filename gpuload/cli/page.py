@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 STAGES = ("read", "decode", "take_rows")
 """Stages whose rate is compared with a ceiling."""
 
+MOST_EPOCHS = 12
+"""Epochs whose cache hits are listed."""
+
 _NOTE = (
     '<p class="note">A bar is the rate of one thread while the others work, as part of what one thread can do with '
     "nothing else running, measured on the spot (the mark). <em>plan</em> and <em>wait</em> are seconds of the "
@@ -82,6 +85,7 @@ def page(result: Mapping[str, Any], versions: Mapping[str, str], timeline: bytes
         _stage_table(result["stages"]),
         "<h2>Rounds</h2>",
         _bars([(f"round {k + 1}", rate) for k, rate in enumerate(result["cells_per_s"]["repeats"])], "cells/s"),
+        *_cache(result.get("cache")),
         "<h2>Memory</h2>",
         _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"]),
         *(["<h2>Timeline</h2>", _picture(timeline)] if timeline is not None else []),
@@ -116,6 +120,28 @@ def _figures(result: Mapping[str, Any]) -> str:
     ]
     items = "".join(f"<li><b>{_escaped(value)}</b><span>{_escaped(words)}</span></li>" for value, words in found)
     return f'<ul class="figures">{items}</ul>'
+
+
+def _cache(cache: Mapping[str, Any] | None) -> list[str]:
+    """Return the part about the cache's hits, a line an epoch; those after the first ones are alike."""
+    if cache is None:
+        return []
+    rows = [
+        (
+            f"{e['epoch']}{'' if e['is_whole'] else ' (part)'}",
+            text.share(e["hit_ratio"]),
+            text.size(e["nbytes"]),
+        )
+        for e in cache["epochs"][:MOST_EPOCHS]
+    ]
+    said = f"{text.share(cache['hit_ratio'])} of the bytes came from {cache['folder']}"
+    left = len(cache["epochs"]) - len(rows)
+    more = f"; {left} more epochs are not shown" if left > 0 else ""
+    return [
+        "<h2>Cache</h2>",
+        f"<p>{_escaped(said)}{more}.</p>",
+        _table(("epoch", "from the cache", "bytes asked for"), rows),
+    ]
 
 
 def _stages(stages: Mapping[str, Any]) -> str:

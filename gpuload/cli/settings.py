@@ -14,6 +14,7 @@ from gpuload.sampling import BlockShuffle, Sequential
 if TYPE_CHECKING:
     import argparse
 
+    from gpuload.cache import SampleStore
     from gpuload.loader import Loader
     from gpuload.store import Store
 
@@ -123,8 +124,8 @@ def join_of(args: argparse.Namespace) -> str | list[str] | None:
     return args.join if args.join is None or args.join in JOINS else read_names(args.join)
 
 
-def open_loader(args: argparse.Namespace) -> Loader:
-    """Open the files with the settings given on the command line."""
+def open_loader(args: argparse.Namespace, cache: SampleStore | None = None) -> Loader:
+    """Open the files with the settings given on the command line, through a cache where there is one."""
     has_arithmetic = args.target_sum is not None or args.log1p
     transform = gpuload.Transform(target_sum=args.target_sum, log1p=args.log1p) if has_arithmetic else None
     return gpuload.open_loader(
@@ -134,6 +135,7 @@ def open_loader(args: argparse.Namespace) -> Loader:
         genes=read_names(args.genes) if args.genes else None,
         join=join_of(args),
         transform=transform,
+        cache=cache,
         **{name: getattr(args, name) for name in _NAMES},
     )
 

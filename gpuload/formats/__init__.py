@@ -112,7 +112,7 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
     """
     each = _together(_parts(paths))
     if not each:
-        raise StoreError("paths=[]: expected at least one .h5ad file.")
+        raise StoreError("paths=[]: expected at least one file or folder.")
     stores = [_open(each[0], None, layer, obs)] if len(each) == 1 else _open_all(each, layer, obs)
     try:
         for store in stores[1:] if layer.startswith(OBSM) else ():

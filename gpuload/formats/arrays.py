@@ -159,7 +159,10 @@ def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) ->
         raise no_obsm(where, layer, ())
     for setting, value, is_plain in (("layer", layer, layer == "X"), ("obs", list(obs), not obs)):
         if not is_plain:
-            raise StoreError(f"{where}: this form has no {setting}, so {setting}={value!r} cannot be had; {cure}.")
+            also = " (for obs=, where= or a sampler)" if setting == "obs" else ""
+            raise StoreError(
+                f"{where}: this form has no {setting}, so {setting}={value!r}{also} cannot be had; {cure}."
+            )
 
 
 def no_obsm(where: str, layer: str, names: Iterable[str]) -> StoreError:

@@ -27,6 +27,7 @@ from gpuload.tables import check_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -138,7 +139,7 @@ def pack(
     from gpuload.packing.tables import chosen_columns
     from gpuload.packing.work import Work
 
-    target = os.path.abspath(os.fspath(target))
+    target = workplace.target_path(target)
     folder, files = f"{target}.packing", _source_files(paths)
     workplace.check_target(target, files, overwrite=overwrite)
     settings: dict[str, Any] = {"layer": layers, "obsm": obsm, "join": join, "obs": None if obs is None else list(obs)}
@@ -149,6 +150,7 @@ def pack(
     with ExitStack() as stack:
         stack.enter_context(workplace.translated(target))
         columns, labels = chosen_columns(files, obs), _labels(files, layers[0], group_by)
+        client = None if scheduler is None else stack.enter_context(_connected(scheduler))
         stack.enter_context(workplace.at_work(folder, plan))
         wanted = Wanted(files, layers, obsm, join, codec, block_size, memory_nbytes, num_threads)
         matrices, lengths = open_matrices(wanted, folder, stack)
@@ -161,11 +163,18 @@ def pack(
             workplace.begin_matrix(origin.own)
             if not jobs.has_offsets(origin):
                 jobs.write_offsets(origin, own_lengths)
-        packed = Work(matrices, files, columns, memory_nbytes, scheduler, num_threads, told).carry_out(target)
+        packed = Work(matrices, files, columns, memory_nbytes, client, num_threads, told).carry_out(target)
         workplace.check_target(target, files, overwrite=overwrite)  # there may be one now
         workplace.publish(folder, target)
     told(1.0)
     return packed
+
+
+def _connected(scheduler: str) -> AbstractContextManager[Any]:
+    """Return a client of a Dask scheduler, which is closed at the end of a with-block."""
+    from gpuload.packing.cluster import connect
+
+    return connect(scheduler)
 
 
 def _check_settings(

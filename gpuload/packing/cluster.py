@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,35 @@ from gpuload.packing.rows import Reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from typing import Self
 
     import numpy as np
+    from distributed import Client
 
     from gpuload.packing.job import Job
     from gpuload.packing.passes import Span
 
 CONNECT_S = 10
 """Seconds that a scheduler has to answer."""
+
+
+def connect(address: str) -> closing[Client]:
+    """Return a client of a scheduler, which is closed at the end of a with-block.
+
+    Raises
+    ------
+    MissingDependencyError
+        Dask is not installed.
+    ReadError
+        The scheduler does not answer.
+    """
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise MissingDependencyError("distributed", "packing on a cluster", "dask") from error
+    try:
+        return closing(Client(address, timeout=CONNECT_S, set_as_default=False))
+    except (OSError, ValueError) as error:
+        raise ReadError(f"scheduler={address!r}: no Dask scheduler answers there; check the address.") from error
 
 
 class Cluster:
@@ -30,28 +51,14 @@ class Cluster:
     ----------
     job
         The plan.
-    address
+    client
         Of the scheduler.
     num_threads
         Threads of a task; None takes one per core of the worker's machine.
-
-    Raises
-    ------
-    MissingDependencyError
-        Dask is not installed.
-    ReadError
-        The scheduler does not answer.
     """
 
-    def __init__(self, job: Job, address: str, num_threads: int | None) -> None:
-        try:
-            from distributed import Client
-        except ImportError as error:
-            raise MissingDependencyError("distributed", "packing on a cluster", "dask") from error
-        try:
-            self._client = Client(address, timeout=CONNECT_S, set_as_default=False)
-        except (OSError, ValueError) as error:
-            raise ReadError(f"scheduler={address!r}: no Dask scheduler answers there; check the address.") from error
+    def __init__(self, job: Job, client: Client, num_threads: int | None) -> None:
+        self._client = client
         self._job = job
         self._num_threads = num_threads
 
@@ -66,12 +73,6 @@ class Cluster:
     def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Iterator[int]:
         """See `Workers.digests`."""
         return self._each(partial(_digest_span, self._job, self._num_threads, tuple(file_rows)), spans)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._client.close()
 
     def _each(self, task: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
         """Yield the results of a task over items as they come; the first error cancels the rest."""

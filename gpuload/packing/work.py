@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,8 @@ from gpuload.packing.workplace import DONE, PARTS, clear, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from distributed import Client
 
     from gpuload.packing.job import Job
     from gpuload.packing.matrices import Matrix
@@ -79,7 +80,9 @@ class Work:
         The sources one by one, and which columns of their obs are kept.
     memory
         Bytes for what holds cells.
-    scheduler, num_threads
+    client
+        Of a Dask scheduler whose workers do the passes; None: this process's threads do.
+    num_threads
         As of `gpuload.pack`.
     told
         Is told which part is done.
@@ -89,7 +92,7 @@ class Work:
     files: Sequence[str]
     columns: Sequence[str]
     memory: int
-    scheduler: str | None
+    client: Client | None
     num_threads: int | None
     told: Callable[[float], None]
 
@@ -103,20 +106,19 @@ class Work:
         """
         first, at = self.matrices[0], 0.0
         done, dtypes, digests = [], {}, []
-        with ExitStack() as stack:
-            everybody = []
-            for matrix in self.matrices:
-                own, share = matrix.job.origin.own, self._share(matrix)
-                done += [*os.listdir(os.path.join(own, PARTS)), *os.listdir(os.path.join(own, DONE))]
-                workers, summed = self._pass(stack, matrix, at)
-                everybody.append(workers)
-                digests.append(summed[0])
-                dtypes[matrix.job.origin.member] = summed[1].dtype
-                at += share * (_SHARES[0] + _SHARES[1])
-            self._write_tables(dtypes)
-            for matrix, workers, digest in zip(self.matrices, everybody, digests, strict=True):
-                self._verify(matrix, workers, digest, at)
-                at += self._share(matrix) * _SHARES[2]
+        everybody = []
+        for matrix in self.matrices:
+            own, share = matrix.job.origin.own, self._share(matrix)
+            done += [*os.listdir(os.path.join(own, PARTS)), *os.listdir(os.path.join(own, DONE))]
+            workers, summed = self._pass(matrix, at)
+            everybody.append(workers)
+            digests.append(summed[0])
+            dtypes[matrix.job.origin.member] = summed[1].dtype
+            at += share * (_SHARES[0] + _SHARES[1])
+        self._write_tables(dtypes)
+        for matrix, workers, digest in zip(self.matrices, everybody, digests, strict=True):
+            self._verify(matrix, workers, digest, at)
+            at += self._share(matrix) * _SHARES[2]
         job, whole = first.job, 0
         for digest in digests:
             whole = (whole * _STEP + digest) % (1 << 64)
@@ -132,13 +134,13 @@ class Work:
             n_resumed=len(done),
         )
 
-    def _pass(self, stack: ExitStack, matrix: Matrix, at: float) -> tuple[Workers, tuple[int, Judged]]:
+    def _pass(self, matrix: Matrix, at: float) -> tuple[Workers, tuple[int, Judged]]:
         """Bring the shards of a matrix to the disk; return who did it, its digest, and what its values are."""
         job, share = matrix.job, self._share(matrix)
         own = job.origin.own
         is_begun = any(os.listdir(os.path.join(own, name)) for name in (PARTS, DONE))
         in_memory: dict[int, Part] | None = {} if self._fits(job) and not is_begun else None
-        workers = self._workers(stack, matrix, in_memory)
+        workers = self._workers(matrix, in_memory)
         self._count(workers.write_parts(range(job.n_slices)), job.n_slices, at, share * _SHARES[0])
         summed = _summed(all_parts(job) if in_memory is None else in_memory.values())
         buckets = workers.write_buckets(range(job.n_buckets), summed[1].dtype)
@@ -167,14 +169,14 @@ class Work:
     def _fits(self, job: Job) -> bool:
         """Return whether the parts may be kept in memory."""
         nbytes = job.n_elements * (job.index_dtype.itemsize + (8 if job.is_wide else 4))
-        return self.scheduler is None and nbytes <= self.memory // 4
+        return self.client is None and nbytes <= self.memory // 4
 
-    def _workers(self, stack: ExitStack, matrix: Matrix, in_memory: dict[int, Part] | None) -> Workers:
-        if self.scheduler is None:
+    def _workers(self, matrix: Matrix, in_memory: dict[int, Part] | None) -> Workers:
+        if self.client is None:
             return Local(matrix.job, matrix.reader, self.num_threads, in_memory)
         from gpuload.packing.cluster import Cluster
 
-        return stack.enter_context(Cluster(matrix.job, self.scheduler, self.num_threads))
+        return Cluster(matrix.job, self.client, self.num_threads)
 
     def _verify(self, matrix: Matrix, workers: Workers, digest: int, at: float) -> None:
         job = matrix.job

@@ -34,6 +34,16 @@ def layer_at(member: str) -> str:
     return "raw.X" if member == _RAW["raw.X"] else member.removeprefix("layers/")
 
 
+def target_path(target: str | os.PathLike[str]) -> str:
+    """Return the path of a target; an address is refused."""
+    if "://" in os.fspath(target):
+        raise PlanError(
+            f"target={os.fspath(target)!r}: it is an address, and targets are folders on this machine; give a path, "
+            "and copy the folder there afterwards."
+        )
+    return os.path.abspath(os.fspath(target))
+
+
 def check_target(target: str, files: Sequence[str], *, overwrite: bool) -> None:
     """Refuse a target that cannot appear, or would replace what it must not."""
     parent = os.path.dirname(target)
@@ -44,7 +54,9 @@ def check_target(target: str, files: Sequence[str], *, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
     if not overwrite:
-        raise StoreError(f"{target}: is there already; choose another target, or overwrite it (overwrite=True).")
+        raise StoreError(
+            f"{target}: is there already; choose another target, or overwrite it (overwrite=True, or --overwrite)."
+        )
     if not any(os.path.exists(os.path.join(target, mark)) for mark in _MARKS):
         raise StoreError(f"{target}: is no zarr store, so it is not overwritten; choose another target.")
 

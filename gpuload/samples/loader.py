@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -15,6 +17,7 @@ from gpuload.backends.buffers import BufferPool
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, ReadError
 from gpuload.permute import Permutation
 from gpuload.samples.forms import Span, bytes_of
+from gpuload.stats import Stats
 from gpuload.threads import DaemonThreads
 
 try:
@@ -41,7 +44,11 @@ _Queue = SimpleQueue["tuple[_Batch, int, NDArray[np.uint8] | None] | None"]
 
 
 class SampleLoader:
-    """Batches ``(X, y)`` of a `SampleSet`; iterate over it once per epoch. Takes the options of PyTorch's DataLoader.
+    """Batches ``(X, y)`` of a `SampleSet`; iterate over it once per epoch.
+
+    Of the options of PyTorch's DataLoader it takes ``batch_size``, ``shuffle``, ``num_workers`` (at least 1),
+    ``drop_last`` and ``collate_fn``. Its workers are threads, so ``persistent_workers`` and ``worker_init_fn`` have no
+    meaning; `prefetch` stands for ``prefetch_factor``, and batches are not pinned.
 
     Parameters
     ----------
@@ -70,6 +77,9 @@ class SampleLoader:
     ----------
     skipped
         Why samples were skipped, by their IDs. They are tried again in the next epoch.
+    stats
+        Bytes, seconds and waits since the loader was made: reads are of whole samples, and what a copy took is in
+        ``take_s``.
 
     Raises
     ------
@@ -115,6 +125,7 @@ class SampleLoader:
         self._collate_fn = collate_fn
         self._epoch, self._step = 0, 0
         self._buffers = BufferPool(self._prefetch + 1)
+        self.stats = Stats(min(num_workers, len(os.sched_getaffinity(0))))
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -140,6 +151,14 @@ class SampleLoader:
             )
         self._epoch, self._step = state["epoch"], state["step"]
 
+    def verdict(self) -> str:
+        """Return in one sentence what holds the consumer up, over what was handed over so far.
+
+        It begins with ``"store-bound"``, ``"decode-bound"``, ``"copy-bound"`` or ``"consumer-bound"``, and says how
+        long the consumer waited; ``loader.stats.reset()`` begins anew.
+        """
+        return self.stats.verdict_so_far()
+
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the numbers of the samples of an epoch, in order."""
         numbers = np.arange(len(self.samples), dtype=np.int64)
@@ -152,18 +171,31 @@ class SampleLoader:
         order = self.order(self._epoch)
         batches = iter(range(self._step, len(self)))
         under_way: deque[_Batch] = deque()
-        n_skipped = 0
-        crew = _Crew(self.samples, min(self._n_requests, order.size), self._n_threads)
+        n_skipped, n_before = 0, self.stats.n_batches - self._step
+        crew = _Crew(self.samples, min(self._n_requests, order.size), self._n_threads, self.stats)
         try:
             while True:
                 while len(under_way) <= self._prefetch and (number := next(batches, None)) is not None:
                     part = order[number * self.batch_size : (number + 1) * self.batch_size]
-                    under_way.append(_Batch(self.samples, part.tolist(), self._buffers, self._collate_fn))
+                    under_way.append(
+                        _Batch(
+                            self.samples,
+                            part.tolist(),
+                            self._buffers,
+                            self._collate_fn,
+                            self.stats,
+                            n_before + number,
+                        )
+                    )
                     crew.take(under_way[-1])
                 if not under_way:
                     break
+                start = time.perf_counter()
                 ready, faults = under_way[0].result(self._limit - n_skipped)
-                under_way.popleft()
+                done = under_way.popleft()
+                given = {} if ready is None else {"n_batches": 1, "n_rows": len(done.ids) - len(faults)}
+                self.stats.spent("wait_s", start, batch=done.number, **given)
+                del done
                 n_skipped += len(faults)
                 self._note(faults)
                 self._step += 1
@@ -187,14 +219,14 @@ class _Crew:
     be had, it gives to the sample's batch.
     """
 
-    def __init__(self, samples: SampleSet, n_requests: int, n_threads: int) -> None:
+    def __init__(self, samples: SampleSet, n_requests: int, n_threads: int, stats: Stats) -> None:
         self._fetched: _Queue = SimpleQueue()
         self._wanted: _Queue = SimpleQueue() if n_requests else self._fetched
         self._threads = DaemonThreads(n_requests + n_threads, "gpuload-samples")
         for _ in range(n_requests):
-            self._threads.submit(_fetch, samples, self._wanted, self._fetched)
+            self._threads.submit(_fetch, samples, self._wanted, self._fetched, stats)
         for _ in range(n_threads):
-            self._threads.submit(_place, samples, self._fetched)
+            self._threads.submit(_place, samples, self._fetched, stats)
 
     def take(self, batch: _Batch) -> None:
         """Have all samples of a batch read."""
@@ -211,22 +243,29 @@ class _Crew:
         self._threads.close()
 
 
-def _fetch(samples: SampleSet, wanted: _Queue, fetched: _Queue) -> None:
+def _get_item(samples: SampleSet, batch: _Batch, row: int, stats: Stats) -> NDArray[np.uint8]:
+    start = time.perf_counter()
+    data = samples.fetch(batch.ids[row])
+    stats.spent("read_s", start, batch=batch.number, read_nbytes=data.size)
+    return data
+
+
+def _fetch(samples: SampleSet, wanted: _Queue, fetched: _Queue, stats: Stats) -> None:
     while (task := wanted.get()) is not None:
         batch, row, _ = task
         try:
-            fetched.put((batch, row, samples.fetch(batch.ids[row])))
+            fetched.put((batch, row, _get_item(samples, batch, row, stats)))
         except BaseException as error:  # noqa: BLE001 - raised where the batch is waited for
             batch.note_fault(row, error)
         del task, batch  # nothing is kept alive while this thread waits
     wanted.put(None)  # for the next thread
 
 
-def _place(samples: SampleSet, fetched: _Queue) -> None:
+def _place(samples: SampleSet, fetched: _Queue, stats: Stats) -> None:
     while (task := fetched.get()) is not None:
         batch, row, data = task
         try:
-            batch.place(row, samples.fetch(batch.ids[row]) if data is None else data)
+            batch.place(row, _get_item(samples, batch, row, stats) if data is None else data)
         except BaseException as error:  # noqa: BLE001 - raised where the batch is waited for
             batch.note_fault(row, error)
         del task, batch, data
@@ -240,6 +279,8 @@ class _Batch:
     ----------
     ids
         Of its samples, row by row.
+    number
+        Of those that the loader hands over; a timeline's.
     """
 
     def __init__(
@@ -248,7 +289,10 @@ class _Batch:
         indices: list[int],
         buffers: BufferPool,
         collate_fn: Callable[[list[tuple[Any, Any]]], Any] | None,
+        stats: Stats,
+        number: int,
     ) -> None:
+        self._stats, self.number = stats, number
         self._samples, self._buffers, self._collate_fn = samples, buffers, collate_fn
         self.ids = [samples.ids[i] for i in indices]
         self._lock = threading.Lock()
@@ -292,7 +336,10 @@ class _Batch:
                 raise fault
             faults[self.ids[row]] = fault
         kept = [row for row in range(len(self.ids)) if row not in self._faults]
-        return (self._assembled([self._whole[row] for row in kept], kept) if kept else None), faults
+        if not kept:
+            return None, faults
+        with self._stats.timed("take_s", batch=self.number):
+            return self._assembled([self._whole[row] for row in kept], kept), faults
 
     def _assembled(self, whole: list[Any], kept: list[int]) -> Any:
         """Return a batch of the samples of some rows; those that are None lie in the memory of the batch."""
@@ -310,14 +357,14 @@ class _Batch:
     def _read(self, row: int, id_: Any, data: NDArray[np.uint8]) -> Any:
         """Read a sample into its row and return None; or return it, where it has another form than the batch."""
         if self._collate_fn is not None:
-            return self._samples.decode(id_, data)
+            return self._decode(id_, data)
         try:
             span = self._samples.span(data)
         except CorruptDataError:
             span = None  # it is told below, with its ID
         sample = None
         if span is None:
-            sample = self._samples.decode(id_, data)
+            sample = self._decode(id_, data)
             if not isinstance(sample, torch.Tensor) or not sample.is_contiguous() or sample.requires_grad:
                 return sample
             data = bytes_of(sample)
@@ -329,6 +376,14 @@ class _Batch:
                 self._memory = raw.view(span.dtype).reshape(n, *span.shape)
             memory, form = self._memory, self._form
         if form is None or (span.dtype, span.shape) != (form.dtype, form.shape):
-            return self._samples.decode(id_, data) if sample is None else sample
+            return self._decode(id_, data) if sample is None else sample
+        start = time.perf_counter()
         np.copyto(bytes_of(memory[row]), data[span.start : span.start + span.nbytes])
+        self._stats.spent("take_s", start, batch=self.number)
         return None
+
+    def _decode(self, id_: Any, data: NDArray[np.uint8]) -> Any:
+        start = time.perf_counter()
+        sample = self._samples.decode(id_, data)
+        self._stats.spent("decode_s", start, batch=self.number)
+        return sample

@@ -134,5 +134,8 @@ class SampleSet:
         except MissingDependencyError:
             raise
         except Exception as error:
-            raise CorruptDataError(f"sample {id_!r}: its {data.size} bytes cannot be decoded: {error}") from error
+            reason = f"{str(error).rstrip('.')} ({type(error).__name__})"
+            raise CorruptDataError(
+                f"sample {id_!r}: its {data.size} bytes cannot be decoded: {reason}. Write it anew, or check decode=."
+            ) from error
         return values

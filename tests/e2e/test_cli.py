@@ -43,6 +43,13 @@ def run(capsys):
 # --- help and wrong use ---
 
 
+@pytest.mark.parametrize(("place", "is_said"), [("a.h5ad", True), ("s3://b/a.h5ad", False)])
+def test_the_page_cache_is_spoken_of_for_files_alone(place, is_said):
+    from gpuload.cli import bench
+
+    assert ("page cache" in bench._note([place])) is is_said
+
+
 def test_help_names_every_command_and_the_exit_codes(run):
     code, out, _ = run("--help")
     assert code == 0

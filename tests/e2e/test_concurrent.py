@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from argparse import Namespace
 from itertools import islice
 from pathlib import Path
@@ -117,6 +118,40 @@ def test_the_program_trains(program: Any, server: Running, capsys: pytest.Captur
     assert "pictures/s" in capsys.readouterr().out
     assert program.main([folder, "--loader", "ours"]) == 1
     assert f"it has {N} pictures (.jpg), fewer than --batch-size 256" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("loader", "workers"), [("ours", 0), ("vanilla", 0), ("vanilla", 2), ("threads", 1), ("asyncio", 0), ("dali", 0)]
+)
+def test_who_did_what_when(
+    program: Any, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: str, workers: int
+) -> None:
+    pytest.importorskip("matplotlib")
+    if loader == "dali":
+        pytest.importorskip("nvidia.dali")
+    seen: list[Any] = []
+    spans_of = program.Profile.spans
+    monkeypatch.setattr(program.Profile, "spans", lambda self: seen.append(spans_of(self)) or seen[-1])
+    picture = tmp_path / "out.png"
+    options = ["--loader", loader, "--batch-size", "8", "--batches", "3", "--warm-up", "1", "--workers", str(workers)]
+    options += ["--train", "--width", "4", "--every", "16", "--timeline", str(picture)]
+    start_s = time.perf_counter()
+    assert program.main([str(server.root / "data" / "pictures"), *options]) == 0
+    stop_s = time.perf_counter()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (spans,) = seen
+    assert all(start_s < span.start <= span.stop < stop_s for span in spans)
+    waits, moves, steps = ([s for s in spans if s.timer == name] for name in ("wait_s", "to_device_s", "step_s"))
+    assert [s.batch for s in waits] == [s.batch for s in moves] == [s.batch for s in steps] == [0, 1, 2, 3]
+    for wait, move, step in zip(waits, moves, steps, strict=True):
+        assert wait.stop <= move.start <= move.stop <= step.start
+    for name in ("read_s", "decode_s"):
+        assert len([s for s in spans if s.timer == name]) >= 4 * 8
+    if loader == "ours":
+        for wait in waits:
+            own = [s for s in spans if s.timer == "read_s" and s.batch == wait.batch]
+            assert len(own) == 8
+            assert all(s.stop < wait.stop for s in own)
 
 
 def test_a_function_makes_the_batches(program: Any, server: Running) -> None:

@@ -574,6 +574,13 @@ def test_dali_refuses_csr(plain: Stored, dali: Any) -> None:
                 make(loader)
 
 
+def test_dali_refuses_bfloat16(plain: Stored, dali: Any) -> None:
+    with gpuload.open_loader(plain.path, dtype="bfloat16") as loader:
+        for make in (dali.cells, dali.CellIterator):
+            with pytest.raises(gpuload.PlanError, match=r"^dtype='bfloat16': DALI has no such type here; use float32"):
+                make(loader)
+
+
 def test_dali_refuses_an_obs_column_named_as_another_output(copy_of: Callable[[str], Any], dali: Any) -> None:
     import h5py
 

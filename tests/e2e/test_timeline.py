@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import struct
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
 
-from gpuload.cli import main
+from gpuload.cli import figure, main
+from gpuload.stats import Span
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +42,82 @@ def test_all_on_one_page(plain: Stored, tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_consumer_that_works_is_what_holds_itself_up(plain: Stored, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(plain.path), *QUICK, "--step", "0.05"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"].startswith("consumer-bound")
+
+
+class Axis:
+    """What is drawn on it."""
+
+    def __init__(self) -> None:
+        self.texts: list[tuple[float, str]] = []
+        self.lines: list[float] = []
+        self.areas: list[list[float]] = []
+
+    def text(self, x: float, y: float, words: str, **_: Any) -> None:
+        self.texts.append((x, words))
+
+    def plot(self, x: list[float], y: list[float], **_: Any) -> None:
+        self.lines.append(x[0])
+
+    def fill_between(self, at: Any, low: float, high: Any, **_: Any) -> None:
+        self.areas.append([round(float(h - low), 6) for h in high])
+
+
+def test_batches_have_their_numbers_as_far_as_there_is_room() -> None:
+    axis = Axis()
+    at = [(0.1, 5), (0.105, 6), (0.12, 7), (0.5, 8), (0.6, None)]
+    waits = {1: [Span("wait_s", 1, stop - 0.001, stop, batch) for stop, batch in at]}
+    assert figure._draw_batches(axis, waits, 3, 1.0)
+    assert axis.texts == [(0.1, "5"), (0.5, "8")]
+    assert axis.lines == [0.1, 0.12, 0.5]
+    assert not figure._draw_batches(Axis(), {1: waits[1][-1:]}, 3, 1.0)
+
+
+def test_how_many_are_at_it_at_a_time() -> None:
+    axis = Axis()
+    tasks = [Span("read_s", k, *when) for k, when in enumerate([(0.0, 2.0, 0), (1.0, 3.0, 1), (2.0, 4.0, None)])]
+    assert figure._draw_how_many(axis, tasks, 7, "#4c72b0") == 2  # one ends when the next begins
+    unit = (figure._DENSE - 0.2) / 2
+    expected = ([1, 2, 1, 2, 1, 0], [1, 1, 0, 1, 1, 0])
+    assert axis.areas == [[round(n * unit, 6) for n in heights] for heights in expected]
+
+
+def test_a_step_lasts_from_a_batch_to_the_next_task_of_the_consumer() -> None:
+    spans = [
+        Span("wait_s", 1, 0.0, 1.0),  # for a fetch
+        Span("wait_s", 1, 1.0, 2.0, 0),
+        Span("read_s", 2, 1.5, 9.0),
+        Span("plan_s", 1, 4.0, 5.0),
+        Span("wait_s", 1, 6.0, 7.0, 1),
+    ]
+    assert figure._with_steps(spans)[len(spans) :] == [Span("step_s", 1, 2.0, 4.0, 0)]
+    with_own = [*spans, Span("step_s", 1, 7.0, 8.0, 1)]
+    assert figure._with_steps(with_own) == with_own
+
+
+def test_many_threads_share_a_lane() -> None:
+    def height(n_threads: int) -> int:
+        spans = [Span("read_s", k, 10.0 + k, 11.0 + k, k) for k in range(n_threads)]
+        png = figure.draw_timeline([*spans, Span("wait_s", 999, 10.0, 12.0, 0)], "words", lanes=figure.SAMPLE_LANES)
+        return int(struct.unpack(">II", png[16:24])[1])
+
+    assert height(1) < height(12) > height(13) == height(200)
+    assert figure.draw_timeline([], "nothing").startswith(b"\x89PNG")
+
+
+def test_what_a_step_does_is_drawn(
+    plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[list[Span]] = []
+    monkeypatch.setattr(figure, "draw_timeline", lambda spans, *_: drawn.append(spans) or b"")
+    monkeypatch.setattr("gpuload.torch.gpu_for", lambda loader: "cpu")
+    assert main(["bench", str(plain.path), *QUICK, "--step", "0.01", "--timeline", str(tmp_path / "out.png")]) == 0
+    (spans,) = drawn
+    given, moved, steps = (
+        [s for s in spans if s.timer == timer and s.batch is not None] for timer in ("wait_s", "to_device_s", "step_s")
+    )
+    assert [s.batch for s in given] == [s.batch for s in moved] == [s.batch for s in steps] != []
+    for wait, move, step in zip(given, moved, steps, strict=True):
+        assert wait.stop <= move.start <= move.stop <= step.start <= step.stop - 0.01
 
 
 def test_a_picture_that_cannot_be_written(plain: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

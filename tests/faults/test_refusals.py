@@ -89,6 +89,12 @@ def test_csr_output_is_float32(plain: Stored) -> None:
     assert_refused("PlanError", plain.path, "float16", "csr", "float32", output="csr", dtype="float16")
 
 
+@pytest.mark.parametrize(("name", "value"), [("device_cache", "1GiB"), ("device_memory", 1 << 30), ("io", "pinned")])
+def test_settings_of_a_gpu_without_one(plain: Stored, name: str, value: Any) -> None:
+    parts = (f"{name}={value!r}: is for a GPU", "device='cuda'")
+    assert_refused("PlanError", plain.path, *parts, device="cpu", **{name: value})
+
+
 def test_unknown_setting(plain: Stored) -> None:
     with pytest.raises(TypeError, match="batchsize"):
         gpuload.open_loader(plain.path, batchsize=3)  # type: ignore[call-arg]
@@ -298,6 +304,25 @@ def test_fill_value_that_is_no_column(tmp_path: Path) -> None:
 def test_indptr_must_rise_and_end_at_nnz(tmp_path: Path, change: Any, found: str) -> None:
     path = broken(tmp_path, "indptr", change)
     assert_refused("CorruptDataError", path, str(path), "/X/indptr", found)
+
+
+@pytest.mark.parametrize("name", ["data", "indices", "indptr"])
+def test_arrays_of_a_matrix_that_are_none_of_one_dimension(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "two.h5ad"
+    write_plain(path)
+    with h5py.File(path, "r+") as file:
+        values = file["X"][name][:]
+        del file["X"][name]
+        file["X"][name] = values[None]
+    assert_refused("StoreError", path, f"{path}: ", f"X/{name} has 2 dimensions; expected one")
+
+
+def test_raw_without_a_matrix(tmp_path: Path) -> None:
+    path = tmp_path / "raw.h5ad"
+    writers.write_raw(path, counts())
+    with h5py.File(path, "r+") as file:
+        del file["raw/X"]
+    assert_refused("StoreError", path, f"{path}: its raw holds no matrix", layer="raw.X")
 
 
 @pytest.mark.parametrize("name", ["data", "indices"])

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from benchmarks.s3server import Running
     from tests.variants import Stored
 
-CALM = dict.fromkeys(("p_503", "p_reset", "p_truncate", "p_corrupt", "p_stall", "latency_ms", "most_in_a_row"), 0)
+CALM = dict.fromkeys(
+    ("p_503", "p_429", "p_reset", "p_truncate", "p_corrupt", "p_stall", "latency_ms", "most_in_a_row"), 0
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,7 @@ def opened(server: Running, path: Path, **options: Any) -> gpuload.Loader:
     "knobs",
     [
         {"p_503": 0.3},
+        {"p_429": 0.3},
         {"p_reset": 0.3},
         {"p_truncate": 0.3},
         {"p_stall": 0.1, "stall_s": 9},
@@ -122,7 +125,8 @@ def test_a_listing_that_breaks_off_begins_anew(calm: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knob", "words"), [("p_503", "503"), ("p_truncate", "s3://data/cells."), ("p_reset", "s3://data/cells.")]
+    ("knob", "words"),
+    [("p_503", "503"), ("p_429", "429"), ("p_truncate", "s3://data/cells."), ("p_reset", "s3://data/cells.")],
 )
 @pytest.mark.parametrize("when", ["opening", "reading"])
 def test_what_does_not_pass_is_an_error(

@@ -482,8 +482,15 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         dense,
         {"obs": ["a"]},
         "StoreError",
-        r"this form has no obs, so obs=\['a'\] cannot be had; give an A",
+        r"this form has no obs, so obs=\['a'\] \(for obs=, where= or a sampler\) cannot be had; give an A",
     ),
+    "where of a matrix": (
+        dense,
+        {"where": "x == 1"},
+        "StoreError",
+        r"this form has no obs, so obs=\['x'\] \(for obs=, where= or a sampler\) cannot be had",
+    ),
+    "nothing": (list, {}, "StoreError", "expected at least one file or folder"),
     "no X": (no_X, {}, "StoreError", "<AnnData>: there is no X; its layers are 'counts'. Choose one with layer="),
     "no layer": (
         no_X,

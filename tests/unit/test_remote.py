@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import pytest
@@ -72,13 +74,123 @@ def test_objects(server: Running) -> None:
         remote.get(RemoteObject("none", 1, ""), 0, 1)
 
 
-@pytest.mark.parametrize("kind", ["503", "reset", "truncate"])
+@pytest.mark.parametrize("kind", ["503", "429", "reset", "truncate"])
 def test_what_may_pass_is_busy(server: Running, kind: str) -> None:
     remote = of(server)
     one = next(remote.list())
     server.set(**{f"p_{kind}": 1})
-    with pytest.raises(BusyError, match="s3://data/train"):
+    with pytest.raises(BusyError, match="s3://data/train") as caught:
         remote.get(one, 0, one.nbytes)
+    assert "<" not in str(caught.value)
+    assert kind not in ("503", "429") or f"({kind} " in str(caught.value)
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Answers everything with one status and body."""
+
+    status, body = 403, b""
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectRemote]:
+    pytest.importorskip("obstore")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        settings = {"region": "us-east-1", "access_key_id": "a", "secret_access_key": "b"}
+        yield ObjectRemote("s3://data", endpoint=f"http://127.0.0.1:{server.server_port}", **settings)
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (
+            403,
+            "InvalidAccessKeyId",
+            r"access was denied \(403 Forbidden: InvalidAccessKeyId: No\); check the credentials",
+        ),
+        (401, "Unauthorized", r"access was denied \(401 Unauthorized: Unauthorized: No\); check the credentials"),
+        (404, "NoSuchBucket", "there is no bucket 'data'; check its name"),
+        (400, "InvalidRequest", r"the server refuses the request \(400 Bad Request: InvalidRequest: No\); check"),
+        (501, "NotImplemented", r"the server refuses the request \(501 Not Implemented: NotImplemented: No\); check"),
+        (301, "PermanentRedirect", "it is in another region, or at another address; give region="),
+    ],
+)
+@pytest.mark.parametrize("is_listing", [True, False])
+def test_what_will_not_pass_is_not_busy(
+    refusing: ObjectRemote, monkeypatch: pytest.MonkeyPatch, status: int, code: str, words: str, is_listing: bool
+) -> None:
+    body = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code><Message>No.</Message></Error>".encode()
+    monkeypatch.setattr(Refusing, "status", status)
+    monkeypatch.setattr(Refusing, "body", body)
+    with pytest.raises(ReadError, match=words) as caught:
+        list(refusing.list()) if is_listing else refusing.get(RemoteObject("a", 3, ""), 0, 3)
+    assert not isinstance(caught.value, BusyError)
+    assert "<" not in str(caught.value)
+
+
+def test_no_connection_is_said_in_one_sentence() -> None:
+    pytest.importorskip("obstore")
+    with pytest.raises(BusyError) as caught:
+        open_remote("http://127.0.0.1:1/x").get(RemoteObject("a", 3, ""), 0, 3)
+    assert str(caught.value) == (
+        "http://127.0.0.1:1/x/a: no connection to http://127.0.0.1:1 could be made (Connection refused); check the "
+        "address and the network."
+    )
+
+
+def test_without_credentials_nothing_is_tried_again() -> None:
+    pytest.importorskip("obstore")
+    remote = ObjectRemote("s3://data", region="us-east-1", access_key_id="a", secret_access_key="b")
+    said = "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 3s - HTTP error: error"
+    error = remote._translated(remote._obstore.exceptions.GenericError(said), "")
+    assert "s3://data: there are no credentials" in str(error)
+    assert not isinstance(error, BusyError)
+    busy = remote._obstore.exceptions.GenericError(said + " status code: 503 Service Unavailable: ")
+    assert isinstance(remote._translated(busy, ""), BusyError)
+
+
+@pytest.mark.parametrize("n_processes", [0, 1])
+def test_a_bucket_that_is_not_there_ends_the_waiting(tmp_path: Path, server: Running, n_processes: int) -> None:
+    pytest.importorskip("obstore")
+    remote = open_remote("s3://no-such-bucket/x", endpoint=server.url, region="us-east-1", anonymous=True)
+    with (
+        SampleStore(tmp_path / "store", remote, n_processes=n_processes) as store,
+        pytest.raises(ReadError, match="there is no bucket 'no-such-bucket'; check its name"),
+    ):
+        store.snapshot(wait_s=60)
+
+
+def test_a_bucket_that_comes_later_is_waited_for(
+    tmp_path: Path, server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.set(p_503=1)
+    settings = {"n_processes": 0, "longest_wait_s": 0.01, "min_free": 0}
+    with SampleStore(tmp_path / "store", of(server), **settings) as store:
+        with pytest.raises(ReadError, match=r"wait_s=1: .* \(the remote could not be listed: .*503 .*wait longer"):
+            store.snapshot(wait_s=1)
+        assert len([r for r in caplog.records if "503" in r.getMessage()]) == 1  # and not again each time
+        server.set(p_503=0)
+        assert len(store.snapshot(wait_s=60, min_samples=N)) == N
+
+
+def test_a_fault_of_a_run_before_is_none_of_this_one(tmp_path: Path, server: Running) -> None:
+    fill(tmp_path / "remote", 2)
+    with SampleStore(tmp_path / "store", tmp_path / "remote", fetch=False) as store:
+        store._catalogue.note_listing_fault("access was denied.", may_pass=False)
+        with pytest.raises(ReadError, match=r"cannot be listed: access was denied\. Mend that"):
+            store.snapshot(wait_s=60)
+    with SampleStore(tmp_path / "store", tmp_path / "remote", n_processes=0, min_free=0) as store:
+        assert len(store.snapshot(wait_s=60, min_samples=2)) == 2
 
 
 def test_a_stall_is_busy_after_the_timeout(server: Running) -> None:
@@ -93,10 +205,16 @@ def test_a_stall_is_busy_after_the_timeout(server: Running) -> None:
 
 def test_wrong_addresses() -> None:
     pytest.importorskip("obstore")
-    with pytest.raises(PlanError, match="foo://x: "):
+    with pytest.raises(PlanError, match=r"foo://x: foo:// is not known; expected s3://, gs://, az://"):
         open_remote("foo://x")
-    with pytest.raises(PlanError, match="nonsense"):
+    with pytest.raises(PlanError, match="it names no bucket or host; expected for example s3://bucket"):
+        open_remote("s3://")
+    with pytest.raises(PlanError, match="storage_options has 'nonsense', which is no setting"):
         open_remote("s3://data", nonsense=1)
+    with pytest.raises(PlanError, match="storage_options has 'nonsense', which cannot be used here"):
+        open_remote("http://data", nonsense=1)
+    with pytest.raises(PlanError, match="timeout_s='a': expected a number of seconds"):
+        open_remote("s3://data", timeout_s="a")
 
 
 def test_without_obstore_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,3 +244,25 @@ def test_a_store_fills_itself_through_every_fault(tmp_path: Path, server: Runnin
         assert not store.quarantine()
     counts = server.counts()
     assert all(counts.get(f"fault {kind}", 0) for kind in ("503", "reset", "truncate", "corrupt"))
+
+
+def test_a_store_needs_a_folder_of_its_own(tmp_path: Path) -> None:
+    fill(tmp_path / "remote", 1)
+    (tmp_path / "file").touch()
+    with pytest.raises(ReadError, match=r"file: it cannot be the folder of a sample store: .*\. Choose another folder"):
+        SampleStore(tmp_path / "file", tmp_path / "remote")
+    for root in (tmp_path / "remote", tmp_path / "remote" / "store", tmp_path):
+        with pytest.raises(PlanError, match="choose a folder apart from it"):
+            SampleStore(root, tmp_path / "remote")
+    assert [path.name for path in (tmp_path / "remote").iterdir()] == ["0000.npy"]  # nothing was made
+    assert {path.name for path in tmp_path.iterdir()} == {"remote", "file"}
+    with SampleStore(tmp_path / "remote2", tmp_path / "remote", fetch=False):
+        """A name that only begins alike is another folder."""
+
+
+def test_reasons_of_many_faults_end_with_one_stop(tmp_path: Path) -> None:
+    fill(tmp_path / "remote", 1)
+    with SampleStore(tmp_path / "store", tmp_path / "remote", n_processes=0, min_free=0) as store:
+        store.quarantine_sample(store.find_samples(store.snapshot(wait_s=60)._ids)[0], "it is broken. Mend it.")
+        with pytest.raises(ReadError, match=r"0000\.npy: it is broken\. Mend it\. Mend these, or allow more\.$"):
+            store.snapshot(wait_s=60)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 import time
+from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +16,7 @@ import torch
 
 from gpuload.errors import CorruptDataError, PlanError, ReadError
 from gpuload.samples import SampleLoader, SampleSet
-from tests.remotes import FlakyRemote
+from tests.remotes import CountingRemote, FlakyRemote
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -168,6 +171,11 @@ def test_other_contents_are_deserialised_or_refused(data: Path) -> None:
     (data / "bad.pt").write_bytes(b"no tensor at all" * 9)
     with pytest.raises(CorruptDataError, match="sample 'bad': its 144 bytes cannot be decoded"):
         SampleSet(["bad"], None, data)[0]
+    (data / "bad.pt").write_bytes(b"short")
+    with pytest.raises(
+        CorruptDataError, match=r"its 5 bytes cannot be decoded: .+ \(\w+\)\. Write it anew, or check decode=\."
+    ):
+        SampleSet(["bad"], None, data)[0]
     decoded = SampleSet(["id-4"], LABELS, data, lambda raw: raw.size, suffix=".pt")[0]
     assert decoded == ((data / "id-4.pt").stat().st_size, 4)
     X, _ = SampleSet(["id-4.npy"], None, data, "bytes")[0]
@@ -294,7 +302,7 @@ def test_an_object_store(data: Path) -> None:
         samples = SampleSet(IDS, LABELS, remote)
         assert all(is_right(X, y) for X, y in SampleLoader(samples, batch_size=8))
         assert server.counts().get("HEAD 200", 0) == 0  # one request a sample
-        with pytest.raises(ReadError, match="no such object"):
+        with pytest.raises(ReadError, match=r"none\.pt: no such object\. Check the ID and the suffix\."):
             SampleSet(["none"], None, remote)[0]
 
 
@@ -325,3 +333,64 @@ def test_an_early_break_leaves_nothing_behind(data: Path) -> None:
     loader = SampleLoader(SampleSet(IDS, LABELS, data), batch_size=4)
     for _ in loader:
         break
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_each_task_is_noted_with_the_number_of_its_batch(data: Path, is_remote: bool) -> None:
+    source: Any = CountingRemote(data) if is_remote else data
+
+    def decode(raw: Any) -> Any:
+        return torch.load(io.BytesIO(raw.tobytes()))
+
+    loader = SampleLoader(SampleSet(IDS, LABELS, source, decode, suffix=".pt"), batch_size=8, shuffle=True)
+    before_s = time.perf_counter()
+    assert all(is_right(X, y) for X, y in loader)
+    assert loader.stats.take_spans() == []
+    loader.stats.keep_spans()
+    start_s = time.perf_counter()
+    assert all(is_right(X, y) for X, y in loader)
+    stop_s, spans = time.perf_counter(), loader.stats.take_spans()
+    assert all(start_s <= span.start <= span.stop <= stop_s for span in spans)
+    gets, decodes, waits = ([s for s in spans if s.timer == name] for name in ("read_s", "decode_s", "wait_s"))
+    sizes = {**dict.fromkeys(range(7, 13), 8), 13: 2}  # the first epoch had 7
+    assert Counter(span.batch for span in gets) == sizes
+    assert Counter(span.batch for span in decodes) == sizes
+    assert [span.batch for span in waits] == list(sizes)
+    assert all(a.stop <= b.start for a, b in pairwise(waits))
+    for wait in waits:
+        own = [span for span in (*gets, *decodes) if span.batch == wait.batch]
+        assert all(span.stop <= wait.stop for span in own)
+        assert min(s.start for s in own if s.timer == "read_s") < min(s.start for s in own if s.timer == "decode_s")
+    consumer = threading.get_ident()
+    assert {span.thread for span in waits} == {consumer}
+    assert consumer not in {span.thread for span in (*gets, *decodes)}
+    assert loader.stats.n_batches == 14
+    assert loader.stats.n_rows == 2 * N
+    assert loader.stats.read_nbytes == 2 * sum((data / f"{i}.pt").stat().st_size for i in IDS)
+    assert 0 < loader.stats.wait_s < stop_s - before_s
+
+
+@pytest.mark.parametrize(("slow", "bound"), [("fetch", "store"), ("decode", "decode"), ("consumer", "consumer")])
+def test_what_held_the_consumer_up(data: Path, slow: str, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = SampleSet(IDS[:16], LABELS, data, lambda raw: torch.from_numpy(raw.copy()), suffix=".npy")
+    loader = SampleLoader(samples, batch_size=4, num_workers=1, prefetch=1)
+    assert loader.verdict() == "nothing was handed over yet"
+    if slow != "consumer":
+        inner = getattr(samples, slow)
+
+        def slowly(*args: Any) -> Any:
+            time.sleep(0.02)
+            return inner(*args)
+
+        monkeypatch.setattr(samples, slow, slowly)
+    for _ in loader:
+        time.sleep(0.4 if slow == "consumer" else 0)
+    assert loader.verdict().startswith(f"{bound}-bound: ")
+
+
+def test_batches_of_which_nothing_is_left_are_not_counted(data: Path) -> None:
+    for id_ in ("id-0", "id-1"):
+        (data / f"{id_}.pt").unlink()
+    loader = SampleLoader(SampleSet(IDS[:7], LABELS, data), batch_size=2, on_error="skip", max_skipped=1)
+    assert len(list(loader)) == loader.stats.n_batches == 3
+    assert loader.stats.n_rows == 5

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import pytest
 
+import gpuload
 from gpuload.stats import Stats
+
+if TYPE_CHECKING:
+    from tests.variants import Stored
 
 
 @pytest.mark.parametrize(
@@ -22,6 +28,67 @@ from gpuload.stats import Stats
 )
 def test_the_verdict_names_what_held_the_consumer_up(totals: dict[str, float], words: str) -> None:
     assert Stats.verdict(totals, seconds=10.0, n_cores=2).startswith(words)
+
+
+def test_the_verdict_is_over_what_was_handed_over() -> None:
+    stats = Stats(n_cores=2)
+    assert stats.verdict_so_far() == "nothing was handed over yet"
+    stats.add(read_s=1.0, decode_s=14.0, take_s=2.0)
+    stats.spent("wait_s", time.perf_counter() - 10)
+    assert stats.verdict_so_far() == "nothing was handed over yet", "a fetch is waited for"
+    stats.add(n_batches=1)
+    assert stats.verdict_so_far().startswith("decode-bound: the consumer waited 100.0% of its time")
+    stats.reset()
+    assert stats.verdict_so_far() == "nothing was handed over yet"
+    stats.add(wait_s=0.001, n_batches=1, take_s=1.0)
+    stats.spent("wait_s", time.perf_counter() - 1)
+    time.sleep(0.01)
+    stats.spent("wait_s", time.perf_counter(), n_batches=1)
+    assert stats.verdict_so_far().startswith("copy-bound: the consumer waited 9")
+    given_s = stats.verdict_so_far()
+    time.sleep(0.05)
+    assert stats.verdict_so_far() == given_s, "what came after the last minibatch counts"
+
+
+def test_a_loader_says_what_holds_it_up(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, batch_size=8, fetch_factor=2, device="cpu") as loader:
+        assert loader.verdict() == "nothing was handed over yet"
+        batches = iter(loader)
+        next(batches)
+        loader.stats.reset()  # of what is compiled first
+        for _ in range(4):
+            next(batches)
+            time.sleep(0.4)
+        assert loader.verdict().startswith("consumer-bound: it waited ")
+
+
+def test_the_waits_of_a_loader_have_numbers(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, batch_size=8, fetch_factor=2, device="cpu") as loader:
+        list(loader)
+        loader.stats.keep_spans()
+        before_s = time.perf_counter()
+        n = sum(1 for _ in loader)
+        after_s, spans = time.perf_counter(), loader.stats.take_spans()
+        assert n > 3
+    waits = [span for span in spans if span.timer == "wait_s" and span.batch is not None]
+    assert [span.batch for span in waits] == list(range(n, 2 * n))
+    assert all(a.stop <= b.start for a, b in pairwise(waits))
+    assert {"plan_s", "read_s", "decode_s", "take_s", "wait_s"} == {span.timer for span in spans}
+    assert all(before_s <= span.start <= span.stop <= after_s for span in spans)
+    assert not any(span.timer == "read_s" and span.thread == threading.get_ident() for span in spans)
+
+
+def test_what_a_consumer_does_is_noted_on_request_only() -> None:
+    stats = Stats()
+    with stats.noted("step_s", batch=3):
+        pass
+    stats.keep_spans()
+    with stats.noted("step_s", batch=4):
+        time.sleep(0.01)
+    (step,) = stats.take_spans()
+    assert (step.timer, step.thread, step.batch) == ("step_s", threading.get_ident(), 4)
+    assert step.stop - step.start >= 0.01
+    assert not any(stats.as_dict().values())
 
 
 def test_waits_are_counted_for_each_minibatch() -> None:

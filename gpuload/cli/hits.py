@@ -1,0 +1,104 @@
+"""``--cache`` of ``gpuload bench``: a store in front of what lies at addresses, and how much of each epoch it had."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpuload.cli import text
+from gpuload.errors import PlanError
+from gpuload.sizes import parse_nbytes
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    from gpuload.cache import SampleStore
+
+_MOST_TOLD = 6
+"""Epochs that are told of in text: the first ones, and the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """An epoch's bytes that came from the cache, those that did not, and whether the epoch was read to its end."""
+
+    epoch: int
+    local_nbytes: int
+    missed_nbytes: int
+    is_whole: bool
+
+    @property
+    def hit_ratio(self) -> float:
+        """Share of the bytes that came from the cache."""
+        asked = self.local_nbytes + self.missed_nbytes
+        return self.local_nbytes / asked if asked else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for records."""
+        return {
+            "epoch": self.epoch,
+            "hit_ratio": self.hit_ratio,
+            "nbytes": self.local_nbytes + self.missed_nbytes,
+            "is_whole": self.is_whole,
+        }
+
+
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the options."""
+    group.add_argument(
+        "--cache",
+        metavar="DIR",
+        help="read addresses through a store in this folder, which keeps what is read; tells of the hits of each epoch",
+    )
+    group.add_argument("--cache-budget", metavar="SIZE", help="most bytes of that store (default: 200GiB)")
+
+
+@contextmanager
+def opened(args: argparse.Namespace) -> Iterator[SampleStore | None]:
+    """Open the store that the options ask for, over the bucket or server that all paths are on; None without one.
+
+    Raises
+    ------
+    PlanError
+        A path is no address, they are not all on one server or in one bucket, the budget is no size, or there is no
+        folder for it.
+    """
+    if args.cache is None:
+        if args.cache_budget is not None:
+            raise PlanError(f"--cache-budget {args.cache_budget}: there is no cache; name its folder with --cache.")
+        yield None
+        return
+    from gpuload.cache import BlockRemote, SampleStore
+    from gpuload.remote import open_remote
+
+    budget = parse_nbytes("--cache-budget", args.cache_budget or "200GiB", least=0)
+    blocks = BlockRemote(open_remote(_root(args.paths)))
+    with SampleStore(args.cache, blocks, budget, n_processes=0, fetch=False) as store:
+        yield store
+
+
+def _root(paths: Sequence[str]) -> str:
+    near = [path for path in paths if "://" not in path or path.startswith("file://")]
+    if near:
+        raise PlanError(
+            f"--cache: it is for addresses such as s3://bucket/atlas.h5ad, and {near[0]} is none; leave it out."
+        )
+    roots = list(dict.fromkeys("/".join(path.split("/")[:3]) for path in paths))
+    if len(roots) > 1:
+        raise PlanError(
+            f"--cache: {roots[0]} and {roots[1]} cannot share one; measure the paths of each by themselves."
+        )
+    return roots[0]
+
+
+def told(cache: dict[str, Any]) -> str:
+    """Return the hits of the epochs in words."""
+    epochs = cache["epochs"]
+    skipped = len(epochs) - _MOST_TOLD
+    kept = epochs if skipped <= 0 else [*epochs[: _MOST_TOLD - 1], epochs[-1]]
+    words = [f"epoch {e['epoch']}{'' if e['is_whole'] else ' (part)'} {text.share(e['hit_ratio'])}" for e in kept]
+    if skipped > 0:
+        words.insert(_MOST_TOLD - 1, "...")
+    return f"{text.share(cache['hit_ratio'])} of the bytes from {cache['folder']}: {', '.join(words)}"
