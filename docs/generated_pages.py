@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 from benchmarks import report, run_plans, run_stages
@@ -70,6 +70,8 @@ def write(folder: Path) -> None:
         "commands.md": commands_page(),
         "messages.md": messages_page(),
         **{f"{name}_times.txt": times(RESULTS, name, what) for name, what in TIMED.items()},
+        "classify_scores.txt": scores_of_orders(RESULTS),
+        "classify_speeds.txt": speeds_of_orders(RESULTS),
     }
     for name, content in contents.items():
         path = folder / name
@@ -102,6 +104,70 @@ def times(results: Path, name: str, what: str) -> str:
         return f"`python -m benchmarks.run_{name}` {what}.\n"
     records = [json.loads(line) for line in path.read_text().splitlines() if line]
     return "\n\n".join([_section(name, records), _origin(name, records)]) + "\n"
+
+
+def scores_of_orders(results: Path) -> str:
+    """Return the table of what models learn in each order, and how far block shuffling is from true random order."""
+    records = _records(results, "classify")
+    if not records:
+        return "`python -m benchmarks.run_classify FOLDER` measures it.\n"
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        groups[record["model"], record["block_size"], record["fetch_factor"], record["order"]].append(record)
+    labels = list(records[0]["macro_f1"])
+    columns = ["model", "blocks of", "minibatches to a fetch", "order", "seeds", *labels]
+    columns += ["epoch, s", "of these waiting, s", "loader alone, s"]
+    lines = [f"| {' | '.join(columns)} |", "| --- | ---: | ---: | --- |" + " ---: |" * (len(columns) - 4)]
+    for key, members in groups.items():
+        scores = [_with_spread([m["macro_f1"][label] for m in members]) for label in labels]
+        alone = members[0]["n_train"] / members[0]["loader_cells_per_s"]
+        seconds = [mean(m["seconds"] for m in members), mean(m["waited_s"] for m in members), alone]
+        cells = [*map(str, key), str(len(members)), *scores, *(f"{s:.2g}" for s in seconds)]
+        lines.append(f"| {' | '.join(cells)} |")
+    gaps = []
+    for (model, block_size, fetch_factor, order), members in groups.items():
+        random = groups.get((model, block_size, fetch_factor, "random"))
+        if order == "block" and random:
+            means = {
+                label: [mean(m["macro_f1"][label] for m in found) for found in (members, random)] for label in labels
+            }
+            listed = ", ".join(f"{label} {block - other:+.3f}" for label, (block, other) in means.items())
+            gaps.append(f"- {model}, blocks of {block_size}, {fetch_factor} minibatches to a fetch: {listed}")
+    about = "Block shuffling less true random order, differences of these means:"
+    return "\n\n".join(["\n".join(lines), _origin("classify", records), about, "\n".join(gaps)]) + "\n"
+
+
+def speeds_of_orders(results: Path) -> str:
+    """Return how many times as fast as true random order blocks are read, where cells have many genes."""
+    rates: dict[str, list[float]] = defaultdict(list)
+    n_genes = 0
+    for record in _records(results, "rivals"):
+        if "cells_per_s" in record:
+            rates[record["arm"]["name"]].append(record["cells_per_s"])
+            n_genes = record["file"]["n_vars"]
+    found = {
+        order: median(rates[f"gpuload/dense/{order}"])
+        for order in ("chunk", "16", "1")
+        if rates[f"gpuload/dense/{order}"]
+    }
+    if "1" not in found or len(found) == 1:
+        return "`python -m benchmarks.run_rivals --file cells.h5ad` measures what the loader alone does.\n"
+    names = {"chunk": "blocks of a chunk", "16": "blocks of 16"}
+    others = [f"{names[k]} {v / found['1']:.1f} times ({v:,.0f})" for k, v in found.items() if k != "1"]
+    return (
+        f"Beside true random order ({found['1']:,.0f} cells/s), the loader alone makes dense minibatches of "
+        f"{n_genes:,} genes so many times as fast: {', '.join(others)}; cells/s, medians.\n"
+    )
+
+
+def _records(results: Path, name: str) -> list[dict[str, Any]]:
+    """Return a file of records; none where there is no file."""
+    path = results / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
+
+
+def _with_spread(values: list[float]) -> str:
+    return f"{mean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{mean(values):.3f}"
 
 
 def _section(name: str, records: list[dict[str, Any]]) -> str:

@@ -6,6 +6,7 @@ Classifiers of cell line, drug and mechanism of action (broad and fine), all at 
 each on the same cells in another order: streaming, streaming through a shuffle buffer, block shuffling, class-balanced
 and true random. Then they are asked about the plate that none has seen. The paper's finding is that block shuffling is
 as good as true random order, which takes far longer to read, and that streaming is worse on drugs and mechanisms.
+docs/howto/programs.md tells what was found here.
 
 On the small synthetic screen a shuffle buffer holds many drugs, where the paper's held a part of one drug's run: there
 streaming through a buffer comes off better than in the paper.
@@ -44,6 +45,7 @@ try:
         prepare,
         process,
         tensorboard,
+        wait_for_all,
         write_json,
     )
     from torch.nn import functional
@@ -51,6 +53,7 @@ try:
     from tqdm import tqdm
 
     import gpuload
+    from gpuload.cli.text import positive, whole_number
     from gpuload.scores import macro_f1
     from gpuload.torch import CellDataset
 except ImportError as missing:
@@ -100,11 +103,7 @@ class Classifier(torch.nn.Module):
 def classifier(kind: str, loader: gpuload.Loader, labels: Sequence[str], seed: int) -> Classifier:
     """Return a model that knows nothing, the same for the same seed."""
     torch.manual_seed(seed)
-    n_classes = {}
-    for name in labels:
-        if name not in loader.categories or loader.categories[name].size < 2:
-            raise gpuload.PlanError(f"--labels {name}: expected an obs column of two categories or more.")
-        n_classes[name] = loader.categories[name].size
+    n_classes = {name: loader.categories[name].size for name in labels}
     return Classifier(loader.n_vars, n_classes, 512 if kind == "mlp" else 0).to(loader.device)
 
 
@@ -217,6 +216,18 @@ def evaluate(model: Classifier, cells: Cells) -> tuple[dict[str, float], int]:
 # --- comparing
 
 
+def check_cells(cells: Cells) -> None:
+    """Refuse what cannot be learned or cannot be opened, before anything is kept or forgotten."""
+    orders = cells.args.orders
+    order = "balanced" if "balanced" in orders else orders[0]  # it takes a column more than the others
+    with cells.open_train(order, seed=0) as loader:
+        if not len(loader):
+            raise gpuload.PlanError("there are no cells to learn from; see --plate and --test.")
+        for name in cells.args.labels:
+            if name not in loader.categories or loader.categories[name].size < 2:
+                raise gpuload.PlanError(f"--labels {name}: expected an obs column of two categories or more.")
+
+
 def loader_rate(cells: Cells, order: str, max_seconds: float) -> float:
     """Return cells per second of an order's loader, nothing done with them, over an epoch or as much as there is time.
 
@@ -239,8 +250,6 @@ def result_of(run: Run, cells: Cells) -> dict[str, Any]:
     if path.exists():
         return dict(json.loads(path.read_text()))
     with cells.open_train(run.order, run.seed) as loader:
-        if not len(loader):
-            raise gpuload.PlanError("there are no cells to learn from; see --plate and --test.")
         model, log = train(run, loader, cells.args)
     scores, n_tested = evaluate(model, cells)
     result = {
@@ -276,6 +285,14 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_options(found)
+    found.add_argument("--loader-seconds", type=float, default=3, metavar="S",
+        help="to time each order's loader alone (default: 3)")  # fmt: skip
+    return found
+
+
+def add_options(found: argparse.ArgumentParser) -> None:
+    """Add the options that classify_lightning.py has too."""
     add = found.add_argument
     add("paths", nargs="+", metavar="PATH", help=".h5ad files, zarr stores, or a folder of them, read as one")
     add("--make", type=int, metavar="CELLS", help="first write a synthetic screen of so many cells into the folder")
@@ -292,28 +309,35 @@ def parser() -> argparse.ArgumentParser:
         help=f"some of {' '.join(ORDERS)} (default: all)")  # fmt: skip
     add("--models", nargs="+", choices=("linear", "mlp"), default=["linear"],
         help="linear heads, or a trunk of two layers of 512 below them (default: linear)")  # fmt: skip
-    add("--seeds", type=int, default=3, metavar="N", help="trainings of each model and order (default: %(default)s)")
-    add("--epochs", type=int, default=1, metavar="N", help="passes over the cells (default: %(default)s)")
+    add("--seeds", type=whole_number, default=3, metavar="N",
+        help="trainings of each model and order (default: %(default)s)")  # fmt: skip
+    add("--epochs", type=whole_number, default=1, metavar="N", help="passes over the cells (default: %(default)s)")
     add("--batch-size", type=int, default=64, metavar="N", help="cells in a minibatch (default: %(default)s)")
     add("--block-size", type=int, default=16, metavar="N", help="cells read together (default: %(default)s)")
     add("--fetch-factor", type=int, default=256, metavar="N", help="minibatches mixed (default: %(default)s)")
-    add("--lr", type=float, default=1e-3, metavar="R", help="learning rate of Adam (default: %(default)s)")
+    add("--lr", type=positive, default=1e-3, metavar="R", help="learning rate of Adam (default: %(default)s)")
     add("--bf16", action="store_true", help="let the model compute in bfloat16 where that does no harm")
     add("--device", default="cpu", help="cpu, cuda or auto (default: %(default)s)")
-    add("--save-every", type=int, default=1000, metavar="STEPS", help="between checkpoints (default: %(default)s)")
-    add("--loader-seconds", type=float, default=3, metavar="S", help="to time each order's loader alone (default: 3)")
+    add("--save-every", type=whole_number, default=1000, metavar="STEPS",
+        help="between checkpoints (default: %(default)s)")  # fmt: skip
     add("--tensorboard", action="store_true", help="write losses and scores for TensorBoard too")
     add("--fresh", action="store_true", help="forget what earlier runs have left in --out")
-    return found
+
+
+def leave_cores_to_load() -> None:
+    """Let PyTorch take half of this process's cores: where it takes all, it and the loader hinder each other."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2 // n_processes()))
 
 
 def run(args: argparse.Namespace) -> None:
     """Train in every order, compare and tell."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2 // n_processes()))  # the other cores load
+    leave_cores_to_load()
     if args.make and not process():
         write_screen(Path(args.paths[0]), args.make)
-    prepare(args)
+    wait_for_all()  # for the screen
     cells = find_cells(args)
+    check_cells(cells)
+    prepare(args)
     loaders = {}
     if n_processes() == 1 and args.loader_seconds > 0:
         loaders = {order: loader_rate(cells, order, args.loader_seconds) for order in args.orders}

@@ -4,20 +4,23 @@
 
 What Lightning takes over is the loop, processes and devices, precision, checkpoints and logs; the cells come from a
 `gpuload.lightning.CellDataModule`. On the CPU, in one process, the scores are those of classify.py to the last bit.
+Checkpoints and settings are its own, below DIR/lightning: the same command goes on from the last checkpoint.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 try:
     import classify
     import lightning.pytorch as pl
     import torch
-    from classify_run import process, say
+    from classify_data import write_screen
+    from classify_run import check_settings, forget, process, say, settings_of, write_json
 
     import gpuload
     from gpuload.lightning import CellDataModule
@@ -28,8 +31,15 @@ except ImportError as missing:
     )
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
+
+EPILOG = """\
+exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use
+
+examples:
+  python pipelines/classify_lightning.py screen --make 100000 --orders block random --seeds 1
+  python pipelines/classify_lightning.py plate*.h5ad --test plate14 --labels cell_line drug --models linear mlp
+"""
 
 
 class Learner(pl.LightningModule):
@@ -74,25 +84,57 @@ def fit(run: classify.Run, cells: classify.Cells) -> classify.Classifier:
         enable_model_summary=False,
     )
     last = folder / "last.ckpt"
-    trainer.fit(Learner(model, args.labels, args.lr), module, ckpt_path=last if last.exists() else None)
+    goes_on = last.exists() and not args.fresh  # of a process that is faster than the first, which removes it
+    trainer.fit(Learner(model, args.labels, args.lr), module, ckpt_path=last if goes_on else None)
     return model
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line: that of classify.py, without what Lightning's loop does not do."""
+    found = argparse.ArgumentParser(
+        prog="classify_lightning.py",
+        description="Train the classifiers of classify.py in Lightning's loop.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    classify.add_options(found)
+    return found
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Forget earlier runs where asked, and refuse to go on with other settings than theirs; the first process does.
+
+    Lightning starts the others from within the first one's training, so these come here when all is settled.
+    """
+    folder = args.out / "lightning"
+    folder.mkdir(parents=True, exist_ok=True)
+    if args.fresh:
+        forget(*folder.glob("*/last.ckpt"), *folder.glob("settings.json"), *args.out.glob("*.lightning.json"))
+    check_settings(folder / "settings.json", args)
+    write_json(folder / "settings.json", settings_of(args))
 
 
 def run(args: argparse.Namespace) -> None:
     """Train in every order, and tell the scores."""
-    args.out.mkdir(parents=True, exist_ok=True)
+    classify.leave_cores_to_load()
+    is_first = pl.utilities.rank_zero_only.rank == 0
+    if args.make and is_first:
+        write_screen(Path(args.paths[0]), args.make)
     cells = classify.find_cells(args)
+    classify.check_cells(cells)
+    if is_first:
+        prepare(args)
     for one in classify.runs_of(args):
         scores, n_tested = classify.evaluate(fit(one, cells), cells)
         result = {"model": one.model, "order": one.order, "seed": one.seed, "macro_f1": scores, "n_tested": n_tested}
         say(f"{one.name}: " + ", ".join(f"{label} {score:.3f}" for label, score in scores.items()))
         if not process():
-            (args.out / f"{one.name}.lightning.json").write_text(json.dumps(result) + "\n")
+            write_json(args.out / f"{one.name}.lightning.json", result)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
-    args = classify.parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         run(args)
     except (gpuload.GpuloadError, OSError) as error:

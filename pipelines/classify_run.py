@@ -6,6 +6,7 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gpuload.torch import CellDataset
+
+
+PATIENCE = timedelta(minutes=10)
+"""How long processes wait for each other, when they meet and at each step, before one says that another is missing."""
 
 
 def process() -> int:
@@ -37,8 +42,35 @@ def join_processes(device: str) -> None:
     is_gpu = device != "cpu" and torch.cuda.is_available()
     if is_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu else "gloo")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=PATIENCE))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+            store=dist.PrefixStore(f"start-{_starts()}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=PATIENCE,
+        )
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        raise gpuload.GpuloadError(
+            f"the {os.environ['WORLD_SIZE']} processes could not meet: {said}. Start all of them again; where they "
+            "cannot reach each other, name the network interface in GLOO_SOCKET_IFNAME; where torchrun starts them "
+            "again on several machines, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it."
+        ) from error
+
+
+def _starts() -> str:
+    """Return how often these processes were started before.
+
+    torchrun's store outlives a restart. Without a part of it for each start, a process finds there the address of one
+    that was killed, and both wait for a call of the other, or one calls where nobody is. On several machines each has
+    its own count, which is of no use.
+    """
+    is_one_machine = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_machine else "any"
 
 
 def wait_for_all() -> None:
@@ -178,15 +210,36 @@ NOT_SETTINGS = ("make", "out", "orders", "models", "seeds", "save_every", "loade
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Make the results' folder, and refuse to go on there with other settings than those of its runs."""
+    """Make the results' folder, and refuse to go on there with other settings than those of its runs.
+
+    To be called when it is known that the cells can be read: wrong settings that are kept would refuse the right ones.
+    """
     path = args.out / "settings.json"
     if not process():
         args.out.mkdir(parents=True, exist_ok=True)
         if args.fresh:
-            for old in (*args.out.glob("*.pt"), *args.out.glob("*.json")):
-                old.unlink()
+            forget(*args.out.glob("*.pt"), *args.out.glob("*.json"))
     wait_for_all()
-    settings = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+    check_settings(path, args)
+    wait_for_all()
+    if not process():
+        write_json(path, settings_of(args))
+
+
+def forget(*old: Path) -> None:
+    """Remove what earlier runs have left."""
+    for path in old:
+        path.unlink()
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that must be the same when runs go on."""
+    return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+
+
+def check_settings(path: Path, args: argparse.Namespace) -> None:
+    """Refuse other settings than those that a file keeps, if there is one."""
+    settings = settings_of(args)
     before = json.loads(path.read_text()) if path.exists() else settings
     for name, value in settings.items():
         if before.get(name) != value:
@@ -194,6 +247,3 @@ def prepare(args: argparse.Namespace) -> None:
                 f"--out {args.out}: runs were begun there with {name}={before.get(name)!r}, and here it is {value!r}; "
                 "choose another folder, or --fresh to forget them."
             )
-    wait_for_all()
-    if not process():
-        write_json(path, settings)

@@ -127,7 +127,7 @@ class Table:
 
     def __init__(self, path: Path, member: str = "", layer: str | None = None) -> None:
         if not path.exists():
-            raise gpuload.ReadError(f"{path}: no such file.")
+            raise gpuload.ReadError(f"{path}: no such file. Check the path.")
         self.path, self._member = path, member
         with self._open() as group:
             if group is None:

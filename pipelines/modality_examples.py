@@ -22,7 +22,7 @@ def write_synthetic(folder: Path, n_train: int, seed: int) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     n_test = min(1000, max(1, n_train // 4))
-    with tqdm(total=n_train + n_test, desc="making cells", unit="cell") as bar:
+    with tqdm(total=n_train + n_test, desc="making cells", unit="cell", disable=None) as bar:
         parts = paired_cells(n_train, n_test, seed=seed, progress=bar.update)
     for name, cells in zip(("train", "test"), parts, strict=True):
         obs = pd.DataFrame({"batch": cells.batch, "cell_type": cells.cell_type.astype(str)})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -201,18 +203,25 @@ class ProteinModel:
     @classmethod
     def load(cls, path: str | Path, **params: Any) -> Self:
         """Return what `save` wrote; `params` are set anew, such as ``engine="ours"`` where there is no GPU."""
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                about = json.loads(str(stored["about"]))
-                model = cls(**{**about["params"], **params})
-                for name in cls.LEARNT:
-                    setattr(model, name, stored[name])
-        except FileNotFoundError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, gpuload.GpuloadError):
-                raise
-            raise gpuload.CorruptDataError(f"{path}: not a saved ProteinModel ({error}).") from error
+        with Path(path).open("rb") as file:  # what the system refuses it says itself
+            if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle, and advise to load it unsafely
+                raise gpuload.CorruptDataError(
+                    f"{path}: not a saved ProteinModel: no .npz file, or one that was cut short. Give the file that "
+                    "ProteinModel.save or --save has written, or fit and save the model again."
+                )
+            try:
+                with np.load(file, allow_pickle=False) as stored:
+                    about = json.loads(str(stored["about"]))
+                    learnt = {name: stored[name] for name in cls.LEARNT}
+                    given = {**about["params"], **params}
+            except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+                raise gpuload.CorruptDataError(
+                    f"{path}: not a saved ProteinModel: this .npz file lacks parts of one, or they are damaged. Give "
+                    "the file that ProteinModel.save or --save has written, or fit and save the model again."
+                ) from error
+        model = cls(**given)
+        for name, found in learnt.items():
+            setattr(model, name, found)
         return model
 
     def _check_fitted(self) -> None:

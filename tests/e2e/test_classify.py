@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -320,6 +321,97 @@ def test_two_processes_of_which_one_was_killed_go_on_as_two_or_as_one(screen: Pa
     assert report_in(tmp_path / "alone")["runs"][0]["n_steps"] == n_saved + len(alone)
 
 
+STARTED_AGAIN = """
+import os, signal, sys, time
+from classify_run import join_processes, wait_for_all
+import torch.distributed as dist
+
+rank, n_before = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if n_before and rank == 0:
+    time.sleep(3)  # the other looks meanwhile where it is
+join_processes("cpu")
+wait_for_all()
+if n_before == 0 and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for_all()
+if n_before < 2:
+    sys.exit(1)
+with open(sys.argv[1], "a") as notes:
+    notes.write(f"{rank}\\n")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_was_killed_are_started_again(tmp_path: Path) -> None:
+    """torchrun keeps its store, where the addresses of those are that were killed: none may be called."""
+    (tmp_path / "program.py").write_text(STARTED_AGAIN)
+    launcher = (*TWO, "--max-restarts", "2")
+    path = os.pathsep.join([str(PROGRAM.parent), str(ROOT)])
+    with start(tmp_path / "program.py", tmp_path / "notes", launcher=launcher, PYTHONPATH=path) as process:
+        try:
+            _, err = process.communicate(timeout=300)
+        finally:
+            process.terminate()
+    assert process.returncode == 0, err
+    assert sorted((tmp_path / "notes").read_text().split()) == ["0", "1"]
+
+
+@pytest.fixture
+def store_of_torchrun(classify: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A store as torchrun keeps it for its processes, of which this is the second of two."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "RANK": 1, "WORLD_SIZE": 2}
+    given |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0, "GROUP_WORLD_SIZE": 1}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    yield store
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_a_restart_finds_nothing_of_the_start_before(
+    store_of_torchrun: Any, classify: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, store, **more: stores.append(store))
+    for n_before in ("0", "1", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", n_before)
+        classify.join_processes("cpu")
+    stores[0].set("address", "of a process that is gone")
+    assert not stores[1].check(["address"])
+    stores[1].set("address", "of another")
+    assert stores[2].get("address") == b"of another"
+
+
+def test_machines_that_count_restarts_otherwise_meet(
+    store_of_torchrun: Any, classify: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine does not count a restart that another's process has caused."""
+    stores = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, store, **more: stores.append(store))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    for n_before in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", n_before)
+        classify.join_processes("cpu")
+    stores[0].set("address", "of this process")
+    assert stores[1].get("address") == b"of this process"
+
+
+def test_a_process_that_waits_in_vain_for_the_other_says_what_to_do(
+    store_of_torchrun: Any,
+    run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules["classify_run"], "PATIENCE", timedelta(seconds=1))
+    code, out, err = run("--out", tmp_path)
+    assert (code, out) == (1, "")
+    assert err.startswith("classify.py: the 2 processes could not meet: ")
+    assert "Start all of them again; where they cannot reach each other, name the network interface in GLOO" in err
+    assert err.count("\n") == 1
+
+
 def test_another_number_of_processes_goes_on(
     run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,6 +625,39 @@ def test_what_is_wrong_is_said(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--seeds", "0", "'0' is not a whole number of at least 1"),
+        ("--epochs", "0", "'0' is not a whole number of at least 1"),
+        ("--save-every", "0", "'0' is not a whole number of at least 1"),
+        ("--lr", "-1", "'-1' is not a number above 0"),
+        ("--lr", "nan", "'nan' is not a number above 0"),
+        ("--lr", "inf", "'inf' is not a number above 0"),
+    ],
+)
+def test_numbers_that_make_no_training_are_refused(
+    run: Callable[..., Any], tmp_path: Path, option: str, value: str, message: str
+) -> None:
+    code, _, err = run("--out", tmp_path / "out", option, value)
+    assert (code, err.splitlines()[-1]) == (2, f"classify.py: error: argument {option}: {message}")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrong", ["path", "--labels", "--test", "--batch-size", "--genes", "--balance"])
+def test_what_cannot_be_read_is_not_kept(run: Callable[..., Any], screen: Path, tmp_path: Path, wrong: str) -> None:
+    """The right command goes in the same folder, and what was there is still there, even where it was to be fresh."""
+    common = ("--out", tmp_path, "--seeds", 1, "--orders", "block", "balanced", "--labels", "moa_broad")
+    option = () if wrong == "path" else (wrong, 0 if wrong == "--batch-size" else "nowhere")
+    given = {"of": tmp_path / "nowhere.h5ad" if wrong == "path" else screen}
+    assert run(*common, *option, **given)[0] in (1, 2)
+    assert run(*common)[0] == 0
+    before = report_in(tmp_path)
+    assert run(*common, *option, "--fresh", **given)[0] in (1, 2)
+    assert report_in(tmp_path) == before
+    assert (tmp_path / "linear-block-0.json").exists()
+
+
 def test_a_label_of_one_class_cannot_be_learned(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
     by_mechanism = ("--plate", "moa_fine", "--test", "fine_1", "--labels", "one", "--balance", "moa_broad")
     one = anndata.read_h5ad(screen / "plate_1.h5ad")
@@ -615,3 +740,63 @@ def test_lightning_gives_the_same_scores(run: Callable[..., Any], screen: Path, 
         found = json.loads((tmp_path / f"linear-{result['order']}-0.lightning.json").read_text())
         assert found["n_tested"] == N_TEST
         assert found["macro_f1"] == pytest.approx(result["macro_f1"], abs=1e-9)
+
+
+@pytest.fixture
+def in_lightning(classify: ModuleType, screen: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Return a function that runs classify_lightning.py in this process and gives exit code, stdout and stderr."""
+    pytest.importorskip("lightning.pytorch")
+    import classify_lightning
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        n_threads = torch.get_num_threads()
+        try:
+            with torch.random.fork_rng():
+                code = classify_lightning.main([str(a) for a in (screen, *SMALL, *arguments)])
+        except SystemExit as ended:
+            code = ended.code
+        torch.set_num_threads(n_threads)
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.mark.filterwarnings("ignore")  # what Lightning and PyTorch say to one another
+def test_lightning_goes_on_with_the_same_settings_only(
+    in_lightning: Callable[..., Any], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    def scores(name: str) -> dict[str, float]:
+        return dict(json.loads((tmp_path / name).read_text())["macro_f1"])
+
+    common = ("--seeds", 1, "--orders", "block", "--save-every", 7)
+    for lr in (0.001, 0.02):
+        assert run(*common, "--lr", lr, "--out", tmp_path / str(lr))[0] == 0
+    here = ("--out", tmp_path)
+    code, _, err = in_lightning(*common, *here, "--labels", "tissue")
+    assert (code, "obs has no column 'tissue'" in err) == (1, True)
+    assert in_lightning(*common, *here)[0] == 0
+    assert (tmp_path / "lightning" / "linear-block-0" / "last.ckpt").exists()
+    assert scores("linear-block-0.lightning.json") == pytest.approx(scores("0.001/linear-block-0.json"), abs=1e-9)
+    code, _, err = in_lightning(*common, *here, "--lr", 0.02)
+    said = "runs were begun there with lr=0.001, and here it is 0.02; choose another folder, or --fresh to forget them."
+    assert code == 2
+    assert err.endswith(f"classify_lightning.py: --out {tmp_path}: {said}\n")
+    code, _, err = in_lightning(*common, *here, "--lr", 0.02, "--fresh")
+    assert (code, "Restoring states" in err) == (0, False)
+    assert scores("linear-block-0.lightning.json") == pytest.approx(scores("0.02/linear-block-0.json"), abs=1e-9)
+
+
+def test_lightning_has_a_command_line_of_its_own(
+    in_lightning: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, _ = in_lightning("--help")
+    assert (code, out.startswith("usage: classify_lightning.py ")) == (0, True)
+    assert "--loader-seconds" not in out
+    code, _, err = in_lightning("--loader-seconds", 1)
+    assert code == 2
+    assert err.endswith("classify_lightning.py: error: unrecognized arguments: --loader-seconds 1\n")
+    made: list[object] = []
+    monkeypatch.setattr(sys.modules["classify_lightning"], "write_screen", lambda *given: made.append(given[1]))
+    assert in_lightning("--make", 5, "--labels", "tissue", "--out", tmp_path)[0] == 1
+    assert made == [5]

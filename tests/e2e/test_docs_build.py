@@ -59,6 +59,60 @@ def test_a_page_has_the_times_where_there_is_a_record(name: str, tmp_path: Path)
     assert "| ours | 3 | 20 |" in generated_pages.times(tmp_path, name, "times it")
 
 
+def training(model: str, order: str, drug: float, **more: Any) -> dict[str, Any]:
+    figures = {"seconds": 4.0, "waited_s": 0.5, "n_train": 600, "loader_cells_per_s": 400.0}
+    settings = {"model": model, "order": order, "block_size": 4, "fetch_factor": 64}
+    return record("", **figures, **settings, macro_f1={"drug": drug}, **more)
+
+
+def test_a_page_has_the_scores_of_the_orders(tmp_path: Path) -> None:
+    assert generated_pages.scores_of_orders(tmp_path) == "`python -m benchmarks.run_classify FOLDER` measures it.\n"
+    found = [training("linear", "block", drug) for drug in (0.1, 0.3)]
+    found += [training("linear", "random", 0.25), training("mlp", "block", 0.5)]
+    (tmp_path / "classify.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    text = generated_pages.scores_of_orders(tmp_path)
+    assert "| model | blocks of | minibatches to a fetch | order | seeds | drug | epoch, s |" in text
+    assert "| linear | 4 | 64 | block | 2 | 0.200 ± 0.141 | 4 | 0.5 | 1.5 |" in text
+    assert "| mlp | 4 | 64 | block | 1 | 0.500 | 4 | 0.5 | 1.5 |" in text
+    assert text.endswith(":\n\n- linear, blocks of 4, 64 minibatches to a fetch: drug -0.050\n")
+
+
+def test_a_page_has_the_speeds_of_the_orders(tmp_path: Path) -> None:
+    rates = {"1": (100.0, 300.0, 200.0), "chunk": (1100.0, 900.0, 1000.0)}
+    found = [
+        {"arm": {"name": f"gpuload/dense/{order}"}, "cells_per_s": rate, "file": {"n_vars": 1234}}
+        for order, measured in rates.items()
+        for rate in measured
+    ]
+    (tmp_path / "rivals.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found[:3]))
+    assert generated_pages.speeds_of_orders(tmp_path).startswith("`python -m benchmarks.run_rivals --file cells.h5ad` ")
+    (tmp_path / "rivals.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    assert generated_pages.speeds_of_orders(tmp_path).startswith(
+        "Beside true random order (200 cells/s), the loader alone makes dense minibatches of 1,234 genes so many times "
+        "as fast: blocks of a chunk 5.0 times (1,000); "
+    )
+
+
+def test_the_records_are_what_the_page_says_of_the_orders() -> None:
+    """docs/howto/programs.md says in words what a table beside shows in numbers."""
+    lines = (ROOT / "benchmarks" / "results" / "classify.jsonl").read_text().splitlines()
+    found: dict[tuple[Any, ...], list[dict[str, float]]] = {}
+    for r in map(json.loads, lines):
+        found.setdefault((r["model"], r["block_size"], r["fetch_factor"], r["order"]), []).append(r["macro_f1"])
+        assert (r["values"], r["lr"]) == ("log1p", 0.001)
+        assert 74_000 < r["n_train"] < 76_000
+        assert r["waited_s"] < 0.1 * r["seconds"]
+        assert r["n_train"] / r["loader_cells_per_s"] < 0.2 * r["seconds"]
+    means = {k: {name: sum(r[name] for r in v) / len(v) for name in v[0]} for k, v in found.items()}
+    for setting in ((4, 64), (16, 256)):
+        block, random = (means["linear", *setting, order] for order in ("block", "random"))
+        assert len(found["linear", *setting, "block"]) == len(found["linear", *setting, "random"]) == 3
+        assert all(abs(block[name] - random[name]) < 0.005 for name in ("cell_line", "moa_broad"))
+        assert all(block[name] < random[name] for name in ("drug", "moa_fine"))
+    assert len(found["mlp", 4, 64, "streaming"]) == 2
+    assert means["mlp", 4, 64, "streaming"]["cell_line"] < 0.1 < 0.8 < means["mlp", 4, 64, "block"]["cell_line"]
+
+
 def test_every_file_of_records_is_in_the_page() -> None:
     page = generated_pages.benchmarks_page(generated_pages.RESULTS)
     for path in generated_pages.RESULTS.glob("*.jsonl"):
@@ -70,6 +124,8 @@ def test_pages_are_written_only_where_they_change(tmp_path: Path) -> None:
     pages = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert {path.name for path in pages} == {
         "benchmarks.md",
+        "classify_scores.txt",
+        "classify_speeds.txt",
         "commands.md",
         "messages.md",
         "migration_times.txt",

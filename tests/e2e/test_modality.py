@@ -610,6 +610,55 @@ def test_what_is_missing_is_named(folder: Path, run: Callable[..., Any], tmp_pat
     assert run(folder, "--engine", "spark")[0] == 2
 
 
+def test_a_file_that_is_missing_is_named(run: Callable[..., Any], tmp_path: Path) -> None:
+    code, _, err = run(tmp_path / "cite.h5ad", "--test", "s1d1")
+    assert (code, err) == (1, f"modality.py: {tmp_path / 'cite.h5ad'}: no such file. Check the path.\n")
+
+
+@pytest.mark.parametrize("kind", ["h5ad", "text", "empty", "npy", "another", "objects", "cut", "damaged"])
+def test_what_is_no_model_is_refused(
+    modality: ModuleType, folder: Path, run: Callable[..., Any], tmp_path: Path, kind: str
+) -> None:
+    """Nobody is advised to load a file unsafely, as NumPy does."""
+    path = tmp_path / "model.npz"
+    names = modality.ProteinModel.LEARNT
+    about = np.array('{"model": "ProteinModel", "params": {}}')
+    np.savez(path, about=about, **{name: np.arange(2000.0) for name in names})
+    whole = path.read_bytes()
+    contents = {
+        "h5ad": (folder / "test_mod2.h5ad").read_bytes(),
+        "text": b"no model",
+        "empty": b"",
+        "cut": whole[: len(whole) // 2],
+        "damaged": whole[:2000] + bytes(100) + whole[2100:],
+    }
+    if kind in contents:
+        path.write_bytes(contents[kind])
+    elif kind == "npy":
+        with path.open("wb") as file:
+            np.save(file, np.zeros(3))
+    else:
+        given = {name: np.array([None]) for name in names} if kind == "objects" else {"theirs": np.zeros(3)}
+        np.savez(path, **given, **({"about": about} if kind == "objects" else {}))
+    code, _, err = run(folder / "train_mod1.h5ad", "--model", path)
+    is_zip = kind in ("another", "objects", "damaged")
+    what = (
+        "this .npz file lacks parts of one, or they are damaged"
+        if is_zip
+        else "no .npz file, or one that was cut short"
+    )
+    cure = "Give the file that ProteinModel.save or --save has written, or fit and save the model again."
+    assert (code, err) == (1, f"modality.py: {path}: not a saved ProteinModel: {what}. {cure}\n")
+
+
+def test_no_bar_is_drawn_where_nobody_looks(
+    modality: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    modality.write_synthetic(tmp_path, 20, seed=0)
+    assert capfd.readouterr().err == ""
+    assert len(list(tmp_path.glob("*.h5ad"))) == 4
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "code", "message"),
     [
