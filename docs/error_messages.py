@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import gpuload
 from gpuload.errors import CorruptDataError, DeviceError, MissingDependencyError, PlanError, ReadError, StoreError
-from gpuload.remote import BusyError
+from gpuload.object_errors import BusyError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

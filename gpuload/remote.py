@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 from gpuload import threads
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
+from gpuload.object_errors import BUSY, BusyError, address_error, read_error
 
 if TYPE_CHECKING:
     import threading
@@ -29,15 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class BusyError(ReadError):
-    """Bytes could not be had now (429, 5xx, reset, timeout, short body); trying again may help."""
-
-
 _LOOK_S = 0.1
 """Time after which who waits looks whether there is still a reason to."""
-
-BUSY = (BusyError, ConnectionError, TimeoutError)
-"""Errors after which trying again may help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,99 +380,7 @@ class ObjectRemote:
         return RemoteObject(meta["path"], meta["size"], etag, f"md5?:{etag}" if is_md5 else "")
 
     def _translated(self, error: Exception, key: str) -> ReadError:
-        place = f"{self.name}/{key}" if key else self.name
-        return (
-            self._access_error(error, place, is_listing=not key)
-            or self._object_error(error, place)
-            or self._request_error(error, place)
-        )
-
-    def _access_error(self, error: Exception, place: str, *, is_listing: bool) -> ReadError | None:
-        """Return the error of a bucket that is not there or not open to us; None where it is of another kind."""
-        kinds, text = self._obstore.exceptions, str(error)
-        status = _status_of(text)
-        if any(address in text for address in _CREDENTIALS_OF_MACHINE) and not _may_pass(status):
-            return ReadError(
-                f"{place}: there are no credentials, and this machine has no role that gives some; set them, or say "
-                "anonymous=True."
-            )
-        if any(code in text for code in _NO_BUCKET) or (status == 404 and is_listing and self.can_list):
-            bucket = self.name.split("/")[2]
-            return ReadError(f"{place}: there is no bucket {bucket!r}; check its name, the region and the endpoint.")
-        if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)) or status in (401, 403):
-            return ReadError(
-                f"{place}: access was denied ({_reason_of(text)}); check the credentials, or say anonymous=True."
-            )
-        return None
-
-    def _object_error(self, error: Exception, place: str) -> ReadError | None:
-        """Return the error of an object that is not there, or not the wanted one; None where it is of another kind."""
-        kinds = self._obstore.exceptions
-        if isinstance(error, (kinds.NotFoundError, FileNotFoundError)):
-            return ReadError(f"{place}: no such object. Was it removed since it was listed?")
-        if isinstance(error, kinds.PreconditionError):
-            return ReadError(f"{place}: the object was changed since it was listed; open it again.")
-        return None
-
-    def _request_error(self, error: Exception, place: str) -> ReadError:
-        """Return the error of a request that was refused, or that got no answer."""
-        text = str(error)
-        status, reason = _status_of(text), _reason_of(text)
-        if "redirect" in reason:
-            return ReadError(f"{place}: it is in another region, or at another address; give region= or endpoint=.")
-        if not isinstance(error, self._obstore.exceptions.GenericError) or (status and not _may_pass(status)):
-            return ReadError(f"{place}: the server refuses the request ({reason}); check the address and the settings.")
-        if _NO_CONNECTION in text:
-            return BusyError(
-                f"{place}: no connection to {_server_of(text) or self.name} could be made ({reason}); check the "
-                "address and the network."
-            )
-        return BusyError(f"{place}: no whole answer came ({reason}); try again later, or check the network.")
-
-
-_NO_BUCKET = ("<Code>NoSuchBucket</Code>", "<Code>ContainerNotFound</Code>")
-"""How S3 and Google, and Azure, say it."""
-
-_CREDENTIALS_OF_MACHINE = ("//169.254.169.254/", "//169.254.170.2/")
-"""Where machines in a cloud have their roles' credentials; asked where there are no others."""
-
-_NO_CONNECTION = "kind: Connect,"
-"""How obstore says that it came to no connection."""
-
-
-def _may_pass(status: int) -> bool:
-    """Return whether trying again may help after a status; 501 and 505 are of servers that cannot do it at all."""
-    return status in (408, 425, 429) or (status >= 500 and status not in (501, 505))
-
-
-def _status_of(text: str) -> int:
-    """Return the HTTP status in what obstore says; 0 where there is none."""
-    found = re.search(r"status(?: code:)? (\d{3})\b", text)
-    return int(found[1]) if found else 0
-
-
-def _server_of(text: str) -> str:
-    """Return the scheme and host that were asked, as far as obstore says it."""
-    found = re.search(r"performing [A-Z]+ (\w+://[^/\s]+)", text)
-    return found[1] if found else ""
-
-
-def _reason_of(text: str) -> str:
-    """Return in a few words, without markup, what was wrong; the same for the same fault."""
-    found = re.search(r"status(?: code:)? (\d{3}\b[A-Za-z -]*)", text)
-    if found:
-        codes, more = re.search(r"<Code>([^<]*)<", text), re.search(r'<Message>([^<]*)<|"message": *"([^"]*)"', text)
-        words = [found[1], codes[1] if codes else "", (more[1] or more[2] or "") if more else ""]
-        return ": ".join(word.strip(" .").splitlines()[0] for word in words if word.strip(" .\n"))
-    if "kind: Timeout" in text:
-        return "none within the time allowed"
-    if _NO_CONNECTION in text:
-        causes = re.findall(r'(?:message|error): "([^"]*)"', text)
-        return str(causes[-1]) if causes else "it was refused"
-    if "kind: Interrupted" in text:
-        return "the connection broke off"
-    first = text.partition("\n")[0].partition("<")[0]
-    return re.sub(r"^Generic \w+ error: |Error performing .* in \S+ - ", "", first).strip(" .:") or "no reason is known"
+        return read_error(error, self._obstore.exceptions, self.name, key, can_list=self.can_list)
 
 
 def _object_remote(url: str, settings: dict[str, Any]) -> ObjectRemote:
@@ -507,35 +409,7 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any]) 
     try:
         return obstore, obstore.store.from_url(url, **settings)
     except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
-        raise _refused(url, options, error) from error
-
-
-_SCHEMES = ("s3", "gs", "az", "abfss", "http", "https")
-"""What addresses begin with."""
-
-
-def _refused(url: str, options: dict[str, Any], error: Exception) -> PlanError:
-    """Return the error of an address, or of options, that obstore does not take."""
-    said = _reason_of(str(error))
-    scheme = url.partition(":")[0]
-    if scheme not in _SCHEMES and "recognise" in said:
-        return PlanError(
-            f"{url}: {scheme}:// is not known; expected s3://, gs://, az://, abfss://, http:// or https://."
-        )
-    if "recognise" in said or "empty host" in said:
-        return PlanError(f"{url}: it names no bucket or host; expected for example s3://bucket/folder.")
-    unknown = re.search("'([^']+)' is not valid for store", said)
-    if unknown:
-        return PlanError(
-            f"{url}: storage_options has {unknown[1]!r}, which is no setting of such an address; expected settings of "
-            "obstore's store, for example endpoint= and region=."
-        )
-    if options:
-        names = ", ".join(repr(name) for name in options)
-        return PlanError(
-            f"{url}: storage_options has {names}, which cannot be used here: {said}; leave that out, or correct it."
-        )
-    return PlanError(f"{url}: it cannot be opened: {said}; check the address, and give what it lacks.")
+        raise address_error(url, options, error) from error
 
 
 def _aws_profile(profile: str | None, options: dict[str, Any]) -> dict[str, Any]:

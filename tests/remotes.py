@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.remote import BusyError, FolderRemote, RemoteObject
+from gpuload.object_errors import BusyError
+from gpuload.remote import FolderRemote, RemoteObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

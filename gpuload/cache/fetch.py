@@ -21,7 +21,8 @@ from gpuload.cache import leases
 from gpuload.cache.catalogue import Full
 from gpuload.cache.files import Download, adopt_strays, given_up, repair
 from gpuload.errors import CorruptDataError, GpuloadError, ReadError
-from gpuload.remote import BUSY, BusyError, Patience
+from gpuload.object_errors import BUSY, BusyError
+from gpuload.remote import Patience
 from gpuload.threads import PATIENCE_S
 
 if TYPE_CHECKING:

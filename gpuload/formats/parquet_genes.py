@@ -17,7 +17,7 @@ from gpuload.errors import ReadError, StoreError
 from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import as_strings, check_n_vars, listing, numbered
 from gpuload.formats.parquet import opened
-from gpuload.remote import BusyError
+from gpuload.object_errors import BusyError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,7 +13,8 @@ import pytest
 
 from gpuload import remote_source
 from gpuload.errors import PlanError, ReadError
-from gpuload.remote import BusyError, Patience, RemoteObject, _aws_profile
+from gpuload.object_errors import BusyError
+from gpuload.remote import Patience, RemoteObject, _aws_profile
 from gpuload.remote_source import RemoteFile, RemoteSource, Requests, _Piece
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from gpuload.errors import ReadError
-from gpuload.remote import BusyError, Patience
+from gpuload.object_errors import BusyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from gpuload.backends.cuda.device import Device
     from gpuload.backends.cuda.readers import Pending
+    from gpuload.remote import Patience
     from gpuload.remote_source import RemoteSource
     from gpuload.types import Source
 
