@@ -33,6 +33,7 @@ TITLES = {
     "readers": "Epochs over samples on this machine",
     "remote": "Cells from an object store",
     "concurrent": "Pictures from an object store",
+    "concurrent_apart": "The same, the server on a core of its own",
     "growing": "Training from a store that grows",
     "classify": "What models learn in each order",
     "pack": "Packing",

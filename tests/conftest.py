@@ -79,7 +79,7 @@ def no_leaks(warmed_up: None) -> Iterator[None]:
     gc.collect()
     threads, descriptors = _threads(), _descriptors()
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline and (_threads() > threads or _descriptors() > descriptors):
         gc.collect()
         time.sleep(0.01)
