@@ -32,7 +32,9 @@ _SCHEMES = ("s3", "gs", "az", "abfss", "http", "https")
 """What addresses begin with."""
 
 
-def read_error(error: Exception, kinds: Any, remote: str, key: str, *, can_list: bool) -> ReadError:
+def read_error(
+    error: Exception, kinds: Any, remote: str, key: str, *, can_list: bool, was_listed: bool = True
+) -> ReadError:
     """Return the error for what failed.
 
     Parameters
@@ -47,11 +49,13 @@ def read_error(error: Exception, kinds: Any, remote: str, key: str, *, can_list:
         Of the object that was asked for; empty: the remote was listed.
     can_list
         Whether it is of a kind that can be listed.
+    was_listed
+        Whether the key was; else it may be a wrong one.
     """
     place = f"{remote}/{key}" if key else remote
     return (
         _access_error(error, kinds, remote, place, is_listing=can_list and not key)
-        or _object_error(error, kinds, place)
+        or _object_error(error, kinds, place, was_listed=was_listed)
         or _request_error(error, kinds, remote, place)
     )
 
@@ -75,10 +79,11 @@ def _access_error(error: Exception, kinds: Any, remote: str, place: str, *, is_l
     return None
 
 
-def _object_error(error: Exception, kinds: Any, place: str) -> ReadError | None:
+def _object_error(error: Exception, kinds: Any, place: str, *, was_listed: bool) -> ReadError | None:
     """Return the error of an object that is not there, or not the wanted one; None where it is of another kind."""
     if isinstance(error, (kinds.NotFoundError, FileNotFoundError)):
-        return ReadError(f"{place}: no such object. Was it removed since it was listed?")
+        cure = "Was it removed since it was listed?" if was_listed else "Check the ID and the suffix."
+        return ReadError(f"{place}: no such object. {cure}")
     if isinstance(error, kinds.PreconditionError):
         return ReadError(f"{place}: the object was changed since it was listed; open it again.")
     return None

@@ -354,10 +354,7 @@ class ObjectRemote:
         try:
             body, wanted = threads.call_aside(self._get_whole, key)
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
-            translated = self._translated(error, key)
-            if "no such object" in str(translated):  # nothing was listed
-                raise ReadError(f"{self.name}/{key}: no such object. Check the ID and the suffix.") from error
-            raise translated from error
+            raise self._translated(error, key, was_listed=False) from error
         got = memoryview(body).nbytes
         if got != wanted:
             raise BusyError(f"{self.name}/{key}: short read: wanted {wanted} bytes, got {got}.")
@@ -379,8 +376,9 @@ class ObjectRemote:
         is_md5 = self.name.startswith("s3:") and re.fullmatch("[0-9a-f]{32}", etag)
         return RemoteObject(meta["path"], meta["size"], etag, f"md5?:{etag}" if is_md5 else "")
 
-    def _translated(self, error: Exception, key: str) -> ReadError:
-        return read_error(error, self._obstore.exceptions, self.name, key, can_list=self.can_list)
+    def _translated(self, error: Exception, key: str, *, was_listed: bool = True) -> ReadError:
+        kinds = self._obstore.exceptions
+        return read_error(error, kinds, self.name, key, can_list=self.can_list, was_listed=was_listed)
 
 
 def _object_remote(url: str, settings: dict[str, Any]) -> ObjectRemote:

@@ -6,7 +6,7 @@ its address is compiled once, and only where it is used.
 
 from __future__ import annotations
 
-from functools import cached_property
+import threading
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
@@ -39,6 +39,10 @@ def caller(result: ir.Type, *parameters: ir.Type) -> Any:
     return call
 
 
+_compiling = threading.Lock()
+"""Held while a `Callback` is compiled: twice at a time, the code that one thread calls would be replaced."""
+
+
 class Callback:
     """A function of int64 with an int64 result that is called by its address; compiled when that is first asked for.
 
@@ -50,8 +54,11 @@ class Callback:
         self._compiled = CFunc(function, (signature.args, signature.return_type), {}, {"error_model": "numpy"})
         self._compiled.enable_caching()
 
-    @cached_property
+    @property
     def address(self) -> int:
         """Where the compiled function is."""
-        self._compiled.compile()
+        if self._compiled.address is None:
+            with _compiling:
+                if self._compiled.address is None:
+                    self._compiled.compile()
         return int(self._compiled.address)
