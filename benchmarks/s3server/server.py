@@ -219,5 +219,7 @@ async def serve(root: Path, host: str, port: int, faults: Faults) -> None:
     server = await Server(root, faults).listen(host, port)
     port = server.sockets[0].getsockname()[1]
     print(f"http://{host}:{port}", flush=True)
-    async with server:
-        await server.serve_forever()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        server.close()  # no more: from Python 3.12 on, `wait_closed` waits for answers that stall
