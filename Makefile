@@ -11,6 +11,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Tests wait now and then, for programs that they start; so a few more of them than there are processors.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n + (n + 1) / 2)))
 FILE ?= demo-data/tahoe_shaped.h5ad
 GPU_TESTS := tests/cuda/test_gpu.py tests/e2e/test_pipelines.py
 
@@ -20,7 +22,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/gpuload demo
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n auto --dist worksteal --durations=25
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25
 
 check: $(VENV)/check.stamp
 	$(BIN)/ruff check .

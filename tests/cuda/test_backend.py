@@ -202,23 +202,24 @@ def test_a_wrong_checksum_in_a_container_is_found(
         list(open_fake(path, **SMALL).epoch())
 
 
+@pytest.mark.parametrize(("variant", "kind"), [("csr-blosc-lz4-shuffle", "blosc"), ("csr-lz4", "lz4")])
 def test_one_damaged_header_does_not_send_all_containers_to_the_host(
-    store_variant: StoreVariant, tmp_path: Path
+    store_variant: StoreVariant, tmp_path: Path, variant: str, kind: str
 ) -> None:
     from gpuload.backends.cuda.decode import _read_cut
     from gpuload.formats import open_store
 
     path = tmp_path / "cells.h5ad"
-    shutil.copy(store_variant("csr-blosc-lz4-shuffle").path, path)
+    shutil.copy(store_variant(variant).path, path)
     store = open_store([str(path)], layer="X", obs=())
     layout = store.matrices[0].layouts[0]
-    expected = _read_cut(layout)
+    expected = _read_cut(layout, kind)
     assert expected is not None
     with path.open("r+b") as file:
         file.seek(int(layout.chunk_offset[0]))
         file.write(bytes(16))
     assert layout.chunk_offset.size > 1
-    found = _read_cut(layout)
+    found = _read_cut(layout, kind)
     assert found is not None
     assert found.n_streams == expected.n_streams
     store.close()
@@ -276,7 +277,7 @@ def test_closing_leaves_nothing(open_fake: Callable[..., Opened], plain: Stored,
 
 
 @pytest.mark.parametrize(
-    "kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-blosc-lz4-shuffle", "csr-blosc-blosclz-shuffle"]
+    "kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-lz4", "csr-blosc-lz4-shuffle", "csr-blosc-blosclz-shuffle"]
 )
 @pytest.mark.parametrize("nbytes", [1000, 20_000, "1MiB"])
 def test_chunks_in_the_cache_are_not_read_again(
@@ -310,6 +311,7 @@ def test_device_memory_is_a_bound(open_fake: Callable[..., Opened], plain: Store
         "csr-gzip-fletcher32-shuffle",
         "csr-zstd-fletcher32-shuffle",
         "csr-lzf-shuffle",
+        "csr-lz4",
         *(f"csr-blosc-{codec}-shuffle" for codec in ("lz4", "lz4hc", "zlib", "zstd")),
         "csr-blosc-lz4-noshuffle",
         "dense-blosc-lz4-tiles",

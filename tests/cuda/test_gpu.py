@@ -47,7 +47,8 @@ def test_every_form(stored: Stored, block_size: int | str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [*(f"csr-blosc-{codec}-shuffle" for codec in ("lz4", "lz4hc", "zlib", "zstd")), "csr-gzip4", "csr-zstd"]
+    "kind",
+    [*(f"csr-blosc-{codec}-shuffle" for codec in ("lz4", "lz4hc", "zlib", "zstd")), "csr-gzip4", "csr-zstd", "csr-lz4"],
 )
 def test_good_chunks_are_never_decoded_on_the_host(
     store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -157,8 +157,12 @@ SIGNATURES = {
         *("r:u1", "r:i8", "r:i8", "r:u1", "r:u1", "i8", "i8", "i8", "i8", "i4", "i8"),
         *("r:u1", "w:u1", "w:i8", "w:i4", "w:i4"),
     ],
+    "walk_lz4": [
+        *("r:u1", "r:i8", "r:i8", "r:u1", "r:u1", "i8", "i8", "i8", "i8"),
+        *("r:u1", "w:u1", "w:i8", "w:i4", "w:i4"),
+    ],
     "check_streams": ["r:i4", "r:i8", "r:i8", "i8", "i8", "w:i4"],
-    "join_blosc": ["r:i8", "r:i4", "i8", "i8", "i8", "i4", "i8", "r:i8", "w:u1"],
+    "join_blocks": ["r:i8", "r:i4", "i8", "i8", "i8", "i4", "i8", "r:i8", "w:u1"],
     "check_sizes": ["r:u1", "r:i8", "i8", "i8", "w:i4"],
     "check_gzip": ["r:u1", "r:i8", "r:i8", "i8", "i8", "w:i4"],
     "decode_lzf": ["r:u1", "r:i8", "r:i8", "w:u1", "r:i8", "r:i8", "i8", "w:i4"],

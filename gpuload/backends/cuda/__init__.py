@@ -1,8 +1,8 @@
 """The CUDA backend: bytes from disk into device memory, decoded there, and gathered into minibatches by kernels.
 
 `backend` says what is done when; `readers`, `kvikio` and `pinned` bring bytes, `decode`, with `work`, `nvcomp` and
-`blosc`, makes rows of them; `device` is all of CUDA that the rest knows of, `memory` who may use which memory when;
-`kernels/` is what runs on the device.
+`containers`, makes rows of them; `device` is all of CUDA that the rest knows of, `memory` who may use which memory
+when; `kernels/` is what runs on the device.
 """
 
 from __future__ import annotations

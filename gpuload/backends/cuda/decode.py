@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends import codecs
-from gpuload.backends.cuda.blosc import HEADER_NBYTES, ROWS, read_cut
+from gpuload.backends.cuda.containers import HEADER_NBYTES, ROWS, read_cut
 from gpuload.backends.cuda.work import N_THREADS, Work, slots
 from gpuload.backends.damage import corrupt, reason
 from gpuload.backends.native.chunks import BAD_CRC32C
@@ -27,7 +27,7 @@ from gpuload.backends.reading import short_read
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from gpuload.backends.cuda.blosc import Cut
+    from gpuload.backends.cuda.containers import Cut
     from gpuload.backends.cuda.device import Device
     from gpuload.backends.cuda.nvcomp import Nvcomp
     from gpuload.backends.cuda.work import Lane
@@ -43,9 +43,13 @@ _ALGORITHMS = {
     "lz4-sized": ("lz4", 4, 0),
     "lzf": ("lzf", 0, 0),
     "blosc": ("blosc", 0, 0),
+    "lz4": ("lz4-blocks", 0, 0),
 }
-"""Filters that the device undoes: by what (nvCOMP's names, but gzip as raw deflate; own kernels
-for LZF and for what is around blosc's streams), and how many bytes stand before and after what it is given."""
+"""Filters that the device undoes: by what (nvCOMP's names, but gzip as raw deflate; own kernels for LZF and for what is
+around the streams of containers), and how many bytes stand before and after what it is given."""
+
+_CONTAINERS = {"blosc": "blosc", "lz4-blocks": "lz4"}
+"""What chunks hold several streams in, by the names that `containers.read_cut` knows."""
 
 _CHECKSUM_NBYTES = 4
 """Of a fletcher32 or a crc32c."""
@@ -70,7 +74,7 @@ class Steps:
     is_shuffled, has_fletcher, has_crc32c
         Whether bytes are shuffled; whether a fletcher32 follows the chunk, and then a crc32c.
     cut
-        How blosc's containers are cut.
+        How chunks that hold several streams are cut.
     """
 
     codec: str | None
@@ -102,8 +106,8 @@ def steps_of(layout: ArrayLayout) -> Steps | None:
     if len(found) > 1 or names != [n for n in ("shuffle", *found, "fletcher32", "crc32c") if n in names]:
         return None
     codec, head, tail = _ALGORITHMS[found[0]] if found else (None, 0, 0)
-    cut = _read_cut(layout) if codec == "blosc" else None
-    if codec == "blosc" and cut is None:
+    cut = _read_cut(layout, _CONTAINERS[codec]) if codec in _CONTAINERS else None
+    if codec in _CONTAINERS and cut is None:
         return None
     return Steps(codec, head, tail, "shuffle" in names, "fletcher32" in names, "crc32c" in names, cut)
 
@@ -346,7 +350,7 @@ class Decoder:
     def _from_containers(
         self, part: _Part, cut: Cut, arena: Any, on: dict[str, Any], codes: Any, *, is_verified: bool
     ) -> Any:
-        """Launch the decoding of blosc containers; return where the chunks are, at multiples of a slot."""
+        """Launch the decoding of chunks of several streams; return where they are, at multiples of a slot."""
         work, n = part.work, part.numbers.size
         n_streams = n * cut.n_streams
         compressed, decoded = (work.scratch(n * cut.slots_nbytes) for _ in range(2))
@@ -357,12 +361,12 @@ class Decoder:
         of = {row: table[i * n_streams : (i + 1) * n_streams] for i, row in enumerate(ROWS)}
         sizes = np.int64(cut.nbytes), np.int64(cut.block_nbytes), np.int64(cut.n_splits)
         filler = known["filler"], np.int64(len(cut.filler))
-        is_zlib, count = np.int32(cut.codec == "deflate"), np.int64(n_streams)
-        out = (decoded, compressed, table, is_copied, codes)
+        how = (*sizes, np.int32(cut.codec == "deflate")) if cut.kind == "blosc" else sizes[:2]
+        count, out = np.int64(n_streams), (decoded, compressed, table, is_copied, codes)
         work.launch(
-            "walk_blosc",
+            f"walk_{cut.kind}",
             -(-n * cut.n_blocks // N_THREADS),
-            *(arena, on["place"], on["payload"], known["head"], *filler, *sizes, is_zlib, np.int64(n), *out),
+            *(arena, on["place"], on["payload"], known["head"], *filler, *how, np.int64(n), *out),
         )
         work.launch("gather_payloads", n_streams, arena, of["source"], of["stored"], of["slot"], count, compressed)
         produced, statuses = work.inflate(cut.codec, n_streams, cut.max_stream_nbytes, n * cut.nbytes, of=of)
@@ -377,7 +381,7 @@ class Decoder:
         joined = work.scratch(n * slots(cut.nbytes))
         itemsize = np.int32(cut.itemsize)
         work.launch(
-            "join_blosc", n * cut.n_blocks, of["from"], is_copied, *sizes, itemsize, np.int64(n), on["start"], joined
+            "join_blocks", n * cut.n_blocks, of["from"], is_copied, *sizes, itemsize, np.int64(n), on["start"], joined
         )
         return joined
 
@@ -482,8 +486,8 @@ def _full(layout: ArrayLayout) -> int:
     return layout.chunk_size * layout.dtype.itemsize
 
 
-def _read_cut(layout: ArrayLayout) -> Cut | None:
-    """Return how the blosc containers of a layout are cut, by the header of one of its chunks.
+def _read_cut(layout: ArrayLayout, kind: str) -> Cut | None:
+    """Return how the containers of a layout are cut, by the header of one of its chunks.
 
     A damaged one must not send all others to the host, so up to three are looked at.
     """
@@ -491,7 +495,7 @@ def _read_cut(layout: ArrayLayout) -> Cut | None:
     head = np.empty(HEADER_NBYTES, dtype=np.uint8)
     for chunk in there[[0, there.size // 2, -1]].tolist() if there.size else ():
         layout.source.read_into(head, int(layout.chunk_offset[chunk]))
-        cut = read_cut(head, _full(layout))
+        cut = read_cut(kind, head, _full(layout))
         if cut is not None:
             return cut
     return None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 KERNELS = tuple(
-    Path(__file__).parent / "kernels" / f"{name}.cu" for name in ("common", "chunks", "blosc", "pieces", "rows")
+    Path(__file__).parent / "kernels" / f"{name}.cu" for name in ("common", "chunks", "containers", "pieces", "rows")
 )
 """CUDA C++ source of all own kernels, compiled as one for the device at hand when it is first opened."""
 

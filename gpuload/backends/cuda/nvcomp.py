@@ -13,7 +13,7 @@ Requirements this module answers
 Notes
 -----
 The decoders trust their input: damaged bytes may give a wrong result with status 0, or none [1]_. So sizes are to be
-checked before (`blosc.parse`) and checksums and decoded sizes after.
+checked before (by the kernels that walk `containers`) and checksums and decoded sizes after.
 
 References
 ----------

@@ -5,11 +5,11 @@
 // kernel must equal is written in gpuload/backends/native: chunks.py, frames.py and inflate.py (decoding), rows.py
 // (taking rows).
 //
-// common.cu   primitives, blocks and threads, unaligned bytes
-// chunks.cu   stored bytes -> decoded bytes: checksums, byte shuffle, LZF
-// blosc.cu    the same, of blosc's containers
-// pieces.cu   decoded bytes -> the resident's arrays
-// rows.cu     the resident's rows -> a minibatch
+// common.cu       primitives, blocks and threads, unaligned bytes
+// chunks.cu       stored bytes -> decoded bytes: checksums, byte shuffle, LZF
+// containers.cu   the same, of chunks that hold several streams: blosc's, and those of HDF5's lz4 filter
+// pieces.cu       decoded bytes -> the resident's arrays
+// rows.cu         the resident's rows -> a minibatch
 //
 // How kernels are organised
 // -------------------------
@@ -181,6 +181,10 @@ DEVICE uint32_t load4(const uint8_t* from) {
 }
 
 DEVICE int64_t signed4(const uint8_t* from) { return int32_t(load4(from)); }
+
+DEVICE int64_t big4(const uint8_t* from) {
+    return int32_t(uint32_t(from[0]) << 24 | uint32_t(from[1]) << 16 | uint32_t(from[2]) << 8 | from[3]);
+}
 
 DEVICE uint64_t load8(const uint8_t* from) {
     const uint32_t skew = uint32_t(address(from) & 7);

@@ -1,4 +1,4 @@
-"""Containers of blosc: the kernels around the codecs, over codecs of the host, give what blosc itself gives."""
+"""Chunks of several streams: the kernels around the codecs, over codecs of the host, give what the libraries give."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import imagecodecs
 import numpy as np
 import pytest
 
-from gpuload.backends.cuda import blosc
+from gpuload.backends.cuda import containers
 from gpuload.backends.native import frames
 from tests.cuda import shim
 
@@ -168,19 +168,19 @@ class Made:
     plain: list[bytes]
     n_raw: int
     n_coded: int
-    cut: blosc.Cut
+    cut: containers.Cut
 
 
-def cut_of(chunk: bytes, nbytes: int) -> blosc.Cut | None:
-    return blosc.read_cut(np.frombuffer(chunk[:16], dtype=np.uint8), nbytes)
+def cut_of(chunk: bytes, nbytes: int, kind: str = "blosc") -> containers.Cut | None:
+    return containers.read_cut(kind, np.frombuffer(chunk[:16], dtype=np.uint8), nbytes)
 
 
-def make(cut: blosc.Cut, chunks: Sequence[bytes], n_threads: int = 64, *, verify: bool = True) -> Made:
+def make(cut: containers.Cut, chunks: Sequence[bytes], n_threads: int = 64, *, verify: bool = True) -> Made:
     """Decode containers as the backend does: the kernels, and codecs of the host in place of nvCOMP's."""
     stored, place, nbytes = side_by_side(chunks)
     n, n_streams = len(chunks), len(chunks) * cut.n_streams
     compressed, decoded = (np.full(n * cut.slots_nbytes + 16, 0xAB, dtype=np.uint8) for _ in range(2))
-    table = np.full((len(blosc.ROWS), n_streams), -7, dtype=np.int64)
+    table = np.full((len(containers.ROWS), n_streams), -7, dtype=np.int64)
     is_copied, status = np.zeros(n, dtype=np.int32), np.zeros(n, dtype=np.int32)
     head, filler = (np.frombuffer(b, dtype=np.uint8) for b in (cut.head, cut.filler))
     sizes = np.int64(cut.nbytes), np.int64(cut.block_nbytes), np.int64(cut.n_splits)
@@ -188,10 +188,10 @@ def make(cut: blosc.Cut, chunks: Sequence[bytes], n_threads: int = 64, *, verify
     def launch(kernel: str, *args: Any) -> None:
         shim.compiled().launch(kernel, 3, n_threads, args)
 
-    is_zlib = np.int32(cut.codec == "deflate")
-    given = (stored, place, nbytes, head, filler, np.int64(len(cut.filler)), *sizes, is_zlib, np.int64(n))
-    launch("walk_blosc", *given, decoded, compressed, table.reshape(-1), is_copied, status)
-    of = dict(zip(blosc.ROWS, table, strict=True))
+    how = (*sizes, np.int32(cut.codec == "deflate")) if cut.kind == "blosc" else sizes[:2]
+    given = (stored, place, nbytes, head, filler, np.int64(len(cut.filler)), *how, np.int64(n))
+    launch(f"walk_{cut.kind}", *given, decoded, compressed, table.reshape(-1), is_copied, status)
+    of = dict(zip(containers.ROWS, table, strict=True))
     assert not (of["slot"] % 16).any()
     assert (of["stored"] <= np.diff(np.append(of["slot"], n * cut.slots_nbytes))).all()
     ends = of["source"] + of["stored"]
@@ -214,7 +214,7 @@ def make(cut: blosc.Cut, chunks: Sequence[bytes], n_threads: int = 64, *, verify
     launch("check_streams", codes, produced, of["wanted"], np.int64(cut.n_streams), np.int64(n), status)
     stride = cut.nbytes + 5
     start, out = np.arange(n) * stride, np.full(n * stride, 0xCD, dtype=np.uint8)
-    launch("join_blosc", of["from"], is_copied, *sizes, np.int32(cut.itemsize), np.int64(n), start, out)
+    launch("join_blocks", of["from"], is_copied, *sizes, np.int32(cut.itemsize), np.int64(n), start, out)
     for at in start.tolist():
         assert (out[at + cut.nbytes : at + stride] == 0xCD).all()
     plain_of = [out[at : at + cut.nbytes].tobytes() for at in start.tolist()]
@@ -354,7 +354,7 @@ def test_any_grid_will_do(n_threads: int) -> None:
 
 @pytest.mark.parametrize("codec", ["lz4", "snappy", "deflate", "zstd"])
 def test_fillers_decode_to_one_byte(codec: str) -> None:
-    filler = blosc.Cut(b"", codec, 1, 1, 1, 1).filler
+    filler = containers.Cut("blosc", b"", codec, 1, 1, 1, 1).filler
     assert decode_stream(codec, filler, 1) == b"x"
     assert len(filler) <= 16
 
@@ -519,7 +519,7 @@ def blosc_itself(chunk: bytes, nbytes: int) -> bytes | None:
     return out if len(out) == nbytes else None
 
 
-def by_kernels(cut: blosc.Cut | None, chunk: bytes) -> bytes | None:
+def by_kernels(cut: containers.Cut | None, chunk: bytes) -> bytes | None:
     """Return what the kernels make of a container, or None where they leave it to the host."""
     if cut is None:
         return None
@@ -540,4 +540,104 @@ def test_damage_is_found_where_blosc_finds_it(seed: int) -> None:
     for head in (whole, chunk):  # the header that says how all are cut is a good one, or the damaged one itself
         ours = by_kernels(cut_of(head, len(content)), chunk)
         if ours is not None and (theirs is not None or cname != "zlib"):  # zlib itself ignores what follows a stream
+            assert ours == theirs
+
+
+# --- HDF5's lz4 filter
+
+
+def lz4_by_hdf5(plain: bytes, block_nbytes: int) -> bytes:
+    """Return the one chunk that HDF5's lz4 filter makes of some bytes; 0: blocks as large as it likes."""
+    array = np.frombuffer(plain, dtype=np.uint8)
+    with h5py.File(io.BytesIO(), "w") as file:
+        data = file.create_dataset("x", data=array, chunks=array.shape, **hdf5plugin.LZ4(nbytes=block_nbytes))
+        mask, chunk = data.id.read_direct_chunk((0,))
+        assert not mask
+        assert data[()].tobytes() == plain
+    return chunk
+
+
+def lz4_written(plain: bytes, block_nbytes: int, **changes: int) -> bytes:
+    """Write such a chunk as the filter's description says; `changes`: of ``total``, ``block`` and ``size<k>``."""
+    body = b""
+    for k, at in enumerate(range(0, len(plain), block_nbytes)):
+        block = plain[at : at + block_nbytes]
+        stream = bytes(imagecodecs.lz4_encode(block))
+        stream = stream if len(stream) < len(block) else block
+        body += struct.pack(">i", changes.get(f"size{k}", len(stream))) + stream
+    return struct.pack(">qi", changes.get("total", len(plain)), changes.get("block", block_nbytes)) + body
+
+
+def lz4_itself(chunk: bytes, nbytes: int) -> bytes | None:
+    """Return what another decoder of such chunks makes of one, or None where it refuses."""
+    if len(chunk) < 12 or struct.unpack_from(">q", chunk)[0] != nbytes:
+        return None
+    try:
+        out = bytes(imagecodecs.lz4h5_decode(chunk, out=nbytes))
+    except (RuntimeError, ValueError):
+        return None
+    return out if len(out) == nbytes else None
+
+
+@pytest.mark.parametrize("block_nbytes", [0, 128, 1_000, 4_096, 65_536])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_hdf5_stores_as_lz4_is_decoded(size: int, block_nbytes: int) -> None:
+    plain = [*contents(size).values()]
+    chunks = [lz4_by_hdf5(p, block_nbytes) for p in plain]
+    cut = cut_of(chunks[0].ljust(16), size, "lz4")
+    assert cut is not None
+    assert cut.n_blocks == -(-size // (block_nbytes or size))
+    found = make(cut, [*chunks, b"?" * 20])
+    assert found.status == [0] * len(chunks) + [frames.BAD_LZ4]
+    assert found.plain[:-1] == plain
+    if size >= 1_000:
+        assert found.n_raw > cut.n_blocks  # those of the chunk that is none, and of noise
+        assert found.n_coded
+
+
+@pytest.mark.parametrize("n_threads", [1, 7, 256])
+def test_any_grid_will_do_for_lz4(n_threads: int) -> None:
+    plain = [contents(20_003, seed)["counts"] for seed in range(3)]
+    cut = cut_of(lz4_written(plain[0], 300), 20_003, "lz4")
+    assert cut is not None
+    assert make(cut, [lz4_written(p, 300) for p in plain], n_threads).plain == plain
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"total": 3_999}, {"block": 1_999}, {"size0": 0}, {"size0": -1}, {"size0": 2_001}, {"size1": 1 << 30}], ids=str,
+)  # fmt: skip
+def test_a_malformed_chunk_of_lz4_is_left_to_the_host(changes: dict[str, int]) -> None:
+    bad, good = lz4_written(PLAIN, 2_000, **changes), lz4_written(PLAIN, 2_000)
+    cut = cut_of(good, len(PLAIN), "lz4")
+    assert cut is not None
+    found = make(cut, [good, bad, good])
+    assert found.status == [0, frames.BAD_LZ4, 0]
+    assert found.plain[0] == found.plain[2] == PLAIN
+    assert lz4_itself(bad, len(PLAIN)) is None
+
+
+@pytest.mark.parametrize(("total", "block"), [(4_001, 2_000), (4_000, 0), (4_000, -1), (4_000, 127), (-1, 2_000)])
+def test_a_header_that_cannot_be_of_such_chunks_cuts_none(total: int, block: int) -> None:
+    assert cut_of(struct.pack(">qii", total, block, 9), 4_000, "lz4") is None
+
+
+def test_a_block_of_lz4_may_end_where_the_chunk_ends_and_no_byte_later() -> None:
+    whole = lz4_written(PLAIN, 2_000)
+    cut = cut_of(whole, len(PLAIN), "lz4")
+    assert cut is not None
+    for k in range(1, len(whole)):
+        assert make(cut, [whole[:-k]]).status == [frames.BAD_LZ4], k
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_damage_is_found_where_lz4_finds_it(seed: int) -> None:
+    rng = random.Random(seed)
+    content = rng.choice(list(contents(rng.choice((200, 3_000, 20_000)), seed).values()))
+    whole = lz4_written(content, rng.choice((128, 1_024, 20_000)))
+    chunk = mutated(whole, rng)
+    theirs = lz4_itself(chunk, len(content))
+    for head in (whole, chunk):
+        ours = by_kernels(cut_of(head, len(content), "lz4"), chunk)
+        if ours is not None and theirs is not None:
             assert ours == theirs

@@ -1,20 +1,26 @@
-"""How the containers of blosc in an array are cut, read off one header; the kernels find the streams in all of them.
+"""How chunks that hold several streams are cut, read off one header; the kernels find the streams in all of them.
 
-A container (c-blosc 1) is a header of 16 bytes, a table with the place of each block, and the blocks. A block is one
+A container of blosc (c-blosc 1) is a header of 16 bytes, a table with the place of each block, and the blocks. A block is one
 stream, or `typesize` equal streams where it is split: one for each byte of the elements, since the shuffle within a
 block has put these together. All chunks of an array are of one size and come from one writer, so their headers say the
 same but for the size of the container and whether its bytes were compressed at all: one header tells how many streams
 every chunk has and where their output goes, before any other was read. A chunk whose header says something else is
 found by the kernel ``walk_blosc`` and decoded on the host.
 
+HDF5's lz4 filter writes a header of 12 bytes, the decoded size and that of a block, then the blocks, each after its
+stored size, big-endian; here ``walk_lz4`` finds the streams.
+
 References
 ----------
 .. [1] The Blosc Developers, c-blosc 1.21, README_CHUNK_FORMAT.rst ("The header section", "The blocks / splits section";
    places in the table count from the start of the container), and the limits in blosc.h.
+.. [2] The HDF Group, "Registered filter plugins", 32004 (LZ4): framing; a block is stored as it is where its two sizes
+   are equal.
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,9 +29,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HEADER_NBYTES = 16
+"""Bytes of a chunk that tell how it is cut, at most; no container is shorter."""
 
 ROWS = ("source", "stored", "slot", "in", "in_nbytes", "out", "room", "wanted", "from", "trailer")
-"""Rows of the table that ``walk_blosc`` fills, in its order."""
+"""Rows of the table that the kernels which walk containers fill, in their order."""
+
+_LZ4_HEADER_NBYTES = 12
+_MIN_BLOCK_NBYTES = 128
+"""So that a damaged header does not ask for streams without number."""
 
 _BYTE_SHUFFLED, _COPIED, _BIT_SHUFFLED, _RESERVED, _UNSPLIT = 0x01, 0x02, 0x04, 0x08, 0x10
 _FORMAT_VERSION, _CODEC_VERSION = 2, 1
@@ -48,8 +59,10 @@ class Cut:
 
     Attributes
     ----------
+    kind
+        ``"blosc"``, or ``"lz4"`` for those of HDF5's filter: what the kernel that walks them is called after.
     head
-        The header that says so, 16 bytes.
+        The header that says so.
     codec
         Of the streams, by nvCOMP's names.
     nbytes, block_nbytes
@@ -60,6 +73,7 @@ class Cut:
         Bytes per element for undoing the byte shuffle, which ends at a block's ends; 1 where there is none to undo.
     """
 
+    kind: str
     head: bytes
     codec: str
     nbytes: int
@@ -95,16 +109,30 @@ class Cut:
         return _FILLERS[self.codec]
 
 
-def read_cut(head: NDArray[np.uint8], nbytes: int) -> Cut | None:
-    """Return how containers with this header are cut, or None where the device cannot decode such, or none are so.
+def read_cut(kind: str, head: NDArray[np.uint8], nbytes: int) -> Cut | None:
+    """Return how containers that begin so are cut, or None where the device cannot decode such, or none are so.
 
     Parameters
     ----------
+    kind
+        As in `Cut`.
     head : (16,) uint8
-        A header.
+        The first bytes of one.
     nbytes
         Size that each container must decode to.
     """
+    return (_blosc_cut if kind == "blosc" else _lz4_cut)(head, nbytes)
+
+
+def _lz4_cut(head: NDArray[np.uint8], nbytes: int) -> Cut | None:
+    decoded, block_nbytes = struct.unpack(">qi", head[:_LZ4_HEADER_NBYTES].tobytes())
+    if decoded != nbytes or block_nbytes < min(nbytes, _MIN_BLOCK_NBYTES):
+        return None
+    block_nbytes = min(block_nbytes, nbytes)
+    return Cut("lz4", head[:_LZ4_HEADER_NBYTES].tobytes(), "lz4", nbytes, block_nbytes, 1, 1)
+
+
+def _blosc_cut(head: NDArray[np.uint8], nbytes: int) -> Cut | None:
     version, codec_version, flags, typesize = head[:4].tolist()
     decoded, block_nbytes, _ = head[4:].view("<i4").tolist()
     codec = _CODECS.get(flags >> 5)
@@ -119,7 +147,8 @@ def read_cut(head: NDArray[np.uint8], nbytes: int) -> Cut | None:
     is_split = is_split and block_nbytes // typesize >= _MIN_SPLIT_NBYTES
     if is_split and block_nbytes % typesize:
         return None
-    return Cut(head.tobytes(), codec, nbytes, block_nbytes, typesize if is_split else 1, typesize if is_shuffled else 1)
+    n_splits, itemsize = typesize if is_split else 1, typesize if is_shuffled else 1
+    return Cut("blosc", head.tobytes(), codec, nbytes, block_nbytes, n_splits, itemsize)
 
 
 def _slot(nbytes: int) -> int:

@@ -1,6 +1,11 @@
-// Containers of blosc (c-blosc 1, README_CHUNK_FORMAT.rst): a header of 16 bytes, a table with the place of each block,
-// and the blocks. A block is one stream, or n_splits equal ones where it is whole; before each stands its stored size,
-// which is the decoded size where the stream is stored as it is. A container may also hold its bytes as they are.
+// Containers: chunks that hold several streams of a codec.
+//
+// Blosc's (c-blosc 1, README_CHUNK_FORMAT.rst) have a header of 16 bytes, a table with the place of each block, and the
+// blocks. A block is one stream, or n_splits equal ones where it is whole; before each stands its stored size, which is
+// the decoded size where the stream is stored as it is. A container may also hold its bytes as they are.
+//
+// Those of HDF5's lz4 filter (HDF Group, registered filter 32004) have a header of 12 bytes, decoded size and size of a
+// block, and the blocks one after another, each a stream after its stored size as above; all numbers are big-endian.
 
 // How all chunks of an array are cut, as a header says: chunks of `nbytes` in blocks of `block_nbytes`.
 struct Cut {
@@ -33,13 +38,49 @@ DEVICE bool is_alike(const uint8_t* chunk, const uint8_t* head) {
     return !(words & ~copied) && load4(chunk + 4) == load4(head + 4) && load4(chunk + 8) == load4(head + 8);
 }
 
-// Find the streams of n containers whose headers all say the same as `head`: a thread follows those of a block.
-//
-// The table tells, of each stream: the first stored byte and how many are to be moved to which slot of `compressed`;
-// what the codec is given (address and size) and where its output goes (address and room, in `decoded`) and how much
-// that must be; from where (address) the decoded bytes are to be taken; and where its adler32 is, or -1. A stream that
-// is stored as it is, or cannot be found, is not moved: the codec gets the filler in its place, a good stream that
-// decodes to one byte, and the bytes are taken from where they are stored. A bad container is named in `status`.
+// Where the streams of some containers go, and the table that tells it: of each stream, the first stored byte and how
+// many are to be moved to which slot of `compressed`; what the codec is given (address and size) and where its output
+// goes (address and room, in `decoded`) and how much that must be; from where (address) the decoded bytes are to be
+// taken; and where its adler32 is, or -1. A stream that is stored as it is, or cannot be found, is not moved: the codec
+// gets the filler in its place, a good stream that decodes to one byte, and the bytes are taken from where they are
+// stored.
+struct Streams {
+    Cut cut;
+    int64_t n;
+    const uint8_t* stored;
+    const int64_t* place;
+    const uint8_t* filler;
+    int64_t filler_nbytes;
+    const uint8_t* decoded;
+    uint8_t* compressed;
+    int64_t* table;
+
+    // Note stream k of block b of container c: `size` bytes at byte `at` of it, of which the first `head` and the last
+    // `tail` are not the codec's; size below 0: it cannot be found.
+    DEVICE void put(int64_t c, int64_t b, int64_t k, int64_t at, int64_t size, int64_t head, int64_t tail) const {
+        const int64_t room = cut.stream_nbytes(b), n_columns = n * cut.n_streams();
+        const bool is_coded = size > 0 && size != room;
+        const int64_t n_moved = is_coded ? size - head - tail : 0;
+        const int64_t slot = c * cut.chunk_slots() + cut.slot(b, k);
+        int64_t* column = table + c * cut.n_streams() + b * cut.n_splits + k;
+        column[SOURCE * n_columns] = place[c] + (is_coded ? at + head : 0);
+        column[STORED * n_columns] = n_moved;
+        column[SLOT * n_columns] = slot;
+        column[IN * n_columns] = int64_t(address(compressed + slot));
+        column[IN_NBYTES * n_columns] = is_coded ? n_moved : filler_nbytes;
+        column[OUT * n_columns] = int64_t(address(decoded + slot));
+        column[ROOM * n_columns] = room;
+        column[WANTED * n_columns] = is_coded ? room : 1;
+        column[FROM * n_columns] = int64_t(address(size == room ? stored + place[c] + at : decoded + slot));
+        column[TRAILER * n_columns] = is_coded && tail ? place[c] + at + size - tail : -1;
+        if (!is_coded) {
+            for (int64_t j = 0; j < filler_nbytes; ++j) compressed[slot + j] = filler[j];
+        }
+    }
+};
+
+// Find the streams of n containers of blosc whose headers all say the same as `head`: a thread follows those of a block.
+// A bad container is named in `status`.
 KERNEL(walk_blosc, (const uint8_t* __restrict__ stored, const int64_t* place, const int64_t* stored_nbytes,
                     const uint8_t* head, const uint8_t* filler, int64_t filler_nbytes, int64_t nbytes,
                     int64_t block_nbytes, int64_t n_splits, int32_t is_zlib, int64_t n, const uint8_t* decoded,
@@ -47,7 +88,8 @@ KERNEL(walk_blosc, (const uint8_t* __restrict__ stored, const int64_t* place, co
                     int32_t* status)) {
     constexpr int64_t HEAD = 16, ZLIB_HEAD = 2, ZLIB_TAIL = 4;
     const Cut cut{nbytes, block_nbytes, n_splits};
-    const int64_t n_blocks = cut.n_blocks(), n_columns = n * cut.n_streams();
+    const Streams streams{cut, n, stored, place, filler, filler_nbytes, decoded, compressed, table};
+    const int64_t n_blocks = cut.n_blocks();
     for (int64_t group = BLOCK; group * N_THREADS < n * n_blocks; group += N_BLOCKS) {
         EACH_THREAD(t) {
             const int64_t item = group * N_THREADS + t, c = item / n_blocks, b = item % n_blocks;
@@ -67,7 +109,8 @@ KERNEL(walk_blosc, (const uint8_t* __restrict__ stored, const int64_t* place, co
                 }
                 if (b == 0) is_copied[c] = is_plain;
                 for (int64_t k = 0; k < cut.streams_in(b); ++k) {
-                    int64_t size = -1, skipped = 0, trailer = -1;
+                    int64_t size = -1;
+                    bool is_framed = false;
                     if (is_plain && at >= 0) {
                         size = room;
                     } else if (at >= 0 && at + 4 <= end) {
@@ -76,32 +119,12 @@ KERNEL(walk_blosc, (const uint8_t* __restrict__ stored, const int64_t* place, co
                         if (size <= 0 || size > Cut::most_stored(room) || at + size > end) size = -1;
                         if (is_zlib && size > 0 && size != room) {
                             const int32_t method = chunk[at], flags = chunk[at + 1];
-                            const bool is_head = size > ZLIB_HEAD + ZLIB_TAIL && (method & 15) == 8 && method < 0x80 &&
-                                                 (256 * method + flags) % 31 == 0 && !(flags & 0x20);
-                            if (is_head) {
-                                skipped = ZLIB_HEAD, trailer = place[c] + at + size - ZLIB_TAIL;
-                            } else {
-                                size = -1;
-                            }
+                            is_framed = size > ZLIB_HEAD + ZLIB_TAIL && (method & 15) == 8 && method < 0x80 &&
+                                        (256 * method + flags) % 31 == 0 && !(flags & 0x20);
+                            if (!is_framed) size = -1;
                         }
                     }
-                    const bool is_coded = size > 0 && size != room;
-                    const int64_t n_moved = is_coded ? size - (skipped ? ZLIB_HEAD + ZLIB_TAIL : 0) : 0;
-                    const int64_t slot = c * cut.chunk_slots() + cut.slot(b, k);
-                    int64_t* column = table + c * cut.n_streams() + b * n_splits + k;
-                    column[SOURCE * n_columns] = place[c] + (is_coded ? at + skipped : 0);
-                    column[STORED * n_columns] = n_moved;
-                    column[SLOT * n_columns] = slot;
-                    column[IN * n_columns] = int64_t(address(compressed + slot));
-                    column[IN_NBYTES * n_columns] = is_coded ? n_moved : filler_nbytes;
-                    column[OUT * n_columns] = int64_t(address(decoded + slot));
-                    column[ROOM * n_columns] = room;
-                    column[WANTED * n_columns] = is_coded ? room : 1;
-                    column[FROM * n_columns] = int64_t(address(size == room ? chunk + at : decoded + slot));
-                    column[TRAILER * n_columns] = trailer;
-                    if (!is_coded) {
-                        for (int64_t j = 0; j < filler_nbytes; ++j) compressed[slot + j] = filler[j];
-                    }
+                    streams.put(c, b, k, at, size, is_framed ? ZLIB_HEAD : 0, is_framed ? ZLIB_TAIL : 0);
                     if (size < 0) {
                         atomic_set_if_zero(status + c, BAD_BLOSC);
                         at = -1;
@@ -109,6 +132,38 @@ KERNEL(walk_blosc, (const uint8_t* __restrict__ stored, const int64_t* place, co
                         at += size;
                     }
                 }
+            }
+        }
+    }
+}
+
+// The same of n containers of HDF5's lz4 filter; a thread finds a block by the sizes of those before it.
+KERNEL(walk_lz4, (const uint8_t* __restrict__ stored, const int64_t* place, const int64_t* stored_nbytes,
+                  const uint8_t* head, const uint8_t* filler, int64_t filler_nbytes, int64_t nbytes,
+                  int64_t block_nbytes, int64_t n, const uint8_t* decoded, uint8_t* __restrict__ compressed,
+                  int64_t* __restrict__ table, int32_t* __restrict__ is_copied, int32_t* status)) {
+    constexpr int64_t HEAD = 12;
+    const Cut cut{nbytes, block_nbytes, 1};
+    const Streams streams{cut, n, stored, place, filler, filler_nbytes, decoded, compressed, table};
+    const int64_t n_blocks = cut.n_blocks();
+    for (int64_t group = BLOCK; group * N_THREADS < n * n_blocks; group += N_BLOCKS) {
+        EACH_THREAD(t) {
+            const int64_t item = group * N_THREADS + t, c = item / n_blocks, b = item % n_blocks;
+            if (item < n * n_blocks) {
+                const uint8_t* chunk = stored + place[c];
+                const int64_t end = stored_nbytes[c];
+                bool is_good = end >= HEAD;
+                for (int64_t k = 0; is_good && k < HEAD; k += 4) is_good = load4(chunk + k) == load4(head + k);
+                int64_t at = HEAD, size = 0;
+                for (int64_t k = 0; is_good && k <= b; ++k) {
+                    at += size;
+                    size = at + 4 <= end ? big4(chunk + at) : -1;
+                    at += 4;
+                    is_good = 0 < size && size <= cut.stream_nbytes(k) && at + size <= end;
+                }
+                if (b == 0) is_copied[c] = 0;
+                streams.put(c, b, 0, at, is_good ? size : -1, 0, 0);
+                if (!is_good) atomic_set_if_zero(status + c, BAD_LZ4);
             }
         }
     }
@@ -128,7 +183,7 @@ KERNEL(check_streams, (const int32_t* code, const int64_t* produced, const int64
 }
 
 // Put together n containers from their decoded streams, which lie at the addresses `from`; itemsize 1: not shuffled.
-KERNEL(join_blosc, (const int64_t* __restrict__ from, const int32_t* is_copied, int64_t nbytes, int64_t block_nbytes,
+KERNEL(join_blocks, (const int64_t* __restrict__ from, const int32_t* is_copied, int64_t nbytes, int64_t block_nbytes,
                     int64_t n_splits, int32_t itemsize, int64_t n, const int64_t* start,
                     uint8_t* __restrict__ out)) {
     const Cut cut{nbytes, block_nbytes, n_splits};
