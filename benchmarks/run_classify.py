@@ -9,6 +9,7 @@ pipelines/classify.py's trainings, each for one epoch:
   as many as the paper's blocks of 16 and 256 minibatches to a fetch make;
 - the same in blocks of 16, block shuffling alone: 256 blocks to a fetch, fewer than there are drugs;
 - the paper's own settings, blocks of 16 and 256 minibatches to a fetch, beside true random order;
+- the same on five times as many cells, five seeds: there the last fetch is a smaller part of what is learnt from;
 - a perceptron of two hidden layers of 512; three orders, two seeds.
 
 The seconds are of one machine, with training and loading on the same cores. *loader* is the loader alone, over an epoch
@@ -40,12 +41,19 @@ PARTS = {
         *LINEAR,
         *("--fetch-factor", "256", "--block-size", "16", "--seeds", "3", "--orders", "block", "random"),
     ),
+    "linear, five times the cells": (
+        *LINEAR,
+        *("--fetch-factor", "256", "--block-size", "16", "--seeds", "5", "--orders", "block", "random"),
+    ),
     "mlp": (
         *("--models", "mlp", *SMALL_FETCH, "--block-size", "4", "--seeds", "2"),
         *("--orders", "streaming", "block", "random"),
     ),
 }
 """What is run, by name, and its options."""
+
+TIMES_THE_CELLS = {"linear, five times the cells": 5}
+"""How many times more cells a part's screen has, where it has one of its own."""
 
 
 def run_program(*options: str) -> str:
@@ -98,11 +106,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="further options of the program")
     parser.add_argument("--out", type=Path, help="JSON lines are added to this file; a picture comes beside it")
     options = parser.parse_args(arguments)
-    screen = options.folder / "screen"
     start = time.perf_counter()
     for part in options.only:
         folder = options.folder / part.replace(", ", "-").replace(" ", "-").replace("'", "")
-        make = () if screen.exists() else ("--make", str(options.cells))
+        times = TIMES_THE_CELLS.get(part, 1)
+        screen = options.folder / ("screen" if times == 1 else f"screen-{times}")
+        make = () if screen.exists() else ("--make", str(times * options.cells))
         settings = ("--out", str(folder), "--fresh", *COMMON, *PARTS[part], *options.options)
         print(f"{part}\n{run_program(str(screen), *make, *settings)}", flush=True)
         if options.out:

@@ -359,6 +359,7 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
     args = parser().parse_args(argv)
+    args.orders, args.models = (list(dict.fromkeys(given)) for given in (args.orders, args.models))  # each once
     try:
         join_processes(args.device)
         run(args)

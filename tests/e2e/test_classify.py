@@ -86,12 +86,14 @@ def outcome(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_order_is_trained_scored_and_drawn(run: Callable[..., Any], tmp_path: Path) -> None:
-    code, out, err = run("--out", tmp_path, "--seeds", 2, "--models", "linear", "mlp", "--loader-seconds", 0.05)
+    models = ("linear", "mlp", "linear")  # one of them twice over: it is trained once
+    code, out, err = run("--out", tmp_path, "--seeds", 2, "--models", *models, "--loader-seconds", 0.05)
     assert (code, err) == (0, "")
     report = report_in(tmp_path)
     assert (report["n_train"], report["n_test"]) == (N_TRAIN, N_TEST)
     rows = {(row["model"], row["order"]): row for row in report["summary"]}
     assert list(rows) == [(model, order) for model in ("linear", "mlp") for order in ORDERS]
+    assert len(report["runs"]) == 2 * len(rows)
     for row in rows.values():
         assert row["n_seeds"] == 2
         assert row["macro_f1"].keys() == row["macro_f1_sd"].keys() == set(LABELS)

@@ -273,6 +273,37 @@ def test_bench_takes_genes_from_a_file(run, path, tmp_path):
     assert "none.txt: cannot be opened" in err
 
 
+def test_bench_without_a_minibatch(run, path):
+    code, _, err = run("bench", path, "--drop-last", "--batch-size", 2_000)
+    assert code == 2
+    assert f"gpuload bench: {path}: there is no minibatch to measure; it has 1,500 cells." in err
+
+
+def test_bench_of_a_file_that_is_cut_meanwhile(run, tmp_path, monkeypatch):
+    from gpuload.cli import ceilings
+
+    path, real = tmp_path / "cells.h5ad", ceilings.measure
+    writers.write_plain(path)
+
+    def cut_first(recipes, batch_nbytes):
+        os.truncate(path, 1_000)
+        return real(recipes, batch_nbytes)
+
+    monkeypatch.setattr(ceilings, "measure", cut_first)
+    code, _, err = run("bench", path, "--seconds", 0.05, "--repeats", 1, "--fetch-factor", 2)
+    assert code == 1
+    assert err.startswith(f"gpuload bench: {path}: short read at byte ")
+    assert err.endswith(". Was the file truncated?\n")
+
+
+def test_bench_without_matplotlib_says_how_to_get_it(run, path, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    options = ["--seconds", 0.05, "--repeats", 1, "--fetch-factor", 2, "--timeline", tmp_path / "timeline.png"]
+    code, _, err = run("bench", path, *options)
+    assert code == 1
+    assert "The timeline needs matplotlib, which is not installed; install it with: pip install 'gpuload[plot]'" in err
+
+
 def test_bench_refuses_numbers_as_a_label(run, path):
     code, _, err = run("bench", path, "--label", "gene_count", "--fetch-factor", 2)
     assert code == 2

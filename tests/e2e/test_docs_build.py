@@ -69,12 +69,14 @@ def test_a_page_has_the_scores_of_the_orders(tmp_path: Path) -> None:
     assert generated_pages.scores_of_orders(tmp_path) == "`python -m benchmarks.run_classify FOLDER` measures it.\n"
     found = [training("linear", "block", drug) for drug in (0.1, 0.3)]
     found += [training("linear", "random", 0.25), training("mlp", "block", 0.5)]
+    found += [training("linear", "random", 0.9) | {"n_train": 6_000}]
     (tmp_path / "classify.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
     text = generated_pages.scores_of_orders(tmp_path)
-    assert "| model | blocks of | minibatches to a fetch | order | seeds | drug | epoch, s |" in text
-    assert "| linear | 4 | 64 | block | 2 | 0.200 ± 0.141 | 4 | 0.5 | 1.5 |" in text
-    assert "| mlp | 4 | 64 | block | 1 | 0.500 | 4 | 0.5 | 1.5 |" in text
-    assert text.endswith(":\n\n- linear, blocks of 4, 64 minibatches to a fetch: drug -0.050\n")
+    assert "| model | cells | blocks of | minibatches to a fetch | order | seeds | drug | epoch, s |" in text
+    assert "| linear | 600 | 4 | 64 | block | 2 | 0.200 ± 0.141 | 4 | 0.5 | 1.5 |" in text
+    assert "| mlp | 600 | 4 | 64 | block | 1 | 0.500 | 4 | 0.5 | 1.5 |" in text
+    assert "| linear | 6,000 | 4 | 64 | random | 1 | 0.900 | 4 | 0.5 | 15 |" in text
+    assert text.endswith(":\n\n- linear, 600 cells, blocks of 4, 64 minibatches to a fetch: drug -0.050\n")
 
 
 def test_a_page_has_the_speeds_of_the_orders(tmp_path: Path) -> None:

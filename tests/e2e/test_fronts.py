@@ -581,6 +581,13 @@ def test_dali_refuses_bfloat16(plain: Stored, dali: Any) -> None:
                 make(loader)
 
 
+def test_dali_without_torch_says_how_to_get_it(plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nvidia.dali.plugin.pytorch", None)
+    told = r"^gpuload\.dali\.CellIterator needs torch, .* pip install 'gpuload\[dali\]'$"
+    with gpuload.open_loader(plain.path) as loader, pytest.raises(gpuload.MissingDependencyError, match=told):
+        dali.CellIterator(loader)
+
+
 def test_dali_refuses_an_obs_column_named_as_another_output(copy_of: Callable[[str], Any], dali: Any) -> None:
     import h5py
 
