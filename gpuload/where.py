@@ -142,8 +142,6 @@ def parse(text: Any) -> Where:
         ) from error
     except RecursionError as error:
         raise PlanError(f"where={text!r:.200}: it is nested too deeply; give sampler=Subset(mask).") from error
-    if not columns:
-        raise PlanError(f"where={text!r:.200}: it names no column of obs; expected a comparison with one at least.")
     return Where(text, columns, tree, names)
 
 

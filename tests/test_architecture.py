@@ -229,7 +229,12 @@ def test_errors_are_of_their_builtin_kinds_too() -> None:
 
 @pytest.mark.parametrize(
     ("front", "package"),
-    [("gpuload.torch", "torch"), ("gpuload.dali", "nvidia.dali"), ("gpuload.lightning", "lightning")],
+    [
+        ("gpuload.torch", "torch"),
+        ("gpuload.samples", "torch"),
+        ("gpuload.dali", "nvidia.dali"),
+        ("gpuload.lightning", "lightning"),
+    ],
 )
 def test_a_front_without_its_package_names_the_pip_command(front: str, package: str) -> None:
     code = (

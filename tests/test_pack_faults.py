@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anndata as ad
+import h5py
 import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
@@ -487,6 +488,18 @@ def test_sources_and_targets_are_refused_in_one_sentence(source: Path, tmp_path:
     del other.obs["plate"]
     with pytest.raises(gpuload.StoreError, match=r"other\.h5ad: obs has no column 'plate', which that of"):
         gpuload.pack([source, written(other, tmp_path / "other.h5ad")], tmp_path / "two.zarr")
+
+
+def test_a_column_of_two_values_a_row_is_refused(tmp_path: Path) -> None:
+    path = written(cells(9, 5), tmp_path / "in.h5ad")
+    with h5py.File(path, "r+") as file:
+        del file["obs/plate"]
+        file["obs/plate"] = np.zeros((9, 2))
+        file["obs/plate"].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+    words = rf"^{path}: obs column 'plate' has dtype float64 and shape \(9, 2\); only one .*Leave it out by naming"
+    with pytest.raises(gpuload.StoreError, match=words):
+        gpuload.pack(path, tmp_path / "out.zarr", obs=["plate"])
+    assert not (tmp_path / "out.zarr").exists()
 
 
 def test_a_row_that_does_not_fit_is_refused(tmp_path: Path) -> None:

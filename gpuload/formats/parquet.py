@@ -150,7 +150,7 @@ class Table:
         """
         with _damage(self.path):
             self._bring([name])
-            return self._file.read([name], use_threads=False).column(0).to_pandas(use_threads=False).to_numpy()
+            return self._file.read([name], use_threads=False).column(name).to_pandas(use_threads=False).to_numpy()
 
     def columns(self, names: Sequence[str]) -> dict[str, Any]:
         """Return columns of one value a row as Arrow has them, for `join_columns`.
@@ -169,7 +169,7 @@ class Table:
         with _damage(self.path):
             self._bring(names)
             for name in names:
-                found[name] = file.read([name], use_threads=False).column(0)
+                found[name] = file.read([name], use_threads=False).column(name)
                 found[name].validate(full=True)  # as a dictionary, numbers are not compared with it when they are read
         return found
 
@@ -177,21 +177,16 @@ class Table:
         """Read columns of an object at an address at once, where they are not read row group by row group."""
         if self._far is None:
             return
-        schema = self._file.schema
-        leaves = [i for i in range(len(schema)) if schema.column(i).path in names]
+        leaves = [i for name in names for i in _leaves(self._file.schema_arrow, name)]
         chunks = [group.columns[i] for group in self._groups for i in leaves]
         self._far.bring((chunk.offset, chunk.nbytes) for chunk in chunks)
 
     def _list_column(self, name: str, dtype: Any) -> ListColumn:
-        schema = self._file.schema
-        leaves = [i for i in range(len(schema)) if schema.column(i).path.partition(".")[0] == name]
-        leaf = schema.column(leaves[0])
+        (place,) = _leaves(self._file.schema_arrow, name)
+        leaf = self._file.schema.column(place)
         width = _WIDTHS.get(leaf.physical_type, 0)
-        if len(leaves) != 1 or leaf.max_repetition_level != 1 or not width:
-            raise StoreError(
-                f"{self.path}: column {name!r} is stored as {leaf.physical_type} in {leaf.path}, which cannot be read "
-                "here; write it anew as one list of numbers in each row."
-            )
+        if leaf.max_repetition_level != 1 or not width or not leaf.path.startswith(f"{name}."):
+            raise ValueError(f"column {name!r} is stored as {leaf.physical_type} in {leaf.path}")
         # Of a physical type that is wider than the type, as that of int8 is, the numbers are those of the wider.
         dtype = np.dtype(dtype)
         stored = np.dtype(f"{dtype.kind if dtype.itemsize == width else 'i'}{width}")
@@ -200,7 +195,7 @@ class Table:
         found: list[tuple[int, int, float, float]] = []
         codecs: set[str] = set()
         for group in self._groups:
-            chunk = group.columns[leaves[0]]
+            chunk = group.columns[place]
             if chunk.physical_type != leaf.physical_type:
                 raise ValueError(
                     f"column {name!r} is {leaf.physical_type} in one place and {chunk.physical_type} in another"
@@ -314,6 +309,31 @@ def _bound(stored: bytes | None, dtype: np.dtype[Any]) -> float:
     if stored is None or len(stored) != dtype.itemsize:
         return float("nan")
     return float(np.frombuffer(stored, dtype.newbyteorder("<"))[0])
+
+
+def _leaves(schema: Any, name: str) -> range:
+    """Return the places, among all columns of numbers and texts as Parquet has them, of those of a column of Arrow's.
+
+    Parquet tells them by paths with dots, which may also stand in a name.
+    """
+    first = 0
+    for field in schema:
+        n = _n_leaves(field.type)
+        if field.name == name:
+            return range(first, first + n)
+        first += n
+    raise KeyError(name)
+
+
+def _n_leaves(type_: Any) -> int:
+    import pyarrow as pa
+
+    type_ = getattr(type_, "storage_type", type_)  # of an extension of Arrow's types
+    if pa.types.is_struct(type_):
+        return sum(_n_leaves(field.type) for field in type_)
+    if pa.types.is_map(type_):
+        return _n_leaves(type_.key_type) + _n_leaves(type_.item_type)
+    return _n_leaves(type_.value_type) if _is_list(type_) else 1
 
 
 def _is_list(type_: Any) -> bool:

@@ -115,8 +115,11 @@ def _walk(folder: str, prefix: str) -> Iterator[tuple[str, int, int]]:
                 elif entry.name not in METADATA:
                     status = entry.stat()
                     yield prefix + entry.name, status.st_size, status.st_mtime_ns
+    except ReadError:  # of a folder below
+        raise
     except OSError as error:
-        raise ReadError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
+        place = error.filename or folder
+        raise ReadError(f"{place}: cannot be listed: {error.strerror}. Check permissions, and links.") from error
 
 
 class ZipTree:

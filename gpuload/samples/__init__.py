@@ -11,7 +11,14 @@ otherwise is read by the format's own library.
 
 from __future__ import annotations
 
-from gpuload.samples.loader import SampleLoader
-from gpuload.samples.sampleset import SampleSet
+from gpuload.errors import MissingDependencyError
+
+try:
+    from gpuload.samples.loader import SampleLoader
+    from gpuload.samples.sampleset import SampleSet
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise MissingDependencyError("torch", "gpuload.samples", "torch") from error
 
 __all__ = ["SampleLoader", "SampleSet"]

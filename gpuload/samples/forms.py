@@ -14,13 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from gpuload.errors import CorruptDataError, MissingDependencyError
-
-try:
-    import torch
-except ImportError as error:
-    raise MissingDependencyError("torch", "gpuload.samples", "torch") from error
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,19 +12,15 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch.utils.data import default_collate
 
 from gpuload.backends.buffers import BufferPool
-from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, ReadError
+from gpuload.errors import CorruptDataError, PlanError, ReadError
 from gpuload.permute import Permutation
 from gpuload.samples.forms import Span, bytes_of
 from gpuload.stats import Stats
 from gpuload.threads import DaemonThreads
-
-try:
-    import torch
-    from torch.utils.data import default_collate
-except ImportError as error:
-    raise MissingDependencyError("torch", "gpuload.samples", "torch") from error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

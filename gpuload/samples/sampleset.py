@@ -6,16 +6,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError
 from gpuload.samples.forms import FORMATS, Forms, Span, bytes_of, load
 from gpuload.samples.sources import RemoteSource, open_source
 from gpuload.threads import DaemonThreads
-
-try:
-    import torch
-except ImportError as error:
-    raise MissingDependencyError("torch", "gpuload.samples", "torch") from error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

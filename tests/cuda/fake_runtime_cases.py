@@ -13,6 +13,7 @@ import gpuload
 
 if TYPE_CHECKING:
     from tests.conftest import StoreVariant
+    from tests.variants import Stored
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +61,13 @@ def test_streams_of_others_stay_theirs(store_variant: StoreVariant) -> None:
     del loader, batch, device
     gc.collect()
     theirs.synchronize()
+
+
+def test_kernels_that_do_not_compile(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuload.backends.cuda.device.source_of_kernels", lambda: "__global__ void fill(")
+    told = r"^cuda:0: the kernels do not compile for this device: (?s:.*) See `gpuload doctor`\.$"
+    with pytest.raises(gpuload.DeviceError, match=told):
+        gpuload.open_loader(plain.path, device="cuda:0")
 
 
 def test_what_cuda_refuses_is_a_device_error(store_variant: StoreVariant) -> None:

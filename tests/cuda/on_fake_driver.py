@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import resource
 import sys
 import tempfile
 import threading
@@ -327,6 +328,30 @@ def what_kvikio_alone_cannot_read_is_told_in_its_words() -> None:
     begin = f"{file.path}: reading 100000 bytes of /X/data at byte 4096 through KvikIO failed: "
     assert message.startswith(begin), message
     assert "hpp" not in message, message
+    reader.close()
+
+
+def a_file_that_kvikio_cannot_open_is_told() -> None:
+    device, file = Device(), File(200_000)
+    reader = KvikioReader(device)
+    extent = np.array([0]), np.array([100_000]), np.array([0])
+    out = Arena(102_400)
+    limits, real = resource.getrlimit(resource.RLIMIT_NOFILE), reader._files._open_file
+
+    def with_no_descriptor_left(path: str) -> Any:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (n_descriptors(), limits[1]))
+        try:
+            return real(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    reader._files._open_file = with_no_descriptor_left
+    message = read_error_of(reader.start(file.source, *extent, out, device.stream).result)
+    reader._files._open_file = real
+    assert message.startswith(f"{file.path}: KvikIO cannot open it: "), message
+    assert message.endswith(". Use io='pinned'."), message
+    assert "open files" in message, message
+    reader.start(file.source, *extent, out, device.stream).result()
     reader.close()
 
 
@@ -672,6 +697,8 @@ def what_a_store_never_gives_is_a_read_error() -> None:
                 told = read_error_of(lambda: read_objects(source, data, reader, device))
                 assert told.startswith("s3://data/some/0: "), told
                 assert words in told, told
+                assert " bytes of /X/data at byte " in told, told
+                assert told.endswith(". Use io='pinned'."), told
         finally:
             kvikio.defaults.set("http_max_attempts", 3)
         server.set(p_truncate=0, p_reset=0)
@@ -704,6 +731,19 @@ def what_kvikio_cannot_reach_goes_through_pinned_memory() -> None:
         assert reader.io_mode == "pinned"
 
 
+def an_object_that_kvikio_alone_cannot_reach_is_told() -> None:
+    from gpuload.remote_source import RemoteSource
+
+    with object_store() as (source, _, server, reader, device):
+        np.zeros(1000, dtype=np.uint8).tofile(server.root / "data" / "some" / "with space")
+        whole = [source.objects[0], source.remote.head("with space")]
+        mixed = RemoteSource("s3://data/some", source.remote, whole)
+        one = mixed.base[1:], np.array([1000]), np.array([0])
+        told = read_error_of(lambda: reader.start(mixed, *one, Arena(1000), device.stream).result())
+        assert told == "s3://data/some: KvikIO cannot reach all of its objects; use io='pinned'.", told
+        mixed.close()
+
+
 def a_read_of_objects_that_is_cancelled_writes_no_more() -> None:
     with object_store(nbytes=4_000_000, n=1) as (source, _, server, reader, device):
         server.set(latency_ms=50)
@@ -725,6 +765,7 @@ COMPAT = (
     the_mode_is_compat_before_anything_is_read,
     a_truncated_file_is_a_read_error_and_nothing_is_written_after_it,
     what_kvikio_alone_cannot_read_is_told_in_its_words,
+    a_file_that_kvikio_cannot_open_is_told,
     a_read_waits_for_what_its_stream_was_given_before,
     a_cancelled_read_ends_soon_and_writes_no_more,
     closing_gives_threads_and_descriptors_back,
@@ -740,6 +781,7 @@ COMPAT = (
     what_a_store_never_gives_is_a_read_error,
     an_object_that_changes_or_goes_is_a_read_error,
     what_kvikio_cannot_reach_goes_through_pinned_memory,
+    an_object_that_kvikio_alone_cannot_reach_is_told,
     a_read_of_objects_that_is_cancelled_writes_no_more,
     a_fork_is_refused_and_its_parent_goes_on,
 )

@@ -11,7 +11,8 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
-from gpuload.backends.cuda.backend import CudaBackend
+from gpuload.backends.cuda.backend import CudaBackend, CudaResident
+from gpuload.types import Form
 from tests import several
 from tests.cuda import shim
 from tests.cuda.fake_device import FakeDevice, FakeNvcomp
@@ -231,6 +232,19 @@ def test_a_value_that_float16_cannot_hold(open_fake: Callable[..., Opened], stor
     )
     with pytest.raises(gpuload.PlanError, match="65504"):
         list(opened.epoch())
+
+
+def test_verify_is_one_of_three(open_fake: Callable[..., Opened], plain: Stored) -> None:
+    with pytest.raises(gpuload.PlanError, match=r"^verify='sometimes': expected 'once', 'always' or 'never'\.$"):
+        open_fake(plain.path, verify="sometimes")
+
+
+def test_more_values_than_a_minibatch_of_csr_can_have(open_fake: Callable[..., Opened], plain: Stored) -> None:
+    backend = open_fake(plain.path, output="csr").loader._backend
+    crowded = CudaResident(2, 3, host_indptr=np.array([0, 1 << 30, 1 << 31]))
+    told = r"^output='csr': a minibatch has more than 2\*\*31 - 1 values; use a smaller batch_size\.$"
+    with pytest.raises(gpuload.PlanError, match=told):
+        backend.take_rows(crowded, np.arange(2, dtype=np.int32), Form("csr", "float32", 3))
 
 
 def test_memory_is_bounded_and_named(open_fake: Callable[..., Opened], plain: Stored) -> None:

@@ -15,6 +15,7 @@ import weakref
 from concurrent.futures import CancelledError, Future
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,12 +24,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuload.backends.cuda import kvikio as kvikio_module
+from gpuload.backends.cuda.far import FarReader
 from gpuload.backends.cuda.kvikio import KvikioReader
 from gpuload.backends.cuda.pinned import PinnedReader, _fill
 from gpuload.backends.cuda.readers import PAGE, Pending, place_extents
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
+from gpuload.remote import Patience, Reach
+from gpuload.remote_source import RemoteSource
 from gpuload.source import BufferSource, FileSource
 from tests.fakes import FakeSource
+from tests.unit.test_remote_source import FakeRemote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -94,10 +99,11 @@ def outcomes(folder: Path, names: list[str], **environment: str) -> dict[str, st
     """Run bodies of `on_fake_driver`; return what went wrong with each, "" for nothing."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVIKIO_", "CUFILE_"))}
     paths = [str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    modules = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", "tests.cuda.on_fake_driver", *names],
         cwd=folder,  # cuFile writes its log there
-        env=inherited | {"LD_LIBRARY_PATH": ":".join(paths), "PYTHONPATH": str(ROOT)} | environment,
+        env=inherited | {"LD_LIBRARY_PATH": ":".join(paths), "PYTHONPATH": ":".join(modules)} | environment,
         capture_output=True,
         text=True,
         timeout=100,
@@ -169,6 +175,33 @@ def test_kvikio_settings_are_checked_first(settings_: dict[str, Any]) -> None:
     (name,) = settings_
     with pytest.raises(PlanError, match=rf"{name}={settings_[name]!r}: expected"):
         KvikioReader(LateDevice(), **settings_)
+
+
+# --- objects, by a KvikIO that is not to be trusted
+
+
+def test_parts_of_objects_that_come_short_are_asked_for_again_and_told() -> None:
+    asked = []
+
+    class Handle:
+        def pread(self, span: object, n: int, at: int) -> Any:
+            asked.append((at, n))
+            return SimpleNamespace(get=lambda: n - 1)
+
+    remote = FakeRemote({"a": bytes(100)})
+    remote.reach = lambda key: Reach(f"http://here/{key}")  # type: ignore[attr-defined]
+    patience = Patience(tries=3, first_wait_s=0.001)
+    device: Any = SimpleNamespace(use=lambda: None, wait=lambda event: None, address=lambda out: out.ctypes.data)
+    far = FarReader(
+        SimpleNamespace(open_http=lambda url, nbytes: Handle()), lambda address, n: None, device, 1 << 20, patience
+    )
+    source = RemoteSource("fake://bucket", remote, list(remote.list()))
+    ranges = (np.array([10]), np.array([40]), np.array([0]))
+    told = r"^fake://bucket/a: reading 40 bytes of /X/data at byte 10 through KvikIO failed: wanted 40 bytes, got 39\."
+    with pytest.raises(ReadError, match=told):
+        far.read(Pending(), source, NAME, ranges, np.zeros(40, dtype=np.uint8), None)
+    assert asked == [(10, 40)] * 3
+    source.close()
 
 
 # --- page-locked buffers

@@ -84,6 +84,23 @@ def test_a_replaced_file_goes_on_with_the_old_bytes(
         np.testing.assert_array_equal(batch.X, counts(seed=9).toarray()[batch.rows])
 
 
+def test_a_file_that_is_replaced_while_it_is_opened(
+    copy_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = copy_of("old.h5ad"), h5py.File
+
+    def replaced_first(*args: Any, **kwargs: Any) -> h5py.File:
+        other = tmp_path / "new.h5ad"
+        other.write_bytes(path.read_bytes())
+        other.replace(path)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr("gpuload.formats.hdf5.h5py.File", replaced_first)
+    told = rf"^{path}: the file was replaced while it was being opened; open it again\.$"
+    with pytest.raises(gpuload.ReadError, match=told):
+        gpuload.open_loader(path)
+
+
 def test_a_deleted_file_goes_on(plain: Stored, copy_of: Callable[[str], Path]) -> None:
     path = copy_of("gone.h5ad")
     with gpuload.open_loader(path, batch_size=8, fetch_factor=2) as loader:

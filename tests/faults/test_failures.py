@@ -217,6 +217,30 @@ def test_closing_twice_and_during_an_iteration(plain: Stored) -> None:
         iter(loader)
 
 
+def test_an_iteration_in_another_thread(store: Store) -> None:
+    gate = threading.Event()
+    rows: list[int] = []
+    backend = FakeBackend(delay_s=lambda _: float(not gate.wait(10)))
+    with loader_over(store, backend) as loader:
+        batches = iter(loader)
+        other = threading.Thread(target=lambda: rows.extend(next(batches).rows))
+        other.start()
+        while not backend.recipes:
+            time.sleep(0.001)
+        with pytest.raises(gpuload.PlanError, match=r"iterated in another thread; one iteration lives at a time\.$"):
+            iter(loader)
+        gate.set()
+        other.join()
+        assert len(rows) == 8
+
+
+def test_a_closed_file_says_so(store: Store, plain: Stored) -> None:
+    store.close()
+    words = rf"^{plain.path}: the loader was closed; open it again with open_loader\(\)\.$"
+    with pytest.raises(gpuload.ReadError, match=words):
+        store.sources[0].read_into(np.empty(1, np.uint8), 0)
+
+
 def test_many_loaders_opened_and_closed(store_variant: StoreVariant) -> None:
     stored = store_variant("csr-gzip4")
     for _ in range(20):

@@ -252,9 +252,13 @@ def write_npz(path: Path, method: int = zipfile.ZIP_STORED, **changes: Any) -> N
     with zipfile.ZipFile(path, "w", method) as archive:
         for name, values in {"format": np.array(b"csr"), **PARTS, **changes}.items():
             if values is not None:
-                raw = io.BytesIO()
-                np.save(raw, values)
-                archive.writestr(f"{name}.npy", raw.getvalue())
+                archive.writestr(f"{name}.npy", values if isinstance(values, bytes) else npy(values))
+
+
+def npy(values: np.ndarray) -> bytes:
+    raw = io.BytesIO()
+    np.save(raw, values)
+    return raw.getvalue()
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -280,6 +284,16 @@ def test_npz_of_any_method(tmp_path: Path, method: int) -> None:
         ({"data": counts().data[:-1]}, "CorruptDataError", ("data", "indices")),
         ({"data": counts().data[None]}, "StoreError", ("data", "2 dimensions")),
         ({"data": counts().data.astype(complex)}, "StoreError", ("data", "complex")),
+        (
+            {"data": npy(counts().data)[:-4]},
+            "CorruptDataError",
+            (f"data has {counts().nnz} elements, more than its member holds; restore it",),
+        ),
+        (
+            {"shape": npy(np.array(counts().shape))[:-8]},
+            "CorruptDataError",
+            ("shape is int64, (2,), which its size does not fit; restore the file",),
+        ),
     ],
 )
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
@@ -296,6 +310,29 @@ def test_npz_that_ends_early(tmp_path: Path) -> None:
     raw = path.read_bytes()
     path.write_bytes(raw[:-30])
     assert_refused("CorruptDataError", path, str(path), "truncated")
+
+
+def test_npz_that_is_cut_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = made("npz-stored", tmp_path)
+
+    def cut(path: str) -> bool:
+        with open(path, "r+b") as file:
+            file.truncate(1000)
+        return False
+
+    monkeypatch.setattr("gpuload.formats.zarr.is_zarr_zip", cut)
+    assert_refused("CorruptDataError", path, f"{path}: not a readable .npz archive", "Was it truncated?")
+
+
+def test_npz_whose_directory_points_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "X.npz"
+    write_npz(path)
+    with zipfile.ZipFile(path) as archive:
+        start = archive.getinfo("data.npy").header_offset
+    raw = bytearray(path.read_bytes())
+    raw[start : start + 4] = b"\xff" * 4
+    path.write_bytes(raw)
+    assert_refused("CorruptDataError", path, f"{path}: data does not start where the archive says; restore the file")
 
 
 def test_npz_that_is_encrypted(tmp_path: Path) -> None:
@@ -383,6 +420,12 @@ def test_scdl_whose_tables_do_not_fit(scdl: Path) -> None:
     assert_refused("StoreError", scdl, "'depth'", "no columns", obs=["depth"])
     shutil.rmtree(scdl / "var_features")
     assert_refused("StoreError", scdl, "0 sets of genes")
+
+
+def test_scdl_whose_number_of_rows_cannot_be_read(scdl: Path) -> None:
+    index = scdl / "var_features" / "cumulative_sum_index.npy"
+    index.write_bytes(index.read_bytes()[:-9])
+    assert_refused("CorruptDataError", scdl, f"{index}: it cannot be read (ValueError)", "Restore")
 
 
 def test_scdl_without_pyarrow(scdl: Path, monkeypatch: pytest.MonkeyPatch) -> None:

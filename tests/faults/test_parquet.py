@@ -134,6 +134,26 @@ def test_encodings_that_are_not_known(write: Callable[..., Path], options: Any, 
     assert_refused("StoreError", path, str(path), *parts)
 
 
+def test_a_footer_without_its_values(write: Callable[..., Path], tmp_path: Path) -> None:
+    """A file called _metadata, as dask and Spark write it beside those that hold the values."""
+    footer, path = pq.read_metadata(write(genes=GENES, expressions=VALUES)), tmp_path / "_metadata"
+    footer.write_metadata_file(path)
+    assert_refused("CorruptDataError", path, f"{path}: column 'genes' should lie beyond the file's end", "Restore")
+    footer.set_file_path("part-0.parquet")
+    footer.write_metadata_file(path)
+    assert_refused("StoreError", path, f"{path}: column 'genes' lies in another file, 'part-0.parquet'; give that")
+
+
+def test_a_column_of_two_codecs(write: Callable[..., Path]) -> None:
+    path = write(genes=GENES, expressions=VALUES, options={"compression": "zstd", "row_group_size": 40})
+    raw = bytearray(path.read_bytes())
+    zstd, snappy = b"element\x15\x0c", b"element\x15\x02"  # in the footer the codec follows the column's path
+    second = [at for at in range(len(raw)) if raw.startswith(zstd, at)][2]
+    raw[second : second + len(zstd)] = snappy
+    path.write_bytes(raw)
+    assert_refused("StoreError", path, f"{path}: column 'genes' is compressed in several ways; write it anew in one")
+
+
 def test_row_groups_that_are_too_large(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_cells, "MAX_CHUNK", 100)
     path = write(genes=GENES, expressions=VALUES)
@@ -181,6 +201,16 @@ def test_truncated(write: Callable[..., Path]) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
     assert_refused("CorruptDataError", path, str(path), "restore")
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "genes"), (1, "expressions")])
+def test_a_page_that_cannot_be_decoded(write: Callable[..., Path], number: int, name: str) -> None:
+    path = write(genes=GENES, expressions=VALUES, options={"row_group_size": 40, "use_dictionary": False})
+    at = pq.read_metadata(path).row_group(2).column(number).data_page_offset
+    raw = bytearray(path.read_bytes())
+    raw[at : at + 8] = b"\xff" * 8
+    path.write_bytes(raw)
+    assert_refused("CorruptDataError", path, f"{path}: chunk 2 of {name} at byte {at} is damaged: ", "Restore it")
 
 
 def test_changed_while_it_is_open(write: Callable[..., Path]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -85,8 +87,27 @@ def test_no_cuda_backend_yet(plain: Stored) -> None:
     assert_refused("DeviceError", plain.path, "cuda:0", "'cpu'", device="cuda:0")
 
 
+def test_a_gpu_without_cupy(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    told = r"^device='cuda' needs cupy-cuda13x, which is not installed; .* pip install 'gpuload\[cuda13\]'$"
+    with pytest.raises(gpuload.MissingDependencyError, match=told):
+        gpuload.open_loader(plain.path, device="cuda:0")
+
+
 def test_csr_output_is_float32(plain: Stored) -> None:
     assert_refused("PlanError", plain.path, "float16", "csr", "float32", output="csr", dtype="float16")
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "4"])
+def test_threads_are_a_whole_number(plain: Stored, value: Any) -> None:
+    parts = (f"num_threads={value!r}: expected a whole number of at least 1", "None for one per core")
+    assert_refused("PlanError", plain.path, *parts, num_threads=value)
+
+
+def test_more_values_than_a_minibatch_of_csr_can_have(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuload.backends.cpu.MAX_CSR", 100)
+    parts = ("output='csr': a minibatch has more than 2**31 - 1 values", "use a smaller batch_size")
+    assert_refused("PlanError", plain.path, *parts, output="csr", batch_size=64)
 
 
 @pytest.mark.parametrize(("name", "value"), [("device_cache", "1GiB"), ("device_memory", 1 << 30), ("io", "pinned")])
@@ -128,6 +149,13 @@ def test_file_without_permission(tmp_path: Path) -> None:
     path = write_and_path(tmp_path)
     path.chmod(0)
     assert_refused("ReadError", path, str(path), "permission")
+
+
+def test_something_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # addresses of sockets are short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("cells.h5ad")
+        assert_refused("ReadError", "cells.h5ad", "cells.h5ad: cannot be opened: No such device", "Check the path")
 
 
 @pytest.mark.parametrize(
@@ -329,6 +357,41 @@ def test_raw_without_a_matrix(tmp_path: Path) -> None:
 def test_arrays_of_unequal_length(tmp_path: Path, name: str) -> None:
     path = broken(tmp_path, name, lambda values: values[:-3])
     assert_refused("CorruptDataError", path, str(path), "data", "indices")
+
+
+def test_genes_without_names(tmp_path: Path) -> None:
+    path = write_and_path(tmp_path)
+    with h5py.File(path, "r+") as file:
+        del file["var/_index"], file["var"].attrs["_index"]
+    assert_refused("StoreError", path, f"{path}: /var has no index", "anndata's write_h5ad")
+
+
+def test_a_size_beyond_all_memory(tmp_path: Path) -> None:
+    path = write_and_path(tmp_path)
+    with h5py.File(path, "r+") as file:
+        del file["var/_index"]
+        file["var"].create_dataset("_index", (1 << 55,), "i8", chunks=(1024,))
+    assert_refused("CorruptDataError", path, f"{path}: a size in its metadata cannot be right", "restore the file")
+
+
+def test_more_chunks_than_the_file_can_hold(tmp_path: Path) -> None:
+    path = tmp_path / "chunks.h5ad"
+    write_h5ad(path, lambda f: f.create_dataset("X", (2000, 2000), "f4", chunks=(1, 1)), 2000, 2000)
+    assert_refused("CorruptDataError", path, f"{path}: /X has 4000000 chunks", "Restore the file")
+
+
+def test_an_unencoded_chunk_of_another_size(tmp_path: Path) -> None:
+    path = tmp_path / "chunk.h5ad"
+    write_h5ad(path, lambda f: write_dense(f, "X", counts().toarray(), chunks=(16, writers.N_VARS)))
+    nbytes = 16 * writers.N_VARS * 4
+    with h5py.File(path) as file:
+        chunk = file["X"].id.get_chunk_info(0)
+        assert (chunk.size, file["X"].dtype) == (nbytes, np.float32)
+    content = path.read_bytes()
+    key = nbytes.to_bytes(4, "little") + bytes(4 + 3 * 8) + chunk.byte_offset.to_bytes(8, "little")
+    assert content.count(key) == 1  # of the B-tree of chunks: size, filter mask, place, address
+    path.write_bytes(content.replace(key, (nbytes - 4).to_bytes(4, "little") + key[4:]))
+    assert_refused("CorruptDataError", path, f"{path}: /X has an unencoded chunk of the wrong size", "Restore the file")
 
 
 def test_matrix_and_frames_of_different_length(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -206,6 +207,83 @@ def test_a_zip_that_is_compressed_by_zip_is_refused(tmp_path: Path) -> None:
     assert_refused("StoreError", path, str(path), "compressed by zip", "zip -0")
 
 
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    path = tmp_path / "store.zip"
+    writers.zipped(path, writers.csr)
+    return path
+
+
+def test_a_member_of_a_zip_that_is_damaged(packed: Path) -> None:
+    raw = packed.read_bytes()
+    assert raw.count(b'"csr_matrix"') == 1
+    packed.write_bytes(raw.replace(b'"csr_matrix"', b'"csr_matrex"'))
+    assert_refused("CorruptDataError", packed, f"{packed}: X/zarr.json is damaged: its zip checksum", "Restore")
+
+
+def test_a_member_of_a_zip_that_is_elsewhere(packed: Path) -> None:
+    raw = bytearray(packed.read_bytes())
+    with zipfile.ZipFile(packed) as archive:
+        at = archive.getinfo("X/data/c/3").header_offset
+    raw[at] ^= 1
+    packed.write_bytes(raw)
+    words = f"{packed}: X/data/c/3 does not begin where the zip directory says"
+    assert_refused("CorruptDataError", packed, words, "Restore")
+
+
+def test_a_member_of_a_zip_beyond_its_end(packed: Path) -> None:
+    raw = bytearray(packed.read_bytes())
+    at = raw.rindex(b"X/data/c/3") - 46  # its entry in the zip directory, where both sizes are at byte 20
+    with zipfile.ZipFile(packed) as archive:
+        info = archive.getinfo("X/data/c/3")
+    raw[at + 20 : at + 28] = (1 << 24).to_bytes(4, "little") * 2
+    size = len(raw)
+    packed.write_bytes(raw)
+    stop = info.header_offset + 30 + len(info.filename) + (1 << 24)
+    words = f"{packed}: X/data/c/3 should reach byte {stop} but the file ends at byte {size}"
+    assert_refused("ReadError", packed, words, "truncated")
+
+
+def test_a_disk_that_fails(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    assert_refused("ReadError", packed, f"{packed}: reading ", "at byte ", "failed: Input/output error", "the disk")
+
+
+def test_metadata_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    writers.csr(path)
+    file = path / "X/data/zarr.json"
+    file.unlink()
+    file.mkdir()
+    assert_refused("ReadError", path, f"{file}: cannot be read: Is a directory", "permissions")
+
+
+@pytest.mark.parametrize(("version", "chunk"), [(2, "X/data/3"), (3, "X/data/c/3")])
+def test_chunks_that_cannot_be_listed(tmp_path: Path, version: int, chunk: str) -> None:
+    path = tmp_path / "store.zarr"
+    writers.csr(path, version)
+    (path / chunk).unlink()
+    (path / chunk).symlink_to("nothing")
+    assert_refused("ReadError", path, f"{path}/{chunk}: cannot be listed: No such file or directory", "links")
+
+
+def test_members_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "collection.zarr"
+    writers.collection(path, 2)
+    listed = os.scandir
+
+    def scandir(folder: str) -> Any:
+        if os.fspath(folder).rstrip("/") == str(path):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listed(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert_refused("ReadError", path, f"{path}/: cannot be listed: Permission denied", "Check its permissions")
+
+
 # --- stores that change while they are open
 
 
@@ -268,6 +346,21 @@ def test_bytes_that_vanish_during_a_read_are_a_short_read(tmp_path: Path, monkey
         with pytest.raises(gpuload.ReadError) as caught:
             list(loader)
     assert_says(caught.value, str(path / "X/data/c"), "short read", "/X/data", "at byte 0", "got 3", "truncated")
+
+
+def test_a_shards_index_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpuload.folder_source import FolderSource
+
+    path = tmp_path / "store.zarr"
+    writers.csr(path, shards=True, compressors=LZ4_SHUFFLED)
+    file = path / "X/data/c/1"
+
+    def cut(_: FolderSource, number: int, descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), file.stat()):
+            os.truncate(file, 3)
+
+    monkeypatch.setattr(FolderSource, "check_file", cut)
+    assert_refused("ReadError", path, f"{file}: the index of this shard of /X/data cannot be read whole", "truncated")
 
 
 @pytest.mark.parametrize(
@@ -443,3 +536,30 @@ def test_metadata_that_is_no_json(tmp_path: Path) -> None:
     for content in ("{", "[1]", "", "\xff"):
         (path / "X/zarr.json").write_text(content, encoding="latin-1")
         assert_refused("CorruptDataError", path, str(path), "X/zarr.json", "JSON")
+
+
+def replace_array(path: Path, key: str, values: Any) -> None:
+    root = zarr.open_group(str(path), mode="r+")
+    del root[key]
+    root.create_array(key, data=np.asarray(values))
+
+
+def test_arrays_of_other_dimensions(tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    writers.csr(path)
+    replace_array(path, "obs/depth", np.float32(1))
+    assert_refused("StoreError", path, f"{path}: /obs/depth has no dimensions; expected an array", obs=["depth"])
+    replace_array(path, "X/data", counts().data[None])
+    assert_refused("StoreError", path, f"{path}: /X/data has 2 dimensions; expected one")
+
+
+def test_columns_that_are_no_columns(tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    writers.csr(path)
+    column = zarr.open_group(str(path), mode="r+")["obs/cell_line"]
+    column["codes"][0] = 99
+    words = f"{path}: its metadata cannot be read (codes need to be between"
+    assert_refused("CorruptDataError", path, words, "restore it", obs=["cell_line"])
+    column.attrs["encoding-type"] = "awkward-array"
+    words = f"{path}: /obs/cell_line is encoded as 'awkward-array'; expected categories, numbers"
+    assert_refused("StoreError", path, words, obs=["cell_line"])

@@ -16,6 +16,7 @@ import gpuload
 from benchmarks.s3server import start
 from gpuload.cache import BlockRemote, SampleStore
 from gpuload.errors import PlanError, ReadError, StoreError
+from gpuload.formats import zarr_remote
 from gpuload.remote import open_remote
 from tests import several, zarr_writers
 from tests.other_forms import FORMS, write_parquet
@@ -123,11 +124,22 @@ def test_a_folder_of_zarr(server: Running, zarrs: Callable[[str], Path], name: s
     key = put(server, path)
     address = f"s3://data/{key}" if scheme == "s3" else f"{server.url}/data/{key}"
     reached = {"storage_options": options(server)} if scheme == "s3" else {}
-    if scheme == "http" and "collection" in name:
-        with pytest.raises(ReadError, match="a web server cannot list"):
-            batches(address, layer=layer)
-        return
     assert_same(batches(address, layer=layer, **reached), batches(path, layer=layer))
+
+
+def test_what_a_web_server_cannot_list(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "collection.zarr"
+    zarr_writers.collection(path, 2)
+    address = f"{server.url}/data/{put(server, path)}"
+    with pytest.raises(ReadError, match=rf"^{address}: a web server cannot list what is in it; copy the store"):
+        gpuload.open_loader(address)
+    path = tmp_path / "chunks.zarr"
+    zarr_writers.csr(path)
+    address = f"{server.url}/data/{put(server, path)}"
+    monkeypatch.setattr(zarr_remote, "MAX_ASKED", 2)
+    words = rf"^{address}: /\S+ may have more than 2 objects, and a web server cannot .* with larger chunks or shards"
+    with pytest.raises(ReadError, match=words):
+        gpuload.open_loader(address)
 
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
@@ -397,6 +409,8 @@ def test_refusals(server: Running, plain: Stored, tmp_path: Path) -> None:
         gpuload.open_loader(plain.path, storage_options=reached)
     with pytest.raises(ReadError, match=r"s3://data/none\.h5ad: no such object\. Check the address\."):
         gpuload.open_loader("s3://data/none.h5ad", storage_options=reached)
+    with pytest.raises(ReadError, match=r"^s3://data/none\.parquet: no such object\. Check the address\.$"):
+        gpuload.open_loader(["s3://data/none.parquet", "s3://data/other.parquet"], storage_options=reached)
     np.save(server.root / "data" / "x.npy", np.zeros((3, 2)))
     with pytest.raises(StoreError, match=r"s3://data/x\.npy: at an address HDF5, Parquet and folders of zarr"):
         gpuload.open_loader("s3://data/x.npy", storage_options=reached)

@@ -280,6 +280,33 @@ def test_names_of_columns(names: tuple[str, str], tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(tmp_path / "a.parquet"), counts().toarray())
 
 
+def test_names_with_dots(tmp_path: Path) -> None:
+    X, path = counts(), tmp_path / "cells.parquet"
+    genes, values = lists_of(X, 0, None)
+    columns = {
+        "genes.n": [len(row) for row in genes],
+        "plate.id": [f"id {i}" for i in range(N_OBS)],
+        "genes": genes,
+        "a": [{"b": {"c": 1, "d": [1]}, "e": [("k", 2)]}] * N_OBS,  # whose leaves come between
+        "expressions": values,
+        "raw.x": [[3.0 * v for v in row] for row in values],
+        "plate": [f"plate {i % 3}" for i in range(N_OBS)],
+    }
+    kinds = {"genes": pa.list_(pa.int64()), "a": pa.struct([
+        ("b", pa.struct([("c", pa.int8()), ("d", pa.list_(pa.int8()))])), ("e", pa.map_(pa.string(), pa.int8())),
+    ])}  # fmt: skip
+    pq.write_table(pa.table({name: pa.array(v, kinds.get(name)) for name, v in columns.items()}), path)
+    np.testing.assert_array_equal(read(path), X.toarray())
+    np.testing.assert_array_equal(read(path, layer="raw.x"), 3 * X.toarray())
+    wanted = ("genes.n", "plate", "plate.id")
+    with gpuload.open_loader(path, obs=wanted, shuffle=False, batch_size=N_OBS, fetch_factor=1) as loader:
+        (batch,) = loader
+        for name in wanted:
+            codes, categories = batch.obs[name], loader.categories.get(name)
+            found = codes if categories is None else np.asarray(categories)[codes]
+            assert list(found) == columns[name]
+
+
 def test_columns_of_obs(tmp_path: Path) -> None:
     texts = [None if i % 7 == 0 else f"drug {i % 5}" for i in range(N_OBS)]
     columns = {

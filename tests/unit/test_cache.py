@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import time
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -502,6 +503,41 @@ def test_a_sample_of_another_shape_is_told(tmp_path: Path, remote: CountingRemot
             list(snapshot.batches(4))
 
 
+def test_a_sample_of_another_size_is_told(tmp_path: Path, remote: CountingRemote) -> None:
+    np.save(tmp_path / "remote" / "0005.npy", np.zeros(7, dtype=np.float32))
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        told = r"^0005\.npy: 156 bytes, where the samples before it have 4128; use decode='bytes' or a function"
+        with store.snapshot() as snapshot, pytest.raises(CorruptDataError, match=told):
+            list(snapshot.batches(4))
+
+
+def test_samples_that_are_no_arrays_are_told(tmp_path: Path) -> None:
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote" / "a.txt").write_text("once upon a time")
+    with (
+        opened(tmp_path, str(tmp_path / "remote")) as store,
+        store.snapshot(min_samples=1) as snapshot,
+        pytest.raises(CorruptDataError, match=r"^a\.txt: it is no \.npy file \(.*\); use decode='bytes' or a function"),
+    ):
+        list(snapshot.batches(1))
+
+
+def test_a_sample_whose_digest_is_not_that_of_the_remote_is_told(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        lost = store.find_samples(np.array([5]))[0]
+        Path(lost.path or "").unlink()
+        found = remote.head(lost.key)
+        assert found is not None
+        monkeypatch.setattr(remote, "head", lambda _: replace(found, digest=f"sha256:{0:064x}"))
+        told = rf"^{lost.key}: its digest is not what {remote.name} says; put it there anew\.$"
+        with store.snapshot() as snapshot, pytest.raises(CorruptDataError, match=told):
+            list(snapshot.batches(1))
+
+
 def test_other_formats(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
@@ -650,6 +686,37 @@ def test_a_broken_catalogue_is_told(tmp_path: Path, remote: CountingRemote) -> N
         pass
 
 
+def test_a_catalogue_of_another_version_is_told(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, fetch=False):
+        pass
+    path = tmp_path / "store" / "catalogue.sqlite"
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE meta SET value = 7 WHERE name = 'version'")
+    with (
+        pytest.raises(StoreError, match=rf"^{path}: it is of version 7, and this gpuload knows 1; use another f"),
+        opened(tmp_path, remote),
+    ):
+        pass
+
+
+def test_a_catalogue_that_is_held_by_another_is_told(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote, fetch=False):
+        pass
+    path = tmp_path / "store" / "catalogue.sqlite"
+    monkeypatch.setattr("gpuload.cache.database._BUSY_S", 0.1)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with (
+            pytest.raises(ReadError, match=rf"^{path}: another process has held it for 0 s; end it, or use another f"),
+            opened(tmp_path, remote),
+        ):
+            pass
+    with opened(tmp_path, remote, fetch=False) as store:
+        assert store._catalogue.n_ready() == 0
+
+
 # --- refusals ---
 
 
@@ -662,8 +729,18 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
         opened(tmp_path, remote, policy="best"),
     ):
         pass
+    for name, value in (("n_processes", -1), ("in_flight", 0), ("min_visits", 0)):
+        with (
+            pytest.raises(PlanError, match=rf"{name}={value}\b.*: expected at least 0, 1 and 1\.$"),
+            opened(tmp_path, remote, **{name: value}),
+        ):
+            pass
     local = Local(remote.name)
     with pytest.raises(PlanError, match="remote: it cannot be sent to a"), opened(tmp_path, local, n_processes=1):
+        pass
+    Local.__module__ = "__main__"
+    told = "remote: Local is defined in the script that runs, .* put it into a module of its own, or use n_processes=0"
+    with pytest.raises(PlanError, match=told), opened(tmp_path, local, n_processes=1):
         pass
     with opened(tmp_path, remote) as store:
         for settings, sentence in (

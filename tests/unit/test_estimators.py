@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -292,6 +293,47 @@ def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray,
 def test_refused(cells: np.ndarray, call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(cells, cells[:, 0])
+
+
+def test_a_model_that_is_not_fitted_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(gpuload.PlanError, match=r"^KernelRidge is not fitted; call fit first\.$"):
+        KernelRidge().save(tmp_path / "model.npz")
+    assert not (tmp_path / "model.npz").exists()
+
+
+def test_a_model_that_is_not_fitted_without_scikit_learn(cells: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.exceptions", None)
+    with pytest.raises(gpuload.PlanError, match=r"^TruncatedSVD is not fitted; call fit first\.$"):
+        TruncatedSVD(2).transform(cells)
+
+
+@pytest.mark.parametrize(
+    ("package", "settings", "message"),
+    [
+        ("torch", {"engine": "torch"}, r"^engine='torch' on 'cpu' needs torch, .* pip install 'gpuload\[torch\]'"),
+        ("torch", {"device": "cuda:0"}, r"^engine='auto' on 'cuda:0' needs torch, .* pip install 'gpuload\[torch\]'"),
+        (
+            "cupy",
+            {"engine": "cupy", "device": "cuda:0"},
+            r"^engine='cupy' needs cupy, .* pip install 'gpuload\[cuda13\]'",
+        ),
+    ],
+)
+def test_the_package_of_an_engine_that_is_missing_is_named(
+    cells: np.ndarray, package: str, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(gpuload.MissingDependencyError, match=message):
+        TruncatedSVD(2, **settings).fit(cells)
+
+
+def test_a_loader_that_leaves_rows_out_is_refused(cells: np.ndarray, tmp_path: Path) -> None:
+    path = tmp_path / "cells.h5ad"
+    write_h5ad(path, lambda file: write_csr(file, "X", csr_matrix(cells[:100])), 100, 60)
+    told = r"^X: its loader leaves the last rows out; open it with drop_last=False\.$"
+    settings: dict[str, Any] = {"shuffle": False, "batch_size": 64, "drop_last": True}
+    with gpuload.open_loader(path, **settings) as loader, pytest.raises(gpuload.PlanError, match=told):
+        TruncatedSVD(2).fit(loader)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

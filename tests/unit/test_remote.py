@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -56,6 +57,16 @@ def test_a_folder(tmp_path: Path) -> None:
     with pytest.raises(BusyError, match="short read at byte 0: wanted 99999 bytes"):
         remote.get(listed[1], 0, 99_999)
     assert remote.head("none") is None
+
+
+def test_a_folder_whose_files_cannot_be_reached(tmp_path: Path) -> None:
+    path = tmp_path / "around"
+    path.symlink_to("around")
+    remote = FolderRemote(tmp_path)
+    with pytest.raises(BusyError, match=rf"^{path}: Too many levels of symbolic links\.$"):
+        list(remote.list())
+    with pytest.raises(BusyError, match=rf"^{path}: reading 4 bytes at byte 3 failed: Too many .*\. Check the disk\.$"):
+        remote.get(RemoteObject("around", 9, ""), 3, 7)
 
 
 def test_objects(server: Running) -> None:
@@ -139,6 +150,37 @@ def test_what_will_not_pass_is_not_busy(
     assert "<" not in str(caught.value)
 
 
+class Careless(Refusing):
+    """Has an object of three bytes and sends it whatever was asked for; to `whole` it says too much of its size."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        is_whole = self.path.endswith("whole")
+        headers = {"ETag": '"new"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+        if is_whole:
+            headers |= {"Content-Length": "100", "Transfer-Encoding": "chunked"}
+        else:
+            headers |= {"Content-Length": "3", "Content-Range": "bytes 0-2/3"}
+        self.send_response(200 if is_whole else 206)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"3\r\nabc\r\n0\r\n\r\n" if is_whole else b"abc")
+
+
+def test_answers_that_are_not_what_was_asked_for(refusing: ObjectRemote, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("protocol_version", "do_GET"):
+        monkeypatch.setattr(Refusing, name, vars(Careless)[name])
+    assert bytes(refusing.get(RemoteObject("a", 3, "new"), 0, 3)) == b"abc"
+    with pytest.raises(ReadError, match=r"^s3://data/a: the object was changed since it was listed; open it again\.$"):
+        refusing.get(RemoteObject("a", 3, "old"), 0, 3)
+    with pytest.raises(BusyError, match=r"^s3://data/a: short read at byte 0: wanted 9 bytes, got 3\.$"):
+        refusing.get(RemoteObject("a", 9, "new"), 0, 9)
+    with pytest.raises(BusyError, match=r"^s3://data/whole: short read: wanted 100 bytes, got 3\.$"):
+        refusing.get_whole("whole")
+
+
 def test_no_connection_is_said_in_one_sentence() -> None:
     pytest.importorskip("obstore")
     with pytest.raises(BusyError) as caught:
@@ -210,6 +252,8 @@ def test_wrong_addresses() -> None:
         open_remote("foo://x")
     with pytest.raises(PlanError, match="it names no bucket or host; expected for example s3://bucket"):
         open_remote("s3://")
+    with pytest.raises(PlanError, match=r"az://data: it cannot be opened: Account .*; check the address, and give"):
+        open_remote("az://data")
     with pytest.raises(PlanError, match="storage_options has 'nonsense', which is no setting"):
         open_remote("s3://data", nonsense=1)
     with pytest.raises(PlanError, match="storage_options has 'nonsense', which cannot be used here"):
@@ -245,6 +289,16 @@ def test_a_store_fills_itself_through_every_fault(tmp_path: Path, server: Runnin
         assert not store.quarantine()
     counts = server.counts()
     assert all(counts.get(f"fault {kind}", 0) for kind in ("503", "reset", "truncate", "corrupt"))
+
+
+def test_a_profile_without_keys_needs_boto3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "config").write_text("[profile lab]\nsso_session = lab\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(MissingDependencyError, match=r"^profile='lab', .* needs boto3, .*pip install 'gpuload\[aws\]'"):
+        open_remote("s3://data", profile="lab")
 
 
 def test_a_store_needs_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -143,6 +143,19 @@ def test_an_error_that_will_not_pass_is_raised_at_once(no_leaks: None) -> None:
     source.close()
 
 
+def test_objects_that_changed_or_went_are_named(no_leaks: None) -> None:
+    remote = FakeRemote({"a": DATA, "b": DATA})
+    source = source_of(remote)
+    source.check_same([0, 1])
+    remote.objects["b"] = DATA[1:]
+    with pytest.raises(ReadError, match=r"^fake://bucket/b: the object was changed since it was listed; open it again"):
+        source.check_same([0, 1])
+    del remote.objects["a"]
+    with pytest.raises(ReadError, match=r"^fake://bucket/a: no such object\. Was it removed since it was listed\?$"):
+        source.check_same([0])
+    source.close()
+
+
 def test_a_straggler_is_asked_for_a_second_time(no_leaks: None) -> None:
     release = threading.Event()
 

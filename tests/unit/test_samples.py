@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpuload.errors import CorruptDataError, PlanError, ReadError
+from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, ReadError
 from gpuload.samples import SampleLoader, SampleSet
 from tests.remotes import CountingRemote, FlakyRemote
 
@@ -208,6 +210,27 @@ def test_safetensors_of_two_tensors(data: Path) -> None:
     save_file({"x": value(0), "y": value(1)}, data / "id-0.safetensors")
     with pytest.raises(CorruptDataError, match=r"sample 'id-0'.*it holds 2 tensors, and one is expected; give decode"):
         SampleSet(IDS, LABELS, data, "safetensors")[0]
+
+
+def test_safetensors_without_the_library(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (data / "id-0.safetensors").write_bytes(bytes(100))
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    words = r"^decode='safetensors' needs safetensors, .*pip install 'gpuload\[samples\]'$"
+    with pytest.raises(MissingDependencyError, match=words):
+        SampleSet(IDS, LABELS, data, "safetensors")[0]
+
+
+def test_a_file_that_ends_while_it_is_read(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, preadv = data / "id-0.npy", os.preadv
+    size = path.stat().st_size
+
+    def cut(*args: Any) -> int:
+        os.truncate(path, 20)
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", cut)
+    with pytest.raises(ReadError, match=rf"^{path}: short read: wanted {size} bytes, got 20\. Was it truncated\?$"):
+        SampleSet(IDS, LABELS, data, "npy")[0]
 
 
 def test_a_sample_that_fails_ends_the_epoch_after_the_batches_before(data: Path) -> None:

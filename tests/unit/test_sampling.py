@@ -215,6 +215,16 @@ def test_settings_that_say_two_things_are_refused_before_any_file_is_opened(sett
     assert str(caught.value).startswith(message)
 
 
+def test_blocks_of_rows_that_a_subset_does_not_have(plain: Stored) -> None:
+    sampler = Subset(np.arange(50, 60), Custom(lambda epoch_seed, rank, world_size: [[0, 4], [8, 11]]))
+    with pytest.raises(PlanError) as caught, gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader:
+        list(loader)
+    assert str(caught.value) == (
+        "sampler: it gave blocks up to row 11 inside a Subset, whose rows are numbered through; expected "
+        "0 <= start <= stop <= 10."
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

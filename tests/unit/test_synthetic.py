@@ -10,6 +10,7 @@ import pytest
 
 from gpuload.errors import PlanError
 from gpuload.synthetic import MEAN_COUNTS, tahoe_shaped
+from gpuload.synthetic_cite import paired_cells
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +156,9 @@ def test_progress_is_told_the_cells_done():
 def test_impossible_sizes_are_refused(n_obs, options, message):
     with pytest.raises(PlanError, match=message):
         tahoe_shaped(n_obs, **options)
+
+
+@pytest.mark.parametrize("name", ["n_train", "n_test", "n_genes", "n_proteins"])
+def test_impossible_sizes_of_paired_cells_are_refused(name):
+    with pytest.raises(PlanError, match=rf"^{name}=0: expected at least 1\.$"):
+        paired_cells(**{"n_train": 4, "n_test": 4, "n_genes": 4, "n_proteins": 4, name: 0})
