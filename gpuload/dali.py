@@ -178,12 +178,6 @@ def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
         raise PlanError(f"obs column {taken[0]!r} has the name of another output; rename it in the file.")
     if loader.dtype == "bfloat16":
         raise PlanError("dtype='bfloat16': DALI has no such type here; use float32 or float16, or the PyTorch front.")
-    unknown = [n for n, d in loader.obs_dtypes.items() if d.name not in _DALI_TYPES]
-    if unknown:
-        raise PlanError(
-            f"obs column {unknown[0]!r} has dtype {loader.obs_dtypes[unknown[0]]}, which DALI has no type for; "
-            "leave it out."
-        )
     matrices = [np.dtype(table.form.dtype) for table in loader.tables.values()]
     return [*matrices, *loader.obs_dtypes.values(), np.dtype(np.int64)]
 

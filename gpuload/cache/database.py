@@ -42,6 +42,14 @@ class Database:
         self._lock = threading.RLock()
         self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
+            self._begin()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _begin(self) -> None:
+        """Set the database up, and make its tables where it has none."""
+        try:
             for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "cache_size = -16000"):
                 self._db.execute(f"PRAGMA {pragma}")
             with self.transaction() as db:
@@ -50,14 +58,14 @@ class Database:
                         db.execute(statement)
             found = self.meta("version")
         except sqlite3.DatabaseError as error:
-            self._db.close()
-            raise StoreError(
-                f"{path}: it cannot be read as the catalogue of a sample store: {error}. Remove it, and the store "
+            raise _told(error, self.path) or StoreError(
+                f"{self.path}: it cannot be read as the catalogue of a sample store: {error}. Remove it, and the store "
                 "makes a new one out of the files that are there."
             ) from error
         if found != VERSION:
-            self._db.close()
-            raise StoreError(f"{path}: it is of version {found}, and this gpuload knows {VERSION}; use another folder.")
+            raise StoreError(
+                f"{self.path}: it is of version {found}, and this gpuload knows {VERSION}; use another folder."
+            )
 
     def close(self) -> None:
         """Close the database; may be called twice."""
@@ -80,13 +88,10 @@ class Database:
                         self._db.execute("ROLLBACK")
                     raise
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path) from error
-                if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
-                    raise ReadError(
-                        f"{self.path}: another process has held it for {_BUSY_S:.0f} s; end it, or use another folder."
-                    ) from error
-                raise
+                told = _told(error, self.path)
+                if told is None:
+                    raise
+                raise told from error
             except sqlite3.ProgrammingError as error:
                 raise PlanError("the sample store was closed; open it again.") from error
 
@@ -113,6 +118,16 @@ class Database:
     def _count(db: sqlite3.Connection, **amounts: int) -> None:
         """Add to single values of the store."""
         db.executemany("UPDATE meta SET value = value + ? WHERE name = ?", [(n, name) for name, n in amounts.items()])
+
+
+def _told(error: sqlite3.DatabaseError, path: str) -> OSError | None:
+    """Return in our words what went wrong, where that lies not with the database itself."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_FULL:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+    if code == sqlite3.SQLITE_BUSY:
+        return ReadError(f"{path}: another process has held it for {_BUSY_S:.0f} s; end it, or use another folder.")
+    return None
 
 
 def _statements() -> Iterator[str]:

@@ -699,15 +699,19 @@ def test_a_catalogue_of_another_version_is_told(tmp_path: Path, remote: Counting
         pass
 
 
+@pytest.mark.parametrize("is_new", [False, True])
 def test_a_catalogue_that_is_held_by_another_is_told(
-    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch, is_new: bool, no_leaks: None
 ) -> None:
-    with opened(tmp_path, remote, fetch=False):
-        pass
     path = tmp_path / "store" / "catalogue.sqlite"
+    if is_new:  # the other is about to make it
+        path.parent.mkdir()
+    else:
+        with opened(tmp_path, remote, fetch=False):
+            pass
     monkeypatch.setattr("gpuload.cache.database._BUSY_S", 0.1)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
+        other.execute("BEGIN EXCLUSIVE" if is_new else "BEGIN IMMEDIATE")
         with (
             pytest.raises(ReadError, match=rf"^{path}: another process has held it for 0 s; end it, or use another f"),
             opened(tmp_path, remote),
