@@ -10,6 +10,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +56,9 @@ def watch(kind: Any) -> None:
             frame = frame.f_back
         place = (frame.f_code.co_filename, frame.f_lineno)
         if place not in seen:
-            seen.add(place)
-            with Path(os.environ["GPULOAD_RAISED"], str(os.getpid())).open("a") as file:
+            with suppress(OSError), Path(os.environ["GPULOAD_RAISED"], str(os.getpid())).open("a") as file:
                 file.write(f"{place[0]}:{place[1]}\n")
+                seen.add(place)
         super(kind, self).__init__(*args)
 
     kind.__init__ = note
