@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import warnings
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +111,7 @@ def test_a_fletcher32_within_a_crc32c(
     import zarr.codecs.numcodecs as nc
 
     path = tmp_path / "store.zarr"
-    with pytest.warns(match="not in the Zarr version 3 specification"):
+    with warnings.catch_warnings(action="ignore"):  # zarr 3.1 says that others may not know these codecs
         writers.csr(path, filters=None, compressors=(nc.Fletcher32(), zarr.codecs.Crc32cCodec()))
     expected = writers.read_matrix(path, "X").toarray()
     monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
