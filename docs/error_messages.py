@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gpuload
-from gpuload.errors import CorruptDataError, DeviceError, MissingDependencyError, PlanError, ReadError, StoreError
-from gpuload.object_errors import BusyError
+from gpuload.errors import (
+    BusyError,
+    CorruptDataError,
+    DeviceError,
+    MissingDependencyError,
+    PlanError,
+    ReadError,
+    StoreError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,6 +20,7 @@ from gpuload import errors
 from gpuload.alignment import check_join
 from gpuload.distributed import rank_and_world_size
 from gpuload.errors import (
+    BusyError,
     CorruptDataError,
     DeviceError,
     GpuloadError,
@@ -73,6 +74,7 @@ _MOST_DECODED = 8
 __all__ = [
     "Batch",
     "BlockShuffle",
+    "BusyError",
     "ClassBalanced",
     "CorruptDataError",
     "Custom",
@@ -222,11 +224,12 @@ def open_loader(
         minibatches are uint16 arrays of the bits, which the PyTorch front hands over as torch.bfloat16.
     device
         ``"cpu"``; ``"cuda:0"``; ``"cuda"``, the GPU of this process under torchrun, else the first; or ``"auto"``, a
-        GPU where one can be used, else the CPU, which logs what it chose.
+        GPU where one can be used, else the CPU, for which what is said below of a GPU means nothing; it is logged.
     prefetch
         Fetches loading ahead of the consumer.
     num_threads
-        Native threads that read and decode; None takes one per core that this process may use.
+        Native threads that read and decode; None takes one per core that this process may use. On a GPU, threads that
+        only read; None takes what KvikIO is set to, or 8, and 4 where bytes go through page-locked memory.
     verify
         When the file's checksums are verified: ``"once"`` per stored chunk since the file was opened, before anything
         from that chunk is handed over (later only as much of it is inflated as is needed); ``"always"``, each time;

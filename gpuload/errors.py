@@ -4,6 +4,7 @@
     ├─ PlanError(ValueError)            settings that make no plan
     ├─ StoreError(ValueError)           not a file we can read: missing key, wrong encoding, unsupported filter
     ├─ ReadError(OSError)               bytes could not be read: path, offset, wanted, got
+    │  └─ BusyError                     ... now; trying again may help
     ├─ CorruptDataError(ValueError)     bytes were read and are wrong: checksum, column out of range, indptr not rising
     ├─ DeviceError(RuntimeError)        the device refused: out of memory, no such device, failed launch
     └─ MissingDependencyError(ImportError)   names the package, the feature and the pip command
@@ -29,6 +30,10 @@ class StoreError(GpuloadError, ValueError):
 
 class ReadError(GpuloadError, OSError):
     """Bytes could not be read: short read, failed call, or a file that changed while it was open."""
+
+
+class BusyError(ReadError):
+    """Bytes could not be had now (429, 5xx, reset, timeout, short body); trying again may help."""
 
 
 class CorruptDataError(GpuloadError, ValueError):

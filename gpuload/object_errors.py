@@ -9,12 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from gpuload.errors import PlanError, ReadError
-
-
-class BusyError(ReadError):
-    """Bytes could not be had now (429, 5xx, reset, timeout, short body); trying again may help."""
-
+from gpuload.errors import BusyError, PlanError, ReadError
 
 BUSY = (BusyError, ConnectionError, TimeoutError)
 """Errors after which trying again may help."""

@@ -53,7 +53,7 @@ examples:
   python pipelines/modality.py competition --make 66175    (the competition's exact shape: some minutes to make)
   python pipelines/modality.py FOLDER --engine sklearn
   python pipelines/modality.py cite.h5mu --counts --batch donor --test donor8 --save model.npz
-  python pipelines/modality.py new_cells.h5ad --model model.npz
+  python pipelines/modality.py new_cells.h5ad --counts --model model.npz
 """
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.object_errors import BusyError
+from gpuload.errors import BusyError
 from gpuload.remote import FolderRemote, RemoteObject
 
 if TYPE_CHECKING:

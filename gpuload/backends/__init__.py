@@ -41,6 +41,7 @@ def open_backend(
         When checksums are verified: ``"once"``, ``"always"`` or ``"never"``.
     device_memory, device_cache
         Bytes, or text such as ``"20GiB"``: most device memory to take, and how much of it is for stored chunks.
+        Where ``"auto"`` finds no GPU, they and `io` mean nothing.
     io
         ``"kvikio"``, ``"pinned"`` or ``"auto"``: how bytes get to a GPU.
     n_matrices
@@ -68,8 +69,11 @@ def open_backend(
     if number is None:
         given = {"device_memory": device_memory, "device_cache": device_cache, "io": None if io == "auto" else io}
         for name, value in given.items():
-            if value is not None:
-                raise PlanError(f"{name}={value!r}: is for a GPU; leave it out, or use device='cuda'.")
+            if value is None:
+                continue
+            if device == "cpu":
+                raise PlanError(f"{name}={value!r}: is for a GPU; leave it out, or use device='cuda' or 'auto'.")
+            _log.info("device='auto': %s=%r has no meaning on the CPU", name, value)
         from gpuload.backends.cpu import CpuBackend
 
         return CpuBackend(num_threads=num_threads, verify=verify, n_matrices=n_matrices)

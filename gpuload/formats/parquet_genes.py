@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpuload.errors import ReadError, StoreError
+from gpuload.errors import BusyError, ReadError, StoreError
 from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import as_strings, check_n_vars, listing, numbered
 from gpuload.formats.parquet import opened
-from gpuload.object_errors import BusyError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

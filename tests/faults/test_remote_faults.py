@@ -13,8 +13,7 @@ pytest.importorskip("obstore")
 
 import gpuload
 from benchmarks.s3server import start
-from gpuload.errors import CorruptDataError, ReadError
-from gpuload.object_errors import BusyError
+from gpuload.errors import BusyError, CorruptDataError, ReadError
 from gpuload.remote import RemoteObject, open_remote
 from tests.other_forms import write_parquet
 from tests.writers import N_OBS, counts

@@ -20,7 +20,7 @@ pytest.importorskip("obstore")
 import gpuload
 from benchmarks.s3server import start
 from gpuload.cache import BlockRemote, SampleStore
-from gpuload.object_errors import BusyError
+from gpuload.errors import BusyError
 from gpuload.remote import Patience, open_remote
 from gpuload.threads import DaemonThreads, call_aside, is_over
 from tests.other_forms import write_parquet

@@ -14,8 +14,7 @@ import pytest
 
 from benchmarks.s3server import start
 from gpuload.cache import SampleStore
-from gpuload.errors import MissingDependencyError, PlanError, ReadError
-from gpuload.object_errors import BusyError
+from gpuload.errors import BusyError, MissingDependencyError, PlanError, ReadError
 from gpuload.remote import FolderRemote, ObjectRemote, RemoteObject, open_remote
 from tests.remotes import fill
 from tests.unit.test_cache import COST, N, full, train

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from gpuload import remote_source
-from gpuload.errors import PlanError, ReadError
-from gpuload.object_errors import BusyError
+from gpuload.errors import BusyError, PlanError, ReadError
 from gpuload.remote import Patience, RemoteObject, _aws_profile
 from gpuload.remote_source import RemoteFile, RemoteSource, Requests, _Piece
 

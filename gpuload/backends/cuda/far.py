@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from gpuload.errors import ReadError
-from gpuload.object_errors import BusyError
+from gpuload.errors import BusyError, ReadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
