@@ -48,6 +48,9 @@ PACKAGES = (
     "zarrs",
 )
 
+PREFETCH = 2
+"""Fetches that load ahead of the consumer."""
+
 SHORTEST_S = 10.0
 """Seconds below which no arm is begun."""
 
@@ -150,8 +153,13 @@ def loader(
     from gpuload.torch import CellDataset
 
     settings = {"batch_size": options.batch_size, "fetch_factor": options.fetch_factor, "block_size": "chunk"}
+    settings["prefetch"] = PREFETCH
     set_cache(options.file, options.cache)
     with gpuload.open_loader(options.file, device="cuda", obs=["plate"], output=output, **settings, **more) as opened:
+        # From the end of the first fetch, for which an empty pipeline was waited for, to where as many fetches are
+        # still ahead as then.
+        first, n_fetches = options.fetch_factor, len(opened) // options.fetch_factor
+        last = first * max(2, n_fetches - PREFETCH)
         dataset = CellDataset(opened)
         for _ in range(epoch):
             for _ in dataset:
@@ -159,13 +167,15 @@ def loader(
         step, each_s = _step_of(step_s) if step_s else (None, 0.0)
         start, waited, n, stats = 0.0, 0.0, 0, opened.stats.as_dict()
         for i, batch in enumerate(dataset):
-            if i == options.fetch_factor:  # the first fetch waits for an empty pipeline
+            if i == first:
                 torch.cuda.synchronize()
                 start, stats = time.perf_counter(), opened.stats.as_dict()
-            elif i > options.fetch_factor:
+            elif i > first:
                 n += len(batch["rows"])
             if step is not None:
                 step()
+            if i == last:
+                break
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         after = opened.stats.as_dict()
@@ -363,6 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if not n_gpus():
         parser.exit(1, "run_gpu: no GPU can be used here; see `gpuload doctor`.\n")
+    end = time.monotonic() + chosen.budget
     file = chosen.file or _make_file(Path("demo-data/gpu_tahoe_shaped.h5ad"), chosen.n_obs)
     options = Options(file, chosen.batch_size, chosen.fetch_factor, chosen.cache)
     if chosen.arm:
@@ -378,7 +389,6 @@ def main(arguments: list[str] | None = None) -> int:
         "cache": chosen.cache,
         "file": {"name": file.name, "nbytes": file.stat().st_size},
     }
-    end = time.monotonic() + chosen.budget
     arms, n_measured = list(chosen.only), 0
     for number in range(chosen.rounds):
         for name in list(arms):

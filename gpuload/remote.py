@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from gpuload import threads
-from gpuload.errors import MissingDependencyError, PlanError, ReadError
-from gpuload.object_errors import BUSY, BusyError, address_error, read_error
+from gpuload.errors import BusyError, MissingDependencyError, PlanError, ReadError
+from gpuload.object_errors import BUSY, address_error, read_error
 
 if TYPE_CHECKING:
     import threading

@@ -163,7 +163,9 @@ def _use_up_beta_warning() -> None:
 
 def _tensor(array: Any) -> torch.Tensor:
     """Return a tensor over an array's memory, on whichever device it lies."""
-    return torch.from_numpy(array) if isinstance(array, np.ndarray) else from_dlpack(array)
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(array)
+    return from_dlpack(array.__dlpack__(stream=-1))  # made on the stream on which torch reads it: nothing to wait for
 
 
 def _csr_tensor(matrix: Any) -> torch.Tensor:

@@ -41,7 +41,8 @@ def join_processes(device: str) -> None:
     """Meet the other processes, where torchrun started several; each takes the GPU of its local number."""
     is_gpu = device != "cpu" and torch.cuda.is_available()
     if is_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else rank)  # or each is shown its own card only
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     try:

@@ -247,8 +247,9 @@ def choose_device(wanted: str) -> str:
             "in pipelines/classify.py."
         )
     kind, _, number = wanted.partition(":")
-    card = int(number if number.isdecimal() else os.environ.get("LOCAL_RANK", "0"))
     n_there = torch.cuda.device_count()
+    of_process = "0" if n_there == 1 else os.environ.get("LOCAL_RANK", "0")  # launchers may show each its own card only
+    card = int(number if number.isdecimal() else of_process)
     if kind == "cuda" and card >= n_there:
         seen = f"PyTorch {torch.__version__} sees {n_there} GPUs, and number {card} is wanted"
         raise gpuload.DeviceError(f"--device {wanted}: {seen}; use --device cpu, or see what `gpuload doctor` says.")

@@ -87,8 +87,11 @@ def open_backend(
 def _device_number(device: object) -> int | None:
     """Return the number of the GPU that is asked for; "cuda" alone is that of this process under torchrun, or 0."""
     found = re.fullmatch(r"cuda(?::(\d+))?", device) if isinstance(device, str) else None
+    if found is not None and found[1]:
+        return int(found[1])
     if found is not None:
-        return int(found[1] or os.environ.get("LOCAL_RANK", "0"))
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        return 0 if rank and _n_gpus() == 1 else rank  # where the launcher shows each process a GPU of its own
     if device not in ("auto", "cpu"):
         raise PlanError(f"device={device!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:<number>'.")
     return None
@@ -103,9 +106,13 @@ def _first_gpu() -> tuple[int | None, str]:
     for package in ("cupy", "kvikio", "nvidia.libnvcomp"):
         if not _is_installed(package):
             return None, f"{package} is not installed"
+    return (_device_number("cuda"), "a GPU is there") if _n_gpus() else (None, "no GPU is to be seen")
+
+
+def _n_gpus() -> int:
     from gpuload.backends.cuda.device import n_gpus
 
-    return (_device_number("cuda"), "a GPU is there") if n_gpus() else (None, "no GPU is to be seen")
+    return n_gpus()
 
 
 def _is_installed(package: str) -> bool:

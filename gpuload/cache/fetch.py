@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from gpuload.cache import leases
 from gpuload.cache.catalogue import Full
 from gpuload.cache.files import Download, adopt_strays, given_up, repair
-from gpuload.errors import CorruptDataError, GpuloadError, ReadError
-from gpuload.object_errors import BUSY, BusyError
+from gpuload.errors import BusyError, CorruptDataError, GpuloadError, ReadError
+from gpuload.object_errors import BUSY
 from gpuload.remote import Patience
 from gpuload.threads import PATIENCE_S
 

@@ -22,6 +22,9 @@ PANEL = 3072
 
 _JITTER = 1e-6
 
+_GRAM_PANEL = 512
+"""Columns of a symmetric matrix that are added up at one time, from the diagonal down: little is made twice over."""
+
 
 class KernelRidge(Estimator):
     """Ridge regression in the space of a Gaussian kernel ``exp(-gamma * |x - y|**2)``, for one or many targets.
@@ -204,21 +207,24 @@ class KernelRidge(Estimator):
         # A model is a sum over the parts of the rows that no half tears apart.
         part_of, members = np.unique(np.stack(halves, axis=1), axis=0, return_inverse=True)
         members = members.reshape(-1)
-        gram = [engine.zeros((m, m), "float32" if len(part_of) > 1 else "float64") for _ in part_of]
+        kind, panels = "float32" if len(part_of) > 1 else "float64", list(_panels(m, _GRAM_PANEL))
+        gram = [[engine.zeros((m - lo, hi - lo), kind) for lo, hi in panels] for _ in part_of]  # on and below diagonals
         image = [engine.zeros((m, y.shape[1]), "float64") for _ in part_of]
         for rows, part in passes:
             white = engine.solve_lower(lower, _kernel(engine, known, engine.put(part, "float32"), self._gamma()))
             for k in np.unique(members[rows]):
                 of_part = np.flatnonzero(members[rows] == k)
                 some = white if of_part.size == white.shape[1] else white[:, engine.put(of_part, "int64")]
-                gram[k] += some @ some.T
+                for i, (lo, hi) in enumerate(panels):
+                    gram[k][i] += some[lo:] @ some[lo:hi].T
                 image[k] += engine.put(some @ engine.put(y[rows][of_part], "float32"), "float64")
         total = engine.zeros((m, y.shape[1]), "float64")
         for model in range(len(halves)):
             system = engine.zeros((m, m), "float64")
             right = engine.zeros((m, y.shape[1]), "float64")
             for k in np.flatnonzero(part_of[:, model]):
-                system += gram[k]
+                for below, (lo, hi) in zip(gram[k], panels, strict=True):
+                    system[lo:, lo:hi] += below
                 right += image[k]
             system[range(m), range(m)] += self.alpha
             total += _solve(engine, cholesky(engine, system), right)

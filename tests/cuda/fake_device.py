@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
+from gpuload.backends.cuda.device import DIVISIBLE
 from tests.cuda import shim
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class FakeDevice:
         self._streams: dict[int, FakeStream] = {}
         self._default = self.stream()
         self._left = n_bytes
-        self.n_allocated = 0
+        self.n_allocated = self.n_freed = 0
         self._blocks: list[NDArray[np.uint8]] = []  # never freed: queued calls know addresses only
         self.launched: list[str] = []
         self.used_in: set[int] = set()
@@ -75,6 +76,9 @@ class FakeDevice:
         block = self._new_block(nbytes)
         weakref.finalize(block, self._given_back, nbytes)
         return block
+
+    def free(self) -> None:
+        self.n_freed += 1
 
     def _given_back(self, nbytes: int) -> None:
         self._left += nbytes
@@ -145,6 +149,9 @@ class FakeDevice:
         with self._lock:
             return stream, stream.n_given
 
+    def is_reached(self, event: tuple[FakeStream, int]) -> bool:
+        return event[0].n_run >= event[1]
+
     def wait(self, event: tuple[FakeStream, int]) -> None:
         self._run(*event)
 
@@ -172,7 +179,7 @@ class FakeDevice:
 
     def launch(self, kernel: str, n_blocks: int, n_threads: int, args: Sequence[Any], stream: FakeStream) -> None:
         self.launched.append(kernel)
-        if n_blocks and kernel.startswith(("copy_pieces_", "gather_", "densify_")):
+        if n_blocks and kernel.startswith(DIVISIBLE):
             n_blocks = max(n_blocks, 12)
         bare = [(a.ctypes.data, a.nbytes, a.dtype) if isinstance(a, np.ndarray) else a for a in args]
 

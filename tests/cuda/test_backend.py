@@ -284,6 +284,24 @@ def test_idle_memory_is_given_up_where_there_is_too_little() -> None:
         pool.lease(10_001, stream)
 
 
+def test_another_stream_of_the_consumers_waits_for_what_the_first_was_given(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant
+) -> None:
+    opened = open_fake(store_variant("anndata-csr-gzip").path, obs=["cell_line"], **SMALL)
+    device, loader = opened.device, opened.loader
+    with gpuload.open_loader(store_variant("anndata-csr-gzip").path, device="cpu", obs=["cell_line"], **SMALL) as host:
+        expected = [batch.obs["cell_line"] for batch in host]
+    streams = [device.stream(), device.stream()]
+    loader.use_stream(streams[0].number)
+    for i, batch in enumerate(loader):  # its codes were uploaded on whichever stream there was then
+        stream = streams[i % 2]
+        loader.use_stream(stream.number)
+        found = device.pinned(batch.obs["cell_line"].nbytes).view(batch.obs["cell_line"].dtype)
+        device.download(batch.obs["cell_line"], found, stream)
+        device.wait(device.record(stream))
+        np.testing.assert_array_equal(found, expected[i])
+
+
 def test_closing_leaves_nothing(open_fake: Callable[..., Opened], plain: Stored, no_leaks: None) -> None:
     opened = open_fake(plain.path, **SMALL)
     next(iter(opened.loader))

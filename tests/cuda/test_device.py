@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpuload import backends
 from gpuload.backends.cuda.device import CupyDevice, n_gpus
 
 cupy = pytest.importorskip("cupy")
@@ -34,3 +35,14 @@ def test_its_constructor_would_ask_the_device() -> None:
     data, indices = on_device(np.ones(5, dtype=np.float32)), on_device(np.arange(5, dtype=np.int32))
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
         csr_matrix((data, indices, on_device(np.array([0, 2, 5], dtype=np.int32))), shape=(2, 9))
+
+
+@pytest.mark.parametrize(
+    ("device", "n_gpus", "number"), [("cuda", 4, 3), ("cuda", 1, 0), ("cuda", 0, 3), ("cuda:3", 1, 3), ("cuda:0", 4, 0)]
+)
+def test_a_process_takes_the_gpu_of_its_rank_or_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, device: str, n_gpus: int, number: int
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(backends, "_n_gpus", lambda: n_gpus)
+    assert backends._device_number(device) == number

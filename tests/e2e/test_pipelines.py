@@ -230,6 +230,7 @@ def test_waiting_on_a_gpu_is_taken_from_its_stream(monkeypatch):
         ("cuda:2", "3", 4, 2),
         ("cuda", "3", 4, 3),
         ("auto", "3", 4, 3),
+        ("cuda", "3", 1, 0),
         ("auto", None, 1, 0),
         ("auto", None, 0, None),
         ("cpu", "3", 4, None),

@@ -190,8 +190,15 @@ class CudaBackend:
             return _Ready(take(resident, positions, form, stream))
 
     def use_stream(self, number: int) -> None:
-        """Launch on this stream of the consumer's from now on; CuPy's current one, where none was named."""
-        self._stream = self._device.stream_of(number)
+        """Launch on this stream of the consumer's from now on; CuPy's current one, where none was named.
+
+        It waits for what was given to the one before: obs columns of the fetches under way are uploaded there.
+        """
+        stream = self._device.stream_of(number)
+        if stream is not self._stream:
+            before = self._consumer_stream()
+            self._stream = stream
+            self._device.stream_wait(stream, self._device.record(before))
 
     def memory(self) -> dict[str, int]:
         """Return the most bytes of device memory held at one time; see `Backend.memory`."""
@@ -221,6 +228,8 @@ class CudaBackend:
         for pool in (self._residents, *self._scratch, self._outputs, self._small):
             pool.clear()
         self._cache.clear()
+        self._columns.clear()
+        self._device.free()
 
     def _consumer_stream(self) -> Any:
         return self._device.current_stream() if self._stream is None else self._stream
@@ -231,16 +240,17 @@ class CudaBackend:
         self._device.use()
         stream = self._lane.stream
         resident = self._new_resident(recipe, stream)
-        outcomes: list[Outcome] = []
+        outcomes: list[Outcome] = []  # complete at all times: if a part fails, those before it must live on
         try:
             for read in recipe.reads:
                 places = self._cache.places(read)
                 is_cached = places >= 0
                 if is_cached.any():
-                    outcomes += self._run_cached(read, places, resident)
+                    self._run_cached(read, places, resident, outcomes)
                 if not is_cached.all():
                     rest = select_chunks(read, ~is_cached) if is_cached.any() else read
-                    outcomes += [self._run(rest, lo, hi, resident) for lo, hi in cut(rest, PART_NBYTES)]
+                    for lo, hi in cut(rest, PART_NBYTES):
+                        outcomes.append(self._run(rest, lo, hi, resident))
         finally:  # also after a fault: what the launches use must outlive them
             start = time.perf_counter()
             self._device.wait(self._device.record(stream))
@@ -306,16 +316,16 @@ class CudaBackend:
         )
         return outcome
 
-    def _run_cached(self, read: ArrayRead, places: NDArray[np.int64], resident: CudaResident) -> list[Outcome]:
-        """Launch the decoding of those chunks of a read that are in the cache."""
+    def _run_cached(
+        self, read: ArrayRead, places: NDArray[np.int64], resident: CudaResident, outcomes: list[Outcome]
+    ) -> None:
+        """Launch the decoding of those chunks of a read that are in the cache; add what comes of it to the outcomes."""
         numbers = np.flatnonzero(places >= 0)
         chunk_nbytes = read.layout.chunk_size * read.layout.dtype.itemsize
         n_parts = -(-numbers.size * chunk_nbytes // PART_NBYTES)
         self.stats.add(decoded_nbytes=numbers.size * chunk_nbytes, n_chunks=numbers.size, n_chunks_cached=numbers.size)
-        return [
-            self._enqueue(read, part, places[part], self._cache.memory, resident)
-            for part in np.array_split(numbers, n_parts)
-        ]
+        for part in np.array_split(numbers, n_parts):
+            outcomes.append(self._enqueue(read, part, places[part], self._cache.memory, resident))  # noqa: PERF401
 
     def _enqueue(
         self,

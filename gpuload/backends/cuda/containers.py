@@ -35,8 +35,8 @@ ROWS = ("source", "stored", "slot", "in", "in_nbytes", "out", "room", "wanted", 
 """Rows of the table that the kernels which walk containers fill, in their order."""
 
 _LZ4_HEADER_NBYTES = 12
-_MIN_BLOCK_NBYTES = 128
-"""So that a damaged header does not ask for streams without number."""
+_MIN_BLOCK_NBYTES = 1024
+"""A block is found by the sizes of all before it; and a damaged header is not to ask for streams without number."""
 
 _BYTE_SHUFFLED, _COPIED, _BIT_SHUFFLED, _RESERVED, _UNSPLIT = 0x01, 0x02, 0x04, 0x08, 0x10
 _FORMAT_VERSION, _CODEC_VERSION = 2, 1

@@ -24,8 +24,8 @@ KERNELS = tuple(
 )
 """CUDA C++ source of all own kernels, compiled as one for the device at hand when it is first opened."""
 
-_DIVISIBLE = ("copy_pieces_", "gather_", "densify_")
-"""Kernels that cut items into parts where there are more blocks than items: a small minibatch uses the whole GPU."""
+DIVISIBLE = ("copy_pieces_", "gather_", "densify_", "unshuffle", "join_blocks")
+"""Kernels that cut items into parts where there are more blocks than items: a few large ones use the whole GPU."""
 
 
 def source_of_kernels() -> str:
@@ -43,6 +43,9 @@ class Device(Protocol):
 
     def empty(self, nbytes: int) -> Any:
         """Return new device memory of undefined contents, as uint8."""
+
+    def free(self) -> None:
+        """Give memory that nobody holds any more back, for others on this GPU; may wait for it."""
 
     def view(self, block: Any, nbytes: int, owner: object) -> Any:
         """Return the first bytes of a block as an array that keeps `owner`, and not the block, alive."""
@@ -76,6 +79,9 @@ class Device(Protocol):
 
     def record(self, stream: Any) -> Any:
         """Return an event that is reached when all that was given to the stream so far is done."""
+
+    def is_reached(self, event: Any) -> bool:
+        """Return whether what was given to a stream before an event is done."""
 
     def wait(self, event: Any) -> None:
         """Let the calling thread wait for an event."""
@@ -133,7 +139,6 @@ class CupyDevice:
                 f"device={self.name!r}: this process sees {count} GPU{'' if count == 1 else 's'}; use a number "
                 f"below {count}, or set CUDA_VISIBLE_DEVICES."
             )
-        self.use()
         with self._chosen():
             self._kernels = cupy.RawModule(code=source_of_kernels(), options=("-std=c++17",))
             self._kernels.compile()
@@ -159,6 +164,11 @@ class CupyDevice:
         """Return new device memory; DeviceError where there is not enough."""
         with self._chosen():
             return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=self._memory.malloc(nbytes))
+
+    def free(self) -> None:
+        """Give memory that nobody holds any more back."""
+        with self._chosen():
+            self._memory.free_all_blocks()
 
     def view(self, block: Any, nbytes: int, owner: object) -> Any:
         """Return the first bytes of a block as an array that keeps `owner` alive."""
@@ -194,7 +204,7 @@ class CupyDevice:
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Return page-locked host memory."""
-        with _as_device_error(self.name):
+        with self._chosen():
             return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(1, nbytes)), dtype=np.uint8)[:nbytes]
 
     def address(self, array: Any) -> int:
@@ -227,6 +237,11 @@ class CupyDevice:
             event.record(stream)
         return event
 
+    def is_reached(self, event: Any) -> bool:
+        """Return whether what was given to a stream before an event is done."""
+        with _as_device_error(self.name):
+            return bool(event.done)
+
     def wait(self, event: Any) -> None:
         """Let the calling thread wait for an event; a fault of what was launched before shows here."""
         with _as_device_error(self.name):
@@ -234,32 +249,32 @@ class CupyDevice:
 
     def stream_wait(self, stream: Any, event: Any) -> None:
         """Let a stream wait for an event."""
-        with _as_device_error(self.name):
+        with self._chosen():  # the default stream is that of the current device
             stream.wait_event(event)
 
     def upload(self, host: NDArray[Any], out: Any, stream: Any) -> None:
         """Copy page-locked memory to the device."""
         if host.nbytes:
-            with _as_device_error(self.name):
+            with self._chosen():
                 out.data.copy_from_host_async(host.ctypes.data, host.nbytes, stream)
 
     def download(self, array: Any, host: NDArray[Any], stream: Any) -> None:
         """Copy an array to page-locked memory."""
         if host.nbytes:
-            with _as_device_error(self.name):
+            with self._chosen():
                 array.data.copy_to_host_async(host.ctypes.data, host.nbytes, stream)
 
     def fill(self, array: Any, value: int, stream: Any) -> None:
         """Set all bytes of an array."""
         if array.nbytes:
-            with _as_device_error(self.name):
+            with self._chosen():
                 array.data.memset_async(value, array.nbytes, stream)
 
     def launch(self, kernel: str, n_blocks: int, n_threads: int, args: Sequence[Any], stream: Any) -> None:
         """Launch a kernel; nothing where there are no blocks."""
         if n_blocks < 1:
             return
-        if kernel.startswith(_DIVISIBLE):
+        if kernel.startswith(DIVISIBLE):
             n_blocks = max(n_blocks, self._n_blocks)
         with self._chosen(), stream:
             function = self._functions.get(kernel)

@@ -85,8 +85,10 @@ class DevicePool:
         """Keep a block for reuse after what was given to the streams so far."""
         # Called by the garbage collector, in any thread and at any time: single operations on a dict, and no lock.
         self._idle[id(block)] = block, [self._device.record(stream) for stream in streams]
-        while len(self._idle) > self._max_idle:
-            self._drop(next(iter(self._idle.copy()), 0))
+        if len(self._idle) > self._max_idle:
+            for key in self._idle.copy():
+                if len(self._idle) > self._max_idle:
+                    self._drop(key, may_wait=not self._max_idle)
 
     def clear(self) -> None:
         """Give the idle blocks back, and keep none from now on."""
@@ -112,12 +114,17 @@ class DevicePool:
                 self._drop(key)
             return self._device.empty(nbytes)
 
-    def _drop(self, key: int) -> None:
+    def _drop(self, key: int, *, may_wait: bool = True) -> None:
+        """Give an idle block up; where nothing may be waited for, only if it is not in use any more."""
         found = self._idle.pop(key, None)
-        if found is not None:
-            for event in found[1]:
-                self._device.wait(event)  # freed memory may go to any stream
-            self._nbytes.pop(key, None)
+        if found is None:
+            return
+        if not may_wait and not all(self._device.is_reached(event) for event in found[1]):
+            self._idle[key] = found
+            return
+        for event in found[1]:
+            self._device.wait(event)  # freed memory may go to any stream
+        self._nbytes.pop(key, None)
 
 
 def _room(nbytes: int) -> int:
