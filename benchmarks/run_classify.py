@@ -10,6 +10,7 @@ pipelines/classify.py's trainings, each for one epoch:
 - the same in blocks of 16, block shuffling alone: 256 blocks to a fetch, fewer than there are drugs;
 - the paper's own settings, blocks of 16 and 256 minibatches to a fetch, beside true random order;
 - the same on five times as many cells, five seeds: there the last fetch is a smaller part of what is learnt from;
+- on these, with the paper's values and rate too (raw counts, Adam at 1e-5), streaming, block shuffling and true random;
 - a perceptron of two hidden layers of 512; three orders, two seeds.
 
 The seconds are of one machine, with training and loading on the same cores. *loader* is the loader alone, over an epoch
@@ -45,6 +46,11 @@ PARTS = {
         *LINEAR,
         *("--fetch-factor", "256", "--block-size", "16", "--seeds", "5", "--orders", "block", "random"),
     ),
+    "linear, the paper's rate": (
+        *LINEAR,
+        *("--fetch-factor", "256", "--block-size", "16", "--values", "counts", "--lr", "1e-5"),
+        *("--seeds", "3", "--orders", "streaming", "block", "random"),
+    ),
     "mlp": (
         *("--models", "mlp", *SMALL_FETCH, "--block-size", "4", "--seeds", "2"),
         *("--orders", "streaming", "block", "random"),
@@ -52,7 +58,7 @@ PARTS = {
 }
 """What is run, by name, and its options."""
 
-TIMES_THE_CELLS = {"linear, five times the cells": 5}
+TIMES_THE_CELLS = {"linear, five times the cells": 5, "linear, the paper's rate": 5}
 """How many times more cells a part's screen has, where it has one of its own."""
 
 

@@ -114,29 +114,29 @@ def scores_of_orders(results: Path) -> str:
         return "`python -m benchmarks.run_classify FOLDER` measures it.\n"
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for record in records:
-        key = (record[name] for name in ("model", "n_train", "block_size", "fetch_factor", "order"))
+        key = (record[name] for name in ("model", "values", "lr", "n_train", "block_size", "fetch_factor", "order"))
         groups[tuple(key)].append(record)
     labels = list(records[0]["macro_f1"])
-    columns = ["model", "cells", "blocks of", "minibatches to a fetch", "order", "seeds", *labels]
+    columns = ["model", "values", "rate", "cells", "blocks of", "minibatches to a fetch", "order", "seeds", *labels]
     columns += ["epoch, s", "of these waiting, s", "loader alone, s"]
-    lines = [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * 3 + " --- |" + " ---: |" * (len(columns) - 5)]
+    lines = [f"| {' | '.join(columns)} |", "| --- | --- |" + " ---: |" * 4 + " --- |" + " ---: |" * (len(columns) - 7)]
     for key, members in groups.items():
         scores = [_with_spread([m["macro_f1"][label] for m in members]) for label in labels]
         alone = members[0]["n_train"] / members[0]["loader_cells_per_s"]
         seconds = [mean(m["seconds"] for m in members), mean(m["waited_s"] for m in members), alone]
-        about = [f"{part:,}" if isinstance(part, int) else part for part in key]
+        about = [part if isinstance(part, str) else f"{part:,}" for part in key]
         cells = [*about, str(len(members)), *scores, *(f"{s:.2g}" for s in seconds)]
         lines.append(f"| {' | '.join(cells)} |")
     gaps = []
     for (*setting, order), members in groups.items():
         random = groups.get((*setting, "random"))
         if order == "block" and random:
-            model, n_train, block_size, fetch_factor = setting
+            model, values, lr, n_train, block_size, fetch_factor = setting
             means = {
                 label: [mean(m["macro_f1"][label] for m in found) for found in (members, random)] for label in labels
             }
             listed = ", ".join(f"{label} {block - other:+.3f}" for label, (block, other) in means.items())
-            how = f"{n_train:,} cells, blocks of {block_size}, {fetch_factor} minibatches to a fetch"
+            how = f"{values} at {lr}, {n_train:,} cells, blocks of {block_size}, {fetch_factor} minibatches to a fetch"
             gaps.append(f"- {model}, {how}: {listed}")
     about = "Block shuffling less true random order, differences of these means:"
     return "\n\n".join(["\n".join(lines), _origin("classify", records), about, "\n".join(gaps)]) + "\n"

@@ -293,7 +293,9 @@ def test_another_stream_of_the_consumers_waits_for_what_the_first_was_given(
         expected = [batch.obs["cell_line"] for batch in host]
     first, stream = device.stream(), device.stream()
     loader.use_stream(first.number)
-    for i, batch in enumerate(loader):  # the first fetches' codes were given to the first stream, which nobody waits for
+    for i, batch in enumerate(
+        loader
+    ):  # the first fetches' codes were given to the first stream, which nobody waits for
         loader.use_stream(stream.number)
         found = device.pinned(batch.obs["cell_line"].nbytes).view(batch.obs["cell_line"].dtype)
         device.download(batch.obs["cell_line"], found, stream)

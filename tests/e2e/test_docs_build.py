@@ -61,7 +61,7 @@ def test_a_page_has_the_times_where_there_is_a_record(name: str, tmp_path: Path)
 
 def training(model: str, order: str, drug: float, **more: Any) -> dict[str, Any]:
     figures = {"seconds": 4.0, "waited_s": 0.5, "n_train": 600, "loader_cells_per_s": 400.0}
-    settings = {"model": model, "order": order, "block_size": 4, "fetch_factor": 64}
+    settings = {"model": model, "order": order, "block_size": 4, "fetch_factor": 64, "values": "log1p", "lr": 0.001}
     return record("", **figures, **settings, macro_f1={"drug": drug}, **more)
 
 
@@ -72,11 +72,16 @@ def test_a_page_has_the_scores_of_the_orders(tmp_path: Path) -> None:
     found += [training("linear", "random", 0.9) | {"n_train": 6_000}]
     (tmp_path / "classify.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
     text = generated_pages.scores_of_orders(tmp_path)
-    assert "| model | cells | blocks of | minibatches to a fetch | order | seeds | drug | epoch, s |" in text
-    assert "| linear | 600 | 4 | 64 | block | 2 | 0.200 ± 0.141 | 4 | 0.5 | 1.5 |" in text
-    assert "| mlp | 600 | 4 | 64 | block | 1 | 0.500 | 4 | 0.5 | 1.5 |" in text
-    assert "| linear | 6,000 | 4 | 64 | random | 1 | 0.900 | 4 | 0.5 | 15 |" in text
-    assert text.endswith(":\n\n- linear, 600 cells, blocks of 4, 64 minibatches to a fetch: drug -0.050\n")
+    assert (
+        "| model | values | rate | cells | blocks of | minibatches to a fetch | order | seeds | drug | epoch, s |"
+        in text
+    )
+    assert "| linear | log1p | 0.001 | 600 | 4 | 64 | block | 2 | 0.200 ± 0.141 | 4 | 0.5 | 1.5 |" in text
+    assert "| mlp | log1p | 0.001 | 600 | 4 | 64 | block | 1 | 0.500 | 4 | 0.5 | 1.5 |" in text
+    assert "| linear | log1p | 0.001 | 6,000 | 4 | 64 | random | 1 | 0.900 | 4 | 0.5 | 15 |" in text
+    assert text.endswith(
+        ":\n\n- linear, log1p at 0.001, 600 cells, blocks of 4, 64 minibatches to a fetch: drug -0.050\n"
+    )
 
 
 def test_a_page_has_the_speeds_of_the_orders(tmp_path: Path) -> None:
