@@ -303,6 +303,42 @@ def test_another_stream_of_the_consumers_waits_for_what_the_first_was_given(
         np.testing.assert_array_equal(found, expected[i])
 
 
+def test_parts_before_one_that_fails_live_until_the_stream_is_past_them(
+    open_fake: Callable[..., Opened], plain: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpuload.backends.cuda.decode import Decoder
+    from tests.cuda import fake_device
+
+    monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", 256)
+    monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 256)
+    opened = open_fake(plain.path, batch_size=64, fetch_factor=1, prefetch=1)
+    spoil, enqueue, wait = fake_device._Scribbler.__del__, Decoder.enqueue, opened.device.wait
+    events: list[str] = []
+
+    def spoilt(self: Any) -> None:
+        events.append("let go")
+        spoil(self)
+
+    def enqueued(self: Any, *args: Any, **options: Any) -> Any:
+        if events.count("enqueued") == 3:
+            raise gpuload.ReadError("the disk failed")
+        events.append("enqueued")
+        return enqueue(self, *args, **options)
+
+    def waited(event: Any) -> None:
+        wait(event)
+        events.append("waited")
+
+    monkeypatch.setattr(fake_device._Scribbler, "__del__", spoilt)
+    monkeypatch.setattr(Decoder, "enqueue", enqueued)
+    monkeypatch.setattr(opened.device, "wait", waited)
+    with pytest.raises(gpuload.ReadError, match="the disk failed"):
+        next(iter(opened.loader))
+    last = len(events) - events[::-1].index("enqueued")
+    assert "waited" in events[last:]
+    assert "let go" not in events[last : last + events[last:].index("waited")]
+
+
 def test_closing_leaves_nothing(open_fake: Callable[..., Opened], plain: Stored, no_leaks: None) -> None:
     opened = open_fake(plain.path, **SMALL)
     next(iter(opened.loader))
