@@ -304,14 +304,14 @@ def test_another_stream_of_the_consumers_waits_for_what_the_first_was_given(
 
 
 def test_parts_before_one_that_fails_live_until_the_stream_is_past_them(
-    open_fake: Callable[..., Opened], plain: Stored, monkeypatch: pytest.MonkeyPatch
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gpuload.backends.cuda.decode import Decoder
     from tests.cuda import fake_device
 
     monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", 256)
     monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 256)
-    opened = open_fake(plain.path, batch_size=64, fetch_factor=1, prefetch=1)
+    opened = open_fake(store_variant("csr-gzip4").path, batch_size=64, fetch_factor=1, prefetch=1)
     spoil, enqueue, wait = fake_device._Scribbler.__del__, Decoder.enqueue, opened.device.wait
     events: list[str] = []
 
