@@ -343,6 +343,7 @@ def test_closing_leaves_nothing(open_fake: Callable[..., Opened], plain: Stored,
     opened = open_fake(plain.path, **SMALL)
     next(iter(opened.loader))
     opened.loader.close()
+    assert opened.device.n_freed == 1
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,6 @@ class _Lane(threading.local):
     """What one loading thread has for itself: a stream that decodes, its scratch memory, and arenas that take turns."""
 
     def __init__(self, device: Device, pools: list[DevicePool]) -> None:
-        device.use()
         self.stream = device.stream()
         self.scratch = DevicePool(device, max_idle=32)
         pools.append(self.scratch)

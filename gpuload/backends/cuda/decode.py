@@ -43,13 +43,13 @@ _ALGORITHMS = {
     "lz4-sized": ("lz4", 4, 0),
     "lzf": ("lzf", 0, 0),
     "blosc": ("blosc", 0, 0),
-    "lz4": ("lz4-blocks", 0, 0),
+    "lz4": ("lz4", 0, 0),
 }
 """Filters that the device undoes: by what (nvCOMP's names, but gzip as raw deflate; own kernels for LZF and for what is
 around the streams of containers), and how many bytes stand before and after what it is given."""
 
-_CONTAINERS = {"blosc": "blosc", "lz4-blocks": "lz4"}
-"""What chunks hold several streams in, by the names that `containers.read_cut` knows."""
+_CONTAINERS = ("blosc", "lz4")
+"""Filters whose chunks hold several streams; `containers.read_cut` tells how."""
 
 _CHECKSUM_NBYTES = 4
 """Of a fletcher32 or a crc32c."""
@@ -106,8 +106,9 @@ def steps_of(layout: ArrayLayout) -> Steps | None:
     if len(found) > 1 or names != [n for n in ("shuffle", *found, "fletcher32", "crc32c") if n in names]:
         return None
     codec, head, tail = _ALGORITHMS[found[0]] if found else (None, 0, 0)
-    cut = _read_cut(layout, _CONTAINERS[codec]) if codec in _CONTAINERS else None
-    if codec in _CONTAINERS and cut is None:
+    is_container = bool(found) and found[0] in _CONTAINERS
+    cut = _read_cut(layout, found[0]) if is_container else None
+    if is_container and cut is None:
         return None
     return Steps(codec, head, tail, "shuffle" in names, "fletcher32" in names, "crc32c" in names, cut)
 

@@ -199,10 +199,10 @@ KERNEL(join_blocks, (const int64_t* __restrict__ from, const int32_t* is_copied,
             const Planes planes{first, n_items, n_streams > 1 ? each : nullptr};
             unshuffle_part(planes, first + n_items * itemsize, to, size, itemsize, part, n_parts);
         } else {
-            const int64_t first = room / 16 * part / n_parts * 16;
-            const int64_t last = part + 1 == n_parts ? room : room / 16 * (part + 1) / n_parts * 16;
+            const int64_t lo = room / 16 * part / n_parts * 16;
+            const int64_t hi = part + 1 == n_parts ? room : room / 16 * (part + 1) / n_parts * 16;
             for (int64_t k = 0; k < n_streams; ++k) {
-                copy_bytes(reinterpret_cast<const uint8_t*>(each[k]) + first, to + k * room + first, last - first);
+                copy_bytes(reinterpret_cast<const uint8_t*>(each[k]) + lo, to + k * room + lo, hi - lo);
             }
         }
     }
