@@ -77,6 +77,7 @@ def warmed_up(store_variant: StoreVariant) -> None:
 def no_leaks(warmed_up: None) -> Iterator[None]:
     """Fail where threads or descriptors outlive the test."""
     gc.collect()
+    gc.freeze()  # what was there before need not be searched again: imports alone are a million objects
     threads, descriptors = _threads(), _descriptors()
     yield
     deadline = time.monotonic() + 20
