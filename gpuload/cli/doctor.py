@@ -166,10 +166,10 @@ def _machine() -> list[Finding]:
 
 def _numba_cache() -> Finding:
     """Tell where compiled kernels are kept, and whether that lasts."""
-    from gpuload.backends.native import cache_folder
+    from gpuload.backends.native import PASSING, cache_folder
 
     folder = cache_folder()
-    if folder.startswith(tempfile.gettempdir()):
+    if os.path.basename(folder).startswith(PASSING):
         cure = "Every process compiles for some seconds; set NUMBA_CACHE_DIR to a folder that can be written."
         return Finding("kernel cache", "no writable folder", "note", cure)
     return Finding("kernel cache", folder)

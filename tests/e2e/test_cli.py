@@ -344,6 +344,21 @@ def test_doctor_exits_with_1_and_a_cure_where_a_required_package_is_missing(run,
     assert "  torch: for the PyTorch front: pip install 'gpuload[torch]'" in out
 
 
+def test_doctor_tells_where_kernels_are_kept_and_whether_they_last(run, monkeypatch, tmp_path):
+    """A home in the temporary folder, as containers have, lasts; a folder that cannot be made does not."""
+    from numba import config
+
+    def found() -> str:
+        (line,) = (line for line in run("doctor")[1].splitlines() if line.lstrip().startswith("kernel cache  "))
+        return line
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "numba"))
+    assert str(tmp_path / "numba") in found()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "file"))
+    assert "no writable folder" in found()
+
+
 def test_doctor_survives_an_engine_that_fails(run, monkeypatch):
     monkeypatch.setattr("gpuload.open_loader", lambda *a, **k: (_ for _ in ()).throw(CorruptDataError("bad.")))
     code, out, _ = run("doctor")

@@ -21,10 +21,14 @@ from importlib import import_module
 from numba import config
 
 
+PASSING = "gpuload-kernels-"
+"""How the name of a cache folder begins that goes when the process ends."""
+
+
 @cache
 def _passing_folder() -> tempfile.TemporaryDirectory[str]:
     """Return a folder that goes when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="gpuload-kernels-")
+    return tempfile.TemporaryDirectory(prefix=PASSING)
 
 
 def cache_folder() -> str:
