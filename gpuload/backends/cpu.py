@@ -128,8 +128,8 @@ class CpuBackend:
     Parameters
     ----------
     num_threads
-        Threads that read and decode; None takes one per core that this process may use. Half as many gather: more would
-        take the cores from the consumer, which is a thread too.
+        Threads that read and decode; None takes one per core that this process may use. As many gather, since clearing
+        and filling dense minibatches may take as long as decoding does.
     verify
         ``"once"``, ``"always"`` or ``"never"``; see the module.
     values
@@ -163,7 +163,7 @@ class CpuBackend:
         self._values = np.dtype(values)
         self._loads = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}load")
         self._fetches = DaemonThreads(FAR_PARTS, f"{_THREADS}fetch")
-        self._takes = ThreadPoolExecutor(max(1, n // 2), thread_name_prefix=f"{_THREADS}take")
+        self._takes = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}take")
         self._scratch_nbytes: dict[tuple[int, str], int] = {}
         self._scratch = Scratch(self._scratch_nbytes)
         self._stored = BufferPool(max_idle=FAR_PARTS)
