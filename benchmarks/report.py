@@ -1,10 +1,11 @@
 """Make the README's figures from the results: a Markdown table and a picture.
 
-``python -m benchmarks.report benchmarks/results/NAME.jsonl --plot rivals.png --readme README.md
+``python -m benchmarks.report benchmarks/results/NAME.jsonl [OTHER.jsonl ...] --plot rivals.png --readme README.md
 --details benchmarks/README.md``
 
-Nothing is measured here, and no number in the README is written by hand: the table stands between two marker lines and
-is replaced.
+The first file is drawn and makes the README's table; of each other one, which is of another machine, the README has the
+tasks that are drawn. Nothing is measured here, and no number in the README is written by hand: the tables stand between
+two marker lines and are replaced.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ HEADLINE = (
 """The README's table: a task, our arm, and that of each rival in the order above."""
 
 DRAWN = ("shuffled, dense float32", "shuffled, CSR")
-"""The tasks of the README's picture."""
+"""The tasks of the README's picture, and of its tables of other machines."""
 
 LIMITS = (
     ("gpuload/overlap/chunk", "overlap_ratio", 1.15),
@@ -205,13 +206,13 @@ def _ours(rival: Summary, members: Sequence[Summary]) -> Summary | None:
     return by_name.get("gpuload" + rival.name.removeprefix("annbatch"), members[0])
 
 
-def headline(records: Iterable[dict[str, Any]]) -> str:
-    """Return a short Markdown table: one row per task, our cells/s and how many times the others' that is."""
+def headline(records: Iterable[dict[str, Any]], tasks: Sequence[str] = ()) -> str:
+    """Return a short Markdown table: one row per task, or some of them, our cells/s and how many times the others'."""
     by_name = {summary.name: summary for summary in summarise(records)}
     lines = ["| task | gpuload, cells/s | " + " | ".join(HEADLINE_RIVALS) + " |"]
     lines.append("| --- | ---: |" + " ---: |" * len(HEADLINE_RIVALS))
     for task, ours, others in HEADLINE:
-        if ours in by_name and by_name[ours].n_rounds:
+        if (task in tasks or not tasks) and ours in by_name and by_name[ours].n_rounds:
             rate = by_name[ours].cells_per_s
             cells = [_times(rate, by_name.get(other)) for other in others]
             lines.append(f"| {task} | {rate:,.0f} | " + " | ".join(cells) + " |")
@@ -354,17 +355,17 @@ def replace_between_markers(text: str, content: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; write the picture and the README where asked."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="+", help="JSON lines written by benchmarks.run_rivals")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON lines of run_rivals, a file a machine")
     parser.add_argument("--plot", type=Path, help="write the picture here (PNG, SVG or PDF)")
     parser.add_argument("--readme", type=Path, help=f"write the short table between {BEGIN} and {END} in this file")
     parser.add_argument("--details", type=Path, help="write all that is printed between the same lines in this file")
     options = parser.parse_args(arguments)
-    records = [json.loads(line) for path in options.results for line in path.read_text().splitlines() if line]
-    content = f"{conditions(records)}\n\n{table(records)}\n\n{goals(records)}"
+    runs = [[json.loads(line) for line in path.read_text().splitlines() if line] for path in options.results]
+    content = "\n\n".join(f"{conditions(run)}\n\n{table(run)}\n\n{goals(run)}" for run in runs)
     print(content)
     if options.plot:
-        plot(records, options.plot)
-    short = f"{headline(records)}\n\n{conditions(records)}"
+        plot(runs[0], options.plot)
+    short = "\n\n".join(f"{headline(run, DRAWN if k else ())}\n\n{conditions(run)}" for k, run in enumerate(runs))
     for path, text in ((options.readme, short), (options.details, content)):
         if path:
             path.write_text(replace_between_markers(path.read_text(), text))

@@ -23,7 +23,8 @@ from gpuload.cli.text import count
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 TITLES = {
-    "rivals": "Beside other loaders",
+    "rivals_xeon": "Beside other loaders",
+    "rivals": "Beside other loaders, where memory is faster",
     "stages": "Each stage beside what the machine allows",
     "ranks": "One rank on all cores, two on half of them each",
     "plans": "What it costs to plan an epoch",
@@ -176,7 +177,7 @@ def _with_spread(values: list[float]) -> str:
 
 
 def _section(name: str, records: list[dict[str, Any]]) -> str:
-    if name == "rivals":
+    if name.startswith("rivals"):
         short = [report.headline(records), report.conditions(records)]
         return "\n\n".join([*short, "### All arms", report.table(records), "### Goals", report.goals(records)])
     if name == "stages":

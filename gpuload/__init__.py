@@ -228,8 +228,9 @@ def open_loader(
     prefetch
         Fetches loading ahead of the consumer.
     num_threads
-        Native threads that read and decode; None takes one per core that this process may use. On a GPU, threads that
-        only read; None takes what KvikIO is set to, or 8, and 4 where bytes go through page-locked memory.
+        Native threads that read and decode, and as many that make minibatches of it; None takes one of each per core
+        that this process may use. On a GPU, threads that only read; None takes what KvikIO is set to, or 8, and 4 where
+        bytes go through page-locked memory.
     verify
         When the file's checksums are verified: ``"once"`` per stored chunk since the file was opened, before anything
         from that chunk is handed over (later only as much of it is inflated as is needed); ``"always"``, each time;

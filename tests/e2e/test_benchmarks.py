@@ -161,7 +161,9 @@ def test_runner_and_report_from_end_to_end(cells, tmp_path, capsys):
     assert "scipy-in-ram/dense" in capsys.readouterr().out
     readme.write_text(f"{report.BEGIN}\n{report.END}\n")
     assert report.main([str(out), "--readme", str(readme)]) == 0
-    assert "400 cells" in readme.read_text()
+    assert readme.read_text().count("400 cells") == 1
+    assert report.main([str(out), str(out), "--readme", str(readme)]) == 0  # as if of two machines
+    assert readme.read_text().count("400 cells") == 2
 
 
 def test_runner_records_a_failure_and_goes_on(cells, tmp_path):
@@ -211,6 +213,11 @@ def test_report_takes_medians_and_compares():
     assert "| scdataset/dense/16 | 100 | 100-100 | 8.0x |" in text
     assert "| annbatch/dense | failed |" in text
     assert "| shuffled, dense float32 | 800 | 8.0x (100) |" in report.headline(records)
+    records.append(record("gpuload/dense/2-chunks", 900.0))
+    assert "| the same in blocks of two chunks | 900 | 9.0x (100) |" in report.headline(records)
+    of_another_machine = report.headline(records, report.DRAWN)
+    assert "| shuffled, dense float32 | 800 |" in of_another_machine
+    assert "two chunks" not in of_another_machine
     assert "| gpuload/dense/chunk: speed over scdataset/dense/16 | at least 7x | 8.00x | yes |" in report.goals(records)
 
 
