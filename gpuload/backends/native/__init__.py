@@ -20,7 +20,6 @@ from importlib import import_module
 
 from numba import config
 
-
 PASSING = "gpuload-kernels-"
 """How the name of a cache folder begins that goes when the process ends."""
 
