@@ -7,7 +7,7 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import gpuload
@@ -178,7 +178,7 @@ def test_bounds_hold_for_any_shares_and_sizes(p, sizes):
     assert found <= upper + 1e-9 <= high + 2e-9
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     runs=st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 30)), min_size=1, max_size=30),
     sizes=SIZES,
