@@ -670,7 +670,7 @@ def test_a_lost_catalogue_costs_no_download(tmp_path: Path, remote: CountingRemo
     for path in (tmp_path / "store").glob("catalogue*"):
         path.unlink()
     remote.gets.clear()
-    remote.wait_s = 1.0  # longer than the files take to be found; a download may begin before, and no second one
+    remote.wait_s = 1.0  # longer than the files take to be found: what begins before, in_flight at most, is all
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
         assert sorted(train(store)) == list(range(N))
