@@ -422,6 +422,25 @@ def test_rows_of_chosen_genes_are_sorted(open_fake: Callable[..., Opened], tmp_p
             np.testing.assert_array_equal(getattr(batch.X, part), getattr(wanted.X, part))
 
 
+@pytest.mark.parametrize("kind", ["dense-gzip4", "anndata-csr-gzip"])
+def test_rows_of_csr_are_counted_without_waiting_for_the_consumer(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str
+) -> None:
+    path = store_variant(kind).path
+    one_fetch: dict[str, Any] = {"batch_size": 32, "fetch_factor": 64}
+    settings = {"output": "csr", "genes": ["gene_003", "gene_007"], **one_fetch}
+    with gpuload.open_loader(path, device="cpu", **settings) as loader:
+        expected = list(loader)
+    opened, steps = open_fake(path, seed_of_streams=None, **settings), []
+    stream = opened.device.current_stream()
+    opened.device.give(stream, lambda: steps.append("a step of training"))
+    batches = list(opened.loader)
+    assert not steps
+    opened.device.synchronize()
+    for batch, wanted in zip(batches, expected, strict=True):
+        np.testing.assert_array_equal(batch.X.toarray(), wanted.X.toarray())
+
+
 # --- several matrices, and files that do not agree
 
 

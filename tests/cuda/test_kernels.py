@@ -169,9 +169,9 @@ SIGNATURES = {
     **{f"copy_pieces_{src}_{out}": [*COPY, f"w:{out}", "w:i4", "w:i4"] for src in STORED for out in OUT},
     **{f"densify_csr_{out}": [*ROWS, "i8", f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
     **{f"gather_dense_{out}": [*DENSE, f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
-    "count_csr": ["r:i4", "r:i8", "r:i4", "r:i8", "r:i4", "i8", "w:i8"],
+    "count_csr": ["r:i8", "r:i4", "r:i8", "r:i4", "i8", "w:i8"],
     "gather_csr": [*ROWS, "r:i8", "w:i4", "w:f4"],
-    "count_dense": ["r:f4", "i8", "i8", "w:i8"],
+    "count_dense": ["r:i8", "r:f4", "r:i8", "r:i4", "f8", "i4", "i8", "i8", "w:i8"],
     "compact_dense": ["r:f4", "i8", "i8", "r:i8", "w:i4", "w:f4"],
 }
 
@@ -1031,22 +1031,28 @@ def test_gather_dense(data: st.DataObject, grid: Grid, seed: int, out: str, skew
     assert bad == INT32_MAX
     assert_rounded(full, out, *gather(out, skew))
 
+    counts = np.full(n_rows, -7, dtype=np.int64)
+    arithmetic = columns, np.float64(target_sum), np.int32(log1p)
+    run("count_dense", grid, offsets, X.reshape(-1), map_start, *arithmetic, np.int64(n_rows), np.int64(n_vars), counts)
+    np.testing.assert_array_equal(counts[positions], (full.view(np.uint32) << 1 != 0).sum(axis=1))
+
 
 @SOME
 @given(takes(), grids())
 def test_count_csr(take: Taken, grid: Grid) -> None:
-    out = np.full(take.positions.size, -9, dtype=np.int64)
-    csr = (take.positions, take.indptr, take.indices, take.map_start, take.columns)
-    run("count_csr", grid, *csr, np.int64(take.positions.size), out)
-    wanted = np.empty(take.positions.size + 1, dtype=np.int32)
-    rows.count_csr(take.positions, take.indptr, take.indices, *take.host_maps(), wanted)
+    columns = np.arange(take.n_vars, dtype=np.int32) if take.columns is None else take.columns
+    n_rows = take.indptr.size - 1
+    out = np.full(n_rows, -9, dtype=np.int64)
+    run("count_csr", grid, take.indptr, take.indices, take.map_start, columns, np.int64(n_rows), out)
+    wanted = np.empty(n_rows + 1, dtype=np.int32)
+    every = np.arange(n_rows, dtype=np.int32)
+    rows.count_csr(every, take.indptr, take.indices, *host_maps(take.map_start, columns), wanted)
     np.testing.assert_array_equal(np.where(out < 0, -1 - out, out), np.diff(wanted))
-    if take.columns is not None:
-        for row, count in zip(take.positions.tolist(), out.tolist(), strict=True):
-            stored = take.indices[take.indptr[row] : take.indptr[row + 1]]
-            chosen = take.columns if take.map_start is None else take.columns[take.map_start[row] :]
-            kept = chosen[stored]
-            assert (count < 0) == bool((np.diff(kept[kept >= 0]) <= 0).any())
+    for row, count in enumerate(out.tolist()):
+        stored = take.indices[take.indptr[row] : take.indptr[row + 1]]
+        chosen = columns if take.map_start is None else columns[take.map_start[row] :]
+        kept = chosen[stored]
+        assert (count < 0) == bool((np.diff(kept[kept >= 0]) <= 0).any())
 
 
 @MANY
@@ -1095,7 +1101,8 @@ def test_dense_rows_as_csr(data: st.DataObject, grid: Grid, seed: int) -> None:
     X[rng.random(X.shape) < 0.05] = rng.choice(special)
     sizes, counts = (np.int64(n_rows), np.int64(n_cols)), np.full(n_rows, -7, dtype=np.int64)
     wanted = csr_matrix(X)
-    run("count_dense", grid, X.reshape(-1), *sizes, counts)
+    plain = (None, X.reshape(-1), None, None, np.float64(0.0), np.int32(0))
+    run("count_dense", grid, *plain, *sizes, counts)
     np.testing.assert_array_equal(counts, np.diff(wanted.indptr))
     memory, indices = shifted(wanted.nnz, np.int32, 1)
     values = np.full(wanted.nnz, FILLER, dtype=np.float32)

@@ -69,7 +69,7 @@ class CudaResident:
     leases
         What to tell of the streams that use it.
     kept_counts : (n_rows,) int64, optional
-        Values of each row that are of chosen columns, once they were counted; see `CudaBackend._kept_counts`.
+        Values of each row that a minibatch stores, once they were counted; see `CudaBackend._kept_counts`.
     held
         Page-locked memory that `indptr` and `map_start` are uploaded from.
     """
@@ -165,6 +165,7 @@ class CudaBackend:
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
         self._columns: dict[int, tuple[NDArray[np.int32], Any]] = {}  # by id: on the host, which keeps it, and here
+        self._counting = device.stream()
         self._stream: Any = None
         self._uploads = _Uploads(device)
         self._never_bad = device.typed(device.empty(4), np.int32, (1,))
@@ -211,13 +212,7 @@ class CudaBackend:
 
     def asarray(self, host: NDArray[Any]) -> Any:
         """Return a host array on the device; ready on the consumer's stream."""
-        stream = self._consumer_stream()
-        pinned = self._device.pinned(host.nbytes)
-        pinned[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
-        array, _ = self._small.array(host.shape, host.dtype, stream)
-        self._device.upload(pinned, array, stream)
-        self._uploads.hold(pinned, stream)
-        return array
+        return self._upload(host, self._consumer_stream())[0]
 
     def close(self) -> None:
         """Stop the threads, waiting for the loads that run, and give back idle memory."""
@@ -364,12 +359,21 @@ class CudaBackend:
 
     # --- take
 
+    def _upload(self, host: NDArray[Any], stream: Any) -> tuple[Any, Lease]:
+        """Return a host array on the device, ready on a stream, and its lease."""
+        pinned = self._device.pinned(host.nbytes)
+        pinned[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        array, lease = self._small.array(host.shape, host.dtype, stream)
+        self._device.upload(pinned, array, stream)
+        self._uploads.hold(pinned, stream)
+        return array, lease
+
     def _take_dense(self, resident: CudaResident, positions: NDArray[np.int32], form: Form, stream: Any) -> Any:
         kind, visible = _OUTPUTS[form.dtype]
         shape = positions.size, form.n_cols
         out, _ = self._outputs.array(shape, visible, stream)
         places = self.asarray(positions)
-        arithmetic = self._arithmetic(form)
+        arithmetic = self._arithmetic(form, stream)
         n_rows = np.int64(positions.size)
         bad, host_bad = self._bad(form, stream)
         if resident.X is not None:
@@ -406,12 +410,10 @@ class CudaBackend:
         return bad, host
 
     def _take_csr(self, resident: CudaResident, positions: NDArray[np.int32], form: Form, stream: Any) -> Any:
-        n_rows, arithmetic = np.int64(positions.size), self._arithmetic(form)
+        n_rows, arithmetic = np.int64(positions.size), self._arithmetic(form, stream)
         X = None if resident.X is None else self._take_dense(resident, positions, form, stream)
-        if X is not None:
-            counts = self._counts("count_dense", (X, n_rows, np.int64(form.n_cols)), int(n_rows), stream)
-        elif form.columns is not None:
-            counts = self._kept_counts(resident, arithmetic[0], stream)[positions]
+        if X is not None or form.columns is not None:
+            counts = self._kept_counts(resident, arithmetic)[positions]
         else:
             assert resident.host_indptr is not None  # noqa: S101 - narrows the type; X is None
             counts = resident.host_indptr[positions + 1] - resident.host_indptr[positions]
@@ -432,38 +434,42 @@ class CudaBackend:
         matrix = self._device.csr(data, indices, short, (positions.size, form.n_cols))
         return self._device.sorted_csr(matrix, stream) if must_sort else matrix
 
-    def _kept_counts(self, resident: CudaResident, columns: Any, stream: Any) -> NDArray[np.int64]:
-        """Return how many values of each row are of chosen columns: counted, and waited for, once per fetch.
+    def _kept_counts(self, resident: CudaResident, arithmetic: tuple[Any, ...]) -> NDArray[np.int64]:
+        """Return how many values of each row are stored in a minibatch: counted, and waited for, once per fetch.
 
-        -1 less the count, where the numbers that these columns get do not rise along the row.
+        On a stream of its own, so that what the consumer has given to its stream is not waited for. -1 less the count,
+        where the numbers that chosen columns get do not rise along the row.
         """
         if resident.kept_counts is None:
-            places = self.asarray(np.arange(resident.n_rows, dtype=np.int32))
-            csr = (places, resident.indptr, resident.indices, resident.map_start, columns)
-            args = (*csr, np.int64(resident.n_rows))
-            resident.kept_counts = self._counts("count_csr", args, resident.n_rows, stream)
+            columns, n_rows, stream = arithmetic[0], np.int64(resident.n_rows), self._counting
+            out, _ = self._small.array((resident.n_rows,), np.int64, stream)
+            if resident.X is not None:
+                name, n_vars = "count_dense", np.int64(resident.n_vars)
+                args = (resident.indptr, resident.X, resident.map_start, *arithmetic, n_rows, n_vars, out)
+            else:
+                name = "count_csr"
+                args = (resident.indptr, resident.indices, resident.map_start, columns, n_rows, out)
+            self._device.launch(name, resident.n_rows, N_THREADS, args, stream)
+            host = self._device.pinned(8 * resident.n_rows).view(np.int64)
+            self._device.download(out, host, stream)
+            self._device.wait(self._device.record(stream))
+            resident.kept_counts = host
         return resident.kept_counts
-
-    def _counts(self, kernel: str, args: tuple[Any, ...], n: int, stream: Any) -> NDArray[np.int64]:
-        """Return what a kernel counts for each of n rows, once it has."""
-        counts, _ = self._small.array((n,), np.int64, stream)
-        self._device.launch(kernel, n, N_THREADS, (*args, counts), stream)
-        host = self._device.pinned(8 * n).view(np.int64)
-        self._device.download(counts, host, stream)
-        self._device.wait(self._device.record(stream))
-        return host
 
     @staticmethod
     def _csr_args(places: Any, resident: CudaResident) -> tuple[Any, ...]:
         """Return the arguments that kernels over CSR rows begin with."""
         return places, resident.indptr, resident.indices, resident.data, resident.map_start
 
-    def _arithmetic(self, form: Form) -> tuple[Any, np.float64, np.int32]:
-        """Return a form in the words of the kernels: columns, target sum (0 = none), log1p."""
+    def _arithmetic(self, form: Form, stream: Any) -> tuple[Any, np.float64, np.int32]:
+        """Return a form in the words of the kernels: columns (ready on both streams), target sum (0 = none), log1p."""
         columns = None
         if form.columns is not None:
             if id(form.columns) not in self._columns:
-                self._columns[id(form.columns)] = form.columns, self.asarray(form.columns)
+                uploaded, lease = self._upload(form.columns, self._counting)
+                lease.used_on(stream)
+                self._device.stream_wait(stream, self._device.record(self._counting))
+                self._columns[id(form.columns)] = form.columns, uploaded
             columns = self._columns[id(form.columns)][1]
         transform = form.transform
         target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)

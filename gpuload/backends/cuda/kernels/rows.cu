@@ -264,25 +264,18 @@ DEVICE const int64_t* running_sums(int64_t* kept) {
     return kept + from;
 }
 
-// Count the values of each row that `columns` keeps; -1 less the count where their new column numbers do not rise.
-KERNEL(count_csr, (const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
-                   const int32_t* __restrict__ indices, const int64_t* __restrict__ map_start,
-                   const int32_t* __restrict__ columns, int64_t n_rows, int64_t* out)) {
+// Count the values of each resident row that `columns` keeps; -1 less the count where their new column numbers do not
+// rise.
+KERNEL(count_csr, (const int64_t* __restrict__ indptr, const int32_t* __restrict__ indices,
+                   const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, int64_t n_rows,
+                   int64_t* out)) {
     SHARED_ARRAY(int64_t, partial, MAX_THREADS);
     SHARED_ARRAY(int32_t, first, MAX_THREADS);
     SHARED_ARRAY(int32_t, last, MAX_THREADS);
     SHARED_ARRAY(int32_t, falls, MAX_THREADS);
-    if (!columns) {
-        EACH_THREAD(t) {
-            for (int64_t row = BLOCK * N_THREADS + t; row < n_rows; row += N_BLOCKS * N_THREADS) {
-                out[row] = indptr[positions[row] + 1] - indptr[positions[row]];
-            }
-        }
-        return;
-    }
     for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
-        const int64_t start = indptr[positions[row]], n_stored = indptr[positions[row] + 1] - start;
-        const int32_t* chosen = map_of(positions[row], map_start, columns);
+        const int64_t start = indptr[row], n_stored = indptr[row + 1] - start;
+        const int32_t* chosen = map_of(int32_t(row), map_start, columns);
         // Each thread takes a run of values, and then the first one compares the ends of neighbouring runs.
         PHASE(t) {
             int64_t n = 0;
@@ -361,16 +354,25 @@ KERNEL(gather_csr, (const int32_t* __restrict__ positions, const int64_t* __rest
 // What a row of CSR stores: all but zeros, of either sign.
 DEVICE bool is_stored(float value) { return bits_of(value) << 1; }
 
-// Count the values of each dense row that are not zero.
-KERNEL(count_dense, (const float* __restrict__ X, int64_t n_rows, int64_t n_cols, int64_t* out)) {
-    SHARED_ARRAY(int64_t, partial, MAX_THREADS);
+// Count, for each resident row that is dense, the values that `columns` keeps and that are not zero in a minibatch.
+KERNEL(count_dense, (const int64_t* __restrict__ indptr, const float* __restrict__ X,
+                     const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
+                     int32_t log1p_, int64_t n_rows, int64_t n_vars, int64_t* out)) {
+    SHARED_ARRAY(double, partial, MAX_THREADS);
+    SHARED_ARRAY(int64_t, counts, MAX_THREADS);
     for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
+        const int64_t start = indptr ? indptr[row] : row * n_vars;
+        const int64_t n_stored = indptr ? indptr[row + 1] - start : n_vars;
+        const int32_t* chosen = map_of(int32_t(row), map_start, columns);
+        const Arithmetic arithmetic(row_scale(X + start, n_stored, target_sum, partial), target_sum, log1p_);
         PHASE(t) {
             int64_t n = 0;
-            for (int64_t k = t; k < n_cols; k += N_THREADS) n += is_stored(X[row * n_cols + k]);
-            partial[t] = n;
+            for (int64_t k = t; k < n_stored; k += N_THREADS) {
+                n += (!chosen || chosen[k] >= 0) && is_stored(arithmetic.of(X[start + k]));
+            }
+            counts[t] = n;
         }
-        const int64_t n = block_sum(partial);
+        const int64_t n = block_sum(counts);
         EACH_THREAD(t) {
             if (t == 0) out[row] = n;
         }
