@@ -7,9 +7,11 @@ FOLDER holds the pictures. The object store is `benchmarks.s3server` on this mac
 byte, as in the paper's measurements. It takes some of the processors' time from what it serves: the records have it
 beside the program's own, both per picture, because the rates of arms that leave no processor idle are in the ratio of
 their sums. With ``--apart`` the server has a core of its own, as if it were another machine, and the program has the
-others, wherever it reads. Each arm is a process of its own; the settings of the paper are batches of 256 and 4 workers.
-Without ``--full`` the grid of workers and requests in flight is smaller, which the records say. Where the arm trains,
-it does so on a ResNet-18 of an eighth of the width, on every eighth pixel: more would measure the processor.
+others, wherever it reads. ``disk`` is a local disk whose pictures are in the page cache, as the server's are always;
+``cold disk`` is the same disk after they were evicted. Each arm is a process of its own; the settings of the paper are
+batches of 256 and 4 workers. Without ``--full`` the grid of workers and requests in flight is smaller, which the
+records say. Where the arm trains, it does so on a ResNet-18 of an eighth of the width, on every eighth pixel: more
+would measure the processor.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import machine
+from benchmarks.measure import set_cache
 from benchmarks.s3server import start
 
 if TYPE_CHECKING:
@@ -64,8 +67,10 @@ class Arm:
 def arms(*, is_full: bool) -> list[Arm]:
     """Return what is measured."""
     local = [Arm("disk", "vanilla", 4, 1), Arm("disk", "ours", 0, 1), Arm("disk", "dali", 0, 1)]
+    local += [Arm("cold disk", "ours", 0, 1)]
     training = [
         Arm("disk", "ours", 0, 1, True),
+        Arm("cold disk", "ours", 0, 1, True),
         Arm("store", "vanilla", 4, 1, True),
         Arm("store", "threads", 4, 16, True),
         Arm("store", "ours", 0, 256, True),
@@ -89,7 +94,8 @@ def measure(arm: Arm, folder: Path, server: Running, batch_size: int, batches: i
     is_slow = arm.place == "store" and max(1, arm.workers) * arm.in_flight < 16
     # Workers begin together, so their first batches come together too: two rounds of them pass before the clock runs.
     n, warm_up = (max(1, arm.workers), 0) if is_slow else (batches, max(2, 2 * arm.workers))
-    place = str(folder) if arm.place == "disk" else f"s3://{folder.parent.name}/{folder.name}"
+    set_cache(folder, "cold" if arm.place == "cold disk" else "warm")
+    place = f"s3://{folder.parent.name}/{folder.name}" if arm.place == "store" else str(folder)
     command = [sys.executable, str(PROGRAM), place, "--json", "--loader", arm.loader, "--batch-size", str(batch_size)]
     command += ["--workers", str(arm.workers), "--in-flight", str(arm.in_flight)]
     command += ["--batches", str(n), "--warm-up", str(warm_up), *(TRAINING if arm.train else [])]
@@ -198,8 +204,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.make:
         command = [sys.executable, str(PROGRAM), str(folder), "--make", str(options.make)]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": python_path()})
-    for path in folder.glob("*.jpg"):  # into the page cache
-        path.read_bytes()
     chosen = [arm for arm in arms(is_full=options.full) if not options.only or options.only in arm.name]
     records = []
     with (
