@@ -61,6 +61,7 @@ _OUTPUTS = {
 """By dtype of a form: what stands for it in the kernels, and what is handed over."""
 
 _NO_COLUMNS = np.empty(0, dtype=np.int32)
+_NO_VALUES = np.empty(0, dtype=np.float32)
 _ONE_MAP = np.empty(0, dtype=np.int64)
 
 _THREADS = "gpuload-"
@@ -293,20 +294,16 @@ class CpuBackend:
 
     def _take_dense(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> NDArray[Any]:
         kind, visible = _OUTPUTS[form.dtype]
-        is_half = kind is not np.float32
         out = self._outputs.array((positions.size, form.n_cols), kind)
-        arithmetic = _arithmetic(form)
-        bad = -1
+        arithmetic = self._arithmetic(form, resident, positions)
         if resident.X is not None:
             bad = rows.gather_dense(positions, resident.indptr, resident.X, resident.map_start, *arithmetic, out)
         else:
             csr = (positions, resident.indptr, resident.indices, resident.data, resident.map_start)
-            wide = self._scratch.zeros("wide", form.n_cols * 4 + rows.SLACK).view(np.float32)
-            if is_half:
+            wide = narrow = self._scratch.zeros("wide", form.n_cols * 4 + 2 * rows.SLACK).view(np.float32)
+            if kind is not np.float32:
                 narrow = self._scratch.zeros("narrow", form.n_cols * 2 + rows.SLACK).view(kind)
-                bad = rows.densify_csr_half(*csr, *arithmetic, wide, narrow, out)
-            else:
-                rows.densify_csr(*csr, *arithmetic, wide, out)
+            bad = rows.densify_csr(*csr, *arithmetic, wide, narrow, out)
         if bad >= 0:
             raise PlanError(too_large_for_half(bad))
         return out.view(visible)
@@ -316,7 +313,7 @@ class CpuBackend:
 
         if resident.X is not None:
             return csr_matrix(self._take_dense(resident, positions, form))
-        columns, target_sum, log1p, known = _arithmetic(form)
+        columns, *arithmetic = self._arithmetic(form, resident, positions)
         indptr = np.empty(positions.size + 1, dtype=np.int32)
         nnz = rows.count_csr(positions, resident.indptr, resident.indices, resident.map_start, columns, indptr)
         if nnz > MAX_CSR:
@@ -330,9 +327,7 @@ class CpuBackend:
             resident.data,
             resident.map_start,
             columns,
-            target_sum,
-            log1p,
-            known,
+            *arithmetic,
             indices,
             data,
         )
@@ -342,6 +337,20 @@ class CpuBackend:
         elif columns.size:
             matrix.sort_indices()
         return matrix
+
+    def _arithmetic(
+        self, form: Form, resident: HostResident, positions: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], float, bool, NDArray[np.float32]]:
+        """Return a form in the words of the kernels: columns, target sum (0 = none), log1p, scratch."""
+        transform = form.transform
+        if transform is None and form.columns is None:
+            return _NO_COLUMNS, 0.0, False, _NO_VALUES
+        columns = _NO_COLUMNS if form.columns is None else form.columns
+        longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
+        scratch = self._scratch.bytes("row", (rows.N_CACHED + 2 * longest) * 4).view(np.float32)
+        if transform is None:
+            return columns, 0.0, False, scratch
+        return columns, float(transform.target_sum or 0.0), transform.log1p, scratch
 
 
 def _csr_of(data: NDArray[Any], indices: NDArray[np.int32], indptr: NDArray[np.int32], n_cols: int) -> Any:
@@ -372,14 +381,6 @@ def _read(
         got = source.read_into(buffer[place[e] : place[e] + wanted], at)
         if got < wanted:
             raise short_read(source, layout.name, at, wanted, got)
-
-
-def _arithmetic(form: Form) -> tuple[NDArray[np.int32], float, bool, NDArray[np.float32]]:
-    """Return a form in the words of the kernels: columns, target sum (0 = none), log1p, scratch."""
-    transform = form.transform
-    columns = _NO_COLUMNS if form.columns is None else form.columns
-    target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
-    return columns, target_sum, transform is not None and transform.log1p, np.empty(rows.N_CACHED, dtype=np.float32)
 
 
 def _round_up(n: int, multiple: int) -> int:

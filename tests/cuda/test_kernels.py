@@ -778,10 +778,10 @@ class Taken:
 
     def host_args(self) -> tuple[Any, ...]:
         """Return the arguments of the CPU backend's kernels, up to its scratch."""
-        known = np.empty(rows.N_CACHED, dtype=np.float32)
+        scratch = np.empty(rows.N_CACHED + 2 * int(np.diff(self.indptr).max()), dtype=np.float32)
         return (
             *(self.positions, self.indptr, self.indices, self.data, *self.host_maps()),
-            *(self.target_sum, bool(self.log1p), known),
+            *(self.target_sum, bool(self.log1p), scratch),
         )
 
     def host_maps(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -915,9 +915,9 @@ def densify(out: str, grid: Grid, take: Taken, skew: int = 0) -> tuple[NDArray[A
 
 def densified(take: Taken) -> NDArray[np.float32]:
     """Return what the CPU backend makes of rows."""
-    wide = np.zeros(take.n_cols + rows.SLACK // 4, dtype=np.float32)
+    wide = np.zeros(take.n_cols + rows.SLACK // 2, dtype=np.float32)
     out = np.empty((take.positions.size, take.n_cols), dtype=np.float32)
-    rows.densify_csr(*take.host_args(), wide, out)
+    rows.densify_csr(*take.host_args(), wide, wide, out)
     return out
 
 
@@ -954,10 +954,10 @@ def stored_rows(take: Taken) -> list[NDArray[np.int32]]:
 @given(takes(has_transform=False), grids(), st.integers(0, 7))
 def test_densify_csr_half(take: Taken, grid: Grid, skew: int) -> None:
     out, bad = densify("f2", grid, take, skew)
-    wide = np.zeros(take.n_cols + rows.SLACK // 4, dtype=np.float32)
+    wide = np.zeros(take.n_cols + rows.SLACK // 2, dtype=np.float32)
     narrow = np.zeros(take.n_cols + rows.SLACK // 2, dtype=np.uint16)
     wanted = np.empty(out.shape, dtype=np.uint16)
-    first = rows.densify_csr_half(*take.host_args(), wide, narrow, wanted)
+    first = rows.densify_csr(*take.host_args(), wide, narrow, wanted)
     assert bad == (INT32_MAX if first < 0 else first)
     np.testing.assert_array_equal(out.view(np.uint16), wanted)
 
@@ -1023,9 +1023,9 @@ def test_gather_dense(data: st.DataObject, grid: Grid, seed: int, out: str, skew
         return flat.reshape(positions.size, n_cols), int(bad[0])
 
     wanted = np.empty((positions.size, n_cols), dtype=np.float32)
-    known = np.empty(rows.N_CACHED, dtype=np.float32)
+    scratch = np.empty(rows.N_CACHED + 2 * n_vars, dtype=np.float32)
     maps = host_maps(map_start, columns)
-    rows.gather_dense(positions, indptr, X.reshape(-1), *maps, target_sum, bool(log1p), known, wanted)
+    rows.gather_dense(positions, indptr, X.reshape(-1), *maps, target_sum, bool(log1p), scratch, wanted)
     full, bad = gather("f4", skew % 4)
     assert_equal(full, wanted, has_transform=bool(log1p or target_sum))
     assert bad == INT32_MAX

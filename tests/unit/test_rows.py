@@ -14,6 +14,7 @@ from gpuload.backends.native import rows
 
 NO_COLUMNS = np.empty(0, dtype=np.int32)
 ONE_MAP = np.empty(0, dtype=np.int64)
+SCRATCH = np.empty(rows.N_CACHED + 2 * 33_001, dtype=np.float32)
 
 
 def guarded(n: int, dtype: Any, shift: int) -> tuple[np.ndarray, np.ndarray]:
@@ -24,12 +25,12 @@ def guarded(n: int, dtype: Any, shift: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @settings(deadline=None)  # the first example compiles
-@given(n=st.integers(0, 300), to_shift=st.integers(0, 31), from_shift=st.integers(0, 31))
-def test_store_row_copies_its_bytes_and_no_others(n: int, to_shift: int, from_shift: int) -> None:
+@given(n=st.integers(0, 300), to_shift=st.integers(0, 31), from_shift=st.integers(0, 31), is_streamed=st.booleans())
+def test_store_row_copies_its_bytes_and_no_others(n: int, to_shift: int, from_shift: int, is_streamed: bool) -> None:
     memory, to = guarded(n, np.uint16, to_shift)
     _, source = guarded(n, np.uint16, from_shift)
     source[:] = np.arange(n)
-    rows.store_row(to.ctypes.data, source.ctypes.data, 2 * n)
+    rows.store_row(to.ctypes.data, source.ctypes.data, 2 * n, is_streamed)
     np.testing.assert_array_equal(to, np.arange(n))
     assert np.count_nonzero(memory == 0xA5) >= memory.size - 2 * n
     start = to.ctypes.data - memory.ctypes.data
@@ -59,9 +60,9 @@ def test_a_large_minibatch_is_what_scipy_makes_of_it(matrix: csr_matrix, n_cols:
     _, flat = guarded(40 * n_cols, np.float32, shift)
     out = flat.reshape(40, n_cols)
     assert out.nbytes >= rows.STREAMED_NBYTES
-    wide = np.zeros(n_cols + rows.SLACK // 4, dtype=np.float32)
-    known = np.empty(rows.N_CACHED, dtype=np.float32)
-    rows.densify_csr(positions, *resident(matrix), ONE_MAP, columns, 0.0, False, known, wide, out)
+    wide = np.zeros(n_cols + rows.SLACK // 2, dtype=np.float32)
+    csr = (*resident(matrix), ONE_MAP, columns)
+    assert rows.densify_csr(positions, *csr, 0.0, False, SCRATCH, wide, wide, out) == -1
     np.testing.assert_array_equal(out, matrix[positions].toarray()[:, chosen])
     assert not wide.any()
 
@@ -72,15 +73,76 @@ def test_a_large_minibatch_of_float16(matrix: csr_matrix, shift: int) -> None:
     _, flat = guarded(66 * matrix.shape[1], np.uint16, shift)
     out = flat.reshape(66, -1)
     assert out.nbytes >= rows.STREAMED_NBYTES
-    wide = np.zeros(matrix.shape[1] + rows.SLACK // 4, dtype=np.float32)
+    wide = np.zeros(matrix.shape[1] + rows.SLACK // 2, dtype=np.float32)
     narrow = np.zeros(matrix.shape[1] + rows.SLACK // 2, dtype=np.uint16)
-    known = np.empty(rows.N_CACHED, dtype=np.float32)
     csr = (*resident(matrix), ONE_MAP, NO_COLUMNS)
-    bad = rows.densify_csr_half(positions, *csr, 0.0, False, known, wide, narrow, out)
+    bad = rows.densify_csr(positions, *csr, 0.0, False, SCRATCH, wide, narrow, out)
     assert bad == -1
     np.testing.assert_array_equal(out.view(np.float16), matrix[:66].toarray().astype(np.float16))
     assert not wide.any()
     assert not narrow.any()
+
+
+BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
+
+
+@pytest.mark.parametrize("n_rows", [3, 80], ids=["cached", "streamed"])
+@pytest.mark.parametrize("kind", BITS)
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 2**32 - 1), n_falling=st.sampled_from([0, 0, 1, 3]), has_map=st.booleans())
+def test_rows_of_several_tiles(n_rows: int, kind: str, seed: int, n_falling: int, has_map: bool) -> None:
+    """Rows wider than a tile, of which some have columns that fall, or a column twice."""
+    rng = np.random.default_rng(seed)
+    n_vars = int(rng.integers(2 * rows.TILE, 4 * rows.TILE))
+    picked = [np.sort(rng.integers(0, n_vars, int(rng.integers(0, 300)))) for _ in range(5)]
+    for k in rng.integers(0, 5, n_falling):
+        rng.shuffle(picked[k])
+    indptr = np.cumsum([0, *(row.size for row in picked)])
+    indices, data = np.concatenate(picked).astype(np.int32), rng.integers(1, 9, indptr[-1]).astype(np.float32)
+    columns, n_cols = NO_COLUMNS, n_vars
+    if has_map:
+        columns = np.where(rng.random(n_vars) < 0.8, 0, -1).astype(np.int32)
+        n_cols = int((columns >= 0).sum())
+        columns[columns >= 0] = np.arange(n_cols)
+    positions = rng.integers(0, 5, n_rows).astype(np.int32)
+    wanted = np.zeros((n_rows, n_cols), dtype=np.float32)
+    for r, row in enumerate(positions):
+        places = (
+            indices[indptr[row] : indptr[row + 1]] if not has_map else columns[indices[indptr[row] : indptr[row + 1]]]
+        )
+        np.add.at(wanted[r], places[places >= 0], data[indptr[row] : indptr[row + 1]][places >= 0])
+    memory, flat = guarded(n_rows * n_cols, BITS[kind], int(rng.integers(0, 32)))
+    wide = np.zeros(n_cols + rows.SLACK // 2, dtype=np.float32)
+    narrow = wide if kind == "float32" else np.zeros(n_cols + rows.SLACK // 2, dtype=BITS[kind])
+    out = flat.reshape(n_rows, n_cols)
+    csr = (indptr, indices, data, ONE_MAP, columns)
+    assert rows.densify_csr(positions, *csr, 0.0, False, SCRATCH, wide, narrow, out) == -1
+    if kind == "bfloat16":  # small whole numbers are cut off exactly
+        np.testing.assert_array_equal((out.view(np.uint16).astype(np.uint32) << 16).view(np.float32), wanted)
+    else:
+        np.testing.assert_array_equal(out.view(kind), wanted)
+    start = flat.ctypes.data - memory.ctypes.data
+    assert (memory[:start] == 0xA5).all()
+    assert (memory[start + flat.nbytes :] == 0xA5).all()
+    assert not wide.any()
+    assert not narrow.any()
+
+
+@pytest.mark.parametrize("target_sum", [0.0, 7.0])
+def test_values_that_are_no_small_counts(target_sum: float) -> None:
+    data = np.array([0.0, -0.0, 1, 1.5, 63, 64, 65.5, -1, -0.25, 3e9, 1, 63, 2**24], dtype=np.float32)
+    indptr, indices = np.array([0, data.size]), np.arange(data.size, dtype=np.int32)
+    out_indices, out = np.empty(data.size, np.int32), np.empty(data.size, np.float32)
+    scale = target_sum / data.astype(np.float64).sum() if target_sum else 1.0
+    for log1p in (False, True):
+        with np.errstate(divide="ignore"):
+            scaled = data.astype(np.float64) * scale
+            wanted = (np.log1p(scaled) if log1p else scaled).astype(np.float32)
+        if not target_sum and not log1p:
+            wanted = data
+        csr = (indptr, indices, data, ONE_MAP, NO_COLUMNS)
+        rows.gather_csr(np.zeros(1, np.int32), *csr, target_sum, log1p, SCRATCH, out_indices, out)
+        np.testing.assert_array_max_ulp(out, wanted, maxulp=1)
 
 
 def test_a_large_minibatch_of_dense_rows(matrix: csr_matrix) -> None:
@@ -88,9 +150,8 @@ def test_a_large_minibatch_of_dense_rows(matrix: csr_matrix) -> None:
     positions = np.random.default_rng(1).integers(0, 70, 40).astype(np.int32)
     _, flat = guarded(40 * X.shape[1], np.float32, 3)
     out = flat.reshape(40, -1)
-    known = np.empty(rows.N_CACHED, dtype=np.float32)
     indptr = np.arange(len(X) + 1) * X.shape[1]
-    rows.gather_dense(positions, indptr, X.reshape(-1), ONE_MAP, NO_COLUMNS, 0.0, False, known, out)
+    rows.gather_dense(positions, indptr, X.reshape(-1), ONE_MAP, NO_COLUMNS, 0.0, False, SCRATCH, out)
     np.testing.assert_array_equal(out, X[positions])
 
 
@@ -103,8 +164,7 @@ def test_gather_csr_tells_whether_columns_rise(row: list[int], is_canonical: boo
     indices = np.array([7, 8, *row, 0, 1, 2], dtype=np.uint16)
     data = np.ones(indices.size, dtype=np.float32)
     out_indices, out_data = np.empty(indices.size, np.int32), np.empty(indices.size, np.float32)
-    known = np.empty(rows.N_CACHED, dtype=np.float32)
     csr = (indptr, indices, data, ONE_MAP, NO_COLUMNS)
-    found = rows.gather_csr(np.array([2, 1, 0], np.int32), *csr, 0.0, log1p, known, out_indices, out_data)
+    found = rows.gather_csr(np.array([2, 1, 0], np.int32), *csr, 0.0, log1p, SCRATCH, out_indices, out_data)
     assert found == is_canonical
     np.testing.assert_array_equal(out_indices, [0, 1, 2, *row, 7, 8])

@@ -23,6 +23,7 @@ from numba.extending import overload
 from gpuload.backends.native.decoders import call_one, call_two
 from gpuload.backends.native.frames import is_crc32c, unshuffle_items
 from gpuload.backends.native.inflate import are_by_turns
+from gpuload.backends.native.words import borrowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,6 +191,7 @@ def copy_pieces(
     out: Any,
 ) -> int:  # pragma: no cover - compiled
     """Copy pieces lo..hi of one decoded chunk into the resident's array; returns as `copy_run`, the worst of all."""
+    typed, out = borrowed(typed), borrowed(out)
     worst = 0
     for p in range(lo, hi):
         for r in range(piece_rows[p]):

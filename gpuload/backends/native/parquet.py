@@ -62,7 +62,6 @@ from gpuload.backends.native.parquet_pages import (
     TYPE,
     WIDTH,
     N,
-    copy_bytes,
     decompress,
     find_levels,
     find_rows,
@@ -72,7 +71,7 @@ from gpuload.backends.native.parquet_pages import (
     snappy_front,
     start_levels,
 )
-from gpuload.backends.native.words import load8, load16, load32, load64, shift_right, store32
+from gpuload.backends.native.words import copy_bytes, load8, load16, load32, load64, shift_right, store32
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -300,7 +299,7 @@ def _load(at: int, width: int) -> int:  # pragma: no cover - compiled
 def _plain(at: int, n: int, spec: Any, to: int, width: int) -> None:  # pragma: no cover - compiled
     """Hand over n values that lie one after the other."""
     if not spec[IS_GENES]:
-        copy_bytes(at, to, n * width)
+        copy_bytes(to, at, n * width)
         return
     first = spec[FIRST]
     if spec[WIDTH] == 8:
@@ -507,7 +506,7 @@ def decode_column(  # noqa: PLR0911 - one for each thing that may be wrong
             continue
         head = page[REP_NBYTES] + page[DEF_NBYTES] if kind == DATA_V2 else 0
         codec = NO_CODEC if kind == DATA_V2 and not page[IS_PACKED] else spec[CODEC]
-        copy_bytes(at, page_at, head)
+        copy_bytes(page_at, at, head)
         code = decompress(
             at + head, stored - head, page_at + head, full - head, codec, src, buffer, tables, addresses, snappy
         )

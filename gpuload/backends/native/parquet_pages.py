@@ -21,7 +21,7 @@ import numpy as np
 
 from gpuload.backends.native.calls import I32, I64, caller
 from gpuload.backends.native.frames import _lz4, _zstd, gunzip
-from gpuload.backends.native.words import load8, load32, load64, shift_right, store8, store64
+from gpuload.backends.native.words import copy_bytes, load8, load32, shift_right, store8
 
 BAD_HEADER = -301
 BAD_PAGE_SIZE = -302
@@ -207,7 +207,7 @@ def decompress(
     if codec == NO_CODEC:
         if n != size:
             return BAD_PAGE_SIZE
-        copy_bytes(at, to, n)
+        copy_bytes(to, at, n)
         return 0
     if size == 0:
         return 0
@@ -230,18 +230,6 @@ def decompress(
     else:
         got = _lz4(at, n, to, size, size, addresses)
     return 0 if got == size else BAD_CODEC
-
-
-@_native
-def copy_bytes(at: int, to: int, n: int) -> None:  # pragma: no cover - compiled
-    """Copy n bytes from one address to another."""
-    i = 0
-    while n - i >= 8:
-        store64(to + i, load64(at + i))
-        i += 8
-    while i < n:
-        store8(to + i, load8(at + i))
-        i += 1
 
 
 @_native
@@ -274,7 +262,7 @@ def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pr
                 at += extra
             n += 1
             given = min(n, end - at, room - out)
-            copy_bytes(at, to + out, given)
+            copy_bytes(to + out, at, given)
             out += given
             if given < n:
                 return out

@@ -1,19 +1,31 @@
 """Gather rows of a resident into a minibatch: one pass that selects columns, transforms, casts and densifies.
 
-A minibatch that outgrows the caches is written past them: each row is made in a scratch row, which stays in cache, and
-stored from there with non-temporal stores. A plain store to memory that is not in cache reads it first.
+A row is made a tile of columns after the other in scratch memory that stays in the first cache, and stored from there.
+A minibatch that outgrows the caches is written past them: a plain store to memory that is not in cache reads it first.
+While such stores drain, the next tile is made.
+
+Arrays are `borrowed` before they are handed to the functions that make a row.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import llvmlite.ir
 import numba
 import numpy as np
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import overload
+
+from gpuload.backends.native.words import (
+    LINE,
+    borrowed,
+    copy_bytes,
+    drain_stores,
+    float_bits,
+    float_pointer,
+    half_bits,
+    store_lines,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,143 +36,63 @@ N_CACHED = 64
 STREAMED_NBYTES = 4 << 20
 """Minibatches from this size on are written past the caches: the ring of them is larger than a last-level cache."""
 
-_LINE = 64
-SLACK = _LINE
-"""Bytes by which a scratch row is longer than a row, so that it can start anywhere in a cache line."""
+TILE = 8192
+"""Columns that are made at a time: 32 kB of float32."""
 
-_I64 = llvmlite.ir.IntType(64)
-_LINE_TYPE = llvmlite.ir.VectorType(llvmlite.ir.IntType(8), _LINE)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _store_lines(typing_context: Any, to: Any, at: Any, n: Any) -> Any:  # pragma: no cover - compiled
-    """Store n bytes, whole cache lines at an aligned address, past the caches."""
-    del typing_context
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        del signature
-        hint = builder.module.add_metadata([llvmlite.ir.Constant(llvmlite.ir.IntType(32), 1)])
-        zero, step = (llvmlite.ir.Constant(_I64, k) for k in (0, _LINE))
-        with cgutils.for_range_slice(builder, zero, args[2], step) as (k, _):
-            place, source = (builder.inttoptr(builder.add(a, k), _LINE_TYPE.as_pointer()) for a in args[:2])
-            builder.store(builder.load(source, align=4), place, align=_LINE).set_metadata("nontemporal", hint)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _drain_stores(typing_context: Any) -> Any:  # pragma: no cover - compiled
-    """Let all stores so far, non-temporal ones too, be seen by other threads before any that follows."""
-    del typing_context
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        del signature, args
-        triple, _, _ = context.codegen().magic_tuple()
-        if triple.startswith(("x86_64", "i686")):
-            kind = llvmlite.ir.FunctionType(llvmlite.ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse.sfence"), [])
-        else:
-            builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+SLACK = LINE
+"""Bytes by which scratch memory is longer than what is made in it, so that it can start anywhere in a cache line."""
 
 
 @numba.njit(nogil=True, cache=True)
-def store_row(to: int, at: int, nbytes: int) -> None:  # pragma: no cover - compiled
-    """Copy a row from one address to another, both multiples of 2, past the caches but for its ends."""
-    head = min(nbytes, -to & (_LINE - 1))
-    lines = (nbytes - head) & -_LINE
-    _copy_small(to, at, head)
-    _store_lines(to + head, at + head, lines)
-    _copy_small(to + head + lines, at + head + lines, nbytes - head - lines)
-
-
-@numba.njit(nogil=True, cache=True)
-def _copy_small(to: int, at: int, nbytes: int) -> None:  # pragma: no cover - compiled
-    source, place = numba.carray(_pointer(at), nbytes >> 1), numba.carray(_pointer(to), nbytes >> 1)
-    for k in range(nbytes >> 1):
-        place[k] = source[k]
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(typing_context: Any, address: Any) -> Any:  # pragma: no cover - compiled
-    """Return an address as a pointer to uint16."""
-    del typing_context
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        del context, signature
-        return builder.inttoptr(args[0], llvmlite.ir.IntType(16).as_pointer())
-
-    return types.CPointer(types.uint16)(types.int64), generate
+def store_row(to: int, at: int, nbytes: int, is_streamed: bool) -> None:  # pragma: no cover - compiled
+    """Copy a row, or a part of one, from one address to another; past the caches, but for its ends, if asked."""
+    if not is_streamed:
+        copy_bytes(to, at, nbytes)
+        return
+    head = min(nbytes, -to & (LINE - 1))
+    lines = (nbytes - head) & -LINE
+    copy_bytes(to, at, head)
+    store_lines(to + head, at + head, lines)
+    copy_bytes(to + head + lines, at + head + lines, nbytes - head - lines)
 
 
 @numba.njit(nogil=True, cache=True)
 def _in_line(to: int, scratch: Any) -> int:  # pragma: no cover - compiled
     """Return the element of a scratch row that lies in its cache line as address `to` does in its own."""
-    return ((to - np.int64(scratch.ctypes.data)) & (_LINE - 1)) // scratch.itemsize
+    return ((to - np.int64(scratch.ctypes.data)) & (LINE - 1)) // scratch.itemsize
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def float_bits(typing_context: Any, value: Any) -> Any:  # pragma: no cover - compiled
-    """Return the bits of a float32, as uint32."""
-    del typing_context
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        del context, signature
-        return builder.bitcast(args[0], llvmlite.ir.IntType(32))
-
-    return types.uint32(types.float32), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def half_bits(typing_context: Any, value: Any) -> Any:  # pragma: no cover - compiled
-    """Return the bits of a float32 rounded to float16 (to nearest, ties to even), as uint16."""
-    del typing_context
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        del context, signature
-        return builder.bitcast(builder.fptrunc(args[0], llvmlite.ir.HalfType()), llvmlite.ir.IntType(16))
-
-    return types.uint16(types.float32), generate
-
-
-def store(row: Any, c: int, value: float) -> bool:  # pragma: no cover - replaced below
-    """Set an element of a row; return whether its type cannot hold a finite value.
+def rounded(value: float, like: Any) -> tuple[Any, bool]:  # pragma: no cover - replaced below
+    """Return a value as an element of a minibatch, and whether that cannot hold it though it is finite.
 
     uint16 stands for the bits of a float16, int16 for those of a bfloat16.
     """
     raise NotImplementedError
 
 
-@overload(store)
-def _store(row: Any, c: int, value: float) -> Callable[..., bool]:  # pragma: no cover - compiled
-    if row.dtype is types.uint16:
+@overload(rounded)
+def _rounded(value: float, like: Any) -> Callable[..., tuple[Any, bool]]:  # pragma: no cover - compiled
+    if like is types.uint16:
 
-        def half(row: Any, c: int, value: float) -> bool:
+        def half(value: float, like: Any) -> tuple[Any, bool]:
             bits = half_bits(np.float32(value))
-            row[np.uint64(c)] = bits
-            return bool((bits & np.uint16(0x7FFF)) == np.uint16(0x7C00) and np.isfinite(value))
+            return bits, bool((bits & np.uint16(0x7FFF)) == np.uint16(0x7C00) and np.isfinite(value))
 
         return half
 
-    if row.dtype is types.int16:
+    if like is types.int16:
 
-        def brain(row: Any, c: int, value: float) -> bool:
+        def brain(value: float, like: Any) -> tuple[Any, bool]:
             bits = float_bits(np.float32(value))
             if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):  # not a number: let no rounding make it infinite
-                row[np.uint64(c)] = np.int16((bits >> np.uint32(16)) | np.uint32(0x40))
-                return False
-            rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-            row[np.uint64(c)] = np.int16(rounded)
-            return False
+                return np.int16((bits >> np.uint32(16)) | np.uint32(0x40)), False
+            nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            return np.int16(nearest), False
 
         return brain
 
-    def single(row: Any, c: int, value: float) -> bool:
-        row[np.uint64(c)] = np.float32(value)
-        return False
+    def single(value: float, like: Any) -> tuple[Any, bool]:
+        return np.float32(value), False
 
     return single
 
@@ -170,24 +102,81 @@ def row_scale(data: Any, start: int, stop: int, target_sum: float) -> float:  # 
     """Return what scales a cell's values to add up to `target_sum`; 1 where that is 0 and for an empty cell."""
     if target_sum == 0.0:
         return 1.0
-    total = 0.0
-    for k in range(start, stop):
-        total += np.float64(data[k])
+    a = b = c = d = 0.0  # sums side by side: one alone would wait for each addition
+    last = start + (stop - start) // 4 * 4
+    for k in range(start, last, 4):
+        a += np.float64(data[np.uint64(k)])
+        b += np.float64(data[np.uint64(k + 1)])
+        c += np.float64(data[np.uint64(k + 2)])
+        d += np.float64(data[np.uint64(k + 3)])
+    for k in range(last, stop):
+        a += np.float64(data[np.uint64(k)])
+    total = (a + b) + (c + d)
     return target_sum / total if total != 0.0 else 1.0
 
 
 @numba.njit(nogil=True, cache=True)
-def transformed(value: float, scale: float, log1p: bool, known: Any) -> float:  # pragma: no cover - compiled
-    """Return one transformed value; those of small counts are kept in `known` (-1 = not yet) for the cell."""
+def make_row(
+    start: int,
+    stop: int,
+    indices: Any,
+    data: Any,
+    columns: Any,
+    target_sum: float,
+    log1p: bool,
+    known: Any,
+    places: Any,
+    values: Any,
+) -> int:  # pragma: no cover - compiled
+    """Write a cell's values as a minibatch has them, and, where columns are chosen, the places they go to.
+
+    Parameters
+    ----------
+    start, stop
+        Where the cell's values begin and end.
+    indices, data
+        As for `densify_csr`; `indices` is empty where the row is dense.
+    columns : (n_vars,) int32
+        Place of every stored column, -1 = not wanted; empty: all are wanted, and no places are written.
+    target_sum, log1p
+        The transform; 0 = no scaling.
+    known : (N_CACHED,) float32
+        Scratch: transformed values of small counts, -1 = not yet.
+    places, values : int32, float32
+        Written from their beginning on.
+
+    Returns
+    -------
+    int
+        How many values were written.
+    """
+    scale = row_scale(data, start, stop, target_sum)
+    has_transform = log1p or target_sum != 0.0
     if log1p:
-        if 0.0 <= value < N_CACHED:
-            count = np.int64(value)
-            if np.float32(count) == value:
-                if known[count] < 0.0:
-                    known[count] = np.float32(np.log1p(np.float64(value) * scale))
-                return known[count]
-        return np.float32(np.log1p(np.float64(value) * scale))
-    return np.float32(np.float64(value) * scale)
+        known[:] = -1.0
+    n = 0
+    for k in range(start, stop):
+        if columns.size:
+            column = np.int64(indices[np.uint64(k)]) if indices.size else k - start
+            place = columns[np.uint64(column)]
+            if place < 0:
+                continue
+            places[np.uint64(n)] = place
+        value = data[np.uint64(k)]
+        if log1p:
+            count = np.int64(value) if np.float32(0.0) <= value < np.float32(N_CACHED) else np.int64(-1)
+            is_small = count >= 0 and np.float32(count) == value
+            if is_small and known[np.uint64(count)] >= np.float32(0.0):
+                values[np.uint64(n)] = known[np.uint64(count)]
+            else:
+                made = np.float32(np.log1p(np.float64(value) * scale))
+                values[np.uint64(n)] = made
+                if is_small:
+                    known[np.uint64(count)] = made
+        else:
+            values[np.uint64(n)] = np.float32(np.float64(value) * scale) if has_transform else value
+        n += 1
+    return n
 
 
 @numba.njit(nogil=True, cache=True)
@@ -197,25 +186,61 @@ def map_of(row: int, map_start: Any, columns: Any) -> Any:  # pragma: no cover -
 
 
 @numba.njit(nogil=True, cache=True)
-def scatter_row(
-    start: int, stop: int, indices: Any, data: Any, columns: Any, target_sum: float, log1p: bool, known: Any, row: Any
-) -> None:  # pragma: no cover - compiled
-    """Add one cell's values to a float32 row; other parameters as for `densify_csr`."""
-    has_transform = log1p or target_sum != 0.0
-    scale = 1.0
-    if has_transform:
-        scale = row_scale(data, start, stop, target_sum)
-        known[:] = -1.0
-    for k in range(start, stop):
-        column = np.int64(indices[np.uint64(k)])
-        if columns.size:
-            column = np.int64(columns[np.uint64(column)])
-            if column < 0:
-                continue
-        value = data[np.uint64(k)]
-        if has_transform:
-            value = transformed(value, scale, log1p, known)
-        row[np.uint64(column)] += value
+def add_row(indices: Any, values: Any, to: int, n_cols: int) -> None:  # pragma: no cover - compiled
+    """Write one cell as a dense row of float32 to an address, which stays in cache."""
+    row = numba.carray(float_pointer(to), n_cols)
+    row[:] = 0
+    for k in range(indices.size):
+        row[np.uint64(indices[np.uint64(k)])] += values[np.uint64(k)]
+
+
+@numba.njit(nogil=True, cache=True)
+def put_row(
+    indices: Any, values: Any, to: int, n_cols: int, tile: int, is_streamed: bool, wide: Any, narrow: Any
+) -> tuple[int, bool]:  # pragma: no cover - compiled
+    """Write one cell as a dense row to an address, a tile of columns after the other.
+
+    Returns
+    -------
+    tile : int
+        Columns to make at a time from now on: all of them, once the columns of a row do not rise.
+    is_bad : bool
+        Whether the row holds a value that it cannot.
+    """
+    is_bad, itemsize, like = False, narrow.itemsize, narrow.dtype.type(0)
+    lo, first = 0, 0
+    while lo < n_cols:
+        hi = n_cols
+        if n_cols - lo > tile:  # the next tile begins on a cache line
+            hi = lo + tile - ((to + (lo + tile) * itemsize) & (LINE - 1)) // itemsize
+        shift = _in_line(to + lo * itemsize, narrow)
+        base = shift - lo
+        end = first
+        while end < indices.size:
+            column = np.int64(indices[np.uint64(end)])
+            if column < lo or column >= hi:
+                break
+            wide[np.uint64(base + column)] += values[np.uint64(end)]
+            end += 1
+        is_falling = end < indices.size and indices[np.uint64(end)] < lo
+        if narrow.itemsize < 4:
+            for k in range(first, end):
+                place = np.uint64(base + np.int64(indices[np.uint64(k)]))
+                narrow[place], cannot = rounded(wide[place], like)
+                is_bad |= cannot and not is_falling
+        if not is_falling:
+            at = np.int64(narrow.ctypes.data) + shift * itemsize
+            store_row(to + lo * itemsize, at, (hi - lo) * itemsize, is_streamed)
+        for k in range(first, end):
+            place = np.uint64(base + np.int64(indices[np.uint64(k)]))
+            wide[place] = 0
+            if narrow.itemsize < 4:
+                narrow[place] = 0
+        if is_falling:  # the row is made anew, and whole
+            tile, lo, first, is_bad = n_cols, 0, 0, False
+        else:
+            lo, first = hi, end
+    return tile, is_bad
 
 
 @numba.njit(nogil=True, cache=True)
@@ -228,11 +253,12 @@ def densify_csr(
     columns: Any,
     target_sum: float,
     log1p: bool,
-    known: Any,
+    scratch: Any,
     wide: Any,
+    narrow: Any,
     out: Any,
-) -> None:  # pragma: no cover - compiled
-    """Write resident CSR rows into a dense array; values of a column that a row repeats are added up.
+) -> int:  # pragma: no cover - compiled
+    """Write resident CSR rows into a dense array; values of a column that a row repeats are added up, then rounded.
 
     Parameters
     ----------
@@ -246,94 +272,59 @@ def densify_csr(
         Place of every stored column, -1 = not wanted; the maps one after the other; empty: all, as they are.
     target_sum, log1p
         The transform; 0 = no scaling.
-    known : (N_CACHED,) float32
-        Scratch.
-    wide : (n_cols + SLACK / 4,) float32
+    scratch : (N_CACHED + 2 x values of the longest row,) float32
+        Empty where there is neither a transform nor a choice of columns.
+    wide : (n_cols + SLACK / 2,) float32
         Scratch of zeros, and left so.
-    out : (n, n_cols) float32
+    narrow : (n_cols + SLACK / 2,) uint16 or int16
+        The same, for what is rounded; `wide` where `out` is float32.
+    out : (n, n_cols) float32, uint16 (float16 bits) or int16 (bfloat16 bits)
         Overwritten whole, row by row.
-    """
-    nbytes = out.shape[1] * 4
-    is_streamed = out.shape[0] * nbytes >= STREAMED_NBYTES
-    for r in range(positions.size):
-        start, stop = indptr[positions[r]], indptr[positions[r] + 1]
-        chosen = map_of(positions[r], map_start, columns)
-        if not is_streamed:
-            out[r, :] = 0
-            scatter_row(start, stop, indices, data, chosen, target_sum, log1p, known, out[r])
-            continue
-        to = np.int64(out.ctypes.data) + r * nbytes
-        shift = _in_line(to, wide)
-        row = wide[shift : shift + out.shape[1]]
-        scatter_row(start, stop, indices, data, chosen, target_sum, log1p, known, row)
-        store_row(to, np.int64(row.ctypes.data), nbytes)
-        clear_row(start, stop, indices, chosen, row)
-    _drain_stores()
-
-
-@numba.njit(nogil=True, cache=True)
-def clear_row(start: int, stop: int, indices: Any, columns: Any, row: Any) -> None:  # pragma: no cover - compiled
-    """Set to zero what `scatter_row` has written."""
-    for k in range(start, stop):
-        column = np.int64(indices[np.uint64(k)])
-        if columns.size:
-            column = np.int64(columns[np.uint64(column)])
-            if column < 0:
-                continue
-        row[np.uint64(column)] = 0
-
-
-@numba.njit(nogil=True, cache=True)
-def densify_csr_half(
-    positions: Any,
-    indptr: Any,
-    indices: Any,
-    data: Any,
-    map_start: Any,
-    columns: Any,
-    target_sum: float,
-    log1p: bool,
-    known: Any,
-    wide: Any,
-    narrow: Any,
-    out: Any,
-) -> int:  # pragma: no cover - compiled
-    """Write resident CSR rows into a dense array of 16-bit floats, rounding once, after all is added up.
-
-    Parameters are those of `densify_csr` and `narrow`, (n_cols + SLACK / 2,) of zeros, which is left so. Its type and
-    that of `out` are uint16 for float16 bits, int16 for bfloat16 bits.
 
     Returns
     -------
     int
-        -1, or the first row of `out` that holds a value which they cannot.
+        -1, or the first row of `out` that holds a value which it cannot.
     """
-    bad = -1
-    nbytes = out.shape[1] * 2
+    known, values, places = _parts(borrowed(scratch))
+    indices, data, columns = borrowed(indices), borrowed(data), borrowed(columns)
+    wide, narrow = borrowed(wide), borrowed(narrow)
+    is_as_stored = not log1p and target_sum == 0.0 and not columns.size
+    n_cols, nbytes, bad = out.shape[1], out.shape[1] * out.itemsize, -1
     is_streamed = out.shape[0] * nbytes >= STREAMED_NBYTES
+    is_in_place = not is_streamed and out.itemsize == 4
+    tile = min(n_cols, TILE)
     for r in range(positions.size):
         start, stop = indptr[positions[r]], indptr[positions[r] + 1]
-        chosen = map_of(positions[r], map_start, columns)
         to = np.int64(out.ctypes.data) + r * nbytes
-        shift = _in_line(to, narrow)
-        half = narrow[shift : shift + out.shape[1]] if is_streamed else out[r]
-        if not is_streamed:
-            out[r, :] = 0
-        scatter_row(start, stop, indices, data, chosen, target_sum, log1p, known, wide)
-        for k in range(start, stop):
-            column = np.int64(indices[np.uint64(k)])
-            if chosen.size:
-                column = np.int64(chosen[np.uint64(column)])
-                if column < 0:
-                    continue
-            if store(half, column, wide[np.uint64(column)]) and bad < 0:
-                bad = r
-        clear_row(start, stop, indices, chosen, wide)
-        if is_streamed:
-            store_row(to, np.int64(half.ctypes.data), nbytes)
-            clear_row(start, stop, indices, chosen, half)
-    _drain_stores()
+        chosen = map_of(positions[r], map_start, columns)
+        n = stop - start
+        made = data[start:stop]
+        if not is_as_stored:
+            n = make_row(start, stop, indices, data, chosen, target_sum, log1p, known, places, values)
+            made = values[:n]
+        is_bad = False
+        if is_in_place:
+            if columns.size:
+                add_row(places[:n], made, to, n_cols)
+            else:
+                add_row(indices[start:stop], made, to, n_cols)
+        elif columns.size:
+            tile, is_bad = put_row(places[:n], made, to, n_cols, tile, is_streamed, wide, narrow)
+        else:
+            tile, is_bad = put_row(indices[start:stop], made, to, n_cols, tile, is_streamed, wide, narrow)
+        if is_bad and bad < 0:
+            bad = r
+    drain_stores()
     return bad
+
+
+@numba.njit(nogil=True, cache=True)
+def _parts(scratch: Any) -> tuple[Any, Any, Any]:  # pragma: no cover - compiled
+    """Return the parts of scratch memory: known values, values and places of a row."""
+    longest = max(0, scratch.size - N_CACHED) // 2
+    known, values = scratch[:N_CACHED], scratch[N_CACHED : N_CACHED + longest]
+    return known, values, scratch[N_CACHED + longest :].view(np.int32)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -345,50 +336,46 @@ def gather_dense(
     columns: Any,
     target_sum: float,
     log1p: bool,
-    known: Any,
+    scratch: Any,
     out: Any,
 ) -> int:  # pragma: no cover - compiled
     """Write resident dense rows into a dense array.
 
-    As `densify_csr`; X is float32, the rows one after the other, which begin where `indptr` says; `out` is float32,
-    uint16 (float16 bits) or int16 (bfloat16 bits). Columns of `out` that a row has nothing for are zero.
+    As `densify_csr`; X is float32, the rows one after the other, which begin where `indptr` says. Columns of `out` that
+    a row has nothing for are zero.
 
     Returns
     -------
     int
         -1, or the first row of `out` that holds a value which it cannot.
     """
-    has_transform = log1p or target_sum != 0.0
-    nbytes = out.shape[1] * out.itemsize
-    is_copied = not has_transform and not columns.size and out.itemsize == X.itemsize
-    is_streamed = is_copied and out.shape[0] * nbytes >= STREAMED_NBYTES
+    known, values, places = _parts(borrowed(scratch))
+    X, columns, out = borrowed(X), borrowed(columns), borrowed(out)
+    is_as_stored = not log1p and target_sum == 0.0 and not columns.size
+    nbytes, like, bad = out.shape[1] * out.itemsize, out.dtype.type(0), -1
+    is_streamed = out.shape[0] * nbytes >= STREAMED_NBYTES
     for r in range(positions.size):
-        row = X[indptr[positions[r]] : indptr[positions[r] + 1]]
-        if is_streamed:
-            store_row(np.int64(out.ctypes.data) + r * nbytes, np.int64(row.ctypes.data), nbytes)
+        start, stop = indptr[positions[r]], indptr[positions[r] + 1]
+        made = X[start:stop]
+        n = stop - start
+        if not is_as_stored:
+            chosen = map_of(positions[r], map_start, columns)
+            n = make_row(start, stop, places[:0], X, chosen, target_sum, log1p, known, places, values)
+            made = values[:n]
+        if not columns.size and out.itemsize == made.itemsize:
+            store_row(np.int64(out.ctypes.data) + r * nbytes, np.int64(made.ctypes.data), nbytes, is_streamed)
             continue
-        chosen = map_of(positions[r], map_start, columns)
-        if chosen.size:
+        if columns.size:
             out[r, :] = 0
         is_bad = False
-        scale = 1.0
-        if has_transform:
-            scale = row_scale(row, 0, row.size, target_sum)
-            known[:] = -1.0
-        for k in range(row.size):
-            column = k
-            if chosen.size:
-                column = np.int64(chosen[k])
-                if column < 0:
-                    continue
-            value = row[k]
-            if has_transform:
-                value = transformed(value, scale, log1p, known)
-            is_bad |= store(out[r], column, value)
-        if is_bad:
-            return r
-    _drain_stores()
-    return -1
+        for k in range(n):
+            column = np.int64(places[np.uint64(k)]) if columns.size else k
+            out[np.uint64(r), np.uint64(column)], cannot = rounded(made[np.uint64(k)], like)
+            is_bad |= cannot
+        if is_bad and bad < 0:
+            bad = r
+    drain_stores()
+    return bad
 
 
 @numba.njit(nogil=True, cache=True)
@@ -414,6 +401,14 @@ def count_csr(
 
 
 @numba.njit(nogil=True, cache=True)
+def _is_rising(indices: Any) -> bool:  # pragma: no cover - compiled
+    is_rising = True
+    for k in range(1, indices.size):  # no early end: so it is done for many at once
+        is_rising &= indices[np.uint64(k)] > indices[np.uint64(k - 1)]
+    return is_rising
+
+
+@numba.njit(nogil=True, cache=True)
 def gather_csr(
     positions: Any,
     indptr: Any,
@@ -423,7 +418,7 @@ def gather_csr(
     columns: Any,
     target_sum: float,
     log1p: bool,
-    known: Any,
+    scratch: Any,
     out_indices: Any,
     out_data: Any,
 ) -> bool:  # pragma: no cover - compiled
@@ -436,41 +431,26 @@ def gather_csr(
     bool
         Whether the columns of every row rise, none repeated.
     """
-    has_transform = log1p or target_sum != 0.0
+    known = borrowed(scratch)[:N_CACHED]
+    indices, data, columns = borrowed(indices), borrowed(data), borrowed(columns)
+    out_indices, out_data = borrowed(out_indices), borrowed(out_data)
+    is_as_stored = not log1p and target_sum == 0.0 and not columns.size
     is_canonical = True
     j = 0
     for r in range(positions.size):
         start, stop = indptr[positions[r]], indptr[positions[r] + 1]
-        if not has_transform and not columns.size:
-            n = stop - start
-            is_rising = True
-            for k in range(1, n):
-                is_rising &= indices[np.uint64(start + k)] > indices[np.uint64(start + k - 1)]
-            is_canonical &= is_rising
-            for k in range(n):
-                out_indices[np.uint64(j + k)] = indices[np.uint64(start + k)]
+        n = stop - start
+        if is_as_stored:
             for k in range(n):
                 out_data[np.uint64(j + k)] = data[np.uint64(start + k)]
-            j += n
-            continue
-        chosen = map_of(positions[r], map_start, columns)
-        scale = 1.0
-        if has_transform:
-            scale = row_scale(data, start, stop, target_sum)
-            known[:] = -1.0
-        last = -1
-        for k in range(start, stop):
-            column = np.int64(indices[np.uint64(k)])
-            if chosen.size:
-                column = np.int64(chosen[np.uint64(column)])
-                if column < 0:
-                    continue
-            value = data[np.uint64(k)]
-            if has_transform:
-                value = transformed(value, scale, log1p, known)
-            is_canonical &= column > last
-            last = column
-            out_indices[np.uint64(j)] = column
-            out_data[np.uint64(j)] = value
-            j += 1
+        else:
+            chosen = map_of(positions[r], map_start, columns)
+            n = make_row(start, stop, indices, data, chosen, target_sum, log1p, known, out_indices[j:], out_data[j:])
+        if columns.size:
+            is_canonical &= _is_rising(out_indices[j : j + n])
+        else:
+            is_canonical &= _is_rising(indices[start:stop])
+            for k in range(n):
+                out_indices[np.uint64(j + k)] = indices[np.uint64(start + k)]
+        j += n
     return is_canonical

@@ -16,8 +16,12 @@ from numba.extending import intrinsic
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+LINE = 64
+"""Bytes of a cache line."""
+
 _I64 = ir.IntType(64)
 _BYTES16 = ir.VectorType(ir.IntType(8), 16)
+_BYTES64 = ir.VectorType(ir.IntType(8), LINE)
 
 inline = numba.njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
 native = numba.njit(nogil=True, cache=True, error_model="numpy")
@@ -147,3 +151,92 @@ def store_pair(_typing: Any, to: Any, low: Any, high: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def copy_bytes(_typing: Any, to: Any, at: Any, n: Any) -> Any:
+    """Copy n bytes from one address to another."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        place, source = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2])
+        cgutils.raw_memcpy(builder, place, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_lines(_typing: Any, to: Any, at: Any, n: Any) -> Any:
+    """Copy n bytes, whole cache lines, to an address that begins one, past the caches."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), args[2], ir.Constant(_I64, LINE)) as (k, _):
+            place, source = (builder.inttoptr(builder.add(a, k), _BYTES64.as_pointer()) for a in args[:2])
+            builder.store(builder.load(source, align=1), place, align=LINE).set_metadata("nontemporal", hint)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def drain_stores(_typing: Any) -> Any:
+    """Let all stores so far, those past the caches too, be seen by other threads before any that follows."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        triple, _, _ = context.codegen().magic_tuple()
+        if triple.startswith(("x86_64", "i686")):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse.sfence"), [])
+        else:
+            builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def float_pointer(_typing: Any, address: Any) -> Any:
+    """Return an address as a pointer to float32."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), codegen
+
+
+@intrinsic
+def float_bits(_typing: Any, value: Any) -> Any:
+    """Return the bits of a float32, as uint32."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def half_bits(_typing: Any, value: Any) -> Any:
+    """Return the bits of a float32 rounded to float16 (to nearest, ties to even), as uint16."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def borrowed(_typing: Any, array: Any) -> Any:
+    """Return an array whose references are not counted: for the functions that a kernel calls, item by item.
+
+    numba counts references wherever an array is an argument, by atomic operations on memory that all threads share:
+    they may take longer than the item. Who calls the kernel keeps its arrays alive.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lent = context.make_array(signature.args[0])(context, builder, args[0])
+        for owner in ("meminfo", "parent"):
+            setattr(lent, owner, cgutils.get_null_value(getattr(lent, owner).type))
+        return lent._getvalue()  # noqa: SLF001 - as numba's own intrinsics do
+
+    return array(array), codegen
