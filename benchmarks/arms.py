@@ -20,6 +20,7 @@ def arms(batch_size: int = 64, fetch_factor: int = 256) -> list[Arm]:
     """Return every arm, those that are compared with one another beside one another."""
     return [
         *_dense(batch_size, fetch_factor),
+        *_log1p(batch_size, fetch_factor),
         *_csr(batch_size, fetch_factor),
         *_collection(batch_size, fetch_factor, "dense"),
         *_collection(batch_size, fetch_factor, "csr"),
@@ -54,6 +55,24 @@ def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
         Arm("annbatch/dense", "dense", "annbatch_store", _annbatch(common)),
         Arm("scipy-in-ram/dense", "dense", "scipy_ram", single),
         Arm("annloader/dense", "dense", "anndata_annloader", single),
+    ]
+
+
+def _log1p(batch_size: int, fetch_factor: int) -> list[Arm]:
+    """Shuffled, normalised and log1p, dense float32: what most models are given."""
+    common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense", "log1p": True}
+    blocks = {**common, "order": "blocks"}
+    return [
+        Arm("gpuload/log1p/chunk", "log1p", "gpuload_torch", {**blocks, "block_size": "chunk"}),
+        Arm("gpuload/log1p/2-chunks", "log1p", "gpuload_torch", {**blocks, "block_size": "2 chunks"}),
+        Arm(
+            "scdataset-mask/log1p/16",
+            "log1p",
+            "scdataset_backed",
+            {**blocks, "block_size": SCDATASET_BLOCK, "rows_by": "mask"},
+        ),
+        Arm("annbatch/log1p", "log1p", "annbatch_store", _annbatch(common)),
+        Arm("scipy-in-ram/log1p", "log1p", "scipy_ram", {**common, "fetch_factor": 1}),
     ]
 
 

@@ -14,6 +14,9 @@ from typing import Any
 LABEL = "plate"
 """The obs column that every rival hands over with the values, and whose diversity in the minibatches is measured."""
 
+TARGET_SUM = 1e4
+"""What the values of a cell add up to where an arm normalises (`log1p` in its settings)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arm:

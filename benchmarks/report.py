@@ -25,6 +25,7 @@ BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 GROUPS = {
     "dense": "dense float32, shuffled",
+    "log1p": "dense float32, normalised and log1p, shuffled",
     "csr": "CSR, shuffled",
     "collection-dense": "annbatch's own collection, dense float32",
     "collection-csr": "annbatch's own collection, CSR",
@@ -36,7 +37,7 @@ GROUPS = {
 }
 """The groups in the order of the report, and what their arms have in common."""
 
-REFERENCE = {"dense": "gpuload/dense/chunk", "csr": "gpuload/csr/chunk"}
+REFERENCE = {"dense": "gpuload/dense/chunk", "log1p": "gpuload/log1p/chunk", "csr": "gpuload/csr/chunk"}
 """Where a group has more than one arm of ours, the one that the others are compared with.
 
 Elsewhere it is the one with a rival's own settings, where there is such, or else the first.
@@ -66,6 +67,7 @@ RATIOS = (
 HEADLINE_RIVALS = ("scDataset", "scDataset, rows by mask", "annbatch (converted store)", "SciPy, all in RAM")
 
 _DENSE = ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch/dense", "scipy-in-ram/dense")
+_LOG1P = ("", "scdataset-mask/log1p/16", "annbatch/log1p", "scipy-in-ram/log1p")
 _CSR = ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", "")
 _COLLECTION_DENSE = ("", "", "annbatch-collection/dense/512", "")
 _COLLECTION_CSR = ("", "", "annbatch-collection/csr/512", "")
@@ -75,6 +77,8 @@ HEADLINE = (
     ("the same in blocks of two chunks", "gpuload/dense/2-chunks", _DENSE),
     ("the same in blocks of three chunks", "gpuload/dense/3-chunks", _DENSE),
     ("three chunks, from the second epoch on", "gpuload/dense/3-chunks-later", _DENSE),
+    ("shuffled, dense, normalised, log1p", "gpuload/log1p/chunk", _LOG1P),
+    ("the same in blocks of two chunks", "gpuload/log1p/2-chunks", _LOG1P),
     ("shuffled, CSR", "gpuload/csr/chunk", _CSR),
     ("the same in blocks of two chunks", "gpuload/csr/2-chunks", _CSR),
     ("the same in blocks of three chunks", "gpuload/csr/3-chunks", _CSR),

@@ -18,6 +18,7 @@ import zarr
 from annbatch import DatasetCollection, Loader
 
 from benchmarks.job import LABEL, Job
+from benchmarks.rivals.normalise import normalised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -64,7 +65,8 @@ def start(job: Job) -> AnnbatchLoading:
         rng=np.random.default_rng(job.seed),
     )
     collection = DatasetCollection(zarr.open(_store_path(job), mode="r"))
-    return AnnbatchLoading(loader.use_collection(collection, load_adata=_load_backed), settings["output"])
+    loader = loader.use_collection(collection, load_adata=_load_backed)
+    return AnnbatchLoading(loader, settings["output"], is_log1p=settings.get("log1p", False))
 
 
 def _store_path(job: Job) -> Path:
@@ -95,14 +97,15 @@ class AnnbatchLoading:
 
     io_mode = "zarrs"
 
-    def __init__(self, loader: Loader, output: str) -> None:
+    def __init__(self, loader: Loader, output: str, *, is_log1p: bool) -> None:
         self._loader = loader
         self._output = output
+        self._is_log1p = is_log1p
 
     def epoch(self) -> Iterator[Mapping[str, Any]]:
         """Iterate over the minibatches of the next epoch."""
         for batch in self._loader:
-            X = batch["X"]
+            X = normalised(batch["X"]) if self._is_log1p else batch["X"]
             yield {
                 "X": X.toarray() if self._output == "dense" else X,
                 "label": batch["obs"]["label"].to_numpy(),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import gpuload
-from benchmarks.job import LABEL, Job
+from benchmarks.job import LABEL, TARGET_SUM, Job
 from gpuload.synthetic import tahoe_shaped
 from gpuload.torch import CellDataset
 
@@ -43,6 +43,7 @@ def open_loader(path: Path, settings: Mapping[str, Any], seed: int) -> gpuload.L
         output=settings["output"],
         obs=(LABEL,),
         verify=settings.get("verify", "once"),
+        transform=gpuload.Transform(TARGET_SUM, log1p=True) if settings.get("log1p") else None,
         **({} if is_streaming else {"block_size": settings["block_size"]}),
     )
 

@@ -15,6 +15,7 @@ import torch
 from scdataset import BlockShuffling, Streaming, scDataset
 
 from benchmarks.job import LABEL, Job
+from benchmarks.rivals.normalise import normalised
 from benchmarks.rivals.tensors import torch_csr
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ def start(job: Job) -> ScDatasetLoading:
         batch_size=settings["batch_size"],
         fetch_factor=settings["fetch_factor"],
         fetch_callback=partial(fetch, label=label, by_mask=settings["rows_by"] == "mask"),
-        batch_callback={"dense": take_dense, "csr": take_csr}[settings["output"]],
+        batch_callback={"dense": take_log1p if settings.get("log1p") else take_dense, "csr": take_csr}[
+            settings["output"]
+        ],
         seed=job.seed,
     )
     return ScDatasetLoading(adata, dataset, settings.get("n_workers", 0), settings["fetch_factor"])
@@ -57,6 +60,11 @@ def fetch(
 def take_dense(cells: Mapping[str, Any], positions: NDArray[np.int64]) -> dict[str, torch.Tensor]:
     """Take a minibatch from a fetch and densify it."""
     return {"X": torch.from_numpy(cells["X"][positions].toarray()), **_take_columns(cells, positions)}
+
+
+def take_log1p(cells: Mapping[str, Any], positions: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+    """Take a minibatch from a fetch, normalise and densify it."""
+    return {"X": torch.from_numpy(normalised(cells["X"][positions]).toarray()), **_take_columns(cells, positions)}
 
 
 def take_csr(cells: Mapping[str, Any], positions: NDArray[np.int64]) -> dict[str, torch.Tensor]:

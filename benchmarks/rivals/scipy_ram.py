@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.job import LABEL, Job
+from benchmarks.rivals.normalise import normalised
 from benchmarks.rivals.tensors import torch_csr
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ PACKAGES = ("scipy", "numpy", "torch", "anndata")
 def start(job: Job) -> RamLoading:
     """Read the whole file; this is its time to the first batch."""
     settings = job.arm.settings
-    return RamLoading(anndata.read_h5ad(job.path), settings["batch_size"], settings["output"], job.seed)
+    return RamLoading(anndata.read_h5ad(job.path), settings, job.seed)
 
 
 class RamLoading:
@@ -28,11 +29,12 @@ class RamLoading:
 
     io_mode = "none"
 
-    def __init__(self, adata: anndata.AnnData, batch_size: int, output: str, seed: int) -> None:
+    def __init__(self, adata: anndata.AnnData, settings: Mapping[str, Any], seed: int) -> None:
         self._X = adata.X
         self._label = adata.obs[LABEL].cat.codes.to_numpy().astype(np.int64)
-        self._batch_size = batch_size
-        self._output = output
+        self._batch_size = settings["batch_size"]
+        self._output = settings["output"]
+        self._is_log1p = settings.get("log1p", False)
         self._rng = np.random.default_rng(seed)
 
     def epoch(self) -> Iterator[Mapping[str, Any]]:
@@ -40,7 +42,7 @@ class RamLoading:
         order = self._rng.permutation(self._X.shape[0])
         for start in range(0, order.size, self._batch_size):
             rows = order[start : start + self._batch_size]
-            X = self._X[rows]
+            X = normalised(self._X[rows]) if self._is_log1p else self._X[rows]
             yield {
                 "X": torch.from_numpy(X.toarray()) if self._output == "dense" else torch_csr(X),
                 "label": torch.from_numpy(self._label[rows]),

@@ -227,7 +227,7 @@ def put_row(
             for k in range(first, end):
                 place = np.uint64(base + np.int64(indices[np.uint64(k)]))
                 narrow[place], cannot = rounded(wide[place], like)
-                is_bad |= cannot and not is_falling
+                is_bad |= cannot
         if not is_falling:
             at = np.int64(narrow.ctypes.data) + shift * itemsize
             store_row(to + lo * itemsize, at, (hi - lo) * itemsize, is_streamed)
