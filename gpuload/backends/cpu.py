@@ -313,7 +313,7 @@ class CpuBackend:
 
         if resident.X is not None:
             return csr_matrix(self._take_dense(resident, positions, form))
-        columns, *arithmetic = self._arithmetic(form, resident, positions)
+        columns, target_sum, log1p, _ = self._arithmetic(form, resident, positions)
         indptr = np.empty(positions.size + 1, dtype=np.int32)
         nnz = rows.count_csr(positions, resident.indptr, resident.indices, resident.map_start, columns, indptr)
         if nnz > MAX_CSR:
@@ -327,7 +327,8 @@ class CpuBackend:
             resident.data,
             resident.map_start,
             columns,
-            *arithmetic,
+            target_sum,
+            log1p,
             indices,
             data,
         )
@@ -347,7 +348,7 @@ class CpuBackend:
             return _NO_COLUMNS, 0.0, False, _NO_VALUES
         columns = _NO_COLUMNS if form.columns is None else form.columns
         longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
-        scratch = self._scratch.bytes("row", (rows.N_CACHED + 2 * longest) * 4).view(np.float32)
+        scratch = self._scratch.bytes("row", 8 * longest).view(np.float32)
         if transform is None:
             return columns, 0.0, False, scratch
         return columns, float(transform.target_sum or 0.0), transform.log1p, scratch

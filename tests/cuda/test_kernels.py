@@ -778,7 +778,7 @@ class Taken:
 
     def host_args(self) -> tuple[Any, ...]:
         """Return the arguments of the CPU backend's kernels, up to its scratch."""
-        scratch = np.empty(rows.N_CACHED + 2 * int(np.diff(self.indptr).max()), dtype=np.float32)
+        scratch = np.empty(2 * int(np.diff(self.indptr).max()), dtype=np.float32)
         return (
             *(self.positions, self.indptr, self.indices, self.data, *self.host_maps()),
             *(self.target_sum, bool(self.log1p), scratch),
@@ -1023,7 +1023,7 @@ def test_gather_dense(data: st.DataObject, grid: Grid, seed: int, out: str, skew
         return flat.reshape(positions.size, n_cols), int(bad[0])
 
     wanted = np.empty((positions.size, n_cols), dtype=np.float32)
-    scratch = np.empty(rows.N_CACHED + 2 * n_vars, dtype=np.float32)
+    scratch = np.empty(2 * n_vars, dtype=np.float32)
     maps = host_maps(map_start, columns)
     rows.gather_dense(positions, indptr, X.reshape(-1), *maps, target_sum, bool(log1p), scratch, wanted)
     full, bad = gather("f4", skew % 4)
@@ -1062,7 +1062,7 @@ def test_gather_csr(take: Taken, grid: Grid) -> None:
     rows.count_csr(take.positions, take.indptr, take.indices, *take.host_maps(), wanted_indptr)
     nnz = int(wanted_indptr[-1])
     wanted_indices, wanted = np.empty(nnz, np.int32), np.empty(nnz, np.float32)
-    rows.gather_csr(*take.host_args(), wanted_indices, wanted)
+    rows.gather_csr(*take.host_args()[:-1], wanted_indices, wanted)
     memory, indices = shifted(nnz, np.int32, 0)
     data = np.empty(nnz, dtype=np.float32)
     run("gather_csr", grid, *take.args(), wanted_indptr.astype(np.int64), indices, data)

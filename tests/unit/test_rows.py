@@ -14,7 +14,7 @@ from gpuload.backends.native import rows
 
 NO_COLUMNS = np.empty(0, dtype=np.int32)
 ONE_MAP = np.empty(0, dtype=np.int64)
-SCRATCH = np.empty(rows.N_CACHED + 2 * 33_001, dtype=np.float32)
+SCRATCH = np.empty(2 * 33_001, dtype=np.float32)
 
 
 def guarded(n: int, dtype: Any, shift: int) -> tuple[np.ndarray, np.ndarray]:
@@ -141,8 +141,30 @@ def test_values_that_are_no_small_counts(target_sum: float) -> None:
         if not target_sum and not log1p:
             wanted = data
         csr = (indptr, indices, data, ONE_MAP, NO_COLUMNS)
-        rows.gather_csr(np.zeros(1, np.int32), *csr, target_sum, log1p, SCRATCH, out_indices, out)
+        rows.gather_csr(np.zeros(1, np.int32), *csr, target_sum, log1p, out_indices, out)
         np.testing.assert_array_max_ulp(out, wanted, maxulp=1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 0.37, 1234.5, 1e30])
+def test_log1p_is_right_to_the_last_place(scale: float) -> None:
+    rng = np.random.default_rng(3)
+    edges = np.array([0.0, 2**-0.5 - 1, 2**0.5 - 1, 1.0, 2**0.5, 3.0, 1e-30, 3e38]) / scale
+    drawn = np.concatenate(
+        [10.0 ** rng.uniform(-12, 12, 20_000), rng.uniform(0, 3, 20_000), rng.uniform(-0.5, 0, 20_000)]
+    )
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        for values in (np.concatenate([edges, np.nextafter(edges, 9.0), drawn[drawn >= 0] / scale]), drawn / scale):
+            given = values.astype(np.float32)
+            given = given[np.isfinite(given) & (given.astype(np.float64) * scale > -0.5)]
+            wanted = np.log1p(given.astype(np.float64) * scale).astype(np.float32)
+            found = given.copy()
+            rows.log1p_row(found, found.size, scale)
+            np.testing.assert_array_max_ulp(found, wanted, maxulp=1)
+            assert np.mean(found != wanted) < 1e-3
+        odd = np.array([-1.0, -2.0, np.nan, np.inf, 5.0, -0.75], dtype=np.float32)
+        wanted = np.log1p(odd.astype(np.float64)).astype(np.float32)
+        rows.log1p_row(odd, odd.size, 1.0)
+        np.testing.assert_array_equal(odd, wanted)
 
 
 def test_a_large_minibatch_of_dense_rows(matrix: csr_matrix) -> None:
@@ -165,6 +187,6 @@ def test_gather_csr_tells_whether_columns_rise(row: list[int], is_canonical: boo
     data = np.ones(indices.size, dtype=np.float32)
     out_indices, out_data = np.empty(indices.size, np.int32), np.empty(indices.size, np.float32)
     csr = (indptr, indices, data, ONE_MAP, NO_COLUMNS)
-    found = rows.gather_csr(np.array([2, 1, 0], np.int32), *csr, 0.0, log1p, SCRATCH, out_indices, out_data)
+    found = rows.gather_csr(np.array([2, 1, 0], np.int32), *csr, 0.0, log1p, out_indices, out_data)
     assert found == is_canonical
     np.testing.assert_array_equal(out_indices, [0, 1, 2, *row, 7, 8])

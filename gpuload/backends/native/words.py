@@ -216,6 +216,26 @@ def float_bits(_typing: Any, value: Any) -> Any:
 
 
 @intrinsic
+def double_bits(_typing: Any, value: Any) -> Any:
+    """Return the bits of a float64, as int64."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _I64)
+
+    return types.int64(types.float64), codegen
+
+
+@intrinsic
+def double_of(_typing: Any, bits: Any) -> Any:
+    """Return the float64 of these bits."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), codegen
+
+
+@intrinsic
 def half_bits(_typing: Any, value: Any) -> Any:
     """Return the bits of a float32 rounded to float16 (to nearest, ties to even), as uint16."""
 
