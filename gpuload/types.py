@@ -29,7 +29,8 @@ class Transform:
 
     Equals scanpy's ``normalize_total(target_sum=...)`` followed by ``log1p``: the values of a cell are scaled so that
     their total over *all* stored genes is `target_sum` (before any selection of genes), then ``log(1 + x)`` is taken.
-    A cell whose total is 0 is left as it is.
+    A cell whose total is 0 is left as it is. Totals and values are computed in float64 and rounded once: what is handed
+    over as float32 is right to a unit in the last place.
 
     Parameters
     ----------
