@@ -248,6 +248,8 @@ ARMS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "gpuload-packed/dense/cached": lambda options: packed(options, epoch=1, device_cache="16GiB"),
     "gpuload/csr": lambda options: loader(options, output="csr"),
     "gpuload/step": lambda options: loader(options, step_s=STEP_S),
+    "gpuload/step/kvikio": lambda options: loader(options, step_s=STEP_S, io="kvikio"),
+    "gpuload/step/pinned": lambda options: loader(options, step_s=STEP_S, io="pinned"),
     "annbatch/dense": annbatch,
 }
 

@@ -44,7 +44,7 @@ class Step:
 def steps(wheels: Path, results: Path) -> list[Step]:
     """Return what is done, in order."""
     python, docker = sys.executable, ROOT / "docker"
-    pytest = (python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
+    pytest = (python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark")
     first = (*pytest, "-n", "0", "-x", TESTS, "-k", "csr-gzip4 or local_rank")
     bench = (python, "-m", "benchmarks.run_gpu", "--out", str(results / "gpu.jsonl"))
     found = [
@@ -58,7 +58,7 @@ def steps(wheels: Path, results: Path) -> list[Step]:
         Step("cold", (*bench, "--rounds", "1", "--cache", "cold", "--only", *COLD, "--budget", "90"), 120),
     ]
     if checker := shutil.which("compute-sanitizer"):
-        watched = (checker, "--error-exitcode", "9", *first)
+        watched = (checker, "--error-exitcode", "9", "--report-api-errors", "no", *first)
         found.append(Step("memcheck", watched, 240))
         found.append(Step("racecheck", (checker, "--tool", "racecheck", *watched[1:]), 240))
     return found

@@ -3,9 +3,11 @@
 It only hands arrays to DALI: no shuffling, sharding, prefetching or batching here. DALI calls the source in the thread
 that runs the pipeline, and all the source does is to take a ready minibatch from the loader.
 
-A DALI pipeline copies what it is fed. Where nothing is to be computed (`CellIterator` without a pipeline), minibatches
-go through DALI's dynamic mode instead, whose tensors lie over the loader's memory and keep it as long as they live.
-That mode is experimental, so what is relied upon is tried first, and where it does not hold a pipeline copies.
+A DALI pipeline copies what it is fed. On a GPU it does so on the stream on which minibatches are made: DALI waits for
+its own copies, but not for memory that it is only shown (``no_copy``), nor does it tell when it has read that. Where
+nothing is to be computed (`CellIterator` without a pipeline), minibatches on the CPU go through DALI's dynamic mode
+instead, whose tensors lie over the loader's memory and keep it as long as they live. That mode is experimental, so what
+is relied upon is tried first, and where it does not hold a pipeline copies.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import functools
 import logging
 import sys
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,15 +62,12 @@ class _Source:
     ----------
     loader
         Of the minibatches.
-    n_kept
-        Minibatches kept alive after they were handed over: a GPU pipeline reads them where they lie, and later.
     stream
         On which they are handed over to a GPU pipeline.
     """
 
-    def __init__(self, loader: Loader, n_kept: int = 0, stream: _Stream | None = None) -> None:
+    def __init__(self, loader: Loader, stream: _Stream | None = None) -> None:
         self._loader = loader
-        self._kept: deque[tuple[Any, ...]] = deque(maxlen=n_kept)
         self._stream = stream
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
@@ -83,16 +81,13 @@ class _Source:
 
     def _outputs(self, batch: Batch) -> tuple[Any, ...]:
         rows = batch.rows if self._loader.device == "cpu" else self._loader.to_device(batch.rows)
-        outputs = (*batch.matrices().values(), *batch.obs.values(), rows)
-        self._kept.append(outputs)
-        return outputs
+        return *batch.matrices().values(), *batch.obs.values(), rows
 
 
 class _Stream:
     """The CUDA stream on which minibatches are handed over: PyTorch's current one where it is used, else the default.
 
-    What comes out of a pipeline unchanged is the loader's own memory: it must not be written anew before what PyTorch
-    has given to its stream is done.
+    They are made there, and DALI copies them there. So it is done with their memory where the loader believes it to be.
     """
 
     def __init__(self) -> None:
@@ -117,15 +112,13 @@ def output_names(loader: Loader) -> list[str]:
     return [*loader.tables, *loader.obs_dtypes, "rows"]
 
 
-def cells(loader: Loader, prefetch_queue_depth: int = 2) -> list[Any]:
+def cells(loader: Loader) -> list[Any]:
     """Return the outputs of an external source over a loader, for use inside a ``@pipeline_def`` function.
 
     Parameters
     ----------
     loader
         Made by `gpuload.open_loader` with dense output. The pipeline's ``batch_size`` must be at least the loader's.
-    prefetch_queue_depth
-        That of the pipeline. On a GPU, minibatches are kept alive for so many steps and two more.
 
     Returns
     -------
@@ -143,19 +136,17 @@ def cells(loader: Loader, prefetch_queue_depth: int = 2) -> list[Any]:
     At the end of an epoch the pipeline raises StopIteration; ``pipeline.reset()`` starts the next. The last minibatch
     may be short, which DALI hands on as it is.
 
-    On a GPU the pipeline reads minibatches where they lie (``no_copy``), on its own stream, ordered after that which
-    they are made on: PyTorch's current one in the thread that runs the pipeline, or the default one.
-
-    On the CPU DALI copies each minibatch once, into memory of its own. A pipeline with ``exec_dynamic=False`` copies it
-    twice more on its way to PyTorch. The loader loads ahead by itself, so ``prefetch_queue_depth=1`` is enough; each
-    further step holds one more minibatch in memory.
+    DALI copies each minibatch once, into memory of its own: on a GPU on the stream that it is made on, PyTorch's
+    current one in the thread that runs the pipeline, or the default one. On the CPU, a pipeline with
+    ``exec_dynamic=False`` copies it twice more on its way to PyTorch. The loader loads ahead by itself, so
+    ``prefetch_queue_depth=1`` is enough; each further step holds one more minibatch in memory.
     """
     dtypes = _output_dtypes(loader)
     stream = _Stream() if loader.device != "cpu" else None
-    on_gpu: dict[str, Any] = {"device": "gpu", "no_copy": True, "cuda_stream": stream} if stream else {}
+    on_gpu: dict[str, Any] = {"device": "gpu", "cuda_stream": stream} if stream else {}
     return list(
         fn.external_source(
-            source=_Source(loader, prefetch_queue_depth + 2 if on_gpu else 0, stream),
+            source=_Source(loader, stream),
             num_outputs=len(dtypes),
             cycle="raise",
             batch=True,
@@ -188,7 +179,7 @@ def cell_pipeline(loader: Loader) -> Pipeline:
 
     @pipeline_def(batch_size=loader.batch_size, device_id=device_id, num_threads=1, prefetch_queue_depth=1)  # type: ignore[untyped-decorator]
     def pipeline() -> tuple[Any, ...]:
-        return tuple(cells(loader, prefetch_queue_depth=1))
+        return tuple(cells(loader))
 
     return pipeline()
 
@@ -208,7 +199,8 @@ class CellIterator:
         Made by `gpuload.open_loader` with dense output.
     pipeline
         A pipeline whose outputs are those of `cells(loader)`, augmented as you like, in the same order; DALI copies
-        minibatches into it. None hands them on as they are, without a copy: the tensors lie over the loader's memory.
+        minibatches into it. None hands them on as they are: on the CPU without a copy, the tensors lie over the
+        loader's memory; on a GPU the tensors lie over DALI's, into which each minibatch is copied once.
     output_names
         Names of the outputs, each once, where they are others than those that `output_names` gives.
 

@@ -99,9 +99,8 @@ def minibatches(loader: gpuload.Loader, *, masked: float, seed: int) -> CellIter
         batch_size=loader.batch_size, device_id=device_id, num_threads=1, prefetch_queue_depth=QUEUED, seed=seed
     )
     def pipeline() -> tuple[Any, ...]:
-        # To DALI each cell is a sample, and X has one axis: genes. On a GPU it reads minibatches where they lie, so the
-        # source must know how many it has in its hands.
-        X, label, rows = cells(loader, prefetch_queue_depth=QUEUED)
+        # To DALI each cell is a sample, and X has one axis: genes.
+        X, label, rows = cells(loader)
         if masked > 0:
             starts = fn.random.uniform(range=[0.0, 1.0], shape=[MASKED_RUNS])
             widths = [masked / MASKED_RUNS] * MASKED_RUNS

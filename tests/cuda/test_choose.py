@@ -45,6 +45,17 @@ def read(reader: MeasuredReader, device: FakeDevice, nbytes: int) -> None:
     reader.start(None, one * 0, one, one * 0, None, device.stream()).result()  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("kind", "ms", "chosen"), [("compat", 20, "pinned"), ("compat", 6, "compat"), ("gds", 20, "gds")]
+)
+def test_a_reader_that_waits_for_training_must_be_much_faster(kind: str, ms: int, chosen: str) -> None:
+    device = FakeDevice()
+    chooser = MeasuredReader(device, Timed(kind, ms * 1e-6), Timed("pinned", 30e-6))  # type: ignore[arg-type]
+    for _ in range(2 * (N_TRIALS + 1)):
+        read(chooser, device, 1000)
+    assert chooser.io_mode == chosen
+
+
 @pytest.mark.parametrize("is_first_faster", [True, False])
 def test_the_faster_reader_gets_the_rest(is_first_faster: bool, caplog: pytest.LogCaptureFixture) -> None:
     slow, fast = Timed("compat", 2e-5), Timed("pinned", 2e-6)

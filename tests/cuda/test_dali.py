@@ -42,7 +42,7 @@ def test_minibatches_are_handed_over_on_torchs_current_stream(
     cuda = SimpleNamespace(is_initialized=lambda: True, current_stream={"cuda:0": current}.__getitem__)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     stream = _Stream()
-    batches = iter(_Source(opened.loader, 4, stream))
+    batches = iter(_Source(opened.loader, stream))
     for number in (*numbers, *numbers):
         current.cuda_stream = number
         X, rows = next(batches)

@@ -17,6 +17,9 @@ import torch
 import gpuload
 from gpuload.formats.obs import write_h5ad
 from gpuload.synthetic import tahoe_shaped
+
+pytest.importorskip("nvidia.dali")  # without which the program ends when it is imported
+
 from pipelines import train_dali
 
 PROGRAM = Path(train_dali.__file__)

@@ -236,7 +236,7 @@ def through_pipeline(loader: gpuload.Loader, depth: int = 1) -> Any:
 
     @dali.pipeline_def(batch_size=8, device_id=None, num_threads=1, prefetch_queue_depth=depth)
     def pipeline() -> tuple[Any, ...]:
-        return tuple(cells(loader, depth))
+        return tuple(cells(loader))
 
     return CellIterator(loader, pipeline()), lambda batch: batch[0]["rows"]
 

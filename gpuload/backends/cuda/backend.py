@@ -164,8 +164,9 @@ class CudaBackend:
         self._cache = ChunkCache(device, cache_nbytes)
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
-        self._columns: dict[int, tuple[NDArray[np.int32], Any]] = {}  # by id: on the host, which keeps it, and here
-        self._counting = device.stream()
+        self._columns: dict[int, tuple[NDArray[np.int32], Any, Lease]] = {}  # by id of that on the host, which is kept
+        self._counting = device.stream()  # with memory of its own: what others used would have to be waited for
+        self._counted = DevicePool(device, max_idle=16)
         self._stream: Any = None
         self._uploads = _Uploads(device)
         self._never_bad = device.typed(device.empty(4), np.int32, (1,))
@@ -212,14 +213,14 @@ class CudaBackend:
 
     def asarray(self, host: NDArray[Any]) -> Any:
         """Return a host array on the device; ready on the consumer's stream."""
-        return self._upload(host, self._consumer_stream())[0]
+        return self._upload(host, self._consumer_stream(), self._small)[0]
 
     def close(self) -> None:
         """Stop the threads, waiting for the loads that run, and give back idle memory."""
         is_own_thread = threading.current_thread().name.startswith("gpuload-load")
         self._loads.shutdown(wait=not is_own_thread, cancel_futures=True)
         self._reader.close()
-        for pool in (self._residents, *self._scratch, self._outputs, self._small):
+        for pool in (self._residents, *self._scratch, self._outputs, self._small, self._counted):
             pool.clear()
         self._cache.clear()
         self._columns.clear()
@@ -359,11 +360,11 @@ class CudaBackend:
 
     # --- take
 
-    def _upload(self, host: NDArray[Any], stream: Any) -> tuple[Any, Lease]:
-        """Return a host array on the device, ready on a stream, and its lease."""
+    def _upload(self, host: NDArray[Any], stream: Any, pool: DevicePool) -> tuple[Any, Lease]:
+        """Return a host array on the device, ready on a stream, and the lease of its memory from a pool."""
         pinned = self._device.pinned(host.nbytes)
         pinned[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
-        array, lease = self._small.array(host.shape, host.dtype, stream)
+        array, lease = pool.array(host.shape, host.dtype, stream)
         self._device.upload(pinned, array, stream)
         self._uploads.hold(pinned, stream)
         return array, lease
@@ -442,7 +443,7 @@ class CudaBackend:
         """
         if resident.kept_counts is None:
             columns, n_rows, stream = arithmetic[0], np.int64(resident.n_rows), self._counting
-            out, _ = self._small.array((resident.n_rows,), np.int64, stream)
+            out, _ = self._counted.array((resident.n_rows,), np.int64, stream)
             if resident.X is not None:
                 name, n_vars = "count_dense", np.int64(resident.n_vars)
                 args = (resident.indptr, resident.X, resident.map_start, *arithmetic, n_rows, n_vars, out)
@@ -462,15 +463,15 @@ class CudaBackend:
         return places, resident.indptr, resident.indices, resident.data, resident.map_start
 
     def _arithmetic(self, form: Form, stream: Any) -> tuple[Any, np.float64, np.int32]:
-        """Return a form in the words of the kernels: columns (ready on both streams), target sum (0 = none), log1p."""
+        """Return a form in the words of the kernels: columns, target sum (0 = none), log1p."""
         columns = None
         if form.columns is not None:
             if id(form.columns) not in self._columns:
-                uploaded, lease = self._upload(form.columns, self._counting)
-                lease.used_on(stream)
-                self._device.stream_wait(stream, self._device.record(self._counting))
-                self._columns[id(form.columns)] = form.columns, uploaded
-            columns = self._columns[id(form.columns)][1]
+                uploaded = self._upload(form.columns, self._counting, self._counted)
+                self._device.wait(self._device.record(self._counting))  # once: then it is there for any stream
+                self._columns[id(form.columns)] = form.columns, *uploaded
+            _, columns, lease = self._columns[id(form.columns)]
+            lease.used_on(stream)
         transform = form.transform
         target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
         return columns, np.float64(target_sum), np.int32(transform is not None and transform.log1p)
