@@ -3,8 +3,8 @@
     python pipelines/train_dali.py cells.h5ad --label cell_line
 
 gpuload reads blocks of cells in shuffled order, decodes, normalises and densifies them. On a GPU KvikIO, nvCOMP and
-CuPy do that in the card's memory, and DALI and PyTorch go on with the minibatches where they lie. Without a GPU native
-threads do it in host memory, and every line below is the same.
+CuPy do that in the card's memory, and DALI and PyTorch go on there. Without a GPU native threads do it in host memory,
+and every line below is the same.
 
 The way of a cell is `open_cells`, `minibatches`, `train`, `evaluate`; what follows them are clocks and words.
 """

@@ -295,7 +295,7 @@ class CpuBackend:
     def _take_dense(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> NDArray[Any]:
         kind, visible = _OUTPUTS[form.dtype]
         out = self._outputs.array((positions.size, form.n_cols), kind)
-        arithmetic = self._arithmetic(form, resident, positions)
+        arithmetic = (*_arithmetic(form), self._row_scratch(form, resident, positions))
         if resident.X is not None:
             bad = rows.gather_dense(positions, resident.indptr, resident.X, resident.map_start, *arithmetic, out)
         else:
@@ -313,7 +313,7 @@ class CpuBackend:
 
         if resident.X is not None:
             return csr_matrix(self._take_dense(resident, positions, form))
-        columns, target_sum, log1p, _ = self._arithmetic(form, resident, positions)
+        columns, target_sum, log1p = _arithmetic(form)
         indptr = np.empty(positions.size + 1, dtype=np.int32)
         nnz = rows.count_csr(positions, resident.indptr, resident.indices, resident.map_start, columns, indptr)
         if nnz > MAX_CSR:
@@ -339,19 +339,12 @@ class CpuBackend:
             matrix.sort_indices()
         return matrix
 
-    def _arithmetic(
-        self, form: Form, resident: HostResident, positions: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int32], float, bool, NDArray[np.float32]]:
-        """Return a form in the words of the kernels: columns, target sum (0 = none), log1p, scratch."""
-        transform = form.transform
-        if transform is None and form.columns is None:
-            return _NO_COLUMNS, 0.0, False, _NO_VALUES
-        columns = _NO_COLUMNS if form.columns is None else form.columns
+    def _row_scratch(self, form: Form, resident: HostResident, positions: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Return memory for the values and places of the longest row, where rows are not as they are stored."""
+        if form.transform is None and form.columns is None:
+            return _NO_VALUES
         longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
-        scratch = self._scratch.bytes("row", 8 * longest).view(np.float32)
-        if transform is None:
-            return columns, 0.0, False, scratch
-        return columns, float(transform.target_sum or 0.0), transform.log1p, scratch
+        return self._scratch.bytes("row", 8 * longest).view(np.float32)
 
 
 def _csr_of(data: NDArray[Any], indices: NDArray[np.int32], indptr: NDArray[np.int32], n_cols: int) -> Any:
@@ -382,6 +375,14 @@ def _read(
         got = source.read_into(buffer[place[e] : place[e] + wanted], at)
         if got < wanted:
             raise short_read(source, layout.name, at, wanted, got)
+
+
+def _arithmetic(form: Form) -> tuple[NDArray[np.int32], float, bool]:
+    """Return a form in the words of the kernels: columns, target sum (0 = none), log1p."""
+    transform = form.transform
+    columns = _NO_COLUMNS if form.columns is None else form.columns
+    target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
+    return columns, target_sum, transform is not None and transform.log1p
 
 
 def _round_up(n: int, multiple: int) -> int:

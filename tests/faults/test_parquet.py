@@ -213,6 +213,34 @@ def test_a_page_that_cannot_be_decoded(write: Callable[..., Path], number: int, 
     assert_refused("CorruptDataError", path, f"{path}: chunk 2 of {name} at byte {at} is damaged: ", "Restore it")
 
 
+def test_lengths_that_wrap_around(write: Callable[..., Path]) -> None:
+    """A length of snappy's below zero, and two of a header whose sum is: neither is taken for one."""
+    from gpuload.backends.native import parquet_pages as pages
+
+    path = write(genes=GENES, expressions=VALUES, options={"compression": "snappy", "use_dictionary": False})
+    column = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    stored = np.fromfile(path, dtype=np.uint8)
+    start, page = stored.ctypes.data + column.data_page_offset, np.zeros(pages.N_PAGE, dtype=np.int64)
+    at = pages.page_header(start, start + column.total_compressed_size, page) - stored.ctypes.data
+    stored[at : at + 12] = np.frombuffer(b"\x80" * 9 + b"\x01\xf0\x28", dtype=np.uint8)
+    stored.tofile(path)
+    assert_refused("CorruptDataError", path, str(path), "chunk 0 of genes", "is damaged")
+
+    def varint(value: int) -> bytes:
+        found = bytearray()
+        while value >= 0x80:
+            found.append(value & 0x7F | 0x80)
+            value >>= 7
+        return bytes([*found, value])
+
+    for length, is_header in ((1, True), (2**62, False)):
+        both = 2 * (b"\x15" + varint(2 * length))  # doubled, as zigzag has it
+        fields = b"\x15\x06\x15\x14\x15\x14\x5c\x15\x02\x15\x00\x15\x02\x15\x00" + both + b"\x00\x00"
+        header = np.frombuffer(fields, dtype=np.uint8).copy()
+        found = pages.page_header(header.ctypes.data, header.ctypes.data + header.size, page)
+        assert (found > 0) == is_header, found
+
+
 def test_changed_while_it_is_open(write: Callable[..., Path]) -> None:
     path = write(genes=GENES, expressions=VALUES)
     with gpuload.open_loader(path, batch_size=8, fetch_factor=1) as loader:

@@ -86,13 +86,13 @@ def test_a_large_minibatch_of_float16(matrix: csr_matrix, shift: int) -> None:
 BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
 
 
-@pytest.mark.parametrize("n_rows", [3, 80], ids=["cached", "streamed"])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["cached", "streamed"])
 @pytest.mark.parametrize("kind", BITS)
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), n_falling=st.sampled_from([0, 0, 1, 3]), has_map=st.booleans())
-def test_rows_of_several_tiles(n_rows: int, kind: str, seed: int, n_falling: int, has_map: bool) -> None:
+def test_rows_of_several_tiles(is_streamed: bool, kind: str, seed: int, n_falling: int, has_map: bool) -> None:
     """Rows wider than a tile, of which some have columns that fall, or a column twice."""
-    rng = np.random.default_rng(seed)
+    rng, n_rows = np.random.default_rng(seed), 170 if is_streamed else 3
     n_vars = int(rng.integers(2 * rows.TILE, 4 * rows.TILE))
     picked = [np.sort(rng.integers(0, n_vars, int(rng.integers(0, 300)))) for _ in range(5)]
     for k in rng.integers(0, 5, n_falling):
@@ -112,20 +112,51 @@ def test_rows_of_several_tiles(n_rows: int, kind: str, seed: int, n_falling: int
         )
         np.add.at(wanted[r], places[places >= 0], data[indptr[row] : indptr[row + 1]][places >= 0])
     memory, flat = guarded(n_rows * n_cols, BITS[kind], int(rng.integers(0, 32)))
-    wide = np.zeros(n_cols + rows.SLACK // 2, dtype=np.float32)
-    narrow = wide if kind == "float32" else np.zeros(n_cols + rows.SLACK // 2, dtype=BITS[kind])
+    n_scratch, longest = n_cols + rows.SLACK // 2, max(row.size for row in picked)
+    around_wide, wide = guarded(n_scratch, np.float32, int(rng.integers(0, 16)))
+    around_narrow, narrow = guarded(n_scratch, BITS[kind], int(rng.integers(0, 32)))
+    around_scratch, scratch = guarded(2 * longest, np.float32, 0)
+    wide[:] = narrow[:] = 0
     out = flat.reshape(n_rows, n_cols)
+    assert (out.nbytes >= rows.STREAMED_NBYTES) == is_streamed
     csr = (indptr, indices, data, ONE_MAP, columns)
-    assert rows.densify_csr(positions, *csr, 0.0, False, SCRATCH, wide, narrow, out) == -1
+    if kind == "float32":
+        narrow = wide
+    assert rows.densify_csr(positions, *csr, 0.0, False, scratch, wide, narrow, out) == -1
     if kind == "bfloat16":  # small whole numbers are cut off exactly
         np.testing.assert_array_equal((out.view(np.uint16).astype(np.uint32) << 16).view(np.float32), wanted)
     else:
         np.testing.assert_array_equal(out.view(kind), wanted)
-    start = flat.ctypes.data - memory.ctypes.data
-    assert (memory[:start] == 0xA5).all()
-    assert (memory[start + flat.nbytes :] == 0xA5).all()
+    for around, used in ((memory, flat), (around_wide, wide), (around_narrow, narrow), (around_scratch, scratch)):
+        if used is not wide or around is around_wide:
+            start = used.ctypes.data - around.ctypes.data
+            assert (around[:start] == 0xA5).all()
+            assert (around[start + used.nbytes :] == 0xA5).all()
     assert not wide.any()
     assert not narrow.any()
+
+
+@pytest.mark.parametrize(("row", "bad"), [([70_000, 1, -10_000], -1), ([60_000, 1, 10_000], 0), ([1, 70_000, 1], 0)])
+def test_what_float16_holds_is_told_after_all_is_added_up(row: list[float], bad: int) -> None:
+    indptr, indices = np.array([0, 3]), np.array([5, rows.TILE + 900, 5], dtype=np.int32)
+    wide = np.zeros(20_000 + rows.SLACK // 2, dtype=np.float32)
+    narrow, out = np.zeros(wide.size, dtype=np.uint16), np.empty((1, 20_000), dtype=np.uint16)
+    csr = (indptr, indices, np.array(row, dtype=np.float32), ONE_MAP, NO_COLUMNS)
+    assert rows.densify_csr(np.zeros(1, np.int32), *csr, 0.0, False, SCRATCH, wide, narrow, out) == bad
+    if bad < 0:
+        assert out.view(np.float16)[0, [5, rows.TILE + 900]].tolist() == [60_000, 1]
+
+
+def test_a_large_minibatch_of_dense_rows_transformed(matrix: csr_matrix) -> None:
+    X = matrix.toarray()
+    positions = np.arange(40, dtype=np.int32)
+    _, flat = guarded(40 * X.shape[1], np.float32, 5)
+    out = flat.reshape(40, -1)
+    assert out.nbytes >= rows.STREAMED_NBYTES
+    indptr = np.arange(len(X) + 1) * X.shape[1]
+    rows.gather_dense(positions, indptr, X.reshape(-1), ONE_MAP, NO_COLUMNS, 1e4, True, SCRATCH, out)
+    totals = X[:40].sum(axis=1, dtype=np.float64, keepdims=True)
+    np.testing.assert_array_max_ulp(out, np.log1p(X[:40] * (1e4 / totals)).astype(np.float32), maxulp=1)
 
 
 @pytest.mark.parametrize("target_sum", [0.0, 7.0])
@@ -161,10 +192,11 @@ def test_log1p_is_right_to_the_last_place(scale: float) -> None:
             rows.log1p_row(found, found.size, scale)
             np.testing.assert_array_max_ulp(found, wanted, maxulp=1)
             assert np.mean(found != wanted) < 1e-3
-        odd = np.array([-1.0, -2.0, np.nan, np.inf, 5.0, -0.75], dtype=np.float32)
-        wanted = np.log1p(odd.astype(np.float64)).astype(np.float32)
-        rows.log1p_row(odd, odd.size, 1.0)
-        np.testing.assert_array_equal(odd, wanted)
+        for odd_scale in (1.0, 0.0, -1e-3, np.inf, np.nan):
+            odd = np.array([-1.0, -2.0, np.nan, np.inf, 5.0, -0.75], dtype=np.float32)
+            wanted = np.log1p(odd.astype(np.float64) * odd_scale).astype(np.float32)
+            rows.log1p_row(odd, odd.size, odd_scale)
+            np.testing.assert_array_equal(odd, wanted)
 
 
 def test_a_large_minibatch_of_dense_rows(matrix: csr_matrix) -> None:

@@ -2,7 +2,8 @@
 
 A load runs in a thread of its own with a stream of its own, so that fetches that load overlap one another and the
 training step. It is cut into parts: while one part is decoded by the stream, the next is read into another arena. The
-thread, and nobody else, waits for the device. `take_rows` launches one kernel on the consumer's stream and returns.
+thread waits for the device. `take_rows` launches kernels on the consumer's stream and returns; it waits only where a
+count must be known (CSR: once a fetch, on another stream) or a value may not fit (`_bad`).
 
 Requirements this package answers
 ---------------------------------

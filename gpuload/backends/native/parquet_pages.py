@@ -194,8 +194,8 @@ def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - comp
             if at < 0:
                 return at
     is_sane = 0 <= page[FULL] <= MAX_PAGE and 0 <= page[STORED] <= MAX_PAGE and 0 <= page[N] <= MAX_PAGE
-    levels = page[DEF_NBYTES] + page[REP_NBYTES]
-    is_sane &= page[DEF_NBYTES] >= 0 and page[REP_NBYTES] >= 0 and levels <= min(page[FULL], page[STORED])
+    is_sane &= 0 <= page[DEF_NBYTES] <= MAX_PAGE and 0 <= page[REP_NBYTES] <= MAX_PAGE
+    is_sane &= page[DEF_NBYTES] + page[REP_NBYTES] <= min(page[FULL], page[STORED])
     return at if is_sane and page[TYPE] >= 0 else BAD_HEADER
 
 
@@ -242,7 +242,7 @@ def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pr
         Bytes that are there now, at most `room`; fewer than `need` where the front ends too early; or a code below 0.
     """
     size, at = read_varint(at, end)
-    if at < 0:
+    if at < 0 or size < 0:
         return BAD_CODEC
     room = min(room, size)
     out = 0

@@ -4,7 +4,7 @@ A row is made a tile of columns after the other in scratch memory that stays in 
 A minibatch that outgrows the caches is written past them: a plain store to memory that is not in cache reads it first.
 While such stores drain, the next tile is made.
 
-Arrays are `borrowed` before they are handed to the functions that make a row.
+The large arrays are `borrowed` before they are handed to the functions that make a row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TILE = 8192
 """Columns that are made at a time: 32 kB of float32."""
 
 SLACK = LINE
-"""Bytes by which scratch memory is longer than what is made in it, so that it can start anywhere in a cache line."""
+"""Bytes that scratch memory begins with at most, so that a row starts in it where it does in a cache line of `out`."""
 
 _ONE, _SQRT_HALF, _BIAS = 0x3FF << 52, 0x3FE6A09E667F3BCD, 1023
 """Bits of 1.0, of the square root of 1/2, and what is added to exponents."""
@@ -127,7 +127,7 @@ def log1p_row(values: Any, n: int, scale: float) -> None:  # pragma: no cover - 
 
     Several at a time: y = 1 + x is 2**k m with m in [sqrt(1/2), sqrt(2)), and log1p(m - 1) / (m - 1) a polynomial that
     interpolates it at Chebyshev's nodes (relative error below 4e-12; float32 has 6e-8). Where k = 0, x itself stands
-    for m - 1, so that nothing is lost for small x [1]_.
+    for m - 1, so that nothing is lost for small x [1]_. Of a zero of either sign it makes 0.0.
 
     References
     ----------
@@ -313,7 +313,7 @@ def densify_csr(
     scratch : (2 x values of the longest row,) float32
         Empty where there is neither a transform nor a choice of columns.
     wide : (n_cols + SLACK / 2,) float32
-        Scratch of zeros, and left so.
+        Scratch of zeros, and left so; a row starts in it at the same element as in `narrow`.
     narrow : (n_cols + SLACK / 2,) uint16 or int16
         The same, for what is rounded; `wide` where `out` is float32.
     out : (n, n_cols) float32, uint16 (float16 bits) or int16 (bfloat16 bits)

@@ -155,7 +155,7 @@ def store_pair(_typing: Any, to: Any, low: Any, high: Any) -> Any:
 
 @intrinsic
 def copy_bytes(_typing: Any, to: Any, at: Any, n: Any) -> Any:
-    """Copy n bytes from one address to another."""
+    """Copy n bytes, 0 or more, from one address to another; the two ranges do not overlap."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         place, source = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2])
@@ -249,8 +249,8 @@ def half_bits(_typing: Any, value: Any) -> Any:
 def borrowed(_typing: Any, array: Any) -> Any:
     """Return an array whose references are not counted: for the functions that a kernel calls, item by item.
 
-    numba counts references wherever an array is an argument, by atomic operations on memory that all threads share:
-    they may take longer than the item. Who calls the kernel keeps its arrays alive.
+    numba counts references wherever an array is an argument, by atomic operations, which may take longer than the item.
+    Who calls the kernel keeps its arrays alive; so what is borrowed is never returned from it.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -354,7 +354,8 @@ KERNEL(gather_csr, (const int32_t* __restrict__ positions, const int64_t* __rest
 // What a row of CSR stores: all but zeros, of either sign.
 DEVICE bool is_stored(float value) { return bits_of(value) << 1; }
 
-// Count, for each resident row that is dense, the values that `columns` keeps and that are not zero in a minibatch.
+// Count, for each resident row that is dense, the values that `columns` keeps and that are not zero in a minibatch: by
+// the arithmetic of gather_dense, and with as many threads, as compact_dense has room for what is counted here.
 KERNEL(count_dense, (const int64_t* __restrict__ indptr, const float* __restrict__ X,
                      const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
                      int32_t log1p_, int64_t n_rows, int64_t n_vars, int64_t* out)) {
