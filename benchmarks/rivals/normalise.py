@@ -11,8 +11,7 @@ from benchmarks.job import TARGET_SUM
 def normalised(X: csr_matrix) -> csr_matrix:
     """Return rows scaled to the same total and log1p of them, in float32; X is left as it is.
 
-    Only what is stored is computed with, before the rows are made dense, in few calls on large arrays: the fastest that
-    we found without a compiler. scanpy's functions do the same with more checks.
+    Only what is stored is computed with, before the rows are made dense, in few calls on large arrays.
     """
     totals = np.add.reduceat(np.append(X.data, np.float32(0)), X.indptr[:-1])
     totals[np.diff(X.indptr) == 0] = 1

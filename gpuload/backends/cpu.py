@@ -61,7 +61,7 @@ _OUTPUTS = {
 """By dtype of a form: what stands for it in the kernels, and what is handed over."""
 
 _NO_COLUMNS = np.empty(0, dtype=np.int32)
-_NO_VALUES = np.empty(0, dtype=np.float32)
+_NO_SCRATCH = np.empty(0, dtype=np.float32)
 _ONE_MAP = np.empty(0, dtype=np.int64)
 
 _THREADS = "gpuload-"
@@ -342,7 +342,7 @@ class CpuBackend:
     def _row_scratch(self, form: Form, resident: HostResident, positions: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return memory for the values and places of the longest row, where rows are not as they are stored."""
         if form.transform is None and form.columns is None:
-            return _NO_VALUES
+            return _NO_SCRATCH
         longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
         return self._scratch.bytes("row", 8 * longest).view(np.float32)
 

@@ -107,10 +107,9 @@ def test_rows_of_several_tiles(is_streamed: bool, kind: str, seed: int, n_fallin
     positions = rng.integers(0, 5, n_rows).astype(np.int32)
     wanted = np.zeros((n_rows, n_cols), dtype=np.float32)
     for r, row in enumerate(positions):
-        places = (
-            indices[indptr[row] : indptr[row + 1]] if not has_map else columns[indices[indptr[row] : indptr[row + 1]]]
-        )
-        np.add.at(wanted[r], places[places >= 0], data[indptr[row] : indptr[row + 1]][places >= 0])
+        own = slice(indptr[row], indptr[row + 1])
+        places = columns[indices[own]] if has_map else indices[own]
+        np.add.at(wanted[r], places[places >= 0], data[own][places >= 0])
     memory, flat = guarded(n_rows * n_cols, BITS[kind], int(rng.integers(0, 32)))
     n_scratch, longest = n_cols + rows.SLACK // 2, max(row.size for row in picked)
     around_wide, wide = guarded(n_scratch, np.float32, int(rng.integers(0, 16)))
@@ -120,18 +119,16 @@ def test_rows_of_several_tiles(is_streamed: bool, kind: str, seed: int, n_fallin
     out = flat.reshape(n_rows, n_cols)
     assert (out.nbytes >= rows.STREAMED_NBYTES) == is_streamed
     csr = (indptr, indices, data, ONE_MAP, columns)
-    if kind == "float32":
-        narrow = wide
-    assert rows.densify_csr(positions, *csr, 0.0, False, scratch, wide, narrow, out) == -1
+    last = wide if kind == "float32" else narrow
+    assert rows.densify_csr(positions, *csr, 0.0, False, scratch, wide, last, out) == -1
     if kind == "bfloat16":  # small whole numbers are cut off exactly
         np.testing.assert_array_equal((out.view(np.uint16).astype(np.uint32) << 16).view(np.float32), wanted)
     else:
         np.testing.assert_array_equal(out.view(kind), wanted)
     for around, used in ((memory, flat), (around_wide, wide), (around_narrow, narrow), (around_scratch, scratch)):
-        if used is not wide or around is around_wide:
-            start = used.ctypes.data - around.ctypes.data
-            assert (around[:start] == 0xA5).all()
-            assert (around[start + used.nbytes :] == 0xA5).all()
+        start = used.ctypes.data - around.ctypes.data
+        assert (around[:start] == 0xA5).all()
+        assert (around[start + used.nbytes :] == 0xA5).all()
     assert not wide.any()
     assert not narrow.any()
 

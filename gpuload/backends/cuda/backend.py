@@ -230,6 +230,15 @@ class CudaBackend:
     def _consumer_stream(self) -> Any:
         return self._device.current_stream() if self._stream is None else self._stream
 
+    def _upload(self, host: NDArray[Any], stream: Any, pool: DevicePool) -> tuple[Any, Lease]:
+        """Return a host array on the device, ready on a stream, and the lease of its memory from a pool."""
+        pinned = self._device.pinned(host.nbytes)
+        pinned[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        array, lease = pool.array(host.shape, host.dtype, stream)
+        self._device.upload(pinned, array, stream)
+        self._uploads.hold(pinned, stream)
+        return array, lease
+
     # --- load
 
     def _load(self, recipe: Recipe) -> CudaResident:
@@ -360,15 +369,6 @@ class CudaBackend:
             _log.warning("%s", rounding_warning(read))
 
     # --- take
-
-    def _upload(self, host: NDArray[Any], stream: Any, pool: DevicePool) -> tuple[Any, Lease]:
-        """Return a host array on the device, ready on a stream, and the lease of its memory from a pool."""
-        pinned = self._device.pinned(host.nbytes)
-        pinned[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
-        array, lease = pool.array(host.shape, host.dtype, stream)
-        self._device.upload(pinned, array, stream)
-        self._uploads.hold(pinned, stream)
-        return array, lease
 
     def _take_dense(self, resident: CudaResident, positions: NDArray[np.int32], form: Form, stream: Any) -> Any:
         kind, visible = _OUTPUTS[form.dtype]

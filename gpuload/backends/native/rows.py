@@ -261,7 +261,7 @@ def put_row(
             wide[np.uint64(base + column)] += values[np.uint64(end)]
             end += 1
         is_falling = end < indices.size and indices[np.uint64(end)] < lo
-        if narrow.itemsize < 4:
+        if itemsize < 4:
             for k in range(first, end):
                 place = np.uint64(base + np.int64(indices[np.uint64(k)]))
                 narrow[place], cannot = rounded(wide[place], like)
@@ -272,7 +272,7 @@ def put_row(
         for k in range(first, end):
             place = np.uint64(base + np.int64(indices[np.uint64(k)]))
             wide[place] = 0
-            if narrow.itemsize < 4:
+            if itemsize < 4:
                 narrow[place] = 0
         if is_falling:  # the row is made anew, and whole
             tile, lo, first, is_bad = n_cols, 0, 0, False
