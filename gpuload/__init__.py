@@ -287,6 +287,7 @@ def open_loader(
     wanted = None if where is None else parse_where(where)
     if isinstance(obs, str):
         raise PlanError(f"obs={obs!r}: expected a list of column names, for example obs=[{obs!r}].")
+    obs = check_names("obs", obs)
     from gpuload.backends import open_backend
     from gpuload.formats import open_matrices
     from gpuload.formats.addresses import at_addresses

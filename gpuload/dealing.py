@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.types import Column
+
 N_TRIES = 16
 """Deals of the groups, of which the one nearest to the shares is taken."""
 
@@ -32,18 +34,6 @@ _SPLIT = 11
 """Purpose that keeps the keys apart from those of the orders."""
 
 Label = Any
-
-
-class Column(Protocol):
-    """One column of obs: int32 codes where `categories` is given (-1 = missing), else numbers or booleans."""
-
-    @property
-    def values(self) -> NDArray[Any]:
-        """Shape (n_obs,)."""
-
-    @property
-    def categories(self) -> NDArray[np.object_] | None:
-        """What the codes stand for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -165,17 +165,15 @@ def plan_read(
     return _coalesce(layout, target, limit, pieces, *_limits(layout, max_gap, max_extent))
 
 
-def _limits(layout: ArrayLayout, max_gap: int | None, max_extent: int | None) -> tuple[int, int]:
-    """Return the limits of coalescing that were given, or else those of the source."""
+def _limits(layout: ArrayLayout, max_gap: int | None = None, max_extent: int | None = None) -> tuple[int, int]:
+    """Return the limits of coalescing that were given, or else those that suit the source."""
     ranges = layout.source.ranges
     suited = (MAX_GAP, MAX_EXTENT) if ranges is None else (ranges.max_gap, ranges.max_extent)
     return suited[0] if max_gap is None else max_gap, suited[1] if max_extent is None else max_extent
 
 
-def select_chunks(
-    read: ArrayRead, is_chosen: NDArray[np.bool_], max_gap: int | None = None, max_extent: int | None = None
-) -> ArrayRead:
-    """Return a read of some of its chunks only, coalesced anew; parameters as for `plan_read`."""
+def select_chunks(read: ArrayRead, is_chosen: NDArray[np.bool_]) -> ArrayRead:
+    """Return a read of some of its chunks only, coalesced anew."""
     chosen = np.flatnonzero(is_chosen)
     n_pieces = np.diff(read.chunk_pieces)
     is_piece = np.repeat(is_chosen, n_pieces)
@@ -184,7 +182,7 @@ def select_chunks(
         layout=read.layout,
         target=read.target,
         limit=read.limit,
-        **_extents(offset, nbytes, *_limits(read.layout, max_gap, max_extent)),
+        **_extents(offset, nbytes, *_limits(read.layout)),
         chunk_id=read.chunk_id[chosen],
         chunk_offset=offset,
         chunk_nbytes=nbytes,

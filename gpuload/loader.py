@@ -5,6 +5,7 @@ It owns the arrows between plan, store and backend, and nothing else: no file, n
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections import deque
@@ -99,6 +100,7 @@ class Loader:
         self._live: weakref.ref[Generator[Batch, None, None]] | None = None
         self._ahead: tuple[deque[_Load], deque[_Take]] = deque(), deque()  # of the live iteration
         self._is_closed = False
+        self._process = os.getpid()
         self._closer = weakref.finalize(self, _close, backend, [table.store for table in tables.values()])
 
     def __len__(self) -> int:
@@ -337,6 +339,11 @@ class Loader:
         """Start the next epoch, or go on where a loaded state says."""
         if self._is_closed:
             raise PlanError("the loader was closed; open it again with open_loader().")
+        if os.getpid() != self._process:  # threads do not come along: what is asked of them would never be done
+            raise PlanError(
+                "the loader was opened before this process was forked, and its threads are not here; open it in this "
+                "process, or iterate it in the one that opened it (DataLoader: num_workers=0)."
+            )
         self._end_live()
         self._now = None
         batches = self._epoch(self._next)
@@ -386,7 +393,7 @@ class Loader:
         """Yield the minibatches from a place on, in order, with loads and takes under way ahead of the consumer."""
         plan = now.plan
         ahead = self._takes_ahead
-        first, n_passed = divmod(now.step, plan.fetch_factor)
+        first, n_passed = divmod(now.step, plan.fetch_factor) if now.step < plan.n_batches else (plan.n_fetches, 0)
         to_load = ((index, n_passed if index == first else 0) for index in range(first, plan.n_fetches))
         loads: deque[_Load] = deque()
         takes: deque[_Take] = deque()

@@ -35,6 +35,13 @@ class RowOrder(Protocol):
         """
 
 
+class MixedFetches:
+    """A part of orders whose fetches are mixed, all rows with all."""
+
+    def arrange(self, start: int, stop: int, key: int) -> None:
+        """Return None: the rows of a fetch are mixed."""
+
+
 @dataclass(frozen=True)
 class FileOrder:
     """Rows as they lie in the files; those of a fetch mixed where that is said."""
@@ -51,7 +58,7 @@ class FileOrder:
         return None if self.is_mixed else np.arange(stop - start)
 
 
-class EqualBlocks:
+class EqualBlocks(MixedFetches):
     """Blocks of `block_size` rows in random order; the last block of each file may be short. Nothing is held per block.
 
     Place k of the shuffled order holds block ``perm[k]``. Before place k lie ``k * block_size`` rows less what the
@@ -95,16 +102,13 @@ class EqualBlocks:
         end = np.minimum(begin + self._size, self._file_row[file + 1])
         return _trim(begin, end, skip, stop - start)
 
-    def arrange(self, start: int, stop: int, key: int) -> None:
-        """Return None: the rows of a fetch are mixed."""
-
     def _locate(self, row: int) -> tuple[int, int]:
         """Return the place of the block that holds the row-th row of the order, and its rows before that row."""
         passed = int(np.searchsorted(self._short_end, row, side="right"))
         return divmod(row + int(self._lack_before[passed]), self._size)
 
 
-class UnequalBlocks:
+class UnequalBlocks(MixedFetches):
     """Blocks between given edges in random order. Holds 20 bytes per block.
 
     Parameters
@@ -129,9 +133,6 @@ class UnequalBlocks:
         begin, end = self._edges[block], self._edges[block + 1]
         before = int(self._ends[first] - (end[0] - begin[0]))
         return _trim(begin, end, start - before, stop - start)
-
-    def arrange(self, start: int, stop: int, key: int) -> None:
-        """Return None: the rows of a fetch are mixed."""
 
 
 def _trim(begin: NDArray[np.int64], end: NDArray[np.int64], skip: int, n_rows: int) -> NDArray[np.int64]:

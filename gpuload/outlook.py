@@ -27,12 +27,13 @@ from gpuload.loader import Loader
 from gpuload.plan import Plan, chunks_per_block
 from gpuload.sampling import BlockShuffle
 from gpuload.tables import Table
+from gpuload.types import Form
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.store import Store
-    from gpuload.types import ArrayRead, Form
+    from gpuload.types import ArrayRead
 
 BLOCK_SIZES: tuple[int | str, ...] = (1, 4, 8, 16, 32, 64, "chunk", "2 chunks", "4 chunks")
 """Candidates."""
@@ -128,7 +129,7 @@ class Outlooks:
     """
 
     def __init__(self, store: Store, batch_size: int, label: str | None) -> None:
-        self._store, self._batch_size = store, batch_size
+        self.store, self._batch_size = store, batch_size
         self._codes: NDArray[np.int64] | None = None
         self._shuffles: dict[int | str, BlockShuffle] = {}
         self.random_bits = float("nan")
@@ -149,17 +150,17 @@ class Outlooks:
         if block_size not in self._shuffles:
             n = chunks_per_block(block_size)
             self._shuffles[block_size] = (
-                BlockShuffle(int(block_size)) if n is None else BlockShuffle(edges=self._store.chunk_edges(n))
+                BlockShuffle(int(block_size)) if n is None else BlockShuffle(edges=self.store.chunk_edges(n))
             )
         return self._shuffles[block_size]
 
     def plan(self, block_size: int | str, fetch_factor: int, epoch: int = 0) -> Plan:
         """Return the plan of an epoch."""
-        return Plan(self._store.file_rows, self._batch_size, fetch_factor, self.shuffle(block_size), 0, epoch)
+        return Plan(self.store.file_rows, self._batch_size, fetch_factor, self.shuffle(block_size), 0, epoch)
 
     def of(self, block_size: int | str, fetch_factor: int, pace: Pace | None = None) -> Outlook:
         """Return the outlook for a block size and a fetch factor, with its speed at a pace."""
-        store, plan = self._store, self.plan(block_size, fetch_factor)
+        store, plan = self.store, self.plan(block_size, fetch_factor)
         whole = read = decoded = 0
         wanted = 0.0
         n_cells = 0
@@ -194,7 +195,7 @@ class Outlooks:
                 batch_size=self._batch_size,
                 block_size=block_size,
                 fetch_factor=fetch_factor,
-                file_rows=self._store.file_rows,
+                file_rows=self.store.file_rows,
             ).bits
         bits: list[float] = []
         n_wanted = min(max(_MIXED_FETCHES, _MIXED_CELLS // (self._batch_size * fetch_factor)), _MOST_MIXED)
@@ -235,14 +236,6 @@ def _whole_nbytes(read: ArrayRead) -> int:
     return read.nbytes if layout.is_raw else int(layout.decoded_nbytes(read.chunk_id).sum())
 
 
-def cell_nbytes(store: Store) -> float:
-    """Return the bytes that a resident cell takes: 4 a value, and 2 (up to 65,536 genes) or 4 a column number."""
-    if store.kind == "dense":
-        return 4.0 * store.n_vars
-    nnz = sum(layout.shape[0] for m in store.matrices for layout in m.layouts[:1])
-    return (6.0 if store.n_vars <= 1 << 16 else 8.0) * nnz / max(1, store.n_obs)
-
-
 def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: str, num_threads: int | None) -> Loader:
     """Return a loader over a store that stays open when the loader is closed; it verifies no checksums.
 
@@ -258,7 +251,7 @@ def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: st
         raise
 
 
-def measure_pace(outlooks: Outlooks, store: Store, form: Form, threads: int, fetch_factor: int) -> Pace:
+def measure_pace(outlooks: Outlooks, threads: int, fetch_factor: int) -> Pace:
     """Return the pace of the engine on the CPU: some fetches are read, one after the other, after one for warming up.
 
     Raises
@@ -266,7 +259,8 @@ def measure_pace(outlooks: Outlooks, store: Store, form: Form, threads: int, fet
     ReadError, CorruptDataError
         The file is damaged.
     """
-    outlook, plan = outlooks.of("chunk", fetch_factor), outlooks.plan("chunk", fetch_factor)
+    store, outlook, plan = outlooks.store, outlooks.of("chunk", fetch_factor), outlooks.plan("chunk", fetch_factor)
+    form = Form("dense", "float32", store.n_vars, store.columns())
     backend = open_backend("cpu", num_threads=threads, verify="never", device_memory=None, device_cache=None, io="auto")
     before: dict[str, float] | None = None
     start, n_cells = time.perf_counter(), 0

@@ -8,12 +8,19 @@ added: seed 1000 epoch 0 has nothing to do with seed 0 epoch 1.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
+
+    Keys = NDArray[np.uint64]
+    Step = Callable[[Keys], Keys]
+    StepEach = Callable[[Keys, Keys, Keys, Keys], Keys]
+    """Of elements, the two factors of their lengths, and the keys."""
 
 MAX_TABLE = 1 << 20
 """Up to this length a permutation is a table made by sorting random keys (exactly uniform); above it is computed by
@@ -97,7 +104,7 @@ class Permutation:
             return inverse[value]
         return self._walk(value, self._decipher)
 
-    def _walk(self, start: NDArray[np.int64], step: _Step) -> NDArray[np.int64]:
+    def _walk(self, start: NDArray[np.int64], step: Step) -> NDArray[np.int64]:
         x = step(np.asarray(start).astype(np.uint64))
         outside = np.flatnonzero(x >= self.n)
         while outside.size:
@@ -146,12 +153,12 @@ def permute_each(index: NDArray[np.int64], n: NDArray[np.int64], key: NDArray[np
     .. [2] Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, doi:10.1007/3-540-45760-7_9
        (generalised Feistel network, cycle walking).
     """
-    return _split_by_length(index, n, key, _swap_each, _encipher_each)
+    return _split_by_length(index, n, key, -1, _encipher_each)
 
 
 def find_each(value: NDArray[np.int64], n: NDArray[np.int64], key: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Return what goes to `value`: the inverse of `permute_each`, of the same parameters."""
-    return _split_by_length(value, n, key, _swap_back_each, _decipher_each)
+    return _split_by_length(value, n, key, 1, _decipher_each)
 
 
 def deal_quotas(shares: NDArray[np.float64]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
@@ -212,18 +219,6 @@ def log_hash(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
     return np.asarray(2 * s * series + exponent * 0.6931471805599453)
 
 
-class _StepEach(Protocol):
-    def __call__(
-        self, x: NDArray[np.uint64], low_n: NDArray[np.uint64], high_n: NDArray[np.uint64], key: NDArray[np.uint64]
-    ) -> NDArray[np.uint64]: ...
-
-
-class _SwapEach(Protocol):
-    def __call__(
-        self, x: NDArray[np.uint64], n: NDArray[np.uint64], key: NDArray[np.uint64], last: int
-    ) -> NDArray[np.uint64]: ...
-
-
 _32 = np.uint64(32)
 _SHORT = 16
 """Up to this length `permute_each` shuffles by swaps."""
@@ -233,30 +228,20 @@ _ROUNDS = 8
 
 
 def _split_by_length(
-    start: NDArray[np.int64], n: NDArray[np.int64], key: NDArray[np.uint64], swap: _SwapEach, step: _StepEach
+    start: NDArray[np.int64], n: NDArray[np.int64], key: NDArray[np.uint64], direction: int, step: StepEach
 ) -> NDArray[np.int64]:
+    """Shuffle short ones by swaps, from the last on, or (`direction` 1) back from the first; encipher the others."""
     x, length = start.astype(np.uint64), n.astype(np.uint64)
     short = np.flatnonzero(n <= _SHORT)
     if short.size:
-        x[short] = swap(x[short], length[short], key[short], int(n[short].max()) - 1)
+        swapped, lengths, keys = x[short], length[short], key[short]
+        for j in range(1, int(lengths.max()))[::direction]:
+            swapped = _swapped(swapped, lengths, keys, j)
+        x[short] = swapped
     if short.size < x.size:
         long = np.flatnonzero(n > _SHORT) if short.size else slice(None)
         x[long] = _walk_each(x[long], length[long], key[long], step)
     return x.astype(np.int64)
-
-
-def _swap_each(x: NDArray[np.uint64], n: NDArray[np.uint64], key: NDArray[np.uint64], last: int) -> NDArray[np.uint64]:
-    for j in range(last, 0, -1):
-        x = _swapped(x, n, key, j)
-    return x
-
-
-def _swap_back_each(
-    x: NDArray[np.uint64], n: NDArray[np.uint64], key: NDArray[np.uint64], last: int
-) -> NDArray[np.uint64]:
-    for j in range(1, last + 1):
-        x = _swapped(x, n, key, j)
-    return x
 
 
 def _swapped(x: NDArray[np.uint64], n: NDArray[np.uint64], key: NDArray[np.uint64], j: int) -> NDArray[np.uint64]:
@@ -267,7 +252,7 @@ def _swapped(x: NDArray[np.uint64], n: NDArray[np.uint64], key: NDArray[np.uint6
 
 
 def _walk_each(
-    x: NDArray[np.uint64], n: NDArray[np.uint64], key: NDArray[np.uint64], step: _StepEach
+    x: NDArray[np.uint64], n: NDArray[np.uint64], key: NDArray[np.uint64], step: StepEach
 ) -> NDArray[np.uint64]:
     low_n = np.ceil(np.sqrt(n)).astype(np.uint64)
     high_n = (n + low_n - np.uint64(1)) // low_n
@@ -308,10 +293,6 @@ def _decipher_each(
 def _below(n: NDArray[np.uint64] | np.uint64, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return a hash of x in [0, n), n below 2**32."""
     return (hash64(x) >> _32) * n >> _32
-
-
-class _Step(Protocol):
-    def __call__(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]: ...
 
 
 def _mask(bits: np.uint64) -> np.uint64:

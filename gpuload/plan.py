@@ -23,6 +23,8 @@ import numpy as np
 from gpuload.errors import PlanError
 from gpuload.order import merge_ranges
 from gpuload.permute import permuted_table, random_keys
+from gpuload.sampling.custom import ListOrder
+from gpuload.sampling.rows import list_of_runs
 from gpuload.types import Fetch, expand_ranges
 
 if TYPE_CHECKING:
@@ -119,7 +121,7 @@ class Plan:
     @cached_property
     def _order(self) -> RowOrder:
         if self.is_per_rank:
-            return _GivenBlocks(self._rank_blocks[self.rank])
+            return ListOrder(list_of_runs(self._rank_blocks[self.rank]))
         return self.strategy.order(self.file_rows, (self.seed, self.epoch, _BLOCKS))
 
     @cached_property
@@ -268,25 +270,6 @@ class _Left:
         """Return `loose` and all from the index-th place on."""
         n_passed = max(0, index - self.loose.size)
         return _Left(np.concatenate([loose, self.loose[index:]]), self.start + n_passed, self.stop)
-
-
-class _GivenBlocks:
-    """Blocks in the order in which they were given."""
-
-    def __init__(self, blocks: NDArray[np.int64]) -> None:
-        self._blocks = blocks
-        self._ends = np.cumsum(blocks[:, 1] - blocks[:, 0])
-
-    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the row ranges at places start..stop, shape (n, 2)."""
-        first, last = np.searchsorted(self._ends, (start, stop - 1), side="right")
-        ranges = self._blocks[first : last + 1].copy()
-        ranges[0, 0] = ranges[0, 1] - (self._ends[first] - start)
-        ranges[-1, 1] -= self._ends[last] - stop
-        return ranges
-
-    def arrange(self, start: int, stop: int, key: int) -> None:
-        """Return None: the rows of a fetch are mixed."""
 
 
 def _n_rows(ranges: NDArray[np.int64]) -> int:

@@ -174,7 +174,7 @@ class Store:
     Attributes
     ----------
     matrices
-        One per file, all of one kind and width.
+        One per file, all of one kind; of one width too where there is no `alignment`.
     paths
         The files' names, for errors.
     var_names : (n_vars,) object
@@ -219,12 +219,13 @@ class Store:
 
     @property
     def nbytes_per_row(self) -> float:
-        """Decoded bytes of a row, on average: 8 per stored value, or 4 per gene where X is dense."""
+        """Bytes of a resident row, on average: 4 a value, and of CSR 2 (up to 65,536 genes) or 4 a column number."""
         if not self.n_obs:
             return 0.0
         if self.kind == "dense":
             return 4.0 * sum(m.n_rows * m.n_vars for m in self.matrices) / self.n_obs
-        return 8.0 * sum(int(m.indptr[-1]) for m in self.matrices if isinstance(m, CsrMatrix)) / self.n_obs
+        each = 6.0 if max(m.n_vars for m in self.matrices) <= 1 << 16 else 8.0
+        return each * sum(int(m.indptr[-1]) for m in self.matrices if isinstance(m, CsrMatrix)) / self.n_obs
 
     @property
     def metadata_nbytes(self) -> int:

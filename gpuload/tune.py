@@ -28,7 +28,6 @@ from gpuload.outlook import (
     MAX_SHARE,
     Outlook,
     Outlooks,
-    cell_nbytes,
     measure_pace,
     open_part,
 )
@@ -247,7 +246,7 @@ class Bench:
     def __init__(self, store: Store, wish: Wish) -> None:
         self._store, self._wish = store, wish
         self._form = Form(wish.output, wish.dtype, store.n_vars, store.columns())
-        self._cell_nbytes = max(1.0, cell_nbytes(store))
+        self._cell_nbytes = max(1.0, store.nbytes_per_row)
         self.outlooks = Outlooks(store, wish.batch_size, wish.label)
         self.cores = len(os.sched_getaffinity(0))
         self.least_bits = wish.min_entropy * self.outlooks.random_bits
@@ -262,13 +261,7 @@ class Bench:
         wish = self._wish
         factors = self.fetch_factors()
         few = max(1, min(factors[0], _CALIBRATION_CELLS // wish.batch_size))
-        pace = measure_pace(
-            self.outlooks,
-            self._store,
-            Form("dense", "float32", self._store.n_vars, self._store.columns()),
-            self.cores,
-            few,
-        )
+        pace = measure_pace(self.outlooks, self.cores, few)
         seen = [self.outlooks.of(size, factor, pace) for factor in factors for size in BLOCK_SIZES]
         good = [o for o in seen if o.mixes(wish.batch_size, self.least_bits)]
         if not good:

@@ -54,7 +54,8 @@ class Transform:
     log1p: bool = True
 
     def __post_init__(self) -> None:
-        if self.target_sum is not None and not (np.isfinite(self.target_sum) and self.target_sum > 0):
+        is_number = isinstance(self.target_sum, (int, float, np.integer, np.floating))
+        if self.target_sum is not None and not (is_number and 0 < self.target_sum < float("inf")):
             raise PlanError(
                 f"Transform(target_sum={self.target_sum!r}): expected a finite number above 0, or None for no scaling."
             )
@@ -239,6 +240,18 @@ class Batch:
         for group in ("layers", "obsm", "modalities"):
             found |= {f"{group}/{name}": matrix for name, matrix in getattr(self, group).items()}
         return found
+
+
+class Column(Protocol):
+    """One column of obs: int32 codes where `categories` is given (-1 = missing), else numbers or booleans."""
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """Shape (n_obs,)."""
+
+    @property
+    def categories(self) -> NDArray[np.object_] | None:
+        """What the codes stand for."""
 
 
 class Source(Protocol):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gpuload.dealing import Column
+    from gpuload.types import Column
 
 MAX_LENGTH = 100_000
 """Characters of an expression; a list of more values is better given as `Subset` of a mask."""

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
     from gpuload.layout import Filter
 
+    Decoder = Callable[["Bytes", tuple[int, ...], int, int], "Bytes"]
+
 Bytes = Any
 """bytes or a (n,) uint8 array: the decoders take and give either."""
-
 
 _CHECKSUMS = ("fletcher32", "crc32c")
 """Filters that add 4 bytes."""
@@ -86,18 +87,29 @@ def decode(
     return np.frombuffer(data, dtype=np.uint8)
 
 
-def _deflate(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    import imagecodecs
+def _plain(name: str) -> Decoder:
+    """Return a decoder that needs no more than a function of imagecodecs."""
 
-    del values, itemsize
-    return imagecodecs.zlib_decode(data, out=_room(nbytes))
+    def decode_plain(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+        import imagecodecs
+
+        del values, itemsize
+        return getattr(imagecodecs, name)(data, out=_room(nbytes))
+
+    return decode_plain
 
 
-def _gzip(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    import imagecodecs
+def _checksum(name: str, is_right: Callable[[Any, int, int], bool]) -> Decoder:
+    """Return a decoder that takes 4 bytes of checksum away, and says where they do not match."""
 
-    del values, itemsize
-    return imagecodecs.gzip_decode(data, out=_room(nbytes))
+    def verify(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+        del values, nbytes, itemsize
+        array = np.frombuffer(data, dtype=np.uint8)
+        if array.size < 4 or not is_right(array, 0, array.size - 4):
+            raise DecodeError(f"its {name} checksum does not match")
+        return array[:-4]
+
+    return verify
 
 
 def _shuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
@@ -109,36 +121,6 @@ def _shuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -
     out[:whole] = array[:whole].reshape(size, -1).T.ravel()
     out[whole:] = array[whole:]
     return out
-
-
-def _fletcher32(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    del values, nbytes, itemsize
-    array = np.frombuffer(data, dtype=np.uint8)
-    if array.size < 4 or not is_fletcher32(array, 0, array.size - 4):
-        raise DecodeError("its fletcher32 checksum does not match")
-    return array[:-4]
-
-
-def _crc32c(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    del values, nbytes, itemsize
-    array = np.frombuffer(data, dtype=np.uint8)
-    if array.size < 4 or not frames.is_crc32c(array, 0, array.size - 4):
-        raise DecodeError("its crc32c checksum does not match")
-    return array[:-4]
-
-
-def _lzf(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    import imagecodecs
-
-    del values, itemsize
-    return imagecodecs.lzf_decode(data, out=_room(nbytes))
-
-
-def _zstd(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    import imagecodecs
-
-    del values, itemsize
-    return imagecodecs.zstd_decode(data, out=_room(nbytes))
 
 
 def _blosc(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
@@ -231,14 +213,14 @@ def _room(nbytes: int) -> Any:
     return np.empty(nbytes, dtype=np.uint8) if nbytes >= 0 else None
 
 
-DECODERS: dict[str, Callable[[Bytes, tuple[int, ...], int, int], Bytes]] = {
-    "deflate": _deflate,
-    "gzip": _gzip,
+DECODERS: dict[str, Decoder] = {
+    "deflate": _plain("zlib_decode"),
+    "gzip": _plain("gzip_decode"),
     "shuffle": _shuffle,
-    "fletcher32": _fletcher32,
-    "crc32c": _crc32c,
-    "lzf": _lzf,
-    "zstd": _zstd,
+    "fletcher32": _checksum("fletcher32", is_fletcher32),
+    "crc32c": _checksum("crc32c", frames.is_crc32c),
+    "lzf": _plain("lzf_decode"),
+    "zstd": _plain("zstd_decode"),
     "blosc": _blosc,
     "lz4": _lz4,
     "lz4-sized": _lz4_sized,

@@ -30,7 +30,7 @@ import numpy as np
 
 from gpuload.backends.buffers import BufferPool
 from gpuload.backends.damage import rounding_warning, too_large_for_half
-from gpuload.backends.decoding import VERIFY, Part, Scratch, decode
+from gpuload.backends.decoding import VERIFY, Part, Scratch, decode, round_up
 from gpuload.backends.native import rows
 from gpuload.backends.parts import cut
 from gpuload.backends.reading import read_ranges, short_read
@@ -154,16 +154,16 @@ class CpuBackend:
     ) -> None:
         if verify not in VERIFY:
             raise PlanError(f"verify={verify!r}: expected 'once', 'always' or 'never'.")
-        if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+        if num_threads is not None and (not isinstance(num_threads, (int, np.integer)) or num_threads < 1):
             raise PlanError(
                 f"num_threads={num_threads!r}: expected a whole number of at least 1, or None for one per core."
             )
-        n = num_threads or len(os.sched_getaffinity(0))
+        n = len(os.sched_getaffinity(0)) if num_threads is None else int(num_threads)
         self.stats = Stats(n)
         self._verify = verify
         self._values = np.dtype(values)
         self._loads = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}load")
-        self._fetches = DaemonThreads(FAR_PARTS, f"{_THREADS}fetch")
+        self._far_reads = DaemonThreads(FAR_PARTS, f"{_THREADS}read")
         self._takes = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}take")
         self._scratch_nbytes: dict[tuple[int, str], int] = {}
         self._scratch = Scratch(self._scratch_nbytes)
@@ -178,7 +178,7 @@ class CpuBackend:
         tasks = []
         for read in recipe.reads:
             is_near = read.layout.source.ranges is None
-            pool, run = (self._loads, self._run) if is_near else (self._fetches, self._run_far)
+            pool, run = (self._loads, self._run) if is_near else (self._far_reads, self._run_far)
             tasks += [pool.submit(run, read, lo, hi, resident) for lo, hi in cut(read, TASK_NBYTES)]
         return _Load(resident, tasks)
 
@@ -205,7 +205,7 @@ class CpuBackend:
         """Stop the threads, waiting for the tasks that run, and give back idle memory."""
         # The garbage collector may close a forgotten loader in one of these threads, which cannot wait for itself.
         is_own_thread = threading.current_thread().name.startswith(_THREADS)
-        self._fetches.close(0)  # a request may take long; what it brings is dropped
+        self._far_reads.close(0)  # a request may take long; what it brings is dropped
         for pool in (self._loads, self._takes):
             pool.shutdown(wait=not is_own_thread, cancel_futures=True)
         for buffers in (self._stored, self._residents, self._outputs):
@@ -318,7 +318,7 @@ class CpuBackend:
         nnz = rows.count_csr(positions, resident.indptr, resident.indices, resident.map_start, columns, indptr)
         if nnz > MAX_CSR:
             raise PlanError("output='csr': a minibatch has more than 2**31 - 1 values; use a smaller batch_size.")
-        whole = self._outputs.array((_round_up(nnz, 16) + nnz,), np.int32)  # one lease, both parts on a cache line
+        whole = self._outputs.array((round_up(nnz, 16) + nnz,), np.int32)  # one lease, both parts on a cache line
         indices, data = whole[:nnz], whole[-nnz or whole.size :].view(np.float32)
         is_canonical = rows.gather_csr(
             positions,
@@ -383,7 +383,3 @@ def _arithmetic(form: Form) -> tuple[NDArray[np.int32], float, bool]:
     columns = _NO_COLUMNS if form.columns is None else form.columns
     target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
     return columns, target_sum, transform is not None and transform.log1p
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

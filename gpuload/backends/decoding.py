@@ -115,7 +115,7 @@ def _natively(part: Part, steps: NDArray[np.int64], codec: str, scratch: Scratch
     layout, chosen = read.layout, slice(first, last)
     stored_dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
     full = layout.chunk_size * layout.dtype.itemsize
-    room = _round_up(max(full, int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8)
+    room = round_up(max(full, int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8)
     decoder = decoders.addresses_of(codec, may_pair=room <= TWO_AHEAD_NBYTES)
     one, two = scratch.bytes("first", 2 * room if decoder[1] else room), scratch.bytes("second", room)
     status = np.zeros(3, dtype=np.int64)
@@ -219,5 +219,6 @@ def _typed(plain: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
     )
 
 
-def _round_up(n: int, multiple: int) -> int:
+def round_up(n: int, multiple: int) -> int:
+    """Return the least multiple that is not below n."""
     return -(-n // multiple) * multiple

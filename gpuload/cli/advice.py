@@ -16,10 +16,8 @@ from gpuload.outlook import (
     MAX_SHARE,
     Outlook,
     Outlooks,
-    cell_nbytes,
     measure_pace,
 )
-from gpuload.types import Form
 
 if TYPE_CHECKING:
     from gpuload.store import Store
@@ -81,14 +79,13 @@ def advise(store: Store, batch_size: int, label: str | None, memory_nbytes: int,
     ReadError, CorruptDataError
         The file is damaged.
     """
-    per_cell = cell_nbytes(store)
+    per_cell = store.nbytes_per_row
     most, limit = _fetch_factor(store.n_obs, batch_size, per_cell, memory_nbytes)
     outlooks = Outlooks(store, batch_size, label)
     candidates: tuple[Outlook, ...] = ()
     if store.n_obs:
-        form = Form("dense", "float32", store.n_vars, store.columns())
         few = max(1, min(most, _CALIBRATION_CELLS // batch_size))
-        pace = measure_pace(outlooks, store, form, usable_cores(), few)
+        pace = measure_pace(outlooks, usable_cores(), few)
         factors = sorted({most, max(1, most // 4), max(1, most // 16)}, reverse=True)
         candidates = tuple(outlooks.of(size, factor, pace) for factor in factors for size in BLOCK_SIZES)
     chosen, why = _choose(candidates, batch_size, label, outlooks.random_bits, max_loss)

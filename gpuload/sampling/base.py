@@ -18,18 +18,7 @@ if TYPE_CHECKING:
 
     from gpuload.order import RowOrder
     from gpuload.sampling.rows import RowList
-
-
-class Column(Protocol):
-    """One column of obs: int32 codes where `categories` is given (-1 = missing), else numbers or booleans."""
-
-    @property
-    def values(self) -> NDArray[Any]:
-        """Shape (n_obs,)."""
-
-    @property
-    def categories(self) -> NDArray[np.object_] | None:
-        """What the codes stand for."""
+    from gpuload.types import Column
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -73,8 +73,8 @@ class BlockShuffle:
     block_size
         Rows per block, at least 1; 1 is true random sampling.
     edges : (n_blocks + 1,) int64, optional
-        Row edges of the blocks where they are not to be of equal size (snapped to storage chunks); `block_size` is
-        then not used.
+        Row edges of the blocks where they are not to be of equal size (snapped to storage chunks), from 0 to the number
+        of cells of the loader, also inside a `Subset`; `block_size` is then not used.
 
     Raises
     ------
@@ -96,9 +96,19 @@ class BlockShuffle:
         check_number("BlockShuffle", "block_size", self.block_size)
 
     def over(self, cells: Cells) -> BlockShuffle:
-        """Return itself: it needs to know nothing of the cells."""
-        del cells
-        return self
+        """Return itself; of edges those that lie between the cells."""
+        if self.edges is None:
+            return self
+        edges = np.asarray(self.edges)
+        if edges.ndim != 1 or edges.dtype.kind not in "iu" or edges.size < 1 or np.any(edges[1:] <= edges[:-1]):
+            raise PlanError(f"BlockShuffle(edges=...): expected whole numbers that rise, found {edges!r:.100}.")
+        if edges[0] != 0 or edges[-1] != cells.n_store_rows:
+            raise PlanError(
+                f"BlockShuffle(edges=...): they go from {edges[0]} to {edges[-1]}; expected 0 to {cells.n_store_rows}, "
+                "the cells of all files."
+            )
+        edges = edges.astype(np.int64)
+        return replace(self, edges=edges if cells.chosen is None else np.unique(cells.chosen.rank(edges)))
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
         """Return the rows of all files."""

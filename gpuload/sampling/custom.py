@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from gpuload.errors import PlanError
+from gpuload.order import MixedFetches
 from gpuload.permute import random_keys
 from gpuload.sampling.rows import RowList, list_of_runs
 
@@ -88,7 +89,7 @@ class Given:
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch, on one rank."""
         del file_rows
-        return _ListOrder(self._rows(key_words))
+        return ListOrder(self._rows(key_words))
 
     def describe(self) -> dict[str, Any]:
         """Return the function's name: what it does cannot be told."""
@@ -99,12 +100,12 @@ class Given:
         return list_of_runs(np.asarray(self.per_rank(int(epoch_seed), 0, 1), dtype=np.int64).reshape(-1, 2))
 
 
-class _ListOrder:
+class ListOrder(MixedFetches):
+    """Rows of a list, as they stand in it."""
+
     def __init__(self, rows: RowList) -> None:
         self._rows = rows
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the row ranges at places start..stop, shape (n, 2)."""
         return self._rows.map_ranges(np.array([[start, stop]]))
-
-    def arrange(self, start: int, stop: int, key: int) -> None:
-        del start, stop, key

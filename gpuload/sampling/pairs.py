@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,7 +120,8 @@ class PairedControl:
         """Return which cells are controls, and which are perturbed."""
         column = cells.obs[self.column]
         values = cells.take(column.values)
-        wanted = list(self.control) if isinstance(self.control, (list, tuple, set, frozenset)) else [self.control]
+        are_several = isinstance(self.control, (list, tuple, set, frozenset, np.ndarray))
+        wanted = list(self.control) if are_several else [self.control]
         if column.categories is None:
             is_control, is_labelled = np.isin(values, wanted), ~(values != values)  # noqa: PLR0124 - NaN
         else:
@@ -251,8 +252,13 @@ def split_pairs(batch: Any) -> tuple[Any, Any]:
     """
     if isinstance(batch, Batch):
         half = _half(len(batch))
+        groups = {name: getattr(batch, name) for name in ("obs", "layers", "obsm", "modalities")}
         return tuple(  # type: ignore[return-value]
-            replace(batch, X=_cut(batch.X, part), obs={k: v[part] for k, v in batch.obs.items()}, rows=batch.rows[part])
+            Batch(
+                batch.X[part],
+                rows=batch.rows[part],
+                **{name: {k: v[part] for k, v in group.items()} for name, group in groups.items()},
+            )
             for part in (slice(half), slice(half, None))
         )
     if isinstance(batch, Mapping) and "rows" in batch:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpuload.order import MixedFetches
 from gpuload.permute import deal_quotas, draw_each, find_each, hash64, permute_each, random_keys
 from gpuload.sampling.base import digest
 from gpuload.sampling.rows import as_ranges
@@ -170,15 +171,15 @@ class Queues:
         return hit
 
 
-class DrawnOrder:
+class DrawnOrder(MixedFetches):
     """Places whose strata are drawn independently, each the next of its stratum's queue.
 
     Parameters
     ----------
     queues
         The rows of each stratum.
-    shares : (n_strata,) float64
-        How likely each stratum is, up to a factor; above 0.
+    shares
+        How likely each stratum is.
     key_words
         What the order depends on.
     """
@@ -204,9 +205,6 @@ class DrawnOrder:
         rows = np.empty(stratum.size, dtype=np.int64)
         rows[order] = self._queues.take(stratum, place, self._queue_key)
         return as_ranges(rows)
-
-    def arrange(self, start: int, stop: int, key: int) -> None:
-        """Return None: the rows of a fetch are mixed."""
 
     def _before(self, place: int) -> NDArray[np.int64]:
         """Return how many places of each stratum come before a place."""

@@ -369,7 +369,8 @@ def test_unshuffle(data: st.DataObject, grid: Grid, seed: int, itemsize: int, st
     shuffled = rng.integers(0, 256, place.total).astype(np.uint8)
     wanted = np.full(place.total, FILLER, dtype=np.uint8)
     for piece in place.slices():
-        chunks.unshuffle(shuffled[piece], wanted[piece], piece.stop - piece.start, itemsize)
+        n = piece.stop - piece.start
+        frames.unshuffle_items(shuffled[piece], 0, wanted[piece], 0, n, itemsize, 0, n // itemsize)
     out = np.full(place.total, FILLER, dtype=np.uint8)
     run("unshuffle", grid, placed(shuffled), out, place.start, place.nbytes, np.int32(itemsize), np.int64(len(sizes)))
     np.testing.assert_array_equal(out, wanted)

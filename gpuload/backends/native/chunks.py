@@ -119,12 +119,6 @@ def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - com
     return bool(found in (wanted, swapped))
 
 
-@numba.njit(nogil=True, cache=True)
-def unshuffle(src: Any, dst: Any, n: int, itemsize: int) -> None:  # pragma: no cover - compiled
-    """Undo HDF5's byte shuffle of n bytes; bytes beyond the last whole element stay where they are."""
-    unshuffle_items(src, 0, dst, 0, n, itemsize, 0, n // itemsize)
-
-
 def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:  # pragma: no cover - replaced below
     """Copy n elements with conversion; return 0, `MAX_EXACT` where one was rounded, or an error."""
     raise NotImplementedError
