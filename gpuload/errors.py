@@ -52,3 +52,8 @@ class MissingDependencyError(GpuloadError, ImportError):
             f"{feature} needs {package}, which is not installed; install it with: pip install 'gpuload[{extra}]'"
         )
         self.package = package
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, or what it is, as a part of a sentence."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -153,6 +153,11 @@ def as_strings(values: Any) -> NDArray[np.object_]:
     return out
 
 
+def as_text(value: Any) -> str:
+    """Return an attribute as str: of fixed length, as other languages write them, they are bytes."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
 def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) -> None:
     """Raise StoreError where more is asked of a form that is one matrix and nothing else."""
     if layer.startswith(OBSM):

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from gpuload.formats.arrays import numbered
+from gpuload.errors import StoreError
+from gpuload.formats.arrays import as_strings, numbered
+from gpuload.formats.members import keys_of
 from gpuload.formats.obs import column_names, read_index, read_values
-from gpuload.formats.recognise import anndata_groups, open_path
+from gpuload.formats.recognise import anndata_groups, obs_columns, open_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,9 +31,10 @@ def cell_names(path: str, layer: str) -> NDArray[np.object_]:
         parts = [read_index(group["obs"], path, "obs") for group in groups]
     if parts:
         return np.concatenate(parts)
-    store = open_path(path, layer=layer, obs=())
+    named = [name for name in obs_columns(path) if name == "barcode"]  # of 10x
+    store = open_path(path, layer=layer, obs=named)
     store.close()
-    return numbered(store.n_obs)
+    return as_strings(_decoded(store.obs["barcode"])) if named else numbered(store.n_obs)
 
 
 def cell_column(path: str, name: str, layer: str) -> Any:
@@ -41,7 +44,7 @@ def cell_column(path: str, name: str, layer: str) -> Any:
     """
     with anndata_groups(path) as groups:
         if groups and all(name in column_names(group.get("obs")) for group in groups):
-            return join([read_values(group["obs"], name) for group in groups])
+            return join([read_values(group["obs"], name) for group in groups], f"{path}: obs column {name!r}")
     store = open_path(path, layer=layer, obs=(name,))
     store.close()
     return _decoded(store.obs[name])
@@ -52,33 +55,37 @@ def gene_columns(path: str, layer: str) -> dict[str, Any]:
     with anndata_groups(path) as groups:
         if not groups:
             return {}
-        frame = groups[0][_var_key(groups[0], layer)]
+        frame = groups[0][keys_of(groups[0], layer, path)[1]]
         return {name: read_values(frame, name) for name in column_names(frame)}
 
 
 def gene_names(path: str, layer: str) -> NDArray[np.object_]:
     """Return the index of the var that belongs to a matrix of an AnnData, shape (n_vars,) object."""
     with anndata_groups(path) as groups:
-        key = _var_key(groups[0], layer)
+        _, key = keys_of(groups[0], layer, path)
         return read_index(groups[0][key], path, key)
 
 
-def join(parts: Sequence[Any]) -> Any:
-    """Return arrays of one column one after the other; categories are united, ordered where all agree."""
+def join(parts: Sequence[Any], where: str) -> Any:
+    """Return arrays of one column one after the other; categories are united, ordered where all agree.
+
+    `where` is what errors call the column; StoreError where categories are numbers in some and text in others.
+    """
     if len(parts) == 1:
         return parts[0]
     if all(isinstance(part, pd.Categorical) for part in parts):
+        like = next((part for part in parts if part.categories.size), parts[0])  # where all is missing, there are none
+        parts = [p if p.categories.size else pd.Categorical.from_codes(p.codes, dtype=like.dtype) for p in parts]
+        odd = next((p for p in parts if p.categories.dtype != like.categories.dtype), None)
+        if odd is not None:
+            raise StoreError(
+                f"{where} has categories of {like.categories.dtype} in one file and of {odd.categories.dtype} in "
+                "another; make them of one type, or leave the column out."
+            )
         is_one = all(part.dtype == parts[0].dtype for part in parts)
         return pd.api.types.union_categoricals(parts, ignore_order=not is_one)
     joined = pd.concat([pd.Series(part) for part in parts], ignore_index=True)
     return joined.array if pd.api.types.is_extension_array_dtype(joined.dtype) else joined.to_numpy()
-
-
-def _var_key(group: Any, layer: str) -> str:
-    """Return the key of the var that belongs to a matrix."""
-    if layer != "raw.X":
-        return "var"
-    return "raw/var" if "raw/var" in group else "raw.var"
 
 
 def _decoded(column: ObsColumn) -> Any:

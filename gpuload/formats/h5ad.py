@@ -17,7 +17,6 @@ import numpy as np
 
 from gpuload.formats import hdf5
 from gpuload.formats.members import read_by_columns, read_members
-from gpuload.formats.obs import column_names
 from gpuload.store import Store
 
 if TYPE_CHECKING:
@@ -86,8 +85,3 @@ class _Access:
 
     def csr(self, node: Any, n_rows: int, n_vars: int) -> CsrMatrix:
         return hdf5.open_csr(node, self._source, n_rows, n_vars)
-
-
-def anndata_columns(root: Any) -> list[str]:
-    """Return the names of the columns of an AnnData's obs."""
-    return column_names(root.get("obs"))

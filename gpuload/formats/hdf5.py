@@ -27,9 +27,17 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from gpuload.errors import CorruptDataError, GpuloadError, ReadError, StoreError
+from gpuload.errors import CorruptDataError, GpuloadError, ReadError, StoreError, first_line
 from gpuload.formats.addresses import as_address
-from gpuload.formats.arrays import check_dtype, check_integers, check_n_vars, checked_indptr, ends_early, plain_layout
+from gpuload.formats.arrays import (
+    as_text,
+    check_dtype,
+    check_integers,
+    check_n_vars,
+    checked_indptr,
+    ends_early,
+    plain_layout,
+)
 from gpuload.formats.index import Index, counts_of, indptr_of
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.remote_source import RemoteFile, RemoteSource
@@ -68,6 +76,7 @@ class LocalHdf5(FileSource):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.index = Index(self)
+        self.file_name = path
 
     def is_at(self, path: str) -> bool:
         """Return whether it is still this file that a path leads to."""
@@ -86,6 +95,7 @@ class RemoteHdf5(RemoteSource):
     def __init__(self, address: Address) -> None:
         super().__init__(str(address), address.remote, [address.object()])
         self.index = Index(self)
+        self.file_name = ""
         self._uncached = address.uncached
 
     @contextmanager
@@ -153,6 +163,7 @@ def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
         with source.content() as content, _open_file(path, content) as file, _translated(path):
             if isinstance(source, LocalHdf5) and not source.is_at(path):
                 raise ReadError(f"{path}: the file was replaced while it was being opened; open it again.")
+            source.file_name = file.filename  # as h5py calls the file of all that is behind no external link
             yield file, source
         source.index.save()
     except BaseException:
@@ -170,11 +181,6 @@ def is_group(node: Any) -> bool:
     return isinstance(node, h5py.Group)
 
 
-def text(value: Any) -> str:
-    """Return an attribute that may be bytes as str."""
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
 def _open_file(path: str, content: RemoteFile | None = None) -> h5py.File:
     """Open a file for reading; without HDF5's lock where it cannot be had (read-only and network file systems)."""
     try:
@@ -186,7 +192,7 @@ def _open_file(path: str, content: RemoteFile | None = None) -> h5py.File:
             return h5py.File(content or path, "r", locking=False)
         except OSError as error:
             raise StoreError(
-                f"{path}: not a readable HDF5 file ({_first_line(error)}); expected an .h5ad file."
+                f"{path}: not a readable HDF5 file ({first_line(error)}); expected an .h5ad file."
             ) from error
 
 
@@ -199,16 +205,12 @@ def _translated(path: str) -> Iterator[None]:
         raise
     except MemoryError as error:
         raise CorruptDataError(
-            f"{path}: a size in its metadata cannot be right ({_first_line(error)}); restore the file."
+            f"{path}: a size in its metadata cannot be right ({first_line(error)}); restore the file."
         ) from error
     except Exception as error:
         raise CorruptDataError(
-            f"{path}: its metadata cannot be read ({_first_line(error)}); restore the file from its source."
+            f"{path}: its metadata cannot be read ({first_line(error)}); restore the file from its source."
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def open_csr(node: h5py.Group, source: Hdf5Source, n_rows: int, n_vars: int) -> CsrMatrix:
@@ -263,8 +265,12 @@ def array_layout(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
     """Return where a data set's bytes lie, checked against the file's size."""
     where = f"{source.name}: {stored.name}"
     check_dtype(where, stored.dtype)
-    if stored.is_virtual or stored.external:
-        raise StoreError(f"{where} keeps its bytes in other files; copy it into one file with h5repack first.")
+    is_linked = stored.file.filename != source.file_name  # at its offset there are other bytes in this file
+    if is_linked or stored.is_virtual or stored.external:
+        raise StoreError(
+            f"{where} keeps its bytes in other files; copy it into one file first: with h5copy -f ext what is linked, "
+            "else with h5repack."
+        )
     storage = stored.id.get_create_plist().get_layout()
     if storage == h5py.h5d.CHUNKED:
         return _chunked(stored, source)
@@ -364,7 +370,7 @@ def _filters(stored: h5py.Dataset, path: str) -> tuple[Filter, ...]:
     for i in range(plist.get_nfilters()):
         number, _, values, name = plist.get_filter(i)
         if number not in FILTERS:
-            label = UNSUPPORTED.get(number) or text(name).strip("\0") or "unnamed"
+            label = UNSUPPORTED.get(number) or as_text(name).strip("\0") or "unnamed"
             raise StoreError(
                 f"{path}: {stored.name} is encoded with HDF5 filter {number} ({label}), which cannot be decoded here; "
                 f"supported are {', '.join(FILTERS.values())}. Rewrite it, for example with compression='gzip'."

@@ -11,7 +11,7 @@ import shlex
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpuload.errors import StoreError
-from gpuload.formats.arrays import OBSM, check_length, no_obsm, numbered
+from gpuload.formats.arrays import OBSM, as_text, check_length, no_obsm, numbered
 from gpuload.formats.obs import read_column, read_index
 from gpuload.store import DenseMatrix
 
@@ -69,7 +69,7 @@ def read_members(
     CorruptDataError
         Its members do not fit together.
     """
-    matrix_key, var_key = _keys(root, layer, path)
+    matrix_key, var_key = keys_of(root, layer, path)
     matrix = _open_matrix(root, matrix_key, path, access)
     if var_key:
         var_names = read_index(_member(root, var_key, path, access), path, var_key)
@@ -88,11 +88,14 @@ def _name(root: Any, key: str) -> str:
     return f"{root.name.rstrip('/')}/{key}"
 
 
-def _keys(file: Any, layer: str, path: str) -> tuple[str, str]:
+def keys_of(file: Any, layer: str, path: str) -> tuple[str, str]:
     """Return the keys of the matrix and of its var, which is ``""`` where the columns have no names."""
     if layer.startswith(OBSM):
-        if layer not in file:
-            raise no_obsm(path, layer, file.get("obsm", ()))
+        obsm = file.get("obsm", {})
+        if not hasattr(obsm, "keys"):
+            raise StoreError(f"{path}: its obsm is one table, as AnnData before 0.7 wrote it; write the file anew.")
+        if layer.removeprefix(OBSM) not in obsm:
+            raise no_obsm(path, layer, obsm)
         return layer, ""
     if layer == "raw.X":
         if "raw.X" in file:
@@ -133,8 +136,7 @@ def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
             what = "columns" if key.startswith(OBSM) else "genes"
             raise StoreError(f"{path}: /{key} has {node.ndim} dimensions; expected a matrix of cells x {what}.")
         return DenseMatrix(access.layout(node))
-    encoding = _text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", "")))
-    kind = _SPARSE.get(encoding)
+    encoding, kind, shape = _sparse(node)
     group, _, name = key.partition("/")
     attribute = "adata.X" if key == "X" else f"adata.{group}[{name!r}]"
     if encoding == "dataframe":
@@ -149,7 +151,6 @@ def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
             cure = f"{attribute} = {attribute}.tocsr()"
         cure += _packing(path, key)
         raise StoreError(f"{path}: /{key} is a CSC matrix; rows cannot be read from it. Rewrite it once with {cure}.")
-    shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
     if kind is None or shape is None:
         raise StoreError(
             f"{path}: /{key} is neither a dense nor a CSR matrix; write the file anew with anndata's {access.writer}."
@@ -169,14 +170,15 @@ def _packing(path: str, key: str) -> str:
 
 def read_by_columns(root: Any, path: str, layer: str, access: Access) -> CsrMatrix | None:
     """Return a CSC matrix as the CSR matrix of genes x cells that it is, array by array; None where it is no CSC."""
-    key, _ = _keys(root, layer, path)
+    key, _ = keys_of(root, layer, path)
     node = root[key]
     if access.is_array(node):
         return None
-    kind = _SPARSE.get(_text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", ""))))
-    shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
+    _, kind, shape = _sparse(node)
     return access.csr(node, int(shape[1]), int(shape[0])) if kind == "csc" and shape is not None else None
 
 
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+def _sparse(node: Any) -> tuple[str, str | None, Any]:
+    """Return how a group is encoded, ``"csr"`` or ``"csc"`` where that is sparse, and its shape."""
+    encoding = as_text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", "")))
+    return encoding, _SPARSE.get(encoding), node.attrs.get("shape", node.attrs.get("h5sparse_shape"))

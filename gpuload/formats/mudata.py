@@ -61,7 +61,7 @@ def find_modality(root: Any, path: str, modality: str) -> tuple[str, Any]:
 
 
 def read_modality(
-    root: Any, path: str, modality: str, obs: Sequence[str], read: Callable[[Any, Sequence[str]], Store]
+    root: Any, path: str, modality: str, obs: Sequence[str], read: Callable[[Any, Sequence[str], str], Store]
 ) -> Store:
     """Return the store of one modality.
 
@@ -72,7 +72,7 @@ def read_modality(
     obs
         Columns of the modality's obs, or, where that has none of the name, of the obs of all cells.
     read
-        Returns the store of a group that is an AnnData, with some columns of its obs.
+        Returns the store of a group that is an AnnData, with some columns of its obs; told what errors call it.
 
     Raises
     ------
@@ -84,9 +84,9 @@ def read_modality(
     for name in obs:
         if name not in own and name not in shared:
             raise no_column(f"{path}/{modality}", name, [*own, *(n for n in shared if n not in own)])
-    store = read(group, [name for name in obs if name in own])
+    store = read(group, [name for name in obs if name in own], f"{path}/{modality}")
     columns = {name: store.obs[name] if name in own else _shared(root, modality, name, store, path) for name in obs}
-    return replace(store, paths=(f"{path}/{modality}",), obs=columns)
+    return replace(store, obs=columns)
 
 
 def obs_columns(root: Any, modality: str) -> list[str]:

@@ -29,12 +29,13 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from gpuload.errors import CorruptDataError, ReadError, StoreError
+from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line
 from gpuload.formats.arrays import (
     check_integers,
     check_n_vars,
     check_plain_matrix,
     checked_indptr,
+    listing,
     numbered,
     plain_layout,
 )
@@ -147,8 +148,9 @@ def _read_header(file: IO[bytes], where: str) -> _Array:
         # Version 3.0 differs from 2.0 in the encoding of field names alone, and fields are refused.
         shape, is_fortran, dtype = (read or npy.read_array_header_2_0)(file)
     except Exception as error:  # NumPy parses it as Python source, which can fail in any way
-        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-        raise CorruptDataError(f"{where}: its .npy header cannot be read ({reason:.200}); save it anew.") from error
+        raise CorruptDataError(
+            f"{where}: its .npy header cannot be read ({first_line(error):.200}); save it anew."
+        ) from error
     if any(not isinstance(n, int) or n < 0 for n in shape):
         raise CorruptDataError(f"{where}: its .npy header gives the shape {shape!r}; save it anew.")
     return _Array(tuple(shape), dtype, is_fortran, file.tell())
@@ -165,8 +167,8 @@ def _check_is_csr(archive: zipfile.ZipFile, path: str) -> None:
     names = {name.removesuffix(".npy") for name in archive.namelist()}
     if "format" not in names:
         raise StoreError(
-            f"{path}: it holds {', '.join(map(repr, sorted(names))) or 'nothing'}; expected a CSR matrix saved by "
-            "scipy.sparse.save_npz, or a dense one by numpy.save as .npy."
+            f"{path}: it holds {listing(sorted(names), 5) if names else 'nothing'}; expected a CSR matrix saved by "
+            "scipy.sparse.save_npz, a dense one by numpy.save as .npy, or a zarr store that is in no folder of the zip."
         )
     stored = _small(archive, "format", path)
     kind = stored.item() if stored.ndim == 0 and stored.dtype.kind in "SU" else None

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from gpuload.errors import StoreError
-from gpuload.formats.arrays import as_strings, no_column
+from gpuload.formats.arrays import as_strings, as_text, no_column
 from gpuload.store import ObsColumn
 
 if TYPE_CHECKING:
@@ -26,13 +26,11 @@ def column_names(frame: Any) -> list[str]:
     """Return the columns of a stored data frame (an h5py group or compound data set), without its index."""
     if frame is None:
         return []
-    index = _index_name(frame)
-    if hasattr(frame, "keys"):
-        order = frame.attrs.get("column-order")
-        names = [str(n) for n in order] if order is not None else [k for k in frame if k != "__categories"]
-    else:
-        names = list(frame.dtype.names or ())
-    return [n for n in names if n != index]
+    order = frame.attrs.get("column-order") if hasattr(frame, "keys") else None
+    if order is not None:
+        return [as_text(name) for name in order]  # the index too, where it is a column besides
+    names = [k for k in frame if k != "__categories"] if hasattr(frame, "keys") else list(frame.dtype.names or ())
+    return [name for name in names if name != _index_name(frame)]
 
 
 def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
@@ -72,12 +70,7 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     names = column_names(frame)
     if name not in names:
         raise no_column(path, name, names)
-    return encode(_read_series(frame, name), name, path)
-
-
-def read_values(frame: Any, name: str) -> Any:
-    """Return a column of a stored data frame as anndata holds it: a NumPy or pandas array."""
-    return _read_series(frame, name)
+    return encode(read_values(frame, name), name, path)
 
 
 def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, ObsColumn]:
@@ -123,23 +116,29 @@ def _index_name(frame: Any) -> str | None:
         return next((n for n in ("index", "_index") if n in names), names[0] if names else None)
     name = frame.attrs.get("_index")
     if name is not None:
-        return str(name)
+        return as_text(name)
     return next((n for n in ("_index", "index") if n in frame), None)
 
 
-def _read_series(frame: Any, name: str) -> Any:
-    """Return a column as a NumPy or pandas array."""
+def read_values(frame: Any, name: str) -> Any:
+    """Return a column of a stored data frame as anndata holds it: a NumPy or pandas array."""
     if not hasattr(frame, "keys"):
         values = frame[name]
         categories = frame.attrs.get(f"{name}_categories")
         legacy = frame.file.get(f"uns/{name}_categories")
         if categories is None and legacy is not None:
             categories = legacy[()]
-        return values if categories is None else pd.Categorical.from_codes(values, as_strings(categories))
+        if categories is None:
+            return values
+        categories = np.atleast_1d(categories)  # one alone was written as a scalar
+        if values.dtype.kind not in "iu" or values.max(initial=-1) >= categories.size:
+            return values  # obs and var shared the place: these are of the other's column of that name
+        return pd.Categorical.from_codes(values, _texts_or_numbers(categories))
     stored = frame[name]
     if "categories" in stored.attrs and not hasattr(stored, "keys"):
-        categories = frame.file[stored.attrs["categories"]][()]
-        return pd.Categorical.from_codes(stored[()], _unique(categories))
+        categories = frame.file[stored.attrs["categories"]]
+        is_ordered = bool(categories.attrs.get("ordered", False))
+        return pd.Categorical.from_codes(stored[()], _texts_or_numbers(categories[()]), ordered=is_ordered)
     return _read_element(stored)
 
 
@@ -147,7 +146,7 @@ def _array_of(column: Any) -> Any:
     return column.array if isinstance(column.dtype, pd.api.extensions.ExtensionDtype) else column.to_numpy()
 
 
-def _unique(categories: NDArray[Any]) -> NDArray[Any]:
+def _texts_or_numbers(categories: NDArray[Any]) -> NDArray[Any]:
     return as_strings(categories) if categories.dtype.kind in "OSU" else categories
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
-from gpuload.errors import CorruptDataError, GpuloadError, MissingDependencyError, StoreError
+from gpuload.errors import CorruptDataError, GpuloadError, MissingDependencyError, StoreError, first_line
 from gpuload.formats.addresses import as_address
 from gpuload.formats.parquet_footer import read_footer
 from gpuload.remote_source import RemoteFile, RemoteSource
@@ -363,5 +363,6 @@ def _damage(path: str) -> Iterator[None]:
 
 
 def _damaged(path: str, error: Exception) -> CorruptDataError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    return CorruptDataError(f"{path}: this Parquet file cannot be read ({reason:.200}); restore it from its source.")
+    return CorruptDataError(
+        f"{path}: this Parquet file cannot be read ({first_line(error):.200}); restore it from its source."
+    )

@@ -235,10 +235,13 @@ class _Reader:
     def _has_leader(self, group: int) -> bool:
         lengths = self._lengths_of(group)
         at = (np.cumsum(lengths) - lengths)[lengths > 0]
-        numbers, found = self._decode(0, group)[at], self._decode(1, group)[at]
+        numbers, values = self._decode(0, group)[at], self._decode(1, group)
+        found = values[at]
         is_one = (numbers == LEADER) & (found < 0)
         if not is_one.any() or np.any(found[is_one] != found[is_one][0]):
             return False
+        if np.count_nonzero(values < 0) > np.count_nonzero(is_one):
+            return False  # other values are below 0, too: these are signed, and no marker
         if not is_one.all():
             raise self._mixed(int(self.rows[:group].sum()) + int(np.flatnonzero(lengths > 0)[np.argmin(is_one)]))
         return True

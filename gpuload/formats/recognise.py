@@ -120,30 +120,26 @@ def open_path(path: str, *, layer: str, obs: Sequence[str]) -> Store:
         It is damaged.
     """
     path, modality = _modality(path)
-    if _is_folder(path):
-        return _open_folder(path, modality, layer, obs)
-    first = _first_bytes(path)
-    if as_address(path) is not None and first.startswith((NPY, ZIP)):
-        raise StoreError(
-            f"{path}: at an address HDF5, Parquet and folders of zarr can be read, but not .npy, .npz and zip files; "
-            "copy it first."
-        )
-    if not modality and first.startswith(NPY):
+    form = _form(path)
+    if modality and form not in ("zarr", "hdf5"):
+        raise _no_modalities(path, modality)
+    if form == "scdl":
+        from gpuload.formats.scdl import open_scdl
+
+        return open_scdl(path, layer=layer, obs=obs)
+    if form == "zarr":
+        from gpuload.formats.zarr import open_zarr
+
+        return open_zarr(path, layer=layer, obs=obs, modality=modality)
+    if form == "npy":
         from gpuload.formats.numpy import open_npy
 
         return open_npy(path, layer=layer, obs=obs)
-    if first.startswith(ZIP):
-        from gpuload.formats.zarr import is_zarr_zip, open_zarr
+    if form == "npz":
+        from gpuload.formats.numpy import open_npz
 
-        if is_zarr_zip(path):
-            return open_zarr(path, layer=layer, obs=obs, modality=modality)
-        if not modality:
-            from gpuload.formats.numpy import open_npz
-
-            return open_npz(path, layer=layer, obs=obs)
-    if not modality and first.startswith(PARQUET):
-        return open_parquet([path], layer=layer, obs=obs)
-    return _open_hdf5(path, modality, layer, obs)
+        return open_npz(path, layer=layer, obs=obs)
+    return open_parquet([path], layer=layer, obs=obs) if form == "parquet" else _open_hdf5(path, modality, layer, obs)
 
 
 def open_parquet(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store:
@@ -163,23 +159,27 @@ def is_parquet(path: str) -> bool:
 def obs_columns(path: str) -> list[str]:
     """Return the names of the columns of obs of what a path stands for; of several files, those of the first."""
     path, modality = _modality(expand(path)[0])
-    from gpuload.formats import scdl, zarr
+    form = _form(path)
+    if form == "hdf5":
+        from gpuload.formats import hdf5, mudata, obs, tenx
 
-    if _is_folder(path):
-        return scdl.obs_columns(path) if folder_form(path) == "scdl" else zarr.obs_columns(path, modality)
-    first = _first_bytes(path)
-    if first.startswith((NPY, ZIP)):
-        return zarr.obs_columns(path, modality) if first.startswith(ZIP) and zarr.is_zarr_zip(path) else []
-    if not modality and first.startswith(PARQUET):
-        from gpuload.formats.parquet_cells import obs_columns as columns_of_cells
+        with hdf5.opened(path) as (file, source), closing(source):
+            if mudata.is_mudata(file):
+                return mudata.obs_columns(file, modality)
+            return tenx.obs_columns(file) if tenx.is_tenx(file) else obs.column_names(file.get("obs"))
+    if form == "zarr":
+        from gpuload.formats import zarr
 
-        return columns_of_cells(path)
-    from gpuload.formats import h5ad, hdf5, mudata, tenx
+        return zarr.obs_columns(path, modality)
+    if form == "scdl":
+        from gpuload.formats import scdl
 
-    with hdf5.opened(path) as (file, source), closing(source):
-        if mudata.is_mudata(file):
-            return mudata.obs_columns(file, modality)
-        return tenx.obs_columns(file) if tenx.is_tenx(file) else h5ad.anndata_columns(file)
+        return scdl.obs_columns(path)
+    if form == "parquet":
+        from gpuload.formats import parquet_cells
+
+        return parquet_cells.obs_columns(path)
+    return []
 
 
 def open_by_columns(path: str, *, layer: str) -> Store | None:
@@ -190,11 +190,9 @@ def open_by_columns(path: str, *, layer: str) -> Store | None:
     from gpuload.formats import h5ad, hdf5, mudata, tenx, zarr
 
     path, modality = _modality(path)
-    first = b"" if _is_folder(path) else _first_bytes(path)
-    if _is_zarr(path, first):
-        return zarr.open_by_columns(path, layer=layer, modality=modality)
-    if not first or first.startswith((NPY, ZIP, PARQUET)):
-        return None
+    form = _form(path)
+    if form != "hdf5":
+        return zarr.open_by_columns(path, layer=layer, modality=modality) if form == "zarr" else None
     with hdf5.opened(path) as (file, source):
         store = None
         if mudata.is_mudata(file):
@@ -213,11 +211,11 @@ def anndata_groups(path: str) -> Iterator[list[Any]]:
     path, modality = _modality(path)
     from gpuload.formats import hdf5, mudata, tenx, zarr
 
-    first = b"" if _is_folder(path) else _first_bytes(path)
-    if _is_zarr(path, first):
+    form = _form(path)
+    if form == "zarr":
         with zarr.anndata_groups(path, modality) as groups:
             yield groups
-    elif not first or first.startswith((NPY, ZIP, PARQUET)):
+    elif form != "hdf5":
         yield []
     else:
         with hdf5.opened(path) as (file, source), closing(source):
@@ -281,11 +279,27 @@ def nbytes_at(address: Address) -> int:
     return at.object().nbytes if at.is_file else sum(found.nbytes for found in (at.listed or {}).values())
 
 
-def _is_zarr(path: str, first: bytes) -> bool:
-    """Return whether a path is a store of zarr, in a folder or in a zip file that begins so."""
-    from gpuload.formats.zarr import is_zarr_zip
+def _form(path: str) -> str:
+    """Return ``"zarr"``, ``"scdl"``, ``"npy"``, ``"npz"``, ``"parquet"`` or, for all else, ``"hdf5"``."""
+    if _is_folder(path):
+        return folder_form(path) or "zarr"  # which says what it is not
+    first = _first_bytes(path)
+    if as_address(path) is not None and first.startswith((NPY, ZIP)):
+        raise StoreError(
+            f"{path}: at an address HDF5, Parquet and folders of zarr can be read, but not .npy, .npz and zip files; "
+            "copy it first."
+        )
+    if first.startswith(ZIP):
+        from gpuload.formats.zarr import is_zarr_zip
 
-    return folder_form(path) == "zarr" if not first else first.startswith(ZIP) and is_zarr_zip(path)
+        return "zarr" if is_zarr_zip(path) else "npz"
+    return "npy" if first.startswith(NPY) else "parquet" if first.startswith(PARQUET) else "hdf5"
+
+
+def _no_modalities(path: str, modality: str) -> StoreError:
+    return StoreError(
+        f"{path}: it holds no modalities, so {path + '/' + modality!r} means nothing; give the file's path alone."
+    )
 
 
 def _is_folder(path: str) -> bool:
@@ -304,30 +318,16 @@ def _first_bytes(path: str) -> bytes:
         raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
 
 
-def _open_folder(path: str, modality: str, layer: str, obs: Sequence[str]) -> Store:
-    if folder_form(path) == "scdl":
-        from gpuload.formats.scdl import open_scdl
-
-        return open_scdl(path, layer=layer, obs=obs)
-    from gpuload.formats.zarr import open_zarr
-
-    return open_zarr(path, layer=layer, obs=obs, modality=modality)
-
-
 def _open_hdf5(path: str, modality: str, layer: str, obs: Sequence[str]) -> Store:
     from gpuload.formats import h5ad, hdf5, mudata, tenx
 
     with hdf5.opened(path) as (file, source):
         if mudata.is_mudata(file):
-            name, _ = mudata.find_modality(file, path, modality)
             return mudata.read_modality(
-                file, path, name, obs, lambda group, own: h5ad.read_anndata(group, source, layer, own, f"{path}/{name}")
+                file, path, modality, obs, lambda group, own, name: h5ad.read_anndata(group, source, layer, own, name)
             )
         if modality:
-            raise StoreError(
-                f"{path}: it holds no modalities, so {path + '/' + modality!r} means nothing; give the "
-                "file's path alone."
-            )
+            raise _no_modalities(path, modality)
         if tenx.is_tenx(file):
             return tenx.read_tenx(file, source, layer, obs)
         return h5ad.read_anndata(file, source, layer, obs)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import CorruptDataError, GpuloadError, StoreError
+from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line
 from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import check_integers, check_n_vars, checked_indptr
 from gpuload.formats.members import read_by_columns, read_members
@@ -72,10 +72,8 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
     """
     with _opened(path) as (root, tree, held):
         if is_mudata(root):
-            modality, _ = find_modality(root, path, modality)
-            name = f"{path}/{modality}"
             return read_modality(
-                root, path, modality, obs, lambda group, own: _read(group, tree, held, layer, own, name)
+                root, path, modality, obs, lambda group, own, name: _read(group, tree, held, layer, own, name)
             )
         groups = _datasets(root, path, modality)
         stores = [_read(group, tree, held, layer, obs) for group in groups]
@@ -168,8 +166,9 @@ def _translated(path: str) -> Iterator[None]:
     except GpuloadError:
         raise
     except Exception as error:
-        words = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise CorruptDataError(f"{path}: its metadata cannot be read ({words}); restore it from its source.") from error
+        raise CorruptDataError(
+            f"{path}: its metadata cannot be read ({first_line(error)}); restore it from its source."
+        ) from error
 
 
 def _close(sources: list[Source]) -> None:

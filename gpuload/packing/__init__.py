@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.alignment import check_join
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, ReadError
 from gpuload.sizes import parse_nbytes
 from gpuload.tables import check_names
 
@@ -145,7 +145,8 @@ def pack(
     settings: dict[str, Any] = {"layer": layers, "obsm": obsm, "join": join, "obs": None if obs is None else list(obs)}
     settings |= {"group_by": group_by, "seed": seed, "keep_order": keep_order, "codec": codec}
     settings |= {"block_size": block_size, "memory": memory_nbytes}
-    plan = json.dumps({"version": 2, "sources": [_stamp(path) for path in files], **settings}).encode()
+    stamps = [_stamp(path) for path in files]
+    plan = json.dumps({"version": 2, "sources": stamps, **settings}).encode()
     told = progress or (lambda _: None)
     with ExitStack() as stack:
         stack.enter_context(workplace.translated(target))
@@ -164,6 +165,9 @@ def pack(
             if not jobs.has_offsets(origin):
                 jobs.write_offsets(origin, own_lengths)
         packed = Work(matrices, files, columns, memory_nbytes, client, num_threads, told).carry_out(target)
+        for file, stamp in zip(files, stamps, strict=True):
+            if _stamp(file) != stamp:  # replaced, maybe: its matrices and its tables would be of two files
+                raise ReadError(f"{file}: it was changed while it was packed; pack again when nobody writes to it.")
         workplace.check_target(target, files, overwrite=overwrite)  # there may be one now
         workplace.publish(folder, target)
     told(1.0)
@@ -241,5 +245,6 @@ def _labels(files: Sequence[str], layer: str, group_by: str | None) -> NDArray[n
     from gpuload.packing.tables import check_columns
 
     check_columns(files, [group_by])
-    labels, _ = pd.factorize(frames.join([frames.cell_column(file, group_by, layer) for file in files]))
+    parts = [frames.cell_column(file, group_by, layer) for file in files]
+    labels, _ = pd.factorize(frames.join(parts, f"{files[0]}: obs column {group_by!r}"))
     return np.asarray(labels, dtype=np.int64)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from gpuload.types import Recipe
 
 _NO_COLUMNS = np.empty(0, dtype=np.uint16)
+_NAN_REST = np.uint64((1 << 29) - 1)
+"""Bits of a float64 that float32 has not."""
+
 _EXACT = 1 << 53
 """Largest integer up to which float64 holds every integer."""
 
@@ -95,6 +98,8 @@ class Rows:
     def judge(self) -> Judged:
         """Return what is known of the values."""
         largest, are_counts, are_single = judge_values(self.values)
+        if are_single and self.values.itemsize == 8:  # a NaN may say more than float32 holds, as R's NA does
+            are_single = not np.any(self.bits[np.isnan(self.values)] & _NAN_REST)
         return Judged(float(largest), bool(are_counts), bool(are_single))
 
 

@@ -118,7 +118,8 @@ def write_obs(
     for name in columns:
         values = _provenance(name, store, order)
         if values is None:
-            values = frames.join([frames.cell_column(path, name, layer) for path in files])[order]
+            parts = [frames.cell_column(path, name, layer) for path in files]
+            values = frames.join(parts, f"{files[0]}: obs column {name!r}")[order]
         write_column(os.path.join(obs, name), values, f"{files[0]}: obs column {name!r}")
         if not _is_same(values, frames.cell_column(folder, name, "X")):
             raise _not_as_written(folder, f"column {name!r}")
@@ -167,7 +168,9 @@ def _joined(files: Sequence[str], layer: str, store: Store) -> dict[str, Any]:
     for row, gene in enumerate(gene for path in files for gene in frames.gene_names(path, layer)):
         place.setdefault(gene, row)
     rows = np.array([place[gene] for gene in store.var_names], dtype=np.int64)
-    return {name: frames.join([part[name] for part in parts])[rows] for name in names}
+    return {
+        name: frames.join([part[name] for part in parts], f"{files[0]}: var column {name!r}")[rows] for name in names
+    }
 
 
 def _not_as_written(folder: str, what: str) -> CorruptDataError:
@@ -214,7 +217,7 @@ def _is_same(values: Any, other: Any) -> bool:
         return isinstance(other, pd.Categorical) and values.equals(other)
     if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
         is_float = values.dtype.kind == "f"
-        return values.dtype == other.dtype and bool(np.array_equal(values, other, equal_nan=is_float))
+        return values.dtype.newbyteorder("=") == other.dtype and bool(np.array_equal(values, other, equal_nan=is_float))
     one, two = (np.asarray(pd.isna(x)) for x in (values, other))
     if not np.array_equal(one, two):
         return False

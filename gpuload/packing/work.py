@@ -107,6 +107,7 @@ class Work:
         first, at = self.matrices[0], 0.0
         done, dtypes, digests = [], {}, []
         everybody = []
+        self._write_tables()  # first: what cannot be packed is found before the work, not after it
         for matrix in self.matrices:
             own, share = matrix.job.origin.own, self._share(matrix)
             done += [*os.listdir(os.path.join(own, PARTS)), *os.listdir(os.path.join(own, DONE))]
@@ -115,7 +116,8 @@ class Work:
             digests.append(summed[0])
             dtypes[matrix.job.origin.member] = summed[1].dtype
             at += share * (_SHARES[0] + _SHARES[1])
-        self._write_tables(dtypes)
+        for matrix in self.matrices:
+            write_matrix_metadata(matrix.job, dtypes[matrix.job.origin.member])
         for matrix, workers, digest in zip(self.matrices, everybody, digests, strict=True):
             self._verify(matrix, workers, digest, at)
             at += self._share(matrix) * _SHARES[2]
@@ -153,16 +155,15 @@ class Work:
         """Return which part of the work a matrix is."""
         return (1 + matrix.job.n_elements) / sum(1 + other.job.n_elements for other in self.matrices)
 
-    def _write_tables(self, dtypes: Mapping[str, np.dtype[Any]]) -> None:
-        """Write all of the target but the shards of its matrices."""
+    def _write_tables(self) -> None:
+        """Write all of the target but its matrices."""
         first = self.matrices[0]
         folder = first.job.result
-        tables.start_target(folder, list(dtypes))
+        tables.start_target(folder, [matrix.job.origin.member for matrix in self.matrices])
         order = np.asarray(first.job.order)
         tables.write_obs(folder, self.files, first.layer, self.columns, first.store, order)
         for matrix in self.matrices:
             member = matrix.job.origin.member
-            write_matrix_metadata(matrix.job, dtypes[member])
             if member in tables.WITH_GENES:
                 tables.write_var(folder, member, self.files, matrix.layer, matrix.store)
 

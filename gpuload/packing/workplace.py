@@ -17,21 +17,20 @@ if TYPE_CHECKING:
 PARTS, DONE, STORE, LOCK = "parts", "done", "store", "lock"
 """What the folder holds: parts of the first pass, marks of finished buckets, the target, and who is at work."""
 
-_RAW = {"raw.X": "raw/X"}
-"""Matrices whose place in an AnnData is not said by their name."""
-
 _PLAN = "plan.json"
 _MARKS = ("zarr.json", ".zgroup")
 
 
 def member_at(layer: str) -> str:
     """Return the place in an AnnData of a matrix that is called as `formats.open_store` calls it."""
-    return layer if layer == "X" or layer.startswith(OBSM) else _RAW.get(layer, f"layers/{layer}")
+    if layer == "raw.X":
+        return "raw/X"
+    return layer if layer == "X" or layer.startswith(OBSM) else f"layers/{layer}"
 
 
 def layer_at(member: str) -> str:
     """Return what `formats.open_store` calls the matrix at a place."""
-    return "raw.X" if member == _RAW["raw.X"] else member.removeprefix("layers/")
+    return "raw.X" if member == "raw/X" else member.removeprefix("layers/")
 
 
 def target_path(target: str | os.PathLike[str]) -> str:
