@@ -36,7 +36,7 @@ each. The file is soon in the page cache; to learn about the disk, drop the cach
 Each stage's rate is that of one thread while the others work, and stands beside a ceiling measured on the spot with one
 thread and nothing else running: pread of the same byte ranges into memory used again; a library decoding chunks of this
 very file; writing zeros into memory used again. "all stages at their ceilings" is the cells per second that would give
-on all cores.
+on all cores. On a GPU there are neither ceilings nor rates of stages here: the host only launches them.
 
 examples:
   gpuload bench atlas.h5ad
@@ -146,7 +146,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         batch_nbytes = loader.batch_size * loader.n_vars * np.dtype(loader.dtype).itemsize
         taken = {"device": loader.device, "io_mode": loader.io_mode, "n_vars": loader.n_vars}
     peak = peak_memory()  # before the ceilings take memory of their own
-    ceilings, random_bits = _ceilings_and_random_entropy(args, batch_nbytes)
+    ceilings, random_bits = _ceilings_and_random_entropy(args, batch_nbytes, taken["device"])
     rates = [r.cells_per_s for r in rounds]
     mix = None if entropy is None else {"mean": entropy.mean, "sd": entropy.sd, "true_random": random_bits}
     result = {
@@ -155,7 +155,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         **settings.as_dict(args),
         "first_batch_s": first_batch_s,
         "cells_per_s": {"median": float(np.median(rates)), "min": min(rates), "max": max(rates), "repeats": rates},
-        "stages": _stages(rounds, ceilings, batch_nbytes / loader.batch_size, args),
+        "stages": _stages(rounds, ceilings, batch_nbytes / loader.batch_size, args, taken["device"]),
         "ceilings_bytes_per_s": asdict(ceilings),
         "waits_s": waits,
         "ahead": {name: float(np.mean([some[name] for some in ahead])) for name in ahead[0]},
@@ -219,6 +219,7 @@ def _rounds(
     for _ in range(min(args.fetch_factor, len(loader))):
         next(batches)
     rounds, n_batches, gpu = [], 0, gpu_for(loader) if args.step else None
+    codes = loader.store.obs[args.label].values if entropy is not None else np.empty(0)  # on the host, wherever X is
     with text.Progress(args.repeats * args.seconds, "measuring", is_quiet=args.quiet, unit="s") as progress:
         for number in range(args.repeats):
             if number == 0:
@@ -232,7 +233,7 @@ def _rounds(
                 n_batches += 1
                 batch = next(batches)
                 if entropy is not None and len(batch["rows"]) == loader.batch_size:
-                    entropy.add(batch[args.label].numpy())
+                    entropy.add(codes[batch["rows"].numpy()])
                 if args.step:
                     _step(args.step, loader.stats, batch["X"], gpu)
                 progress.reach(number * args.seconds + elapsed)
@@ -251,9 +252,9 @@ def _step(seconds: float, stats: Stats, X: Any, gpu: str | None) -> None:
         time.sleep(seconds)
 
 
-def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int) -> tuple[Ceilings, float]:
+def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int, device: str) -> tuple[Ceilings, float]:
     """Measure the ceilings on the benchmark's own fetches; compute the label's entropy in true random order."""
-    from gpuload.cli.ceilings import measure
+    from gpuload.cli.ceilings import Ceilings, measure
     from gpuload.formats import open_store
     from gpuload.plan import Plan
 
@@ -261,23 +262,32 @@ def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int) ->
     with closing(
         open_store(args.paths, layer=args.layer, obs=labels, join=check_join(settings.join_of(args)))
     ) as store:
-        plan = Plan(store.file_rows, args.batch_size, args.fetch_factor, settings.strategy(args, store), args.seed)
-        recipes = [store.recipe(plan.fetch(i).ranges) for i in range(min(2, plan.n_fetches))]
         shares = [label_shares(store.obs[name].values) for name in labels]
         random_bits = iid_entropy(shares[0], args.batch_size) if shares else float("nan")
+        if device != "cpu":  # those of the host's threads are not those of a GPU
+            return Ceilings(float("nan"), float("nan"), float("nan")), random_bits
+        plan = Plan(store.file_rows, args.batch_size, args.fetch_factor, settings.strategy(args, store), args.seed)
+        recipes = [store.recipe(plan.fetch(i).ranges) for i in range(min(2, plan.n_fetches))]
         return measure(recipes, batch_nbytes), random_bits
 
 
-def _stages(rounds: list[Round], ceilings: Ceilings, row_nbytes: float, args: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds, rate, ceiling and fraction of each stage, and what all of them at their ceilings would give."""
+def _stages(
+    rounds: list[Round], ceilings: Ceilings, row_nbytes: float, args: argparse.Namespace, device: str
+) -> dict[str, Any]:
+    """Return seconds, rate, ceiling and fraction of each stage, and what all of them at their ceilings would give.
+
+    Of a GPU's decoding and gathering the host's seconds tell no rate: it launches them, and goes on.
+    """
     seconds = sum(r.seconds for r in rounds)
     total = {key: sum(r.stats[key] for r in rounds) for key in (*COUNTED, *TIMED)}
-    taken_nbytes = total["n_rows"] * row_nbytes if args.output == "dense" else float("nan")
+    is_known = device == "cpu"
+    taken_nbytes = total["n_rows"] * row_nbytes if args.output == "dense" and is_known else float("nan")
+    decoded_nbytes = total["decoded_nbytes"] if is_known else float("nan")
     threads = args.num_threads or usable_cores()
     stages: dict[str, Any] = {
         "plan": _stage(total["plan_s"], seconds),
         "read": _stage(total["read_s"], seconds, total["read_nbytes"], ceilings.read),
-        "decode": _stage(total["decode_s"], seconds, total["decoded_nbytes"], ceilings.decode),
+        "decode": _stage(total["decode_s"], seconds, decoded_nbytes, ceilings.decode),
         "take_rows": _stage(total["take_s"], seconds, taken_nbytes, ceilings.fill),
         "wait": _stage(total["wait_s"], seconds),
     }
@@ -336,7 +346,7 @@ def _report(result: dict[str, Any]) -> str:
             "decoded per cell",
             f"{text.size(stages['decoded_nbytes_per_cell'])}; {partial} of chunks only as far as needed",
         ),
-        ("peak memory", _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"])),
+        ("peak memory", _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"], result["device"])),
         ("waits for a minibatch", _waits(result["waits_s"])),
         ("ready when it is asked for", _ahead(result["ahead"])),
         *([("cache", hits.told(result["cache"]))] if "cache" in result else []),
@@ -346,7 +356,7 @@ def _report(result: dict[str, Any]) -> str:
     ]
     rows = [_stage_row(name, stages[name]) for name in ("plan", "read", "decode", "take_rows", "wait")]
     header = ("stage", "threads busy", "bytes/s a thread", "ceiling", "of ceiling")
-    note = _note(result["paths"])
+    note = _note(result["paths"], result["device"])
     return "\n\n".join([", ".join(result["paths"]), text.facts(pairs), text.table(header, rows), note])
 
 
@@ -357,13 +367,22 @@ _NOTE_OF_FILES = """
   The read ceiling is that of the page cache, where the file lies by now."""
 
 
-def _note(paths: list[str]) -> str:
+_NOTE_OF_A_GPU = """\
+  These are seconds of the host's threads: a GPU's work they launch or wait for. What the GPU could do at most is
+  measured by benchmarks/run_gpu.py of the source."""
+
+
+def _note(paths: list[str], device: str) -> str:
     """Return what has to be known of the table; files on disk are in the page cache, objects of a remote are not."""
+    if device != "cpu":
+        return _NOTE_OF_A_GPU
     return _NOTE if any("://" in path for path in paths) else _NOTE + _NOTE_OF_FILES
 
 
-def _memory(peak: float, parts: dict[str, int]) -> str:
-    named = ", ".join(f"{name} {text.size(nbytes)}" for name, nbytes in parts.items())
+def _memory(peak: float, parts: dict[str, int], device: str) -> str:
+    named = ", ".join(f"{name} {text.size(nbytes)}" for name, nbytes in parts.items() if nbytes or device == "cpu")
+    if device != "cpu":
+        return f"{text.size(peak)} of the host; the loader's, on {device} but for metadata: {named}"
     return f"{text.size(peak)}, of it {named}; the rest is Python and its packages"
 
 

@@ -42,7 +42,7 @@ Three orders, each through gpuload and DALI into a linear classifier in PyTorch:
 Every order trains the same model on the same number of minibatches: one epoch of the synthetic cells and four of the
 few real ones, or less where the slowest order does not manage that in --seconds. What differs is how long it takes, how
 mixed the minibatches are, and how good the model is on held-out cells, which lie in files of their own. The results are
-in DIR: demo.png and demo.json.
+in DIR: demo.png and demo.json. All of it runs on the CPU, also where there is a GPU (for one: pipelines/train_dali.py).
 
 examples:
   gpuload demo
@@ -55,6 +55,9 @@ ORDERS: dict[str, dict[str, Any]] = {
     "block shuffling": {},
     "true random": {"block_size": 1},
 }
+
+ON_THE_CPU: dict[str, Any] = {"device": "cpu"}
+"""What is compared are orders; a model so small, and trained for seconds, gains nothing from a GPU."""
 
 RUN_ORDER = ("true random", "block shuffling", "streaming")
 """The slowest first: the others train on as many minibatches as it manages."""
@@ -166,7 +169,7 @@ def _real(args: argparse.Namespace) -> DataSet | None:
             text.say(str(error), is_quiet=False)
             return None
         _write_split(train, held_out, cells, share=0.2)
-    settings = {"batch_size": 8, "block_size": 2, "fetch_factor": 3}
+    settings = {**ON_THE_CPU, "batch_size": 8, "block_size": 2, "fetch_factor": 3}
     task = Task(train, held_out, real_data.LABEL, real_data.LABEL, 4, settings)
     return _data_set("Real: human blood cells (10x PBMC), sorted by cell type", task)
 
@@ -184,7 +187,7 @@ def _synthetic(args: argparse.Namespace) -> DataSet:
         text.say(f"writing them to {train}, with gzip through anndata", is_quiet=args.quiet)
         _write_split(train, held_out, cells, share=0.1)
     fetch_factor = max(1, int(MAX_FETCH_SHARE * (args.cells - n_held_out)) // 64)
-    settings: dict[str, Any] = {"batch_size": 64, "block_size": 16, "fetch_factor": fetch_factor}
+    settings = {**ON_THE_CPU, "batch_size": 64, "block_size": 16, "fetch_factor": fetch_factor}
     text.say_of_compiling(is_quiet=args.quiet)
     settings["genes"] = most_expressed(train, N_GENES, **settings)
     settings["transform"] = gpuload.Transform(target_sum=1e4, log1p=True)

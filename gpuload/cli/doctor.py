@@ -8,7 +8,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gpuload
 from gpuload.cli import machine, text
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry the command out."""
     sections = {
-        "required": [Finding("python", platform.python_version()), *map(_required, REQUIRED), _self_test()],
+        "required": [Finding("python", platform.python_version()), *map(_required, REQUIRED), _self_test("cpu")],
         "optional": [
             *(_optional(name, *use) for name, use in OPTIONAL.items()),
             *(Finding(name, machine.version_of(*packages) or _UNUSED) for name, packages in GPU_PACKAGES.items()),
@@ -108,8 +108,9 @@ def _optional(name: str, packages: tuple[str, ...], use: str, extra: str) -> Fin
     return Finding(name, f"{found} ({use})")
 
 
-def _self_test() -> Finding:
+def _self_test(device: str) -> Finding:
     """Write a small gzip file, read it through the engine, and compare: covers every required package at once."""
+    name = "self-test" if device == "cpu" else f"self-test on {device}"
     try:
         import numpy as np
 
@@ -120,20 +121,23 @@ def _self_test() -> Finding:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "cells.h5ad")
             write_h5ad(path, X, obs, var, "gzip")
-            with gpuload.open_loader(path, batch_size=16, fetch_factor=2) as loader:
-                is_right = all(np.array_equal(batch.X, X[batch.rows].toarray()) for batch in loader)
+            with gpuload.open_loader(path, device=device, batch_size=16, fetch_factor=2) as loader:
+                is_right = all(np.array_equal(_on_host(batch.X), X[batch.rows].toarray()) for batch in loader)
+                io_mode = loader.io_mode
     except Exception as error:  # noqa: BLE001 - whatever is wrong, the report must come
         return Finding(
-            "self-test",
+            name,
             f"{type(error).__name__}: {error}",
             "broken",
             "Install gpuload again in a fresh virtual environment.",
         )
     if not is_right:
-        return Finding(
-            "self-test", "cells read differ from cells written", "broken", "Please report this, with this output."
-        )
-    return Finding("self-test", "64 cells written, read and compared")
+        return Finding(name, "cells read differ from cells written", "broken", "Please report this, with this output.")
+    return Finding(name, f"64 cells written, read and compared; io_mode {io_mode}")
+
+
+def _on_host(X: Any) -> Any:
+    return X.get() if hasattr(X, "get") else X
 
 
 def _machine() -> list[Finding]:
@@ -176,10 +180,10 @@ def _numba_cache() -> Finding:
 
 
 def _path() -> list[Finding]:
-    """Tell which devices are seen, which of them `auto` takes, and which path bytes go."""
+    """Tell which devices are seen, which of them `auto` takes, whether it works, and which path bytes go."""
     gpus = _gpus()
-    device, io_mode = _chosen()
-    if io_mode is None:
+    device, path, is_chosen = _chosen()
+    if not is_chosen:
         return [Finding("device='auto'", device, "broken", "Install gpuload again in a fresh virtual environment.")]
     cure = ""
     if gpus and device == "cpu":
@@ -187,20 +191,39 @@ def _path() -> list[Finding]:
     return [
         Finding("GPUs", ", ".join(gpus) or "none seen"),
         Finding("device='auto'", device, "note" if cure else "ok", cure),
-        Finding("I/O path", f"{io_mode}: positional reads and decoding by native threads, without HDF5's lock"),
+        *([] if device == "cpu" else [_self_test(device)]),
+        Finding("I/O path", path),
     ]
 
 
-def _chosen() -> tuple[str, str | None]:
-    """Return the device that `auto` takes and its I/O mode, or what went wrong and None."""
+def _chosen() -> tuple[str, str, bool]:
+    """Return the device that `auto` takes, the path to it, and True; or what went wrong, nothing, and False."""
     try:
         from gpuload.backends import open_backend
 
         backend = open_backend("auto", num_threads=1, verify="once", device_memory=None, device_cache=None, io="auto")
         backend.close()
+        if backend.device == "cpu":
+            return "cpu", "posix: positional reads and decoding by native threads, without HDF5's lock", True
+        from gpuload.backends.cuda import kvikio_facts
+
+        return backend.device, _gpu_path(kvikio_facts(int(backend.device.rpartition(":")[2]))), True
     except (gpuload.GpuloadError, ImportError) as error:
-        return str(error), None
-    return backend.device, backend.io_mode
+        return str(error), "", False
+
+
+def _gpu_path(facts: dict[str, Any]) -> str:
+    """Return what is known of the path to a GPU before anything was read."""
+    if facts["compat_mode"] == "ON":
+        gds = "compat: KvikIO is told not to use GPUDirect Storage (KVIKIO_COMPAT_MODE)"
+    elif facts["has_nvidia_fs"] or not facts["may_bounce"]:
+        gds = "gds where the file system supports it"
+    else:
+        gds = "compat: without GPUDirect Storage, for which cuFile finds no nvidia-fs"
+    return (
+        f"{gds}; or page-locked memory, where that is measured to be faster. KvikIO {facts['kvikio']}, cuFile "
+        f"{facts['cufile']}. What a file's bytes took stands in loader.io_mode"
+    )
 
 
 def _gpus() -> list[str]:

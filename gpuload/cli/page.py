@@ -27,6 +27,10 @@ _NOTE = (
     "training thread; the others are work of native threads.</p>"
 )
 
+_NOTE_OF_A_GPU = (
+    '<p class="note">These are seconds of the host\'s threads, which launch the work of the GPU or wait for it.</p>'
+)
+
 _COLORS = ("#4c72b0", "#55a868", "#c9a227", "#c44e52", "#8172b3", "#8c8c8c")
 
 _STYLE = """
@@ -79,15 +83,17 @@ def page(result: Mapping[str, Any], versions: Mapping[str, str], timeline: bytes
         f'<p class="what">{_escaped(", ".join(map(str, result["paths"])))}</p>',
         *([f'<p class="verdict">{_escaped(result["verdict"])}</p>'] if result.get("verdict") else []),
         _figures(result),
-        "<h2>Stages against their ceilings</h2>",
-        _stages(result["stages"]),
-        _NOTE,
+        *(
+            ["<h2>Stages against their ceilings</h2>", _stages(result["stages"]), _NOTE]
+            if result["device"] == "cpu"
+            else ["<h2>Stages</h2>", _NOTE_OF_A_GPU]
+        ),
         _stage_table(result["stages"]),
         "<h2>Rounds</h2>",
         _bars([(f"round {k + 1}", rate) for k, rate in enumerate(result["cells_per_s"]["repeats"])], "cells/s"),
         *_cache(result.get("cache")),
         "<h2>Memory</h2>",
-        _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"]),
+        _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"], result["device"]),
         *(["<h2>Timeline</h2>", _picture(timeline)] if timeline is not None else []),
         "<h2>Settings and versions</h2>",
         _pairs({**_settings(result), **versions}),
@@ -115,7 +121,7 @@ def _figures(result: Mapping[str, Any]) -> str:
         (f"{1e3 * result['waits_s']['p50_s']:.2f} ms", f"wait for a minibatch; {waits} ms"),
         (f"{result['first_batch_s']:.2f} s", "from opening to the first minibatch"),
         *((f"{gpu['mean_percent']:.0f} %", f"{gpu['name']} busy, mean") for gpu in result.get("gpus", ())),
-        (text.size(result["peak_memory_nbytes"]), "peak memory of the process"),
+        (text.size(result["peak_memory_nbytes"]), "peak memory of the process, on the host"),
         (f"{result['device']}, {result['io_mode']}", "device, and path that the bytes took"),
     ]
     items = "".join(f"<li><b>{_escaped(value)}</b><span>{_escaped(words)}</span></li>" for value, words in found)
@@ -188,9 +194,10 @@ def _bars(rows: Sequence[tuple[str, float]], unit: str) -> str:
     return _svg(34 * len(rows) + 8, drawn)
 
 
-def _memory(peak: float, parts: Mapping[str, int]) -> str:
-    """Draw the peak as one bar of its parts; what is left is Python and its packages."""
-    named = {**parts, "Python and its packages": max(0.0, peak - sum(parts.values()))}
+def _memory(peak: float, parts: Mapping[str, int], device: str) -> str:
+    """Draw the peak as one bar of its parts, of which the rest is Python and its packages; of a GPU, its memory."""
+    rest = max(0.0, peak - sum(parts.values()))
+    named = {**parts, "Python and its packages": rest} if device == "cpu" else dict(parts)
     total, at, drawn = max(1.0, sum(named.values())), 0.0, []
     for k, (name, nbytes) in enumerate(named.items()):
         width = 780 * nbytes / total

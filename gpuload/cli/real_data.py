@@ -73,7 +73,7 @@ def read(path: Path) -> tuple[csr_matrix, pd.DataFrame, pd.DataFrame]:
     import pandas as pd
     from scipy.sparse import vstack
 
-    with gpuload.open_loader(path, layer="raw.X", obs=[LABEL], output="csr", shuffle=False) as loader:
+    with gpuload.open_loader(path, layer="raw.X", obs=[LABEL], output="csr", shuffle=False, device="cpu") as loader:
         batches = list(loader)
         X, codes = vstack([b.X for b in batches], format="csr"), np.concatenate([b.obs[LABEL] for b in batches])
         cell_types, genes = loader.categories[LABEL], loader.var_names

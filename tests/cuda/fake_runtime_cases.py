@@ -63,6 +63,14 @@ def test_streams_of_others_stay_theirs(store_variant: StoreVariant) -> None:
     theirs.synchronize()
 
 
+def test_doctor_reads_a_file_and_compares() -> None:
+    from gpuload.cli import doctor
+
+    found = doctor._self_test("cuda:0")
+    assert (found.state, found.name) == ("ok", "self-test on cuda:0"), found.value
+    assert found.value.endswith("io_mode pinned")
+
+
 def test_kernels_that_do_not_compile(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuload.backends.cuda.device.source_of_kernels", lambda: "__global__ void fill(")
     told = r"^cuda:0: the kernels do not compile for this device: (?s:.*) See `gpuload doctor`\.$"

@@ -47,7 +47,7 @@ def run(capsys):
 def test_the_page_cache_is_spoken_of_for_files_alone(place, is_said):
     from gpuload.cli import bench
 
-    assert ("page cache" in bench._note([place])) is is_said
+    assert ("page cache" in bench._note([place], "cpu")) is is_said
 
 
 def test_help_names_every_command_and_the_exit_codes(run):
@@ -359,6 +359,24 @@ def test_doctor_tells_where_kernels_are_kept_and_whether_they_last(run, monkeypa
     assert "no writable folder" in found()
 
 
+FACTS = {"kvikio": "26.10.0", "cufile": "1.15", "compat_mode": "AUTO", "has_nvidia_fs": False, "may_bounce": True}
+
+
+@pytest.mark.parametrize(
+    ("facts", "path"),
+    [
+        ({}, "compat: without GPUDirect Storage"),
+        ({"has_nvidia_fs": True}, "gds where the file system supports it"),
+        ({"may_bounce": False}, "gds where the file system supports it"),
+        ({"has_nvidia_fs": True, "compat_mode": "ON"}, "compat: KvikIO is told not to use"),
+    ],
+)
+def test_doctor_tells_the_path_to_a_gpu_before_anything_is_read(facts, path):
+    told = doctor._gpu_path({**FACTS, **facts})
+    assert told.startswith(path)
+    assert "KvikIO 26.10.0, cuFile 1.15." in told
+
+
 def test_doctor_survives_an_engine_that_fails(run, monkeypatch):
     monkeypatch.setattr("gpuload.open_loader", lambda *a, **k: (_ for _ in ()).throw(CorruptDataError("bad.")))
     code, out, _ = run("doctor")
@@ -373,6 +391,13 @@ def test_doctor_survives_an_engine_that_fails(run, monkeypatch):
 def demo_folder(tmp_path_factory):
     pytest.importorskip("nvidia.dali")
     return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(autouse=True)
+def a_gpu_for_whoever_asks(request, monkeypatch):
+    """Let the demo believe that there is a GPU, which it is not to take: its models are on the CPU."""
+    if "demo" in request.node.name:
+        monkeypatch.setattr("gpuload.backends._first_gpu", lambda: (0, "a GPU is there"))
 
 
 def _demo(run, folder, *options):

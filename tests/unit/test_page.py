@@ -121,6 +121,13 @@ def test_gpus_are_told_of_where_there_are_some() -> None:
     assert "GPU 3 busy, mean" in words
 
 
+def test_of_a_gpu_there_are_no_ceilings_and_its_memory_is_not_the_hosts() -> None:
+    words = check(page.page(result(device="cuda:0"), {}))
+    assert "Stages against their ceilings" not in words
+    assert "launch the work of the GPU" in words
+    assert "Python and its packages" not in words
+
+
 def test_the_timeline_is_part_of_the_page() -> None:
     text = page.page(result(), {}, b"\x89PNG")
     check(text)

@@ -7,7 +7,7 @@ when; `kernels/` is what runs on the device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpuload.backends.cuda.backend import CudaBackend
@@ -47,3 +47,15 @@ def open_cuda(
         readers.append(PinnedReader(device, num_threads=num_threads or NUM_THREADS))
     reader = readers[0] if len(readers) == 1 else MeasuredReader(device, *readers)
     return CudaBackend(device, reader, Nvcomp(), verify=verify, cache_nbytes=cache_nbytes)
+
+
+def kvikio_facts(number: int) -> dict[str, Any]:
+    """Return what decides about the path of bytes to a GPU; see `kvikio.KvikioReader.facts`."""
+    from gpuload.backends.cuda.device import CupyDevice
+    from gpuload.backends.cuda.kvikio import KvikioReader
+
+    reader = KvikioReader(CupyDevice(number, None))
+    try:
+        return reader.facts()
+    finally:
+        reader.close()
