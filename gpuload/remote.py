@@ -160,13 +160,18 @@ class FolderRemote:
 
     def list(self) -> Iterator[RemoteObject]:
         """Yield every file."""
-        for parent, folders, files in os.walk(self.name):
+        for parent, folders, files in os.walk(self.name, onerror=self._fail):
             folders[:] = [name for name in folders if not name.startswith(".")]
             for name in files:
                 if not name.startswith("."):
                     found = self.head(os.path.relpath(os.path.join(parent, name), self.name))
                     if found is not None:
                         yield found
+
+    def _fail(self, error: OSError) -> None:
+        """Raise where a folder cannot be listed; one below that was removed meanwhile has nothing."""
+        if error.filename == self.name or not isinstance(error, FileNotFoundError):
+            raise BusyError(f"{error.filename}: it cannot be listed: {error.strerror}. Check the path.") from error
 
     def head(self, key: str) -> RemoteObject | None:
         """Return what is known of a file, or None where it is not there."""
@@ -285,7 +290,7 @@ class ObjectRemote:
         """Yield every object under the address, or under a folder below it."""
         try:
             parts = iter(self._obstore.list(self._store, prefix or None))
-            while (some := threads.call_aside(next, parts, None)) is not None:
+            while (some := _ask(next, parts, None)) is not None:
                 yield from (self._object(meta) for meta in some)
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
             raise self._translated(error, "") from error
@@ -293,7 +298,7 @@ class ObjectRemote:
     def head(self, key: str) -> RemoteObject | None:
         """Return what is known of an object, or None where it is not there."""
         try:
-            return self._object(threads.call_aside(self._obstore.head, self._store, key))
+            return self._object(_ask(self._obstore.head, self._store, key))
         except self._obstore.exceptions.BaseError as error:
             if isinstance(error, (self._obstore.exceptions.NotFoundError, FileNotFoundError)):
                 return None
@@ -306,10 +311,10 @@ class ObjectRemote:
         if start >= stop:
             return b""
         options: dict[str, Any] = {"range": (start, stop)}
-        if wanted.etag and not wanted.etag.startswith(_MODIFIED):
+        if wanted.etag and not wanted.etag.startswith((_MODIFIED, "W/")):  # If-Match holds for no weak one
             options["if_match"] = f'"{wanted.etag}"'
         try:
-            etag, body = threads.call_aside(self._get, wanted, options)
+            etag, body = _ask(self._get, wanted, options)
             if wanted.etag and etag != wanted.etag:  # of a server that knows no condition
                 raise ReadError(f"{self.name}/{wanted.key}: the object was changed since it was listed; open it again.")
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
@@ -352,7 +357,7 @@ class ObjectRemote:
     def get_whole(self, key: str) -> Any:
         """Return all bytes of an object, whatever its content is now, as a buffer."""
         try:
-            body, wanted = threads.call_aside(self._get_whole, key)
+            body, wanted = _ask(self._get_whole, key)
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
             raise self._translated(error, key, was_listed=False) from error
         got = memoryview(body).nbytes
@@ -372,13 +377,28 @@ class ObjectRemote:
         return answer.bytes(), stop - start
 
     def _object(self, meta: Any) -> RemoteObject:
-        etag = (meta.get("e_tag") or "").removeprefix("W/").strip('"') or f"{_MODIFIED}{meta['last_modified']}"
+        etag = (meta.get("e_tag") or "").replace('"', "") or f"{_MODIFIED}{meta['last_modified']}"
         is_md5 = self.name.startswith("s3:") and re.fullmatch("[0-9a-f]{32}", etag)
         return RemoteObject(meta["path"], meta["size"], etag, f"md5?:{etag}" if is_md5 else "")
 
     def _translated(self, error: Exception, key: str, *, was_listed: bool = True) -> ReadError:
         kinds = self._obstore.exceptions
         return read_error(error, kinds, self.name, key, can_list=self.can_list, was_listed=was_listed)
+
+
+_asked_by: int | None = None
+"""The process whose threads obstore waits with: a fork of it has none, and would wait for ever."""
+
+
+def _ask(function: Callable[..., T], *args: Any) -> T:
+    global _asked_by
+    _asked_by = _asked_by or os.getpid()
+    if _asked_by != os.getpid():
+        raise PlanError(
+            f"a remote was read by process {_asked_by} and is used by its fork {os.getpid()}, which obstore cannot do; "
+            "give the DataLoader multiprocessing_context='spawn', or read nothing before its workers begin."
+        )
+    return threads.call_aside(function, *args)
 
 
 def _object_remote(url: str, settings: dict[str, Any]) -> ObjectRemote:
@@ -401,7 +421,7 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any]) 
     }
     if anonymous and not url.startswith("http"):
         settings["skip_signature"] = True
-    places = (url, *options.values(), os.environ.get("AWS_ENDPOINT_URL"))
+    places = (url, *options.values(), *map(os.environ.get, _ENDPOINTS))
     if any(str(place).startswith("http://") for place in places):
         settings["client_options"]["allow_http"] = True
     try:
@@ -412,7 +432,8 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any]) 
 
 def _aws_profile(profile: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Return keys, region and endpoint of a profile of the AWS tools, where the environment names no key."""
-    if profile is None and ("AWS_ACCESS_KEY_ID" in os.environ or "access_key_id" in options):
+    given = {name.lower().removeprefix("aws_") for name in options}
+    if profile is None and ("AWS_ACCESS_KEY_ID" in os.environ or "access_key_id" in given):
         return {}
     name = profile or os.environ.get("AWS_PROFILE")
     home = os.path.join(os.path.expanduser("~"), ".aws")
@@ -436,7 +457,7 @@ def _aws_profile(profile: str | None, options: dict[str, Any]) -> dict[str, Any]
     settings: dict[str, Any] = {
         ours: found[theirs]
         for ours, theirs, variables in _PROFILE
-        if theirs in found and not any(os.environ.get(variable) for variable in variables)
+        if theirs in found and ours not in given and not any(os.environ.get(variable) for variable in variables)
     }
     if "access_key_id" not in settings and name:
         settings["credential_provider"] = _boto3_credentials(name)
@@ -452,6 +473,8 @@ def _boto3_credentials(profile: str) -> Any:
         raise MissingDependencyError("boto3", f"profile={profile!r}, which has no keys of its own,", "aws") from error
     return Boto3CredentialProvider(boto3.Session(profile_name=profile))
 
+
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
 
 _PROFILE = (
     ("access_key_id", "aws_access_key_id", ()),

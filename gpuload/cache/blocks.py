@@ -18,6 +18,7 @@ With ``fetch=True`` the store brings all blocks by itself, ahead of the loader, 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import zlib
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from gpuload.cache.reading import Sample
     from gpuload.cache.store import SampleStore
     from gpuload.remote import Remote
+
+_log = logging.getLogger("gpuload.cache")
 
 PIECE = 64 << 10
 """Bytes that one crc in memory is of, which has 4; a read checks at most two pieces more than it needs."""
@@ -140,6 +143,7 @@ class BlockCache:
         if not isinstance(getattr(store, "remote", None), BlockRemote):
             of = f"it keeps the objects of {store.remote.name} whole" if hasattr(store, "remote") else repr(store)
             raise PlanError(f"cache: {of}; expected a SampleStore over a BlockRemote.")
+        store.drop_strays()
         self._store = store
         self._blocks: BlockRemote = store.remote  # type: ignore[assignment]
         self.inner = self._blocks.remote
@@ -224,8 +228,13 @@ class BlockCache:
         return body
 
     def _keep(self, block: RemoteObject, whole: NDArray[np.uint8]) -> None:
-        if self._store.keep(block, whole) is None:
-            self._is_full = not self._store.has_room(block.nbytes)
+        try:
+            if self._store.keep(block, whole) is None:
+                self._is_full = not self._store.has_room(block.nbytes)
+                return
+        except OSError as error:  # a full disk, a busy catalogue: what was to be read is here all the same
+            _log.warning("%s: no block is kept any more: %s", self._store.root, error)
+            self._is_full = True
             return
         sample = self._store.find_copy(block)
         if sample is not None and sample.path is not None:

@@ -80,7 +80,7 @@ class Catalogue(Database):
             meta = dict(db.execute("SELECT name, value FROM meta"))
             if now - meta["listed_at"] < relist_s:
                 return 0
-            if meta["listing_lease"] and is_alive(meta["listing_lease"]):
+            if meta["listing_lease"] not in ("", lease) and is_alive(meta["listing_lease"]):
                 return 0
             number = int(meta["listing"]) + 1
             db.executemany(
@@ -202,6 +202,11 @@ class Catalogue(Database):
                 "UPDATE keys SET fault = ? WHERE id = ? AND n_failed >= ?", (reason, key_id, max_failures)
             )
             return bool(changed.rowcount)
+
+    def note_gone(self, key_id: int) -> None:
+        """Note that the remote has an object no more."""
+        with self.transaction() as db:
+            db.execute("UPDATE keys SET is_gone = 1 WHERE id = ?", (key_id,))
 
     def count(self, **amounts: int) -> None:
         """Add to single values of the store."""

@@ -79,8 +79,8 @@ class Database:
             raise PlanError("the sample store was opened in another process; open it in this one.")
         with self._lock:
             try:
-                self._db.execute("BEGIN IMMEDIATE")
                 try:
+                    self._db.execute("BEGIN IMMEDIATE")  # within: an interrupt may come as it returns
                     yield self._db
                     self._db.execute("COMMIT")
                 except BaseException:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload.cache import leases
 from gpuload.cache.catalogue import Full
-from gpuload.cache.files import Download, adopt_strays, given_up, repair
+from gpuload.cache.files import Download, adopt_strays, given_up, repair, stray_names
 from gpuload.errors import BusyError, CorruptDataError, GpuloadError, ReadError
 from gpuload.object_errors import BUSY
 from gpuload.remote import Patience
@@ -179,9 +179,11 @@ class Fetcher:
         self._progress: dict[int, float] = {}
         self._threads: list[threading.Thread] = []
         self._is_idle = False
+        self._said = ""
         self._probe = threading.Lock()
         self._lock = threading.Lock()
         self._under_way: dict[str, Download] = {}
+        self._waits_for_listing = not catalogue.meta("listed_at") and bool(stray_names(folders, catalogue))
 
     def start(self) -> None:
         """Start the threads."""
@@ -231,12 +233,11 @@ class Fetcher:
         """Do one thing; return whether there was anything to do."""
         try:
             return self.fetch_one()
-        except GpuloadError as error:
-            if not self._stop.is_set():
-                _log.warning("a fetcher goes on after: %s", error)
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
+        except Exception as error:  # noqa: BLE001 - a thread that ended would be missed by nobody
+            is_full = isinstance(error, OSError) and error.errno in DISK_FULL
+            if not is_full and not self._stop.is_set() and str(error) != self._said:
+                self._said = str(error)
+                _log.warning("a fetcher goes on after: %s: %s", type(error).__name__, error)
         finally:
             self._progress.pop(threading.get_ident(), None)
         return False
@@ -284,11 +285,11 @@ class Fetcher:
                 self._touch()
                 if self._stop.is_set():
                     return False
+            if is_first:  # before it counts as listed, so that it is done again where it was broken off
+                adopt_strays(self._folders, catalogue, self._lease, self._settings.budget, self._touch)
             is_whole = True
         finally:
             catalogue.end_listing(number, is_whole=is_whole)
-        if is_first:
-            adopt_strays(self._folders, catalogue, self._lease, self._settings.budget)
         return True
 
     def _listed(self) -> Iterator[RemoteObject]:
@@ -305,6 +306,9 @@ class Fetcher:
     def fetch_one(self) -> bool:
         """Download one object, or make room for one; return whether anything was done."""
         self._touch()
+        if self._waits_for_listing:  # of a lost catalogue: what would be fetched may be here, and takes room
+            self._waits_for_listing = not self._catalogue.meta("listed_at")
+            return False
         lacking = self._settings.min_free - self._folders.free_nbytes()
         file = Full(lacking) if lacking > 0 else self._catalogue.reserve(self._lease, self._settings.budget)
         if isinstance(file, Full):
@@ -363,9 +367,25 @@ class Fetcher:
         reason = str(error) or type(error).__name__
         is_final = isinstance(error, ReadError) and not isinstance(error, BusyError)
         wait_s = random.uniform(0.5, 1) * min(self._settings.longest_wait_s, self._settings.first_wait_s * 8)  # noqa: S311
+        if is_final and self._is_other_now(file):
+            return
         max_failures = 1 if is_final else self._settings.max_failures
         if self._catalogue.fail(file.key_id, reason, time.time() + wait_s, max_failures):
             _log.warning("%s is in quarantine: %s", file.wanted.key, reason)
+
+    def _is_other_now(self, file: File) -> bool:
+        """Return whether the remote has replaced or removed an object since it was listed; note it then."""
+        try:
+            found = self._remote.head(file.wanted.key)
+        except Exception:  # noqa: BLE001 - it says nothing about the object
+            return False
+        if found is not None and found.etag == file.wanted.etag:
+            return False
+        if found is None:
+            self._catalogue.note_gone(file.key_id)
+        else:
+            self._catalogue.add_listed(self._catalogue.meta("listing"), [found])
+        return True
 
     def _meet_full_disk(self, file: File) -> bool:
         """Make room on a disk that others fill too; where there is nothing to remove, wait."""
@@ -382,7 +402,7 @@ class Fetcher:
                 break
             try:
                 freed += self._remove(file_id)
-            except (BusyError, ConnectionError, TimeoutError):
+            except BUSY:
                 self._window.was_busy()
                 break
         return freed

@@ -26,7 +26,7 @@ from gpuload.cache.catalogue import content_name
 from gpuload.errors import CorruptDataError, ReadError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from gpuload.cache.catalogue import Catalogue
     from gpuload.remote import RemoteObject
@@ -239,26 +239,35 @@ def _finish_for(dead: str, folders: Folders, catalogue: Catalogue, lease: str) -
             catalogue.publish(file, lease, crc)
 
 
-def adopt_strays(folders: Folders, catalogue: Catalogue, lease: str, budget: int) -> None:
-    """Give a row to published files that have none, as after the loss of the catalogue; remove what is of no use."""
-    strays: dict[str, list[str]] = {}
+def stray_names(folders: Folders, catalogue: Catalogue) -> list[str]:
+    """Return the names of published files that have no row."""
     on_disk = list(folders.names())  # before the rows: a row comes before its file, and goes after it
     known = catalogue.names()
-    for name in on_disk:
-        if name not in known:
-            strays.setdefault(name.partition(".")[0], []).append(name)
+    return [name for name in on_disk if name not in known]
+
+
+def adopt_strays(
+    folders: Folders, catalogue: Catalogue, lease: str, budget: int, at_each: Callable[[], None] = lambda: None
+) -> None:
+    """Give a row to published files that have none, as after the loss of the catalogue; remove what is of no use."""
+    strays: dict[str, list[str]] = {}
+    for name in stray_names(folders, catalogue):
+        strays.setdefault(name.partition(".")[0], []).append(name)
     if not strays:
         return
     for wanted in catalogue.listed():
         for name in strays.get(content_name(wanted), [])[:1]:
+            at_each()
             crc = checked_crc(folders.path(name), wanted)
             file = catalogue.adopt(name, wanted, lease, budget) if crc is not None else None
             if file is not None and crc is not None:
                 catalogue.publish(file, lease, crc, is_fetched=False)
                 strays[content_name(wanted)].remove(name)
+    known = catalogue.names()  # another process may have adopted some meanwhile
     for names in strays.values():
         for name in names:
-            folders.remove(name)
+            if name not in known:
+                folders.remove(name)
 
 
 def _size(path: str) -> int | None:

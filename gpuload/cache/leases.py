@@ -42,8 +42,9 @@ class Lease:
 
     def forget(self) -> None:
         """Close the file; where a forked process shares it, it stays locked until that closes it too."""
-        os.close(self._fd)
-        self._fd = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 _held: weakref.WeakSet[Lease] = weakref.WeakSet()

@@ -6,6 +6,7 @@ Nothing is parsed but the first header; the others have to be the same bytes.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import time
@@ -148,12 +149,9 @@ class Reader:
         """Learn the form of all samples from one."""
         if self._decode != "npy" or self.form is not None:
             return
-        try:
-            with open(sample.path or "", "rb") as file:
-                start = file.read(MAX_HEADER)
-        except OSError:
-            start = bytes(memoryview(self._fetch_whole(sample))[:MAX_HEADER])
-        self.form = read_form(sample, start)
+        whole = np.empty(sample.nbytes, dtype=np.uint8)
+        self._read_parts(sample, [whole])  # checked, and from the remote where the copy is of no use
+        self.form = read_form(sample, whole[:MAX_HEADER].tobytes())
 
     def new_batch(self, n: int) -> NDArray[Any] | None:
         """Return memory for the values of n samples, or None where each has its own."""
@@ -199,6 +197,8 @@ class Reader:
         try:
             fd = os.open(sample.path or "", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the copy's
+                raise ReadError(f"{sample.key}: {error.strerror}; raise the limit (ulimit -n).") from error
             return f"it cannot be opened: {error.strerror}"
         try:
             got = os.preadv(fd, [part.data for part in parts], 0)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gpuload.cache.catalogue import POLICIES, Catalogue, cost_of
 from gpuload.cache.fetch import DISK_FULL, Fetcher, Settings, Window, get_patiently
-from gpuload.cache.files import Download, Folders, digest_of, repair
+from gpuload.cache.files import Download, Folders, check_digest, digest_of, repair, stray_names
 from gpuload.cache.leases import Lease
 from gpuload.cache.order import MODES, visiting_order
 from gpuload.cache.process import FetcherProcess
 from gpuload.cache.reading import Sample, no_copy
 from gpuload.cache.reads import Reads
 from gpuload.cache.snapshot import Snapshot, check_order_settings
-from gpuload.errors import CorruptDataError, PlanError, ReadError, StoreError
-from gpuload.remote import FolderRemote, open_remote
+from gpuload.errors import PlanError, ReadError, StoreError
+from gpuload.remote import FolderRemote, Patience, open_remote
 from gpuload.sizes import parse_nbytes
 
 if TYPE_CHECKING:
@@ -376,19 +376,25 @@ class SampleStore:
             for key_id, key, etag, nbytes, name, crc, file_id in self._catalogue.copies(ids)
         ]
 
+    def drop_strays(self) -> None:
+        """Remove copies without a row, as after the loss of the catalogue, where nobody lists and would adopt them."""
+        if self._fetcher is None and not self._processes and not self._catalogue.meta("listing"):
+            for name in stray_names(self._folders, self._catalogue):
+                self._folders.remove(name)
+
     def fetch_whole(self, sample: Sample) -> Any:
         """Return a sample's bytes from the remote, checked."""
-        found = self.remote.head(sample.key)
+        settings = self._settings
+        patience = Patience(settings.tries, settings.first_wait_s, settings.longest_wait_s)
+        found = patience.ask(lambda: self.remote.head(sample.key), self._stop)
         if found is None or found.etag != sample.etag:
             raise no_copy(sample, self.remote.name)
         whole = get_patiently(self.remote, found, (0, found.nbytes), self._settings, self._stop, self._window)
-        digest = digest_of(found)
-        if digest is not None:
-            digest.update(whole)
-            if digest.hexdigest() != found.digest.partition(":")[2] and not found.digest.startswith("md5?"):
-                raise CorruptDataError(
-                    f"{sample.key}: its digest is not what {self.remote.name} says; put it there anew."
-                )
+        if not found.digest.startswith("md5?"):
+            digest = digest_of(found)
+            if digest is not None:
+                digest.update(whole)
+            check_digest(found, digest)
         self.reads.add_remote(len(memoryview(whole)))
         return whole
 

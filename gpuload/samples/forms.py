@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 FORMATS = ("pt", "npy", "safetensors", "bytes")
 
+_MOST = 64
+"""Descriptions kept: samples that are all of different shapes are left to the library, which is faster than a search."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -60,6 +63,8 @@ class Forms:
 
     def _learn(self, header: bytes, start: int, data: NDArray[np.uint8]) -> bool:
         """Let the format's library read a file; return whether its values are the bytes from `start` on."""
+        if len(self._known) >= _MOST:
+            return False
         try:
             values = load(self._decode, data)
         except Exception:  # noqa: BLE001  (it will be said where the sample is read)

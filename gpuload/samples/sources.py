@@ -9,6 +9,7 @@ import numpy as np
 
 from gpuload.errors import ReadError
 from gpuload.remote import Patience, open_remote
+from gpuload.source import read_at
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,12 +32,9 @@ class FolderSource:
             raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the ID and the suffix.") from error
         try:
             data = np.empty(os.fstat(fd).st_size, dtype=np.uint8)
-            done = 0
-            while done < data.size:
-                got = os.preadv(fd, [data[done:].data], done)
-                if not got:
-                    raise ReadError(f"{path}: short read: wanted {data.size} bytes, got {done}. Was it truncated?")
-                done += got
+            got = read_at(fd, data, 0, path)
+            if got < data.size:
+                raise ReadError(f"{path}: short read: wanted {data.size} bytes, got {got}. Was it truncated?")
         finally:
             os.close(fd)
         return data
