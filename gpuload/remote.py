@@ -386,16 +386,16 @@ class ObjectRemote:
         return read_error(error, kinds, self.name, key, can_list=self.can_list, was_listed=was_listed)
 
 
-_asked_by: int | None = None
-"""The process whose threads obstore waits with: a fork of it has none, and would wait for ever."""
+_asked_by: list[int] = []
+"""The process whose threads obstore waits with, once there are such: a fork of it has none, and would wait for ever."""
 
 
 def _ask(function: Callable[..., T], *args: Any) -> T:
-    global _asked_by
-    _asked_by = _asked_by or os.getpid()
-    if _asked_by != os.getpid():
+    if not _asked_by:
+        _asked_by.append(os.getpid())
+    if _asked_by[0] != os.getpid():
         raise PlanError(
-            f"a remote was read by process {_asked_by} and is used by its fork {os.getpid()}, which obstore cannot do; "
+            f"a remote was read by process {_asked_by[0]} and is used by its fork {os.getpid()}, which obstore cannot do; "
             "give the DataLoader multiprocessing_context='spawn', or read nothing before its workers begin."
         )
     return threads.call_aside(function, *args)

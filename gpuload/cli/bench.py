@@ -144,7 +144,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         waits, verdict = loader.stats.waits(), _verdict(args, rounds)
         spans = loader.stats.take_spans()
         batch_nbytes = loader.batch_size * loader.n_vars * np.dtype(loader.dtype).itemsize
-        taken = {"device": loader.device, "io_mode": loader.io_mode, "n_vars": loader.n_vars}
+        taken: dict[str, Any] = {"device": loader.device, "io_mode": loader.io_mode, "n_vars": loader.n_vars}
     peak = peak_memory()  # before the ceilings take memory of their own
     ceilings, random_bits = _ceilings_and_random_entropy(args, batch_nbytes, taken["device"])
     rates = [r.cells_per_s for r in rounds]

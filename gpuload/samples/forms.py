@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FORMATS = ("pt", "npy", "safetensors", "bytes")
 
 _MOST = 64
-"""Descriptions kept: samples that are all of different shapes are left to the library, which is faster than a search."""
+"""Descriptions kept; samples of ever new shapes are left to the library, which is faster than a search of many."""
 
 
 @dataclass(frozen=True, slots=True)
