@@ -404,13 +404,14 @@ class Loader:
                 load = loads[0]  # stays in the deque while it is waited for, so that it is cancelled with the rest
                 while takes and not all(pending.done() for pending in load.pending):
                     yield self._hand_over(takes.popleft())
+                is_busy, start_s = self._backend.busy(), time.perf_counter()
                 try:
-                    with self.stats.timed("wait_s"):
-                        residents = [pending.result() for pending in load.pending]
+                    residents = [pending.result() for pending in load.pending]
                 except Exception:
                     while takes:  # what comes before the fault is handed over, however far ahead the loads are
                         yield self._hand_over(takes.popleft())
                     raise
+                self.stats.spent("wait_s", time.perf_counter() if is_busy() else start_s)
                 loads.popleft()
                 starts = range(0, load.positions.size, plan.batch_size)
                 for i, start in enumerate(starts):
@@ -479,6 +480,8 @@ def _close(backend: Backend, stores: list[Store]) -> None:
     """Stop the backend's threads before its files: a descriptor must not be closed under a read."""
     for store in stores:
         store.end_waits()
-    backend.close()
-    for store in stores:
-        store.close()
+    try:
+        backend.close()
+    finally:
+        for store in stores:
+            store.close()

@@ -395,8 +395,8 @@ def _ask(function: Callable[..., T], *args: Any) -> T:
         _asked_by.append(os.getpid())
     if _asked_by[0] != os.getpid():
         raise PlanError(
-            f"a remote was read by process {_asked_by[0]} and is used by its fork {os.getpid()}, which obstore cannot do; "
-            "give the DataLoader multiprocessing_context='spawn', or read nothing before its workers begin."
+            f"a remote was read by process {_asked_by[0]} and is used by its fork {os.getpid()}, where it would wait "
+            "for ever; give the DataLoader multiprocessing_context='spawn', or read nothing before its workers begin."
         )
     return threads.call_aside(function, *args)
 
@@ -459,8 +459,8 @@ def _aws_profile(profile: str | None, options: dict[str, Any]) -> dict[str, Any]
         for ours, theirs, variables in _PROFILE
         if theirs in found and ours not in given and not any(os.environ.get(variable) for variable in variables)
     }
-    if "access_key_id" not in settings and name:
-        settings["credential_provider"] = _boto3_credentials(name)
+    if "access_key_id" not in {*settings, *given} and (name or found.keys() & _OF_BOTO3):
+        settings["credential_provider"] = _boto3_credentials(name or "default")
     return settings
 
 
@@ -473,6 +473,9 @@ def _boto3_credentials(profile: str) -> Any:
         raise MissingDependencyError("boto3", f"profile={profile!r}, which has no keys of its own,", "aws") from error
     return Boto3CredentialProvider(boto3.Session(profile_name=profile))
 
+
+_OF_BOTO3 = {"sso_session", "sso_start_url", "role_arn", "credential_process"}
+"""What a profile of the AWS tools gets its keys by, where it has none itself."""
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
 

@@ -150,6 +150,9 @@ class FakeBackend:
 
         return _FakePending(self, f"take {number}", finish, lambda: None)
 
+    def busy(self) -> Callable[[], bool]:
+        return bool
+
     def use_stream(self, number: int) -> None:
         pass
 

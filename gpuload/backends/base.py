@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -94,6 +94,12 @@ class Backend(Protocol):
         Pending
             Of an (n, form.n_cols) array, C order, or a CSR matrix of that shape, owned by the caller: it is not
             touched again before the last reference to it, or to any view of it, is gone.
+        """
+
+    def busy(self) -> Callable[[], bool]:
+        """Return what tells later whether the consumer is still at work that it was given before this call.
+
+        Its thread may wait while its GPU has work: nobody is held up then.
         """
 
     def use_stream(self, number: int) -> None:

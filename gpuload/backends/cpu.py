@@ -39,6 +39,8 @@ from gpuload.stats import Stats
 from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from gpuload.layout import ArrayLayout
@@ -185,6 +187,10 @@ class CpuBackend:
     def take_rows(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Future[Any]:
         """Start to gather rows; see `Backend.take_rows`."""
         return self._takes.submit(self._take, resident, positions, form)
+
+    def busy(self) -> Callable[[], bool]:
+        """Return what says False: the consumer is the thread that waits."""
+        return bool
 
     def use_stream(self, number: int) -> None:
         """Do nothing: the host has no streams."""

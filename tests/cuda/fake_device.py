@@ -114,7 +114,7 @@ class FakeDevice:
     def address(self, array: NDArray[Any]) -> int:
         return int(array.ctypes.data)
 
-    def stream(self) -> FakeStream:
+    def stream(self, *, is_urgent: bool = False) -> FakeStream:
         with self._lock:
             stream = FakeStream(len(self._streams) + 1)
             self._streams[stream.number] = stream

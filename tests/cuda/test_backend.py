@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +22,6 @@ from tests.cuda.fake_device import FakeDevice, FakeNvcomp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.conftest import StoreVariant
     from tests.variants import Stored
@@ -425,12 +426,13 @@ def test_rows_of_chosen_genes_are_sorted(open_fake: Callable[..., Opened], tmp_p
 
 @pytest.mark.parametrize("fetch_factor", [1, 4])
 @pytest.mark.parametrize("kind", ["dense-gzip4", "anndata-csr-gzip"])
-def test_rows_of_csr_are_counted_without_waiting_for_the_consumer(
-    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, fetch_factor: int
+@pytest.mark.parametrize("form", [{"output": "csr", "genes": ["gene_003", "gene_007"]}, {"dtype": "float16"}])
+def test_rows_are_asked_about_without_waiting_for_the_consumer(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, fetch_factor: int, form: dict[str, Any]
 ) -> None:
     path = store_variant(kind).path
     small: dict[str, Any] = {"batch_size": 16, "fetch_factor": fetch_factor, "prefetch": 1, "obs": ["depth"]}
-    settings = {"output": "csr", "genes": ["gene_003", "gene_007"], **small}
+    settings = {**form, **small}
     with gpuload.open_loader(path, device="cpu", **settings) as loader:
         expected = list(loader)
     opened = open_fake(path, seed_of_streams=None, **settings)
@@ -449,9 +451,68 @@ def test_rows_of_csr_are_counted_without_waiting_for_the_consumer(
         device.give(device.current_stream(), lambda n=n: done.append(n))  # type: ignore[misc]
         if n % 7 == 6:
             device.synchronize()
-            np.testing.assert_array_equal(batch.X.toarray(), wanted.X.toarray())
+            X, expected_X = (m.toarray() if "output" in form else m for m in (batch.X, wanted.X))
+            np.testing.assert_array_equal(X, expected_X)
         del batch
     assert not waited_for
+
+
+def test_a_part_is_not_read_before_its_arena_is_free(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the reader would wait for it: with its buffers full, and while its speed is measured."""
+    monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", 256)
+    monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 256)
+    opened = open_fake(store_variant("csr-gzip4").path, seed_of_streams=None, **SMALL)
+    device, reader = opened.device, opened.loader._backend._reader  # type: ignore[attr-defined]
+    start, was_free = reader.start, []
+
+    def started(*args: Any, **options: Any) -> Any:
+        was_free.append(device.is_reached(device.record(args[5])))
+        return start(*args, **options)
+
+    reader.start = started
+    assert len(list(opened.epoch())) == len(opened.loader)
+    assert len(was_free) > 10
+    assert all(was_free)
+
+
+@pytest.mark.parametrize("is_working", [True, False])
+def test_a_wait_while_the_gpu_has_work_is_none(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, is_working: bool
+) -> None:
+    opened = open_fake(store_variant("csr-gzip4").path, seed_of_streams=None, **SMALL)
+    device, consumer = opened.device, opened.device.stream()
+    opened.loader.use_stream(consumer.number)
+    for _ in opened.loader:
+        if is_working:
+            device.give(consumer, lambda: None)  # runs when somebody waits for it, and nobody does
+        else:
+            device._run(consumer, consumer.n_given)
+    wait_s = opened.loader.stats.as_dict()["wait_s"]
+    assert (wait_s < 0.001) == is_working, wait_s
+
+
+def test_the_consumers_own_fault_is_what_it_hears_of(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant
+) -> None:
+    """After a fault of CUDA's all calls fail; the loader is closed all the same, and its files too."""
+    path = store_variant("csr-gzip4").path
+    opened = open_fake(path, **SMALL)
+
+    def failing(*_: Any) -> Any:
+        raise gpuload.DeviceError("cuda:0: cudaErrorIllegalAddress.")
+
+    def train() -> None:
+        with opened.loader as loader:
+            next(iter(loader))
+            opened.device.synchronize()
+            opened.device.wait = opened.device.free = failing  # type: ignore[method-assign]
+            raise RuntimeError("device-side assert")
+
+    with pytest.raises(RuntimeError, match=r"^device-side assert$"):
+        train()
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and os.readlink(fd) == str(path)]
 
 
 # --- several matrices, and files that do not agree

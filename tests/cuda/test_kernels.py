@@ -7,7 +7,7 @@ import subprocess
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +171,7 @@ SIGNATURES = {
     **{f"gather_dense_{out}": [*DENSE, f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
     "count_csr": ["r:i8", "r:i4", "r:i8", "r:i4", "i8", "w:i8"],
     "gather_csr": [*ROWS, "r:i8", "w:i4", "w:f4"],
+    "mark_large": ["r:i8", "r:i4", "r:f4", "r:i8", "r:i4", "f8", "i4", "i8", "i8", "w:i8"],
     "count_dense": ["r:i8", "r:f4", "r:i8", "r:i4", "f8", "i4", "i8", "i8", "w:i8"],
     "compact_dense": ["r:f4", "i8", "i8", "r:i8", "w:i4", "w:f4"],
 }
@@ -981,6 +982,38 @@ def test_densify_csr_rounds_once(take: Taken, grid: Grid, skew: int) -> None:
         assert_rounded(full, out, *densify(out, grid, take, skew))
 
 
+@MANY
+@given(takes(), grids())
+def test_mark_large(take: Taken, grid: Grid) -> None:
+    """No row is missed that float16 cannot hold; and none is marked for nothing, but where columns repeat or fall."""
+    n_rows = take.indptr.size - 1
+    every = replace(take, positions=np.arange(n_rows, dtype=np.int32))
+    full, _ = densify("f4", grid, every)
+    marks = np.full(n_rows, -9, dtype=np.int64)
+    run("mark_large", grid, *every.args(take.n_vars)[1:], marks)
+    is_large = (~(np.abs(full) < 65520)).any(axis=1)
+    rises = np.array([bool((np.diff(row) > 0).all()) for row in stored_rows(take)])
+    np.testing.assert_array_equal(marks[rises], is_large[rises])
+    assert marks[is_large].all()
+
+
+def test_marks_of_single_values() -> None:
+    """Up to 65519.996, the largest float32 below 65520, float16 rounds to 65504."""
+    data = np.array([np.nextafter(np.float32(65520), np.float32(0)), 65520, -70_000, np.inf], dtype=np.float32)
+    marks, sizes = np.full(4, -9, dtype=np.int64), (np.float64(0), np.int32(0), np.int64(4), np.int64(5))
+    run("mark_large", Grid(2, 64), int64(*range(5)), np.arange(4, dtype=np.int32), data, None, None, *sizes, marks)
+    np.testing.assert_array_equal(marks, [0, 1, 1, 1])
+
+
+def test_marks_of_columns_that_repeat() -> None:
+    indptr, indices = int64(0, 2, 4, 6), np.array([3, 3, 3, 3, 1, 3], dtype=np.int32)
+    data = np.array([40_000, 40_000, 10_000, 10_000, 40_000, 40_000], dtype=np.float32)
+    marks = np.full(3, -9, dtype=np.int64)
+    sizes = np.float64(0), np.int32(0), np.int64(3), np.int64(5)
+    run("mark_large", Grid(2, 64), indptr, indices, data, None, None, *sizes, marks)
+    np.testing.assert_array_equal(marks, [1, 0, 0])
+
+
 @pytest.mark.parametrize("n_blocks", [1, 3, 50])
 def test_values_do_not_depend_on_the_grid(n_blocks: int) -> None:
     rng = RNG(5)
@@ -1036,6 +1069,9 @@ def test_gather_dense(data: st.DataObject, grid: Grid, seed: int, out: str, skew
     arithmetic = columns, np.float64(target_sum), np.int32(log1p)
     run("count_dense", grid, offsets, X.reshape(-1), map_start, *arithmetic, np.int64(n_rows), np.int64(n_vars), counts)
     np.testing.assert_array_equal(counts[positions], (full.view(np.uint32) << 1 != 0).sum(axis=1))
+    sizes = np.int64(n_rows), np.int64(n_vars)
+    run("mark_large", grid, offsets, None, X.reshape(-1), map_start, *arithmetic, *sizes, counts)
+    np.testing.assert_array_equal(counts[positions], (~(np.abs(full) < 65520)).any(axis=1))
 
 
 @SOME

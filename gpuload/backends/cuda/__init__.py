@@ -46,7 +46,11 @@ def open_cuda(
     if io != "kvikio":
         readers.append(PinnedReader(device, num_threads=num_threads or NUM_THREADS))
     reader = readers[0] if len(readers) == 1 else MeasuredReader(device, *readers)
-    return CudaBackend(device, reader, Nvcomp(), verify=verify, cache_nbytes=cache_nbytes)
+    try:
+        return CudaBackend(device, reader, Nvcomp(), verify=verify, cache_nbytes=cache_nbytes)
+    except BaseException:
+        reader.close()
+        raise
 
 
 def kvikio_facts(number: int) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 A load runs in a thread of its own with a stream of its own, so that fetches that load overlap one another and the
 training step. It is cut into parts: while one part is decoded by the stream, the next is read into another arena. The
-thread waits for the device. `take_rows` launches kernels on the consumer's stream and returns; it waits only where a
-count must be known (CSR: once a fetch, on another stream) or a value may not fit (`_bad`).
+thread waits for the device. `take_rows` launches kernels on the consumer's stream and returns. What the host must know
+of rows before (how many values CSR stores, whether float16 can hold them) is asked once a fetch, on another stream; it
+waits for a minibatch only where a row of it may hold a value too large for float16 (`_bad`).
 
 Requirements this package answers
 ---------------------------------
@@ -15,6 +16,7 @@ Requirements this package answers
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -31,11 +33,13 @@ from gpuload.backends.cuda.readers import PAGE, place_extents
 from gpuload.backends.cuda.work import N_THREADS
 from gpuload.backends.damage import rounding_warning, too_large_for_half
 from gpuload.backends.parts import cut
-from gpuload.errors import PlanError
+from gpuload.errors import DeviceError, PlanError
 from gpuload.layout import select_chunks
 from gpuload.stats import Stats
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from gpuload.backends.cuda.device import Device
@@ -71,6 +75,8 @@ class CudaResident:
         What to tell of the streams that use it.
     kept_counts : (n_rows,) int64, optional
         Values of each row that a minibatch stores, once they were counted; see `CudaBackend._kept_counts`.
+    may_be_large : (n_rows,) int64, optional
+        Whether float16 may not hold a value of each row, once that was asked; see `CudaBackend._may_be_large`.
     held
         Page-locked memory that `indptr` and `map_start` are uploaded from.
     """
@@ -85,6 +91,7 @@ class CudaResident:
     map_start: Any = None
     leases: list[Lease] = field(default_factory=list)
     kept_counts: NDArray[np.int64] | None = None
+    may_be_large: NDArray[np.int64] | None = None
     held: list[Any] = field(default_factory=list)
 
     def flat(self, target: str) -> Any:
@@ -166,7 +173,8 @@ class CudaBackend:
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
         self._columns: dict[int, tuple[NDArray[np.int32], Any, Lease]] = {}  # by id of that on the host, which is kept
-        self._counting = device.stream()  # with memory of its own: what others used would have to be waited for
+        # With memory of its own: what others used would have to be waited for.
+        self._counting = device.stream(is_urgent=True)
         self._counted = DevicePool(device, max_idle=16)
         self._stream: Any = None
         self._uploads = _Uploads(device)
@@ -202,6 +210,11 @@ class CudaBackend:
             self._stream = stream
             self._device.stream_wait(stream, self._device.record(before))
 
+    def busy(self) -> Callable[[], bool]:
+        """Return what tells whether the consumer's stream has still work of before this call; see `Backend.busy`."""
+        event = self._device.record(self._consumer_stream())
+        return lambda: not self._device.is_reached(event)
+
     def memory(self) -> dict[str, int]:
         """Return the most bytes of device memory held at one time; see `Backend.memory`."""
         return {
@@ -225,7 +238,8 @@ class CudaBackend:
             pool.clear()
         self._cache.clear()
         self._columns.clear()
-        self._device.free()
+        with contextlib.suppress(DeviceError):  # of a device that failed, in the consumer's work maybe
+            self._device.free()
 
     def _consumer_stream(self) -> Any:
         return self._device.current_stream() if self._stream is None else self._stream
@@ -291,9 +305,12 @@ class CudaBackend:
 
     def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident) -> Outcome:
         """Read extents lo..hi into an arena, and launch the decoding of their chunks."""
-        lane, start = self._lane, time.perf_counter()
+        lane = self._lane
         arena = lane.arenas[lane.n_parts % N_ARENAS]
         lane.n_parts += 1
+        begun = time.perf_counter()
+        self._device.wait(self._device.record(arena.stream))  # else the reader would, with its buffers full
+        start = time.perf_counter()
         source, name = read.layout.source, read.layout.name
         offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
         _, _, place, total = place_extents(offset, nbytes, source.nbytes)
@@ -316,7 +333,7 @@ class CudaBackend:
             read_nbytes=int(nbytes.sum()),
             read_s=middle - start,
             decoded_nbytes=(last - first) * read.layout.chunk_size * read.layout.dtype.itemsize,
-            decode_s=time.perf_counter() - middle,
+            decode_s=time.perf_counter() - middle + start - begun,
             n_chunks=last - first,
         )
         return outcome
@@ -344,10 +361,9 @@ class CudaBackend:
         return self._decoder.enqueue(read, numbers, place, memory, out, self._lane, verify=self._verify)
 
     def _grow(self, arena: _Arena, nbytes: int) -> None:
-        """Make an arena large enough; it starts on a page, as transfers do."""
+        """Make an arena that nobody uses large enough; it starts on a page, as transfers do."""
         if arena.memory is not None and arena.memory.nbytes >= nbytes:
             return
-        self._device.wait(self._device.record(arena.stream))
         arena.memory = None
         memory = self._device.empty(nbytes + nbytes // 8 + PAGE)
         arena.memory = memory[-self._device.address(memory) % PAGE :]
@@ -377,7 +393,9 @@ class CudaBackend:
         places = self.asarray(positions)
         arithmetic = self._arithmetic(form, stream)
         n_rows = np.int64(positions.size)
-        bad, host_bad = self._bad(form, stream)
+        may_be_bad = form.dtype == "float16" and not arithmetic[2]  # no log1p comes near to what float16 holds
+        may_be_bad = may_be_bad and bool(self._may_be_large(resident, arithmetic)[positions].any())
+        bad, host_bad = self._bad(stream) if may_be_bad else (self._never_bad, None)
         if resident.X is not None:
             name = f"gather_dense_{kind}"
             sizes: tuple[Any, ...] = (n_rows, np.int64(resident.n_vars), np.int64(form.n_cols))
@@ -397,14 +415,8 @@ class CudaBackend:
                 raise PlanError(too_large_for_half(int(host_bad[0])))
         return out
 
-    def _bad(self, form: Form, stream: Any) -> tuple[Any, NDArray[np.int32] | None]:
-        """Return where the kernel notes a row that float16 cannot hold; on the host too, where one may be.
-
-        Only then does the host wait for the gather: with log1p no value comes near to what float16 holds, and bfloat16
-        reaches as far as float32.
-        """
-        if form.dtype != "float16" or (form.transform is not None and form.transform.log1p):
-            return self._never_bad, None
+    def _bad(self, stream: Any) -> tuple[Any, NDArray[np.int32]]:
+        """Return where the kernel notes a row that float16 cannot hold, on the device and on the host."""
         host = self._device.pinned(4).view(np.int32)
         host[0] = _NONE_BAD
         bad, _ = self._small.array((1,), np.int32, stream)
@@ -439,24 +451,40 @@ class CudaBackend:
     def _kept_counts(self, resident: CudaResident, arithmetic: tuple[Any, ...]) -> NDArray[np.int64]:
         """Return how many values of each row are stored in a minibatch: counted, and waited for, once per fetch.
 
-        On a stream of its own, so that what the consumer has given to its stream is not waited for. -1 less the count,
-        where the numbers that chosen columns get do not rise along the row.
+        -1 less the count, where the numbers that chosen columns get do not rise along the row.
         """
         if resident.kept_counts is None:
-            columns, n_rows, stream = arithmetic[0], np.int64(resident.n_rows), self._counting
-            out, _ = self._counted.array((resident.n_rows,), np.int64, stream)
+            columns, n_rows = arithmetic[0], np.int64(resident.n_rows)
             if resident.X is not None:
                 name, n_vars = "count_dense", np.int64(resident.n_vars)
-                args = (resident.indptr, resident.X, resident.map_start, *arithmetic, n_rows, n_vars, out)
+                args = (resident.indptr, resident.X, resident.map_start, *arithmetic, n_rows, n_vars)
             else:
                 name = "count_csr"
-                args = (resident.indptr, resident.indices, resident.map_start, columns, n_rows, out)
-            self._device.launch(name, resident.n_rows, N_THREADS, args, stream)
-            host = self._device.pinned(8 * resident.n_rows).view(np.int64)
-            self._device.download(out, host, stream)
-            self._device.wait(self._device.record(stream))
-            resident.kept_counts = host
+                args = (resident.indptr, resident.indices, resident.map_start, columns, n_rows)
+            resident.kept_counts = self._asked(name, resident, args)
         return resident.kept_counts
+
+    def _may_be_large(self, resident: CudaResident, arithmetic: tuple[Any, ...]) -> NDArray[np.int64]:
+        """Return which rows may have a value in a minibatch that float16 cannot hold; asked once per fetch."""
+        if resident.may_be_large is None:
+            data = resident.data if resident.X is None else resident.X
+            sizes = np.int64(resident.n_rows), np.int64(resident.n_vars)
+            args = (resident.indptr, resident.indices, data, resident.map_start, *arithmetic, *sizes)
+            resident.may_be_large = self._asked("mark_large", resident, args)
+        return resident.may_be_large
+
+    def _asked(self, kernel: str, resident: CudaResident, args: tuple[Any, ...]) -> NDArray[np.int64]:
+        """Return what a kernel tells of each row of a resident.
+
+        On a stream of its own, so that what the consumer has given to its stream is not waited for.
+        """
+        stream = self._counting
+        out, _ = self._counted.array((resident.n_rows,), np.int64, stream)
+        self._device.launch(kernel, resident.n_rows, N_THREADS, (*args, out), stream)
+        host = self._device.pinned(8 * resident.n_rows).view(np.int64)
+        self._device.download(out, host, stream)
+        self._device.wait(self._device.record(stream))
+        return host
 
     @staticmethod
     def _csr_args(places: Any, resident: CudaResident) -> tuple[Any, ...]:

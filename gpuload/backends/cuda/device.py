@@ -6,7 +6,6 @@ kernels, compiled for the CPU, in its place. No method waits for the device but 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +14,8 @@ import numpy as np
 from gpuload.errors import DeviceError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -65,8 +65,8 @@ class Device(Protocol):
     def address(self, array: Any) -> int:
         """Return where an array starts."""
 
-    def stream(self) -> Any:
-        """Return a new stream that does not wait for the default one."""
+    def stream(self, *, is_urgent: bool = False) -> Any:
+        """Return a new stream that does not wait for the default one; urgent work goes before that of other streams."""
 
     def current_stream(self) -> Any:
         """Return the stream on which the calling thread's consumer works."""
@@ -154,11 +154,9 @@ class CupyDevice:
         """Make this the device of the calling thread."""
         self._cupy.cuda.Device(self._number).use()
 
-    @contextmanager
-    def _chosen(self) -> Iterator[None]:
+    def _chosen(self) -> _Chosen:
         """Do what CUDA does on a thread's current device; a consumer's thread, or the collector's, may have another."""
-        with _as_device_error(self.name), self._cupy.cuda.Device(self._number):
-            yield
+        return _Chosen(self.name, self._cupy.cuda.Device(self._number))
 
     def empty(self, nbytes: int) -> Any:
         """Return new device memory; DeviceError where there is not enough."""
@@ -211,10 +209,10 @@ class CupyDevice:
         """Return where an array starts."""
         return int(array.data.ptr)
 
-    def stream(self) -> Any:
+    def stream(self, *, is_urgent: bool = False) -> Any:
         """Return a new stream."""
         with self._chosen():
-            return self._cupy.cuda.Stream(non_blocking=True)
+            return self._cupy.cuda.Stream(non_blocking=True, priority=-1 if is_urgent else 0)
 
     def current_stream(self) -> Any:
         """Return CuPy's current stream of the calling thread."""
@@ -239,12 +237,12 @@ class CupyDevice:
 
     def is_reached(self, event: Any) -> bool:
         """Return whether what was given to a stream before an event is done."""
-        with _as_device_error(self.name):
+        with _Chosen(self.name):
             return bool(event.done)
 
     def wait(self, event: Any) -> None:
         """Let the calling thread wait for an event; a fault of what was launched before shows here."""
-        with _as_device_error(self.name):
+        with _Chosen(self.name):
             event.synchronize()
 
     def stream_wait(self, stream: Any, event: Any) -> None:
@@ -293,23 +291,53 @@ class _Named:
         return 0, self._number
 
 
-@contextmanager
-def _as_device_error(name: str) -> Iterator[None]:
-    """Raise what CUDA reports as a DeviceError of one sentence."""
+class _Chosen:
+    """A with-block on a device, if one is given, in which what CUDA reports is a DeviceError of one sentence.
+
+    A class, since a minibatch takes some 15 of them: a generator's with-block costs four times as much.
+    """
+
+    __slots__ = ("_device", "_name")
+
+    def __init__(self, name: str, device: Any = None) -> None:
+        self._name = name
+        self._device = device
+
+    def __enter__(self) -> None:
+        try:
+            if self._device is not None:
+                self._device.__enter__()
+        except Exception as error:
+            _raise_as_device_error(self._name, error)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._device is not None:
+                self._device.__exit__(kind, error, trace)
+        except Exception as later:
+            _raise_as_device_error(self._name, later)
+            raise
+        if error is not None:
+            _raise_as_device_error(self._name, error)
+
+
+def _raise_as_device_error(name: str, error: BaseException) -> None:
+    """Raise a DeviceError for what CUDA reports; do nothing where it is another error."""
     import cupy
 
     cuda = cupy.cuda
-    try:
-        yield
-    except cuda.memory.OutOfMemoryError as error:
+    if isinstance(error, cuda.memory.OutOfMemoryError):
         raise DeviceError(
             f"{name}: out of memory: {error}. Lower fetch_factor, prefetch or device_cache, or give device_memory."
         ) from error
-    except cuda.compiler.CompileException as error:
+    if isinstance(error, cuda.compiler.CompileException):
         raise DeviceError(
             f"{name}: the kernels do not compile for this device: {error}. See `gpuload doctor`."
         ) from error
-    except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
+    if isinstance(error, (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError)):
         raise DeviceError(f"{name}: {error}. See `gpuload doctor`.") from error
 
 

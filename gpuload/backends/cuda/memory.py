@@ -122,8 +122,10 @@ class DevicePool:
         if not may_wait and not all(self._device.is_reached(event) for event in found[1]):
             self._idle[key] = found
             return
-        for event in found[1]:
-            self._device.wait(event)  # freed memory may go to any stream
+        # Freed memory may go to any stream; but of a device that has failed, in the consumer's work maybe, to none.
+        with contextlib.suppress(DeviceError) if not self._max_idle else contextlib.nullcontext():
+            for event in found[1]:
+                self._device.wait(event)
         self._nbytes.pop(key, None)
 
 

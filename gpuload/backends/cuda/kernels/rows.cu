@@ -380,6 +380,47 @@ KERNEL(count_dense, (const int64_t* __restrict__ indptr, const float* __restrict
     }
 }
 
+// What float16 holds of a sum that float32 may have made somewhat larger, with room to spare.
+constexpr double SURELY_HALF = 32768.0;
+
+// Tell of each resident row, CSR or (without indices) dense, whether float16 may not hold one of its values in a
+// minibatch: one that rounds to infinity, or where columns repeat and are added up, or do not rise, the sum of all.
+KERNEL(mark_large, (const int64_t* __restrict__ indptr, const int32_t* __restrict__ indices,
+                    const float* __restrict__ data, const int64_t* __restrict__ map_start,
+                    const int32_t* __restrict__ columns, double target_sum, int32_t log1p_, int64_t n_rows,
+                    int64_t n_vars, int64_t* out)) {
+    SHARED_ARRAY(double, partial, MAX_THREADS);
+    SHARED_ARRAY(int32_t, has_none, 2);  // no value that is too large, no column that does not rise
+    PHASE(t) {
+        if (t < 2) has_none[t] = 1;
+    }
+    for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
+        const int64_t start = indptr ? indptr[row] : row * n_vars;
+        const int64_t n_stored = indptr ? indptr[row + 1] - start : n_vars;
+        const int32_t* chosen = map_of(int32_t(row), map_start, columns);
+        const Arithmetic arithmetic(row_scale(data + start, n_stored, target_sum, partial), target_sum, log1p_);
+        PHASE(t) {
+            double sum = 0.0;
+            for (int64_t k = t; k < n_stored; k += N_THREADS) {
+                if (indices && k && indices[start + k] <= indices[start + k - 1]) atomic_min(&has_none[1], 0);
+                if (place_of(chosen, indices ? indices[start + k] : int32_t(k)) < 0) continue;
+                const double size = widened(float_of(bits_of(arithmetic.of(data[start + k])) & 0x7FFFFFFF));
+                if (!(size < 65520.0)) atomic_min(&has_none[0], 0);
+                sum += size;
+            }
+            partial[t] = sum;
+        }
+        const double total = block_sum(partial);
+        const bool is_apart = agreed(has_none[1]), is_large = !agreed(has_none[0]);
+        EACH_THREAD(t) {
+            if (t == 0) out[row] = is_large || (!is_apart && !(total < SURELY_HALF));
+        }
+        PHASE(t) {
+            if (t < 2) has_none[t] = 1;
+        }
+    }
+}
+
 // Write what is not zero of dense rows as CSR rows, row r from out_indptr[r] on.
 KERNEL(compact_dense, (const float* __restrict__ X, int64_t n_rows, int64_t n_cols,
                        const int64_t* __restrict__ out_indptr, int32_t* __restrict__ out_indices,
