@@ -6,6 +6,7 @@ import gc
 import inspect
 import logging
 import os
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,12 @@ def test_what_a_batch_holds(loader: gpuload.Loader, plain: Stored) -> None:
 
 def test_numpy_numbers_are_settings_too(plain: Stored) -> None:
     with gpuload.open_loader(
-        plain.path, batch_size=np.int64(8), block_size=np.int32(4), seed=np.uint64(3), dtype=np.float16
+        plain.path,
+        batch_size=np.int64(8),
+        block_size=np.int32(4),
+        seed=np.uint64(3),
+        dtype=np.float16,
+        num_threads=np.int64(2),
     ) as a:
         first = next(iter(a))
     with gpuload.open_loader(plain.path, batch_size=8, block_size=4, seed=3) as b:
@@ -329,6 +335,24 @@ def test_with_statement_closes(plain: Stored, no_leaks: None) -> None:
     with pytest.raises(gpuload.GpuloadError, match="closed"):
         next(iter(loader))
     assert loader.n_obs == 262
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python's, of the fork
+def test_a_forked_process_is_refused_and_its_parent_goes_on(loader: gpuload.Loader) -> None:
+    batches = iter(loader)
+    next(batches)
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        try:
+            with pytest.raises(gpuload.PlanError, match=r"opened before this process was forked.*num_workers=0\)\.$"):
+                next(iter(loader))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(list(batches)) == len(loader) - 1
 
 
 @pytest.mark.parametrize(

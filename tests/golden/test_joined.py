@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 import gpuload
+from gpuload.formats import open_store
+from gpuload.tune import Bench, Wish
 from tests.several import dense, part, write, write_zarr
 
 if TYPE_CHECKING:
@@ -184,6 +187,31 @@ def test_what_is_handed_over_does_not_change_the_order_and_a_state_goes_on(tmp_p
         outer.load_state_dict(inner.state_dict())
         rest = [batch.rows for batch in outer]
         np.testing.assert_array_equal(np.sort(np.concatenate([*passed, *rest])), np.arange(sum(map(len, parts))))
+
+
+@pytest.mark.parametrize(
+    ("is_dense", "n_genes", "value_nbytes"), [(True, 40, 4), (False, 40, 6), (False, (1 << 16) + 1, 8)]
+)
+def test_fetches_take_all_genes_that_a_file_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dense: bool, n_genes: int, value_nbytes: int
+) -> None:
+    genes = [[f"gene_{n_genes * k + i if i > 3 else i}" for i in range(n_genes)] for k in range(2)]
+    parts = [part(k, is_dense=is_dense, n_obs=10, genes=names) for k, names in enumerate(genes)]
+    paths = write(tmp_path, parts)
+    nbytes = value_nbytes * sum(np.size(cells.X) if is_dense else cells.X.nnz for cells in parts)
+    with closing(open_store(paths, layer="X", obs=(), join="inner")) as store:
+        assert (store.n_obs, store.n_vars) == (20, 4)
+        assert store.nbytes_per_row * 20 == pytest.approx(nbytes)
+        bench = Bench(store, Wish(1 << 30, batch_size=10))
+        assert bench.memory_nbytes(2, 1, 1) - bench.memory_nbytes(0, 1, 1) == pytest.approx(2 * nbytes, abs=1)
+    settings: dict[str, Any] = {"join": "inner", "batch_size": 10, "fetch_factor": 2, "prefetch": 1, "device": "cpu"}
+    monkeypatch.setattr("gpuload._memory_nbytes", lambda: 2 * nbytes + 1)
+    with gpuload.open_loader(paths, **settings) as loader:
+        list(loader)
+        assert nbytes <= loader.memory()["residents"] <= 1.1 * nbytes + 1000
+    monkeypatch.setattr("gpuload._memory_nbytes", lambda: 2 * nbytes - 2)
+    with pytest.raises(gpuload.PlanError, match="fetch_factor=2: 2 fetches of 20 cells take"):
+        gpuload.open_loader(paths, **settings)
 
 
 def test_csr_rows_are_canonical(tmp_path: Path) -> None:

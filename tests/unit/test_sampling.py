@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from scipy.sparse import csr_matrix
 
 import gpuload
 from gpuload import (
@@ -94,6 +96,17 @@ def test_bad_parameters(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
+        (BlockShuffle(edges=[0, 3]), "BlockShuffle(edges=...): they go from 0 to 3; expected 0 to 6, the cells of all"),
+        (BlockShuffle(edges=[2, 6]), "BlockShuffle(edges=...): they go from 2 to 6; expected 0 to 6, the cells of all"),
+        (
+            BlockShuffle(edges=[0, 4, 4, 6]),
+            "BlockShuffle(edges=...): expected whole numbers that rise, found array([0, 4, 4, 6]).",
+        ),
+        (
+            BlockShuffle(edges=[0, 2.5, 6]),
+            "BlockShuffle(edges=...): expected whole numbers that rise, found array([0. , 2.5, 6. ]).",
+        ),
+        (BlockShuffle(edges=6), "BlockShuffle(edges=...): expected whole numbers that rise, found array(6)."),
         (ClassBalanced("empty"), "ClassBalanced('empty'): the label is missing in all 6 cells; name another column."),
         (Weighted([1, 2]), "Weighted: 2 weights for 6 cells; give one per cell."),
         (Weighted([[1] * 6]), "Weighted: weights of dtype int64 and shape (1, 6); expected one number per cell."),
@@ -160,6 +173,13 @@ def test_bad_data(sampler: Any, message: str | None) -> None:
     with pytest.raises(PlanError) as caught:
         sampler.over(cells())
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("control", [["dmso"], ("dmso",), np.array(["dmso", "none"])])
+def test_several_values_may_mark_controls(control: Any) -> None:
+    expected = PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch").over(cells())
+    found = PairedControl("drug", control, match=("batch", "label"), fallback="batch").over(cells())
+    assert found.describe() == expected.describe()
 
 
 def test_an_odd_minibatch_has_no_halves() -> None:
@@ -246,6 +266,20 @@ def test_the_block_size_that_holds(plain: Stored, settings: dict[str, Any], expe
     assert order(**settings) == order(sampler=BlockShuffle(expected))
 
 
+@pytest.mark.parametrize("is_where", [False, True])
+def test_blocks_with_edges_of_their_own_among_some_of_the_cells(plain: Stored, is_where: bool) -> None:
+    edges = [0, 40, 60, 61, 100, 131]
+    line = plain.obs["cell_line"].to_numpy()
+    chosen = np.flatnonzero(line == "K562") if is_where else np.arange(50, 131)
+    sampler = BlockShuffle(edges=edges)
+    some = {"sampler": sampler, "where": "cell_line == 'K562'"} if is_where else {"sampler": Subset(chosen, sampler)}
+    with gpuload.open_loader(plain.path, batch_size=1, fetch_factor=1, device="cpu", **some) as loader:
+        order = [int(batch.rows[0]) for batch in loader]
+    blocks = [list(rows) for _, rows in groupby(order, lambda row: np.searchsorted(edges, row, "right"))]
+    of_edges = [[row for row in chosen.tolist() if a <= row < b] for a, b in pairwise(edges)]
+    assert sorted(blocks) == [block for block in of_edges if block]
+
+
 def test_a_column_that_is_not_there_is_named(plain: Stored) -> None:
     with pytest.raises(StoreError, match="obs has no column 'celltype'; it has "):
         gpuload.open_loader(plain.path, sampler=ClassBalanced("celltype"), device="cpu")
@@ -296,6 +330,8 @@ def test_descriptions_are_json_and_tell_settings_apart() -> None:
     assert texts == [json.dumps(sampler.over(cells()).describe(), sort_keys=True) for sampler in samplers]
     assert texts[0] == '{"name": "Sequential"}'
     assert texts[1] == '{"block_size": 4, "name": "BlockShuffle"}'
+    given = BlockShuffle(edges=[0, 3, 6]), BlockShuffle(edges=np.array([0, 3, 6], dtype=np.uint16))
+    assert [json.dumps(sampler.over(cells()).describe(), sort_keys=True) for sampler in given] == [texts[4]] * 2
 
 
 def test_the_columns_a_sampler_needs() -> None:
@@ -311,12 +347,18 @@ def test_the_columns_a_sampler_needs() -> None:
 
 
 def test_the_halves_of_a_minibatch() -> None:
-    batch = Batch(np.arange(12.0).reshape(6, 2), {"a": np.arange(6)}, np.arange(10, 16))
+    X = np.arange(12.0).reshape(6, 2)
+    more = {"layers": {"b": 2 * X}, "obsm": {"c": 3 * X}, "modalities": {"d": csr_matrix(4 * X)}}
+    batch = Batch(X, {"a": np.arange(6)}, np.arange(10, 16), **more)
     perturbed, controls = gpuload.split_pairs(batch)
     assert perturbed.rows.tolist() == [10, 11, 12]
     assert controls.rows.tolist() == [13, 14, 15]
     assert controls.obs["a"].tolist() == [3, 4, 5]
-    np.testing.assert_array_equal(np.concatenate([perturbed.X, controls.X]), batch.X)
+    for half, expected in ((perturbed, X[:3]), (controls, X[3:])):
+        np.testing.assert_array_equal(half.X, expected)
+        np.testing.assert_array_equal(half.layers["b"], 2 * expected)
+        np.testing.assert_array_equal(half.obsm["c"], 3 * expected)
+        np.testing.assert_array_equal(half.modalities["d"].toarray(), 4 * expected)
     as_dict = {"X": batch.X, "a": batch.obs["a"], "rows": batch.rows}
     for half, expected in zip(gpuload.split_pairs(as_dict), (perturbed, controls), strict=True):
         np.testing.assert_array_equal(half["X"], expected.X)
