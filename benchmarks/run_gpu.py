@@ -48,6 +48,9 @@ PACKAGES = (
     "zarrs",
 )
 
+BLOCK_SIZE = "8 chunks"
+"""Some 195 cells. A block ends inside a chunk, which is decoded for it too: an eighth as often as with one chunk."""
+
 PREFETCH = 2
 """Fetches that load ahead of the consumer."""
 
@@ -98,7 +101,7 @@ def ceiling_decode(options: Options) -> dict[str, Any]:
 
     store = open_store([str(options.file)], layer="X", obs=())
     matrix = store.matrices[0]
-    n = min(1024, matrix.data.chunk_offset.size - 1)
+    n = min(2048, matrix.data.chunk_offset.size - 1)  # of both arrays more than a GPU works on at a time
     stored, sizes = [], []
     for layout in matrix.layouts:
         for chunk in range(n):
@@ -152,14 +155,18 @@ def loader(
     import gpuload
     from gpuload.torch import CellDataset
 
-    settings = {"batch_size": options.batch_size, "fetch_factor": options.fetch_factor, "block_size": "chunk"}
+    settings = {"batch_size": options.batch_size, "fetch_factor": options.fetch_factor, "block_size": BLOCK_SIZE}
     settings["prefetch"] = PREFETCH
     set_cache(options.file, options.cache)
     with gpuload.open_loader(options.file, device="cuda", obs=["plate"], output=output, **settings, **more) as opened:
-        # From the end of the first fetch, for which an empty pipeline was waited for, to where as many fetches are
-        # still ahead as then.
+        # From the end of the first fetch, for which an empty pipeline was waited for, over an even number of fetches,
+        # which load in pairs.
         first, n_fetches = options.fetch_factor, len(opened) // options.fetch_factor
-        last = first * max(2, n_fetches - PREFETCH)
+        if n_fetches < 4:
+            raise ValueError(
+                f"{options.file}: {n_fetches} fetches of cells; expected at least 4. Lower --fetch-factor."
+            )
+        last = first * (1 + 2 * ((n_fetches - 2) // 2))
         dataset = CellDataset(opened)
         for _ in range(epoch):
             for _ in dataset:
@@ -189,7 +196,7 @@ def loader(
             "stage_s": {k: after[k] - stats[k] for k in ("plan_s", "read_s", "decode_s", "take_s", "wait_s")},
             "read_bytes_per_s": (after["read_nbytes"] - stats["read_nbytes"]) / seconds,
             "cached_share": (after["n_chunks_cached"] - stats["n_chunks_cached"])
-            / (after["n_chunks"] - stats["n_chunks"]),
+            / max(1, after["n_chunks"] - stats["n_chunks"]),
             "memory_nbytes": opened.memory(),
         }
 
@@ -425,6 +432,7 @@ def _say(found: dict[str, Any]) -> str:
     parts += [f"{found['cells_per_s']:,.0f} cells/s"] if "cells_per_s" in found else []
     parts += [found["io_mode"]] if "io_mode" in found else []
     parts += [f"waited {found['waited_share']:.0%}"] if "waited_share" in found else []
+    parts += [f"trained {found['step_share']:.0%}"] if found.get("step_share") else []
     return ", ".join(parts)
 
 
