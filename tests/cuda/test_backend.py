@@ -278,9 +278,10 @@ def test_idle_memory_is_given_up_where_there_is_too_little() -> None:
     from gpuload.backends.cuda.memory import DevicePool
 
     device = FakeDevice(n_bytes=10_000)
-    pool, stream = DevicePool(device, max_idle=4), device.stream()
-    for nbytes in (1000, 3000, 8000):
-        memory, lease = pool.lease(nbytes, stream)
+    pools: list[DevicePool] = []
+    pool, other, stream = DevicePool(device, 4, pools), DevicePool(device, 4, pools), device.stream()
+    for which, nbytes in ((pool, 1000), (pool, 3000), (other, 8000), (pool, 8000)):
+        memory, lease = which.lease(nbytes, stream)
         del memory, lease
     with pytest.raises(gpuload.DeviceError, match="out of memory"):
         pool.lease(10_001, stream)
@@ -372,7 +373,7 @@ def test_chunks_in_the_cache_are_not_read_again(
 
 
 def test_device_memory_is_a_bound(open_fake: Callable[..., Opened], plain: Stored) -> None:
-    opened = open_fake(plain.path, n_bytes=50_000, **SMALL)
+    opened = open_fake(plain.path, n_bytes=20_000, **SMALL)
     with pytest.raises(gpuload.DeviceError, match="out of memory"):
         list(opened.epoch())
 

@@ -126,10 +126,10 @@ class _Arena:
 class _Lane(threading.local):
     """What one loading thread has for itself: a stream that decodes, its scratch memory, and arenas that take turns."""
 
-    def __init__(self, device: Device, pools: list[DevicePool]) -> None:
+    def __init__(self, device: Device, pools: list[DevicePool], scratch: list[DevicePool]) -> None:
         self.stream = device.stream()
-        self.scratch = DevicePool(device, max_idle=32)
-        pools.append(self.scratch)
+        self.scratch = DevicePool(device, 32, pools)
+        scratch.append(self.scratch)
         self.arenas = [_Arena(device.stream()) for _ in range(N_ARENAS)]
         self.n_parts = 0
 
@@ -163,19 +163,20 @@ class CudaBackend:
         self._device = device
         self._reader = reader
         self._verify = verify
-        self._residents = DevicePool(device, max_idle=16)
+        self._pools: list[DevicePool] = []
+        self._residents = DevicePool(device, 16, self._pools)
         self._scratch: list[DevicePool] = []
-        self._outputs = DevicePool(device, max_idle=16)
-        self._small = DevicePool(device, max_idle=256)
+        self._outputs = DevicePool(device, 16, self._pools)
+        self._small = DevicePool(device, 256, self._pools)
         self._decoder = Decoder(device, nvcomp)
-        self._lane = _Lane(device, self._scratch)
+        self._lane = _Lane(device, self._pools, self._scratch)
         self._cache = ChunkCache(device, cache_nbytes)
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
         self._columns: dict[int, tuple[NDArray[np.int32], Any, Lease]] = {}  # by id of that on the host, which is kept
         # With memory of its own: what others used would have to be waited for.
         self._counting = device.stream(is_urgent=True)
-        self._counted = DevicePool(device, max_idle=16)
+        self._counted = DevicePool(device, 16, self._pools)
         self._stream: Any = None
         self._uploads = _Uploads(device)
         self._never_bad = device.typed(device.empty(4), np.int32, (1,))
@@ -234,7 +235,7 @@ class CudaBackend:
         is_own_thread = threading.current_thread().name.startswith("gpuload-load")
         self._loads.shutdown(wait=not is_own_thread, cancel_futures=True)
         self._reader.close()
-        for pool in (self._residents, *self._scratch, self._outputs, self._small, self._counted):
+        for pool in self._pools:
             pool.clear()
         self._cache.clear()
         self._columns.clear()

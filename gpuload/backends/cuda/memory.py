@@ -53,11 +53,15 @@ class DevicePool:
         Where.
     max_idle
         Idle blocks kept.
+    all_pools
+        The pools of this device, to which this one is added: where one lacks memory, all give up what is idle.
     """
 
-    def __init__(self, device: Device, max_idle: int) -> None:
+    def __init__(self, device: Device, max_idle: int, all_pools: list[DevicePool]) -> None:
         self._device = device
         self._max_idle = max_idle
+        self._all_pools = all_pools
+        all_pools.append(self)
         self._idle: dict[int, tuple[Any, list[Any]]] = {}
         self._nbytes: dict[int, int] = {}
         self.peak_nbytes = 0
@@ -93,6 +97,10 @@ class DevicePool:
     def clear(self) -> None:
         """Give the idle blocks back, and keep none from now on."""
         self._max_idle = 0
+        self.drop_idle()
+
+    def drop_idle(self) -> None:
+        """Give the idle blocks back, when what was given to their streams is done."""
         for key in self._idle.copy():
             self._drop(key)
 
@@ -110,8 +118,8 @@ class DevicePool:
         try:
             return self._device.empty(nbytes)
         except DeviceError:
-            for key in self._idle.copy():
-                self._drop(key)
+            for pool in self._all_pools:
+                pool.drop_idle()
             return self._device.empty(nbytes)
 
     def _drop(self, key: int, *, may_wait: bool = True) -> None:
