@@ -143,6 +143,50 @@ def test_names_that_files_have_in_common_get_their_number(tmp_path: Path) -> Non
     assert ad.read_zarr(tmp_path / "out.zarr").obs_names.tolist() == wanted
 
 
+def test_categories_that_one_file_has_none_of(tmp_path: Path) -> None:
+    one, two = cells(30, 20, seed=1), cells(20, 20, seed=2)
+    two.obs["plate"] = pd.Categorical([np.nan] * 20)  # written with categories of float64
+    paths = [written(one, tmp_path / "one.h5ad"), written(two, tmp_path / "two.h5ad")]
+    expected = [*one.obs["plate"], *[None] * 20]
+    for name, order in (("a.zarr", paths), ("b.zarr", paths[::-1])):
+        gpuload.pack(order, tmp_path / name, obs=["plate"], keep_order=True)
+        plate = ad.read_zarr(tmp_path / name).obs["plate"]
+        assert plate.cat.categories.tolist() == one.obs["plate"].cat.categories.tolist()
+        found = plate.astype(object).where(plate.notna(), None).tolist()
+        assert found == (expected if order == paths else expected[30:] + expected[:30])
+
+
+def test_categories_of_anndata_0_7_stay_ordered(tmp_path: Path) -> None:
+    path = tmp_path / "old.h5ad"
+    writers.write_old_categories(path, writers.counts())
+    gpuload.pack(path, tmp_path / "out.zarr", keep_order=True)
+    stage = ad.read_zarr(tmp_path / "out.zarr").obs["stage"]
+    assert stage.cat.ordered
+    assert stage.tolist() == writers.cells_frame()["stage"].tolist()
+
+
+def test_columns_of_other_byte_orders(tmp_path: Path) -> None:
+    path = written(cells(30, 20), tmp_path / "in.h5ad")
+    with h5py.File(path, "r+") as file:
+        del file["obs/depth"]
+        file["obs/depth"] = np.arange(30, dtype=">f8")
+        file["obs/depth"].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+    gpuload.pack(path, tmp_path / "out.zarr", keep_order=True)
+    depth = ad.read_zarr(tmp_path / "out.zarr").obs["depth"]
+    assert depth.dtype == "float64"
+    assert depth.tolist() == list(range(30))
+
+
+def test_a_column_that_is_the_index_too(tmp_path: Path) -> None:
+    adata = cells(30, 20)
+    adata.obs["barcode"] = adata.obs_names
+    adata.obs.index.name = "barcode"
+    gpuload.pack(written(adata, tmp_path / "in.h5ad"), tmp_path / "out.zarr", keep_order=True)
+    found = ad.read_zarr(tmp_path / "out.zarr")
+    assert list(found.obs) == [*adata.obs, "source_file", "source_row"]
+    assert found.obs["barcode"].tolist() == found.obs_names.tolist() == [f"cell_{i}" for i in range(30)]
+
+
 def order_of(path: Path) -> NDArray[np.int64]:
     rows: NDArray[np.int64] = ad.read_zarr(path).obs["source_row"].to_numpy()
     return rows
@@ -185,6 +229,10 @@ def test_order_is_a_uniform_permutation() -> None:
     assert np.abs(seen / 1_000 - 1).max() < 0.12  # four standard deviations
 
 
+def of_bits(bits: int) -> np.float64:
+    return np.array([bits], dtype=np.uint64).view(np.float64)[0]
+
+
 @pytest.mark.parametrize(
     ("values", "dtype"),
     [
@@ -200,6 +248,8 @@ def test_order_is_a_uniform_permutation() -> None:
         ([-0.0, 3], "float32"),
         ([np.nan, 3], "float32"),
         ([np.inf, 3], "float32"),
+        ([of_bits(0x7FF00000000007A2), 3], "float64"),  # NA of R
+        ([of_bits(0x7FF80000000007A2), 3], "float64"),  # after a calculation
     ],
 )
 def test_smallest_dtype_that_loses_nothing(values: list[float], dtype: str, tmp_path: Path) -> None:
@@ -349,6 +399,13 @@ def test_forms_that_are_no_anndata(tmp_path: Path) -> None:
     found = ad.read_zarr(tmp_path / "out.zarr")
     assert (X[found.obs["source_row"]] == found.X).all()
     assert found.obs_names.tolist() == [str(row) for row in found.obs["source_row"]]
+
+
+@pytest.mark.filterwarnings("ignore:.* names are not unique:UserWarning")
+def test_cells_of_10x_keep_their_barcodes(tmp_path: Path) -> None:
+    form = FORMS["tenx-3"](tmp_path)
+    gpuload.pack(form.path, tmp_path / "out.zarr", keep_order=True)
+    assert ad.read_zarr(tmp_path / "out.zarr").obs_names.tolist() == form.obs["barcode"]
 
 
 def test_blocks_of_a_packed_store_are_as_mixed_as_random_cells(tmp_path: Path) -> None:

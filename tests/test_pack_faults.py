@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import anndata as ad
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.sparse import csr_matrix
 
@@ -63,7 +64,7 @@ def test_killed_at_any_place_it_goes_on(source: Path, tmp_path: Path) -> None:
     target, folder = tmp_path / "out.zarr", tmp_path / "out.zarr.packing"
     gpuload.pack(source, tmp_path / "whole.zarr", memory=MEMORY, block_size=16)
     seen = []
-    for n_before, what in ((2, "parts"), (1, "data/c"), (0, "obs/plate/codes")):
+    for n_before, what in ((0, "obs/plate/codes"), (2, "parts"), (1, "data/c"), (0, "X/zarr.json")):
         arguments = [sys.executable, "-c", KILLED_IN_THE_MIDDLE, str(source), str(target), str(n_before), what]
         done = subprocess.run(arguments, check=False, timeout=300, capture_output=True, text=True)
         assert done.returncode == -signal.SIGKILL, done.stderr
@@ -71,9 +72,10 @@ def test_killed_at_any_place_it_goes_on(source: Path, tmp_path: Path) -> None:
         names = os.listdir(folder / "parts")
         seen.append((len([n for n in names if n.isdecimal()]), len(os.listdir(folder / "done"))))
     n_parts, n_buckets = seen[-1]
-    assert 0 < seen[0][0] < n_parts
-    assert seen[1][0] == n_parts
-    assert seen[1][1] < n_buckets
+    assert seen[0] == (0, 0)
+    assert 0 < seen[1][0] < n_parts
+    assert seen[2][0] == n_parts
+    assert seen[2][1] < n_buckets
     before = {path: path.stat().st_mtime_ns for path in (folder / "store/X").rglob("c/*") if "indptr" not in str(path)}
     packed = gpuload.pack(source, target, memory=MEMORY, block_size=16)
     assert packed.n_resumed == n_parts + n_buckets
@@ -315,6 +317,38 @@ def test_a_source_that_changes_meanwhile_is_an_error(
     assert not (tmp_path / "out.zarr").exists()
 
 
+def relabel(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["obs/n_counts"][...] = 7
+    os.utime(path, ns=(0, 1))
+
+
+def replace_by_another(path: Path) -> None:
+    other = written(cells(3_000, 200, seed=9), path.with_name("other.h5ad"))
+    other.replace(path)
+
+
+@pytest.mark.parametrize(
+    ("step", "change"),
+    [("_write_tables", replace_by_another), ("_verify", replace_by_another), ("_verify", relabel)],
+)
+def test_the_target_is_of_one_state_of_a_source(
+    step: str, change: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copy(source, tmp_path / "in.h5ad"))
+    plain = getattr(work.Work, step)
+
+    def change_first(self: Any, *given: Any) -> Any:
+        change(copy)
+        return plain(self, *given)
+
+    monkeypatch.setattr(work.Work, step, change_first)
+    words = f"^{copy}: it was changed while it was packed; pack again when nobody writes to it[.]$"
+    with pytest.raises(gpuload.ReadError, match=words):
+        gpuload.pack(copy, tmp_path / "out.zarr")
+    assert not (tmp_path / "out.zarr").exists()
+
+
 def damage_values(array: Any) -> None:
     array[len(array) // 2] += 1
 
@@ -324,8 +358,9 @@ def test_a_wrong_value_is_found(source: Path, tmp_path: Path, monkeypatch: pytes
     calls = []
 
     def encode(self: Any, chunk: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
+        if chunk.dtype == np.uint16:  # of the matrix; no column of obs is
+            calls.append(1)
+        if chunk.dtype == np.uint16 and len(calls) == 3:
             chunk = chunk.copy()
             damage_values(chunk)
         return plain(self, chunk)
@@ -499,6 +534,38 @@ def test_a_column_of_two_values_a_row_is_refused(tmp_path: Path) -> None:
     words = rf"^{path}: obs column 'plate' has dtype float64 and shape \(9, 2\); only one .*Leave it out by naming"
     with pytest.raises(gpuload.StoreError, match=words):
         gpuload.pack(path, tmp_path / "out.zarr", obs=["plate"])
+    assert not (tmp_path / "out.zarr").exists()
+
+
+def with_numbers(path: Path) -> Path:
+    """Write cells of one gene more whose plates, and whose genes' chromosomes, are categories that are numbers."""
+    adata = cells(9, 6)
+    adata.obs["plate"] = pd.Categorical([1, 2, 3] * 3)
+    adata.var["chromosome"] = pd.Categorical([1] * 6)
+    adata.obs_names = [f"other_{i}" for i in range(9)]
+    return written(adata, path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"obs": ["plate"]}, "obs column 'plate'"),
+        ({"obs": [], "group_by": "plate"}, "obs column 'plate'"),
+        ({"obs": [], "join": "inner"}, "var column 'chromosome'"),
+    ],
+)
+def test_categories_of_unlike_types_are_refused_before_the_work(
+    settings: dict[str, Any], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work.Local, "write_parts", fail)
+    n_vars = 5 if "join" in settings else 6
+    paths = [written(cells(9, n_vars), tmp_path / "in.h5ad"), with_numbers(tmp_path / "other.h5ad")]
+    words = (
+        f"^{paths[0]}: {what} has categories of (object|str|string) in one file and of int64 in another; "
+        r"make them of one type, or leave the column out\.$"
+    )
+    with pytest.raises(gpuload.StoreError, match=words):
+        gpuload.pack(paths, tmp_path / "out.zarr", **settings)
     assert not (tmp_path / "out.zarr").exists()
 
 

@@ -169,12 +169,13 @@ def write_old_compound(path: Path, X: csr_matrix | NDArray[Any]) -> None:
             "n_counts": obs["n_counts"].to_numpy(),
             "donor": obs["donor"].to_numpy().astype(TEXT),
         }
-        file.create_dataset("obs", data=_compound(fields))
-        file.create_dataset("var", data=_compound({"index": genes_frame(X.shape[1]).index.to_numpy().astype("S20")}))
+        file.create_dataset("obs", data=compound(fields))
+        file.create_dataset("var", data=compound({"index": genes_frame(X.shape[1]).index.to_numpy().astype("S20")}))
         file.create_dataset("uns/cell_line_categories", data=list(obs["cell_line"].cat.categories), dtype=TEXT)
 
 
-def _compound(fields: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+def compound(fields: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    """Return columns as one table, a compound data set of HDF5."""
     first = next(iter(fields.values()))
     table = np.empty(first.size, dtype=[(name, values.dtype) for name, values in fields.items()])
     for name, values in fields.items():

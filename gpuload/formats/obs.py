@@ -131,7 +131,7 @@ def read_values(frame: Any, name: str) -> Any:
         if categories is None:
             return values
         categories = np.atleast_1d(categories)  # one alone was written as a scalar
-        if values.dtype.kind not in "iu" or values.max(initial=-1) >= categories.size:
+        if values.dtype.kind not in "iu" or (values.size and values.max() >= categories.size):
             return values  # obs and var shared the place: these are of the other's column of that name
         return pd.Categorical.from_codes(values, _texts_or_numbers(categories))
     stored = frame[name]

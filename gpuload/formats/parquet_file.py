@@ -240,11 +240,11 @@ class _Reader:
         is_one = (numbers == LEADER) & (found < 0)
         if not is_one.any() or np.any(found[is_one] != found[is_one][0]):
             return False
+        if is_one.all():
+            return True
         if np.count_nonzero(values < 0) > np.count_nonzero(is_one):
             return False  # other values are below 0, too: these are signed, and no marker
-        if not is_one.all():
-            raise self._mixed(int(self.rows[:group].sum()) + int(np.flatnonzero(lengths > 0)[np.argmin(is_one)]))
-        return True
+        raise self._mixed(int(self.rows[:group].sum()) + int(np.flatnonzero(lengths > 0)[np.argmin(is_one)]))
 
     def _mixed(self, row: int) -> StoreError:
         return StoreError(

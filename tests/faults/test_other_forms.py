@@ -71,6 +71,15 @@ def test_something_behind_a_file(tmp_path: Path) -> None:
     assert_refused("ReadError", tmp_path / "a.h5ad" / "x" / "y" / "z", "no such file")
 
 
+@pytest.mark.parametrize("name", ["npy-f4", "npz-stored", "parquet"])
+def test_something_behind_what_is_no_anndata(name: str, tmp_path: Path) -> None:
+    if name == "parquet":
+        pytest.importorskip("pyarrow")
+    path = made(name, tmp_path)
+    words = f"{path}: it holds no modalities, so '{path}/rna' means nothing; give the file's path alone."
+    assert_refused("StoreError", path / "rna", words)
+
+
 def test_parquet_of_cells(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     path = tmp_path / "train-00000.parquet"

@@ -76,8 +76,8 @@ def test_bad_settings_are_refused_before_a_file_is_opened(name: str, value: obje
     assert_says(caught.value, f"{name}={value!r}", "expected")
 
 
-@pytest.mark.parametrize("target_sum", [0, -1.0, float("nan"), float("inf")])
-def test_bad_target_sum(target_sum: float) -> None:
+@pytest.mark.parametrize("target_sum", [0, -1.0, float("nan"), float("inf"), "1e4", [1e4]])
+def test_bad_target_sum(target_sum: Any) -> None:
     with pytest.raises(gpuload.PlanError) as caught:
         gpuload.Transform(target_sum=target_sum)
     assert_says(caught.value, "target_sum", "None for no scaling")
@@ -123,6 +123,19 @@ def test_unknown_setting(plain: Stored) -> None:
 
 def test_columns_of_obs_are_a_list(plain: Stored) -> None:
     assert_refused("PlanError", plain.path, "'depth'", "['depth']", obs="depth")
+
+
+@pytest.mark.parametrize(
+    ("obs", "told"),
+    [
+        (None, "obs=None: expected a name, or a list of names."),
+        (5, "obs=5: expected a name, or a list of names."),
+        (["depth", 5], "obs=['depth', 5]: expected a name, or a list of names."),
+        (["depth", "depth"], "obs=['depth', 'depth']: 'depth' is given twice; give every name once."),
+    ],
+)
+def test_columns_of_obs_are_names(plain: Stored, obs: Any, told: str) -> None:
+    assert_refused("PlanError", plain.path, told, obs=obs)
 
 
 # --- files that are not there, or are something else
@@ -209,6 +222,16 @@ def test_csc_is_refused_with_the_cure(tmp_path: Path, layer: str) -> None:
     assert_refused("StoreError", path, str(path), "CSC", ".tocsr()", layer=layer)
 
 
+def test_obsm_of_anndata_0_6(tmp_path: Path) -> None:
+    path = tmp_path / "old.h5ad"
+    writers.write_old_compound(path, counts())
+    with h5py.File(path, "a") as file:
+        file["obsm"] = np.zeros(writers.N_OBS, [("X_pca", "f4", (5,)), ("X_tsne", "f4", (2,))])
+    words = "its obsm is one table, as AnnData before 0.7 wrote it; write the file anew."
+    assert_refused("StoreError", path, f"{path}: {words}", obsm="X_pca")
+    assert_refused("StoreError", path, f"{path}: {words}", layer="obsm/nope")
+
+
 def test_old_csc_is_refused_too(tmp_path: Path) -> None:
     path = tmp_path / "columns.h5ad"
     writers.write_old_compound(path, counts())
@@ -269,6 +292,14 @@ def test_virtual_and_external_storage(tmp_path: Path) -> None:
     layout[...] = source
     write_h5ad(path, lambda f: f.create_virtual_dataset("X", layout), 4, 3)
     assert_refused("StoreError", path, "/X", "other files", "h5repack")
+
+
+def test_a_link_to_another_file(tmp_path: Path) -> None:
+    path, other = tmp_path / "small.h5ad", tmp_path / "other.h5"
+    with h5py.File(other, "w") as file:
+        file["X"] = np.ones((4, 3), np.float32)
+    write_h5ad(path, lambda f: f.update({"X": h5py.ExternalLink(other.name, "/X"), "pad": np.arange(999.0)}), 4, 3)
+    assert_refused("StoreError", path, "/X", "other files; copy it into one file first: with h5copy -f ext what is")
 
 
 # --- matrices that are wrong

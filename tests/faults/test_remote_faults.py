@@ -6,6 +6,7 @@ import shutil
 import time
 from typing import TYPE_CHECKING, Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -13,10 +14,10 @@ pytest.importorskip("obstore")
 
 import gpuload
 from benchmarks.s3server import start
-from gpuload.errors import BusyError, CorruptDataError, ReadError
+from gpuload.errors import BusyError, CorruptDataError, ReadError, StoreError
 from gpuload.remote import RemoteObject, open_remote
 from tests.other_forms import write_parquet
-from tests.writers import N_OBS, counts
+from tests.writers import N_OBS, counts, write_h5ad
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,6 +90,15 @@ def test_what_may_pass_is_waited_out(calm: Running, cells: Path, knobs: dict[str
             np.testing.assert_array_equal(one.X, other.X)
             np.testing.assert_array_equal(one.rows, other.rows)
     assert sum(n for kind, n in calm.counts().items() if kind.startswith("fault")) > faults_before
+
+
+def test_a_link_to_another_file(calm: Running) -> None:
+    """h5py looks for what is linked in the object itself: there is a data set of that name, and it is not the one."""
+    path = calm.root / "data" / "linked.h5ad"
+    members = {"elsewhere": np.ones((4, 3), np.float32), "X": h5py.ExternalLink("other.h5", "/elsewhere")}
+    write_h5ad(path, lambda file: file.update(members), 4, 3)
+    with pytest.raises(StoreError, match=r"linked\.h5ad: /elsewhere keeps its bytes in other files; copy it into one"):
+        opened(calm, path)
 
 
 def test_a_folder_of_zarr_is_listed_whole(calm: Running, tmp_path: Path) -> None:

@@ -411,6 +411,11 @@ def test_refusals(server: Running, plain: Stored, tmp_path: Path) -> None:
         gpuload.open_loader("s3://data/none.h5ad", storage_options=reached)
     with pytest.raises(ReadError, match=r"^s3://data/none\.parquet: no such object\. Check the address\.$"):
         gpuload.open_loader(["s3://data/none.parquet", "s3://data/other.parquet"], storage_options=reached)
+    (server.root / "empty").mkdir()
+    with pytest.raises(ReadError, match=r"^s3://empty: no such object\. Check the address\.$"):
+        gpuload.open_loader("s3://empty", storage_options=reached)
+    with pytest.raises(PlanError, match=r"^s3://: it names no bucket or host; expected for example s3://bucket/"):
+        gpuload.open_loader("s3://", storage_options=reached)
     np.save(server.root / "data" / "x.npy", np.zeros((3, 2)))
     with pytest.raises(StoreError, match=r"s3://data/x\.npy: at an address HDF5, Parquet and folders of zarr"):
         gpuload.open_loader("s3://data/x.npy", storage_options=reached)

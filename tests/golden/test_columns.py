@@ -12,6 +12,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from gpuload.formats.recognise import obs_columns
 from tests import writers
 from tests.writers import write_csr, write_dense, write_h5ad
 
@@ -65,6 +66,63 @@ def test_string_columns_as_strings(store_variant: StoreVariant) -> None:
 def test_columns_of_old_files(store_variant: StoreVariant, name: str, columns: list[str]) -> None:
     stored = store_variant(name)
     assert_columns(stored.path, columns, stored.obs)
+
+
+@pytest.mark.filterwarnings("ignore::anndata.OldFormatWarning")
+@pytest.mark.parametrize(
+    ("categories", "codes", "expected"),
+    [
+        ("Bcel", [0, 0, -1], ["Bcel", "Bcel", None]),
+        ("T cell", [0, 0, 0], ["T cell"] * 3),
+        ([10, 20], [1, 0, -1], [20, 10, None]),
+        (["a", "b"], [0, 2, 3], [0, 2, 3]),
+        (["a", "b"], np.array([0, 2, 3], np.uint8), [0, 2, 3]),
+    ],
+    ids=["one", "one with a letter twice", "numbers", "those of var", "those of var, unsigned"],
+)
+def test_categories_of_anndata_0_6(tmp_path: Path, categories: Any, codes: Any, expected: list[Any]) -> None:
+    path = tmp_path / "old.h5ad"
+    with writers.h5py.File(path, "w") as file:
+        file["X"] = np.zeros((3, 2), np.float32)
+        fields = {"index": np.array([b"x", b"y", b"z"]), "line": np.asarray(codes, getattr(codes, "dtype", np.int8))}
+        file["obs"] = writers.compound(fields)
+        file["var"] = writers.compound({"index": np.array([b"g", b"h"])})
+        file["uns/line_categories"] = categories
+    obs = anndata.read_h5ad(path).obs
+    assert [None if pd.isna(value) else value for value in obs["line"]] == expected
+    assert_columns(path, ["line"], obs)
+
+
+def test_attributes_of_fixed_length(tmp_path: Path) -> None:
+    """HDF5.jl of Julia writes them so."""
+    path = tmp_path / "fixed.h5ad"
+    X = writers.write_plain(path)
+
+    def fix(_: str, node: Any) -> None:
+        for name, value in list(node.attrs.items()):
+            if isinstance(value, str):
+                node.attrs[name] = np.bytes_(value)
+            elif getattr(value, "dtype", np.dtype(float)).kind == "O":
+                node.attrs[name] = np.array([text.encode() for text in value])
+
+    with writers.h5py.File(path, "r+") as file:
+        file.visititems(fix)
+        assert isinstance(file["obs"].attrs["_index"], bytes)
+    assert_columns(path, COLUMNS, anndata.read_h5ad(path).obs)
+    with gpuload.open_loader(path, shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, X.toarray())
+
+
+@pytest.mark.filterwarnings("ignore:Writing zarr v2")
+@pytest.mark.parametrize("form", ["h5ad", "zarr"])
+def test_a_column_that_is_the_index_too(tmp_path: Path, form: str) -> None:
+    names = [f"cell_{i}" for i in range(6)]
+    obs = pd.DataFrame({"barcode": names, "n": range(6)}, index=pd.Index(names, name="barcode"))
+    cells = anndata.AnnData(np.zeros((6, 3), np.float32), obs=obs)
+    path = tmp_path / f"cells.{form}"
+    (cells.write_zarr if form == "zarr" else cells.write_h5ad)(path)
+    assert obs_columns(str(path)) == ["barcode", "n"]
+    assert_columns(path, ["barcode", "n"], cells.obs)
 
 
 @pytest.mark.parametrize("name", ["float16", "int8", "uint64", ">i4", "bytes", "Int8", "string", "boolean", "old"])

@@ -201,6 +201,13 @@ def test_leaders_alone(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(tmp_path / "a.parquet"), np.zeros((5, 2)))
 
 
+def test_leaders_of_values_below_zero(tmp_path: Path) -> None:
+    X = csr_matrix(np.array([[0, -1.5, 2], [0, 3, -4], [-5, -2, 1]], dtype=np.float32))
+    write_parquet(tmp_path / "a.parquet", X, {}, first=3, leader=-2.0)
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet")[:, 3:], X.toarray())
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet")[:, :3], np.zeros((3, 3)))
+
+
 def test_values_below_zero_are_no_leaders(tmp_path: Path) -> None:
     X = csr_matrix(np.array([[0, -1, 2], [0, -3, 4], [5, -2, 0], [0, -2, 1]], dtype=np.float32))
     write_parquet(tmp_path / "a.parquet", X, {})
@@ -209,6 +216,9 @@ def test_values_below_zero_are_no_leaders(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(tmp_path / "b.parquet"), X[[0, 1, 3]].toarray())
     write_parquet(tmp_path / "c.parquet", csr_matrix(np.array([[0, 2, 1], [0, 2, 3]], dtype=np.float32)), {})
     np.testing.assert_array_equal(read(tmp_path / "c.parquet"), [[0, 2, 1], [0, 2, 3]])
+    one = np.array([[2, 0, 4], [0, -2, 1], [3, 0, -4], [0, 5, 0]], dtype=np.float32)  # one row as if with a leader
+    write_parquet(tmp_path / "d.parquet", csr_matrix(one), {})
+    np.testing.assert_array_equal(read(tmp_path / "d.parquet"), one)
 
 
 def test_files_without_cells_and_groups_without_values(tmp_path: Path) -> None:
