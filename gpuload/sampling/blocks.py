@@ -99,9 +99,12 @@ class BlockShuffle:
         """Return itself; of edges those that lie between the cells."""
         if self.edges is None:
             return self
-        edges = np.asarray(self.edges)
+        try:
+            edges = np.asarray(self.edges)
+        except ValueError:  # lists of unlike length
+            edges = np.empty((0, 0))
         if edges.ndim != 1 or edges.dtype.kind not in "iu" or edges.size < 1 or np.any(edges[1:] <= edges[:-1]):
-            raise PlanError(f"BlockShuffle(edges=...): expected whole numbers that rise, found {edges!r:.100}.")
+            raise PlanError(f"BlockShuffle(edges=...): expected whole numbers that rise, found {self.edges!r:.100}.")
         if edges[0] != 0 or edges[-1] != cells.n_store_rows:
             raise PlanError(
                 f"BlockShuffle(edges=...): they go from {edges[0]} to {edges[-1]}; expected 0 to {cells.n_store_rows}, "

@@ -100,13 +100,17 @@ def test_bad_parameters(make: Any, message: str) -> None:
         (BlockShuffle(edges=[2, 6]), "BlockShuffle(edges=...): they go from 2 to 6; expected 0 to 6, the cells of all"),
         (
             BlockShuffle(edges=[0, 4, 4, 6]),
-            "BlockShuffle(edges=...): expected whole numbers that rise, found array([0, 4, 4, 6]).",
+            "BlockShuffle(edges=...): expected whole numbers that rise, found [0, 4, 4, 6].",
         ),
         (
             BlockShuffle(edges=[0, 2.5, 6]),
-            "BlockShuffle(edges=...): expected whole numbers that rise, found array([0. , 2.5, 6. ]).",
+            "BlockShuffle(edges=...): expected whole numbers that rise, found [0, 2.5, 6].",
         ),
-        (BlockShuffle(edges=6), "BlockShuffle(edges=...): expected whole numbers that rise, found array(6)."),
+        (
+            BlockShuffle(edges=[[0, 3], [6]]),
+            "BlockShuffle(edges=...): expected whole numbers that rise, found [[0, 3], [6]].",
+        ),
+        (BlockShuffle(edges=6), "BlockShuffle(edges=...): expected whole numbers that rise, found 6."),
         (ClassBalanced("empty"), "ClassBalanced('empty'): the label is missing in all 6 cells; name another column."),
         (Weighted([1, 2]), "Weighted: 2 weights for 6 cells; give one per cell."),
         (Weighted([[1] * 6]), "Weighted: weights of dtype int64 and shape (1, 6); expected one number per cell."),
