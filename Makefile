@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 # Tests wait now and then, for programs that they start; so a few more of them than there are processors.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n + (n + 1) / 2)))
 FILE ?= demo-data/tahoe_shaped.h5ad
-GPU_TESTS := tests/cuda/test_gpu.py tests/e2e/test_pipelines.py
+GPU_TESTS := tests/cuda/test_gpu.py tests/cuda/test_gpu_programs.py tests/e2e/test_pipelines.py
 
 .PHONY: demo test check docs bench test-gpu bench-gpu install clean
 

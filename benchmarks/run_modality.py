@@ -71,7 +71,9 @@ def measure(arm: str, folder: Path, landmarks: int, pictures: Path | None = None
     }
     if arm == "ours":
         rows = program.compare(model, cells, predicted, np.ones(len(cells.test), dtype=bool), 0.0, has_baselines=True)
-        found["baselines"] = [{"arm": row.name, "seconds": row.seconds, **row.measures} for row in rows[1:]]
+        found["baselines"] = [
+            {"arm": row.name, "seconds": row.seconds, "device": row.device, **row.measures} for row in rows[1:]
+        ]
         if pictures is not None:
             program.draw_proteins(
                 pictures / "modality_proteins.png", predicted, cells.wanted, list(cells.protein_names)

@@ -53,7 +53,7 @@ def steps(wheels: Path, results: Path) -> list[Step]:
         Step("doctor", (python, "-m", "gpuload", "doctor"), 60),
         Step("first", first, 150),
         Step("tests", (*pytest, "-n", "4", f"--junitxml={results / 'tests.xml'}", TESTS), 400),
-        Step("programs", (*pytest, "-n", "0", PROGRAMS), 120),
+        Step("programs", (*pytest, "-n", "0", *PROGRAMS), 200),
         Step("bench", (*bench, "--rounds", "2", "--timeout", "150", "--budget", "480"), 540),
         Step("cold", (*bench, "--rounds", "1", "--cache", "cold", "--only", *COLD, "--budget", "90"), 120),
     ]
@@ -69,8 +69,8 @@ from gpuload.backends.cuda.device import n_gpus
 sys.exit(0 if n_gpus() else "no GPU can be used here")
 """
 
-TESTS, PROGRAMS = "tests/cuda/test_gpu.py", "tests/e2e/test_pipelines.py"
-"""Files of the tests that need a GPU; the second one needs DALI too."""
+TESTS, PROGRAMS = "tests/cuda/test_gpu.py", ("tests/cuda/test_gpu_programs.py", "tests/e2e/test_pipelines.py")
+"""Files of the tests that need a GPU; the last one needs DALI too."""
 
 COLD = ("gpuload/dense/kvikio", "gpuload/dense/pinned")
 

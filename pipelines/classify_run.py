@@ -135,7 +135,8 @@ class Checkpoint:
         """Go on from it where there is one."""
         if not self.path.exists():
             return Log()
-        state = torch.load(self.path, map_location=cells.loader.device, weights_only=True)
+        # On a GPU, Adam would look at its counts of steps there, and wait for it, at each step.
+        state = torch.load(self.path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         cells.load_state_dict(state["cells"])

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 EPILOG = """\
 exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use
 
+On a GPU kernels are compiled and libraries loaded before the clock starts; how long that took is said.
+
 examples:
   python pipelines/modality.py demo --make 4000            (a small synthetic set, written to demo/)
   python pipelines/modality.py real --real                 (400 real blood cells, downloaded to real/)
@@ -81,35 +83,66 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     if np.unique(cells.batch).size < 2:
         print("the cells to learn from are of one batch: one model, not two for each shuffling", file=sys.stderr)
+    if model.engine.params["device"] != "cpu":
+        start = time.perf_counter()
+        model.engine.warm_up()
+        print(f"compiled and loaded, in no other figure: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     start = time.perf_counter()
     model.fit(dict(cells.genes), cells.proteins, cells.batch, cells.rows)
     predicted = model.predict_scores(model.scores_[cells.test])
     seconds = time.perf_counter() - start
     for step, taken in model.seconds_.items():
         print(f"{step}: {taken:.1f} s", file=sys.stderr)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    device_peak = device_peak_mib(model.engine.params["device"])
     for path in write_prediction(out, predicted, cells):
         print(f"written: {path}", file=sys.stderr)
     if args.save:
         model.save(args.save)
-    print(f"{args.engine}: {seconds:.1f} s in all, {peak:,.0f} MiB at most, "
+    peaks = f"{host_peak:,.0f} MiB of host memory"
+    if device_peak is not None:
+        peaks += f" and, by PyTorch, {device_peak:,.0f} MiB of device memory"
+    print(f"{args.engine}, {model.engine.device}: {seconds:.1f} s in all, {peaks} at most, "
           f"{len(cells.rows):,} + {len(cells.test):,} cells")  # fmt: skip
     result: dict[str, Any] = {
         "engine": args.engine,
+        "device": model.engine.device,
+        "card": card(model.engine.device),
+        "gpuload": gpuload.__version__,
         "cells": [len(cells.rows), len(cells.test)],
         "seconds": {**model.seconds_, "whole": seconds},
-        "peak_mib": peak,
+        "host_peak_mib": host_peak,
+        "device_peak_mib": device_peak,
         "settings": vars(args),
     }
     measured = np.isfinite(cells.wanted).all(axis=1)
     if measured.any():
         rows = compare(model, cells, predicted, measured, seconds, has_baselines=not args.no_baselines)
-        result["methods"] = {row.name: {"seconds": row.seconds, **row.measures} for row in rows}
-        draw_methods(out / "modality.png", rows, f"measured here: {len(cells.rows):,} + {measured.sum():,} cells")
+        result["methods"] = {row.name: {"seconds": row.seconds, "device": row.device, **row.measures} for row in rows}
+        title = f"measured here: {len(cells.rows):,} + {measured.sum():,} cells, scores on {model.engine.device}"
+        draw_methods(out / "modality.png", rows, title)
         names = [str(name) for name in cells.protein_names]
         draw_proteins(out / "proteins.png", predicted[measured], cells.wanted[measured], names)
     (out / "modality.json").write_text(json.dumps(result, indent=1, default=str) + "\n")
     return None
+
+
+def device_peak_mib(device: str) -> float | None:
+    """Return the most device memory that PyTorch, in which our arithmetic is done, has held; None on the CPU."""
+    if device == "cpu":
+        return None
+    import torch
+
+    return torch.cuda.max_memory_allocated(device) / 2**20
+
+
+def card(device: str) -> str | None:
+    """Return the name of a GPU; None on the CPU."""
+    if device == "cpu":
+        return None
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 def compare(
@@ -121,18 +154,21 @@ def compare(
     *,
     has_baselines: bool,
 ) -> list[Row]:
-    """Return what each method gave on the cells whose proteins are known, and print it."""
+    """Return what each method gave on the cells whose proteins are known, and print it, with where it ran."""
     wanted = cells.wanted[measured]
-    rows = [Row(f"KRR, {model.engine.name}", seconds, measures_of(predicted[measured], wanted))]
+    engine = model.engine
+    rows = [Row(f"KRR, {engine.name}", seconds, measures_of(predicted[measured], wanted), engine.device)]
     if has_baselines:
         train, test = model.scores_[cells.rows], model.scores_[cells.test[measured]]
         to_scores = next(iter(model.seconds_.values()))
-        for name, taken, found in baselines(train, cells.proteins, test):
-            rows.append(Row(name, to_scores + taken if taken else None, measures_of(np.asarray(found), wanted)))
+        for name, device, taken, found in baselines(train, cells.proteins, test, engine.params["device"]):
+            rows.append(Row(name, to_scores + taken if taken else None, measures_of(np.asarray(found), wanted), device))
     if cells.noise_free is not None:
         rows.append(Row("the noise-free map", None, measures_of(cells.noise_free[measured], wanted)))
     for row in rows:
-        print(f"{row.name:32s}" + "  ".join(f"{what} {value:.4f}" for what, value in row.measures.items()))
+        print(
+            f"{row.name:32s}{row.device:8s}" + "  ".join(f"{what} {value:.4f}" for what, value in row.measures.items())
+        )
     return rows
 
 
@@ -181,7 +217,8 @@ def parser() -> argparse.ArgumentParser:
     add("--solver", choices=("auto", "exact", "nystrom"), default="auto",
         help="by landmarks (auto, above --landmarks cells) or exact")  # fmt: skip
     add("--landmarks", type=int, default=4000, help="landmarks of the regression (default: %(default)s)")
-    add("--device", default="cpu", help="of ours: cpu or cuda:0 (default: %(default)s)")
+    add("--device", default="cpu",
+        help="of ours, and of the network beside it: cpu, cuda:0 or auto (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=0)
     add("--no-baselines", action="store_true", help="only the recipe itself")
     add("--save", type=Path, metavar="FILE", help="keep the model")
@@ -197,7 +234,20 @@ def main(arguments: list[str] | None = None) -> int:
     except (gpuload.GpuloadError, OSError) as error:
         print(f"modality.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, gpuload.PlanError) else 1
+    except (MemoryError, RuntimeError) as error:
+        if not is_memory_full(error):
+            raise
+        said = str(error).partition("\n")[0]
+        cure = "use --engine ours, --solver nystrom with fewer --landmarks, or --device cpu"
+        print(f"modality.py: memory is full; {cure} ({said})", file=sys.stderr)
+        return 1
     return 0
+
+
+def is_memory_full(error: Exception) -> bool:
+    """Return whether the host's memory or a GPU's was too small, for which PyTorch has an error of its own."""
+    torch = sys.modules.get("torch")
+    return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
 
 
 if __name__ == "__main__":

@@ -25,13 +25,25 @@ MOST_AT_ONCE = 12_000
 
 
 class Engine:
-    """Ours: nothing is held that is as long as the matrix, but the scores."""
+    """Ours: nothing is held that is as long as the matrix, but the scores.
+
+    Attributes
+    ----------
+    device
+        Where models are fitted.
+    """
 
     name = "ours"
 
     def __init__(self, **params: Any) -> None:
-        self.params = params
+        self.device = estimators.open_engine("auto", params["device"]).device
+        self.params = {**params, "device": self.device}
         self.seed: int = params["random_state"]
+
+    def warm_up(self) -> None:
+        """Let a GPU compile its kernels and load its libraries, which else the first fit would wait for."""
+        with self.open({"paths": np.eye(2, dtype=np.float32)}) as cells:
+            estimators.TruncatedSVD(1).fit(cells)
 
     def open(self, settings: Mapping[str, Any], **more: Any) -> gpuload.Loader:
         """Open cells in the order in which they lie."""
@@ -83,9 +95,9 @@ class SklearnEngine(Engine):
     name = "sklearn"
 
     def __init__(self, **params: Any) -> None:
-        super().__init__(**params)
-        if params["device"] != "cpu":
+        if params["device"] not in ("cpu", "auto"):
             raise gpuload.PlanError(f"engine='sklearn', device={params['device']!r}: scikit-learn works on the CPU.")
+        super().__init__(**{**params, "device": "cpu"})
 
     def svd(self, n_components: int) -> Any:
         """Return an SVD with as many power iterations as the recipe."""
@@ -107,7 +119,8 @@ class SklearnEngine(Engine):
         if not np.isfinite(X.data).all():
             raise gpuload.CorruptDataError("genes hold NaN or infinite values; remove or fill them first.")
         svd = self.svd(min(self.params["n_gene_components"], *X.shape))
-        scores = svd.fit_transform(self.matrix(X))
+        X = self.matrix(X)
+        scores = svd.fit_transform(X)
         return np.asarray(scores, dtype=np.float32), np.asarray(svd.components_, dtype=np.float32), names
 
     def matrix(self, X: Any) -> Any:
@@ -173,6 +186,7 @@ class CumlEngine(SklearnEngine):
 
     def __init__(self, **params: Any) -> None:
         Engine.__init__(self, **params)
+        self.device = "cuda:0"
         if params["solver"] == "nystrom":
             raise gpuload.PlanError("engine='cuml', solver='nystrom': cuML has no landmarks; use solver='exact'.")
         try:
@@ -192,7 +206,7 @@ class CumlEngine(SklearnEngine):
         """Return an SVD by eigendecomposition; cuML has no randomised one."""
         from cuml import TruncatedSVD
 
-        return TruncatedSVD(n_components, output_type="numpy")
+        return TruncatedSVD(n_components=n_components, output_type="numpy")
 
     def exact(self) -> Any:
         """Return one model of the ten."""
@@ -201,8 +215,10 @@ class CumlEngine(SklearnEngine):
         return KernelRidge(alpha=self.params["alpha"], kernel="rbf", gamma=self.params["gamma"], output_type="numpy")
 
     def matrix(self, X: Any) -> Any:
-        """Return a dense matrix: cuML's SVD takes no sparse one."""
-        return X.toarray()
+        """Return a dense matrix on the GPU, by columns: cuML's SVD takes no other, and would make it on the host."""
+        from cupyx.scipy.sparse import csr_matrix
+
+        return csr_matrix(X).toarray(order="F")
 
     def check_size(self, n: int) -> None:
         """Refuse nothing: cuSOLVER factorises what fits into memory."""

@@ -46,7 +46,7 @@ class ProteinModel:
     solver, n_landmarks
         ``"exact"``, ``"nystrom"`` (by so many landmarks), or ``"auto"``: exact up to so many cells.
     device
-        Of ours: ``"cpu"`` or ``"cuda:0"``.
+        Of ours: ``"cpu"``, ``"cuda:0"`` or ``"auto"``.
     random_state
         Seed.
 
@@ -202,7 +202,7 @@ class ProteinModel:
 
     @classmethod
     def load(cls, path: str | Path, **params: Any) -> Self:
-        """Return what `save` wrote; `params` are set anew, such as ``engine="ours"`` where there is no GPU."""
+        """Return what `save` wrote; `params` are set anew, as ``engine="ours", device="cpu"`` without a GPU."""
         with Path(path).open("rb") as file:  # what the system refuses it says itself
             if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle, and advise to load it unsafely
                 raise gpuload.CorruptDataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,32 +51,39 @@ class Row:
         For the scores of the genes and the method itself; None: not measured.
     measures
         As `measures_of` returns them.
+    device
+        Where the method itself ran.
     """
 
     name: str
     seconds: float | None
     measures: dict[str, float]
+    device: str = "cpu"
 
 
 # --- what it is compared with
 
 
 def baselines(
-    train: NDArray[np.float32], proteins: NDArray[np.float32], test: NDArray[np.float32]
-) -> Iterator[tuple[str, float, NDArray[np.float32]]]:
-    """Predict by simpler methods from the same scores: (name, seconds, (n, n_proteins))."""
+    train: NDArray[np.float32], proteins: NDArray[np.float32], test: NDArray[np.float32], device: str
+) -> Iterator[tuple[str, str, float, NDArray[np.float32]]]:
+    """Predict by simpler methods from the same scores: (name, device, seconds, (n, n_proteins)).
+
+    The network is trained on `device`, all else is NumPy's.
+    """
     shape = len(test), proteins.shape[1]
-    yield "zeros", 0.0, np.zeros(shape, dtype=np.float32)
-    yield "mean", 0.0, np.broadcast_to(proteins.mean(axis=0), shape)
+    yield "zeros", "cpu", 0.0, np.zeros(shape, dtype=np.float32)
+    yield "mean", "cpu", 0.0, np.broadcast_to(proteins.mean(axis=0), shape)
     for n_components, n_neighbours in ((4, 5), (50, 20)):
         start = time.perf_counter()
         found = proteins[nearest(train[:, :n_components], test[:, :n_components], n_neighbours)].mean(axis=1)
-        yield f"{n_neighbours} neighbours, {n_components} components", time.perf_counter() - start, found
-    for name, method in (("ridge", ridge), ("MLP 512-256", multilayer)):
+        yield f"{n_neighbours} neighbours, {n_components} components", "cpu", time.perf_counter() - start, found
+    network = partial(multilayer, device=device)
+    for name, where, method in (("ridge", "cpu", ridge), ("MLP 512-256", device, network)):
         start = time.perf_counter()
         predicted = method(train, proteins, test)
         if predicted is not None:
-            yield name, time.perf_counter() - start, predicted
+            yield name, where, time.perf_counter() - start, predicted
 
 
 def nearest(train: NDArray[np.float32], test: NDArray[np.float32], n: int) -> NDArray[np.int64]:
@@ -93,7 +101,7 @@ def ridge(train: NDArray[np.float32], y: NDArray[np.float32], test: NDArray[np.f
 
 
 def multilayer(
-    train: NDArray[np.float32], y: NDArray[np.float32], test: NDArray[np.float32], n_epochs: int = 20
+    train: NDArray[np.float32], y: NDArray[np.float32], test: NDArray[np.float32], device: str, n_epochs: int = 20
 ) -> NDArray[np.float32] | None:
     """Train a small network on the scores; None without PyTorch."""
     try:
@@ -102,16 +110,16 @@ def multilayer(
         return None
     torch.manual_seed(0)
     layers = [torch.nn.Linear(train.shape[1], 512), torch.nn.Linear(512, 256), torch.nn.Linear(256, y.shape[1])]
-    net = torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1], torch.nn.GELU(), layers[2])
+    net = torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1], torch.nn.GELU(), layers[2]).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=1e-2)
-    X, Y = torch.from_numpy(train), torch.from_numpy(y)
+    X, Y, new = (torch.from_numpy(array).to(device) for array in (train, y, test))
     for _ in range(n_epochs):
-        for rows in torch.randperm(len(X)).split(256):
+        for rows in torch.randperm(len(X)).to(device).split(256):
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(net(X[rows]), Y[rows]).backward()
             optimizer.step()
     with torch.no_grad():
-        return np.asarray(net(torch.from_numpy(test)).numpy())
+        return np.asarray(net(new).cpu().numpy())
 
 
 # --- measures
@@ -144,10 +152,12 @@ def draw_methods(path: Path, rows: Sequence[Row], title: str) -> None:
     """
     figure = _figure((11, 4.6))
     here, there = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    shown = [row for row in rows if row.name != "zeros"]
-    _draw_error_and_time(
-        here, [(row.name, row.seconds, row.measures["rmse"], row.name.startswith("KRR")) for row in shown]
-    )
+    points = []
+    for row in rows:
+        if row.name != "zeros":
+            name = f"{row.name}, {row.device}" if row.seconds else row.name
+            points.append((name, row.seconds, row.measures["rmse"], row.name.startswith("KRR")))
+    _draw_error_and_time(here, points)
     here.set_title(title, loc="left", fontsize=10)
     _draw_error_and_time(there, PUBLISHED)
     there.set_title("published, on the competition's cells", loc="left", fontsize=10)

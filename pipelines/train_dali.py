@@ -254,7 +254,7 @@ def choose_device(wanted: str) -> str:
         raise gpuload.DeviceError(f"--device {wanted}: {seen}; use --device cpu, or see what `gpuload doctor` says.")
     if kind != "cpu" and card < n_there:
         torch.cuda.set_device(card)
-    return wanted
+    return "cpu" if kind == "auto" and not n_there else wanted
 
 
 def read_names(path: str) -> list[str]:

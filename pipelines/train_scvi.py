@@ -65,6 +65,8 @@ class Cells(CellDataModule):
             self.batches = loader.categories.get(batch_key, ONE_FOR_ALL)
             if batch_key and batch_key not in loader.categories:
                 raise gpuload.PlanError(f"--batch-key {batch_key}: expected an obs column of categories or strings.")
+            if batch_key and loader.store.obs[batch_key].values.min(initial=0) < 0:
+                raise gpuload.StoreError(f"obs column {batch_key!r} is empty for some cells; fill it, or drop them.")
         is_held_out = np.arange(self.n_obs) // HELD_OUT_RUN % 10 == 9
         self.n_train = int(np.count_nonzero(~is_held_out))
         val = {**every, "sampler": gpuload.Subset(is_held_out)} if is_held_out.any() else None
@@ -117,8 +119,6 @@ class Cells(CellDataModule):
         X = batch["X"]
         nobody = torch.zeros((len(X), 1), dtype=torch.int64, device=X.device)
         codes = batch[self.batch_key].long()[:, None] if self.batch_key else nobody
-        if int(codes.min()) < 0:
-            raise gpuload.StoreError(f"obs column {self.batch_key!r} is empty for some cells; fill it, or drop them.")
         return {"X": X, "batch": codes, "labels": nobody}
 
     def in_order(self) -> Iterator[dict[str, Any]]:

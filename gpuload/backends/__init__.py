@@ -58,13 +58,13 @@ def open_backend(
     """
     if io not in ("auto", "kvikio", "pinned"):
         raise PlanError(f"io={io!r}: expected 'auto', 'kvikio' or 'pinned'.")
-    number = _device_number(device)
+    number = device_number(device)
     memory, cache = (
         None if value is None else parse_nbytes(name, value)
         for name, value in (("device_memory", device_memory), ("device_cache", device_cache))
     )
     if device == "auto":
-        number, why = _first_gpu()
+        number, why = first_gpu()
         _log.info("device='auto': chose %r (%s)", "cpu" if number is None else f"cuda:{number}", why)
     if number is None:
         given = {"device_memory": device_memory, "device_cache": device_cache, "io": None if io == "auto" else io}
@@ -84,7 +84,7 @@ def open_backend(
     )
 
 
-def _device_number(device: object) -> int | None:
+def device_number(device: object) -> int | None:
     """Return the number of the GPU that is asked for; "cuda" alone is that of this process under torchrun, or 0."""
     found = re.fullmatch(r"cuda(?::(\d+))?", device) if isinstance(device, str) else None
     if found is not None and found[1]:
@@ -97,7 +97,7 @@ def _device_number(device: object) -> int | None:
     return None
 
 
-def _first_gpu() -> tuple[int | None, str]:
+def first_gpu() -> tuple[int | None, str]:
     """Return the number of the GPU that this process should use, None where it cannot use one, and why."""
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -106,7 +106,7 @@ def _first_gpu() -> tuple[int | None, str]:
     for package in ("cupy", "kvikio", "nvidia.libnvcomp"):
         if not _is_installed(package):
             return None, f"{package} is not installed"
-    return (_device_number("cuda"), "a GPU is there") if _n_gpus() else (None, "no GPU is to be seen")
+    return (device_number("cuda"), "a GPU is there") if _n_gpus() else (None, "no GPU is to be seen")
 
 
 def _n_gpus() -> int:

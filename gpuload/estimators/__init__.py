@@ -5,7 +5,8 @@ svd = TruncatedSVD(300).fit(gpuload.open_loader("gex.h5ad", shuffle=False, batch
 
 from __future__ import annotations
 
+from gpuload.estimators.arrays import open_engine
 from gpuload.estimators.kernel_ridge import KernelRidge
 from gpuload.estimators.svd import TruncatedSVD
 
-__all__ = ["KernelRidge", "TruncatedSVD"]
+__all__ = ["KernelRidge", "TruncatedSVD", "open_engine"]

@@ -6,17 +6,22 @@ stream and no buffer of ours.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import MissingDependencyError, PlanError
+from gpuload.backends import device_number, first_gpu
+from gpuload.errors import DeviceError, MissingDependencyError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
+
+    from gpuload.loader import Loader
 
 ENGINES = ("numpy", "torch", "cupy")
 
@@ -37,6 +42,8 @@ class Engine:
         Bring an array back as NumPy.
     of_bits
         Make numbers of bfloat16 bits (uint16): bfloat16 where the library has it, else float32.
+    device
+        Where it works: ``"cpu"`` or ``"cuda:<number>"``.
     """
 
     name: str
@@ -44,6 +51,7 @@ class Engine:
     put: Callable[[Any, str], Any]
     host: Callable[[Any], NDArray[Any]]
     of_bits: Callable[[Any], Any]
+    device: str
 
     def orthonormal(self, columns: Any) -> Any:
         """Return an orthonormal basis of what the columns span, (n, k) of (n, k)."""
@@ -53,6 +61,15 @@ class Engine:
         """Return eigenvalues, ascending, and eigenvectors."""
         values, vectors = self.xp.linalg.eigh(symmetric)
         return values, vectors
+
+    def cholesky(self, positive: Any) -> Any:
+        """Return the lower factor of a positive matrix; ``xp.linalg.LinAlgError`` where it is none."""
+        if self.name != "cupy":
+            return self.xp.linalg.cholesky(positive)
+        from cupyx import errstate
+
+        with errstate(linalg="raise"):  # or CuPy does not look, and returns what means nothing
+            return self.xp.linalg.cholesky(positive)
 
     def solve_lower(self, lower: Any, right: Any) -> Any:
         """Return ``inv(lower) @ right`` of a lower triangular matrix."""
@@ -67,8 +84,23 @@ class Engine:
         return _triangular(self.name)(lower, right, lower=True, trans=1, check_finite=False)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """Return an array of zeros."""
-        return self.put(np.zeros(shape, dtype=dtype), dtype)
+        """Return an array of zeros, made on the device."""
+        if self.name == "torch":
+            return self.xp.zeros(shape, dtype=getattr(self.xp, dtype), device=self.device)
+        return self.xp.zeros(shape, dtype=dtype)
+
+    def on_stream(self, loader: Loader) -> AbstractContextManager[Any]:
+        """Return a with-block in which a loader, and CuPy, make minibatches for the stream that torch works on now.
+
+        On any other one their memory could be written anew while torch still reads it.
+        """
+        if self.name != "torch" or "cpu" in (self.device, loader.device):
+            return nullcontext()
+        from gpuload.backends.cuda.device import stream_named
+
+        number = self.xp.cuda.current_stream(loader.device).cuda_stream
+        loader.use_stream(number)
+        return stream_named(number)  # type: ignore[no-any-return]
 
 
 def open_engine(name: str, device: str) -> Engine:
@@ -80,29 +112,33 @@ def open_engine(name: str, device: str) -> Engine:
         One of `ENGINES`, or ``"auto"``: torch where it is installed (its BLAS is the faster one on CPUs, and has no
         trouble with large factorisations), else NumPy.
     device
-        ``"cpu"`` or ``"cuda:0"``.
+        As of `gpuload.open_loader`; ``"auto"``: the GPU that a loader takes, where the library can use it too.
 
     Raises
     ------
     PlanError
-        There is no such library here, or it cannot work on that device.
+        There is no such library or device, or the one cannot work on the other.
+    DeviceError
+        The library cannot use that GPU.
     MissingDependencyError
         It is not installed.
     """
     if name not in (*ENGINES, "auto"):
         raise PlanError(f"engine={name!r}: expected 'auto', 'numpy', 'torch' or 'cupy'.")
-    is_gpu = device != "cpu"
-    if name == "numpy" and is_gpu:
+    number = device_number(device)
+    if name == "numpy" and number is not None:
         raise PlanError(f"engine='numpy' with device={device!r}: NumPy works on the CPU; use 'torch' or 'cupy'.")
-    if name == "cupy" and not is_gpu:
-        raise PlanError("engine='cupy' with device='cpu': CuPy works on a GPU; use 'numpy' or 'torch'.")
+    if device == "auto" and name != "numpy":
+        number = first_gpu()[0]
+    if name == "cupy" and number is None:
+        raise PlanError(f"engine='cupy' with device={device!r}: CuPy works on a GPU; use 'numpy' or 'torch'.")
     if name in ("torch", "auto"):
         try:
-            return _torch(device)
+            return _torch(number, has_choice=device == "auto")
         except ImportError as error:
-            if name == "torch" or is_gpu:
+            if name == "torch" or device not in ("auto", "cpu"):
                 raise MissingDependencyError("torch", f"engine={name!r} on {device!r}", "torch") from error
-    return _cupy(device) if name == "cupy" else _numpy()
+    return _numpy() if name != "cupy" or number is None else _cupy(number)
 
 
 def multiplies_bfloat16(device: str) -> bool:
@@ -133,29 +169,53 @@ def float32_of_bits(bits: Any) -> Any:
 
 
 def _numpy() -> Engine:
-    return Engine("numpy", np, lambda a, dtype: np.ascontiguousarray(to_host(a), dtype=dtype), to_host, float32_of_bits)
+    return Engine(
+        "numpy", np, lambda a, dtype: np.ascontiguousarray(to_host(a), dtype=dtype), to_host, float32_of_bits, "cpu"
+    )
 
 
-def _torch(device: str) -> Engine:
+def _torch(number: int | None, *, has_choice: bool) -> Engine:
     import torch
+
+    n_there = 0 if number is None else torch.cuda.device_count()
+    if number is not None and number >= n_there:
+        if not has_choice:
+            raise DeviceError(
+                f"device='cuda:{number}': PyTorch {torch.__version__} sees {n_there} GPUs, and number {number} is "
+                "wanted; use device='cpu', or see what `gpuload doctor` says."
+            )
+        number = None
+    device = "cpu" if number is None else f"cuda:{number}"
 
     def put(array: Any, dtype: str) -> Any:
         tensor = array.detach() if isinstance(array, torch.Tensor) else _torch_from(array)
         return tensor.to(device=device, dtype=getattr(torch, dtype))
 
     def _torch_from(array: Any) -> Any:
-        return torch.utils.dlpack.from_dlpack(array) if hasattr(array, "get") else torch.from_numpy(_native(array))
+        if hasattr(array, "get") and device != "cpu":
+            return torch.utils.dlpack.from_dlpack(array)
+        return torch.from_numpy(_native(to_host(array)))
 
-    return Engine("torch", torch, put, to_host, lambda bits: _torch_from(bits.view(np.int16)).view(torch.bfloat16))
+    def of_bits(bits: Any) -> Any:
+        return _torch_from(bits.view(np.int16)).view(torch.bfloat16)
+
+    return Engine("torch", torch, put, to_host, of_bits, device)
 
 
-def _cupy(device: str) -> Engine:
+def _cupy(number: int) -> Engine:
     try:
         import cupy
     except ImportError as error:
         raise MissingDependencyError("cupy", "engine='cupy'", "cuda13") from error
-    cupy.cuda.Device(int(device.rpartition(":")[2] or 0) if ":" in device else 0).use()
-    return Engine("cupy", cupy, lambda a, dtype: cupy.asarray(a, dtype=dtype), to_host, float32_of_bits)
+    device = f"cuda:{number}"
+    try:
+        cupy.cuda.Device(number).use()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceError(
+            f"device={device!r}: CuPy cannot use that GPU ({error}); use another number, or engine='torch' with "
+            "device='cpu', or see what `gpuload doctor` says."
+        ) from error
+    return Engine("cupy", cupy, lambda a, dtype: cupy.asarray(a, dtype=dtype), to_host, float32_of_bits, device)
 
 
 def _native(array: NDArray[Any]) -> NDArray[Any]:

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import CorruptDataError, PlanError
-from gpuload.estimators.arrays import float32_of_bits
+from gpuload.estimators.arrays import float32_of_bits, open_engine
 from gpuload.estimators.passes import Passes
+from gpuload.loader import Loader
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
     from typing import Self
+
+    from gpuload.estimators.arrays import Engine
 
 
 class Estimator:
@@ -28,6 +31,8 @@ class Estimator:
     _kind = "transformer"
     components_: Any
     n_features_in_: int
+    engine: str
+    device: str | None
 
     @classmethod
     def _names(cls) -> list[str]:
@@ -100,11 +105,20 @@ class Estimator:
             setattr(self, name, value.item() if value.ndim == 0 else value)
         return self
 
-    def _checked(self, X: Any, *, is_fitted: bool = False, of_bits: Callable[[Any], Any] = float32_of_bits) -> Passes:
+    def _opened(self, X: Any) -> Engine:
+        """Return what does the arithmetic: on `device`, else where a loader's minibatches lie."""
+        device = self.device
+        if device is None:
+            device = X.device if isinstance(X, Loader) and self.engine != "numpy" else "cpu"
+        return open_engine(self.engine, device)
+
+    def _checked(
+        self, X: Any, engine: Engine, *, is_fitted: bool = False, of_bits: Callable[[Any], Any] = float32_of_bits
+    ) -> Passes:
         """Return the matrix to go through; where `is_fitted`, of the width that was fitted."""
         if is_fitted and not hasattr(self, "n_features_in_"):
             raise _not_fitted(type(self).__name__)
-        passes = Passes(X, of_bits=of_bits)
+        passes = Passes(X, engine, of_bits=of_bits)
         if is_fitted and passes.n_columns != self.n_features_in_:
             raise PlanError(
                 f"X has {passes.n_columns} features, but {type(self).__name__} is expecting {self.n_features_in_} "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import PlanError
-from gpuload.estimators.arrays import Engine, open_engine, to_host
+from gpuload.estimators.arrays import Engine, to_host
 from gpuload.estimators.base import Estimator
 from gpuload.estimators.passes import BATCH_SIZE, Passes
 
@@ -82,7 +82,7 @@ class KernelRidge(Estimator):
         n_landmarks: int = 4000,
         n_rounds: int = 0,
         engine: str = "auto",
-        device: str = "cpu",
+        device: str | None = None,
         random_state: int = 0,
     ) -> None:
         self.alpha = alpha
@@ -110,12 +110,14 @@ class KernelRidge(Estimator):
         ------
         PlanError
             Parameters, shapes or values that make no regression.
+        DeviceError
+            `engine` cannot use `device`.
         """
         self._check_parameters()
-        passes = self._checked(X)
+        engine = self._opened(X)
+        passes = self._checked(X, engine)
         targets = _checked_targets(y, passes.n_rows)
         halves = self._halves(groups, passes.n_rows)
-        engine = open_engine(self.engine, self.device)
         is_exact = self.solver == "exact" or (self.solver == "auto" and passes.n_rows <= self.n_landmarks)
         flat = targets.reshape(len(targets), -1)
         self.n_features_in_ = passes.n_columns
@@ -128,8 +130,8 @@ class KernelRidge(Estimator):
 
     def predict(self, X: Any) -> NDArray[np.float32]:
         """Return predictions for (n, n_features) rows: (n,) or (n, n_targets) float32."""
-        passes = self._checked(X, is_fitted=True)
-        engine = open_engine(self.engine, self.device)
+        engine = self._opened(X)
+        passes = self._checked(X, engine, is_fitted=True)
         known = engine.put(self.X_fit_, "float32")
         weights = engine.put(self.dual_coef_.reshape(len(self.X_fit_), -1), "float32")
         out = np.empty((passes.n_rows, weights.shape[1]), dtype=np.float32)
@@ -299,8 +301,8 @@ def cholesky(engine: Engine, A: Any, panel: int = PANEL) -> Any:
         if lo:
             A[lo:, lo:hi] -= A[lo:, :lo] @ A[lo:hi, :lo].T
         try:
-            corner = engine.xp.linalg.cholesky(A[lo:hi, lo:hi])
-        except (np.linalg.LinAlgError, RuntimeError) as error:
+            corner = engine.cholesky(A[lo:hi, lo:hi])
+        except engine.xp.linalg.LinAlgError as error:
             raise PlanError(
                 "the kernel matrix is not positive definite in this precision: alpha is too small for so many rows "
                 "that are alike; give a larger one."

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.estimators.arrays import Engine
+
 BATCH_SIZE = 2048
 """Rows that are dense at one time: a matrix product of that many is as fast as of more."""
 
@@ -28,6 +30,8 @@ class Passes:
     ----------
     X : (n, p) array, SciPy sparse matrix, or Loader
         A `Loader` gives its own minibatches (dense or CSR), each pass one epoch; it must hand over every row.
+    engine
+        What works on them.
     name
         What errors call it.
     of_bits
@@ -41,8 +45,11 @@ class Passes:
         Whether its values have no more precision than that.
     """
 
-    def __init__(self, X: Any, name: str = "X", of_bits: Callable[[Any], Any] = float32_of_bits) -> None:
+    def __init__(
+        self, X: Any, engine: Engine, name: str = "X", of_bits: Callable[[Any], Any] = float32_of_bits
+    ) -> None:
         self._X: Any
+        self._engine = engine
         self._name = name
         self._of_bits = of_bits
         self.is_bfloat16 = isinstance(X, Loader) and X.dtype == "bfloat16"
@@ -84,9 +91,13 @@ class Passes:
 
     def _parts(self, share: float) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
         if isinstance(self._X, Loader):
-            for batch in islice(self._X, math.ceil(share * len(self._X))):
-                yield batch.rows, self._dense(batch.X)
-            return
+            batches = islice(self._X, math.ceil(share * len(self._X)))
+            while True:
+                with self._engine.on_stream(self._X):
+                    if (batch := next(batches, None)) is None:
+                        return
+                    part = self._dense(batch.X)
+                yield batch.rows, part
         n_parts = -(-self.n_rows // BATCH_SIZE)
         n_chosen = math.ceil(share * n_parts)
         for k in range(n_chosen):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import PlanError
-from gpuload.estimators.arrays import multiplies_bfloat16, open_engine
+from gpuload.estimators.arrays import multiplies_bfloat16
 from gpuload.estimators.base import Estimator
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class TruncatedSVD(Estimator):
     engine
         ``"auto"``, ``"numpy"``, ``"torch"`` or ``"cupy"``: what does the arithmetic.
     device
-        ``"cpu"`` or ``"cuda:0"``.
+        Where: as of `gpuload.open_loader`. None: where the minibatches of the loader lie that is given to `fit` or
+        `transform`, but of NumPy and of what is no loader the CPU.
     random_state
         Seed of the first basis; the result is a pure function of it.
 
@@ -78,7 +79,7 @@ class TruncatedSVD(Estimator):
         sample: float = 0.125,
         precision: str = "auto",
         engine: str = "auto",
-        device: str = "cpu",
+        device: str | None = None,
         random_state: int = 0,
     ) -> None:
         self.n_components = n_components
@@ -104,6 +105,8 @@ class TruncatedSVD(Estimator):
         ------
         PlanError
             A parameter cannot be carried out, or the matrix is too small for it, or holds what is no number.
+        DeviceError
+            `engine` cannot use `device`.
         """
         del y
         self._fit(X, keeps_scores=False)
@@ -116,8 +119,8 @@ class TruncatedSVD(Estimator):
 
     def _fit(self, X: Any, *, keeps_scores: bool) -> NDArray[np.float32]:
         """Find the singular vectors; return the scores of all rows, or none."""
-        engine = open_engine(self.engine, self.device)
-        passes = self._checked(X, of_bits=engine.of_bits)
+        engine = self._opened(X)
+        passes = self._checked(X, engine, of_bits=engine.of_bits)
         early, last = self._dtypes(engine, is_stored=passes.is_bfloat16)
         p, k = passes.n_columns, self.n_components
         self._check(passes.n_rows, p)
@@ -179,7 +182,7 @@ class TruncatedSVD(Estimator):
             )
         precision = self.precision
         if precision == "auto":
-            is_fast = engine.name == "torch" and multiplies_bfloat16(self.device)
+            is_fast = engine.name == "torch" and multiplies_bfloat16(engine.device)
             precision = ("bfloat16" if is_stored else "mixed") if is_fast else "float32"
         return {
             "float32": ("float32", "float32"),
@@ -189,8 +192,8 @@ class TruncatedSVD(Estimator):
 
     def transform(self, X: Any) -> NDArray[np.float32]:
         """Return X in the space of the components: ``X @ components_.T``, (n, n_components) float32."""
-        engine = open_engine(self.engine, self.device)
-        passes = self._checked(X, is_fitted=True)  # of bfloat16 bits it makes float32, in which this is
+        engine = self._opened(X)
+        passes = self._checked(X, engine, is_fitted=True)  # of bfloat16 bits it makes float32, in which this is
         to = engine.put(np.ascontiguousarray(self.components_.T), "float32")
         out = np.empty((passes.n_rows, len(self.components_)), dtype=np.float32)
         for rows, part in passes:

@@ -100,7 +100,7 @@ class BlockShuffle:
         if self.edges is None:
             return self
         try:
-            edges = np.asarray(self.edges)
+            edges: NDArray[Any] = np.asarray(self.edges)
         except ValueError:  # lists of unlike length
             edges = np.empty((0, 0))
         if edges.ndim != 1 or edges.dtype.kind not in "iu" or edges.size < 1 or np.any(edges[1:] <= edges[:-1]):

@@ -45,4 +45,4 @@ def test_a_process_takes_the_gpu_of_its_rank_or_the_only_one(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(backends, "_n_gpus", lambda: n_gpus)
-    assert backends._device_number(device) == number
+    assert backends.device_number(device) == number

@@ -11,6 +11,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -227,6 +228,27 @@ def start(*arguments: object, launcher: tuple[str, ...] = (), **environment: str
             **environment,
         },
     )
+
+
+def test_going_on_leaves_adams_counts_on_the_host(classify: ModuleType, tmp_path: Path) -> None:
+    """On a GPU each step would wait for them."""
+    import classify_run
+
+    def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    cells = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None, loader=SimpleNamespace(device="meta"))
+    checkpoint = classify_run.Checkpoint(tmp_path / "one.pt")
+    model, optimizer = trained()
+    checkpoint.save(model, optimizer, cells, classify_run.Log(n_steps=1))
+    again, restored = trained()
+    assert checkpoint.load(again, restored, cells).n_steps == 1
+    torch.testing.assert_close(again.weight, model.weight)
+    assert {state["step"].device.type for state in restored.state.values()} == {"cpu"}
 
 
 @pytest.mark.slow

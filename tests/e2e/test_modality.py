@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from anndata.io import read_elem, write_elem
-from scipy.sparse import csc_matrix, hstack
+from scipy.sparse import csc_matrix, csr_matrix, hstack
 
 import gpuload
 from benchmarks import run_modality
 from gpuload import cli
+from gpuload.estimators.arrays import open_engine
 from gpuload.synthetic_cite import Paired, log_ratios, paired_cells
 
 pytest.importorskip("torch")
@@ -128,6 +130,12 @@ def test_it_predicts_better_than_what_is_simpler(run: Callable[..., Any], tmp_pa
     assert rmse(found, wanted.X) == pytest.approx(errors["KRR, ours"], rel=1e-5)
     for picture in ("modality.png", "proteins.png"):
         assert (tmp_path / picture).stat().st_size > 10_000
+    assert (result["device"], result["card"], result["gpuload"]) == ("cpu", None, gpuload.__version__)
+    assert {found["device"] for found in result["methods"].values()} == {"cpu"}
+    assert result["host_peak_mib"] > 10
+    assert result["device_peak_mib"] is None
+    assert re.search(r"^ours, cpu: [\d.]+ s in all, [\d,]+ MiB of host memory at most, 900 \+ 225 cells$", out, re.M)
+    assert "compiled" not in err
 
 
 def test_open_problems_files_give_the_prediction_that_they_ask_for(
@@ -439,14 +447,26 @@ def cuml(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     made: list[dict[str, Any]] = []
 
+    class OnDevice(np.ndarray):
+        """An array of CuPy's."""
+
+    class OnDeviceCsr(csr_matrix):
+        def toarray(self, order: str | None = None) -> Any:
+            return super().toarray(order).view(OnDevice)
+
     class TruncatedSVD(decomposition.TruncatedSVD):
-        def __init__(self, n_components: int, *, output_type: str) -> None:
+        def __init__(self, *, n_components: int, output_type: str) -> None:
             super().__init__(n_components, random_state=0)
             self.output_type = output_type
 
+        def fit(self, X: Any, y: Any = None) -> Any:
+            super().fit_transform(X)
+            return self
+
         def fit_transform(self, X: Any, y: Any = None) -> Any:
-            assert (type(X), self.output_type) == (np.ndarray, "numpy")
-            return super().fit_transform(X)
+            """As cuML, which would turn and copy any other matrix on the host."""
+            assert (type(X), X.flags.f_contiguous, self.output_type) == (OnDevice, True, "numpy")
+            return super().fit_transform(np.asarray(X))
 
     class KernelRidge(kernel_ridge.KernelRidge):
         def __init__(self, *, alpha: float, kernel: str, gamma: float, output_type: str) -> None:
@@ -456,6 +476,7 @@ def cuml(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     runtime = SimpleNamespace(getDeviceCount=lambda: 1)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setitem(sys.modules, "cupyx.scipy.sparse", SimpleNamespace(csr_matrix=OnDeviceCsr))
     monkeypatch.setitem(sys.modules, "cuml", SimpleNamespace(TruncatedSVD=TruncatedSVD))
     monkeypatch.setitem(sys.modules, "cuml.kernel_ridge", SimpleNamespace(KernelRidge=KernelRidge))
     return made
@@ -467,6 +488,88 @@ def test_cuml_is_given_what_it_can_take(
     """All is dense and exact, gamma is said, and NumPy is asked for."""
     modality.ProteinModel("cuml", n_landmarks=50).fit(cells[0].genes, cells[0].proteins, cells[0].batch)
     assert cuml == 10 * [{"alpha": 0.2, "kernel": "rbf", "gamma": 0.005, "output_type": "numpy"}]
+
+
+def test_what_runs_on_which_device_is_said(
+    folder: Path, run: Callable[..., Any], cuml: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: {"cuda:0": "NVIDIA H200"}[device])
+    code, out, err = run(folder, "--engine", "cuml", "--out", tmp_path)
+    assert code == 0, err
+    result = json.loads((tmp_path / "modality.json").read_text())
+    assert (result["device"], result["card"]) == ("cuda:0", "NVIDIA H200")
+    devices = {name: found["device"] for name, found in result["methods"].items()}
+    assert devices.pop("KRR, cuml") == "cuda:0"
+    assert set(devices.values()) == {"cpu"}
+    assert re.search(r"^KRR, cuml +cuda:0 +rmse ", out, re.M)
+    assert re.search(r"^ridge +cpu +rmse ", out, re.M)
+    assert "device memory" not in out  # cuML has a pool of its own
+
+
+def test_a_gpu_is_made_ready_before_the_clock_starts(
+    modality: ModuleType, folder: Path, run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU is played here: what is asked of it is done by the CPU."""
+    import modality_engines
+    import modality_report
+
+    opened, trained, open_on, multilayer = [], [], modality_engines.Engine.open, modality_report.multilayer
+
+    def open_here(self: Any, settings: Any, **more: Any) -> gpuload.Loader:
+        opened.append(np.shape(settings["paths"]))
+        return open_on(self, {**settings, "device": "cpu"}, **more)
+
+    def train_here(*arrays: Any, device: str) -> Any:
+        trained.append(device)
+        return multilayer(*arrays, device="cpu")
+
+    monkeypatch.setattr(modality_engines, "open_engine", lambda name, device: SimpleNamespace(device=device))
+    monkeypatch.setattr("gpuload.estimators.base.open_engine", lambda name, device: open_engine(name, "cpu"))
+    monkeypatch.setattr(modality_engines.Engine, "open", open_here)
+    monkeypatch.setattr(modality_report, "multilayer", train_here)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 3 << 30)
+    code, out, err = run(folder, "--device", "cuda:0", "--out", tmp_path)
+    assert code == 0, err
+    assert (opened, trained) == ([(2, 2), (2,)], ["cuda:0"])
+    assert re.match(r"compiled and loaded, in no other figure: [\d.]+ s\nSVD of the genes", err)
+    assert " MiB of host memory and, by PyTorch, 3,072 MiB of device memory at most, " in out
+    result = json.loads((tmp_path / "modality.json").read_text())
+    assert (result["device"], result["device_peak_mib"]) == ("cuda:0", 3072)
+    found = {name: of["device"] for name, of in result["methods"].items() if of["device"] != "cpu"}
+    assert found == {"KRR, ours": "cuda:0", "MLP 512-256": "cuda:0"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("torch", "CUDA out of memory. Tried to allocate 17.5 GiB."),
+        ("cuml", "std::bad_alloc: out_of_memory: CUDA error"),
+        ("another", None),
+    ],
+)
+def test_a_full_memory_is_told_with_the_cure(
+    modality: ModuleType,
+    folder: Path,
+    run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    said: str | None,
+) -> None:
+    import torch
+
+    def full(*given: Any) -> None:
+        raise {"torch": torch.OutOfMemoryError, "cuml": MemoryError, "another": RuntimeError}[kind](f"{said}\nmore")
+
+    monkeypatch.setattr(modality.ProteinModel, "fit", full)
+    if said is None:
+        with pytest.raises(RuntimeError, match="more"):
+            run(folder, "--out", tmp_path)
+        return
+    cure = "use --engine ours, --solver nystrom with fewer --landmarks, or --device cpu"
+    code, _, err = run(folder, "--out", tmp_path)
+    assert (code, err) == (1, f"modality.py: memory is full; {cure} ({said})\n")
 
 
 @pytest.mark.parametrize(
@@ -574,6 +677,9 @@ def test_what_an_engine_cannot_do_is_refused(
 
     with pytest.raises(gpuload.PlanError, match="scikit-learn works on the CPU"):
         modality.ProteinModel("sklearn", device="cuda:0")
+    assert modality.ProteinModel("sklearn", device="auto").engine.device == "cpu"
+    with pytest.raises(gpuload.DeviceError, match=r"^device='cuda:99': PyTorch .*; use device='cpu'"):
+        modality.ProteinModel(device="cuda:99")
     monkeypatch.setattr(modality_engines, "MOST_AT_ONCE", 400)
     fitted = (cells[0].genes, cells[0].proteins)
     for params in ({"n_rounds": 5}, {"solver": "exact", "n_landmarks": 5}):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from gpuload.estimators.passes import Passes
 from tests.writers import write_csr, write_h5ad
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 ENGINES = ["numpy", "torch"]
@@ -82,7 +85,7 @@ def test_a_pass_over_some_rows(cells: np.ndarray, kind: str) -> None:
     """Minibatches spread over a matrix, the first ones of a loader; all of them where the share is 1."""
     many = np.concatenate([cells, cells, cells])
     loader = gpuload.open_loader(many, batch_size=2048, fetch_factor=1, shuffle=False, device="cpu")
-    passes = Passes(loader if kind == "loader" else many)
+    passes = Passes(loader if kind == "loader" else many, open_engine("numpy", "cpu"))
     for share, dense, loaded in [(1e-9, [0], [0]), (0.25, [0, 4], [0, 1]), (0.3, [0, 2, 5], [0, 1, 2])]:
         starts = [rows.start if isinstance(rows, slice) else int(rows[0]) for rows, _ in passes.some(share)]
         assert starts == [2048 * k for k in (loaded if kind == "loader" else dense)]
@@ -325,6 +328,180 @@ def test_the_package_of_an_engine_that_is_missing_is_named(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(gpuload.MissingDependencyError, match=message):
         TruncatedSVD(2, **settings).fit(cells)
+
+
+# --- where it is done; what only a GPU does is played here, and done in tests/cuda/test_gpu_programs.py ---
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return torch, which sees two GPUs; a loader would take the one of number 1."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("gpuload.estimators.arrays.first_gpu", lambda: (1, "a GPU is there"))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return torch
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """NumPy in CuPy's place, of one GPU; returns what was asked of it."""
+    asked: list[Any] = []
+
+    class Device:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def use(self) -> None:
+            if self.number:
+                raise OSError("cudaErrorInvalidDevice: invalid device ordinal")
+            asked.append("cuda:0")
+
+    @contextmanager
+    def errstate(*, linalg: str) -> Iterator[None]:
+        asked.append(linalg)
+        yield
+        asked.pop()
+
+    def cholesky(A: np.ndarray) -> np.ndarray:
+        """Without errstate CuPy returns what cuSOLVER left."""
+        try:
+            return np.linalg.cholesky(A)
+        except np.linalg.LinAlgError:
+            if asked[-1] == "raise":
+                raise
+            return np.tril(A)
+
+    functions = {name: getattr(np, name) for name in ("asarray", "zeros", "clip", "exp")}
+    cuda = SimpleNamespace(Device=Device, runtime=SimpleNamespace(CUDARuntimeError=OSError))
+    linalg = SimpleNamespace(LinAlgError=np.linalg.LinAlgError, cholesky=cholesky)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, linalg=linalg, **functions))
+    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(errstate=errstate))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "used"),
+    [
+        ("torch", "cpu", "cpu"),
+        ("torch", "cuda", "cuda:0"),
+        ("auto", "cuda:1", "cuda:1"),
+        ("auto", "auto", "cuda:1"),
+        ("numpy", "auto", "cpu"),
+    ],
+)
+def test_devices_have_the_names_that_loaders_give_them(gpus: Any, engine: str, device: str, used: str) -> None:
+    assert open_engine(engine, device).device == used
+
+
+@pytest.mark.parametrize("n_there", [0, 1])
+def test_auto_is_a_gpu_that_torch_can_use(gpus: Any, monkeypatch: pytest.MonkeyPatch, n_there: int) -> None:
+    monkeypatch.setattr(gpus.cuda, "device_count", lambda: n_there)
+    assert open_engine("auto", "auto").device == "cpu"
+    told = (
+        rf"^device='cuda:1': PyTorch [^ ]+ sees {n_there} GPUs, and number 1 is wanted; use device='cpu', or see what "
+        r"`gpuload doctor` says\.$"
+    )
+    with pytest.raises(gpuload.DeviceError, match=told):
+        open_engine("torch", "cuda:1")
+
+
+def test_auto_without_torch(monkeypatch: pytest.MonkeyPatch, gpus: Any) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert open_engine("auto", "auto").name == "numpy"
+
+
+def test_what_is_no_device_is_refused(cells: np.ndarray, cupy: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(gpuload.PlanError, match=r"^device='tpu': expected 'auto', 'cpu', 'cuda' or 'cuda:<number>'\.$"):
+        TruncatedSVD(2, device="tpu").fit(cells)
+    told = r"^device='cuda:7': CuPy cannot use that GPU \(cudaErrorInvalidDevice: .*\); use another number, or engine="
+    with pytest.raises(gpuload.DeviceError, match=told):
+        TruncatedSVD(2, engine="cupy", device="cuda:7").fit(cells)
+    monkeypatch.setattr("gpuload.estimators.arrays.first_gpu", lambda: (None, "there is no NVIDIA driver"))
+    with pytest.raises(gpuload.PlanError, match=r"^engine='cupy' with device='auto': CuPy works on a GPU; use 'numpy'"):
+        TruncatedSVD(2, engine="cupy", device="auto").fit(cells)
+
+
+@pytest.mark.parametrize("of", [TruncatedSVD(2), KernelRidge()], ids=["svd", "ridge"])
+def test_a_loaders_device_is_that_of_the_estimator(
+    cells: np.ndarray, gpus: Any, monkeypatch: pytest.MonkeyPatch, of: Any
+) -> None:
+    """Unless another is asked for; NumPy works on the CPU, wherever minibatches lie."""
+    assert of.get_params()["device"] is None
+    assert of._opened(cells).device == "cpu"
+    with gpuload.open_loader(cells, device="cpu") as loader:
+        assert of._opened(loader).device == "cpu"
+        monkeypatch.setattr(gpuload.Loader, "device", "cuda:1")
+        assert of._opened(loader).device == "cuda:1"
+        assert type(of)(device="cpu")._opened(loader).device == "cpu"
+        assert type(of)(engine="numpy")._opened(loader).device == "cpu"
+
+
+def test_a_loader_on_a_gpu_is_told_of_torchs_stream(
+    cells: np.ndarray, gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each minibatch, since the stream may change; CuPy makes it dense there too."""
+    streams, told, entered = iter([70, 71, 72, 73]), [], []
+
+    @contextmanager
+    def from_external(stream: Any) -> Iterator[None]:
+        entered.append(stream.__cuda_stream__())
+        yield
+        entered.append(None)
+
+    def current_stream(device: str) -> Any:
+        assert device == "cuda:1"
+        return SimpleNamespace(cuda_stream=next(streams))
+
+    monkeypatch.setattr(gpus.cuda, "current_stream", current_stream)
+    stream = SimpleNamespace(from_external=from_external)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(Stream=stream))
+    monkeypatch.setattr(gpuload.Loader, "use_stream", lambda self, number: told.append(number))
+    with gpuload.open_loader(cells, shuffle=False, batch_size=2048, output="csr", device="cpu") as loader:
+        monkeypatch.setattr(gpuload.Loader, "device", "cuda:1")
+        for n_seen, (rows, part) in enumerate(Passes(loader, open_engine("torch", "cuda:1")), 1):
+            assert told == [70, 71, 72][:n_seen]
+            assert entered[-2:] == [(0, told[-1]), None]
+            np.testing.assert_array_equal(part, cells[rows])
+        assert told == [70, 71, 72, 73]
+        for engine in (open_engine("torch", "cpu"), open_engine("numpy", "cpu")):
+            assert sum(len(part) for _, part in Passes(loader, engine)) == len(cells)
+    assert told == [70, 71, 72, 73]
+
+
+def test_minibatches_of_a_gpu_come_to_a_torch_without_one(regression: tuple[np.ndarray, ...]) -> None:
+    pytest.importorskip("torch")
+    on_gpu = type("OnGpu", (), {"get": lambda self: regression[0], "view": lambda self, dtype: self})()
+    engine = open_engine("torch", "cpu")
+    np.testing.assert_array_equal(engine.host(engine.put(on_gpu, "float32")), regression[0])
+
+
+def test_zeros_are_made_on_the_device(gpus: Any, cupy: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(gpus, "zeros", lambda shape, **of: made.append((shape, of)))
+    open_engine("torch", "cuda:1").zeros((3, 2), "float64")
+    assert made == [((3, 2), {"dtype": gpus.float64, "device": "cuda:1"})]
+    found = open_engine("cupy", "cuda:0").zeros((3, 2), "float32")
+    assert (found.shape, found.dtype, cupy) == ((3, 2), np.float32, ["cuda:0"])
+
+
+def test_cupy_looks_whether_a_matrix_could_be_factorised(cells: np.ndarray, cupy: list[Any]) -> None:
+    model = KernelRidge(1e-30, engine="cupy", device="cuda:0")
+    with pytest.raises(gpuload.PlanError, match="not positive definite"):
+        model.fit(cells[:1].repeat(50, 0), cells[:50, 0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_full_memory_is_not_taken_for_a_small_alpha(
+    cells: np.ndarray, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    def full(A: Any) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    used = open_engine(engine_or_skip(engine), "cpu")
+    monkeypatch.setattr(used.xp.linalg, "cholesky", full)
+    with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
+        KernelRidge(engine=engine).fit(cells[:50], cells[:50, 0])
 
 
 def test_a_loader_that_leaves_rows_out_is_refused(cells: np.ndarray, tmp_path: Path) -> None:

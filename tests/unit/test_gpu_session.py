@@ -94,8 +94,8 @@ def test_its_steps_are_of_commands_that_exist(
 def test_all_tests_that_need_a_gpu_are_run(session: Any) -> None:
     folder = ROOT / "tests"
     marked = {path.relative_to(ROOT).as_posix() for path in folder.rglob("test_*.py") if GPU in path.read_text()}
-    assert marked == {session.TESTS, session.PROGRAMS}
-    assert f"GPU_TESTS := {session.TESTS} {session.PROGRAMS}\n" in (ROOT / "Makefile").read_text()
+    assert marked == {session.TESTS, *session.PROGRAMS}
+    assert f"GPU_TESTS := {' '.join((session.TESTS, *session.PROGRAMS))}\n" in (ROOT / "Makefile").read_text()
 
 
 def test_parts_of_it_can_be_run(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

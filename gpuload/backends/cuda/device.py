@@ -225,7 +225,7 @@ class CupyDevice:
     def stream_of(self, number: int) -> Any:
         """Return the stream of a cudaStream_t."""
         if number not in self._foreign:
-            self._foreign[number] = self._cupy.cuda.Stream.from_external(_Named(number))
+            self._foreign[number] = stream_named(number)
         return self._foreign[number]
 
     def record(self, stream: Any) -> Any:
@@ -289,6 +289,13 @@ class _Named:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._number
+
+
+def stream_named(number: int) -> Any:
+    """Return CuPy's stream for a cudaStream_t that others made."""
+    from cupy.cuda import Stream
+
+    return Stream.from_external(_Named(number))
 
 
 class _Chosen:
