@@ -471,7 +471,13 @@ def _boto3_credentials(profile: str) -> Any:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         raise MissingDependencyError("boto3", f"profile={profile!r}, which has no keys of its own,", "aws") from error
-    return Boto3CredentialProvider(boto3.Session(profile_name=profile))
+    try:
+        return Boto3CredentialProvider(boto3.Session(profile_name=profile))
+    except Exception as error:
+        raise PlanError(
+            f"profile={profile!r}: boto3 has no credentials for it: {str(error).rstrip('.')}; mend it in ~/.aws, or "
+            "give keys."
+        ) from error
 
 
 _OF_BOTO3 = {"sso_session", "sso_start_url", "role_arn", "credential_process"}

@@ -102,6 +102,8 @@ def badly(root: Path, remote: Path) -> None:
         fetcher.fetch_one()
     with mock.patch.object(opened.remote, "get", side_effect=ReadError("no")):
         fetcher.fetch_one()
+    with mock.patch.multiple(opened.remote, get=mock.Mock(side_effect=ReadError("no")), head=lambda _: None):
+        fetcher.fetch_one()
     store.release_quarantine()
     for _ in range(2):  # the content of an object that is kept changes
         write(remote / "s0")

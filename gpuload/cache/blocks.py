@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.cache.reading import check_limit
 from gpuload.errors import PlanError
 from gpuload.layout import MAX_EXTENT, MAX_GAP
 from gpuload.remote import RemoteObject
@@ -208,6 +209,7 @@ class BlockCache:
         with self._lock:
             self.n_local_nbytes += n_local
             self.n_missed_nbytes += n_missed
+        self._store.reads.add(0.0, n_local + n_missed)
 
     def _cut(
         self, wanted: RemoteObject, start: int, out: NDArray[np.uint8]
@@ -289,6 +291,7 @@ def _read(path: str, parts: list[NDArray[np.uint8]], start: int) -> str | None:
         finally:
             os.close(fd)
     except OSError as error:
+        check_limit(error, path)
         return f"it cannot be read: {error.strerror}"
     wanted = sum(part.size for part in parts)
     return None if got == wanted else f"it has {got} of {wanted} bytes at byte {start}"

@@ -224,8 +224,8 @@ class Catalogue(Database):
 
         With `is_soon` those too that may go when the epochs that run have read them.
         """
-        with self._lock:
-            found = self._db.execute(
+        with self._held() as db:
+            found = db.execute(
                 "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id WHERE f.state = 1 AND NOT k.is_gone"  # noqa: S608
                 " AND (f.visits >= :visits OR f.etag != k.etag)"
                 " AND (:is_soon OR NOT EXISTS (SELECT 1 FROM pinned p WHERE p.key_id = f.key_id))"
@@ -390,6 +390,7 @@ class Catalogue(Database):
 
         Name and crc are those of the copy that is there now, and None where there is none of the same content.
         """
+        # `state < 3` lets SQLite take the index `files_held`; so in `find_key`.
         rows = self.rows(
             "SELECT f.id, f.key_id, k.key, f.etag, f.nbytes, now.name, now.crc, now.id FROM files f"
             " JOIN keys k ON k.id = f.key_id"
@@ -412,8 +413,8 @@ class Catalogue(Database):
 
     def find_by_id(self, file_id: int) -> File | None:
         """Return a file by its number, where it is published."""
-        with self._lock:
-            return next(iter(self._files(self._db, "f.id = ? AND f.state = ?", file_id, PUBLISHED)), None)
+        with self._held() as db:
+            return next(iter(self._files(db, "f.id = ? AND f.state = ?", file_id, PUBLISHED)), None)
 
     def n_ready(self) -> int:
         """Return how many samples a snapshot would have."""
@@ -456,8 +457,8 @@ class Catalogue(Database):
 
     def published(self) -> list[File]:
         """Return all files that are to be there."""
-        with self._lock:
-            return self._files(self._db, "f.state = ?", PUBLISHED)
+        with self._held() as db:
+            return self._files(db, "f.state = ?", PUBLISHED)
 
     def listed(self) -> Iterator[RemoteObject]:
         """Yield what the remote has, as far as it was listed."""

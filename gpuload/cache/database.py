@@ -21,6 +21,9 @@ VERSION = 1
 _BUSY_S = 60.0
 """Longest wait for another process's transaction, which takes milliseconds."""
 
+_OF_SYSTEM = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_IOERR)
+"""Refusals and faults of the disk, where the catalogue itself may be sound."""
+
 
 class Database:
     """A database with the schema of a store. Safe from any thread; not to be carried into a forked process.
@@ -34,13 +37,18 @@ class Database:
     ------
     StoreError
         It is of another version, or no database.
+    ReadError
+        It cannot be opened, or not be written to.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        except sqlite3.OperationalError as error:
+            raise _refused(error, path) from error
         try:
             self._begin()
         except BaseException:
@@ -77,31 +85,34 @@ class Database:
         """Run a with-block as one transaction: all of it or nothing."""
         if os.getpid() != self._pid:
             raise PlanError("the sample store was opened in another process; open it in this one.")
+        with self._held() as db:
+            try:
+                db.execute("BEGIN IMMEDIATE")  # within: an interrupt may come as it returns
+                yield db
+                db.execute("COMMIT")
+            except BaseException:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _held(self) -> Iterator[sqlite3.Connection]:
+        """Keep other threads out for a with-block, and say in our words what SQLite raises in it."""
         with self._lock:
             try:
-                try:
-                    self._db.execute("BEGIN IMMEDIATE")  # within: an interrupt may come as it returns
-                    yield self._db
-                    self._db.execute("COMMIT")
-                except BaseException:
-                    if self._db.in_transaction:
-                        self._db.execute("ROLLBACK")
-                    raise
+                yield self._db
+            except sqlite3.ProgrammingError as error:
+                raise PlanError("the sample store was closed; open it again.") from error
             except sqlite3.OperationalError as error:
                 told = _told(error, self.path)
                 if told is None:
                     raise
                 raise told from error
-            except sqlite3.ProgrammingError as error:
-                raise PlanError("the sample store was closed; open it again.") from error
 
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Return the rows of a query, outside of a transaction."""
-        with self._lock:
-            try:
-                return self._db.execute(query, values).fetchall()
-            except sqlite3.ProgrammingError as error:
-                raise PlanError("the sample store was closed; open it again.") from error
+        with self._held() as db:
+            return db.execute(query, values).fetchall()
 
     def meta(self, name: str) -> Any:
         """Return one of the store's single values."""
@@ -127,7 +138,13 @@ def _told(error: sqlite3.DatabaseError, path: str) -> OSError | None:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
     if code == sqlite3.SQLITE_BUSY:
         return ReadError(f"{path}: another process has held it for {_BUSY_S:.0f} s; end it, or use another folder.")
+    if code in _OF_SYSTEM:
+        return _refused(error, path)
     return None
+
+
+def _refused(error: sqlite3.DatabaseError, path: str) -> ReadError:
+    return ReadError(f"{path}: {error}; check its permissions and the disk.")
 
 
 def _statements() -> Iterator[str]:

@@ -255,7 +255,7 @@ class Fetcher:
                     self._drop_outdated()
                     repair(self._folders, self._catalogue, self._lease, self._settings.budget, is_opening=False)
                     repaired_at = time.monotonic()
-            except (GpuloadError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - as in `_attempt`
                 if not self._stop.is_set() and str(error) != said:
                     _log.warning("%s", error)
                 said = str(error)
@@ -364,21 +364,29 @@ class Fetcher:
         return download.crc
 
     def _note_failure(self, file: File, error: Exception) -> None:
-        reason = str(error) or type(error).__name__
-        is_final = isinstance(error, ReadError) and not isinstance(error, BusyError)
-        wait_s = random.uniform(0.5, 1) * min(self._settings.longest_wait_s, self._settings.first_wait_s * 8)  # noqa: S311
-        if is_final and self._is_other_now(file):
-            return
-        max_failures = 1 if is_final else self._settings.max_failures
-        if self._catalogue.fail(file.key_id, reason, time.time() + wait_s, max_failures):
+        reason, settings = str(error) or type(error).__name__, self._settings
+        wait_s, max_failures = min(settings.longest_wait_s, settings.first_wait_s * 8), settings.max_failures
+        if isinstance(error, ReadError) and not isinstance(error, BusyError):
+            is_other = self._is_other_now(file)
+            if is_other:
+                return
+            if is_other is None:  # the fault may be of the credentials, not of this object
+                wait_s = settings.longest_wait_s
+            else:
+                max_failures = 1
+        retry_at = time.time() + random.uniform(0.5, 1) * wait_s  # noqa: S311
+        if self._catalogue.fail(file.key_id, reason, retry_at, max_failures):
             _log.warning("%s is in quarantine: %s", file.wanted.key, reason)
 
-    def _is_other_now(self, file: File) -> bool:
-        """Return whether the remote has replaced or removed an object since it was listed; note it then."""
+    def _is_other_now(self, file: File) -> bool | None:
+        """Return whether the remote has replaced or removed an object since it was listed, and note it then.
+
+        None where it does not say.
+        """
         try:
             found = self._remote.head(file.wanted.key)
-        except Exception:  # noqa: BLE001 - it says nothing about the object
-            return False
+        except Exception:  # noqa: BLE001 - `get` has failed before, and its error is told
+            return None
         if found is not None and found.etag == file.wanted.etag:
             return False
         if found is None:

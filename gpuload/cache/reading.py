@@ -197,8 +197,7 @@ class Reader:
         try:
             fd = os.open(sample.path or "", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the copy's
-                raise ReadError(f"{sample.key}: {error.strerror}; raise the limit (ulimit -n).") from error
+            check_limit(error, sample.key)
             return f"it cannot be opened: {error.strerror}"
         try:
             got = os.preadv(fd, [part.data for part in parts], 0)
@@ -221,6 +220,12 @@ class Reader:
             return f"its crc is {crc:08x}, and should be {sample.crc or 0:08x}"
         self._verified.add(sample.file_id)
         return None
+
+
+def check_limit(error: OSError, name: str) -> None:
+    """Raise ReadError where no file can be opened, because too many are: that is no fault of a copy."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise ReadError(f"{name}: {error.strerror}; raise the limit (ulimit -n).") from error
 
 
 def _rest_of(parts: list[NDArray[np.uint8]], done: int) -> list[memoryview]:

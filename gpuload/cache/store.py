@@ -79,7 +79,8 @@ class SampleStore:
         Where samples come from: a `gpuload.remote.Remote`, an address (``s3://bucket/prefix``) or a folder.
     budget
         Most bytes on disk, as a number or as ``"200GiB"``. Bytes are reserved before a download starts, so it is never
-        passed, not even for a moment; the catalogue itself (some hundred bytes a sample) is not counted.
+        passed, not even for a moment; the catalogue itself is not counted: for each sample some 350 bytes, and 16 more
+        for each of the last 64 snapshots that had it.
     policy
         Which samples go first, among those that were used, that no running epoch has still to read, and that the remote
         still has: ``"coverage"``, the most used and the oldest; ``"fifo"``; ``"lru"``; ``"random"``.
@@ -160,7 +161,9 @@ class SampleStore:
         self._processes: list[FetcherProcess] = []
         self._fetcher: Fetcher | None = None
         self._waited_s = 0.0
-        self._closer = weakref.finalize(self, _close, self._stop, self._processes, [], self._lease, self._catalogue)
+        self._closer = weakref.finalize(
+            self, _close, self._stop, self._processes, None, None, self._lease, self._catalogue
+        )
         try:
             self._check_remote()
             repair(self._folders, self._catalogue, self._lease.name, self._settings.budget, is_opening=True)
@@ -191,11 +194,10 @@ class SampleStore:
         self._catalogue.set_meta(remote=self.remote.name)
 
     def _start_fetching(self, n_processes: int, hung_s: float) -> None:
-        threads: list[Any] = []
+        keeper = None
         if n_processes == 0:
             self._fetcher = Fetcher(self._folders, self._catalogue, self._lease.name, self.remote, self._settings)
             self._fetcher.start()
-            threads.append(self._fetcher)
         for _ in range(n_processes):
             self._processes.append(FetcherProcess(self.root, self.remote, self._settings, hung_s))
         if self._processes:
@@ -203,10 +205,9 @@ class SampleStore:
                 target=_keep, args=(self._processes, self._stop), name="gpuload-keeper", daemon=True
             )
             keeper.start()
-            threads.append(keeper)
         self._closer.detach()
         self._closer = weakref.finalize(
-            self, _close, self._stop, self._processes, threads, self._lease, self._catalogue
+            self, _close, self._stop, self._processes, self._fetcher, keeper, self._lease, self._catalogue
         )
 
     def close(self) -> None:
@@ -520,14 +521,18 @@ def _keep(processes: list[FetcherProcess], stop: threading.Event) -> None:
 
 
 def _close(
-    stop: threading.Event, processes: list[FetcherProcess], threads: list[Any], lease: Lease, catalogue: Catalogue
+    stop: threading.Event,
+    processes: list[FetcherProcess],
+    fetcher: Fetcher | None,
+    keeper: threading.Thread | None,
+    lease: Lease,
+    catalogue: Catalogue,
 ) -> None:
     stop.set()
-    for thread in threads:
-        if isinstance(thread, Fetcher):
-            thread.stop()
-        else:
-            thread.join()
+    if fetcher is not None:
+        fetcher.stop()
+    if keeper is not None:
+        keeper.join()
     for process in processes:
         process.tell_to_end()
     for process in processes:

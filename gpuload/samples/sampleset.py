@@ -51,7 +51,9 @@ class SampleSet:
     Notes
     -----
     It needs no base class: PyTorch's DataLoader takes it as it is, with any number of workers, and asks it for whole
-    batches (``__getitems__``), whose samples are then fetched concurrently.
+    batches (``__getitems__``), whose samples are then fetched concurrently. Where samples are at an address and this
+    process has read anything from one before, the workers need ``multiprocessing_context="spawn"``: in a forked one it
+    is an error.
     """
 
     def __init__(

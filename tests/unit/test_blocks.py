@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from gpuload.cache import BlockCache, BlockRemote, SampleStore
+from gpuload.cache.catalogue import Catalogue
 from gpuload.errors import PlanError, ReadError
 from gpuload.remote import FolderRemote
 from tests.remotes import CountingRemote
-from tests.unit.test_cache import full, until
+from tests.unit.test_cache import full, lacks_descriptors, lose_catalogue, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,6 +58,10 @@ def test_the_second_time_all_comes_from_the_disk(tmp_path: Path, big: CountingRe
         read_all_over(cache, wanted)
         n_first = cache.n_remote_nbytes
         assert NBYTES / 2 < n_first <= NBYTES, "a block was brought twice"
+        stats = store.stats()
+        n_brought = -(-n_first // BLOCK)
+        assert 0 < stats["hit_ratio"] == 1 - n_brought / stats["n_samples"] < 1
+        assert stats["read_nbytes"] == sum(cache.counts())
         big.gets.clear()
         read_all_over(cache, wanted)
         assert cache.n_remote_nbytes == n_first
@@ -65,6 +70,7 @@ def test_the_second_time_all_comes_from_the_disk(tmp_path: Path, big: CountingRe
         read_all_over(cache, wanted)
         assert not big.gets
         assert cache.n_remote_nbytes == 0 < cache.n_local_nbytes
+        assert store.stats()["hit_ratio"] == 1
 
 
 def test_a_store_that_fetches_brings_the_blocks_by_itself(tmp_path: Path, big: CountingRemote) -> None:
@@ -148,6 +154,52 @@ def test_a_full_disk_is_room_for_nothing(tmp_path: Path, big: CountingRemote, mo
         monkeypatch.setattr(os, "posix_fallocate", no_space)
         read_all_over(BlockCache(store), wanted)
         assert store.held_nbytes == 0
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ReadError("it is busy")])
+def test_a_catalogue_that_takes_no_more_is_room_for_nothing(
+    tmp_path: Path, big: CountingRemote, error: OSError, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
+
+    def refuse(*_: Any) -> None:
+        raise error
+
+    with store_of(tmp_path, big, fetch=False) as store:
+        monkeypatch.setattr(Catalogue, "reserve_known", refuse)
+        read_all_over(BlockCache(store), wanted)
+    assert len([r for r in caplog.records if "no block is kept any more" in r.getMessage()]) == 1
+
+
+def test_blocks_of_a_lost_catalogue_take_no_room(tmp_path: Path, big: CountingRemote) -> None:
+    objects = tmp_path / "store" / "objects"
+    for _ in range(3):
+        with store_of(tmp_path, big, fetch=False) as store:
+            n_left = len(list(objects.rglob("*.*")))
+            cache = BlockCache(store)
+            assert not list(objects.rglob("*.*"))
+            found = cache.head("big.h5ad")
+            assert found is not None
+            cache.get(found, 0, NBYTES)
+            assert len(list(objects.rglob("*.*"))) == N_BLOCKS
+        lose_catalogue(tmp_path)
+    assert n_left == N_BLOCKS, "whoever only opens a store leaves what another rank may adopt"
+
+
+def test_a_limit_of_open_files_is_no_fault_of_a_block(
+    tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_of(tmp_path, big, fetch=False) as store:
+        cache = BlockCache(store)
+        found = cache.head("big.h5ad")
+        assert found is not None
+        cache.get(found, 0, NBYTES)
+        lacks_descriptors(monkeypatch)
+        for read in (cache.get, lambda *_: cache.fill(found, 0, np.empty(9, dtype=np.uint8))):
+            with pytest.raises(ReadError, match=r"/store/objects/.*: Too many open files; raise the limit"):
+                read(found, 0, 9)
+        assert cache.n_dropped == 0
+        assert store.coverage().n_held == N_BLOCKS
 
 
 def test_blocks_in_a_fetcher_process(tmp_path: Path, big: CountingRemote) -> None:

@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from gpuload.cache import SampleStore
-from gpuload.cache.catalogue import POLICIES, cost_of
-from gpuload.cache.fetch import Settings, SoftDigests, Window, get_patiently
+from gpuload.cache import SampleStore, files, leases
+from gpuload.cache.catalogue import POLICIES, Catalogue, cost_of
+from gpuload.cache.fetch import Fetcher, Settings, SoftDigests, Window, get_patiently
+from gpuload.cache.files import adopt_strays
+from gpuload.cache.leases import Lease
 from gpuload.cache.order import visiting_order
 from gpuload.cache.reading import Reader, Sample
-from gpuload.errors import CorruptDataError, PlanError, ReadError, StoreError
+from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject, open_remote
 from tests.remotes import CountingRemote, FlakyRemote, HangingRemote, fill
 
@@ -215,9 +217,7 @@ def test_two_jobs_download_nothing_twice(tmp_path: Path, remote: CountingRemote)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies(tmp_path: Path, remote: CountingRemote, policy: str) -> None:
     with opened(tmp_path, remote, policy=policy, fetch=False) as store:
-        from gpuload.cache.fetch import Fetcher
-
-        fetcher = Fetcher(store._folders, store._catalogue, store._lease.name, remote, store._settings)
+        fetcher = fetcher_of(store)
         fetcher.list_remote()
         for _ in range(10):
             assert fetcher.fetch_one()
@@ -453,6 +453,162 @@ def test_an_object_that_stays_corrupt_is_quarantined_and_released(tmp_path: Path
             store.snapshot()
 
 
+class Gated(CountingRemote):
+    """A folder that gives nothing before it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.is_open = threading.Event()
+
+    def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
+        self.is_open.wait(20)
+        return super().get(wanted, start, stop)
+
+
+def test_what_is_replaced_or_removed_before_its_download_is_no_bad_sample(tmp_path: Path) -> None:
+    remote = Gated(fill(tmp_path / "remote", N))
+    with opened(tmp_path, remote, n_held=N, max_bad=0.0) as store:
+        until(lambda: store._catalogue.meta("listed_at"))
+        for i in range(8):
+            path = tmp_path / "remote" / f"{i:04d}.npy"
+            if i % 2:
+                path.unlink()
+            else:
+                np.save(path, np.full(1_000, i, dtype=np.float32))
+        remote.is_open.set()
+        full(store, N - 4)
+        until(lambda: store._catalogue.n_known() == N - 4)
+        with store.snapshot() as snapshot:
+            found = {int(row[0]): row for batch in snapshot.batches(4) for row in batch.data}
+        assert sorted(found) == [0, 2, 4, 6, *range(8, N)]
+        assert (found[6] == 6).all()
+        assert not store.quarantine()
+
+
+@pytest.mark.parametrize("n_denied", [3, 10**9], ids=["for a while", "for ever"])
+def test_what_is_denied_is_asked_for_again_and_not_for_ever(tmp_path: Path, n_denied: int) -> None:
+    class Denying(CountingRemote):
+        is_listed = False
+
+        def list(self) -> Iterator[RemoteObject]:
+            yield from super().list()
+            self.is_listed = True
+
+        def head(self, key: str) -> RemoteObject | None:
+            if key == "0003.npy" and self.is_listed and self.gets[key] <= n_denied:
+                raise ReadError("access was denied (403 Forbidden: ExpiredToken)")
+            return super().head(key)
+
+        def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
+            got = super().get(wanted, start, stop)
+            if wanted.key == "0003.npy" and self.gets[wanted.key] <= n_denied:
+                raise ReadError("access was denied (403 Forbidden: ExpiredToken)")
+            return got
+
+    remote = Denying(fill(tmp_path / "remote", N))
+    with opened(tmp_path, remote, n_held=N, longest_wait_s=0.01, max_failures=4) as store:
+        full(store, N - 1)
+        if n_denied == 3:
+            full(store, N)
+            assert not store.quarantine()
+        else:
+            until(store.quarantine)
+            assert store.quarantine() == {"0003.npy": "access was denied (403 Forbidden: ExpiredToken)"}
+        assert remote.gets["0003.npy"] == 4
+
+
+@pytest.mark.parametrize("step", ["reserve", "begin_listing", "end_listing"])
+def test_a_fetcher_outlives_an_error_of_its_catalogue(
+    tmp_path: Path, remote: CountingRemote, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, left = getattr(Catalogue, step), [None] * 4
+
+    def fail_at_first(*arguments: Any, **settings: Any) -> Any:
+        if left:
+            left.pop()
+            raise sqlite3.OperationalError("disk I/O error")
+        return right(*arguments, **settings)
+
+    monkeypatch.setattr(Catalogue, step, fail_at_first)
+    with opened(tmp_path, remote, n_held=N, in_flight=2, longest_wait_s=0.01) as store:
+        full(store, N)
+        until(lambda: store._catalogue.meta("listed_at"))
+        assert not left
+        assert store._fetcher is not None
+        assert all(thread.is_alive() for thread in store._fetcher._threads)
+
+
+def test_who_may_not_ask_is_told_once(tmp_path: Path, remote: CountingRemote, caplog: Any) -> None:
+    with opened(tmp_path, remote) as store:
+        full(store, 10)
+        n_asked = [0]
+
+        def denied(key: str) -> None:
+            n_asked[0] += 1
+            raise ReadError("access was denied")
+
+        remote.head = denied  # type: ignore[method-assign, assignment]
+        train(store)
+        until(lambda: n_asked[0] >= 5)
+    told = [r for r in caplog.records if r.getMessage() == "a fetcher goes on after: ReadError: access was denied"]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_a_damaged_header_of_the_first_sample_is_read_from_the_remote(
+    tmp_path: Path, remote: CountingRemote, damage: str
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            path = Path(store.find_samples(snapshot._ids[:1])[0].path or "")
+            whole = path.read_bytes()
+            path.write_bytes(whole.replace(b"<f4", b"<f2") if damage == "flip" else b"")
+            assert sorted(i for batch in snapshot.batches(3) for i in checked(batch)) == list(range(N))
+
+
+def test_a_limit_of_open_files_is_no_fault_of_a_copy(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            lacks_descriptors(monkeypatch)
+            with pytest.raises(ReadError, match=r"^\d+\.npy: Too many open files; raise the limit \(ulimit -n\)\.$"):
+                list(snapshot.batches(4))
+        assert store._catalogue.n_ready() == N
+    assert len(list((tmp_path / "store" / "objects").rglob("*.*"))) == N
+
+
+def lacks_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no local copy be opened."""
+    right = os.open
+
+    def limited(path: str, flags: int, *mode: int) -> int:
+        if "/objects/" in path and not flags & os.O_DIRECTORY:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return right(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", limited)
+
+
+def test_a_busy_remote_is_asked_again_for_a_lost_copy(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        head, left = remote.head, ["429"] * 2
+
+        def busy_at_first(key: str) -> RemoteObject | None:
+            if left:
+                raise BusyError(left.pop())
+            return head(key)
+
+        with store.snapshot() as snapshot:
+            Path(store.find_samples(snapshot._ids[:1])[0].path or "").unlink()
+            remote.head = busy_at_first  # type: ignore[method-assign]
+            assert len([i for batch in snapshot.batches(3) for i in checked(batch)]) == N
+        assert not left
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_copy_is_read_from_the_remote(
     tmp_path: Path, remote: CountingRemote, damage: str, caplog: Any
@@ -534,7 +690,7 @@ def test_a_sample_whose_digest_is_not_that_of_the_remote_is_told(
         found = remote.head(lost.key)
         assert found is not None
         monkeypatch.setattr(remote, "head", lambda _: replace(found, digest=f"sha256:{0:064x}"))
-        told = rf"^{lost.key}: its digest is not what {remote.name} says; put it there anew\.$"
+        told = rf"^{lost.key}: after the download its sha256 is \w+, and in the remote 0{{64}}\. Put it there anew, if"
         with store.snapshot() as snapshot, pytest.raises(CorruptDataError, match=told):
             list(snapshot.batches(1))
 
@@ -664,25 +820,88 @@ def test_a_killed_training_leaves_neither_pins_nor_fetchers(tmp_path: Path, remo
         assert store._catalogue.rows("SELECT count(*) FROM pinned") == [(0,)]
 
 
-def test_a_lost_catalogue_costs_no_download(tmp_path: Path, remote: CountingRemote) -> None:
+def test_a_lost_catalogue_costs_no_download(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
-    for path in (tmp_path / "store").glob("catalogue*"):
-        path.unlink()
+    lose_catalogue(tmp_path)
     remote.gets.clear()
-    remote.wait_s = 1.0  # longer than the files take to be found: what begins before, in_flight at most, is all
+    asked, get = threading.Event(), remote.get
+    remote.get = lambda *span: asked.set() or get(*span)  # type: ignore[method-assign,func-returns-value]
+
+    def adopt_late(*arguments: Any) -> None:
+        asked.wait(0.5)
+        adopt_strays(*arguments)
+
+    monkeypatch.setattr("gpuload.cache.fetch.adopt_strays", adopt_late)
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
         assert sorted(train(store)) == list(range(N))
         assert len(list((tmp_path / "store" / "objects").rglob("*.*"))) == N
-    assert sum(remote.gets.values()) < N / 4
+    assert not remote.gets
+
+
+def lose_catalogue(tmp_path: Path) -> None:
+    for path in (tmp_path / "store").glob("catalogue*"):
+        path.unlink()
+
+
+def fetcher_of(store: SampleStore) -> Fetcher:
+    return Fetcher(store._folders, store._catalogue, store._lease.name, store.remote, store._settings)
+
+
+def test_an_adoption_that_is_broken_off_is_done_again(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    lose_catalogue(tmp_path)
+    with opened(tmp_path, remote, n_held=N, fetch=False) as store:
+        fetcher, crc, touched = fetcher_of(store), files.checked_crc, set[float]()
+
+        def broken_crc(path: str, wanted: RemoteObject) -> int | None:
+            touched.add(fetcher._progress[threading.get_ident()])
+            if len(touched) == 7:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return crc(path, wanted)
+
+        monkeypatch.setattr(files, "checked_crc", broken_crc)
+        with pytest.raises(OSError, match="Input/output error"):
+            fetcher.list_remote()
+        assert store._catalogue.n_ready() == 6
+        assert fetcher.list_remote()
+        assert store._catalogue.n_ready() == N
+        assert len(touched) == 7 + N - 6, "a fetcher that adopts looks as if it hung"
+
+
+def test_two_that_adopt_the_same_copies_delete_none(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with store._catalogue.transaction() as db:  # as a machine may lose the last transactions
+            db.execute("UPDATE files SET state = 3")
+            db.execute("DELETE FROM files")
+    crc, others = files.checked_crc, []
+
+    def late_crc(path: str, wanted: RemoteObject) -> int | None:
+        if not others:
+            others.append(None)
+            with opened(tmp_path, remote, n_held=N, fetch=False) as other:
+                others.append(other._catalogue.n_ready())
+        return crc(path, wanted)
+
+    monkeypatch.setattr(files, "checked_crc", late_crc)
+    with opened(tmp_path, remote, n_held=N, fetch=False) as store:
+        assert others[1] == store._catalogue.n_ready() == N
+        assert all(os.path.exists(store._folders.path(file.name)) for file in store._catalogue.published())
 
 
 def test_a_broken_catalogue_is_told(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, fetch=False):
         pass
-    for path in (tmp_path / "store").glob("catalogue*"):
-        path.unlink()
+    lose_catalogue(tmp_path)
     (tmp_path / "store" / "catalogue.sqlite").write_bytes(b"no database at all, " * 100)
     with pytest.raises(StoreError, match="cannot be read as the catalogue of a sample store"), opened(tmp_path, remote):
         pass
@@ -721,6 +940,56 @@ def test_a_catalogue_that_is_held_by_another_is_told(
             pass
     with opened(tmp_path, remote, fetch=False) as store:
         assert store._catalogue.n_ready() == 0
+
+
+REFUSED = r"^{}: {}; check its permissions and the disk\.$"
+
+
+def test_a_catalogue_that_cannot_be_opened_is_told(tmp_path: Path, remote: CountingRemote) -> None:
+    path = tmp_path / "store" / "catalogue.sqlite"
+    path.mkdir(parents=True)
+    with pytest.raises(ReadError, match=REFUSED.format(path, "unable to open database file")), opened(tmp_path, remote):
+        pass
+
+
+def test_a_catalogue_that_may_only_be_read_is_told(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = REFUSED.format(tmp_path / "store" / "catalogue.sqlite", "attempt to write a readonly database")
+    with opened(tmp_path, remote, fetch=False) as store:
+        store._catalogue._db.execute("PRAGMA query_only = 1")
+        with pytest.raises(ReadError, match=told):
+            store.release_quarantine()
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda path, **how: connect(f"file:{path}?mode=ro", uri=True, **how))
+    with pytest.raises(ReadError, match=told), opened(tmp_path, remote, fetch=False):
+        pass
+
+
+def test_an_interrupt_leaves_no_transaction_open(tmp_path: Path, remote: CountingRemote) -> None:
+    class Interrupted:
+        def __init__(self, db: sqlite3.Connection) -> None:
+            self._db = db
+
+        def execute(self, statement: str) -> None:
+            self._db.execute(statement)
+            if statement.startswith("BEGIN"):
+                raise KeyboardInterrupt
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._db, name)
+
+    with opened(tmp_path, remote, fetch=False) as store:
+        catalogue, db = store._catalogue, store._catalogue._db
+        catalogue._db = Interrupted(db)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            catalogue.count(n_fetched=1)
+        catalogue._db = db
+        with closing(sqlite3.connect(catalogue.path, timeout=0, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            other.execute("ROLLBACK")
+        catalogue.count(n_fetched=1)
+        assert catalogue.meta("n_fetched") == 1
 
 
 # --- refusals ---
@@ -801,6 +1070,20 @@ def test_a_forked_process_is_refused_and_harms_nothing(tmp_path: Path, remote: C
                 os._exit(2)
         assert os.waitpid(pid, 0)[1] == 0
         store._catalogue.count(n_retries=1)
+
+
+def test_a_forked_process_lets_go_of_the_leases_after_a_released_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, held = Lease(str(tmp_path)), Lease(str(tmp_path))
+    released.release()
+    monkeypatch.setattr(leases, "_held", [released, held])
+    pid = os.fork()
+    if not pid:
+        os._exit(held._fd >= 0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert leases.is_alive(str(tmp_path), held.name)
+    held.release()
 
 
 # --- small parts ---

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -66,6 +68,27 @@ def test_a_folder_whose_files_cannot_be_reached(tmp_path: Path) -> None:
         list(remote.list())
     with pytest.raises(BusyError, match=rf"^{path}: reading 4 bytes at byte 3 failed: Too many .*\. Check the disk\.$"):
         remote.get(RemoteObject("around", 9, ""), 3, 7)
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
+    folder = tmp_path / "remote"
+    (folder / "below").mkdir(parents=True)
+    (folder / "here").touch()
+    remote = FolderRemote(folder)
+    listed = remote.list()
+    assert next(listed).key == "here"
+    (folder / "below").rmdir()
+    assert list(listed) == []  # what was removed meanwhile has nothing
+    (folder / "below").mkdir()
+    listed = remote.list()
+    assert next(listed).key == "here"
+    (folder / "below").rmdir()
+    (folder / "below").touch()
+    with pytest.raises(BusyError, match=rf"^{folder}/below: it cannot be listed: Not a directory\. Check the path\.$"):
+        list(listed)
+    folder.rename(tmp_path / "away")
+    with pytest.raises(BusyError, match=rf"^{folder}: it cannot be listed: No such file or directory\. Check the path"):
+        list(remote.list())
 
 
 def test_objects(server: Running) -> None:
@@ -180,6 +203,59 @@ def test_answers_that_are_not_what_was_asked_for(refusing: ObjectRemote, monkeyp
         refusing.get_whole("whole")
 
 
+class Weak(Refusing):
+    """Has an object of three bytes under a weak ETag, which no If-Match is true of."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        is_refused, is_part = "If-Match" in self.headers, "Range" in self.headers
+        self.send_response(412 if is_refused else 206 if is_part else 200)
+        self.send_header("Content-Length", "0" if is_refused else "3")
+        self.send_header("ETag", 'W/"abc"')
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        if is_part:
+            self.send_header("Content-Range", "bytes 0-2/3")
+        self.end_headers()
+        if self.command == "GET" and not is_refused:
+            self.wfile.write(b"abc")
+
+
+def test_an_object_under_a_weak_etag_is_read(refusing: ObjectRemote, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("protocol_version", "do_GET"):
+        monkeypatch.setattr(Refusing, name, vars(Weak)[name])
+    monkeypatch.setattr(Refusing, "do_HEAD", Weak.do_GET, raising=False)
+    found = refusing.head("a")
+    assert found == RemoteObject("a", 3, "W/abc")
+    assert bytes(refusing.get(found, 0, 3)) == b"abc"
+    with pytest.raises(ReadError, match=r"^s3://data/a: the object was changed since it was listed; open it again\.$"):
+        refusing.get(dataclasses.replace(found, etag="W/old"), 0, 3)
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3"])
+def test_an_endpoint_of_the_environment_may_be_without_encryption(
+    server: Running, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv(variable, server.url)
+    assert len(list(open_remote("s3://data/train", region="us-east-1", anonymous=True).list())) == N
+
+
+def test_the_fork_of_a_process_that_has_read_is_refused(server: Running) -> None:
+    remote = of(server)
+    assert remote.head("none") is None
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        try:
+            remote.head("none")
+        except PlanError as error:
+            os._exit(0 if "give the DataLoader multiprocessing_context='spawn'" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 def test_no_connection_is_said_in_one_sentence() -> None:
     pytest.importorskip("obstore")
     with pytest.raises(BusyError) as caught:
@@ -290,13 +366,40 @@ def test_a_store_fills_itself_through_every_fault(tmp_path: Path, server: Runnin
     assert all(counts.get(f"fault {kind}", 0) for kind in ("503", "reset", "truncate", "corrupt"))
 
 
-def test_a_profile_without_keys_needs_boto3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("section", "name"), [("profile lab", "lab"), ("default", None)])
+def test_a_profile_without_keys_needs_boto3(
+    tmp_path: Path, section: str, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("obstore")
-    (tmp_path / "config").write_text("[profile lab]\nsso_session = lab\n")
+    (tmp_path / "config").write_text(f"[{section}]\nsso_session = lab\n")
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(MissingDependencyError, match=r"^profile='lab', .* needs boto3, .*pip install 'gpuload\[aws\]'"):
+    words = rf"^profile='{name or 'default'}', .* needs boto3, .*pip install 'gpuload\[aws\]'"
+    with pytest.raises(MissingDependencyError, match=words):
+        open_remote("s3://data", profile=name)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("sso_session = none\nsso_account_id = 1\nsso_role_name = a", "sso-session"),
+        ("region = a", "get_credentials"),
+    ],
+)
+def test_a_profile_of_which_boto3_makes_nothing_is_told(
+    tmp_path: Path, lines: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    pytest.importorskip("boto3")
+    (tmp_path / "config").write_text(f"[profile lab]\n{lines}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    with pytest.raises(PlanError, match=rf"^profile='lab': boto3 has no credentials for it: .*{words}.*; mend it in"):
         open_remote("s3://data", profile="lab")
 
 

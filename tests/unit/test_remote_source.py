@@ -264,6 +264,7 @@ def test_profiles_of_the_aws_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     assert _aws_profile(None, {}) == {}
     (tmp_path / "config").write_text("[default]\nregion = a\n[profile lab]\nregion = b\nendpoint_url = http://c\n")
+    assert _aws_profile(None, {}) == {"region": "a"}  # the keys are a machine's role's
     (tmp_path / "credentials").write_text(
         "[default]\naws_access_key_id = d\naws_secret_access_key = e\n"
         "[lab]\naws_access_key_id = f\naws_secret_access_key = g\naws_session_token = h\n"
@@ -277,6 +278,11 @@ def test_profiles_of_the_aws_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "region" not in _aws_profile("lab", {})
     monkeypatch.setenv("AWS_PROFILE", "lab")
     assert _aws_profile(None, {})["access_key_id"] == "f"
+    for prefix in ("", "aws_", "AWS_"):  # what is given goes before what a profile has
+        assert _aws_profile(None, {f"{prefix}access_key_id": "g"}) == {}
+        assert "endpoint" in _aws_profile("lab", {})
+        assert "endpoint" not in _aws_profile("lab", {f"{prefix}endpoint": "g"})
+        assert "credential_provider" not in _aws_profile("lab", {f"{prefix}access_key_id": "g"})
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mine")
     assert _aws_profile(None, {}) == {}
     with pytest.raises(PlanError, match="profile='none': neither the credentials nor the config file"):

@@ -233,6 +233,31 @@ def test_a_file_that_ends_while_it_is_read(data: Path, monkeypatch: pytest.Monke
         SampleSet(IDS, LABELS, data, "npy")[0]
 
 
+def test_a_sample_that_cannot_be_read_is_told_and_skipped(data: Path) -> None:
+    (data / "odd.pt").mkdir()
+    samples = SampleSet([*IDS, "odd"], None, data)
+    with pytest.raises(
+        ReadError, match=rf"^{data}/odd\.pt: reading \d+ bytes at byte 0 failed: Is a directory\. Check"
+    ):
+        samples[N]
+    loader = SampleLoader(samples, batch_size=8, on_error="skip", max_skipped=0.1)
+    assert sum(len(y) for _, y in loader) == N
+    assert set(loader.skipped) == {"odd"}
+
+
+@pytest.mark.parametrize("decode", ["pt", "npy"])
+def test_samples_of_ever_new_shapes_are_not_all_remembered(data: Path, decode: str) -> None:
+    ids = [f"long-{i}" for i in range(1, 81)]
+    for i, id_ in enumerate(ids, 1):
+        torch.save(torch.arange(i), data / f"{id_}.pt")
+        np.save(data / f"{id_}.npy", np.arange(i))
+    samples = SampleSet(ids, None, data, decode)
+    for _ in range(2):
+        assert all(torch.equal(samples[i][0], torch.arange(i + 1)) for i in range(len(ids)))
+    assert samples._forms is not None
+    assert len(samples._forms._known) == 64
+
+
 def test_a_sample_that_fails_ends_the_epoch_after_the_batches_before(data: Path) -> None:
     (data / "id-20.pt").unlink()
     batches = iter(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8))
