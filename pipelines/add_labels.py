@@ -17,14 +17,19 @@ import pandas as pd
 from anndata.io import read_elem, write_elem
 
 import gpuload
+from gpuload.errors import first_line
 
 
 def read_table(path: Path, by: str, columns: list[str]) -> pd.DataFrame:
     """Return the columns of a table, by the label in its column `by`."""
+    if by in columns:
+        raise gpuload.PlanError(f"--columns {by}: by this column rows are found, so obs has it; leave it out.")
     try:
         table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, sep=_separator(path))
     except ImportError as error:
         raise gpuload.MissingDependencyError("pyarrow", path.name, "parquet") from error
+    except ValueError as error:  # what pandas and pyarrow say of a file that is none
+        raise gpuload.StoreError(f"{path}: it is no table: {first_line(error)}. Check the file.") from error
     for name in (by, *columns):
         if name not in table:
             raise gpuload.StoreError(f"{path}: there is no column {name!r}; it has {', '.join(table.columns)}.")
@@ -41,10 +46,15 @@ def _separator(path: Path) -> str:
 def add_columns(path: Path, by: str, table: pd.DataFrame) -> int:
     """Write the columns of a table into a file's obs; return how many of its cells the table knows."""
     with h5py.File(path, "r+") as file:
-        obs = file["obs"]
+        obs = file.get("obs")
+        if not isinstance(obs, h5py.Group) or "column-order" not in obs.attrs:
+            raise gpuload.StoreError(f"{path}: it has no obs with columns; expected an .h5ad file.")
         if by not in obs:
             raise gpuload.StoreError(f"{path}: obs has no column {by!r}; it has {', '.join(sorted(obs))}.")
         labels = pd.Series(read_elem(obs[by]))
+        n_known = int(labels.isin(table.index).sum())
+        if not n_known:
+            raise gpuload.StoreError(f"{path}: the table knows none of the labels in {by!r}; see how both write them.")
         for name in table:
             kinds = pd.Categorical(table[name].astype("string"))
             codes = pd.Series(kinds.codes, table.index).reindex(labels.astype(object)).fillna(-1).astype("int32")
@@ -53,7 +63,7 @@ def add_columns(path: Path, by: str, table: pd.DataFrame) -> int:
             write_elem(obs, name, pd.Categorical.from_codes(codes.to_numpy(), kinds.categories.astype(object)))
         order = [str(name) for name in obs.attrs["column-order"]]
         obs.attrs["column-order"] = [*order, *(name for name in table if name not in order)]
-        return int(labels.isin(table.index).sum())
+        return n_known
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{path}: {n_known:,} cells have {', '.join(args.columns)} now")
     except (gpuload.GpuloadError, OSError) as error:
         print(f"add_labels.py: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, gpuload.PlanError) else 1
     return 0
 
 

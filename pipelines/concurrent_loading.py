@@ -36,6 +36,7 @@ try:
     from torch.utils.data import DataLoader
 
     import gpuload
+    from gpuload.cli.text import whole_number
     from gpuload.remote import open_remote
     from gpuload.samples import SampleLoader, SampleSet
     from gpuload.stats import Span, Stats
@@ -410,12 +411,12 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("place", help="an address such as s3://bucket/pictures, or a folder")
     parser.add_argument("--loader", choices=tuple(LOADERS), default="ours", help="default: %(default)s")
-    parser.add_argument("--make", type=int, metavar="N", help="write N pictures into the folder, and end")
-    parser.add_argument("--batch-size", type=int, default=256, help="default: %(default)s")
-    parser.add_argument("--batches", type=int, default=8, help="batches that are timed; default: %(default)s")
+    parser.add_argument("--make", type=whole_number, metavar="N", help="write N pictures into the folder, and end")
+    parser.add_argument("--batch-size", type=whole_number, default=256, help="default: %(default)s")
+    parser.add_argument("--batches", type=whole_number, default=8, help="batches that are timed; default: %(default)s")
     parser.add_argument("--warm-up", type=int, default=1, help="batches before them; default: %(default)s")
     parser.add_argument("--workers", type=int, default=4, help="processes of the first three; default: %(default)s")
-    parser.add_argument("--in-flight", type=int, default=64, help="requests at a time; default: %(default)s")
+    parser.add_argument("--in-flight", type=whole_number, default=64, help="requests at a time; default: %(default)s")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="that decode, of dali")
     parser.add_argument("--train", action="store_true", help="train a ResNet-18 on the pictures")
     parser.add_argument("--width", type=int, default=16, help="its channels (the original: 64); default: %(default)s")
@@ -426,12 +427,16 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         if args.make:
+            if "://" in args.place:
+                raise gpuload.PlanError(
+                    f"--make: it writes into a folder, and {args.place} is an address; name a folder."
+                )
             write_pictures(Path(args.place), args.make, args.seed)
             return 0
         found = profiled(args) if args.timeline else run(args)
-    except gpuload.GpuloadError as error:
+    except (gpuload.GpuloadError, OSError) as error:
         print(f"concurrent_loading.py: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, gpuload.PlanError) else 1
     except KeyboardInterrupt:
         print("concurrent_loading.py: interrupted", file=sys.stderr)
         return 130

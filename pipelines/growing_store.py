@@ -28,6 +28,7 @@ try:
 
     import gpuload
     from gpuload.cache import SampleStore
+    from gpuload.cli.text import whole_number
     from gpuload.remote import open_remote
 except ImportError as missing:
     sys.exit(f"growing_store.py: {missing}. From the checkout, pip install '.[torch,remote]' installs what it needs.")
@@ -207,7 +208,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--budget", default="200GiB", metavar="SIZE", help="most bytes of it (default: 200GiB)")
     add("--policy", default="coverage", help="coverage, fifo, lru or random: what goes first (default: coverage)")
     add("--mode", default="uniform", help="uniform, fresh-first or inverse-visits (default: uniform)")
-    add("--epochs", type=int, default=5, metavar="N")
+    add("--epochs", type=whole_number, default=5, metavar="N")
     add("--batch-size", type=int, default=32, metavar="N")
     add("--samples", type=int, metavar="N", help="of an epoch at most; the others may be replaced meanwhile")
     add("--min-samples", type=int, default=32, metavar="N", help="wait for so many before an epoch (default: 32)")
@@ -229,7 +230,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program; return its exit code."""
     args = read_arguments(argv)
     try:
+        if args.device != "cpu" and not torch.cuda.is_available():
+            raise gpuload.DeviceError(f"--device {args.device}: PyTorch sees no GPU; leave it out.")
         if args.make:
+            if "://" in args.remote:
+                raise gpuload.PlanError(
+                    f"--make: it writes into a folder, and {args.remote} is an address; name a folder."
+                )
             make_samples(Path(args.remote), args.make, args.sample_bytes, args.seed)
         remote = open_remote(args.remote, **({"anonymous": True} if args.anonymous else {}))
         alone, meter = StallMeter(0.5), StallMeter(args.meter_ms / 1e3)
@@ -245,12 +252,9 @@ def main(argv: list[str] | None = None) -> int:
         ) as store:
             epochs = train(store, args, meter)
             stats, verdict = store.stats(), store.verdict()
-    except gpuload.PlanError as error:
+    except (gpuload.GpuloadError, OSError) as error:
         print(f"growing_store.py: {error}", file=sys.stderr)
-        return 2
-    except gpuload.GpuloadError as error:
-        print(f"growing_store.py: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, gpuload.PlanError) else 1
     except KeyboardInterrupt:
         print("growing_store.py: interrupted", file=sys.stderr)
         return 130

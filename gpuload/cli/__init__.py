@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.print_help(sys.stderr)
                 return WRONG_USE
             args = parser.parse_args(given)
-            return int(args.run(args))
+            code = int(args.run(args))
+            print(end="", flush=True)  # what cannot be written is known here, not when the interpreter ends
+            return code
     except SystemExit as exit_:
         # argparse ends so, having said what is wrong or shown the help that was asked for.
         return int(exit_.code or DONE)
@@ -80,10 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("gpuload: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # Nobody reads any more; keep the interpreter from failing again when it flushes at its end.
-        sys.stdout = None
-        return BROKEN_PIPE
+    except OSError as error:
+        is_unread = isinstance(error, BrokenPipeError)  # nobody reads any more
+        if not is_unread:
+            print(f"gpuload: {error}", file=sys.stderr)
+        try:
+            print(end="", flush=True)
+        except OSError:  # keep the interpreter from failing again when it flushes at its end
+            sys.stdout = None
+        return BROKEN_PIPE if is_unread else FAILED
 
 
 @contextlib.contextmanager

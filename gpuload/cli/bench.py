@@ -15,13 +15,16 @@ from gpuload.alignment import check_join
 from gpuload.cli import hits, settings, text
 from gpuload.cli.machine import peak_memory, usable_cores, versions
 from gpuload.cli.utilisation import Utilisation
-from gpuload.diversity import MinibatchEntropy, iid_entropy, label_shares
+from gpuload.diversity import MinibatchEntropy
 from gpuload.errors import PlanError
+from gpuload.outlook import Outlooks
 from gpuload.stats import Stats
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Generator, Iterator
+
+    from numpy.typing import NDArray
 
     from gpuload.cli.ceilings import Ceilings
     from gpuload.cli.utilisation import Busy
@@ -109,17 +112,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out."""
-    result = bench(args)
+    text.check_folders(args.timeline, args.report)
+    result, spans, gpus = bench(args)
     if args.json:
         text.print_json(result)
     else:
         print(_report(result))
+    _draw(args, result, spans, gpus)  # after it was told, so that nothing is lost where it cannot be written
+    if not args.json:
         text.print_saved(args.timeline, args.report)
     return 0
 
 
-def bench(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure and return all figures."""
+def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Busy]]:
+    """Measure and return all figures, and what a timeline is drawn of."""
     from gpuload.torch import CellDataset
 
     opened = time.perf_counter()
@@ -128,17 +134,16 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
             raise PlanError(
                 f"{args.paths[0]}: there is no minibatch to measure; it has {text.count(loader.n_obs, 'cell')}."
             )
+        codes = _codes(args.label, loader)
+        entropy = MinibatchEntropy(int(codes.max()) + 1) if args.label else None
         text.say_of_compiling(is_quiet=args.quiet)
         epochs: list[hits.Epoch] = []
         batches = _endless(CellDataset(loader), loader, epochs)
         next(batches)
         first_batch_s = time.perf_counter() - opened
-        entropy = MinibatchEntropy(loader.categories[args.label].size) if args.label in loader.categories else None
-        if args.label and entropy is None:
-            raise PlanError(f"--label {args.label}: this column holds numbers; choose a categorical or text column.")
         ahead: list[dict[str, int]] = []
         with Utilisation() as busy:
-            rounds = _rounds(args, loader, batches, entropy, ahead)
+            rounds = _rounds(args, loader, batches, entropy, codes, ahead)
         batches.close()  # the epoch under way is noted too
         parts, hit_ratio = loader.memory(), loader.hit_ratio
         waits, verdict = loader.stats.waits(), _verdict(args, rounds)
@@ -175,8 +180,20 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     gpus = [gpu for gpu in busy.gpus if gpu.percent]
     if gpus:
         result["gpus"] = [gpu.as_dict() for gpu in gpus]
-    _draw(args, result, spans, gpus)
-    return result
+    return result, spans, gpus
+
+
+def _codes(label: str | None, loader: Loader) -> NDArray[Any]:
+    """Return the code of each cell's label; whole numbers are labels too, as they are for `inspect` and `tune`."""
+    if not label:
+        return np.empty(0)
+    column = loader.store.obs[label]  # on the host, wherever X is
+    if column.categories is not None:
+        return column.values
+    if column.values.dtype.kind not in "biu":
+        raise PlanError(f"--label {label}: this column holds fractions; choose one that names groups of cells.")
+    codes: NDArray[np.int64] = np.unique(column.values, return_inverse=True)[1]
+    return codes
 
 
 def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span], gpus: list[Busy]) -> None:
@@ -211,6 +228,7 @@ def _rounds(
     loader: Loader,
     batches: Iterator[Any],
     entropy: MinibatchEntropy | None,
+    codes: NDArray[Any],
     ahead: list[dict[str, int]],
 ) -> list[Round]:
     """Consume one fetch uncounted, then measure each round; note now and then what is ahead of a minibatch."""
@@ -219,7 +237,6 @@ def _rounds(
     for _ in range(min(args.fetch_factor, len(loader))):
         next(batches)
     rounds, n_batches, gpu = [], 0, gpu_for(loader) if args.step else None
-    codes = loader.store.obs[args.label].values if entropy is not None else np.empty(0)  # on the host, wherever X is
     with text.Progress(args.repeats * args.seconds, "measuring", is_quiet=args.quiet, unit="s") as progress:
         for number in range(args.repeats):
             if number == 0:
@@ -262,8 +279,7 @@ def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int, de
     with closing(
         open_store(args.paths, layer=args.layer, obs=labels, join=check_join(settings.join_of(args)))
     ) as store:
-        shares = [label_shares(store.obs[name].values) for name in labels]
-        random_bits = iid_entropy(shares[0], args.batch_size) if shares else float("nan")
+        random_bits = Outlooks(store, args.batch_size, args.label).random_bits
         if device != "cpu":  # those of the host's threads are not those of a GPU
             return Ceilings(float("nan"), float("nan"), float("nan")), random_bits
         plan = Plan(store.file_rows, args.batch_size, args.fetch_factor, settings.strategy(args, store), args.seed)

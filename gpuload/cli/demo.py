@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -121,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out."""
-    from gpuload.cli import figure, training  # at once, so that a missing package shows before the work
+    from gpuload.cli import figure, page, training  # at once, so that a missing package shows before the work
 
     if args.cells < MIN_CELLS:
         raise PlanError(
@@ -136,12 +137,13 @@ def run(args: argparse.Namespace) -> int:
     with training.one_thread():
         results = [_compare(data_set, training, args) for data_set in data_sets]
     report = {"version": gpuload.__version__, "cores": usable_cores(), "data_sets": results}
-    (out / "demo.json").write_text(json.dumps(text.plain(report), indent=1) + "\n")
-    figure.draw(out / "demo.png", results)
     if args.json:
         text.print_json({**report, "data_sets": [_without_curves(r) for r in results]})
     else:
         print("\n\n".join(map(_report, results)))
+    page.save(out / "demo.json", f"{json.dumps(text.plain(report), indent=1)}\n".encode())
+    figure.draw(out / "demo.png", results)
+    if not args.json:
         text.print_saved(out / "demo.png", out / "demo.json")
     return 0
 
@@ -149,9 +151,11 @@ def run(args: argparse.Namespace) -> int:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ReadError(
-            f"{folder}: this folder cannot be made: {error.strerror}. Choose another with --data and --out."
+            f"{folder}: this folder cannot be made or written to: {error.strerror}. Choose another with --data and "
+            "--out."
         ) from error
 
 

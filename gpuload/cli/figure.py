@@ -47,6 +47,8 @@ def draw(path: Path, data_sets: Sequence[Mapping[str, Any]]) -> None:
     ------
     MissingDependencyError
         matplotlib is not installed.
+    ReadError
+        The file cannot be written.
     """
     figure = _figure(15.5, 0.9 + 3.7 * len(data_sets), "The demo's picture")
     rows = figure.subfigures(len(data_sets), 1, squeeze=False, hspace=0.06)[:, 0]
@@ -57,7 +59,7 @@ def draw(path: Path, data_sets: Sequence[Mapping[str, Any]]) -> None:
         _draw_entropy(axes[1], data_set)
         _draw_f1(axes[2], data_set)
         _draw_losses(axes[3], data_set)
-    figure.savefig(path, dpi=130)
+    _save(figure, path)
 
 
 def draw_inspection(path: Path, advised: Advice, label: str, column: ObsColumn, cells_per_chunk: NDArray[Any]) -> None:
@@ -89,17 +91,14 @@ def draw_inspection(path: Path, advised: Advice, label: str, column: ObsColumn, 
     choices, chunks = rest.subplots(1, 2, width_ratios=(2.4, 1))
     _draw_choices(choices, advised, label)
     _draw_chunks(chunks, cells_per_chunk)
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
+    _save(figure, path)
 
 
 def _draw_runs(axis: Any, label: str, column: ObsColumn) -> None:
     """Draw the label of every place in the file as a strip of colours; few of the strip's columns hold one row only."""
     codes: NDArray[np.int32] = np.asarray(column.values, dtype=np.int32)
     edges = np.linspace(0, codes.size, min(codes.size, STRIP) + 1).astype(np.int64)
-    n_categories = len(column.categories) if column.categories is not None else 0
+    n_categories = len(column.categories) if column.categories is not None else np.unique(codes).size
     runs = 1 + int(np.count_nonzero(codes[1:] != codes[:-1]))
     shown = np.where(codes[edges[:-1]] < 0, np.nan, codes[edges[:-1]] * 0.381966 % 1)  # neighbours far apart in colour
     strip = (edges[0], codes.size, 0, 1)
@@ -160,6 +159,13 @@ def _figure(width: float, height: float, feature: str) -> Any:
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
 
 
 def _draw_speed(axis: Any, data_set: Mapping[str, Any]) -> None:

@@ -27,14 +27,18 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     parser.epilog = EPILOG
-    parser.add_argument("paths", nargs="+", metavar="SRC", help="a file or folder; several are packed as one table")
-    parser.add_argument("target", metavar="DST", help="the folder to make")
+    parser.add_argument(
+        "paths", type=text.path, nargs="+", metavar="SRC", help="a file or folder; several are packed as one table"
+    )
+    parser.add_argument("target", type=text.path, metavar="DST", help="the folder to make")
     parser.add_argument(
         "--layer", action="append", help="a matrix: X, raw.X or the name of a layer; may be given again (default: X)"
     )
     parser.add_argument("--obsm", action="append", metavar="NAME", help="a matrix of obsm to pack too; again for more")
     settings.add_join_argument(parser)
-    parser.add_argument("--obs", nargs="+", metavar="COL", help="columns of obs to keep, after DST (default: all)")
+    parser.add_argument(
+        "--obs", action="append", metavar="COL", help="a column of obs to keep; again for more (default: all)"
+    )
     order = parser.add_argument_group("order").add_mutually_exclusive_group()
     order.add_argument("--group-by", metavar="COL", help="rows of one label together, shuffled among each other")
     order.add_argument("--keep-order", action="store_true", help="rows as they lie in the sources")

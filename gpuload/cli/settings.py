@@ -121,7 +121,13 @@ def join_of(args: argparse.Namespace) -> str | list[str] | None:
     ReadError
         The file of genes cannot be read.
     """
-    return args.join if args.join is None or args.join in JOINS else read_names(args.join)
+    join: str | None = args.join
+    if join is None or join in JOINS:
+        return join
+    try:
+        return read_names(join)
+    except ReadError as error:
+        raise ReadError(f"--join {join}: expected inner, outer or a text file of genes; {error}") from error
 
 
 def open_loader(args: argparse.Namespace, cache: SampleStore | None = None) -> Loader:

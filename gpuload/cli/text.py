@@ -6,16 +6,17 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.errors import ReadError
 from gpuload.plan import chunks_per_block
 from gpuload.sizes import parse_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
     from typing import Self
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -147,6 +148,19 @@ def say(message: str, *, is_quiet: bool) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
+def check_folders(*paths: str | None) -> None:
+    """Look whether files can be written to their folders, before the work; None is a file that nobody asked for.
+
+    Raises
+    ------
+    ReadError
+        A folder is not there.
+    """
+    for path in paths:
+        if path is not None and not (folder := Path(path).parent).is_dir():
+            raise ReadError(f"{path}: there is no folder {folder}; make it first, or choose another place.")
+
+
 def print_saved(*paths: str | Path | None) -> None:
     """Tell which files were written; None is one that nobody asked for."""
     written = [str(path) for path in paths if path is not None]
@@ -173,6 +187,7 @@ def add_path_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the files to read, and which matrix and label of them."""
     parser.add_argument(
         "paths",
+        type=path,
         nargs="+",
         metavar="PATH",
         help="an .h5ad file, or any other that is read; several are one table of cells",
@@ -181,6 +196,13 @@ def add_path_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--label", metavar="COL", help="obs column whose mix in the minibatches is to be judged, for example plate"
     )
+
+
+def path(text: str) -> str:
+    """Return an argument that must name a file."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' names no file; give a path")
+    return text
 
 
 def whole_number(text: str) -> int:
@@ -218,9 +240,9 @@ def nbytes(text: str) -> int:
     Raises
     ------
     PlanError
-        It is none.
+        It is none, or less than any loader takes.
     """
-    return parse_nbytes("memory", text)
+    return parse_nbytes("memory", text, least=1_000_000)
 
 
 def block_size(text: str) -> int | str:

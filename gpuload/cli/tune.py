@@ -92,16 +92,17 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         seconds=args.seconds,
     )
+    text.check_folders(args.out)
     text.say_of_compiling(is_quiet=args.quiet)
     with text.Progress(1.0, "timing", is_quiet=args.quiet, unit="s") as progress:
         tuned = tune(args.paths, wish, progress.reach)
     measured = {"gpuload": __version__, **tuned.measured}
-    if args.out:
-        write_settings(args.out, tuned.settings, text.plain(measured))
     if args.json:
         text.print_json({"settings": tuned.settings, "measured": measured})
     else:
         print(_report(tuned, args.paths, args.out))
+    if args.out:  # after it was told, so that nothing is lost where it cannot be written
+        write_settings(args.out, tuned.settings, text.plain(measured))
     return 0
 
 

@@ -38,13 +38,15 @@ class Address(str):  # noqa: SLOT000 - keeps what it has found
     @classmethod
     def of(cls, url: str, cache: SampleStore | None = None, options: Mapping[str, Any] | None = None) -> Self:
         """Return an address that is reached through a cache, or with options."""
-        address = cls(url.rstrip("/"))
+        scheme, _, rest = url.partition("://")
+        address = cls(f"{scheme}://{rest.rstrip('/')}")
         address.cache, address.options = cache, options or {}
         return address
 
     def parent(self) -> Self:
         """Return the address of the folder that it is in."""
-        return self.of(self.rpartition("/")[0], self.cache, self.options)
+        scheme, _, rest = self.partition("://")
+        return self.of(f"{scheme}://{rest.rpartition('/')[0]}", self.cache, self.options)
 
     def child(self, name: str) -> Self:
         """Return the address of something in a folder, which is reached as the folder is."""
@@ -69,6 +71,8 @@ class Address(str):  # noqa: SLOT000 - keeps what it has found
                 )
             return remote, self[len(remote.name) + 1 :]
         scheme, _, rest = self.partition("://")
+        if not rest:
+            raise PlanError(f"{self}: it names no bucket or host; expected for example s3://bucket/atlas.h5ad.")
         folder, _, key = rest.rpartition("/")
         if not folder:
             return open_remote(self, **self.options), ""
@@ -86,8 +90,8 @@ class Address(str):  # noqa: SLOT000 - keeps what it has found
 
     @property
     def key(self) -> str:
-        """What the remote calls it."""
-        return self._reached[1]
+        """What the remote calls it; nothing, where it is the remote or less."""
+        return "" if self.endswith("://") else self._reached[1]
 
     @cached_property
     def found(self) -> RemoteObject | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -76,6 +77,8 @@ def test_version(run):
         ([], "examples:\n  gpuload demo"),
         (["explain"], "invalid choice: 'explain'"),
         (["inspect"], "the following arguments are required: PATH"),
+        (["inspect", ""], "argument PATH: '' names no file; give a path"),
+        (["inspect", "s3://"], "inspect: s3://: it names no bucket or host; expected for example s3://bucket/"),
         (["inspect", "x", "--batch-size", "0"], "'0' is not a whole number of at least 1"),
         (["bench", "x", "--block-size", "row"], "'row' is not a whole number of at least 1"),
         (["bench", "x", "--seconds", "-1"], "'-1' is not a number above 0"),
@@ -89,6 +92,16 @@ def test_wrong_use_exits_with_2_and_says_what_is_wrong(run, arguments, message, 
     assert code == 2
     assert out == ""
     assert message in err
+
+
+@pytest.mark.parametrize(("command", "option"), [("bench", "--timeline"), ("bench", "--report"), ("tune", "--out")])
+def test_a_folder_that_is_not_there_is_missed_before_the_work(run, path, tmp_path, command, option):
+    file = tmp_path / "typo" / "out"
+    code, out, err = run(command, path, "--seconds", 0.05, option, file)
+    assert (code, out) == (1, "")
+    assert err == (
+        f"gpuload {command}: {file}: there is no folder {file.parent}; make it first, or choose another place.\n"
+    )
 
 
 def test_settings_that_make_no_plan_are_wrong_use(run, path):
@@ -299,15 +312,39 @@ def test_bench_of_a_file_that_is_cut_meanwhile(run, tmp_path, monkeypatch):
 def test_bench_without_matplotlib_says_how_to_get_it(run, path, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     options = ["--seconds", 0.05, "--repeats", 1, "--fetch-factor", 2, "--timeline", tmp_path / "timeline.png"]
-    code, _, err = run("bench", path, *options)
+    code, out, err = run("bench", path, *options)
     assert code == 1
+    assert "end to end" in out  # what was measured is told all the same
     assert "The timeline needs matplotlib, which is not installed; install it with: pip install 'gpuload[plot]'" in err
 
 
-def test_bench_refuses_numbers_as_a_label(run, path):
-    code, _, err = run("bench", path, "--label", "gene_count", "--fetch-factor", 2)
-    assert code == 2
-    assert "--label gene_count: this column holds numbers; choose a categorical or text column." in err
+def test_bench_takes_whole_numbers_as_a_label(run, path):
+    options = ["--batch-size", 1_500, "--fetch-factor", 1, "--stream", "--seconds", 0.05, "--repeats", 1, "--json"]
+    code, out, _ = run("bench", path, "--label", "gene_count", *options)
+    with h5py.File(path) as file:
+        shares = np.unique(file["obs/gene_count"][:], return_counts=True)[1] / 1_500
+    assert code == 0
+    assert json.loads(out)["entropy_bits"]["mean"] == pytest.approx(-(shares * np.log2(shares)).sum())
+
+
+def test_bench_refuses_fractions_as_a_label_before_the_work(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("gpuload.cli.bench._endless", None)
+    writers.write_plain(tmp_path / "cells.h5ad")
+    code, _, err = run("bench", tmp_path / "cells.h5ad", "--label", "depth")
+    assert (code, err) == (
+        2,
+        "gpuload bench: --label depth: this column holds fractions; choose one that names groups of cells.\n",
+    )
+
+
+# --- pack ---
+
+
+def test_pack_takes_columns_before_the_paths_too(run, path, tmp_path):
+    code, _, err = run("pack", "--obs", "plate", "--obs", "drug", path, tmp_path / "out.zarr", "--quiet")
+    assert (code, err) == (0, "")
+    code, out, _ = run("inspect", tmp_path / "out.zarr", "--json")
+    assert list(json.loads(out)["obs"]) == ["plate", "drug", "source_file", "source_row"]
 
 
 # --- doctor ---
@@ -397,7 +434,7 @@ def demo_folder(tmp_path_factory):
 def a_gpu_for_whoever_asks(request, monkeypatch):
     """Let the demo believe that there is a GPU, which it is not to take: its models are on the CPU."""
     if "demo" in request.node.name:
-        monkeypatch.setattr("gpuload.backends._first_gpu", lambda: (0, "a GPU is there"))
+        monkeypatch.setattr("gpuload.backends.first_gpu", lambda: (0, "a GPU is there"))
 
 
 def _demo(run, folder, *options):
@@ -462,10 +499,39 @@ def test_demo_refuses_a_folder_that_cannot_be_made(run, tmp_path):
     assert "this folder cannot be made" in err
 
 
+@pytest.mark.parametrize("option", ["--data", "--out"])
+def test_demo_refuses_a_folder_that_cannot_be_written_to(run, demo_folder, option):
+    code, out, err = _demo(run, demo_folder, option, "/proc/self")
+    assert (code, out) == (1, "")
+    assert err.startswith("gpuload demo: /proc/self: this folder cannot be made or written to: ")
+    assert err.count("\n") == 1
+
+
+def test_demo_tells_what_it_found_where_it_cannot_be_kept(run, demo_folder, tmp_path):
+    (tmp_path / "demo.json").mkdir()
+    code, out, err = _demo(run, demo_folder, "--out", tmp_path)
+    assert code == 1
+    assert "\n  block shuffling " in out
+    assert err.endswith(
+        f"gpuload demo: {tmp_path / 'demo.json'}: cannot be written: Is a directory. Choose another place.\n"
+    )
+
+
 def test_real_cells_that_are_not_those_expected_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(real_data, "_unpack", lambda: b"something else")
     with pytest.raises(real_data.DownloadError, match="is not the file it was; the demo's real cells are left out"):
         real_data.fetch(tmp_path)
+
+
+def test_real_cells_whose_download_was_broken_off_are_downloaded_anew(tmp_path, monkeypatch):
+    downloads = [b"the whole file"]
+    monkeypatch.setattr(real_data, "SHA256", hashlib.sha256(downloads[0]).hexdigest())
+    monkeypatch.setattr(real_data, "_unpack", downloads.pop)
+    path = tmp_path / os.path.basename(real_data.MEMBER)
+    path.write_bytes(b"the wh")
+    for _ in range(2):
+        assert real_data.fetch(tmp_path) == path
+        assert path.read_bytes() == b"the whole file"
 
 
 def test_real_cells_are_sorted_by_type_and_keep_their_values(run, tmp_path):
@@ -496,6 +562,13 @@ def test_module_and_pipes(path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment()) as process:
         process.stdout.close()
         assert b"Traceback" not in process.stderr.read()
+
+
+def test_output_on_a_full_disk_is_told_in_one_sentence(path):
+    command = [sys.executable, "-m", "gpuload", "inspect", str(path)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=_environment())
+    assert (done.returncode, done.stderr) == (1, "gpuload: [Errno 28] No space left on device\n")
 
 
 def _environment():

@@ -116,8 +116,27 @@ def test_the_program_trains(program: Any, server: Running, capsys: pytest.Captur
     options = ["--loader", "ours", "--batch-size", "8", "--batches", "3", "--train", "--width", "4", "--every", "8"]
     assert program.main([folder, *options]) == 0
     assert "pictures/s" in capsys.readouterr().out
-    assert program.main([folder, "--loader", "ours"]) == 1
+    assert program.main([folder, "--loader", "ours"]) == 2
     assert f"it has {N} pictures (.jpg), fewer than --batch-size 256" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--batch-size", "--batches", "--in-flight"])
+def test_nothing_to_load_is_wrong_use(program: Any, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        program.main(["pictures", option, "0"])
+    assert f"argument {option}: '0' is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_pictures_are_made_in_a_folder_alone(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert program.main(["s3://bucket/pictures", "--make", "1"]) == 2
+    assert "--make: it writes into a folder, and s3://bucket/pictures is an address" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert program.main(["file", "--make", "1"]) == 1
+    assert "File exists: 'file'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,33 @@ def test_what_cannot_be_carried_out_is_said_in_one_sentence(run, tmp_path: Path)
     assert "has only 0 samples that can be had" in err
 
 
+@pytest.mark.parametrize(
+    ("place", "options", "code", "message"),
+    [
+        ("s3://bucket/train", ["--make", 1], 2, "--make: it writes into a folder, and s3://bucket/train is an address"),
+        ("file", ["--make", 1], 1, "File exists: 'file'"),
+        ("remote", ["--device", "cuda"], 1, "--device cuda: PyTorch sees no GPU; leave it out."),
+    ],
+)
+def test_what_cannot_be_made_or_trained_is_said_at_once(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, options: list, code: int, message: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    found, out, err = run(place, "--root", tmp_path / "store", *options)
+    assert (found, out) == (code, "")
+    assert err.startswith("growing_store.py: ")
+    assert message in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_no_epoch_is_wrong_use(run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("remote", "--root", "store", "--epochs", 0)
+    assert "argument --epochs: '0' is not a whole number of at least 1" in capsys.readouterr().err
+
+
 def test_the_meter_finds_who_holds_the_interpreter() -> None:
     import threading
 

@@ -97,4 +97,6 @@ def test_without_it_the_cure_is_named(command: str, paths: list[str], capsys: py
     assert main([command, *paths, "--quiet"]) == 1
     assert "join='inner' hands over the genes that all have" in capsys.readouterr().err
     assert main([command, *paths, "--quiet", "--join", "left"]) == 1
-    assert "left: cannot be opened: No such file or directory" in capsys.readouterr().err
+    assert "--join left: expected inner, outer or a text file of genes; left: cannot be opened: No such" in (
+        capsys.readouterr().err
+    )

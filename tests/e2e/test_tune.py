@@ -237,10 +237,21 @@ def test_tune_as_json_without_a_label(run, path):
     assert found["measured"]["trials"]
 
 
+def test_tune_tells_what_it_found_where_it_cannot_be_kept(run, path, tmp_path):
+    code, said, err = run("tune", path, "--batch-size", 8, "--seconds", 0.1, "--out", tmp_path)
+    assert code == 1
+    assert "settings: batch_size=8, block_size=" in said
+    assert err == f"gpuload tune: {tmp_path}: cannot be written: Is a directory. Choose another place.\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory", "much"], "memory='much': expected a number of bytes above 0, or text such as '20GiB'."),
+        (
+            ["--memory", "much"],
+            "memory='much': expected a number of bytes of at least 1000000, or text such as '20GiB'.",
+        ),
+        (["--memory", "1kB"], "memory='1kB': expected a number of bytes of at least 1000000, or text such as '20GiB'."),
         (["--min-entropy", "1.5"], "'1.5' is not a number from 0 to 1"),
         (["--min-entropy", "all"], "'all' is not a number from 0 to 1"),
         (["--output", "csr", "--dtype", "float16"], "--dtype float16 with --output csr: CSR minibatches are float32"),
