@@ -12,7 +12,7 @@ Requirements this module answers
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,6 +76,8 @@ class ArrayLayout:
         Whether the file itself is chunked; contiguous storage is cut for reading only.
     edges : (n_chunks + 1,) int64, optional
         Of a 1-D array whose chunks differ in length: the first element of each, and the end.
+    first_chunks : (n_files,) int64, optional
+        Of arrays of several files that were joined to one: the first chunk of each.
     """
 
     source: Source
@@ -90,12 +92,35 @@ class ArrayLayout:
     fill_value: float = 0
     is_chunked: bool = True
     edges: NDArray[np.int64] | None = None
+    first_chunks: NDArray[np.int64] | None = None
     verified: NDArray[np.uint8] = field(init=False)
     """One byte per chunk: 1 once its checksum was found right since the file was opened. The one thing here that
     changes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "verified", np.zeros(self.chunk_offset.size, dtype=np.uint8))
+
+    def of_chunks(self, first: int, stop: int, like: ArrayLayout) -> ArrayLayout:
+        """Return the array of some of the chunks alone, over the same tables, of the shapes of another."""
+        of_these = slice(first, stop)
+        part = replace(
+            self,
+            shape=like.shape,
+            chunk_shape=like.chunk_shape,
+            edges=None,
+            chunk_offset=self.chunk_offset[of_these],
+            chunk_nbytes=self.chunk_nbytes[of_these],
+            chunk_mask=self.chunk_mask[of_these],
+            first_chunks=None,
+        )
+        object.__setattr__(part, "verified", self.verified[of_these])
+        return part
+
+    def number_in_file(self, chunk: int) -> int:
+        """Return the number that a chunk has in its own file."""
+        if self.first_chunks is None:
+            return chunk
+        return chunk - int(self.first_chunks[np.searchsorted(self.first_chunks, chunk, side="right") - 1])
 
     @property
     def chunk_size(self) -> int:

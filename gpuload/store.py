@@ -16,6 +16,7 @@ import numpy as np
 
 from gpuload.alignment import align
 from gpuload.errors import StoreError
+from gpuload.joined import JoinedArray, JoinedSource, are_alike, join_arrays
 from gpuload.layout import ArrayLayout, plan_read
 from gpuload.types import ArrayRead, Recipe, expand_ranges
 
@@ -187,6 +188,8 @@ class Store:
         What genes are called besides, where the file has both names and ids; genes may be chosen by either.
     alignment
         Where the columns of each matrix go; None: all have the genes `var_names`.
+    joined : (data, indices), optional
+        The arrays of all matrices as one each, where that can be.
     """
 
     matrices: tuple[Matrix, ...]
@@ -196,6 +199,7 @@ class Store:
     sources: tuple[Source, ...]
     var_ids: NDArray[np.object_] | None = None
     alignment: Alignment | None = None
+    joined: tuple[JoinedArray, JoinedArray] | None = None
 
     @property
     def kind(self) -> str:
@@ -232,6 +236,7 @@ class Store:
         """Bytes of row offsets, chunk addresses and obs columns in host memory."""
         offsets = sum(m.indptr.nbytes for m in self.matrices if isinstance(m, CsrMatrix))
         chunks = sum(layout.index_nbytes for m in self.matrices for layout in m.layouts)
+        chunks += sum(array.layout.edges.nbytes for array in self.joined or () if array.layout.edges is not None)
         return offsets + chunks + sum(column.values.nbytes for column in self.obs.values())
 
     def recipe(self, ranges: NDArray[np.int64]) -> Recipe:
@@ -248,6 +253,18 @@ class Store:
         parts = [self._within(ranges, int(file_start[number]), int(file_start[number + 1])) for number in numbers]
         n_rows = int((ranges[:, 1] - ranges[:, 0]).sum())
         indptr = self._resident_indptr(matrices, parts, n_rows)
+        if self.joined is None:
+            reads = self._plan_reads(matrices, parts, indptr)
+        else:
+            reads = self._plan_joined(self.joined, numbers, parts, indptr)  # type: ignore[arg-type]
+        widest = max(matrix.n_vars for matrix in self.matrices)
+        return Recipe(self.kind, n_rows, widest, indptr, tuple(reads), self._map_start(numbers, parts))
+
+    @staticmethod
+    def _plan_reads(
+        matrices: Sequence[Matrix], parts: Sequence[NDArray[np.int64]], indptr: NDArray[np.int64] | None
+    ) -> list[ArrayRead]:
+        """Plan the reads of parts of some matrices, one after the other."""
         reads: list[ArrayRead] = []
         row = 0
         for matrix, part in zip(matrices, parts, strict=True):
@@ -256,8 +273,34 @@ class Store:
             if len(part):
                 reads += matrix.plan_reads(part, first_row, indptr)  # type: ignore[arg-type]
             row += int(lengths.sum())
-        widest = max(matrix.n_vars for matrix in self.matrices)
-        return Recipe(self.kind, n_rows, widest, indptr, tuple(reads), self._map_start(numbers, parts))
+        return reads
+
+    def _plan_joined(
+        self,
+        joined: tuple[JoinedArray, JoinedArray],
+        numbers: list[int],
+        parts: Sequence[NDArray[np.int64]],
+        indptr: NDArray[np.int64],
+    ) -> list[ArrayRead]:
+        """Plan the reads of parts of files by their numbers, all at once."""
+        if not numbers:
+            return []
+        rows = np.concatenate(parts)
+        lengths = rows[:, 1] - rows[:, 0]
+        dest = indptr[np.cumsum(lengths) - lengths]
+        files = np.repeat(numbers, [len(part) for part in parts])
+        elements = np.concatenate(
+            [self.matrices[n].indptr[part] for n, part in zip(numbers, parts, strict=True)]  # type: ignore[union-attr]
+        )
+        is_filled = elements[:, 0] < elements[:, 1]
+        if not is_filled.any():
+            return []
+        files, elements, dest = files[is_filled], elements[is_filled], dest[is_filled]
+        data, indices = joined
+        return [
+            data.plan_read(files, elements, dest, "data"),
+            indices.plan_read(files, elements, dest, "indices", self.matrices[0].n_vars),
+        ]
 
     def columns(self, chosen: NDArray[np.int32] | None = None) -> NDArray[np.int32] | None:
         """Return `Form.columns`: the place of every stored column in the output, or -1; None keeps all as they are.
@@ -378,13 +421,15 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         if join is None:
             _check_genes(first, store, cure)
     obs = {name: _concat_column(name, stores) for name in first.obs}
+    matrices, joined = _joined(tuple(m for s in stores for m in s.matrices))
     whole = Store(
-        matrices=tuple(m for s in stores for m in s.matrices),
+        matrices=matrices,
         paths=tuple(p for s in stores for p in s.paths),
         var_names=first.var_names,
         obs=obs,
         sources=tuple(x for s in stores for x in s.sources),
         var_ids=first.var_ids if all(_is_same(first.var_ids, s.var_ids) for s in stores) else None,
+        joined=joined,
     )
     if join is None:
         return whole
@@ -393,6 +438,22 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     if alignment.maps is None:
         return whole
     return replace(whole, var_names=alignment.var_names, var_ids=None, alignment=alignment)
+
+
+def _joined(
+    matrices: tuple[Matrix, ...],
+) -> tuple[tuple[Matrix, ...], tuple[JoinedArray, JoinedArray] | None]:
+    """Return matrices over the tables of joined arrays, and these; where they are not alike, as they are, and None."""
+    csr = [m for m in matrices if isinstance(m, CsrMatrix) and m.n_vars == matrices[0].n_vars]
+    if len(matrices) < 2 or len(csr) < len(matrices):
+        return matrices, None
+    data, indices = [m.data for m in csr], [m.indices for m in csr]
+    if not (are_alike(data) and are_alike(indices)) or any(m.data.source is not m.indices.source for m in csr):
+        return matrices, None
+    source = JoinedSource([layout.source for layout in data])  # type: ignore[misc]
+    joined = join_arrays(data, source), join_arrays(indices, source)
+    pairs = zip(csr, joined[0].parts, joined[1].parts, strict=True)
+    return tuple(replace(m, data=of_data, indices=of_indices) for m, of_data, of_indices in pairs), joined
 
 
 def _is_same(one: NDArray[np.object_] | None, other: NDArray[np.object_] | None) -> bool:

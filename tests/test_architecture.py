@@ -28,6 +28,7 @@ LAYERS = [
     {"cache"},
     {"backends"},
     {"store"},
+    {"joined"},
     {"folder_source", "remote_source"},
     {"layout", "plan", "source", "stats", "state", "distributed", "where", "dealing", "diversity", "settings"}
     | {"remote", "alignment"},

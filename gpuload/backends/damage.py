@@ -25,9 +25,9 @@ def corrupt(read: ArrayRead, chunk: int, why: str) -> CorruptDataError:
     if layout.source.ranges is not None:
         layout.source.ranges.forget(offset, int(read.chunk_nbytes[chunk]))
     path, at = layout.source.where_is(offset)
+    number = layout.number_in_file(int(read.chunk_id[chunk]))
     return CorruptDataError(
-        f"{path}: chunk {int(read.chunk_id[chunk])} of {layout.name} at byte {at} is damaged: {why}. Restore it from "
-        "its source."
+        f"{path}: chunk {number} of {layout.name} at byte {at} is damaged: {why}. Restore it from its source."
     )
 
 
@@ -41,4 +41,6 @@ def too_large_for_half(row: int) -> str:
 
 def rounding_warning(read: ArrayRead) -> str:
     """Return the sentence that says, once, that float32 rounds what a file holds."""
-    return f"{read.layout.source.name}: {read.layout.name} holds integers above 2**24, which float32 rounds"
+    layout = read.layout
+    path, _ = layout.source.where_is(int(read.chunk_offset[0])) if layout.source.has_files else (layout.source.name, 0)
+    return f"{path}: {layout.name} holds integers above 2**24, which float32 rounds"

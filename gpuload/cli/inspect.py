@@ -14,6 +14,7 @@ from gpuload.alignment import check_join
 from gpuload.cli import advice, figure, settings, text
 from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError, StoreError
+from gpuload.joined import JoinedSource
 
 if TYPE_CHECKING:
     import argparse
@@ -144,10 +145,10 @@ def _nnz_per_cell(store: Store) -> dict[str, Any] | None:
 
 def _describe_array(layout: ArrayLayout, store: Store) -> dict[str, Any]:
     decoded = int(np.prod(layout.shape)) * layout.dtype.itemsize
-    matrix = next(m for m in store.matrices if any(own is layout for own in m.layouts))
+    k, matrix = next((k, m) for k, m in enumerate(store.matrices) if any(own is layout for own in m.layouts))
     per_cell = layout.shape[0] / max(1, matrix.n_rows)
     return {
-        "file": layout.source.name,
+        "file": store.paths[k] if isinstance(layout.source, JoinedSource) else layout.source.name,
         "name": layout.name,
         "dtype": str(layout.dtype),
         "shape": list(layout.shape),

@@ -519,6 +519,19 @@ def test_the_consumers_own_fault_is_what_it_hears_of(
 # --- several matrices, and files that do not agree
 
 
+def test_many_files_that_are_alike(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+    genes = [f"gene_{i}" for i in range(30)]
+    parts = [several.part(seed, genes=genes, n_obs=5 + seed % 9) for seed in range(12)]
+    paths = several.write(tmp_path, parts, compression="gzip")
+    expected = np.concatenate([part.X.toarray() for part in parts])
+    opened = open_fake(paths, block_size=2, device_cache="1MiB", **SMALL)
+    assert opened.loader.store.joined is not None
+    for _ in range(2):
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, expected[batch.rows])
+    assert opened.loader.stats.n_chunks_cached
+
+
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("join", ["inner", "outer"])
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])

@@ -333,7 +333,7 @@ class CudaBackend:
         self.stats.add(
             read_nbytes=int(nbytes.sum()),
             read_s=middle - start,
-            decoded_nbytes=(last - first) * read.layout.chunk_size * read.layout.dtype.itemsize,
+            decoded_nbytes=int(read.layout.decoded_nbytes(read.chunk_id[first:last]).sum()),
             decode_s=time.perf_counter() - middle + start - begun,
             n_chunks=last - first,
         )
@@ -344,9 +344,9 @@ class CudaBackend:
     ) -> None:
         """Launch the decoding of those chunks of a read that are in the cache; add what comes of it to the outcomes."""
         numbers = np.flatnonzero(places >= 0)
-        chunk_nbytes = read.layout.chunk_size * read.layout.dtype.itemsize
-        n_parts = -(-numbers.size * chunk_nbytes // PART_NBYTES)
-        self.stats.add(decoded_nbytes=numbers.size * chunk_nbytes, n_chunks=numbers.size, n_chunks_cached=numbers.size)
+        nbytes = int(read.layout.decoded_nbytes(read.chunk_id[numbers]).sum())
+        n_parts = -(-nbytes // PART_NBYTES)
+        self.stats.add(decoded_nbytes=nbytes, n_chunks=numbers.size, n_chunks_cached=numbers.size)
         for part in np.array_split(numbers, n_parts):
             outcomes.append(self._enqueue(read, part, places[part], self._cache.memory, resident))  # noqa: PERF401
 

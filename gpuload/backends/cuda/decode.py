@@ -224,7 +224,7 @@ class Decoder:
         if steps is None:
             can_device[:] = False
         elif steps.codec is None and not read.layout.is_raw:
-            can_device &= payload == _full(read.layout)
+            can_device &= payload == read.layout.decoded_nbytes(read.chunk_id[numbers])
         if steps is not None and can_device.any():
             self._on_device(whole.of(can_device), steps, place[can_device], payload[can_device], arena, verify=verify)
         if is_absent.any():
@@ -258,10 +258,11 @@ class Decoder:
         for _, codes in part.outcome.reports:
             if codes[0] != 0:
                 raise corrupt(read, chunk, reason(int(codes[0])))
+        path, _ = read.layout.source.where_is(int(read.chunk_offset[chunk]))
         self._say_once(
-            f"retry {read.layout.source.name}",
+            f"retry {path}",
             "%s: chunk %d of %s could not be decoded on the GPU, but on the host; so may be others, which is slower",
-            *(read.layout.source.name, int(read.chunk_id[chunk]), read.layout.name),
+            *(path, read.layout.number_in_file(int(read.chunk_id[chunk])), read.layout.name),
         )
 
     def _part(self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, lane: Lane) -> _Part:
@@ -284,16 +285,18 @@ class Decoder:
         if steps.codec is None and not (steps.is_shuffled or steps.has_checksum):
             self._copy_pieces(part, arena, place)
             return
-        full = _full(layout)
         ids = part.read.chunk_id[part.numbers]
+        full = layout.decoded_nbytes(ids)
+        room = slots(full)
+        start = np.cumsum(room) - room
+        total = int(start[-1] + room[-1])
         is_due = (layout.verified[ids] == 0) & (verify != "never") | (verify == "always")
-        start = np.arange(n, dtype=np.int64) * slots(full)
         on = work.upload(
             place=place,
             source=place + steps.head,
             payload=payload,
             start=start,
-            full=np.full(n, full, dtype=np.int64),
+            full=full,
             trailer=np.where(is_due, place + steps.head + payload, -1),
         )
         codes = work.codes(n)
@@ -302,13 +305,13 @@ class Decoder:
         if steps.cut is not None:
             decoded = self._from_containers(part, steps.cut, arena, on, codes, is_verified=verify != "never")
         else:
-            decoded = self._from_payloads(part, steps, payload, arena, on, codes)
+            decoded = self._from_payloads(part, steps, payload, arena, on, codes, start, full)
         if steps.codec in ("deflate", "gzip") and is_due.any():
             ranges = (on["start"], on["full"], arena, on["trailer"])
             kernel, crc = ("check_adler32", ()) if steps.codec == "deflate" else ("check_crc", _GZIP_CRC)
             work.launch(kernel, n, decoded, *ranges, *crc, np.int64(n), codes)
         if steps.is_shuffled:
-            plain, itemsize = work.scratch(n * slots(full)), np.int32(layout.dtype.itemsize)
+            plain, itemsize = work.scratch(total), np.int32(layout.dtype.itemsize)
             work.launch("unshuffle", n, decoded, plain, on["start"], on["full"], itemsize, np.int64(n))
             decoded = plain
         self._report(part, codes)
@@ -317,11 +320,22 @@ class Decoder:
         self._copy_pieces(part, decoded, start)
 
     def _from_payloads(
-        self, part: _Part, steps: Steps, payload: NDArray[np.int64], arena: Any, on: dict[str, Any], codes: Any
+        self,
+        part: _Part,
+        steps: Steps,
+        payload: NDArray[np.int64],
+        arena: Any,
+        on: dict[str, Any],
+        codes: Any,
+        start: NDArray[np.int64],
+        full: NDArray[np.int64],
     ) -> Any:
-        """Launch the decoding of chunks that are one stream each; return where they are, at multiples of a slot."""
-        work, n, full = part.work, part.numbers.size, _full(part.read.layout)
-        decoded = work.scratch(n * slots(full))
+        """Launch the decoding of chunks that are one stream each, `full` bytes; return where they are, from `start` on.
+
+        With lz4 and gzip, whose streams say how long they are, all chunks of a layout are of one length.
+        """
+        work, n, each = part.work, part.numbers.size, np.int64(_full(part.read.layout))
+        decoded = work.scratch(int(start[-1] + slots(full[-1])))
         if steps.codec is None:
             work.launch("gather_payloads", n, arena, on["source"], on["payload"], on["start"], np.int64(n), decoded)
             return decoded
@@ -329,22 +343,20 @@ class Decoder:
         slot = np.cumsum(room) - room
         compressed = work.scratch(int(slot[-1] + room[-1]))
         address = self._device.address
-        of = work.upload(
-            **{"slot": slot, "in": slot + address(compressed), "out": np.arange(n) * slots(full) + address(decoded)}
-        )
+        of = work.upload(**{"slot": slot, "in": slot + address(compressed), "out": start + address(decoded)})
         work.launch("gather_payloads", n, arena, on["source"], on["payload"], of["slot"], np.int64(n), compressed)
         if steps.codec == "lzf":
             sizes = (of["slot"], on["payload"], decoded, on["start"], on["full"])
             work.launch("decode_lzf", n, compressed, *sizes, np.int64(n), codes, n_threads=N_LZF_THREADS)
             return decoded
         if steps.codec == "lz4":
-            work.launch("check_sizes", n, arena, on["place"], np.int64(full), np.int64(n), codes)
+            work.launch("check_sizes", n, arena, on["place"], each, np.int64(n), codes)
         if steps.codec == "gzip":
-            frames = (on["place"], on["trailer"], np.int64(full))
+            frames = (on["place"], on["trailer"], each)
             work.launch("check_gzip", -(-n // N_THREADS), arena, *frames, np.int64(n), codes)
         of |= {"in_nbytes": on["payload"], "room": on["full"]}
         codec = "deflate" if steps.codec == "gzip" else steps.codec  # its frame is checked here
-        produced, statuses = work.inflate(codec, n, full, n * full, of=of)
+        produced, statuses = work.inflate(codec, n, int(full.max()), int(full.sum()), of=of)
         work.launch("check_streams", n, statuses, produced, on["full"], np.int64(1), np.int64(n), codes)
         return decoded
 

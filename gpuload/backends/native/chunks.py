@@ -253,7 +253,7 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
     piece_rows: Any,
     strides: Any,
     steps: Any,
-    full_nbytes: int,
+    full_nbytes: Any,
     is_raw: bool,
     verify: int,
     verified: Any,
@@ -281,8 +281,8 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
         Elements from row to row in a decoded chunk and in `out`.
     steps : (4,) int64
         Places of shuffle, codec, fletcher32 and crc32c in the filter pipeline (the bit in the mask), or -1.
-    full_nbytes
-        Decoded size of a chunk.
+    full_nbytes : int64
+        Decoded size of each chunk.
     is_raw
         Whether chunks are parts of unencoded storage, of any size.
     verify
@@ -296,7 +296,7 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
     tables, addresses
         Workspace of the inflater; the addresses of the libraries' functions, as `frames` orders them.
     first, second : uint8
-        Scratch of at least `full_nbytes`; `first_typed`, `second_typed` are the same memory in the stored dtype. Where
+        Scratch for the largest of them; `first_typed`, `second_typed` are the same memory in the stored dtype. Where
         there is a decoder of two, `first` has room for two chunks, in halves of whole elements.
     out : float32, or uint16 or int32 for column numbers
         The resident's array, flat.
@@ -335,7 +335,7 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
                 status[0] = BAD_CRC32C
                 return -1 - c
         is_shuffled = shuffle >= 0 and not (mask >> np.uint32(shuffle)) & np.uint32(1)
-        size = n if is_raw else full_nbytes
+        size = n if is_raw else full_nbytes[c]
         from_item, to_item = items_needed(lo, hi, piece_src, piece_width, piece_rows, strides[0])
         need = size if is_shuffled else to_item * itemsize
         at = 0
@@ -343,7 +343,7 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
             n_next = encoded_nbytes(c + 1, chunk_nbytes, chunk_mask, steps) if half > 0 and c != ahead else 0
             if c == ahead:
                 got, at = got_ahead, half
-            elif n_next > 0 and are_by_turns(n, n_next, size):
+            elif n_next > 0 and full_nbytes[c + 1] == size and are_by_turns(n, n_next, size):
                 ahead = c + 1
                 _, to_next = items_needed(
                     chunk_pieces[ahead], chunk_pieces[ahead + 1], piece_src, piece_width, piece_rows, strides[0]

@@ -1,0 +1,145 @@
+"""Many files whose matrices are alike: planned, read and decoded as one, and told apart where something is wrong."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import anndata
+import h5py
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix, vstack
+
+import gpuload
+from gpuload.cli import inspect
+from gpuload.formats import open_store
+from tests.several import dense
+from tests.writers import counts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+N_VARS = 60
+SMALL: dict[str, Any] = {"batch_size": 11, "fetch_factor": 3, "block_size": 3, "device": "cpu"}
+
+
+def write(folder: Path, n_files: int, *, first: int = 0, **options: Any) -> tuple[list[Path], csr_matrix]:
+    """Write cells as gzip files, each in chunks of another length, one without cells and one of empty cells among them.
+
+    As h5py does, which chooses chunks by the length of an array.
+    """
+    paths, parts = [folder / f"{first + k:03d}.h5ad" for k in range(n_files)], []
+    for k, path in enumerate(paths):
+        X = csr_matrix(counts(0 if k == 2 else 3 + 5 * k % 13, N_VARS, first + k))
+        parts.append(csr_matrix(X.shape, dtype=X.dtype) if k == 3 else X)
+        anndata.AnnData(parts[-1]).write_h5ad(path)
+        with h5py.File(path, "r+") as file:
+            for n, name in enumerate(("data", "indices")):
+                values = file["X"][name][:]
+                del file["X"][name]
+                chunks = (40 + 7 * k + 3 * n,)
+                settings = {"chunks": chunks, "maxshape": (None,), "compression": "gzip", **options}
+                file["X"].create_dataset(name, data=values, **settings)
+    return paths, vstack(parts, format="csr")
+
+
+def assert_same(paths: list[Path], X: csr_matrix, **settings: Any) -> None:
+    expected = X.toarray()
+    with gpuload.open_loader(paths, **{**SMALL, **settings}) as loader:
+        for _ in range(2):
+            rows = []
+            for batch in loader:
+                np.testing.assert_array_equal(dense(batch.X), expected[batch.rows])
+                rows.append(batch.rows)
+            np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(len(expected)))
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("block_size", [1, 3, "chunk", "2 chunks", 1000])
+@pytest.mark.parametrize(
+    "options", [{}, {"shuffle": True, "fletcher32": True}, {"compression": "lzf"}, {"chunks": (64,)}]
+)
+def test_as_if_they_were_one(tmp_path: Path, options: dict[str, Any], block_size: int | str, output: str) -> None:
+    paths, X = write(tmp_path, 9, **options)
+    assert_same(paths, X, block_size=block_size, output=output)
+    assert_same(paths, X, shuffle=False, block_size="chunk", output=output)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (64,)}])
+def test_a_fetch_of_all_files_is_two_reads(tmp_path: Path, options: dict[str, Any]) -> None:
+    paths, X = write(tmp_path, 9, **options)
+    with closing(open_store([str(path) for path in paths], layer="X", obs=())) as store:
+        recipe = store.recipe(np.array([[0, X.shape[0]]]))
+        assert [read.target for read in recipe.reads] == ["data", "indices"]
+        np.testing.assert_array_equal(recipe.indptr, X.indptr)
+        empty = np.flatnonzero(np.diff(X.indptr) == 0)[0]
+        assert not store.recipe(np.array([[empty, empty + 1]])).reads
+        assert not store.recipe(np.empty((0, 2), dtype=np.int64)).reads
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [{"compression": "lzf"}, {"shuffle": True}, {"dtype": "int64"}, {"compression": None}],
+    ids=["codec", "filters", "dtype", "no codec"],
+)
+def test_files_that_are_not_alike(tmp_path: Path, unlike: dict[str, Any]) -> None:
+    paths, X = write(tmp_path, 4)
+    others, Y = write(tmp_path, 3, first=4, **unlike)
+    assert_same([*paths, *others], vstack([X, Y], format="csr"))
+
+
+def spoil(path: Path, name: str, chunk: int) -> int:
+    """Damage a chunk, and return where it begins."""
+    with h5py.File(path) as file:
+        found = file["X"][name].id.get_chunk_info(chunk)
+    with path.open("r+b") as file:
+        file.seek(found.byte_offset + found.size - 2)  # of the checksum
+        file.write(b"\x5a\xa5")
+    return int(found.byte_offset)
+
+
+@pytest.mark.parametrize(("file", "name", "chunk"), [(4, "data", 0), (7, "indices", 1), (8, "data", 0)])
+def test_a_damaged_chunk_is_named_by_its_own_file(tmp_path: Path, file: int, name: str, chunk: int) -> None:
+    paths, _ = write(tmp_path, 9)
+    offset = spoil(paths[file], name, chunk)
+    expected = f"{paths[file]}: chunk {chunk} of /X/{name} at byte {offset} is damaged: "
+    with gpuload.open_loader(paths, **SMALL) as loader, pytest.raises(gpuload.CorruptDataError) as caught:
+        list(loader)
+    assert str(caught.value).startswith(expected)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 2000)
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize("change", [cut, touch])
+def test_a_file_that_changes_is_named(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    paths, _ = write(tmp_path, 9)
+    with gpuload.open_loader(paths, **SMALL) as loader:
+        change(paths[5])
+        with pytest.raises(gpuload.ReadError) as caught:
+            list(loader)
+    assert str(caught.value).startswith(f"{paths[5]}: ")
+
+
+def test_a_number_that_float32_rounds_is_told_of_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths, _ = write(tmp_path, 4, dtype="int64")
+    with h5py.File(paths[1], "r+") as file:
+        file["X/data"][0] = (1 << 24) + 1
+    with gpuload.open_loader(paths, **{**SMALL, "shuffle": False, "block_size": None, "batch_size": 3}) as loader:
+        list(loader)
+    assert "/X/data holds integers above 2**24, which float32 rounds" in caplog.text
+
+
+def test_inspect_names_each_file(tmp_path: Path) -> None:
+    paths, _ = write(tmp_path, 2)
+    with closing(open_store([str(path) for path in paths], layer="X", obs=())) as store:
+        arrays = inspect.describe(store, [str(path) for path in paths], "X")["arrays"]
+    assert [array["file"] for array in arrays] == [str(path) for path in paths for _ in range(2)]
