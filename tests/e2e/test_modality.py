@@ -523,7 +523,7 @@ def test_a_gpu_is_made_ready_before_the_clock_starts(
         trained.append(device)
         return multilayer(*arrays, device="cpu")
 
-    monkeypatch.setattr(modality_engines, "open_engine", lambda name, device: SimpleNamespace(device=device))
+    monkeypatch.setattr(modality_engines.estimators, "open_engine", lambda name, device: SimpleNamespace(device=device))
     monkeypatch.setattr("gpuload.estimators.base.open_engine", lambda name, device: open_engine(name, "cpu"))
     monkeypatch.setattr(modality_engines.Engine, "open", open_here)
     monkeypatch.setattr(modality_report, "multilayer", train_here)
