@@ -1,7 +1,7 @@
 """Arrays of many files as one: a fetch that touches a hundred files is then planned, read and decoded as one of a file.
 
-The files have a place each in one row of addresses (`JoinedSource`), and their arrays, of one type and one length of
-chunks, lie one behind the other in one array, each from the beginning of a chunk on (`JoinedArray`).
+The files have a place each in one row of addresses (`JoinedSource`), and their arrays, of one type and one pipeline of
+filters, lie one behind the other in one array, each from the beginning of a chunk on (`JoinedArray`).
 """
 
 from __future__ import annotations
@@ -109,25 +109,30 @@ class JoinedArray:
         return plan_read(self.layout, ranges + self.start[files][:, None], dest, target, limit)
 
 
-_ANY_LENGTH = {"shuffle", "deflate", "lzf", "zstd", "fletcher32"}
+_JOINABLE = {"shuffle", "deflate", "lzf", "zstd", "fletcher32"}
 """Filters whose chunks may differ in length: h5py chooses another one for every length of an array."""
+
+_WRITERS = {"deflate", "lzf", "zstd"}
+"""Of these, those whose values (a level, a length) nobody needs who decodes."""
 
 
 def are_alike(layouts: Sequence[ArrayLayout]) -> bool:
     """Return whether arrays of several local files differ in nothing but their length, and that of their chunks."""
     first = layouts[0]
-    has_one_length = len({layout.chunk_shape for layout in layouts}) == 1
-    if not has_one_length and not {step.name for step in first.filters} <= _ANY_LENGTH:
-        return False
-    return all(
+    steps = _steps(first)
+    return {name for name, _ in steps} <= _JOINABLE and all(
         isinstance(layout.source, FileSource)
         and layout.edges is None
         and len(layout.shape) == 1
         and not layout.is_raw
-        and (layout.name, layout.dtype, layout.filters) == (first.name, first.dtype, first.filters)
-        and layout.fill_value == first.fill_value
+        and (layout.name, layout.dtype, layout.fill_value) == (first.name, first.dtype, first.fill_value)
+        and _steps(layout) == steps
         for layout in layouts
     )
+
+
+def _steps(layout: ArrayLayout) -> list[tuple[str, tuple[int, ...]]]:
+    return [(step.name, () if step.name in _WRITERS else step.values) for step in layout.filters]
 
 
 def join_arrays(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedArray:

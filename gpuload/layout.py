@@ -101,12 +101,13 @@ class ArrayLayout:
         object.__setattr__(self, "verified", np.zeros(self.chunk_offset.size, dtype=np.uint8))
 
     def of_chunks(self, first: int, stop: int, like: ArrayLayout) -> ArrayLayout:
-        """Return the array of some of the chunks alone, over the same tables, of the shapes of another."""
+        """Return the array of some of the chunks alone, over the same tables; else like another."""
         of_these = slice(first, stop)
         part = replace(
             self,
             shape=like.shape,
             chunk_shape=like.chunk_shape,
+            filters=like.filters,
             edges=None,
             chunk_offset=self.chunk_offset[of_these],
             chunk_nbytes=self.chunk_nbytes[of_these],

@@ -315,7 +315,7 @@ class ObjectRemote:
             options["if_match"] = f'"{wanted.etag}"'
         try:
             etag, body = _ask(self._get, wanted, options)
-            if wanted.etag and etag != wanted.etag:  # of a server that knows no condition
+            if not _has_tag(wanted, etag):  # of a server that knows no condition
                 raise ReadError(f"{self.name}/{wanted.key}: the object was changed since it was listed; open it again.")
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
             raise self._translated(error, wanted.key) from error
@@ -369,7 +369,7 @@ class ObjectRemote:
         """Return ETag and bytes; no bytes where the ETag is not the wanted one."""
         answer = self._obstore.get(self._store, wanted.key, options=options)
         etag = self._object(answer.meta).etag
-        return etag, answer.bytes() if not wanted.etag or etag == wanted.etag else b""
+        return etag, answer.bytes() if _has_tag(wanted, etag) else b""
 
     def _get_whole(self, key: str) -> tuple[Any, int]:
         answer = self._obstore.get(self._store, key)
@@ -384,6 +384,11 @@ class ObjectRemote:
     def _translated(self, error: Exception, key: str, *, was_listed: bool = True) -> ReadError:
         kinds = self._obstore.exceptions
         return read_error(error, kinds, self.name, key, can_list=self.can_list, was_listed=was_listed)
+
+
+def _has_tag(wanted: RemoteObject, etag: str) -> bool:
+    """Return whether an answer's ETag is that of an object, by the weak comparison of RFC 9110, 8.8.3.2."""
+    return not wanted.etag or etag.removeprefix("W/") == wanted.etag.removeprefix("W/")
 
 
 _asked_by: list[int] = []

@@ -223,13 +223,15 @@ class Store:
 
     @property
     def nbytes_per_row(self) -> float:
-        """Bytes of a resident row, on average: 4 a value, and of CSR 2 (up to 65,536 genes) or 4 a column number."""
-        if not self.n_obs:
-            return 0.0
-        if self.kind == "dense":
-            return 4.0 * sum(m.n_rows * m.n_vars for m in self.matrices) / self.n_obs
-        each = 6.0 if max(m.n_vars for m in self.matrices) <= 1 << 16 else 8.0
-        return each * sum(int(m.indptr[-1]) for m in self.matrices if isinstance(m, CsrMatrix)) / self.n_obs
+        """Bytes of a resident row on the CPU, on average: 4 a value, of CSR also 2 (to 65,536 genes) or 4 a column."""
+        is_narrow = max(m.n_vars for m in self.matrices) <= 1 << 16
+        return (4.0 if self.kind == "dense" else 6.0 if is_narrow else 8.0) * self.values_per_row
+
+    @property
+    def values_per_row(self) -> float:
+        """Values of a row, on average: those stored, or where X is dense one for each gene."""
+        n = sum(m.n_rows * m.n_vars if isinstance(m, DenseMatrix) else int(m.indptr[-1]) for m in self.matrices)
+        return n / self.n_obs if self.n_obs else 0.0
 
     @property
     def metadata_nbytes(self) -> int:

@@ -46,8 +46,8 @@ class Table:
 
     @property
     def nbytes_per_row(self) -> float:
-        """Bytes of a row handed over, on average: 4 per column, or what is stored where it is CSR."""
-        return 4.0 * self.form.n_cols if self.form.output == "dense" else self.store.nbytes_per_row
+        """Bytes of a row handed over, on average: 4 per column, or 8 for each value where it is CSR."""
+        return 4.0 * self.form.n_cols if self.form.output == "dense" else 8.0 * self.store.values_per_row
 
 
 def check_names(setting: str, given: Any, *, at_least: int = 0) -> tuple[str, ...]:

@@ -297,7 +297,7 @@ class Bench:
         wish = self._wish
         n_cells = min(wish.batch_size * fetch_factor, self._store.n_obs)
         row = self._store.n_vars * np.dtype("uint16" if wish.dtype == "bfloat16" else wish.dtype).itemsize
-        batch = wish.batch_size * (row if wish.output == "dense" else self._cell_nbytes)
+        batch = wish.batch_size * (row if wish.output == "dense" else 8.0 * self._store.values_per_row)
         fetches = (prefetch + 1) * n_cells * self._cell_nbytes
         return int(fetches + _HELD_BATCHES * batch + num_threads * _THREAD_NBYTES + self._store.metadata_nbytes)
 

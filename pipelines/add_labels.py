@@ -17,7 +17,6 @@ import pandas as pd
 from anndata.io import read_elem, write_elem
 
 import gpuload
-from gpuload.errors import first_line
 
 
 def read_table(path: Path, by: str, columns: list[str]) -> pd.DataFrame:
@@ -29,7 +28,9 @@ def read_table(path: Path, by: str, columns: list[str]) -> pd.DataFrame:
     except ImportError as error:
         raise gpuload.MissingDependencyError("pyarrow", path.name, "parquet") from error
     except ValueError as error:  # what pandas and pyarrow say of a file that is none
-        raise gpuload.StoreError(f"{path}: it is no table: {first_line(error)}. Check the file.") from error
+        raise gpuload.StoreError(
+            f"{path}: it is no table: {str(error).partition(chr(10))[0]}. Check the file."
+        ) from error
     for name in (by, *columns):
         if name not in table:
             raise gpuload.StoreError(f"{path}: there is no column {name!r}; it has {', '.join(table.columns)}.")

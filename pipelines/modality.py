@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     if np.unique(cells.batch).size < 2:
         print("the cells to learn from are of one batch: one model, not two for each shuffling", file=sys.stderr)
-    if model.engine.params["device"] != "cpu":
+    if model.engine.device != "cpu":
         start = time.perf_counter()
         model.engine.warm_up()
         print(f"compiled and loaded, in no other figure: {time.perf_counter() - start:.1f} s", file=sys.stderr)
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
     for step, taken in model.seconds_.items():
         print(f"{step}: {taken:.1f} s", file=sys.stderr)
     host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    device_peak = device_peak_mib(model.engine.params["device"])
+    device_peak = device_peak_mib(model.engine.params["device"]) if args.engine == "ours" else None
     for path in write_prediction(out, predicted, cells):
         print(f"written: {path}", file=sys.stderr)
     if args.save:
@@ -137,12 +137,15 @@ def device_peak_mib(device: str) -> float | None:
 
 
 def card(device: str) -> str | None:
-    """Return the name of a GPU; None on the CPU."""
+    """Return the name of a GPU; None on the CPU, and where PyTorch, which cuML does not need, sees none."""
     if device == "cpu":
         return None
     import torch
 
-    return torch.cuda.get_device_name(device)
+    try:
+        return torch.cuda.get_device_name(device)
+    except (AssertionError, RuntimeError):
+        return None
 
 
 def compare(
@@ -237,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not is_memory_full(error):
             raise
-        said = str(error).partition("\n")[0]
+        said = str(error).partition("\n")[0] or type(error).__name__
         cure = "use --engine ours, --solver nystrom with fewer --landmarks, or --device cpu"
         print(f"modality.py: memory is full; {cure} ({said})", file=sys.stderr)
         return 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.sparse import vstack
+from scipy.sparse import csr_matrix, vstack
 
 import gpuload
 from gpuload import estimators
@@ -42,8 +42,10 @@ class Engine:
 
     def warm_up(self) -> None:
         """Let a GPU compile its kernels and load its libraries, which else the first fit would wait for."""
-        with self.open({"paths": np.eye(2, dtype=np.float32)}) as cells:
+        X = np.eye(2, dtype=np.float32)
+        with self.open({"paths": X}) as cells:
             estimators.TruncatedSVD(1).fit(cells)
+        estimators.KernelRidge(device=self.device).fit(X, X)
 
     def open(self, settings: Mapping[str, Any], **more: Any) -> gpuload.Loader:
         """Open cells in the order in which they lie."""
@@ -202,6 +204,12 @@ class CumlEngine(SklearnEngine):
                 "pip install '.[cuml]' from the checkout, or use --engine ours."
             ) from error
 
+    def warm_up(self) -> None:
+        """Let cuML load its libraries."""
+        X = np.eye(4, dtype=np.float32)
+        self.svd(1).fit_transform(self.matrix(csr_matrix(X)))
+        self.exact().fit(X, X)
+
     def svd(self, n_components: int) -> Any:
         """Return an SVD by eigendecomposition; cuML has no randomised one."""
         from cuml import TruncatedSVD
@@ -216,9 +224,9 @@ class CumlEngine(SklearnEngine):
 
     def matrix(self, X: Any) -> Any:
         """Return a dense matrix on the GPU, by columns: cuML's SVD takes no other, and would make it on the host."""
-        from cupyx.scipy.sparse import csr_matrix
+        from cupyx.scipy.sparse import csr_matrix as csr_on_gpu
 
-        return csr_matrix(X).toarray(order="F")
+        return csr_on_gpu(X).toarray(order="F")
 
     def check_size(self, n: int) -> None:
         """Refuse nothing: cuSOLVER factorises what fits into memory."""

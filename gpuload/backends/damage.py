@@ -41,6 +41,4 @@ def too_large_for_half(row: int) -> str:
 
 def rounding_warning(read: ArrayRead) -> str:
     """Return the sentence that says, once, that float32 rounds what a file holds."""
-    layout = read.layout
-    path, _ = layout.source.where_is(int(read.chunk_offset[0])) if layout.source.has_files else (layout.source.name, 0)
-    return f"{path}: {layout.name} holds integers above 2**24, which float32 rounds"
+    return f"{read.layout.source.name}: {read.layout.name} holds integers above 2**24, which float32 rounds"

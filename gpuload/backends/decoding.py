@@ -115,9 +115,7 @@ def _natively(part: Part, steps: NDArray[np.int64], codec: str, scratch: Scratch
     layout, chosen = read.layout, slice(first, last)
     stored_dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
     full = layout.decoded_nbytes(read.chunk_id[chosen])
-    room = round_up(
-        max(layout.chunk_size * layout.dtype.itemsize, int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8
-    )
+    room = round_up(max(int(full.max()), int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8)
     decoder = decoders.addresses_of(codec, may_pair=room <= TWO_AHEAD_NBYTES)
     one, two = scratch.bytes("first", 2 * room if decoder[1] else room), scratch.bytes("second", room)
     status = np.zeros(3, dtype=np.int64)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from gpuload.remote import Remote
 
 _log = logging.getLogger("gpuload.cache")
+
+_PAUSE_S = 60.0
+"""How long no block is kept after a fault of the disk or the catalogue."""
 
 PIECE = 64 << 10
 """Bytes that one crc in memory is of, which has 4; a read checks at most two pieces more than it needs."""
@@ -152,7 +156,7 @@ class BlockCache:
         self._lock = threading.Lock()
         self._under_way: dict[str, threading.Lock] = {}
         self._copies: dict[tuple[str, str], _Copy] = {}
-        self._is_full = False
+        self._is_full, self._paused_until = False, 0.0
         self.n_local_nbytes, self.n_remote_nbytes, self.n_missed_nbytes, self.n_dropped = 0, 0, 0, 0
 
     def list(self) -> Iterator[RemoteObject]:
@@ -182,7 +186,7 @@ class BlockCache:
                     self._count(part.size, 0)
                     continue
                 self._count(0, part.size)
-                if self._is_full:
+                if self._is_full or time.monotonic() < self._paused_until:
                     np.copyto(part, self._fetched(block, first, first + part.size))
                 else:
                     whole = self._fetched(block, 0, block.nbytes)
@@ -235,8 +239,8 @@ class BlockCache:
                 self._is_full = not self._store.has_room(block.nbytes)
                 return
         except OSError as error:  # a full disk, a busy catalogue: what was to be read is here all the same
-            _log.warning("%s: no block is kept any more: %s", self._store.root, error)
-            self._is_full = True
+            _log.warning("%s: no block is kept for %d s: %s", self._store.root, _PAUSE_S, error)
+            self._paused_until = time.monotonic() + _PAUSE_S
             return
         sample = self._store.find_copy(block)
         if sample is not None and sample.path is not None:

@@ -76,6 +76,10 @@ class Settings:
     relist_s: float = 300.0
 
 
+_QUIET_S = 60.0
+"""Time from one warning of a fetcher to the next: each object's error has its own text."""
+
+
 class Window:
     """How many downloads may run: one more for each full window that went well, half as many where the remote is busy.
 
@@ -179,7 +183,7 @@ class Fetcher:
         self._progress: dict[int, float] = {}
         self._threads: list[threading.Thread] = []
         self._is_idle = False
-        self._said = ""
+        self._quiet_until = 0.0
         self._probe = threading.Lock()
         self._lock = threading.Lock()
         self._under_way: dict[str, Download] = {}
@@ -235,8 +239,8 @@ class Fetcher:
             return self.fetch_one()
         except Exception as error:  # noqa: BLE001 - a thread that ended would be missed by nobody
             is_full = isinstance(error, OSError) and error.errno in DISK_FULL
-            if not is_full and not self._stop.is_set() and str(error) != self._said:
-                self._said = str(error)
+            if not is_full and not self._stop.is_set() and time.monotonic() > self._quiet_until:
+                self._quiet_until = time.monotonic() + _QUIET_S
                 _log.warning("a fetcher goes on after: %s: %s", type(error).__name__, error)
         finally:
             self._progress.pop(threading.get_ident(), None)

@@ -13,6 +13,7 @@ it leaves is one of a few cases, which `repair` knows.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -258,7 +259,14 @@ def adopt_strays(
     for wanted in catalogue.listed():
         for name in strays.get(content_name(wanted), [])[:1]:
             at_each()
-            crc = checked_crc(folders.path(name), wanted)
+            try:
+                crc = checked_crc(folders.path(name), wanted)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise
+                _log.warning("%s: it cannot be read (%s); it is left alone, and not counted", folders.path(name), error)
+                strays[content_name(wanted)].remove(name)
+                continue
             file = catalogue.adopt(name, wanted, lease, budget) if crc is not None else None
             if file is not None and crc is not None:
                 catalogue.publish(file, lease, crc, is_fetched=False)

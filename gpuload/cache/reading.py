@@ -20,7 +20,7 @@ from gpuload.backends.buffers import BufferPool
 from gpuload.errors import CorruptDataError, PlanError, ReadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -145,13 +145,20 @@ class Reader:
         """Most bytes of batches that were held or kept for reuse at one time."""
         return self._pool.peak_nbytes
 
-    def find_form(self, sample: Sample) -> None:
-        """Learn the form of all samples from one."""
+    def find_form(self, samples: Sequence[Sample]) -> None:
+        """Learn the form of all samples from the first of some that can be read."""
         if self._decode != "npy" or self.form is not None:
             return
-        whole = np.empty(sample.nbytes, dtype=np.uint8)
-        self._read_parts(sample, [whole])  # checked, and from the remote where the copy is of no use
-        self.form = read_form(sample, whole[:MAX_HEADER].tobytes())
+        for sample in samples:
+            whole = np.empty(sample.nbytes, dtype=np.uint8)
+            try:
+                self._read_parts(sample, [whole])  # checked, and from the remote where the copy is of no use
+                self.form = read_form(sample, whole[:MAX_HEADER].tobytes())
+            except (ReadError, CorruptDataError):
+                if sample is samples[-1]:
+                    raise
+            else:
+                return
 
     def new_batch(self, n: int) -> NDArray[Any] | None:
         """Return memory for the values of n samples, or None where each has its own."""
@@ -223,9 +230,9 @@ class Reader:
 
 
 def check_limit(error: OSError, name: str) -> None:
-    """Raise ReadError where no file can be opened, because too many are: that is no fault of a copy."""
+    """Raise PlanError where no file can be opened, because too many are: that is no fault of a copy."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        raise ReadError(f"{name}: {error.strerror}; raise the limit (ulimit -n).") from error
+        raise PlanError(f"{name}: {error.strerror}; raise the limit (ulimit -n).") from error
 
 
 def _rest_of(parts: list[NDArray[np.uint8]], done: int) -> list[memoryview]:

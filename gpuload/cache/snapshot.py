@@ -170,7 +170,7 @@ class Snapshot:
         self, reader: Reader, readers: DaemonThreads, ids: NDArray[np.int64]
     ) -> tuple[NDArray[Any] | None, list[Sample], list[Future[Any]]]:
         samples = self._store.find_samples(ids)
-        reader.find_form(samples[0])
+        reader.find_form(samples)
         batch = reader.new_batch(len(samples))
         return batch, samples, [readers.submit(reader.read, sample, batch, i) for i, sample in enumerate(samples)]
 
@@ -185,7 +185,7 @@ class Snapshot:
                 kept.append(i)
                 self._store.reads.add(outcome[1], samples[i].nbytes)
                 continue
-            if self.n_skipped >= limit:
+            if self.n_skipped >= limit or isinstance(outcome, PlanError):
                 raise outcome
             self.n_skipped += 1
             self._store.quarantine_sample(samples[i], str(outcome))

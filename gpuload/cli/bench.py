@@ -39,7 +39,7 @@ each. The file is soon in the page cache; to learn about the disk, drop the cach
 Each stage's rate is that of one thread while the others work, and stands beside a ceiling measured on the spot with one
 thread and nothing else running: pread of the same byte ranges into memory used again; a library decoding chunks of this
 very file; writing zeros into memory used again. "all stages at their ceilings" is the cells per second that would give
-on all cores. On a GPU there are neither ceilings nor rates of stages here: the host only launches them.
+on all cores. On a GPU there are no ceilings here, and no rates of decoding and gathering: the host only launches them.
 
 examples:
   gpuload bench atlas.h5ad

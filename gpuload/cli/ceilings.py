@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpuload.backends import codecs
-from gpuload.errors import ReadError
+from gpuload.backends.reading import short_read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,8 +82,9 @@ def _read_rate(reads: Sequence[ArrayRead]) -> float:
                 total += read.nbytes
                 continue
             for offset, nbytes in zip(read.extent_offset.tolist(), read.extent_nbytes.tolist(), strict=True):
-                if read.layout.source.read_into(buffer[:nbytes], offset) < nbytes:
-                    raise ReadError(f"{read.layout.source.name}: short read at byte {offset}. Was the file truncated?")
+                got = read.layout.source.read_into(buffer[:nbytes], offset)
+                if got < nbytes:
+                    raise short_read(read.layout.source, read.layout.name, offset, nbytes, got)
                 total += nbytes
         return total
 

@@ -129,7 +129,9 @@ def _self_test(device: str) -> Finding:
             name,
             f"{type(error).__name__}: {error}",
             "broken",
-            "Install gpuload again in a fresh virtual environment.",
+            "Install gpuload again in a fresh virtual environment."
+            if device == "cpu"
+            else "Look at the GPU's driver and memory (nvidia-smi), or use device='cpu'.",
         )
     if not is_right:
         return Finding(name, "cells read differ from cells written", "broken", "Please report this, with this output.")

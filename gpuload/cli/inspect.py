@@ -14,7 +14,6 @@ from gpuload.alignment import check_join
 from gpuload.cli import advice, figure, settings, text
 from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError, StoreError
-from gpuload.joined import JoinedSource
 
 if TYPE_CHECKING:
     import argparse
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from gpuload.layout import ArrayLayout, Filter
     from gpuload.outlook import Outlook
-    from gpuload.store import ObsColumn, Store
+    from gpuload.store import Matrix, ObsColumn, Store
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -96,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(store: Store, paths: list[str], layer: str) -> dict[str, Any]:
     """Return what is known about a file's matrix and obs."""
-    arrays = [_describe_array(layout, store) for matrix in store.matrices for layout in matrix.layouts]
+    matrices = zip(store.paths, store.matrices, strict=True)
+    arrays = [_describe_array(layout, matrix, path) for path, matrix in matrices for layout in matrix.layouts]
     stored, decoded = (sum(a[k] for a in arrays) for k in ("stored_nbytes", "decoded_nbytes"))
     return {
         "paths": [os.fspath(p) for p in paths],
@@ -143,12 +143,11 @@ def _nnz_per_cell(store: Store) -> dict[str, Any] | None:
     }
 
 
-def _describe_array(layout: ArrayLayout, store: Store) -> dict[str, Any]:
+def _describe_array(layout: ArrayLayout, matrix: Matrix, path: str) -> dict[str, Any]:
     decoded = int(np.prod(layout.shape)) * layout.dtype.itemsize
-    k, matrix = next((k, m) for k, m in enumerate(store.matrices) if any(own is layout for own in m.layouts))
     per_cell = layout.shape[0] / max(1, matrix.n_rows)
     return {
-        "file": store.paths[k] if isinstance(layout.source, JoinedSource) else layout.source.name,
+        "file": path,
         "name": layout.name,
         "dtype": str(layout.dtype),
         "shape": list(layout.shape),

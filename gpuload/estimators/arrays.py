@@ -103,16 +103,23 @@ class Engine:
         return stream_named(number)  # type: ignore[no-any-return]
 
 
-def open_engine(name: str, device: str) -> Engine:
+def open_engine(name: str, device: str, *, has_choice: bool = False) -> Engine:
     """Return the array library of that name.
 
     Parameters
     ----------
     name
-        One of `ENGINES`, or ``"auto"``: torch where it is installed (its BLAS is the faster one on CPUs, and has no
-        trouble with large factorisations), else NumPy.
+        ``"numpy"``, ``"torch"``, ``"cupy"``, or ``"auto"``: torch where it is installed (its BLAS is the faster one on
+        CPUs, and has no trouble with large factorisations), else NumPy.
     device
         As of `gpuload.open_loader`; ``"auto"``: the GPU that a loader takes, where the library can use it too.
+    has_choice
+        Whether torch, or NumPy in its place, may work on the CPU where torch cannot use that GPU.
+
+    Returns
+    -------
+    Engine
+        Among its attributes ``device``, ``"cpu"`` or ``"cuda:<number>"``.
 
     Raises
     ------
@@ -134,9 +141,9 @@ def open_engine(name: str, device: str) -> Engine:
         raise PlanError(f"engine='cupy' with device={device!r}: CuPy works on a GPU; use 'numpy' or 'torch'.")
     if name in ("torch", "auto"):
         try:
-            return _torch(number, has_choice=device == "auto")
+            return _torch(number, has_choice=has_choice or device == "auto")
         except ImportError as error:
-            if name == "torch" or device not in ("auto", "cpu"):
+            if name == "torch" or not (has_choice or device in ("auto", "cpu")):
                 raise MissingDependencyError("torch", f"engine={name!r} on {device!r}", "torch") from error
     return _numpy() if name != "cupy" or number is None else _cupy(number)
 

@@ -107,10 +107,10 @@ class Estimator:
 
     def _opened(self, X: Any) -> Engine:
         """Return what does the arithmetic: on `device`, else where a loader's minibatches lie."""
-        device = self.device
-        if device is None:
-            device = X.device if isinstance(X, Loader) and self.engine != "numpy" else "cpu"
-        return open_engine(self.engine, device)
+        if self.device is not None:
+            return open_engine(self.engine, self.device)
+        device = X.device if isinstance(X, Loader) and self.engine != "numpy" else "cpu"
+        return open_engine(self.engine, "cuda" if (self.engine, device) == ("cupy", "cpu") else device, has_choice=True)
 
     def _checked(
         self, X: Any, engine: Engine, *, is_fitted: bool = False, of_bits: Callable[[Any], Any] = float32_of_bits

@@ -28,7 +28,7 @@ ENGINES = ["torch", "cupy"]
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def cupy() -> Any:
     """Return CuPy; skip where there is no GPU."""
     cupy = pytest.importorskip("cupy")
@@ -133,14 +133,19 @@ def test_a_gpu_that_is_not_there_is_refused(cells: np.ndarray, engine: str, told
 
 
 def test_doctor_finds_nothing_broken(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor"]) == 0, capsys.readouterr().out
+    code, out = cli.main(["doctor"]), capsys.readouterr().out
+    assert code == 0, out
+    assert "self-test on cuda:0" in out
 
 
 def test_bench_by_labels(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     command = ["bench", str(path), "--label", "plate", "--device", "cuda:0", "--seconds", "0.5", "--repeats", "2"]
     assert cli.main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
+    assert result["device"] == "cuda:0"
+    assert result["entropy_bits"]["mean"] > 0
+    assert result["stages"]["take_rows"]["bytes_per_s"] is None, "the host's seconds tell no rate of the GPU"
 
 
 # --- programs ---
@@ -170,6 +175,13 @@ def test_a_classification_goes_on(
     command = [str(tmp_path / "screen"), "--out", str(tmp_path / "out"), "--test", "plate_3", "--device", "cuda:0"]
     command += ["--seeds", "1", "--orders", "block", "--batch-size", "16", "--save-every", "5", "--loader-seconds", "0"]
     as_it_is, losses, n_threads = classify.total_loss, [], torch.get_num_threads()
+    counts, load = [], torch.optim.Adam.load_state_dict
+
+    def loaded(self: Any, state: Any) -> None:
+        load(self, state)
+        counts.extend(moments["step"].device.type for moments in self.state.values())
+
+    monkeypatch.setattr(torch.optim.Adam, "load_state_dict", loaded)
 
     def interrupted(*arguments: Any) -> Any:
         losses.append(as_it_is(*arguments))
@@ -183,4 +195,5 @@ def test_a_classification_goes_on(
     torch.set_num_threads(n_threads)
     (result,) = json.loads((tmp_path / "out" / "classify.json").read_text())["runs"]
     assert all(loss.is_cuda for loss in losses)
+    assert set(counts) == {"cpu"}, "Adam would wait for the GPU at each step"
     assert result["n_steps"] < len(losses) <= result["n_steps"] + 7, "it went on, and not from the start"

@@ -524,7 +524,7 @@ def test_a_gpu_is_made_ready_before_the_clock_starts(
         return multilayer(*arrays, device="cpu")
 
     monkeypatch.setattr(modality_engines.estimators, "open_engine", lambda name, device: SimpleNamespace(device=device))
-    monkeypatch.setattr("gpuload.estimators.base.open_engine", lambda name, device: open_engine(name, "cpu"))
+    monkeypatch.setattr("gpuload.estimators.base.open_engine", lambda name, device, **_: open_engine(name, "cpu"))
     monkeypatch.setattr(modality_engines.Engine, "open", open_here)
     monkeypatch.setattr(modality_report, "multilayer", train_here)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")

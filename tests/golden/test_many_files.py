@@ -64,6 +64,8 @@ def assert_same(paths: list[Path], X: csr_matrix, **settings: Any) -> None:
 )
 def test_as_if_they_were_one(tmp_path: Path, options: dict[str, Any], block_size: int | str, output: str) -> None:
     paths, X = write(tmp_path, 9, **options)
+    with closing(open_store([str(path) for path in paths], layer="X", obs=())) as store:
+        assert store.joined is not None
     assert_same(paths, X, block_size=block_size, output=output)
     assert_same(paths, X, shuffle=False, block_size="chunk", output=output)
 
@@ -71,6 +73,10 @@ def test_as_if_they_were_one(tmp_path: Path, options: dict[str, Any], block_size
 @pytest.mark.parametrize("options", [{}, {"chunks": (64,)}])
 def test_a_fetch_of_all_files_is_two_reads(tmp_path: Path, options: dict[str, Any]) -> None:
     paths, X = write(tmp_path, 9, **options)
+    with h5py.File(paths[4], "r+") as file:  # of another level
+        values = file["X/data"][:]
+        del file["X/data"]
+        file["X"].create_dataset("data", data=values, chunks=(33,), compression="gzip", compression_opts=9)
     with closing(open_store([str(path) for path in paths], layer="X", obs=())) as store:
         recipe = store.recipe(np.array([[0, X.shape[0]]]))
         assert [read.target for read in recipe.reads] == ["data", "indices"]
@@ -129,13 +135,13 @@ def test_a_file_that_changes_is_named(tmp_path: Path, change: Callable[[Path], N
     assert str(caught.value).startswith(f"{paths[5]}: ")
 
 
-def test_a_number_that_float32_rounds_is_told_of_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_number_that_float32_rounds_is_told_of_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths, _ = write(tmp_path, 4, dtype="int64")
     with h5py.File(paths[1], "r+") as file:
         file["X/data"][0] = (1 << 24) + 1
     with gpuload.open_loader(paths, **{**SMALL, "shuffle": False, "block_size": None, "batch_size": 3}) as loader:
         list(loader)
-    assert "/X/data holds integers above 2**24, which float32 rounds" in caplog.text
+    assert f"{paths[0]} and 3 more: /X/data holds integers above 2**24, which float32 rounds" in caplog.text
 
 
 def test_inspect_names_each_file(tmp_path: Path) -> None:

@@ -545,12 +545,12 @@ def test_who_may_not_ask_is_told_once(tmp_path: Path, remote: CountingRemote, ca
 
         def denied(key: str) -> None:
             n_asked[0] += 1
-            raise ReadError("access was denied")
+            raise ReadError(f"{key}: access was denied")
 
         remote.head = denied  # type: ignore[method-assign, assignment]
         train(store)
         until(lambda: n_asked[0] >= 5)
-    told = [r for r in caplog.records if r.getMessage() == "a fetcher goes on after: ReadError: access was denied"]
+    told = [r for r in caplog.records if r.getMessage().startswith("a fetcher goes on after: ReadError: ")]
     assert len(told) == 1
 
 
@@ -567,6 +567,40 @@ def test_a_damaged_header_of_the_first_sample_is_read_from_the_remote(
             assert sorted(i for batch in snapshot.batches(3) for i in checked(batch)) == list(range(N))
 
 
+def test_a_first_sample_that_is_nowhere_is_skipped(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N, max_bad=1.0) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            (sample,) = store.find_samples(snapshot._ids[:1])
+            path = Path(sample.path or "")
+            path.write_bytes(b"")
+            (Path(remote.name) / sample.key).unlink()
+            batches = list(snapshot.batches(3, on_error="skip", max_skipped=0.5))
+            assert sum(len(batch.keys) for batch in batches) == N - 1
+
+
+def test_a_copy_that_cannot_be_read_keeps_no_other_from_being_adopted(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    lose_catalogue(tmp_path)
+    crc, n_asked = files.checked_crc, [0]
+
+    def broken_crc(path: str, wanted: RemoteObject) -> int | None:
+        n_asked[0] += 1
+        if n_asked[0] == 3:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return crc(path, wanted)
+
+    monkeypatch.setattr(files, "checked_crc", broken_crc)
+    with opened(tmp_path, remote, n_held=N, fetch=False) as store:
+        assert fetcher_of(store).list_remote()
+        assert store._catalogue.n_ready() == N - 1
+    assert "it cannot be read ([Errno 5] Input/output error); it is left alone, and not counted" in caplog.text
+    assert len(list((tmp_path / "store" / "objects").rglob("*.*"))) == N
+
+
 def test_a_limit_of_open_files_is_no_fault_of_a_copy(
     tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,8 +608,8 @@ def test_a_limit_of_open_files_is_no_fault_of_a_copy(
         full(store, N)
         with store.snapshot() as snapshot:
             lacks_descriptors(monkeypatch)
-            with pytest.raises(ReadError, match=r"^\d+\.npy: Too many open files; raise the limit \(ulimit -n\)\.$"):
-                list(snapshot.batches(4))
+            with pytest.raises(PlanError, match=r"^\d+\.npy: Too many open files; raise the limit \(ulimit -n\)\.$"):
+                list(snapshot.batches(4, on_error="skip"))
         assert store._catalogue.n_ready() == N
     assert len(list((tmp_path / "store" / "objects").rglob("*.*"))) == N
 
@@ -724,7 +758,7 @@ def test_reading_lets_go_of_the_interpreter(tmp_path: Path) -> None:
     crc = zlib.crc32((tmp_path / "big.npy").read_bytes())
     sample = Sample(1, "big.npy", "", nbytes, str(tmp_path / "big.npy"), crc, 1)
     reader = Reader("npy", "always", lambda _: b"", lambda *_: None, 2, set())
-    reader.find_form(sample)
+    reader.find_form([sample])
     batch = reader.new_batch(1)
     assert batch is not None
     reader.read(sample, batch, 0)  # its pages are there from now on
@@ -863,11 +897,11 @@ def test_an_adoption_that_is_broken_off_is_done_again(
         def broken_crc(path: str, wanted: RemoteObject) -> int | None:
             touched.add(fetcher._progress[threading.get_ident()])
             if len(touched) == 7:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             return crc(path, wanted)
 
         monkeypatch.setattr(files, "checked_crc", broken_crc)
-        with pytest.raises(OSError, match="Input/output error"):
+        with pytest.raises(OSError, match="Too many open files"):
             fetcher.list_remote()
         assert store._catalogue.n_ready() == 6
         assert fetcher.list_remote()

@@ -265,7 +265,7 @@ def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray,
         (lambda X, _: TruncatedSVD(2, engine="jax").fit(X), "engine='jax': expected"),
         (lambda X, _: TruncatedSVD(2, precision="float64").fit(X), "precision='float64': expected 'auto', 'float32', "),
         (lambda X, _: TruncatedSVD(2, engine="numpy", device="cuda:0").fit(X), "NumPy works on the CPU"),
-        (lambda X, _: TruncatedSVD(2, engine="cupy").fit(X), "CuPy works on a GPU"),
+        (lambda X, _: TruncatedSVD(2, engine="cupy", device="cpu").fit(X), "CuPy works on a GPU"),
         (lambda X, _: TruncatedSVD(2).fit(np.where(X > 9, np.nan, X)), "NaN or infinity"),
         (lambda X, _: TruncatedSVD(2).fit(X).transform(X[:, :5]), "X has 5 features, but TruncatedSVD is expecting 60"),
         (lambda X, _: TruncatedSVD(2).transform(X), "not fitted"),
@@ -435,6 +435,8 @@ def test_a_loaders_device_is_that_of_the_estimator(
         assert of._opened(loader).device == "cuda:1"
         assert type(of)(device="cpu")._opened(loader).device == "cpu"
         assert type(of)(engine="numpy")._opened(loader).device == "cpu"
+        monkeypatch.setattr(gpuload.Loader, "device", "cuda:7")
+        assert of._opened(loader).device == "cpu", "nobody has asked for that GPU, which torch has not"
 
 
 def test_a_loader_on_a_gpu_is_told_of_torchs_stream(

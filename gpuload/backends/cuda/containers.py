@@ -2,10 +2,10 @@
 
 A container of blosc (c-blosc 1) is a header of 16 bytes, a table with the place of each block, and the blocks. A block
 is one stream, or `typesize` equal streams where it is split: one for each byte of the elements, since the shuffle
-within a block has put these together. All chunks of an array are of one size and come from one writer, so their headers
-say the same but for the size of the container and whether its bytes were compressed at all: one header tells how many
-streams every chunk has and where their output goes, before any other was read. A chunk whose header says something else
-is found by the kernel ``walk_blosc`` and decoded on the host.
+within a block has put these together. All chunks of an array are of one size and come from one writer (`gpuload.joined`
+leaves such files apart), so their headers say the same but for the size of the container and whether its bytes were
+compressed at all: one header tells how many streams every chunk has and where their output goes, before any other was
+read. A chunk whose header says something else is found by the kernel ``walk_blosc`` and decoded on the host.
 
 HDF5's lz4 filter writes a header of 12 bytes, the decoded size and that of a block, then the blocks, each after its
 stored size, big-endian; here ``walk_lz4`` finds the streams.

@@ -260,7 +260,7 @@ class Decoder:
                 raise corrupt(read, chunk, reason(int(codes[0])))
         path, _ = read.layout.source.where_is(int(read.chunk_offset[chunk]))
         self._say_once(
-            f"retry {path}",
+            f"retry {read.layout.source.name}",
             "%s: chunk %d of %s could not be decoded on the GPU, but on the host; so may be others, which is slower",
             *(path, read.layout.number_in_file(int(read.chunk_id[chunk])), read.layout.name),
         )
