@@ -305,7 +305,7 @@ def test_bench_of_a_file_that_is_cut_meanwhile(run, tmp_path, monkeypatch):
     monkeypatch.setattr(ceilings, "measure", cut_first)
     code, _, err = run("bench", path, "--seconds", 0.05, "--repeats", 1, "--fetch-factor", 2)
     assert code == 1
-    assert err.startswith(f"gpuload bench: {path}: short read at byte ")
+    assert err.startswith(f"gpuload bench: {path}: short read of /X/data at byte ")
     assert err.endswith(". Was the file truncated?\n")
 
 
