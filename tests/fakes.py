@@ -116,6 +116,7 @@ class FakeBackend:
         delay_s: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
         self.takes_ahead = takes_ahead
+        self.is_busy = False
         self.stats = Stats()
         self.recipes: list[Recipe] = []
         self.n_takes = 0
@@ -151,7 +152,7 @@ class FakeBackend:
         return _FakePending(self, f"take {number}", finish, lambda: None)
 
     def busy(self) -> Callable[[], bool]:
-        return bool
+        return lambda: self.is_busy
 
     def use_stream(self, number: int) -> None:
         pass

@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -479,29 +478,21 @@ def test_a_part_is_not_read_before_its_arena_is_free(
     assert all(was_free)
 
 
-@pytest.mark.parametrize("is_working", [True, False])
-def test_a_wait_while_the_gpu_has_work_is_none(
-    open_fake: Callable[..., Opened], store_variant: StoreVariant, is_working: bool
+def test_the_consumer_is_busy_until_its_stream_is_through(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant
 ) -> None:
     opened = open_fake(store_variant("csr-gzip4").path, seed_of_streams=None, **SMALL)
     device, consumer = opened.device, opened.device.stream()
-    reader = opened.loader._backend._reader  # type: ignore[attr-defined]
-    start = reader.start
-
-    def slow(*args: Any, **options: Any) -> Any:
-        time.sleep(0.05)
-        return start(*args, **options)
-
-    reader.start = slow
+    backend = opened.loader._backend
     opened.loader.use_stream(consumer.number)
+    device._run(consumer, consumer.n_given)
+    assert not backend.busy()()
     device.give(consumer, lambda: None)
-    for _ in opened.loader:
-        if is_working:
-            device.give(consumer, lambda: None)  # runs when somebody waits for it, and nobody does
-        else:
-            device._run(consumer, consumer.n_given)
-    wait_s = opened.loader.stats.as_dict()["wait_s"]
-    assert (wait_s < 0.05) == is_working, wait_s
+    is_busy = backend.busy()
+    device.give(consumer, lambda: None)  # of what is given later nothing is asked
+    assert is_busy()
+    device._run(consumer, consumer.n_given - 1)
+    assert not is_busy()
 
 
 def test_the_consumers_own_fault_is_what_it_hears_of(

@@ -116,6 +116,18 @@ def test_order_does_not_depend_on_what_finishes_first(
     np.testing.assert_array_equal(rows, np.concatenate([f.rows()[f.positions] for f in plan.fetches()]))
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_wait_that_holds_nobody_up_is_none(store: Store, is_busy: bool) -> None:
+    """A consumer whose GPU has work still does not wait for input, though its thread does."""
+    backend = FakeBackend(delay_s=lambda _: 0.3)
+    backend.is_busy = is_busy
+    with loader_over(store, backend, prefetch=1) as loader:
+        for _ in zip(loader, range(3), strict=False):  # of two fetches
+            pass
+        wait_s = backend.stats.as_dict()["wait_s"]
+    assert (wait_s < 0.3) == is_busy, wait_s
+
+
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
 def test_as_many_fetches_in_flight_as_prefetch_says(store: Store, prefetch: int) -> None:
     backend = FakeBackend(delay_s=lambda _: 0.001)
