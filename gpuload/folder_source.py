@@ -42,6 +42,12 @@ PAGE = 4096
 """Every file begins at a multiple of it, so that what is aligned in the file is aligned in the address space."""
 
 
+def bases_of(nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the address of the first byte of each of some files, by their sizes, in one row of addresses."""
+    room = -(-(nbytes + APART) // PAGE) * PAGE
+    return np.asarray(np.cumsum(room) - room)
+
+
 class FolderSource:
     """Files under one folder as one row of bytes, opened when they are first read.
 
@@ -71,8 +77,7 @@ class FolderSource:
         self._names = names
         self._nbytes = nbytes
         self._stamps = stamps
-        room = -(-(nbytes + APART) // PAGE) * PAGE
-        self.base: NDArray[np.int64] = np.cumsum(room) - room
+        self.base = bases_of(nbytes)
         self.nbytes = int(self.base[-1] + nbytes[-1]) if nbytes.size else 0
         self.is_closed = False
         self.key = next(_keys)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpuload.folder_source import APART, PAGE
+from gpuload.folder_source import bases_of
 from gpuload.layout import plan_read
 from gpuload.source import FileSource
 
@@ -43,8 +43,7 @@ class JoinedSource:
     def __init__(self, sources: Sequence[FileSource]) -> None:
         self._sources = sources
         self._nbytes = np.array([source.nbytes for source in sources], dtype=np.int64)
-        room = -(-(self._nbytes + APART) // PAGE) * PAGE
-        self.base: NDArray[np.int64] = np.cumsum(room) - room
+        self.base = bases_of(self._nbytes)
         self.name = f"{sources[0].name} and {len(sources) - 1} more"
         self.nbytes = int(self.base[-1] + self._nbytes[-1])
 

@@ -28,9 +28,8 @@ def read_table(path: Path, by: str, columns: list[str]) -> pd.DataFrame:
     except ImportError as error:
         raise gpuload.MissingDependencyError("pyarrow", path.name, "parquet") from error
     except ValueError as error:  # what pandas and pyarrow say of a file that is none
-        raise gpuload.StoreError(
-            f"{path}: it is no table: {str(error).partition(chr(10))[0]}. Check the file."
-        ) from error
+        said = str(error).partition("\n")[0]
+        raise gpuload.StoreError(f"{path}: it is no table: {said}. Check the file.") from error
     for name in (by, *columns):
         if name not in table:
             raise gpuload.StoreError(f"{path}: there is no column {name!r}; it has {', '.join(table.columns)}.")

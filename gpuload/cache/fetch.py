@@ -38,6 +38,9 @@ _CANDIDATES = 256
 """Files looked up at a time that may go: the look-up passes over all rows."""
 _REPAIR_S = 5.0
 _IDLE_S = 0.05
+_QUIET_S = 60.0
+"""Time from one warning of a fetcher to the next: each object's error has its own text."""
+
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -74,10 +77,6 @@ class Settings:
     longest_wait_s: float = 10.0
     max_failures: int = 4
     relist_s: float = 300.0
-
-
-_QUIET_S = 60.0
-"""Time from one warning of a fetcher to the next: each object's error has its own text."""
 
 
 class Window:

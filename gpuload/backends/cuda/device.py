@@ -6,6 +6,7 @@ kernels, compiled for the CPU, in its place. No method waits for the device but 
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -144,7 +145,6 @@ class CupyDevice:
             self._kernels.compile()
             self._n_blocks = 8 * cupy.cuda.Device(number).attributes["MultiProcessorCount"]
             self._functions: dict[str, Any] = {}
-            self._foreign: dict[int, Any] = {}
             # Of its own: memory of CuPy's common pool may still be in use by a stream that we know nothing of.
             self._memory = cupy.cuda.MemoryPool()
             if memory_nbytes is not None:
@@ -224,9 +224,7 @@ class CupyDevice:
 
     def stream_of(self, number: int) -> Any:
         """Return the stream of a cudaStream_t."""
-        if number not in self._foreign:
-            self._foreign[number] = stream_named(number)
-        return self._foreign[number]
+        return stream_named(number)
 
     def record(self, stream: Any) -> Any:
         """Return an event recorded on a stream."""
@@ -291,8 +289,9 @@ class _Named:
         return 0, self._number
 
 
+@cache
 def stream_named(number: int) -> Any:
-    """Return CuPy's stream for a cudaStream_t that others made."""
+    """Return CuPy's stream for a cudaStream_t that others made; the same object each time."""
     from cupy.cuda import Stream
 
     return Stream.from_external(_Named(number))
@@ -301,7 +300,7 @@ def stream_named(number: int) -> Any:
 class _Chosen:
     """A with-block on a device, if one is given, in which what CUDA reports is a DeviceError of one sentence.
 
-    A class, since a minibatch takes some 15 of them: a generator's with-block costs four times as much.
+    A class and no generator, since each minibatch enters it many times.
     """
 
     __slots__ = ("_device", "_name")
