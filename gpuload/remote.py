@@ -271,6 +271,7 @@ class ObjectRemote:
         profile: str | None = None,
         **options: Any,
     ) -> None:
+        _refuse_password(url)
         self.name = url.rstrip("/")
         self._settings = {"timeout_s": timeout_s, "anonymous": anonymous, "profile": profile, **options}
         if url.startswith("s3://") and not anonymous:
@@ -331,7 +332,7 @@ class ObjectRemote:
         if quote(key) != key:  # clients differ in how they encode such keys
             return None
         if self.name.startswith(("http://", "https://")):
-            return Reach(f"{self.name}/{key}")
+            return None if self._options else Reach(f"{self.name}/{key}")
         if not self.name.startswith("s3://"):
             return None
         bucket, _, prefix = self.name.removeprefix("s3://").partition("/")
@@ -406,6 +407,16 @@ def _ask(function: Callable[..., T], *args: Any) -> T:
     return threads.call_aside(function, *args)
 
 
+def _refuse_password(url: str) -> None:
+    """Refuse an address that has one: obstore does not send it, and every message would show it."""
+    user = re.match(r"(https?://)[^/@]*@(.*)", url)
+    if user:
+        raise PlanError(
+            f"{user[1]}...@{user[2]}: the user and password in it would not be sent; leave them out of the address and "
+            'give storage_options={"client_options": {"default_headers": {"Authorization": "Basic ..."}}}.'
+        )
+
+
 def _object_remote(url: str, settings: dict[str, Any]) -> ObjectRemote:
     return ObjectRemote(url, **settings)
 
@@ -419,17 +430,15 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any]) 
         raise MissingDependencyError("obstore", f"reading {url}", "remote") from error
     if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
         raise PlanError(f"timeout_s={timeout_s!r}: expected a number of seconds above 0.")
-    settings: dict[str, Any] = {
-        "client_options": {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=10)},
-        "retry_config": {"max_retries": 0},
-        **options,
-    }
+    client: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=10)}
+    settings: dict[str, Any] = {"retry_config": {"max_retries": 0}, **options, "client_options": client}
     if anonymous and not url.startswith("http"):
         settings["skip_signature"] = True
     places = (url, *options.values(), *map(os.environ.get, _ENDPOINTS))
     if any(str(place).startswith("http://") for place in places):
-        settings["client_options"]["allow_http"] = True
+        client["allow_http"] = True
     try:
+        client.update(options.get("client_options", {}))
         return obstore, obstore.store.from_url(url, **settings)
     except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
         raise address_error(url, options, error) from error

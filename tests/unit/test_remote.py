@@ -333,8 +333,39 @@ def test_wrong_addresses() -> None:
         open_remote("s3://data", nonsense=1)
     with pytest.raises(PlanError, match="storage_options has 'nonsense', which cannot be used here"):
         open_remote("http://data", nonsense=1)
+    with pytest.raises(PlanError, match="storage_options has 'client_options', which cannot be used here"):
+        open_remote("http://data", client_options=1)
     with pytest.raises(PlanError, match="timeout_s='a': expected a number of seconds"):
         open_remote("s3://data", timeout_s="a")
+
+
+def test_a_password_is_no_part_of_an_address_and_is_not_shown() -> None:
+    with pytest.raises(PlanError, match=r"^https://...@host/atlas.h5ad: .*leave them out") as caught:
+        open_remote("https://me:secret@host/atlas.h5ad")
+    assert "secret" not in str(caught.value)
+
+
+def test_headers_of_the_users_are_sent_beside_our_settings() -> None:
+    pytest.importorskip("obstore")
+    asked: list[str | None] = []
+
+    class Asking(Refusing):
+        status, body = 200, b"1"
+
+        def do_GET(self) -> None:
+            asked.append(self.headers.get("Authorization"))
+            super().do_GET()
+
+    headers = {"default_headers": {"Authorization": "Basic x"}}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Asking) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        remote = ObjectRemote(f"http://127.0.0.1:{server.server_port}", client_options=headers)
+        with pytest.raises(ReadError):  # its answer has no time of the last change
+            remote.get(RemoteObject("a", 1, ""), 0, 1)
+        server.shutdown()
+    assert asked == ["Basic x"]
+    assert list(headers) == ["default_headers"]
+    assert remote.reach("a") is None  # another client would not send them
 
 
 def test_without_obstore_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
