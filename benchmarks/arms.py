@@ -15,6 +15,9 @@ ANNBATCH_CHUNK = 32
 ANNBATCH_DEFAULT = 512
 """Rows that annbatch's loader reads together unless told otherwise; on its own store they cost no diversity either."""
 
+N_FILES = 20
+"""Files among which the arms of several files find the cells."""
+
 
 def arms(batch_size: int = 64, fetch_factor: int = 256) -> list[Arm]:
     """Return every arm, those that are compared with one another beside one another."""
@@ -26,6 +29,7 @@ def arms(batch_size: int = 64, fetch_factor: int = 256) -> list[Arm]:
         *_collection(batch_size, fetch_factor, "csr"),
         *_streaming(batch_size, fetch_factor),
         *_random(batch_size, fetch_factor),
+        *_files(batch_size, fetch_factor),
         *_ours(batch_size, fetch_factor),
     ]
 
@@ -135,6 +139,18 @@ def _random(batch_size: int, fetch_factor: int) -> list[Arm]:
         Arm("gpuload/dense/1", "random", "gpuload_torch", common),
         Arm("scdataset/dense/1", "random", "scdataset_backed", {**common, "rows_by": "numbers"}),
         Arm("scdataset-mask/dense/1", "random", "scdataset_backed", {**common, "rows_by": "mask"}),
+    ]
+
+
+def _files(batch_size: int, fetch_factor: int) -> list[Arm]:
+    """Shuffled, dense, the same cells in several files; scDataset reads such through an AnnCollection."""
+    common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense", "order": "blocks"}
+    common["n_files"] = N_FILES
+    scdataset = {**common, "block_size": SCDATASET_BLOCK}
+    return [
+        Arm("gpuload/files/chunk", "files", "gpuload_torch", {**common, "block_size": "chunk"}),
+        Arm("gpuload/files/2-chunks", "files", "gpuload_torch", {**common, "block_size": "2 chunks"}),
+        Arm("scdataset-anncollection/files/16", "files", "scdataset_anncollection", scdataset),
     ]
 
 

@@ -31,6 +31,7 @@ GROUPS = {
     "collection-csr": "annbatch's own collection, CSR",
     "streaming": "dense, in file order",
     "random": "dense, true random order",
+    "files": "dense, shuffled, the same cells in 20 files",
     "front": "dense, shuffled, DALI's front",
     "overlap": "with a consumer that sleeps as long as the loader needs",
     "memory": "three whole epochs",
@@ -90,6 +91,7 @@ HEADLINE = (
     ("a store of `gpuload pack`, CSR", "gpuload-packed/csr/512", _COLLECTION_CSR),
     ("in file order, dense", "gpuload/dense/streaming", ("scdataset/dense/streaming", "", "", "")),
     ("true random order, dense", "gpuload/dense/1", ("scdataset/dense/1", "", "", "")),
+    ("shuffled, dense, in 20 files", "gpuload/files/chunk", ("scdataset-anncollection/files/16", "", "", "")),
 )
 """The README's table: a task, our arm, and that of each rival in the order above."""
 

@@ -18,7 +18,7 @@ PACKAGES = ("nvidia-dali-cuda130", "torch", "numba", "numpy", "h5py")
 
 def start(job: Job) -> DaliLoading:
     """Open a loader with the settings of an arm."""
-    loader = open_loader(job.path, job.arm.settings, job.seed)
+    loader = open_loader([job.path], job.arm.settings, job.seed)
     return DaliLoading(loader, is_piped=job.arm.settings.get("is_piped", False))
 
 

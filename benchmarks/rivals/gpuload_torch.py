@@ -11,11 +11,12 @@ import torch
 
 import gpuload
 from benchmarks.job import LABEL, TARGET_SUM, Job
+from benchmarks.parts import files
 from gpuload.synthetic import tahoe_shaped
 from gpuload.torch import CellDataset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from benchmarks.rivals import Loading
 
@@ -24,18 +25,23 @@ PACKAGES = ("torch", "numba", "numpy", "h5py")
 
 def start(job: Job) -> TorchLoading:
     """Open a loader with the settings of an arm; first run the epochs after which its figures are wanted."""
-    loader = open_loader(job.path, job.arm.settings, job.seed)
+    loader = open_loader(files(job), job.arm.settings, job.seed)
     for _ in range(job.arm.settings.get("n_epochs_before", 0)):
         for _ in loader:
             pass
     return TorchLoading(loader)
 
 
-def open_loader(path: Path, settings: Mapping[str, Any], seed: int) -> gpuload.Loader:
+def stored(job: Job) -> list[Path]:
+    """Return the files that are read."""
+    return files(job)
+
+
+def open_loader(paths: Sequence[Path], settings: Mapping[str, Any], seed: int) -> gpuload.Loader:
     """Open gpuload's own loader with the settings of an arm."""
     is_streaming = settings["order"] == "streaming"
     return gpuload.open_loader(
-        path,
+        paths,
         batch_size=settings["batch_size"],
         fetch_factor=settings["fetch_factor"],
         shuffle=not is_streaming,
@@ -58,7 +64,7 @@ def run_toy(job: Job, start: Callable[[Job], Loading]) -> None:
     with TemporaryDirectory(dir=job.work_dir) as folder:
         settings = {**job.arm.settings, "batch_size": 32, "fetch_factor": 2}
         path = write_toy(Path(folder) / "toy.h5ad")
-        loading = start(replace(job, path=path, arm=replace(job.arm, settings=settings)))
+        loading = start(replace(job, path=path, work_dir=Path(folder), arm=replace(job.arm, settings=settings)))
         for _ in loading.epoch():
             pass
         loading.close()

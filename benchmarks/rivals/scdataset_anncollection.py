@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import anndata
 import numpy as np
+import pandas as pd
 import torch
 from anndata.experimental import AnnCollection
 from scdataset import BlockShuffling, scDataset
 from scdataset.transforms import adata_to_mindex
 
 from benchmarks.job import LABEL, Job
+from benchmarks.parts import files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from scdataset import MultiIndexable
 
@@ -25,12 +28,15 @@ PACKAGES = ("scDataset", "anndata", "torch", "numpy", "scipy", "h5py")
 def start(job: Job) -> AnnCollectionLoading:
     """Open a loader with the settings of an arm."""
     settings = job.arm.settings
-    adata = anndata.read_h5ad(job.path, backed="r")
-    adata.obs = adata.obs[[LABEL]].assign(
-        label=adata.obs[LABEL].cat.codes.to_numpy().astype(np.int64), rows=np.arange(adata.n_obs)
-    )
+    adatas = [anndata.read_h5ad(path, backed="r") for path in files(job)]
+    labels = pd.api.types.union_categoricals([adata.obs[LABEL] for adata in adatas], sort_categories=True)
+    start = 0
+    for adata in adatas:
+        rows = np.arange(start, start + adata.n_obs)
+        adata.obs = adata.obs[[LABEL]].assign(label=labels.codes[rows].astype(np.int64), rows=rows)
+        start += adata.n_obs
     dataset = scDataset(
-        AnnCollection([adata], join_vars="inner"),
+        AnnCollection(adatas, join_vars="inner"),
         BlockShuffling(block_size=settings["block_size"]),
         batch_size=settings["batch_size"],
         fetch_factor=settings["fetch_factor"],
@@ -38,7 +44,12 @@ def start(job: Job) -> AnnCollectionLoading:
         batch_transform=to_tensors,
         seed=job.seed,
     )
-    return AnnCollectionLoading(adata, dataset)
+    return AnnCollectionLoading(adatas, dataset)
+
+
+def stored(job: Job) -> list[Path]:
+    """Return the files that are read."""
+    return files(job)
 
 
 def to_tensors(batch: MultiIndexable) -> dict[str, torch.Tensor]:
@@ -51,8 +62,8 @@ class AnnCollectionLoading:
 
     io_mode = "h5py"
 
-    def __init__(self, adata: anndata.AnnData, dataset: scDataset) -> None:
-        self._adata = adata
+    def __init__(self, adatas: Sequence[anndata.AnnData], dataset: scDataset) -> None:
+        self._adatas = adatas
         self._batches = torch.utils.data.DataLoader(dataset, batch_size=None)
 
     def epoch(self) -> Iterator[Mapping[str, Any]]:
@@ -60,5 +71,6 @@ class AnnCollectionLoading:
         return iter(self._batches)
 
     def close(self) -> None:
-        """Close the file."""
-        self._adata.file.close()
+        """Close the files."""
+        for adata in self._adatas:
+            adata.file.close()
