@@ -187,6 +187,35 @@ def test_a_column_that_is_the_index_too(tmp_path: Path) -> None:
     assert found.obs["barcode"].tolist() == found.obs_names.tolist() == [f"cell_{i}" for i in range(30)]
 
 
+def test_indexes_keep_their_names(tmp_path: Path) -> None:
+    paths = []
+    for i, name in enumerate(["barcode", "barcode", "cell"]):
+        adata = cells(30, 20)
+        adata.obs.index.name, adata.var.index.name = name, "symbol"
+        paths.append(written(adata, tmp_path / f"{i}.h5ad"))
+    gpuload.pack(paths[:2], tmp_path / "agree.zarr")
+    gpuload.pack(paths, tmp_path / "differ.zarr")
+    agree, differ = (assert_same_genes(tmp_path / name, paths[0]) for name in ("agree.zarr", "differ.zarr"))
+    assert (agree.obs.index.name, agree.var.index.name) == ("barcode", "symbol")
+    assert (differ.obs.index.name, differ.var.index.name) == (None, "symbol")
+
+
+def assert_same_genes(packed: Path, source: Path) -> ad.AnnData:
+    """Compare var with that of a source; return what anndata reads of the store."""
+    adata = ad.read_zarr(packed)
+    pd.testing.assert_frame_equal(adata.var, ad.read_h5ad(source).var, check_index_type=False)
+    return adata
+
+
+@pytest.mark.parametrize("name", ["..", "zarr.json", "x" * 256])
+def test_a_column_that_no_folder_can_be_called(tmp_path: Path, name: str) -> None:
+    adata = cells(30, 20)
+    adata.obs[name] = 1
+    with pytest.raises(gpuload.StoreError, match=r"in.h5ad: obs has a column '.*no folder can be called that; rename"):
+        gpuload.pack(written(adata, tmp_path / "in.h5ad"), tmp_path / "out.zarr")
+    gpuload.pack(tmp_path / "in.h5ad", tmp_path / "out.zarr", obs=["plate"])
+
+
 def order_of(path: Path) -> NDArray[np.int64]:
     rows: NDArray[np.int64] = ad.read_zarr(path).obs["source_row"].to_numpy()
     return rows

@@ -400,8 +400,12 @@ def test_a_column_that_does_not_read_back_is_found(
 
 
 def test_names_that_do_not_read_back_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tables.write_strings
-    monkeypatch.setattr(tables, "write_strings", lambda folder, values: plain(folder, values[::-1]))
+    plain = tables.start_table
+
+    def start(folder: str, columns: list[str], index: NDArray[Any], name: str, where: str) -> None:
+        plain(folder, columns, index[::-1], name, where)
+
+    monkeypatch.setattr(tables, "start_table", start)
     with pytest.raises(gpuload.CorruptDataError, match="obs index does not read back"):
         gpuload.pack(source, tmp_path / "out.zarr")
 

@@ -14,7 +14,7 @@ import pandas as pd
 from gpuload.errors import StoreError
 from gpuload.formats.arrays import as_strings, numbered
 from gpuload.formats.members import keys_of
-from gpuload.formats.obs import column_names, read_index, read_values
+from gpuload.formats.obs import column_names, index_name, read_index, read_values
 from gpuload.formats.recognise import anndata_groups, obs_columns, open_path
 
 if TYPE_CHECKING:
@@ -64,6 +64,17 @@ def gene_names(path: str, layer: str) -> NDArray[np.object_]:
     with anndata_groups(path) as groups:
         _, key = keys_of(groups[0], layer, path)
         return read_index(groups[0][key], path, key)
+
+
+def name_of_index(paths: Sequence[str], layer: str | None = None) -> str:
+    """Return what all files call the index of obs, or that of a matrix's var; ``"_index"`` where they do not agree."""
+    names = set()
+    for path in paths:
+        with anndata_groups(path) as groups:
+            frames = [group["obs" if layer is None else keys_of(group, layer, path)[1]] for group in groups]
+            names |= {index_name(frame) if hasattr(frame, "keys") else None for frame in frames or [None]}
+    name = names.pop() if len(names) == 1 else None
+    return name or "_index"
 
 
 def join(parts: Sequence[Any], where: str) -> Any:

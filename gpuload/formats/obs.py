@@ -30,12 +30,12 @@ def column_names(frame: Any) -> list[str]:
     if order is not None:
         return [as_text(name) for name in order]  # the index too, where it is a column besides
     names = [k for k in frame if k != "__categories"] if hasattr(frame, "keys") else list(frame.dtype.names or ())
-    return [name for name in names if name != _index_name(frame)]
+    return [name for name in names if name != index_name(frame)]
 
 
 def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
     """Return the index of a stored data frame as strings, shape (n,) object."""
-    name = _index_name(frame)
+    name = index_name(frame)
     if name is None:
         raise StoreError(f"{path}: /{key} has no index; write the file anew with anndata's write_h5ad.")
     stored = frame[name]
@@ -110,7 +110,8 @@ def write_h5ad(
     anndata.AnnData(X=X, obs=obs, var=var).write_h5ad(path, compression=compression)
 
 
-def _index_name(frame: Any) -> str | None:
+def index_name(frame: Any) -> str | None:
+    """Return under which name the index of a stored data frame lies; None where it has none."""
     if not hasattr(frame, "keys"):
         names = frame.dtype.names or ()
         return next((n for n in ("index", "_index") if n in names), names[0] if names else None)

@@ -28,7 +28,7 @@ from gpuload.packing.passes import all_parts, each
 from gpuload.packing.rows import Judged, Reader
 from gpuload.packing.shards import done_path, new_bucket, write_matrix_metadata, write_shards
 from gpuload.packing.tables import start_target, var_of
-from gpuload.packing.zarr_files import write_strings, write_table_metadata
+from gpuload.packing.zarr_files import start_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,8 +129,8 @@ def _transpose(job: Job, reader: Reader) -> None:
     write_matrix_metadata(job, judged.dtype)
     if not job.origin.layer.startswith(OBSM):
         folder = os.path.join(job.result, var_of(job.origin.member))
-        write_table_metadata(folder, [])
-        write_strings(os.path.join(folder, "_index"), frames.gene_names(reader.store.paths[0], job.origin.layer))
+        names = frames.gene_names(reader.store.paths[0], job.origin.layer)
+        start_table(folder, [], names, "_index", reader.store.paths[0])
     _verify(job, reader, digest)
 
 

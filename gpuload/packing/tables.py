@@ -12,7 +12,7 @@ from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats import frames
 from gpuload.formats.arrays import no_column
 from gpuload.formats.recognise import obs_columns
-from gpuload.packing.zarr_files import write_column, write_group, write_strings, write_table_metadata
+from gpuload.packing.zarr_files import start_table, write_column, write_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,9 +110,8 @@ def write_obs(
     """
     obs = os.path.join(folder, "obs")
     columns = [*names, SOURCE_FILE, SOURCE_ROW]
-    write_table_metadata(obs, columns)
     cells = _cell_names(files, layer)[order]
-    write_strings(os.path.join(obs, "_index"), cells)
+    start_table(obs, columns, cells, frames.name_of_index(files), f"{files[0]}: obs")
     if not _is_same(cells, frames.cell_names(folder, "X")):
         raise _not_as_written(folder, "index")
     for name in columns:
@@ -151,8 +150,8 @@ def write_var(folder: str, member: str, files: Sequence[str], layer: str, store:
     columns = frames.gene_columns(files[0], layer) if store.alignment is None else _joined(files, layer, store)
     if store.var_ids is not None:
         columns.setdefault("gene_ids", store.var_ids)
-    write_table_metadata(var, list(columns))
-    write_strings(os.path.join(var, "_index"), store.var_names)
+    name = frames.name_of_index(files, layer)
+    start_table(var, list(columns), store.var_names, name, f"{files[0]}: var")
     for name, values in columns.items():
         cure = "Make it one type in all files, or remove it from them."
         write_column(os.path.join(var, name), values, f"{files[0]}: var column {name!r}", cure)

@@ -37,6 +37,9 @@ ALIGNMENT = 4096
 
 ZSTD_LEVEL, LZ4_LEVEL = 3, 5
 
+_LONGEST_NAME = 255
+"""Bytes that the name of a folder may have, on every file system that Linux commonly has."""
+
 TABLE_CHUNK = 1 << 17
 """Elements per chunk of a table's column."""
 
@@ -233,15 +236,33 @@ def _write_text(folder: str, values: NDArray[np.object_], where: str, cure: str)
     write_array(os.path.join(folder, "mask"), is_missing)
 
 
-def write_table_metadata(folder: str, columns: Sequence[str]) -> None:
-    """Describe a table whose columns, and whose index ``_index``, are there."""
+def start_table(
+    folder: str, columns: Sequence[str], index: Sequence[Any] | NDArray[Any], name: str, where: str
+) -> None:
+    """Write the index of a table, and describe it and the columns that are to come.
+
+    It lies under its own name, but where a column has that.
+
+    Raises
+    ------
+    StoreError
+        A name that no folder can have; `where` is what it calls the table.
+    """
+    name = "_index" if name in columns else name
+    for taken in (name, *columns):
+        if taken in ("", ".", "..", "zarr.json") or "/" in taken or len(os.fsencode(taken)) > _LONGEST_NAME:
+            raise StoreError(
+                f"{where} has a column {taken!r}, and no folder can be called that; rename it, or name the columns to "
+                "pack with obs=."
+            )
     attributes = {
         "encoding-type": "dataframe",
         "encoding-version": "0.2.0",
-        "_index": "_index",
+        "_index": name,
         "column-order": list(columns),
     }
     write_group(folder, attributes)
+    write_strings(os.path.join(folder, name), index)
 
 
 def _write_array(
