@@ -402,7 +402,7 @@ def test_a_column_that_does_not_read_back_is_found(
 def test_names_that_do_not_read_back_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tables.start_table
 
-    def start(folder: str, columns: list[str], index: NDArray[Any], name: str, where: str) -> None:
+    def start(folder: str, columns: list[str], index: Any, name: str, where: str) -> None:
         plain(folder, columns, index[::-1], name, where)
 
     monkeypatch.setattr(tables, "start_table", start)
