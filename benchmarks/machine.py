@@ -1,6 +1,6 @@
 """Where a number comes from: commit, versions, machine, and the memory and processor time of this process.
 
-Standard library only, and Linux: everything is read from /proc.
+Standard library only, but for what is asked of a GPU, and Linux: everything is read from /proc.
 """
 
 from __future__ import annotations
@@ -30,6 +30,20 @@ def describe() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_mib": memory_kib // 1024,
         "kernel": platform.release(),
+    }
+
+
+def card() -> dict[str, Any]:
+    """Return the first GPU as results state it: its name and memory, and the versions of driver and runtime."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(0)
+    return {
+        "card": properties["name"].decode(),
+        "memory_nbytes": properties["totalGlobalMem"],
+        "driver": runtime.driverGetVersion(),
+        "runtime": runtime.runtimeGetVersion(),
     }
 
 

@@ -304,19 +304,6 @@ def _n_vars(file: Path) -> int:
         return int(opened["X"].attrs["shape"][1])
 
 
-def _card() -> dict[str, Any]:
-    import cupy
-
-    runtime = cupy.cuda.runtime
-    properties = runtime.getDeviceProperties(0)
-    return {
-        "card": properties["name"].decode(),
-        "memory_nbytes": properties["totalGlobalMem"],
-        "driver": runtime.driverGetVersion(),
-        "runtime": runtime.runtimeGetVersion(),
-    }
-
-
 def _make_file(path: Path, n_obs: int) -> Path:
     """Write cells of Tahoe's shape as anndata does with gzip, once, compressed by all cores."""
     if not path.exists():
@@ -391,7 +378,7 @@ def main(arguments: list[str] | None = None) -> int:
     origin = {
         "commit": machine.commit(),
         "machine": machine.describe(),
-        "gpu": _card(),
+        "gpu": machine.card(),
         "versions": machine.versions(PACKAGES),
         "batch_size": chosen.batch_size,
         "fetch_factor": chosen.fetch_factor,

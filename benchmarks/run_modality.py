@@ -9,7 +9,12 @@ its peak memory is its own:
 - ``sklearn``: scikit-learn's SVD, and our regressions after it, so that only the SVD differs;
 - ``sklearn, all``: scikit-learn alone, tuned: the matrix is read by our loader, regressions are on as many landmarks as
   ours (Nystroem and Ridge). The kernel ridge regression of the published baseline cannot be run at this size here: it
-  takes three copies of a matrix of 8.8 GB for each model.
+  takes three copies of a matrix of 8.8 GB for each model;
+- ``ours, GPU``: ours there; ``ours, GPU, exact``: the same without landmarks, as was published;
+- ``cuml``: cuML alone, exact, the matrix read by our loader.
+
+The last three need a GPU, and are left out where there is none. What it compiles and loads at first is not in the
+seconds, but in the record (`warm_up_s`).
 """
 
 from __future__ import annotations
@@ -19,16 +24,41 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import machine
+from gpuload.backends.cuda.device import n_gpus
 
 PROGRAM = Path(__file__).parents[1] / "pipelines" / "modality.py"
-ARMS = ("ours", "sklearn", "sklearn, all")
-PACKAGES = ("numpy", "scipy", "torch", "scikit-learn")
+PACKAGES = ("numpy", "scipy", "torch", "scikit-learn", "cupy-cuda13x", "cuml-cu13")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """The engine of the SVD and that of the regressions, where they run, how, and what the picture calls it."""
+
+    svd: str
+    regressions: str
+    drawn: str
+    device: str = "cpu"
+    solver: str = "nystrom"
+
+
+ARMS = {
+    "ours": Arm("ours", "ours", "KRR, ours"),
+    "sklearn": Arm("sklearn", "ours", "KRR, sklearn's SVD"),
+    "sklearn, all": Arm("sklearn", "sklearn", "KRR, sklearn"),
+}
+GPU_ARMS = {
+    "ours, GPU": Arm("ours", "ours", "KRR, ours, GPU", "cuda:0"),
+    "ours, GPU, exact": Arm("ours", "ours", "KRR, ours, GPU, exact", "cuda:0", "exact"),
+    "cuml": Arm("cuml", "cuml", "KRR, cuML", "cuda:0", "exact"),
+}
 
 
 def load_program() -> Any:
@@ -43,13 +73,16 @@ def load_program() -> Any:
     return module
 
 
-def measure(arm: str, folder: Path, landmarks: int, pictures: Path | None = None) -> dict[str, Any]:
-    """Run the recipe with one SVD or the other; seconds, peak memory and error; with ours also simpler methods."""
-    program = load_program()
-    settings = {"solver": "nystrom", "n_landmarks": landmarks}
-    model = program.ProteinModel("sklearn" if arm == "sklearn, all" else "ours", **settings)
-    source = program.ProteinModel("ours" if arm == "ours" else "sklearn", **settings).engine
-    peaks = []
+def measure(name: str, folder: Path, landmarks: int, pictures: Path | None = None) -> dict[str, Any]:
+    """Run the recipe as an arm does; seconds, peak memory and error; with ours also simpler methods."""
+    program, arm = load_program(), {**ARMS, **GPU_ARMS}[name]
+    settings = {"solver": arm.solver, "n_landmarks": landmarks, "device": arm.device}
+    model = program.ProteinModel(arm.regressions, **settings)
+    source = program.ProteinModel(arm.svd, **settings).engine
+    start = time.perf_counter()
+    if arm.device != "cpu":
+        model.engine.warm_up()
+    warm_up_s, peaks = time.perf_counter() - start, []
 
     def gene_scores(about: Any) -> Any:
         found = source.gene_scores(about)
@@ -63,13 +96,15 @@ def measure(arm: str, folder: Path, landmarks: int, pictures: Path | None = None
     svd_s, regression_s = model.seconds_.values()
     found = {
         "cells": len(cells.names),
+        "device": model.engine.device,
+        "warm_up_s": warm_up_s,
         "svd_s": svd_s,
         "regression_s": regression_s,
         "svd_peak_mib": peaks[0],
         "peak_mib": machine.peak_mib(),
         **program.measures_of(predicted, cells.wanted),
     }
-    if arm == "ours":
+    if name == "ours":
         rows = program.compare(model, cells, predicted, np.ones(len(cells.test), dtype=bool), 0.0, has_baselines=True)
         found["baselines"] = [
             {"arm": row.name, "seconds": row.seconds, "device": row.device, **row.measures} for row in rows[1:]
@@ -84,13 +119,18 @@ def measure(arm: str, folder: Path, landmarks: int, pictures: Path | None = None
 def draw(path: Path, records: list[dict[str, Any]]) -> None:
     """Draw error against time of the first round's arms and of the simpler methods."""
     program = load_program()
-    rows = []
+    rows, drawn = [], {**ARMS, **GPU_ARMS}
     for record in records:
-        name = {"ours": "KRR, ours", "sklearn": "KRR, sklearn's SVD", "sklearn, all": "KRR, sklearn"}[record["arm"]]
-        rows.append(program.Row(name, record["svd_s"] + record["regression_s"], {"rmse": record["rmse"]}))
+        rows.append(
+            program.Row(drawn[record["arm"]].drawn, record["svd_s"] + record["regression_s"], {"rmse": record["rmse"]})
+        )
         rows += [program.Row(b["arm"], b["seconds"], {"rmse": b["rmse"]}) for b in record.get("baselines", ())]
     cells = f"{records[0]['cells']:,} cells, {records[0]['machine']['cores']} cores"
     program.draw_methods(path, rows, f"measured here, synthetic: {cells}")
+
+
+def _can_run(name: str) -> bool:
+    return name != "cuml" or importlib.util.find_spec("cuml") is not None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,10 +139,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--make", type=int, metavar="CELLS", help="first write synthetic files")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS))
+    here = {**ARMS, **(GPU_ARMS if n_gpus() else {})}
+    parser.add_argument("--only", nargs="+", choices=here, default=[name for name in here if _can_run(name)])
     parser.add_argument("--landmarks", type=int, default=4000, help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="JSON lines are added to this file; pictures come beside it")
-    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--arm", choices=here, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.arm:
         pictures = options.out.parent if options.out else None
@@ -124,9 +165,10 @@ def main(arguments: list[str] | None = None) -> int:
                 "round": number,
                 **json.loads(done.stdout.splitlines()[-1]),
                 **machine.origin(PACKAGES),
+                **({"gpu": machine.card()} if arm in GPU_ARMS else {}),
             }
             print(
-                f"{arm:12s} SVD {record['svd_s']:6.1f} s, {record['svd_peak_mib']:,.0f} MiB; ten regressions "
+                f"{arm:16s} SVD {record['svd_s']:6.1f} s, {record['svd_peak_mib']:,.0f} MiB; ten regressions "
                 f"{record['regression_s']:5.1f} s; at most {record['peak_mib']:,.0f} MiB; RMSE {record['rmse']:.4f}",
                 flush=True,
             )

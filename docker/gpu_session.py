@@ -47,6 +47,8 @@ def steps(wheels: Path, results: Path) -> list[Step]:
     pytest = (python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark")
     first = (*pytest, "-n", "0", "-x", TESTS, "-k", "csr-gzip4 or local_rank")
     bench = (python, "-m", "benchmarks.run_gpu", "--out", str(results / "gpu.jsonl"))
+    modality = ("demo-data/gpu_modality", "--make", "66175", "--only", "ours, GPU", "ours, GPU, exact", "--rounds", "2")
+    modality = (*modality, "--out", str(results / "modality.jsonl"))
     found = [
         Step("install", (str(docker / "install_offline.sh"), "--target", str(SITE), str(wheels)), 180, is_needed=True),
         Step("gpu", (python, "-c", HAS_GPU), 60, is_needed=True),
@@ -55,6 +57,7 @@ def steps(wheels: Path, results: Path) -> list[Step]:
         Step("tests", (*pytest, "-n", "4", f"--junitxml={results / 'tests.xml'}", TESTS), 400),
         Step("programs", (*pytest, "-n", "0", *PROGRAMS), 200),
         Step("bench", (*bench, "--rounds", "2", "--timeout", "150", "--budget", "480"), 540),
+        Step("modality", (python, "-m", "benchmarks.run_modality", *modality), 500),
         Step("cold", (*bench, "--rounds", "1", "--cache", "cold", "--only", *COLD, "--budget", "90"), 120),
     ]
     if checker := shutil.which("compute-sanitizer"):
