@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +57,13 @@ from gpuload.types import Batch, Transform
 from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from gpuload.cache import SampleStore
     from gpuload.sampling import Sampler, Strategy
-    from gpuload.store import Store
+    from gpuload.store import ObsColumn, Store
 
 __version__ = "0.1.0"
 
@@ -118,6 +119,7 @@ def open_loader(
     world_size: int | None = None,
     uneven: str = "pad",
     obs: Sequence[str] = (),
+    categories: Mapping[str, Sequence[Any]] | None = None,
     layer: str | Sequence[str] = "X",
     obsm: str | Sequence[str] = (),
     modality: str | Sequence[str] = (),
@@ -189,7 +191,13 @@ def open_loader(
         What to do with the last cells where they cannot be dealt equally: ``"pad"`` hands over fewer than `world_size`
         cells twice in an epoch; ``"drop"`` leaves out fewer than `world_size`.
     obs
-        Columns of obs to hand over with each minibatch.
+        Columns of obs to hand over with each minibatch: numbers and booleans as they are; of text and categories codes,
+        int64, which `Loader.categories` tells the meaning of, -1 where the value is missing.
+    categories
+        What codes are to stand for: ``{"cell_type": ["B cell", "T cell"]}``, or ``train.categories`` for another loader
+        whose codes are to be those of the loader `train`; otherwise they follow from the files that are opened, and the
+        same code means something else in other files. A cell of none of them has code -1. A column that is not named
+        keeps its own; samplers and `where` take columns as the files have them.
     layer
         ``"X"``, ``"raw.X"``, or the name of a layer. Several: the first is ``batch.X``, and ``batch.layers[name]`` are
         the others, with the same choice of `genes` (raw.X has genes of its own), `output` and `dtype`.
@@ -288,6 +296,7 @@ def open_loader(
     if isinstance(obs, str):
         raise PlanError(f"obs={obs!r}: expected a list of column names, for example obs=[{obs!r}].")
     obs = check_names("obs", obs)
+    meant = _check_categories(categories, obs)
     from gpuload.backends import open_backend
     from gpuload.formats import open_matrices
     from gpuload.formats.addresses import at_addresses
@@ -316,7 +325,7 @@ def open_loader(
         if wanted is not None:
             sampler = Subset(wanted.mask(store.obs), sampler)
         strategy = _strategy(sampler, shuffle, block_size, batch_size, fetch_factor, store)
-        stores["X"] = replace(store, obs={name: store.obs[name] for name in obs})
+        stores["X"] = replace(store, obs={name: _coded(store, name, meant.get(name)) for name in obs})
         tables = make_tables(stores, layers[0], genes=genes, transform=transform, output=output, dtype=dtype)
         plan = Plan(
             store.file_rows,
@@ -377,6 +386,37 @@ def _check_dtype(dtype: Any, output: str) -> str:
             f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype='float32' or output='dense'."
         )
     return name
+
+
+def _check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray[np.object_]]:
+    """Return the categories by column, or raise PlanError."""
+    if categories is not None and not isinstance(categories, Mapping):
+        raise PlanError(f"categories={categories!r}: expected a mapping from names of columns to lists of categories.")
+    found = {}
+    for name, given in (categories or {}).items():
+        if name not in obs:
+            raise PlanError(f"categories: {name!r} is not among obs={list(obs)}; name it there too, or leave it out.")
+        if isinstance(given, str) or not hasattr(given, "__iter__"):
+            raise PlanError(f"categories[{name!r}]={given!r}: expected a list, whose first category has code 0.")
+        values = list(given)
+        if len(set(values)) < len(values):
+            raise PlanError(f"categories[{name!r}]: a category is given twice; give each once.")
+        found[name] = np.empty(len(values), dtype=object)
+        found[name][:] = values
+    return found
+
+
+def _coded(store: Store, name: str, categories: NDArray[np.object_] | None) -> ObsColumn:
+    """Return a column of obs, with the codes of other categories where these are given."""
+    column = store.obs[name]
+    if categories is None:
+        return column
+    if column.categories is None:
+        raise PlanError(
+            f"categories: obs column {name!r} of {store.paths[0]} holds {column.values.dtype}, which has no "
+            "categories; leave it out."
+        )
+    return column.coded_as(categories)
 
 
 def _check_sampler(sampler: Sampler | None, shuffle: bool) -> None:

@@ -42,7 +42,8 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
     ----------
     train, val, test, predict
         The parts. Where a dict does not say otherwise, `rank` and `world_size` are the trainer's, `device` is the one
-        that the trainer's strategy gives this process, and all parts but `train` come in the order of the files.
+        that the trainer's strategy gives this process, and all parts but `train` come in the order of the files, with
+        the `categories` of `train` once that was opened here: a code means the same in all of them.
 
     Raises
     ------
@@ -86,6 +87,7 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
         self._open: dict[str, tuple[dict[str, Any], CellDataset]] = {}
         self._to_load: dict[str, Any] | None = None  # a state that came before there was a loader
         self._left: dict[str, Any] | None = None  # the state of a loader that is closed
+        self._categories: dict[str, Any] = {}  # of train
 
     def setup(self, stage: str | None = None) -> None:
         """Open the loaders of a stage: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``, or None for all.
@@ -104,7 +106,10 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
             if given is None or (part in self._open and self._open[part][0] == process):
                 continue
             self._close(part)
-            self._open[part] = process, CellDataset(_loader_of(part, given, process))
+            loader = _loader_of(part, given, process, self._categories)
+            self._open[part] = process, CellDataset(loader)
+            if part == "train":
+                self._categories = dict(loader.categories)
             if part == "train" and self._to_load is not None:
                 state, self._to_load = self._to_load, None
                 self._load(state)
@@ -200,10 +205,16 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
             dataset.loader.close()
 
 
-def _loader_of(part: str, given: Mapping[str, Any] | Loader, process: dict[str, Any]) -> Loader:
+def _loader_of(
+    part: str, given: Mapping[str, Any] | Loader, process: dict[str, Any], categories: Mapping[str, Any]
+) -> Loader:
     """Return the loader of a part in a process: the one given, or one of the arguments given."""
     if isinstance(given, Mapping):
         wanted = dict(given)
+        if part != "train":
+            wanted.setdefault(
+                "categories", {name: categories[name] for name in wanted.get("obs", ()) if name in categories}
+            )
         sampler = wanted.get("sampler")
         if part != "train" and (sampler is None or (isinstance(sampler, Subset) and sampler.inner is None)):
             wanted.setdefault("shuffle", False)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gpuload.backends.base import Backend, Pending, Resident
     from gpuload.plan import Plan
     from gpuload.stats import Stats
-    from gpuload.store import Store
+    from gpuload.store import ObsColumn, Store
     from gpuload.tables import Table
 
 
@@ -182,8 +182,8 @@ class Loader:
 
     @property
     def obs_dtypes(self) -> Mapping[str, np.dtype[Any]]:
-        """The dtype of each obs column handed over."""
-        return {name: column.values.dtype for name, column in self._store.obs.items()}
+        """The dtype of each obs column handed over: int64 for codes, as losses want them, else the file's."""
+        return {name: _handed_over(column, slice(0)).dtype for name, column in self._store.obs.items()}
 
     @property
     def categories(self) -> Mapping[str, NDArray[np.object_]]:
@@ -445,7 +445,7 @@ class Loader:
         pending = [self._backend.load(recipe) for recipe in recipes]
         positions = fetch.positions[n_passed * plan.batch_size :]
         rows = fetch.rows()[positions]
-        obs = {name: self._backend.asarray(column.values[rows]) for name, column in self._store.obs.items()}
+        obs = {name: self._backend.asarray(_handed_over(column, rows)) for name, column in self._store.obs.items()}
         self.stats.add(n_fetches=1)
         return _Load(positions, rows, obs, pending)
 
@@ -465,6 +465,12 @@ class Loader:
         if self._now is not None:
             self._now.step += 1
         return Batch(X, take.obs, take.rows, **_grouped(list(self._tables)[1:], further) if further else {})
+
+
+def _handed_over(column: ObsColumn, rows: Any) -> NDArray[Any]:
+    """Return some cells' values of a column as minibatches have them."""
+    values: NDArray[Any] = column.values[rows]
+    return values if column.categories is None else values.astype(np.int64)
 
 
 def _grouped(names: list[str], matrices: list[Any]) -> dict[str, dict[str, Any]]:

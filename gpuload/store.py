@@ -47,6 +47,13 @@ class ObsColumn:
     values: NDArray[np.generic]
     categories: NDArray[np.object_] | None = None
 
+    def coded_as(self, categories: NDArray[np.object_]) -> ObsColumn:
+        """Return a column of categories with the codes of others; -1 for a cell of none of them."""
+        assert self.categories is not None  # noqa: S101 - narrows the type; of numbers it is not asked
+        place = {category: code for code, category in enumerate(categories)}
+        codes = np.array([place.get(category, -1) for category in self.categories] + [-1], dtype=np.int32)
+        return ObsColumn(codes[self.values], categories)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CsrMatrix:

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.sparse import csr_matrix
 
@@ -32,6 +33,48 @@ def loader(plain: Stored) -> Iterator[gpuload.Loader]:
 
 def rows_of(batches: Any) -> np.ndarray:
     return np.concatenate([batch.rows for batch in batches])
+
+
+# --- codes
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    """Two files of four cells, whose cell types are others; a code of either means something else by itself."""
+    anndata = pytest.importorskip("anndata")
+    paths = tmp_path / "train.h5ad", tmp_path / "test.h5ad"
+    for path, kinds in zip(paths, (["T", "B", "NK", "T"], ["NK", "B", "monocyte", None]), strict=True):
+        obs = pd.DataFrame({"kind": pd.Categorical(kinds), "depth": [1, 2, 3, 4]}, index=list("abcd"))
+        anndata.AnnData(csr_matrix(np.eye(4, dtype=np.float32)), obs).write_h5ad(path)
+    return paths
+
+
+def codes_of(path: Path, **settings: Any) -> list[int]:
+    with gpuload.open_loader(path, shuffle=False, obs=["kind"], **settings) as loader:
+        codes = np.concatenate([batch.obs["kind"] for batch in loader])
+        assert codes.dtype == loader.obs_dtypes["kind"] == np.int64  # as torch's losses want them
+        return codes.tolist()
+
+
+def test_codes_are_those_of_another_loader(two: tuple[Path, Path]) -> None:
+    with gpuload.open_loader(two[0], obs=["kind"]) as train:
+        assert train.categories["kind"].tolist() == ["B", "NK", "T"]
+        assert codes_of(two[1]) == [1, 0, 2, -1]
+        assert codes_of(two[1], categories=train.categories) == [1, 0, -1, -1]
+        assert codes_of(two[1], categories=train.categories, sampler=gpuload.Subset([2])) == [-1]
+    assert codes_of(two[1], categories={"kind": ["monocyte", "B"]}, where="kind != 'B'") == [-1, 0, -1]
+
+
+def test_categories_that_cannot_be_had(two: tuple[Path, Path]) -> None:
+    for categories, words in (
+        ({"type": ["B"]}, r"categories: 'type' is not among obs=\['kind', 'depth'\]; name it there too"),
+        ({"kind": "B"}, r"categories\['kind'\]='B': expected a list"),
+        ({"kind": ["B", "B"]}, r"categories\['kind'\]: a category is given twice"),
+        (["kind"], r"categories=\['kind'\]: expected a mapping"),
+        ({"depth": ["B"]}, r"obs column 'depth' of \S*train.h5ad holds int64, which has no categories; leave it out"),
+    ):
+        with pytest.raises(gpuload.PlanError, match=words):
+            gpuload.open_loader(two[0], obs=["kind", "depth"], categories=categories)  # type: ignore[arg-type]
 
 
 # --- sizes and settings
