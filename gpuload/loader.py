@@ -5,6 +5,7 @@ It owns the arrows between plan, store and backend, and nothing else: no file, n
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import weakref
@@ -22,6 +23,7 @@ from gpuload.types import Batch
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
 
+    import pandas as pd
     from numpy.typing import NDArray
 
     from gpuload.backends.base import Backend, Pending, Resident
@@ -69,8 +71,8 @@ class Loader:
     """Minibatches of cells; iterate over it once per epoch. Made by `gpuload.open_loader`.
 
     Each ``iter()`` starts the next epoch (the first is 0), also after an early ``break``. One iteration lives at a
-    time: a second ``iter()`` ends the first. Use it in a with-statement, or call `close`, to give back threads, memory
-    and files.
+    time: a second ``iter()`` ends the first, which raises PlanError when it is asked for more. Use it in a
+    with-statement, or call `close`, to give back threads, memory and files.
 
     `state_dict` says where the consumer is, and `load_state_dict` goes on there, in another process too.
 
@@ -97,11 +99,18 @@ class Loader:
         self._fingerprint = fingerprint(plan, self._store.describe(), [name for name in tables if name != "X"])
         self._next = _Place(plan)
         self._now: _Place | None = None  # of the live iteration, or of the last where that was left before its end
-        self._live: weakref.ref[Generator[Batch, None, None]] | None = None
+        self._live: weakref.ref[_Iteration] | None = None
         self._ahead: tuple[deque[_Load], deque[_Take]] = deque(), deque()  # of the live iteration
         self._is_closed = False
         self._process = os.getpid()
         self._closer = weakref.finalize(self, _close, backend, [table.store for table in tables.values()])
+
+    def __repr__(self) -> str:
+        n_files = len(self._store.paths)
+        return (
+            f"<Loader of {self.n_obs:,} cells x {self.n_vars:,} genes in {n_files} file{'s' * (n_files > 1)}: "
+            f"{len(self):,} minibatches of {self.batch_size}, {self.output}, {self.device}>"
+        )
 
     def __len__(self) -> int:
         """Minibatches of a whole epoch on this rank, and on every other."""
@@ -184,6 +193,22 @@ class Loader:
     def obs_dtypes(self) -> Mapping[str, np.dtype[Any]]:
         """The dtype of each obs column handed over: int64 for codes, as losses want them, else the file's."""
         return {name: _handed_over(column, slice(0)).dtype for name, column in self._store.obs.items()}
+
+    @property
+    def obs(self) -> pd.DataFrame:
+        """The columns of `obs` of all cells, those too that ``where=`` or the sampler leave out; made anew each time.
+
+        A row is a cell, numbered as in ``batch.rows``: ``loader.obs.loc[batch.rows]`` are those of a minibatch.
+        """
+        import pandas as pd
+
+        columns = {}
+        for name, column in self._store.obs.items():
+            values = column.values  # noqa: PD011 - no frame of pandas
+            columns[name] = (
+                values if column.categories is None else pd.Categorical.from_codes(values, column.categories)
+            )
+        return pd.DataFrame(columns, index=pd.RangeIndex(self.n_obs))
 
     @property
     def categories(self) -> Mapping[str, NDArray[np.object_]]:
@@ -346,7 +371,7 @@ class Loader:
             )
         self._end_live()
         self._now = None
-        batches = self._epoch(self._next)
+        batches = _Iteration(self._epoch(self._next))
         self._live = weakref.ref(batches)
         return batches
 
@@ -370,7 +395,7 @@ class Loader:
         if live is None:
             return
         try:
-            live.close()
+            live.end()
         except ValueError as error:
             raise PlanError("the loader is being iterated in another thread; one iteration lives at a time.") from error
 
@@ -467,9 +492,43 @@ class Loader:
         return Batch(X, take.obs, take.rows, **_grouped(list(self._tables)[1:], further) if further else {})
 
 
+class _Iteration:
+    """The minibatches of an epoch; one that was ended before it was over says so, rather than that it is over."""
+
+    __slots__ = ("__weakref__", "_batches", "_is_cut_off")
+
+    def __init__(self, batches: Generator[Batch, None, None]) -> None:
+        self._batches = batches
+        self._is_cut_off = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if self._is_cut_off:
+                raise PlanError(
+                    "this iteration was ended by a later iter(), close() or load_state_dict() of its loader; one "
+                    "lives at a time: open a second loader."
+                ) from None
+            raise
+
+    def close(self) -> None:
+        """End it, as a generator is ended."""
+        self._batches.close()
+
+    def end(self) -> None:
+        """End it, to its consumer's surprise."""
+        is_cut_off = inspect.getgeneratorstate(self._batches) != inspect.GEN_CLOSED
+        self._batches.close()
+        self._is_cut_off = is_cut_off
+
+
 def _handed_over(column: ObsColumn, rows: Any) -> NDArray[Any]:
     """Return some cells' values of a column as minibatches have them."""
-    values: NDArray[Any] = column.values[rows]
+    values: NDArray[Any] = column.values[rows]  # noqa: PD011 - no frame of pandas
     return values if column.categories is None else values.astype(np.int64)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from gpuload.dealing import classes_of, deal_cells, deal_groups, hash_of, label_of, targets
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.loader import Loader
-from gpuload.store import Store
+from gpuload.store import UNCOMPARED, Store
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -327,7 +327,7 @@ class _Opened:
         if self._is_ours:
             from gpuload.formats import open_store
 
-            self.store: Store = open_store(cells, layer=layer, obs=tuple(dict.fromkeys(columns)))
+            self.store: Store = open_store(cells, layer=layer, obs=tuple(dict.fromkeys(columns)), join=UNCOMPARED)
             return
         self.store = cells if isinstance(cells, Store) else cells.store
         for name in columns:

@@ -407,6 +407,10 @@ class Store:
         return np.repeat(self.alignment.starts[numbers], n_rows)
 
 
+UNCOMPARED = "uncompared"
+"""In place of a way to join genes: they are not looked at, and nothing but rows and obs is of use."""
+
+
 def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, cure: str = JOIN) -> Store:
     """Return several stores as one, rows numbered through in the order given.
 
@@ -415,7 +419,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     stores
         The parts; none was joined before.
     join
-        None where all have the same genes in the same order, else as for `alignment.align`.
+        None where all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
     cure
         What to do where they have not.
 
@@ -440,7 +444,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         var_ids=first.var_ids if all(_is_same(first.var_ids, s.var_ids) for s in stores) else None,
         joined=joined,
     )
-    if join is None:
+    if join is None or join == UNCOMPARED:
         return whole
     genes, paths = zip(*((s.var_names, path) for s in stores for path in s.paths), strict=True)
     alignment = align(genes, paths, join)

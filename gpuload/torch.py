@@ -15,6 +15,7 @@ from gpuload.errors import MissingDependencyError, PlanError
 try:
     import torch
     from torch.utils.data import IterableDataset, get_worker_info
+    from torch.utils.data._utils.collate import default_collate_fn_map
     from torch.utils.dlpack import from_dlpack
 except ImportError as error:
     raise MissingDependencyError("torch", "gpuload.torch", "torch") from error
@@ -24,6 +25,20 @@ if TYPE_CHECKING:
 
     from gpuload.loader import Loader
     from gpuload.types import Batch
+
+
+class _Minibatch(dict[str, torch.Tensor]):
+    """What is handed over: a dict, which a DataLoader must not stack with others."""
+
+
+def _refuse_to_stack(batches: Any, **_: Any) -> None:
+    raise PlanError(
+        f"a DataLoader was to stack {len(batches)} minibatches: cells are in minibatches already, of the batch_size "
+        "that was given to open_loader; use DataLoader(dataset, batch_size=None)."
+    )
+
+
+default_collate_fn_map[_Minibatch] = _refuse_to_stack
 
 
 class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
@@ -116,7 +131,7 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
             obs = {name: _tensor(values) for name, values in batch.obs.items()}
             rows = torch.from_numpy(batch.rows)
             del batch  # or its memory would not come back before the next is made
-            yield {**matrices, **obs, "rows": rows}
+            yield _Minibatch({**matrices, **obs, "rows": rows})
 
     def _matrix(self, name: str, matrix: Any) -> torch.Tensor:
         form = self._loader.tables[name].form

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.errors import CorruptDataError, StoreError
-from gpuload.formats.addresses import as_address
+from gpuload.formats.addresses import as_address, check_given
 from gpuload.formats.arrays import OBSM, as_strings
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
-from gpuload.formats.recognise import anndata_groups, expand, is_parquet, open_parquet, open_path
-from gpuload.store import concat
+from gpuload.formats.recognise import anndata_groups, expand, is_parquet, obs_columns, open_parquet, open_path
+from gpuload.store import ObsColumn, concat
 from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from gpuload.store import Store
 
 Join = str | tuple[str, ...] | None
+
+SOURCE_FILE = "source_file"
+"""Column of obs that all cells have, be it stored or not: the file that they are from."""
 
 AT_A_TIME = 4
 """Files that are opened at a time."""
@@ -97,7 +101,7 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
     layer
         ``"X"``, ``"raw.X"``, the name of a layer, or ``"obsm/<name>"``.
     obs
-        Columns of obs to hold.
+        Columns of obs to hold; ``"source_file"`` is the path of each cell's file, where none is stored under that name.
     join
         How genes are joined that differ between files; see `store.concat`.
 
@@ -113,15 +117,33 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
     each = _together(_parts(paths))
     if not each:
         raise StoreError("paths=[]: expected at least one file or folder.")
-    stores = [_open(each[0], None, layer, obs)] if len(each) == 1 else _open_all(each, layer, obs)
+    is_made = SOURCE_FILE in obs and SOURCE_FILE not in _columns_of(each[0])
+    stored = [name for name in obs if name != SOURCE_FILE] if is_made else obs
+    stores = [_open(each[0], None, layer, stored)] if len(each) == 1 else _open_all(each, layer, stored)
     try:
         for store in stores[1:] if layer.startswith(OBSM) else ():
             _check_width(stores[0], store, layer)
-        return concat(stores, join)
+        store = concat(stores, join)
+        return replace(store, obs={**store.obs, SOURCE_FILE: _source_file(store)}) if is_made else store
     except BaseException:
         for store in stores:
             store.close()
         raise
+
+
+def _columns_of(cells: Any) -> Sequence[str]:
+    if isinstance(cells, tuple):
+        cells = cells[0]
+    return obs_columns(os.fspath(cells)) if isinstance(cells, (str, os.PathLike)) else list(getattr(cells, "obs", ()))
+
+
+def _source_file(store: Store) -> ObsColumn:
+    """Return which file each cell is from; one that was given twice is one."""
+    number = {path: code for code, path in enumerate(dict.fromkeys(store.paths))}
+    categories = np.empty(len(number), dtype=object)
+    categories[:] = list(number)
+    codes = np.array([number[path] for path in store.paths], dtype=np.int32)
+    return ObsColumn(np.repeat(codes, store.file_rows), categories)
 
 
 def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str]) -> list[Store]:
@@ -167,6 +189,7 @@ def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str]) -> Stor
 
 def _parts(paths: Any) -> list[Any]:
     """Return the files, and cells in memory, that are given."""
+    check_given(paths)
     is_one = isinstance(paths, (str, os.PathLike)) or is_anndata(paths) or is_matrix(paths)
     is_list = hasattr(paths, "__iter__") and len(getattr(paths, "shape", ())) < 2
     return [part for one in ([paths] if is_one or not is_list else list(paths)) for part in _expand(one)]

@@ -176,8 +176,17 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
     return changed
 
 
+def check_given(paths: Any) -> None:
+    """Refuse what stands for files but is neither a path nor a list of them."""
+    if isinstance(paths, (set, frozenset)):
+        raise PlanError("paths: a set has no order, and rows are numbered in that of the files; give a list.")
+    if type(paths).__module__.partition(".")[0] in ("h5py", "zarr"):
+        raise PlanError(f"paths={paths!r}: it is open already; give its path, which gpuload opens by itself.")
+
+
 def _mapped(paths: Any, cache: SampleStore | None, options: Mapping[str, Any] | None) -> tuple[Any, int]:
     """Return paths with addresses as such, and how many they are."""
+    check_given(paths)
     if isinstance(paths, (str, os.PathLike)):
         path = os.fspath(paths)
         if path.startswith("file://"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from gpuload.order import RowOrder
     from gpuload.sampling.base import Cells, Strategy
     from gpuload.sampling.rows import RowList
+    from gpuload.types import Column
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,13 +130,25 @@ class PairedControl:
             is_wanted = np.array([c in wanted for c in column.categories.tolist()] + [False])
             is_control, is_labelled = is_wanted[values], values >= 0
         if not is_control.any():
-            raise PlanError(
-                f"PairedControl(control={self.control!r}): no cell has that value in column {self.column!r}; give the "
-                "value that marks controls."
-            )
+            raise self._no_control(column, wanted)
         if not (is_labelled & ~is_control).any():
             raise PlanError(f"PairedControl({self.column!r}): all cells are controls; there is none to pair with them.")
         return is_control, is_labelled & ~is_control
+
+    def _no_control(self, column: Column, wanted: list[Any]) -> PlanError:
+        which = f"PairedControl(control={self.control!r}): "
+        names = column.categories
+        if np.isin(
+            column.values, wanted if names is None else [c for c, name in enumerate(names) if name in wanted]
+        ).any():
+            return PlanError(
+                f"{which}the cells with that value in column {self.column!r} are left out by where= or a Subset; keep "
+                "them in."
+            )
+        there = [str(name) for name in (np.unique(column.values) if names is None else names)]
+        near = get_close_matches(str(wanted[0]), there, 1) if wanted else []
+        guess = f"did you mean {near[0]!r}?" if near else "give the value that marks controls."
+        return PlanError(f"{which}no cell has that value in column {self.column!r}; {guess}")
 
     def _refuse(self, names: tuple[str, ...], lost: NDArray[np.integer]) -> None:
         groups = np.unique(lost)

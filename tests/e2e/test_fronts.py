@@ -185,6 +185,16 @@ def test_torch_refuses_workers_and_says_why(plain: Stored, CellDataset: Any, con
         assert "threads" in str(caught.value)
 
 
+def test_torch_refuses_to_stack_minibatches(plain: Stored, CellDataset: Any) -> None:
+    with gpuload.open_loader(plain.path, batch_size=8) as loader:
+        for batch_size in (1, 4):
+            stacking = torch.utils.data.DataLoader(CellDataset(loader), batch_size=batch_size)
+            with pytest.raises(gpuload.PlanError, match=rf"to stack {batch_size} minibatches.*batch_size=None"):
+                next(iter(stacking))
+        batch = next(iter(torch.utils.data.DataLoader(CellDataset(loader), batch_size=None)))
+        assert batch["X"].shape[0] == 8
+
+
 def test_torch_is_an_iterable_dataset_with_a_length(plain: Stored, CellDataset: Any) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         dataset = CellDataset(loader)

@@ -77,6 +77,42 @@ def test_categories_that_cannot_be_had(two: tuple[Path, Path]) -> None:
             gpuload.open_loader(two[0], obs=["kind", "depth"], categories=categories)  # type: ignore[arg-type]
 
 
+def test_obs_of_all_cells(two: tuple[Path, Path]) -> None:
+    columns = ["kind", "depth", "source_file"]
+    with gpuload.open_loader(list(two), obs=columns, where="depth > 1") as loader:
+        obs = loader.obs
+    assert list(obs) == columns
+    assert obs["kind"].astype(object).where(obs["kind"].notna(), None).tolist() == [
+        *("T", "B", "NK", "T"),
+        *("NK", "B", "monocyte", None),
+    ]
+    assert obs["depth"].tolist() == [1, 2, 3, 4] * 2
+    assert obs["source_file"].tolist() == [str(two[0])] * 4 + [str(two[1])] * 4
+    assert obs.index.tolist() == list(range(8))
+    assert repr(loader) == "<Loader of 8 cells x 4 genes in 2 files: 1 minibatches of 64, dense, cpu>"
+
+
+def test_the_file_of_a_cell_is_a_column(two: tuple[Path, Path]) -> None:
+    settings: dict[str, Any] = {"shuffle": False, "device": "cpu"}
+    with gpuload.open_loader(list(two), where=f"source_file == {str(two[1])!r}", **settings) as loader:
+        assert rows_of(loader).tolist() == [4, 5, 6, 7]
+    with gpuload.open_loader([two[0], two[1], two[0]], obs=["source_file"], **settings) as loader:
+        assert next(iter(loader)).obs["source_file"].tolist() == [0] * 4 + [1] * 4 + [0] * 4
+    split = gpuload.split(list(two), {"train": ..., "test": [str(two[0])]}, by="source_file")
+    assert split["test"].tolist() == [0, 1, 2, 3]
+    pairs = gpuload.PairedControl("kind", control="B", match=["source_file"])
+    with gpuload.open_loader(list(two), sampler=pairs, batch_size=4) as loader:
+        for batch in loader:
+            perturbed, controls = gpuload.split_pairs(batch)
+            assert (perturbed.rows // 4 == controls.rows // 4).all()
+
+
+def test_a_stored_column_of_files_is_handed_over(two: tuple[Path, Path], tmp_path: Path) -> None:
+    gpuload.pack(list(two), tmp_path / "packed.zarr", keep_order=True)
+    with gpuload.open_loader(tmp_path / "packed.zarr", shuffle=False, obs=["source_file"]) as loader:
+        assert loader.obs["source_file"].tolist() == [str(two[0])] * 4 + [str(two[1])] * 4
+
+
 # --- sizes and settings
 
 
@@ -242,16 +278,28 @@ def test_a_second_iteration_ends_the_first(loader: gpuload.Loader) -> None:
     first = iter(loader)
     next(first)
     second = iter(loader)
-    assert list(first) == []
+    with pytest.raises(gpuload.PlanError, match=r"ended by a later iter\(\).*open a second loader"):
+        next(first)
     assert rows_of(second).size == 131
+    assert list(second) == []  # over, not ended
+
+
+def test_an_iteration_says_that_its_loader_was_closed(loader: gpuload.Loader) -> None:
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    with pytest.raises(gpuload.PlanError, match=r"ended by a later .*close\(\)"):
+        next(batches)
 
 
 def test_nested_loops_end_the_outer_one(loader: gpuload.Loader) -> None:
-    n_outer = 0
-    for _ in loader:
-        n_outer += 1
-        list(loader)
-    assert n_outer == 1
+    outer = iter(loader)
+    next(outer)
+    assert rows_of(loader).size == 131
+    with pytest.raises(gpuload.PlanError, match="one lives at a time"):
+        next(outer)
+    with pytest.raises(gpuload.PlanError, match="one lives at a time"):
+        list(zip(loader, loader, strict=True))
 
 
 def test_an_old_iterator_that_dies_does_not_end_the_new_one(loader: gpuload.Loader) -> None:

@@ -31,7 +31,7 @@ OLD_CATEGORIES = ["cell_line", "stage", "depth", "n_counts", "donor"]
 def assert_column(values: np.ndarray, categories: np.ndarray | None, expected: pd.Series) -> None:
     """Compare one column as handed over with a pandas column, cell by cell."""
     if categories is not None:
-        assert values.dtype == np.int32
+        assert values.dtype == np.int64
         decoded = np.append(np.asarray(categories, dtype=object), None)[values]
         assert list(decoded) == [None if pd.isna(value) else value for value in expected]
     elif isinstance(expected.dtype, pd.api.extensions.ExtensionDtype):

@@ -157,6 +157,14 @@ def test_bad_parameters(make: Any, message: str) -> None:
             "PairedControl(control='none'): no cell has that value in column 'drug'; give the value that",
         ),
         (
+            PairedControl("drug", "dmsoo", match="batch"),
+            "PairedControl(control='dmsoo'): no cell has that value in column 'drug'; did you mean 'dmso'?",
+        ),
+        (
+            Subset([1, 2], PairedControl("drug", "dmso", match="batch")),
+            "PairedControl(control='dmso'): the cells with that value in column 'drug' are left out by where= or a",
+        ),
+        (
             PairedControl("drug", ["dmso", "x"], match="batch"),
             "PairedControl('drug'): all cells are controls; there is none to pair with them.",
         ),

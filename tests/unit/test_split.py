@@ -374,6 +374,14 @@ def test_refusals(paths: list[Path], no_leaks: None, wanted: Any, settings: Any,
     assert message.endswith(".")
 
 
+def test_genes_may_differ(paths: list[Path], tmp_path: Path) -> None:
+    other = anndata.read_h5ad(paths[1])
+    other[:, ::-1][:, 1:].copy().write_h5ad(tmp_path / paths[1].name)
+    found = gpuload.split([paths[0], tmp_path / paths[1].name], {"train": 0.5, "test": 0.5}, by="sample")
+    alike = gpuload.split(paths[:2], {"train": 0.5, "test": 0.5}, by="sample")
+    assert found == alike
+
+
 def test_a_loader_without_the_column_is_refused_with_the_cure(paths: list[Path]) -> None:
     with (
         gpuload.open_loader(paths, obs=["drug"]) as loader,
