@@ -19,6 +19,7 @@ import numpy as np
 
 from gpuload import errors
 from gpuload.alignment import check_join
+from gpuload.checks import check_choice
 from gpuload.distributed import rank_and_world_size
 from gpuload.errors import (
     BusyError,
@@ -281,12 +282,12 @@ def open_loader(
     del settings  # read by the decorator
     check_sizes(batch_size, 16 if block_size is None else block_size, fetch_factor, prefetch, seed)
     batch_size, fetch_factor, prefetch, seed = int(batch_size), int(fetch_factor), int(prefetch), int(seed)
-    _check_choice("uneven", uneven, ("drop", "pad"))
+    check_choice("uneven", uneven, ("drop", "pad"))
     rank, world_size = rank_and_world_size(rank, world_size)
     sampler = None if sampler is None else as_sampler(sampler)
     _check_sampler(sampler, shuffle)
     block_size = _block_size(sampler, block_size)
-    _check_choice("output", output, ("dense", "csr"))
+    check_choice("output", output, ("dense", "csr"))
     dtype = _check_dtype(dtype, output)
     layers, obsm = check_names("layer", layer, at_least=1), check_names("obsm", obsm)
     modalities = check_modalities(modality, paths)
@@ -367,11 +368,6 @@ def _memory_nbytes() -> int:
             return min(there, int(limit.read()))
     except (OSError, ValueError):  # no control group, or no limit: "max"
         return there
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise PlanError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}.")
 
 
 def _check_dtype(dtype: Any, output: str) -> str:

@@ -9,8 +9,7 @@ import os
 import sys
 from typing import Any
 
-import numpy as np
-
+from gpuload.checks import is_whole
 from gpuload.errors import PlanError
 
 
@@ -58,7 +57,6 @@ def _of_environment() -> tuple[int, int]:
 
 
 def _check(rank: object, world_size: object, where: str) -> tuple[int, int]:
-    are_whole = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in (rank, world_size))
-    if not are_whole or not 0 <= rank < world_size:  # type: ignore[operator]
+    if not (is_whole(rank, 0) and is_whole(world_size, rank + 1)):
         raise PlanError(f"{where.format(rank, world_size)}: expected whole numbers with 0 <= rank < world_size.")
-    return int(rank), int(world_size)  # type: ignore[call-overload]
+    return int(rank), int(world_size)

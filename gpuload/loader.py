@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from gpuload.checks import check_whole
 from gpuload.errors import PlanError
 from gpuload.state import check_state, fingerprint, make_state
 from gpuload.types import Batch
@@ -299,10 +300,9 @@ class Loader:
         PlanError
             `epoch` is negative or no whole number.
         """
-        if not isinstance(epoch, (int, np.integer)) or isinstance(epoch, bool) or epoch < 0:
-            raise PlanError(f"epoch={epoch!r}: expected a whole number of at least 0.")
+        epoch = check_whole("epoch", epoch, 0)
         if epoch != self._next.plan.epoch:
-            self._next = self._start_of(int(epoch))
+            self._next = self._start_of(epoch)
         if self._now is not None and not self._now.is_live:
             self._now = None
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import check_seed, check_whole
 from gpuload.errors import PlanError
 from gpuload.order import merge_ranges
 from gpuload.permute import permuted_table, random_keys
@@ -308,8 +309,5 @@ def check_sizes(batch_size: int, block_size: int | str, fetch_factor: int, prefe
     if chunks_per_block(block_size) is None:
         sizes["block_size"] = block_size  # type: ignore[assignment]
     for name, value in sizes.items():
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-            also = ", 'chunk' or 'N chunks'" if name == "block_size" else ""
-            raise PlanError(f"{name}={value!r}: expected a whole number of at least 1{also}.")
-    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or not 0 <= seed < 1 << 64:
-        raise PlanError(f"seed={seed!r}: expected a whole number from 0 to 2**64 - 1.")
+        check_whole(name, value, 1, ", 'chunk' or 'N chunks'" if name == "block_size" else "")
+    check_seed(seed)

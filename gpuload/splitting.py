@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import check_seed
 from gpuload.dealing import classes_of, deal_cells, deal_groups, hash_of, label_of, targets
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.loader import Loader
@@ -246,8 +247,7 @@ def split(
     wanted = _checked_shares(shares)
     names = list(wanted)
     keys, strata = _columns("by", by), _columns("stratify", stratify)
-    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or not 0 <= seed < 1 << 64:
-        raise PlanError(f"seed={seed!r}: expected a whole number from 0 to 2**64 - 1.")
+    seed = check_seed(seed)
     listed = [name for name, value in wanted.items() if isinstance(value, list)]
     if listed and not keys:
         raise PlanError(f"shares[{listed[0]!r}] names groups; say of which column with by=, for example by='plate'.")
@@ -255,16 +255,16 @@ def split(
         classes = classes_of([store.obs[name] for name in strata], is_missing_one=True) if strata else None
         if keys:
             groups = classes_of([store.obs[name] for name in keys])
-            part, kept = deal_groups(wanted, groups, classes, ", ".join(keys), int(seed))
+            part, kept = deal_groups(wanted, groups, classes, ", ".join(keys), seed)
             n_dealt = int(groups.counts.sum()) - sum(np.count_nonzero(part == names.index(name)) for name in listed)
         else:
-            part, kept, n_dealt = deal_cells(wanted, store.n_obs, classes, int(seed)), {}, store.n_obs
+            part, kept, n_dealt = deal_cells(wanted, store.n_obs, classes, seed), {}, store.n_obs
         files = _files(store)
     settings = {
         "shares": {name: "..." if value is ... else value for name, value in wanted.items()},
         "by": list(keys),
         "stratify": list(strata),
-        "seed": int(seed),
+        "seed": seed,
         "aims": {names[p]: round(share * n_dealt) for p, share in zip(*targets(wanted), strict=True) if p >= 0},
     }
     return Split(tuple(wanted), part.astype(np.int8 if len(wanted) < 128 else np.int16), kept, files, settings)

@@ -35,7 +35,7 @@ LAYERS = [
     {"sampling"},
     {"order"},
     {"permute"},
-    {"types", "logs", "sizes", "threads", "object_errors"},
+    {"types", "logs", "checks", "threads", "object_errors"},
     {"errors"},
 ]
 """From the top down; a module imports from lower layers, or from its own part; others are for the command line only."""

@@ -9,8 +9,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+from gpuload.checks import parse_nbytes
 from gpuload.errors import PlanError
-from gpuload.sizes import parse_nbytes
 
 if TYPE_CHECKING:
     from gpuload.backends.base import Backend

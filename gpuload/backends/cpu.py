@@ -34,6 +34,7 @@ from gpuload.backends.decoding import VERIFY, Part, Scratch, decode, round_up
 from gpuload.backends.native import rows
 from gpuload.backends.parts import cut
 from gpuload.backends.reading import read_ranges, short_read
+from gpuload.checks import check_whole
 from gpuload.errors import CorruptDataError, PlanError
 from gpuload.stats import Stats
 from gpuload.threads import DaemonThreads
@@ -156,11 +157,10 @@ class CpuBackend:
     ) -> None:
         if verify not in VERIFY:
             raise PlanError(f"verify={verify!r}: expected 'once', 'always' or 'never'.")
-        if num_threads is not None and (not isinstance(num_threads, (int, np.integer)) or num_threads < 1):
-            raise PlanError(
-                f"num_threads={num_threads!r}: expected a whole number of at least 1, or None for one per core."
-            )
-        n = len(os.sched_getaffinity(0)) if num_threads is None else int(num_threads)
+        if num_threads is None:
+            n = len(os.sched_getaffinity(0))
+        else:
+            n = check_whole("num_threads", num_threads, 1, ", or None for one per core")
         self.stats = Stats(n)
         self._verify = verify
         self._values = np.dtype(values)

@@ -19,9 +19,9 @@ from gpuload.cache.process import FetcherProcess
 from gpuload.cache.reading import Sample, no_copy
 from gpuload.cache.reads import Reads
 from gpuload.cache.snapshot import Snapshot, check_order_settings
+from gpuload.checks import check_choice, parse_nbytes
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, Patience, open_remote
-from gpuload.sizes import parse_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,8 +128,7 @@ class SampleStore:
         fetch: bool = True,
         **fetching: Any,
     ) -> None:
-        if policy not in POLICIES:
-            raise PlanError(f"policy={policy!r}: expected one of {', '.join(map(repr, POLICIES))}.")
+        check_choice("policy", policy, POLICIES)
         if n_processes < 0 or in_flight < 1 or min_visits < 1:
             raise PlanError(
                 f"n_processes={n_processes}, in_flight={in_flight}, min_visits={min_visits}: expected at least 0, "
@@ -286,8 +285,7 @@ class SampleStore:
             check_order_settings(settings, state)
             settings |= {name: state[name] for name in ("seed", "mode", "n_samples", "echo_max")}
             generation, position = state["generation"], state["position"]
-        if settings["mode"] not in MODES:
-            raise PlanError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}.")
+        check_choice("mode", settings["mode"], MODES)
         if settings["seed"] < 0 or not 0 <= rank < world_size or (n_samples is not None and n_samples < 1):
             raise PlanError(
                 f"seed={seed}, rank={rank}, world_size={world_size}, n_samples={n_samples}: expected a seed of at "

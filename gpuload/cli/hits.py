@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpuload.checks import parse_nbytes
 from gpuload.cli import text
 from gpuload.errors import PlanError
-from gpuload.sizes import parse_nbytes
 
 if TYPE_CHECKING:
     import argparse

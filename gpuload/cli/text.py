@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import parse_nbytes
 from gpuload.errors import ReadError
 from gpuload.plan import chunks_per_block
-from gpuload.sizes import parse_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

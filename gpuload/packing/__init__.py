@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.alignment import check_join
+from gpuload.checks import check_choice, check_whole, parse_nbytes
 from gpuload.errors import PlanError, ReadError
-from gpuload.sizes import parse_nbytes
 from gpuload.tables import check_names
 
 if TYPE_CHECKING:
@@ -194,13 +194,11 @@ def _check_settings(
     """Refuse settings that cannot be carried out; return the memory in bytes."""
     if isinstance(obs, str):
         raise PlanError(f"obs={obs!r}: expected a list of column names, for example obs=[{obs!r}].")
-    if codec not in CODECS:
-        raise PlanError(f"codec={codec!r}: expected one of {', '.join(map(repr, CODECS))}.")
+    check_choice("codec", codec, CODECS)
     if keep_order and group_by is not None:
         raise PlanError(f"group_by={group_by!r} with keep_order=True: two orders; drop one.")
     for name, value, least in (("seed", seed, 0), ("block_size", block_size, 1), ("num_threads", num_threads or 1, 1)):
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-            raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}.")
+        check_whole(name, value, least)
     nbytes = parse_nbytes("memory", memory)
     if nbytes < MIN_MEMORY:
         raise PlanError(f"memory={memory!r}: expected at least {MIN_MEMORY >> 20}MiB.")

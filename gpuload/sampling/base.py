@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from gpuload.checks import is_whole
 from gpuload.errors import PlanError
 from gpuload.sampling.rows import SLICE, row_list
 
@@ -179,7 +180,7 @@ def as_sampler(given: Any) -> Sampler:
 
 def check_number(sampler: str, name: str, value: object) -> None:
     """Raise PlanError where a sampler's parameter is no whole number of at least 1."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+    if not is_whole(value, 1):
         raise PlanError(f"{sampler}({name}={value!r}): expected a whole number of at least 1.")
 
 

@@ -47,6 +47,7 @@ from gpuload.backends.cuda.readers import (
     place_extents,
 )
 from gpuload.backends.reading import short_read
+from gpuload.checks import check_whole
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
 from gpuload.remote import Patience
 
@@ -104,10 +105,8 @@ class KvikioReader:
     def __init__(
         self, device: Device, *, num_threads: int | None = None, task_nbytes: int = 4 << 20, remote: bool = False
     ) -> None:
-        if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
-            raise PlanError(
-                f"num_threads={num_threads!r}: expected a whole number of at least 1, or None for KvikIO's own setting."
-            )
+        if num_threads is not None:
+            num_threads = check_whole("num_threads", num_threads, 1, ", or None for KvikIO's own setting")
         if not isinstance(task_nbytes, int) or task_nbytes < PAGE or task_nbytes % PAGE:
             raise PlanError(f"task_nbytes={task_nbytes!r}: expected a multiple of {PAGE} bytes.")
         _check_driver()

@@ -28,7 +28,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpuload.errors import DeviceError, MissingDependencyError, PlanError
+from gpuload.checks import check_choice
+from gpuload.errors import DeviceError, MissingDependencyError
 
 C_NAMES = {"deflate": "Deflate", "gzip": "Gzip", "zstd": "Zstd", "lz4": "LZ4", "snappy": "Snappy"}
 """Formats, by the names that the functions of each carry: raw deflate (no zlib frame), gzip members, zstd frames, LZ4
@@ -149,8 +150,7 @@ class Nvcomp:
     algorithms = frozenset(C_NAMES)
 
     def __init__(self, *, backend: str = "default", path: str | None = None) -> None:
-        if backend not in BACKENDS:
-            raise PlanError(f"nvCOMP backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}.")
+        check_choice("nvCOMP backend", backend, BACKENDS)
         self.backend = backend
         self._options = Options(BACKENDS[backend])
         self._library = _load(path)
@@ -304,8 +304,7 @@ class Nvcomp:
         return function
 
     def _choose(self, functions: dict[str, Any], algorithm: str) -> Any:
-        if algorithm not in functions:
-            raise PlanError(f"nvCOMP algorithm={algorithm!r}: expected one of {', '.join(map(repr, C_NAMES))}.")
+        check_choice("nvCOMP algorithm", algorithm, functions)
         return functions[algorithm]
 
     def _check(self, status: int, function: Any, batch: str) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 
 from gpuload.backends.cuda.readers import PAGE, Pending, Threads, bytes_there, check_places
 from gpuload.backends.reading import read_ranges, short_read
-from gpuload.errors import DeviceError, PlanError
+from gpuload.checks import check_whole
+from gpuload.errors import DeviceError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,11 +56,9 @@ class PinnedReader:
     io_mode = "pinned"
 
     def __init__(self, device: Device, *, num_threads: int = NUM_THREADS, buffer_nbytes: int = BUFFER_NBYTES) -> None:
-        for parameter, value in (("num_threads", num_threads), ("buffer_nbytes", buffer_nbytes)):
-            if not isinstance(value, int) or value < 1:
-                raise PlanError(f"{parameter}={value!r}: expected a whole number of at least 1.")
+        num_threads = check_whole("num_threads", num_threads, 1)
         self._device = device
-        self._buffer_nbytes = buffer_nbytes
+        self._buffer_nbytes = buffer_nbytes = check_whole("buffer_nbytes", buffer_nbytes, 1)
         self._ring = _Ring(device, 2 * num_threads, buffer_nbytes)
         self._threads = Threads(num_threads, "pinned", self._ring.close)
         self._lock = threading.Lock()

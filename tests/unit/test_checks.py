@@ -1,4 +1,4 @@
-"""Sizes in words and numbers."""
+"""Numbers, sizes in words, seeds and choices as users give them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpuload import PlanError
-from gpuload.sizes import parse_nbytes
+from gpuload.checks import check_seed, check_whole, parse_nbytes
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,18 @@ def test_a_least_size() -> None:
         parse_nbytes("budget", -1, least=0)
     with pytest.raises(PlanError, match="expected a number of bytes of at least 10, or"):
         parse_nbytes("budget", 9, least=10)
+
+
+def test_whole_numbers() -> None:
+    assert [check_whole("n", given, 1) for given in (1, np.int64(5))] == [1, 5]
+    for given in (0, True, 1.0, "1", None):
+        with pytest.raises(PlanError) as caught:
+            check_whole("n", given, 1, ", or None for all")
+        assert str(caught.value) == f"n={given!r}: expected a whole number of at least 1, or None for all."
+
+
+def test_seeds() -> None:
+    assert check_seed(np.uint64(2**64 - 1)) == 2**64 - 1
+    for given in (-1, 1 << 64, True, 0.5):
+        with pytest.raises(PlanError, match="expected a whole number from 0 to"):
+            check_seed(given)

@@ -1,0 +1,71 @@
+"""What users give in numbers, sizes and choices: told apart from what is none, in one way everywhere."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, TypeGuard
+
+import numpy as np
+
+from gpuload.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+_UNITS = {"": 1} | {f"{c}{i}": base**k for k, c in enumerate("KMGT", 1) for i, base in (("", 1000), ("i", 1024))}
+_UNITS["k"] = 1000
+
+
+def is_whole(value: object, least: int) -> TypeGuard[int]:
+    """Return whether a value is a whole number of at least so much, Python's or NumPy's; True and False are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
+
+
+def check_whole(name: str, value: object, least: int, also: str = "") -> int:
+    """Return a whole number of at least so much; raise PlanError, which says what `also` would do, for all else."""
+    if not is_whole(value, least):
+        raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{also}.")
+    return int(value)
+
+
+def check_seed(seed: object) -> int:
+    """Return a seed; raise PlanError where it is none."""
+    if not is_whole(seed, 0) or seed >= 1 << 64:
+        raise PlanError(f"seed={seed!r}: expected a whole number from 0 to 2**64 - 1.")
+    return int(seed)
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise PlanError where a value is none of the choices."""
+    if value not in choices:
+        raise PlanError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}.")
+
+
+def parse_nbytes(name: str, value: object, *, least: int = 1) -> int:
+    """Return the bytes that are meant by a number of them, or by text such as ``"20GiB"``, ``"1.5 TB"`` or ``"64M"``.
+
+    Parameters
+    ----------
+    name
+        Of the argument, for the error.
+    value
+        As given.
+    least
+        Fewer are an error.
+
+    Raises
+    ------
+    PlanError
+        It is neither, or too small.
+    """
+    nbytes = -1
+    if isinstance(value, (int, np.integer)):
+        nbytes = -1 if isinstance(value, bool) else int(value)
+    elif isinstance(value, (float, np.floating)):
+        nbytes = int(value) if value.is_integer() else -1
+    elif isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?|k)?B?", value.strip())):
+        nbytes = int(float(found[1]) * _UNITS[found[2] or ""])
+    if nbytes < least:
+        above = " above 0" if least == 1 else f" of at least {least}" if least else ""
+        raise PlanError(f"{name}={value!r}: expected a number of bytes{above}, or text such as '20GiB'.")
+    return nbytes
