@@ -16,7 +16,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from gpuload.types import Form
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from gpuload.store import Store
+    from gpuload.store import ObsColumn, Store
     from gpuload.types import ArrayRead
 
 BLOCK_SIZES: tuple[int | str, ...] = (1, 4, 8, 16, 32, 64, "chunk", "2 chunks", "4 chunks")
@@ -135,13 +135,7 @@ class Outlooks:
         self.random_bits = float("nan")
         """Expected entropy in true random order; NaN without a label."""
         if label is not None:
-            column = store.obs[label]
-            if column.categories is None and column.values.dtype.kind not in "biu":
-                raise PlanError(f"label={label!r}: this column holds fractions; choose one that names groups of cells.")
-            values = (
-                column.values if column.categories is not None else np.unique(column.values, return_inverse=True)[1]
-            )
-            self._codes = values.astype(np.int64)
+            self._codes = label_codes(store.obs[label], f"label={label!r}").astype(np.int64)
             if self._codes.size:
                 self.random_bits = iid_entropy(label_shares(self._codes), batch_size)
 
@@ -215,6 +209,16 @@ class Outlooks:
         part = self._codes[: self._codes.size // step]
         found = entropy_of_runs(part, batch_size=self._batch_size, block_size=block_size, fetch_factor=fetch_factor)
         return found.explain()
+
+
+def label_codes(column: ObsColumn, called: str) -> NDArray[Any]:
+    """Return the code of each cell's label, (n_obs,); whole numbers are labels too, and fractions are a PlanError."""
+    if column.categories is not None:
+        return column.values
+    if column.values.dtype.kind not in "biu":
+        raise PlanError(f"{called}: this column holds fractions; choose one that names groups of cells.")
+    codes: NDArray[np.int64] = np.unique(column.values, return_inverse=True)[1]
+    return codes
 
 
 def needed_nbytes(read: ArrayRead) -> int:

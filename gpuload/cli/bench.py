@@ -17,7 +17,7 @@ from gpuload.cli.machine import peak_memory, usable_cores, versions
 from gpuload.cli.utilisation import Utilisation
 from gpuload.diversity import MinibatchEntropy
 from gpuload.errors import PlanError
-from gpuload.outlook import Outlooks
+from gpuload.outlook import Outlooks, label_codes
 from gpuload.stats import Stats
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
             raise PlanError(
                 f"{args.paths[0]}: there is no minibatch to measure; it has {text.count(loader.n_obs, 'cell')}."
             )
-        codes = _codes(args.label, loader)
+        codes = label_codes(loader.store.obs[args.label], f"--label {args.label}") if args.label else np.empty(0)
         entropy = MinibatchEntropy(int(codes.max()) + 1) if args.label else None
         text.say_of_compiling(is_quiet=args.quiet)
         epochs: list[hits.Epoch] = []
@@ -181,19 +181,6 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
     if gpus:
         result["gpus"] = [gpu.as_dict() for gpu in gpus]
     return result, spans, gpus
-
-
-def _codes(label: str | None, loader: Loader) -> NDArray[Any]:
-    """Return the code of each cell's label; whole numbers are labels too, as they are for `inspect` and `tune`."""
-    if not label:
-        return np.empty(0)
-    column = loader.store.obs[label]  # on the host, wherever X is
-    if column.categories is not None:
-        return column.values
-    if column.values.dtype.kind not in "biu":
-        raise PlanError(f"--label {label}: this column holds fractions; choose one that names groups of cells.")
-    codes: NDArray[np.int64] = np.unique(column.values, return_inverse=True)[1]
-    return codes
 
 
 def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span], gpus: list[Busy]) -> None:
@@ -274,17 +261,19 @@ def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int, de
     from gpuload.cli.ceilings import Ceilings, measure
     from gpuload.formats import open_store
     from gpuload.plan import Plan
+    from gpuload.sampling import Sequential
 
     labels = (args.label,) if args.label else ()
     with closing(
         open_store(args.paths, layer=args.layer, obs=labels, join=check_join(settings.join_of(args)))
     ) as store:
-        random_bits = Outlooks(store, args.batch_size, args.label).random_bits
+        outlooks = Outlooks(store, args.batch_size, args.label)
         if device != "cpu":  # those of the host's threads are not those of a GPU
-            return Ceilings(float("nan"), float("nan"), float("nan")), random_bits
-        plan = Plan(store.file_rows, args.batch_size, args.fetch_factor, settings.strategy(args, store), args.seed)
+            return Ceilings(float("nan"), float("nan"), float("nan")), outlooks.random_bits
+        strategy = Sequential() if args.stream else outlooks.shuffle(args.block_size)
+        plan = Plan(store.file_rows, args.batch_size, args.fetch_factor, strategy, args.seed)
         recipes = [store.recipe(plan.fetch(i).ranges) for i in range(min(2, plan.n_fetches))]
-        return measure(recipes, batch_nbytes), random_bits
+        return measure(recipes, batch_nbytes), outlooks.random_bits
 
 
 def _stages(

@@ -8,15 +8,12 @@ import gpuload
 from gpuload.alignment import JOINS
 from gpuload.cli import text
 from gpuload.errors import ReadError
-from gpuload.plan import chunks_per_block
-from gpuload.sampling import BlockShuffle, Sequential
 
 if TYPE_CHECKING:
     import argparse
 
     from gpuload.cache import SampleStore
     from gpuload.loader import Loader
-    from gpuload.store import Store
 
 _NAMES = (
     "batch_size",
@@ -157,14 +154,6 @@ def as_dict(args: argparse.Namespace) -> dict[str, Any]:
         "target_sum": args.target_sum,
         "log1p": args.log1p,
     }
-
-
-def strategy(args: argparse.Namespace, store: Store) -> Sequential | BlockShuffle:
-    """Return the order that the settings mean for a store."""
-    if args.stream:
-        return Sequential()
-    n_chunks = chunks_per_block(args.block_size)
-    return BlockShuffle(args.block_size) if n_chunks is None else BlockShuffle(edges=store.chunk_edges(n_chunks))
 
 
 def read_names(path: str) -> list[str]:
