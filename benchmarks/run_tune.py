@@ -21,7 +21,7 @@ import gpuload
 from benchmarks import machine
 from benchmarks.measure import set_cache
 from benchmarks.run_rivals import describe_file
-from gpuload.cli import text
+from gpuload.checks import parse_nbytes
 from gpuload.formats import open_store
 from gpuload.outlook import BLOCK_SIZES
 from gpuload.tune import PREFETCHES, Bench, Wish, tune
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     set_cache(options.file, "warm")
     wish = Wish(
-        text.nbytes(options.memory),
+        parse_nbytes("memory", options.memory),
         options.label,
         options.min_entropy,
         options.batch_size,

@@ -51,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     text.add_path_arguments(parser)
     settings.add_join_argument(parser)
-    parser.add_argument(
-        "--batch-size", type=text.whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)"
-    )
+    settings.add_batch_size_argument(parser)
     parser.add_argument(
         "--max-loss",
         type=text.fraction,

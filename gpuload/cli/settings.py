@@ -37,9 +37,7 @@ _NAMES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add an option for every setting of a loader."""
     group = parser.add_argument_group("loader")
-    group.add_argument(
-        "--batch-size", type=text.whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)"
-    )
+    add_minibatch_arguments(group)
     group.add_argument(
         "--block-size",
         type=text.block_size,
@@ -66,16 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--log1p", action="store_true", help="take log(1 + x) of the values")
     group.add_argument(
-        "--output", choices=("dense", "csr"), default="dense", help="container of a minibatch (default: dense)"
-    )
-    group.add_argument(
-        "--dtype",
-        choices=("float32", "float16", "bfloat16"),
-        default="float32",
-        help="of a dense minibatch (default: float32)",
-    )
-    group.add_argument("--device", default="auto", help="cpu, cuda:0 or auto (default: auto)")
-    group.add_argument(
         "--prefetch", type=text.whole_number, default=2, metavar="N", help="fetches loading ahead (default: 2)"
     )
     group.add_argument(
@@ -98,6 +86,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("once", "always", "never"),
         default="once",
         help="when checksums are verified (default: once)",
+    )
+
+
+def add_minibatch_arguments(group: argparse._ActionsContainer) -> None:
+    """Add the options that say what a minibatch is, and where it lies."""
+    add_batch_size_argument(group)
+    group.add_argument(
+        "--output", choices=("dense", "csr"), default="dense", help="container of a minibatch (default: dense)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="float32",
+        help="of a dense minibatch (default: float32)",
+    )
+    group.add_argument("--device", default="auto", help="cpu, cuda:0 or auto (default: auto)")
+
+
+def add_batch_size_argument(group: argparse._ActionsContainer) -> None:
+    """Add the option that says how many cells a minibatch has."""
+    group.add_argument(
+        "--batch-size", type=text.whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)"
     )
 
 

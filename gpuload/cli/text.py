@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import parse_nbytes
 from gpuload.errors import ReadError
 from gpuload.plan import chunks_per_block
 
@@ -42,13 +41,13 @@ def plain(value: Any) -> Any:
     return value
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return rows under a header in columns; the first is set flush left, the others flush right."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(
-        indent
+        "  "
         + "  ".join(
             text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
@@ -56,11 +55,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], indent: str = " 
     )
 
 
-def facts(pairs: Iterable[tuple[str, str]], indent: str = "  ") -> str:
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
     """Return names and values in two columns."""
     listed = list(pairs)
     width = max(len(name) for name, _ in listed)
-    return "\n".join(f"{indent}{name.ljust(width)}  {value}".rstrip() for name, value in listed)
+    return "\n".join(f"  {name.ljust(width)}  {value}".rstrip() for name, value in listed)
 
 
 def size(nbytes: float) -> str:
@@ -232,17 +231,6 @@ def fraction(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
     return value
-
-
-def nbytes(text: str) -> int:
-    """Return an option that is a size, such as 8GiB.
-
-    Raises
-    ------
-    PlanError
-        It is none, or less than any loader takes.
-    """
-    return parse_nbytes("memory", text, least=1_000_000)
 
 
 def block_size(text: str) -> int | str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from gpuload import __version__
 from gpuload.alignment import check_join
+from gpuload.checks import parse_nbytes
 from gpuload.cli import settings, text
 from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.5
 """Part of the available memory that a loader may take, unless --memory says."""
+
+LEAST_NBYTES = 1_000_000
+"""Less memory than any loader takes."""
 
 EPILOG = """\
 Candidates that mix too little (by --label, with the labels as they lie in the file), need too much memory or promise
@@ -53,19 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="least entropy of the label in minibatches, as a part of true random order's (default: 0.98)",
     )
-    group.add_argument(
-        "--batch-size", type=text.whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)"
-    )
-    group.add_argument(
-        "--output", choices=("dense", "csr"), default="dense", help="container of a minibatch (default: dense)"
-    )
-    group.add_argument(
-        "--dtype",
-        choices=("float32", "float16", "bfloat16"),
-        default="float32",
-        help="of a dense minibatch (default: float32)",
-    )
-    group.add_argument("--device", default="auto", help="cpu, cuda:0 or auto (default: auto)")
+    settings.add_minibatch_arguments(group)
     group.add_argument(
         "--seconds", type=text.positive, default=20.0, metavar="S", help="about how long to time (default: 20)"
     )
@@ -81,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output == "csr" and args.dtype != "float32":
         raise PlanError(f"--dtype {args.dtype} with --output csr: CSR minibatches are float32; drop one.")
     wish = Wish(
-        memory_nbytes=int(MEMORY_SHARE * available_memory()) if args.memory is None else text.nbytes(args.memory),
+        memory_nbytes=int(MEMORY_SHARE * available_memory())
+        if args.memory is None
+        else parse_nbytes("memory", args.memory, least=LEAST_NBYTES),
         label=args.label,
         min_entropy=args.min_entropy,
         batch_size=args.batch_size,
