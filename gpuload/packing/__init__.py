@@ -27,7 +27,6 @@ from gpuload.tables import check_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -135,6 +134,7 @@ def pack(
     memory_nbytes = _check_settings(obs, group_by, keep_order, seed, codec, block_size, memory, num_threads)
     from gpuload.packing import job as jobs
     from gpuload.packing import workplace
+    from gpuload.packing.cluster import connect
     from gpuload.packing.matrices import Wanted, open_matrices
     from gpuload.packing.tables import chosen_columns
     from gpuload.packing.work import Work
@@ -151,7 +151,7 @@ def pack(
     with ExitStack() as stack:
         stack.enter_context(workplace.translated(target))
         columns, labels = chosen_columns(files, obs), _labels(files, layers[0], group_by)
-        client = None if scheduler is None else stack.enter_context(_connected(scheduler))
+        client = None if scheduler is None else stack.enter_context(connect(scheduler))
         stack.enter_context(workplace.at_work(folder, plan))
         wanted = Wanted(files, layers, obsm, join, codec, block_size, memory_nbytes, num_threads)
         matrices, lengths = open_matrices(wanted, folder, stack)
@@ -172,13 +172,6 @@ def pack(
         workplace.publish(folder, target)
     told(1.0)
     return packed
-
-
-def _connected(scheduler: str) -> AbstractContextManager[Any]:
-    """Return a client of a Dask scheduler, which is closed at the end of a with-block."""
-    from gpuload.packing.cluster import connect
-
-    return connect(scheduler)
 
 
 def _check_settings(

@@ -23,9 +23,9 @@ from gpuload.formats.arrays import OBSM
 from gpuload.packing import workplace
 from gpuload.packing.files import sync_folder, write_whole
 from gpuload.packing.job import Origin, cut_rows, has_offsets, plan_job, row_lengths, write_offsets, write_order
-from gpuload.packing.parts import Part, Segment, Summary, part_path, save_part
+from gpuload.packing.parts import Part, Segment, Summary, part_path, save_part, summed_up
 from gpuload.packing.passes import all_parts, each
-from gpuload.packing.rows import Judged, Reader
+from gpuload.packing.rows import Reader
 from gpuload.packing.shards import done_path, new_bucket, write_matrix_metadata, write_shards
 from gpuload.packing.tables import start_target, var_of
 from gpuload.packing.zarr_files import start_table
@@ -120,9 +120,7 @@ def _transpose(job: Job, reader: Reader) -> None:
     for _ in each(lambda number: _write_part(job, reader, number), range(job.n_slices)):
         pass
     parts = all_parts(job)
-    judged, digest = Judged(), 0
-    for part in parts:
-        judged, digest = judged.joined(part.summary.judged), (digest + part.summary.digest) % (1 << 64)
+    digest, judged = summed_up(parts)
     for _ in each(lambda number: _write_bucket(job, reader, number, parts, judged.dtype), range(job.n_buckets)):
         pass
     start_target(job.result, [job.origin.member])

@@ -18,6 +18,8 @@ from gpuload.packing.rows import Judged
 from gpuload.packing.workplace import PARTS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
     from gpuload.packing.job import Job
@@ -183,3 +185,12 @@ class PartFile:
         dtype, at, size = self._places[name]
         count = n if size else 0  # what the parts of a kind of matrix do not have is not there for any bucket
         return np.fromfile(self._path, dtype=dtype, count=count, offset=at + start * dtype.itemsize)
+
+
+def summed_up(parts: Iterable[Part | PartFile]) -> tuple[int, Judged]:
+    """Return the digest of all parts, and what their values are."""
+    digest, judged = 0, Judged()
+    for part in parts:
+        digest = (digest + part.summary.digest) % (1 << 64)
+        judged = judged.joined(part.summary.judged)
+    return digest, judged

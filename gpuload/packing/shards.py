@@ -92,16 +92,15 @@ def _shard(job: Job, name: str, number: int, elements: NDArray[Any], pool: Execu
 def write_matrix_metadata(job: Job, dtype: np.dtype[Any]) -> None:
     """Describe the matrix whose shards are there, and write its row offsets."""
     folder, codec = job.matrix, Codec(job.codec)
-    attributes = {"encoding-type": "array", "encoding-version": "0.2.0"}
     if job.kind == "dense":
         rows, per_shard = max(1, job.chunk // max(1, job.n_vars)), job.shard // job.chunk
         chunk = (rows, max(1, job.n_vars))
         shard = (rows * per_shard, max(1, job.n_vars))
-        write_sharded_metadata(folder, (job.n_obs, job.n_vars), dtype, chunk, shard, codec, attributes)
+        write_sharded_metadata(folder, (job.n_obs, job.n_vars), dtype, chunk, shard, codec)
         return
     shape = [job.n_obs, job.n_vars]
     write_group(folder, {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
     for name, of in (("data", dtype), ("indices", job.index_dtype)):
         sizes = (job.n_elements,), of, (job.chunk,), (job.shard,)
-        write_sharded_metadata(os.path.join(folder, name), *sizes, codec, attributes)
+        write_sharded_metadata(os.path.join(folder, name), *sizes, codec)
     write_array(os.path.join(folder, "indptr"), np.asarray(job.offsets))

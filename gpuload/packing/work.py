@@ -11,21 +11,23 @@ import numpy as np
 
 from gpuload.errors import CorruptDataError
 from gpuload.packing import tables
+from gpuload.packing.cluster import Cluster
 from gpuload.packing.job import cut_rows
+from gpuload.packing.parts import summed_up
 from gpuload.packing.passes import Local, all_parts
-from gpuload.packing.rows import Judged
 from gpuload.packing.shards import write_matrix_metadata
 from gpuload.packing.workplace import DONE, PARTS, clear, size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from distributed import Client
 
     from gpuload.packing.job import Job
     from gpuload.packing.matrices import Matrix
-    from gpuload.packing.parts import Part, PartFile
+    from gpuload.packing.parts import Part
     from gpuload.packing.passes import Workers
+    from gpuload.packing.rows import Judged
 
 _SHARES = (0.55, 0.25, 0.2)
 """Parts of the time that the passes take, for the progress."""
@@ -144,7 +146,7 @@ class Work:
         in_memory: dict[int, Part] | None = {} if self._fits(job) and not is_begun else None
         workers = self._workers(matrix, in_memory)
         self._count(workers.write_parts(range(job.n_slices)), job.n_slices, at, share * _SHARES[0])
-        summed = _summed(all_parts(job) if in_memory is None else in_memory.values())
+        summed = summed_up(all_parts(job) if in_memory is None else in_memory.values())
         buckets = workers.write_buckets(range(job.n_buckets), summed[1].dtype)
         self._count(buckets, job.n_buckets, at + share * _SHARES[0], share * _SHARES[1])
         if in_memory is not None:
@@ -175,8 +177,6 @@ class Work:
     def _workers(self, matrix: Matrix, in_memory: dict[int, Part] | None) -> Workers:
         if self.client is None:
             return Local(matrix.job, matrix.reader, self.num_threads, in_memory)
-        from gpuload.packing.cluster import Cluster
-
         return Cluster(matrix.job, self.client, self.num_threads)
 
     def _verify(self, matrix: Matrix, workers: Workers, digest: int, at: float) -> None:
@@ -198,12 +198,3 @@ class Work:
             results.append(result)
             self.told(min(1.0, at + share * len(results) / n))
         return results
-
-
-def _summed(parts: Iterable[Part | PartFile]) -> tuple[int, Judged]:
-    """Return the digest of all parts, and what their values are."""
-    digest, judged = 0, Judged()
-    for part in parts:
-        digest = (digest + part.summary.digest) % (1 << 64)
-        judged = judged.joined(part.summary.judged)
-    return digest, judged

@@ -129,7 +129,6 @@ def write_sharded_metadata(
     chunk_shape: Sequence[int],
     shard_shape: Sequence[int],
     codec: Codec,
-    attributes: Mapping[str, Any],
 ) -> None:
     """Describe an array whose shards are there."""
     index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
@@ -139,18 +138,11 @@ def write_sharded_metadata(
         "index_codecs": index_codecs,
         "index_location": "end",
     }
-    _write_array(
-        folder,
-        shape,
-        dtype.name,
-        0,
-        shard_shape,
-        [{"name": "sharding_indexed", "configuration": configuration}],
-        attributes,
-    )
+    sharding = [{"name": "sharding_indexed", "configuration": configuration}]
+    _describe(folder, shape, dtype.name, 0, shard_shape, sharding, _ARRAY)
 
 
-def write_array(folder: str, values: NDArray[Any], attributes: Mapping[str, Any] = _ARRAY) -> None:
+def write_array(folder: str, values: NDArray[Any]) -> None:
     """Write a 1-D array of numbers or booleans in plain chunks."""
     values = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
     codec, n = Codec("zstd"), min(TABLE_CHUNK, max(1, values.size))
@@ -161,7 +153,7 @@ def write_array(folder: str, values: NDArray[Any], attributes: Mapping[str, Any]
         chunk[: part.size] = part
         write_whole(os.path.join(folder, "c", str(number)), [codec.encode(chunk)])
     fill_value: Any = False if values.dtype.kind == "b" else 0
-    _write_array(folder, values.shape, values.dtype.name, fill_value, (n,), codec.steps(values.dtype), attributes)
+    _describe(folder, values.shape, values.dtype.name, fill_value, (n,), codec.steps(values.dtype), _ARRAY)
 
 
 def write_strings(folder: str, values: Sequence[Any] | NDArray[Any]) -> None:
@@ -177,7 +169,7 @@ def write_strings(folder: str, values: Sequence[Any] | NDArray[Any]) -> None:
         {"name": "vlen-utf8"},
         {"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}},
     ]
-    _write_array(folder, (len(values),), "string", "", (n,), codecs, _STRINGS)
+    _describe(folder, (len(values),), "string", "", (n,), codecs, _STRINGS)
 
 
 def write_column(folder: str, values: Any, where: str, cure: str = _LEAVE_OUT) -> None:
@@ -265,7 +257,7 @@ def start_table(
     write_strings(os.path.join(folder, name), index)
 
 
-def _write_array(
+def _describe(
     folder: str,
     shape: Sequence[int],
     data_type: str,
