@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 COUNTERS = (
     "read_nbytes",
@@ -28,9 +28,9 @@ COUNTERS = (
 )
 TIMERS = ("plan_s", "read_s", "decode_s", "take_s", "wait_s")
 
-_KEPT_WAITS, _KEPT_SPANS = 10_000, 1_000_000
+KEPT_WAITS, _KEPT_SPANS = 10_000, 1_000_000
 """Waits kept for percentiles, and spans of a timeline: the latest."""
-_WAITED_LITTLE = 0.05
+WAITED_LITTLE = 0.05
 """Up to this share of its time a consumer's waits are its own affair."""
 
 
@@ -91,7 +91,7 @@ class Stats:
     def __init__(self, n_cores: int | None = None) -> None:
         self._n_cores = n_cores or len(os.sched_getaffinity(0))
         self._lock = threading.Lock()
-        self._waits: deque[float] = deque(maxlen=_KEPT_WAITS)
+        self._waits: deque[float] = deque(maxlen=KEPT_WAITS)
         self._waited_s = 0.0
         self._spans: deque[Span] | None = None
         self.reset()
@@ -159,8 +159,7 @@ class Stats:
 
     def waits(self) -> dict[str, float]:
         """Return percentiles of the consumer's waits for a minibatch, in seconds; of the last 10,000."""
-        waits = sorted(self._waits.copy())
-        return {f"p{p}_s": waits[min(len(waits) - 1, len(waits) * p // 100)] if waits else 0.0 for p in (50, 95, 99)}
+        return percentiles(self._waits.copy())
 
     @staticmethod
     def verdict(totals: Mapping[str, float], seconds: float, n_cores: int) -> str:
@@ -176,7 +175,7 @@ class Stats:
             Cores that the stages could use.
         """
         share = totals["wait_s"] / seconds
-        if share <= _WAITED_LITTLE:
+        if share <= WAITED_LITTLE:
             return f"consumer-bound: it waited {share:.1%} of its time"
         # Reads over a network wait in many threads at a time: what they held up is at most what the cores did not do.
         worked = totals["decode_s"] + totals["take_s"]
@@ -207,3 +206,9 @@ class Stats:
             + ", ".join(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in self.as_dict().items())
             + ")"
         )
+
+
+def percentiles(waits: Iterable[float]) -> dict[str, float]:
+    """Return the 50th, 95th and 99th percentile of waits, in seconds; 0 where there are none."""
+    rising = sorted(waits)
+    return {f"p{p}_s": rising[min(len(rising) - 1, len(rising) * p // 100)] if rising else 0.0 for p in (50, 95, 99)}

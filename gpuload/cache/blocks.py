@@ -228,7 +228,7 @@ class BlockCache:
 
     def _fetched(self, block: RemoteObject, start: int, stop: int) -> NDArray[np.uint8]:
         body = np.frombuffer(self._blocks.get(block, start, stop), dtype=np.uint8)
-        self._store.reads.add_remote(body.size)
+        self._store.reads.add_remote()
         with self._lock:
             self.n_remote_nbytes += body.size
         return body

@@ -8,13 +8,10 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from gpuload.stats import KEPT_WAITS, WAITED_LITTLE, percentiles
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_KEPT = 10_000
-"""Waits kept for percentiles, the latest."""
-_WAITED_LITTLE = 0.05
-"""Up to this share of its time a consumer's waits are its own affair."""
 
 
 class Reads:
@@ -22,14 +19,13 @@ class Reads:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waits: deque[float] = deque(maxlen=_KEPT)
+        self._waits: deque[float] = deque(maxlen=KEPT_WAITS)
         self._began: float | None = None
         self.n_samples = 0
         self.nbytes = 0
         self.read_s = 0.0
         self.wait_s = 0.0
         self.n_from_remote = 0
-        self.from_remote_nbytes = 0
         self.peak_nbytes = 0
 
     def add(self, seconds: float, nbytes: int) -> None:
@@ -39,11 +35,10 @@ class Reads:
             self.nbytes += nbytes
             self.read_s += seconds
 
-    def add_remote(self, nbytes: int) -> None:
+    def add_remote(self) -> None:
         """Note a sample that had to be read from the remote."""
         with self._lock:
             self.n_from_remote += 1
-            self.from_remote_nbytes += nbytes
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -60,10 +55,6 @@ class Reads:
 
     def as_dict(self) -> dict[str, float]:
         """Return totals, the hit ratio, and percentiles of the waits in seconds."""
-        waits = sorted(self._waits)
-        percentiles = {
-            f"wait_p{p}_s": waits[min(len(waits) - 1, len(waits) * p // 100)] if waits else 0.0 for p in (50, 95, 99)
-        }
         return {
             "n_samples": self.n_samples,
             "read_nbytes": self.nbytes,
@@ -71,7 +62,7 @@ class Reads:
             "wait_s": self.wait_s,
             "hit_ratio": 1 - self.n_from_remote / self.n_samples if self.n_samples else 1.0,
             "peak_batches_nbytes": self.peak_nbytes,
-            **percentiles,
+            **{f"wait_{name}": seconds for name, seconds in percentiles(self._waits.copy()).items()},
         }
 
     def verdict(self, snapshot_wait_s: float) -> str:
@@ -80,7 +71,7 @@ class Reads:
             return "nothing was read yet"
         total = time.perf_counter() - self._began + snapshot_wait_s
         share = (self.wait_s + snapshot_wait_s) / total
-        if share <= _WAITED_LITTLE:
+        if share <= WAITED_LITTLE:
             return f"consumer-bound: it waited {share:.1%} of its time"
         if snapshot_wait_s > self.wait_s or 2 * self.n_from_remote > self.n_samples:
             return f"store-bound: it waited {share:.1%} of its time, most of it for the remote"

@@ -394,7 +394,7 @@ class SampleStore:
             if digest is not None:
                 digest.update(whole)
             check_digest(found, digest)
-        self.reads.add_remote(len(memoryview(whole)))
+        self.reads.add_remote()
         return whole
 
     def find_copy(self, wanted: RemoteObject) -> Sample | None:

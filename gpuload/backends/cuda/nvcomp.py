@@ -60,9 +60,6 @@ STATUSES = {
 }
 """``nvcompStatus_t``: name in the header, and what it means as a part of a sentence about a chunk."""
 
-DAMAGE = frozenset({12, 13, 15, 16, 20})
-"""Statuses that say that a chunk's bytes are wrong; the others are the device's or the caller's fault."""
-
 LIBRARIES = ("libnvcomp.so.5", "libnvcomp.so.6")
 
 _FEATURE = "decoding on a GPU"
