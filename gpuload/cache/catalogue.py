@@ -137,39 +137,22 @@ class Catalogue(Database):
                 fault = f"it has {wanted.nbytes} bytes, and the whole budget is {budget}"
                 db.execute("UPDATE keys SET fault = ? WHERE id = ?", (fault, key_id))
                 return Full(0)
-            held = db.execute("SELECT value FROM meta WHERE name = 'held_nbytes'").fetchone()[0]
-            if held + cost > budget:
-                return Full(held + cost - budget)
-            name = name_of(wanted)
-            cursor = db.execute(
-                "INSERT INTO files (key_id, etag, nbytes, cost, name, state, lease) VALUES (?, ?, ?, ?, ?, 0, ?)",
-                (key_id, wanted.etag, wanted.nbytes, cost, name, lease),
-            )
-            return File(int(cursor.lastrowid or 0), key_id, wanted, name, cost)
+            lacking = self._held_nbytes(db) + cost - budget
+            return Full(lacking) if lacking > 0 else self._insert(db, key_id, wanted, name_of(wanted), lease)
 
     def reserve_known(self, wanted: RemoteObject, lease: str, budget: int) -> File | None:
         """Reserve the bytes for an object that is at hand; None where it is here already, or there is no room."""
         with self.transaction() as db:
-            held, listing = (
-                db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()[0]
-                for name in ("held_nbytes", "listing")
-            )
-            cost = cost_of(wanted.nbytes)
-            if held + cost > budget:
+            if self._held_nbytes(db) + cost_of(wanted.nbytes) > budget:
                 return None
             db.execute(
-                "INSERT INTO keys (key, etag, nbytes, digest, place, listing) VALUES (?, ?, ?, ?, ?, ?)"
+                "INSERT INTO keys (key, etag, nbytes, digest, place, listing)"
+                " VALUES (?, ?, ?, ?, ?, (SELECT value FROM meta WHERE name = 'listing'))"
                 " ON CONFLICT (key) DO UPDATE SET etag = excluded.etag, nbytes = excluded.nbytes",
-                (wanted.key, wanted.etag, wanted.nbytes, wanted.digest, _place(wanted.key), listing),
+                (wanted.key, wanted.etag, wanted.nbytes, wanted.digest, _place(wanted.key)),
             )
             (key_id,) = db.execute("SELECT id FROM keys WHERE key = ?", (wanted.key,)).fetchone()
-            name = name_of(wanted)
-            cursor = db.execute(
-                "INSERT OR IGNORE INTO files (key_id, etag, nbytes, cost, name, state, lease)"
-                " VALUES (?, ?, ?, ?, ?, 0, ?)",
-                (key_id, wanted.etag, wanted.nbytes, cost, name, lease),
-            )
-            return File(int(cursor.lastrowid or 0), key_id, wanted, name, cost) if cursor.rowcount else None
+            return self._insert(db, key_id, wanted, name_of(wanted), lease)
 
     def publish(self, file: File, lease: str, crc: int, *, is_fetched: bool = True) -> bool:
         """Let a reserved file be seen; False where the reservation is no longer this lease's."""
@@ -477,16 +460,23 @@ class Catalogue(Database):
         """Reserve bytes for a file that is there without a row; None where it cannot be kept."""
         with self.transaction() as db:
             row = db.execute("SELECT id FROM keys WHERE key = ? AND etag = ?", (wanted.key, wanted.etag)).fetchone()
-            held = db.execute("SELECT value FROM meta WHERE name = 'held_nbytes'").fetchone()[0]
-            cost = cost_of(wanted.nbytes)
-            if row is None or held + cost > budget:
+            if row is None or self._held_nbytes(db) + cost_of(wanted.nbytes) > budget:
                 return None
-            cursor = db.execute(
-                "INSERT OR IGNORE INTO files (key_id, etag, nbytes, cost, name, state, lease)"
-                " VALUES (?, ?, ?, ?, ?, 0, ?)",
-                (row[0], wanted.etag, wanted.nbytes, cost, name, lease),
-            )
-            return File(int(cursor.lastrowid or 0), row[0], wanted, name, cost) if cursor.rowcount else None
+            return self._insert(db, row[0], wanted, name, lease)
+
+    @staticmethod
+    def _held_nbytes(db: Connection) -> int:
+        return int(db.execute("SELECT value FROM meta WHERE name = 'held_nbytes'").fetchone()[0])
+
+    @staticmethod
+    def _insert(db: Connection, key_id: int, wanted: RemoteObject, name: str, lease: str) -> File | None:
+        """Return the row of a reserved file; None where there is one of this content already."""
+        cost = cost_of(wanted.nbytes)
+        cursor = db.execute(
+            "INSERT OR IGNORE INTO files (key_id, etag, nbytes, cost, name, state, lease) VALUES (?, ?, ?, ?, ?, 0, ?)",
+            (key_id, wanted.etag, wanted.nbytes, cost, name, lease),
+        )
+        return File(int(cursor.lastrowid or 0), key_id, wanted, name, cost) if cursor.rowcount else None
 
     @staticmethod
     def _files(db: Connection, where: str, *values: Any) -> list[File]:

@@ -78,6 +78,11 @@ class Settings:
     max_failures: int = 4
     relist_s: float = 300.0
 
+    @property
+    def patience(self) -> Patience:
+        """How a busy remote is asked again."""
+        return Patience(self.tries, self.first_wait_s, self.longest_wait_s)
+
 
 class Window:
     """How many downloads may run: one more for each full window that went well, half as many where the remote is busy.
@@ -131,7 +136,7 @@ def get_patiently(
     remote: Remote,
     wanted: RemoteObject,
     span: tuple[int, int],
-    settings: Settings,
+    patience: Patience,
     ended: threading.Event,
     window: Window,
 ) -> Any:
@@ -152,7 +157,7 @@ def get_patiently(
         window.went_well()
         return piece
 
-    return Patience(settings.tries, settings.first_wait_s, settings.longest_wait_s).ask(ask, ended)
+    return patience.ask(ask, ended)
 
 
 class Fetcher:
@@ -344,7 +349,7 @@ class Fetcher:
 
     def _download(self, file: File) -> int:
         """Bring an object to the disk, under its temporary name; return its crc."""
-        wanted, size = file.wanted, self._settings.piece_nbytes
+        wanted, size, patience = file.wanted, self._settings.piece_nbytes, self._settings.patience
         with self._lock:
             if self._stop.is_set():
                 raise given_up(wanted)
@@ -352,7 +357,7 @@ class Fetcher:
         try:
             for start in range(0, wanted.nbytes, size):
                 span = start, min(wanted.nbytes, start + size)
-                piece = get_patiently(self._remote, wanted, span, self._settings, self._stop, self._window)
+                piece = get_patiently(self._remote, wanted, span, patience, self._stop, self._window)
                 download.add(piece)
                 self._touch()
             try:

@@ -21,7 +21,7 @@ from gpuload.cache.reads import Reads
 from gpuload.cache.snapshot import Snapshot, check_order_settings
 from gpuload.checks import check_choice, parse_nbytes
 from gpuload.errors import PlanError, ReadError, StoreError
-from gpuload.remote import FolderRemote, Patience, open_remote
+from gpuload.remote import FolderRemote, open_remote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -383,12 +383,11 @@ class SampleStore:
 
     def fetch_whole(self, sample: Sample) -> Any:
         """Return a sample's bytes from the remote, checked."""
-        settings = self._settings
-        patience = Patience(settings.tries, settings.first_wait_s, settings.longest_wait_s)
+        patience = self._settings.patience
         found = patience.ask(lambda: self.remote.head(sample.key), self._stop)
         if found is None or found.etag != sample.etag:
             raise no_copy(sample, self.remote.name)
-        whole = get_patiently(self.remote, found, (0, found.nbytes), self._settings, self._stop, self._window)
+        whole = get_patiently(self.remote, found, (0, found.nbytes), patience, self._stop, self._window)
         if not found.digest.startswith("md5?"):
             digest = digest_of(found)
             if digest is not None:

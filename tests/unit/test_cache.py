@@ -1160,17 +1160,17 @@ def test_patience_has_bounds() -> None:
 
     wanted, window, never = RemoteObject("a", 5, ""), Window(16), threading.Event()
     settings = Settings(0, 0, "fifo", tries=4, first_wait_s=0.001)
-    assert get_patiently(Busy(), wanted, (1, 3), settings, never, window) == b"xx"  # type: ignore[arg-type]
+    assert get_patiently(Busy(), wanted, (1, 3), settings.patience, never, window) == b"xx"  # type: ignore[arg-type]
     assert window.limit < 9  # it was halved
     with pytest.raises(ConnectionResetError):
-        get_patiently(Busy(), wanted, (1, 3), replace(settings, tries=3), never, window)  # type: ignore[arg-type]
+        get_patiently(Busy(), wanted, (1, 3), replace(settings.patience, tries=3), never, window)  # type: ignore[arg-type]
     busy = Busy()
     busy.get = lambda *_: never.set() or Busy.get(busy, *_)  # type: ignore[method-assign,assignment]
     with pytest.raises(ConnectionResetError):
-        get_patiently(busy, wanted, (1, 3), settings, never, window)  # type: ignore[arg-type]
+        get_patiently(busy, wanted, (1, 3), settings.patience, never, window)  # type: ignore[arg-type]
     assert busy.n_gets == 1  # who is to stop does not wait
     with pytest.raises(ReadError, match="waited for no more"):
-        get_patiently(busy, wanted, (1, 3), settings, never, window)  # type: ignore[arg-type]
+        get_patiently(busy, wanted, (1, 3), settings.patience, never, window)  # type: ignore[arg-type]
     assert busy.n_gets == 1
 
 
