@@ -14,7 +14,7 @@ from gpuload.errors import CorruptDataError, ReadError, StoreError
 from gpuload.layout import ArrayLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -127,6 +127,36 @@ def checked_indptr(
     if nnz != (indptr[-1], indptr[-1]):
         raise CorruptDataError(f"{where} ends at {indptr[-1]} but there are {nnz[0]} data and {nnz[1]} indices. {cure}")
     return indptr
+
+
+def csr_arrays(
+    group: Any, where: str, n_rows: int, n_vars: int, is_array: Callable[[Any], bool]
+) -> tuple[Any, Any, Any]:
+    """Return data, indices and indptr of the CSR matrix in a group, not read yet.
+
+    Raises
+    ------
+    StoreError
+        One of them is missing, is no array of one dimension, or has a type that it cannot have; or there are too many
+        genes.
+    CorruptDataError
+        indptr has another length than rows need.
+    """
+    arrays = {name: group.get(name) for name in ("data", "indices", "indptr")}
+    for name, array in arrays.items():
+        if not is_array(array):
+            raise StoreError(f"{where} lacks {name!r}; a CSR matrix has data, indices and indptr.")
+        if array.ndim != 1:
+            raise StoreError(f"{where}/{name} has {array.ndim} dimensions; expected one.")
+        if name != "data":
+            check_integers(f"{where}/{name}", array.dtype)
+    check_n_vars(where, n_vars)
+    n = arrays["indptr"].shape[0]
+    if n != n_rows + 1:
+        raise CorruptDataError(
+            f"{where}/indptr has {n} entries for {n_rows} rows; expected {n_rows + 1}. Write the file anew."
+        )
+    return arrays["data"], arrays["indices"], arrays["indptr"]
 
 
 def check_length(where: str, found: int, wanted: int, what: str) -> None:

@@ -32,9 +32,8 @@ from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import (
     as_text,
     check_dtype,
-    check_integers,
-    check_n_vars,
     checked_indptr,
+    csr_arrays,
     ends_early,
     plain_layout,
 )
@@ -225,25 +224,14 @@ def open_csr(node: h5py.Group, source: Hdf5Source, n_rows: int, n_vars: int) -> 
         A byte range lies outside the file, or indptr does not fit.
     """
     where = f"{source.name}: {node.name}"
-    for name in ("data", "indices", "indptr"):
-        if not is_array(node.get(name)):
-            raise StoreError(f"{where} lacks {name!r}; a CSR matrix has data, indices and indptr.")
-        if node[name].ndim != 1:
-            raise StoreError(f"{where}/{name} has {node[name].ndim} dimensions; expected one.")
-    for name in ("indices", "indptr"):
-        check_integers(f"{where}/{name}", node[name].dtype)
-    check_n_vars(where, n_vars)
-    data, indices = array_layout(node["data"], source), array_layout(node["indices"], source)
-    indptr = _read_indptr(node["indptr"], source, n_rows, (data.shape[0], indices.shape[0]))
+    *stored, offsets = csr_arrays(node, where, n_rows, n_vars, is_array)
+    data, indices = (array_layout(array, source) for array in stored)
+    indptr = _read_indptr(offsets, source, n_rows, (data.shape[0], indices.shape[0]))
     return CsrMatrix(indptr, data, indices, n_vars)
 
 
 def _read_indptr(stored: h5py.Dataset, source: Hdf5Source, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
     where = f"{source.name}: {stored.name}"
-    if stored.shape[0] != n_rows + 1:
-        raise CorruptDataError(
-            f"{where} has {stored.shape[0]} entries for {n_rows} rows; expected {n_rows + 1}. Write the file anew."
-        )
     if n_rows < source.index.min_rows:
         return checked_indptr(stored[()], where, n_rows, nnz)
     counts = source.index.get(stored.name)

@@ -26,7 +26,7 @@ import numpy as np
 
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line
 from gpuload.formats.addresses import as_address
-from gpuload.formats.arrays import check_integers, check_n_vars, checked_indptr
+from gpuload.formats.arrays import checked_indptr, csr_arrays
 from gpuload.formats.members import read_by_columns, read_members
 from gpuload.formats.mudata import find_modality, is_mudata, read_modality
 from gpuload.formats.mudata import obs_columns as columns_of
@@ -225,22 +225,8 @@ class _Access:
         return layout
 
     def csr(self, node: Group, n_rows: int, n_vars: int) -> CsrMatrix:
-        where, arrays = f"{self._path}: {node.name}", {}
-        for name in ("data", "indices", "indptr"):
-            array = node.get(name)
-            if not isinstance(array, Array):
-                raise StoreError(f"{where} lacks {name!r}; a CSR matrix has data, indices and indptr.")
-            if array.ndim != 1:
-                raise StoreError(f"{where}/{name} has {array.ndim} dimensions; expected one.")
-            if name != "data":
-                check_integers(f"{where}/{name}", array.dtype)
-            arrays[name] = array
-        check_n_vars(where, n_vars)
-        nnz = arrays["data"].shape[0], arrays["indices"].shape[0]
-        if arrays["indptr"].shape[0] != n_rows + 1:
-            raise CorruptDataError(
-                f"{where}/indptr has {arrays['indptr'].shape[0]} entries for {n_rows} rows; expected {n_rows + 1}. "
-                "Write the store anew."
-            )
-        indptr = checked_indptr(arrays["indptr"].read(), f"{where}/indptr", n_rows, nnz)
-        return CsrMatrix(indptr, self.layout(arrays["data"]), self.layout(arrays["indices"]), n_vars)
+        where = f"{self._path}: {node.name}"
+        data, indices, offsets = csr_arrays(node, where, n_rows, n_vars, self.is_array)
+        nnz = data.shape[0], indices.shape[0]
+        indptr = checked_indptr(offsets.read(), f"{where}/indptr", n_rows, nnz)
+        return CsrMatrix(indptr, self.layout(data), self.layout(indices), n_vars)
