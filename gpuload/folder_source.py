@@ -25,7 +25,7 @@ import numpy as np
 
 from gpuload.errors import ReadError
 from gpuload.layout import MAX_EXTENT, MAX_GAP
-from gpuload.source import read_at
+from gpuload.source import find_files, locate_byte, read_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,16 +85,13 @@ class FolderSource:
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of the file at each address, the byte in that file, and the file's size."""
-        if not self.base.size:
-            return np.zeros_like(offset), offset, np.zeros_like(offset)
-        number = np.searchsorted(self.base, offset, side="right") - 1
-        return number, offset - self.base[number], self._nbytes[number]
+        return find_files(self.base, self._nbytes, offset)
 
     def where_is(self, offset: int) -> tuple[str, int]:
         """Return the path of the file at an address, and the byte in it."""
         if not self.base.size:
             return self.name, offset
-        number, at, _ = (int(a[0]) for a in self.locate(np.array([offset], dtype=np.int64)))
+        number, at, _ = locate_byte(self, offset)
         return self._path(number), at
 
     @contextmanager
@@ -120,7 +117,7 @@ class FolderSource:
         """Fill `buffer` from an address on; return the bytes got, fewer only at the end of the file there."""
         if not self.base.size:
             return 0
-        number, at, _ = (int(a[0]) for a in self.locate(np.array([offset], dtype=np.int64)))
+        number, at, _ = locate_byte(self, offset)
         with self.hold([number]) as (descriptor,):
             return read_at(descriptor, buffer, at, self._path(number))
 

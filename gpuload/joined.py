@@ -15,7 +15,7 @@ import numpy as np
 
 from gpuload.folder_source import bases_of
 from gpuload.layout import plan_read
-from gpuload.source import FileSource
+from gpuload.source import FileSource, find_files, locate_byte
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,13 +49,12 @@ class JoinedSource:
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of the file at each address, the byte in that file, and the file's size."""
-        number = np.searchsorted(self.base, offset, side="right") - 1
-        return number, offset - self.base[number], self._nbytes[number]
+        return find_files(self.base, self._nbytes, offset)
 
     def where_is(self, offset: int) -> tuple[str, int]:
         """Return the path of the file at an address, and the byte in it."""
-        source, at = self._at(offset)
-        return source.where_is(at)
+        number, at, _ = locate_byte(self, offset)
+        return self._sources[number].where_is(at)
 
     @contextmanager
     def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
@@ -64,18 +63,14 @@ class JoinedSource:
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
         """Fill `buffer` from an address on; return the bytes got, fewer only at the end of the file there."""
-        source, at = self._at(offset)
-        return source.read_into(buffer, at)
+        number, at, _ = locate_byte(self, offset)
+        return self._sources[number].read_into(buffer, at)
 
     def check_unchanged(self) -> None:
         """Do nothing: the files are looked at one by one."""
 
     def close(self) -> None:
         """Do nothing: the files are closed one by one."""
-
-    def _at(self, offset: int) -> tuple[FileSource, int]:
-        number = int(np.searchsorted(self.base, offset, side="right")) - 1
-        return self._sources[number], offset - int(self.base[number])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

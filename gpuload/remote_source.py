@@ -26,6 +26,7 @@ import numpy as np
 
 from gpuload.errors import ReadError
 from gpuload.remote import Patience
+from gpuload.source import find_files, locate_byte
 from gpuload.threads import DaemonThreads, is_over
 
 if TYPE_CHECKING:
@@ -307,16 +308,13 @@ class RemoteSource:
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of the object at each address, the byte in it, and its size."""
-        if not self.objects:
-            return np.zeros_like(offset), offset, np.zeros_like(offset)
-        number = np.searchsorted(self.base, offset, side="right") - 1
-        return number, offset - self.base[number], self._nbytes[number]
+        return find_files(self.base, self._nbytes, offset)
 
     def where_is(self, offset: int) -> tuple[str, int]:
         """Return the address of the object there, and the byte in it."""
         if not self.objects:
             return self.name, offset
-        number, at, _ = (int(a[0]) for a in self.locate(np.array([offset], dtype=np.int64)))
+        number, at, _ = locate_byte(self, offset)
         return f"{self.remote.name}/{self.objects[number].key}", at
 
     @contextmanager
@@ -326,7 +324,7 @@ class RemoteSource:
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
         """Fill `buffer` from an address on; return the bytes got, fewer only at the end of the object there."""
-        _, at, size = (int(a[0]) for a in self.locate(np.array([offset], dtype=np.int64)))
+        _, at, size = locate_byte(self, offset)
         n = max(0, min(buffer.size, size - at))
         step = np.arange(0, n, self.max_extent, dtype=np.int64)
         self.read_many(offset + step, np.minimum(self.max_extent, n - step), step, buffer)
@@ -359,7 +357,7 @@ class RemoteSource:
     def forget(self, offset: int, nbytes: int) -> None:
         """Keep no copy of bytes that have turned out to be damaged; see `RangeReader.forget`."""
         if self.near is not None and nbytes:
-            number, at, _ = (int(a[0]) for a in self.locate(np.array([offset], dtype=np.int64)))
+            number, at, _ = locate_byte(self, offset)
             self.near.forget(self.objects[number], at, at + nbytes)
 
     def reach(self, number: int) -> Reach | None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.types import Source
+
 
 class FileSource:
     """A local file, held open by one descriptor for positional reads from any thread.
@@ -113,6 +115,22 @@ def read_at(descriptor: int, buffer: NDArray[np.uint8], offset: int, name: str) 
             break
         done += got
     return done
+
+
+def find_files(
+    base: NDArray[np.int64], nbytes: NDArray[np.int64], offset: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return what `Source.locate` does, of files with these first addresses, rising, and sizes."""
+    if not base.size:
+        return np.zeros_like(offset), offset, np.zeros_like(offset)
+    number = np.searchsorted(base, offset, side="right") - 1
+    return number, offset - base[number], nbytes[number]
+
+
+def locate_byte(source: Source, offset: int) -> tuple[int, int, int]:
+    """Return the number of the file at an offset of a source, the byte in that file, and the file's size."""
+    number, at, size = source.locate(np.array([offset], dtype=np.int64))
+    return int(number[0]), int(at[0]), int(size[0])
 
 
 class BufferSource:
