@@ -19,7 +19,6 @@ With ``fetch=True`` the store brings all blocks by itself, ahead of the loader, 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import zlib
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.cache.reading import check_limit
+from gpuload.cache.reading import read_copy
 from gpuload.errors import PlanError
 from gpuload.layout import MAX_EXTENT, MAX_GAP
 from gpuload.remote import RemoteObject
@@ -254,7 +253,7 @@ class BlockCache:
         first, stop = start // PIECE, -(-(start + out.size) // PIECE)
         head = np.empty(start - first * PIECE, dtype=np.uint8)
         tail = np.empty(min(stop * PIECE, block.nbytes) - start - out.size, dtype=np.uint8)
-        fault = _read(copy.path, [head, out, tail], first * PIECE)
+        fault = read_copy(copy.path, [head, out, tail], first * PIECE)
         if fault is None and not np.array_equal(_crcs(head, out, tail), copy.crcs[first:stop]):
             fault = f"its crc is no longer what it was, between byte {first * PIECE} and {start + out.size + tail.size}"
         if fault is not None:
@@ -267,7 +266,7 @@ class BlockCache:
         if sample is None or sample.path is None:
             return None
         whole = np.empty(block.nbytes, dtype=np.uint8)
-        fault = _read(sample.path, [whole], 0)
+        fault = read_copy(sample.path, [whole])
         if fault is None and zlib.crc32(whole.data) != sample.crc:
             fault = "its crc is not the one of its download"
         if fault is not None:
@@ -284,21 +283,6 @@ class BlockCache:
                 self._copies.pop((block.key, block.etag), None)
             self._is_full = False
         self._store.drop_copy(sample, fault)
-
-
-def _read(path: str, parts: list[NDArray[np.uint8]], start: int) -> str | None:
-    """Fill the parts, one after the other, with the bytes of a file from `start` on; return what is wrong, or None."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            got = os.preadv(fd, [part.data for part in parts if part.size], start)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        check_limit(error, path)
-        return f"it cannot be read: {error.strerror}"
-    wanted = sum(part.size for part in parts)
-    return None if got == wanted else f"it has {got} of {wanted} bytes at byte {start}"
 
 
 def _crcs(*parts: NDArray[np.uint8]) -> NDArray[np.uint32]:

@@ -189,7 +189,7 @@ class Reader:
                 "use decode='bytes' or a function where they differ."
             )
         if sample.path is not None:
-            fault = self._read_copy(sample, parts)
+            fault = read_copy(sample.path, parts) or self._checked(sample, parts)
             if fault is None:
                 return
             self._on_bad_copy(sample, fault)
@@ -199,25 +199,8 @@ class Reader:
             np.copyto(part, whole[done : done + part.size])
             done += part.size
 
-    def _read_copy(self, sample: Sample, parts: list[NDArray[np.uint8]]) -> str | None:
-        """Fill the parts from the local copy; return what is wrong with it, or None."""
-        try:
-            fd = os.open(sample.path or "", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            check_limit(error, sample.key)
-            return f"it cannot be opened: {error.strerror}"
-        try:
-            got = os.preadv(fd, [part.data for part in parts], 0)
-            done = got
-            while got and done < sample.nbytes:  # one call reads less than 2 GiB
-                got = os.preadv(fd, _rest_of(parts, done), done)
-                done += got
-        except OSError as error:
-            return f"it cannot be read: {error.strerror}"
-        finally:
-            os.close(fd)
-        if done != sample.nbytes:
-            return f"it has {done} bytes, and should have {sample.nbytes}"
+    def _checked(self, sample: Sample, parts: list[NDArray[np.uint8]]) -> str | None:
+        """Return what is wrong with the bytes of a local copy, or None; each is looked at as often as was asked for."""
         if self._verify == "never" or (self._verify == "once" and sample.file_id in self._verified):
             return None
         crc = 0
@@ -229,10 +212,27 @@ class Reader:
         return None
 
 
-def check_limit(error: OSError, name: str) -> None:
-    """Raise PlanError where no file can be opened, because too many are: that is no fault of a copy."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        raise PlanError(f"{name}: {error.strerror}; raise the limit (ulimit -n).") from error
+def read_copy(path: str, parts: list[NDArray[np.uint8]], start: int = 0) -> str | None:
+    """Fill the parts, one after the other, with the bytes of a file from `start` on; return what is wrong, or None.
+
+    Raises
+    ------
+    PlanError
+        The file cannot be opened because too many are: that is no fault of a copy.
+    """
+    wanted, done = sum(part.size for part in parts), 0
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while done < wanted and (got := os.preadv(fd, _rest_of(parts, done), start + done)):  # each below 2 GiB
+                done += got
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise PlanError(f"{path}: {error.strerror}; raise the limit (ulimit -n).") from error
+        return f"it cannot be read: {error.strerror}"
+    return None if done == wanted else f"it has {done} of {wanted} bytes at byte {start}"
 
 
 def _rest_of(parts: list[NDArray[np.uint8]], done: int) -> list[memoryview]:
