@@ -245,9 +245,7 @@ def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: st
 
     So it works at the pace of all epochs but the first, in which each chunk is verified once.
     """
-    backend = open_backend(
-        device, num_threads=num_threads, verify="never", device_memory=None, device_cache=None, io="auto"
-    )
+    backend = open_backend(device, num_threads=num_threads, verify="never")
     try:
         return Loader({"X": Table(replace(store, sources=()), form, store.var_names)}, backend, plan, prefetch)
     except BaseException:
@@ -265,7 +263,7 @@ def measure_pace(outlooks: Outlooks, threads: int, fetch_factor: int) -> Pace:
     """
     store, outlook, plan = outlooks.store, outlooks.of("chunk", fetch_factor), outlooks.plan("chunk", fetch_factor)
     form = Form("dense", "float32", store.n_vars, store.columns())
-    backend = open_backend("cpu", num_threads=threads, verify="never", device_memory=None, device_cache=None, io="auto")
+    backend = open_backend("cpu", num_threads=threads, verify="never")
     before: dict[str, float] | None = None
     start, n_cells = time.perf_counter(), 0
     with closing(backend):

@@ -23,9 +23,9 @@ def open_backend(
     *,
     num_threads: int | None,
     verify: str,
-    device_memory: int | str | None,
-    device_cache: int | str | None,
-    io: str,
+    device_memory: int | str | None = None,
+    device_cache: int | str | None = None,
+    io: str = "auto",
     n_matrices: int = 1,
 ) -> Backend:
     """Return the backend for a device.

@@ -203,7 +203,7 @@ def _chosen() -> tuple[str, str, bool]:
     try:
         from gpuload.backends import open_backend
 
-        backend = open_backend("auto", num_threads=1, verify="once", device_memory=None, device_cache=None, io="auto")
+        backend = open_backend("auto", num_threads=1, verify="once")
         backend.close()
         if backend.device == "cpu":
             return "cpu", "posix: positional reads and decoding by native threads, without HDF5's lock", True
