@@ -10,7 +10,7 @@ import torch
 
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError
 from gpuload.samples.forms import FORMATS, Forms, Span, bytes_of, load
-from gpuload.samples.sources import RemoteSource, open_source
+from gpuload.samples.sources import RemoteSamples, open_source
 from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class SampleSet:
     @property
     def is_remote(self) -> bool:
         """Whether samples come over a network, so that many have to be under way at a time."""
-        return isinstance(self._source, RemoteSource)
+        return isinstance(self._source, RemoteSamples)
 
     def __len__(self) -> int:
         """Samples."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gpuload.remote import Remote
 
 
-class FolderSource:
+class FolderSamples:
     """Files of a folder, read whole."""
 
     def __init__(self, folder: str) -> None:
@@ -40,7 +40,7 @@ class FolderSource:
         return data
 
 
-class RemoteSource:
+class RemoteSamples:
     """Objects of a remote, read whole, with patience."""
 
     def __init__(self, remote: Remote) -> None:
@@ -61,12 +61,12 @@ class RemoteSource:
         return self._remote.get(found, 0, found.nbytes)
 
 
-def open_source(source: Remote | str | os.PathLike[str]) -> FolderSource | RemoteSource:
+def open_source(source: Remote | str | os.PathLike[str]) -> FolderSamples | RemoteSamples:
     """Return the source at an address, in a folder, or over a remote."""
     if not isinstance(source, (str, os.PathLike)):
-        return RemoteSource(source)
+        return RemoteSamples(source)
     if "://" in os.fspath(source):
-        return RemoteSource(open_remote(source))
+        return RemoteSamples(open_remote(source))
     if not os.path.isdir(source):
         raise ReadError(f"{os.fspath(source)}: no such folder. Check the path.")
-    return FolderSource(os.fspath(source))
+    return FolderSamples(os.fspath(source))
