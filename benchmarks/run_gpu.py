@@ -217,10 +217,10 @@ def annbatch(options: Options) -> dict[str, Any]:
     import torch
     import zarr
 
-    from benchmarks.rivals.annbatch_store import _load_backed, _store_path, prepare
+    from benchmarks.rivals.annbatch_store import load_backed, prepare, store_path
 
     job: Any = SimpleNamespace(path=options.file, work_dir=options.file.parent)
-    prepared, store = prepare(job), _store_path(job)
+    prepared, store = prepare(job), store_path(job)
     resident = options.batch_size * options.fetch_factor
     loaded = package.Loader(
         batch_size=options.batch_size,
@@ -229,7 +229,7 @@ def annbatch(options: Options) -> dict[str, Any]:
         shuffle=True,
         preload_to_gpu=True,
         to="torch",
-    ).use_collection(package.DatasetCollection(zarr.open(store, mode="r")), load_adata=_load_backed)
+    ).use_collection(package.DatasetCollection(zarr.open(store, mode="r")), load_adata=load_backed)
     start, n = 0.0, 0
     for i, batch in enumerate(loaded):
         if i == options.fetch_factor:

@@ -119,8 +119,8 @@ def planning(n_groups: int) -> dict[str, Any]:
 
     files = [_made_up(k) for k in range(-(-n_groups // GROUPS_PER_FILE))]
     before, start = machine.peak_mib(), time.perf_counter()
-    source = parquet_cells._Files(files)
-    matrices = tuple(parquet_cells._matrix(f, source, k, FIRST, N_VARS) for k, f in enumerate(files))
+    source = parquet_cells.Files(files)
+    matrices = tuple(parquet_cells.matrix_of(f, source, k, FIRST, N_VARS) for k, f in enumerate(files))
     names = np.array([""] * N_VARS, dtype=object)
     store = Store(matrices, tuple(f.path for f in files), names, {}, (source,))
     found: dict[str, Any] = {"cells": store.n_obs, "build_s": time.perf_counter() - start}

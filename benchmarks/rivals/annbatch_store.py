@@ -32,7 +32,7 @@ zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
 
 def prepare(job: Job) -> dict[str, Any]:
     """Convert and shuffle a file with annbatch's defaults, once; return the seconds and bytes that it took."""
-    store = _store_path(job)
+    store = store_path(job)
     record = store.with_suffix(".json")
     if record.exists():
         taken: dict[str, Any] = json.loads(record.read_text())
@@ -49,7 +49,7 @@ def prepare(job: Job) -> dict[str, Any]:
 
 def stored(job: Job) -> list[Path]:
     """Return the files that are read."""
-    return [part for part in _store_path(job).rglob("*") if part.is_file()]
+    return [part for part in store_path(job).rglob("*") if part.is_file()]
 
 
 def start(job: Job) -> AnnbatchLoading:
@@ -64,12 +64,12 @@ def start(job: Job) -> AnnbatchLoading:
         to=None,
         rng=np.random.default_rng(job.seed),
     )
-    collection = DatasetCollection(zarr.open(_store_path(job), mode="r"))
-    loader = loader.use_collection(collection, load_adata=_load_backed)
+    collection = DatasetCollection(zarr.open(store_path(job), mode="r"))
+    loader = loader.use_collection(collection, load_adata=load_backed)
     return AnnbatchLoading(loader, settings["output"], is_log1p=settings.get("log1p", False))
 
 
-def _store_path(job: Job) -> Path:
+def store_path(job: Job) -> Path:
     return job.work_dir / f"{job.path.stem}-annbatch.zarr"
 
 
@@ -82,7 +82,7 @@ def _load_numbered(path: Path) -> anndata.AnnData:
     return adata
 
 
-def _load_backed(group: zarr.Group) -> anndata.AnnData:
+def load_backed(group: zarr.Group) -> anndata.AnnData:
     """Open a part of the store for loading: X on disk, the label's codes and the row numbers in memory."""
     obs = anndata.io.read_elem(group["obs"])
     return anndata.AnnData(

@@ -108,7 +108,7 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store
         sources, places = _sources(files)
         for source in sources:
             on_error.callback(source.close)
-        matrices = tuple(_matrix(file, *place, first, n_vars) for file, place in zip(files, places, strict=True))
+        matrices = tuple(matrix_of(file, *place, first, n_vars) for file, place in zip(files, places, strict=True))
         on_error.pop_all()
     return Store(matrices, tuple(paths), var_names, columns, sources, None if genes is None else genes[2])
 
@@ -119,7 +119,7 @@ def obs_columns(path: str) -> list[str]:
         return table.flat()
 
 
-class _Files(FolderSource):
+class Files(FolderSource):
     """Files at any paths as one row of bytes."""
 
     def __init__(self, files: Sequence[Cells]) -> None:
@@ -131,7 +131,7 @@ class _Files(FolderSource):
         return self._names[number]
 
 
-_Source = _Files | RemoteSource
+_Source = Files | RemoteSource
 
 
 def _sources(files: Sequence[Cells]) -> tuple[tuple[_Source, ...], list[tuple[_Source, int]]]:
@@ -145,7 +145,7 @@ def _sources(files: Sequence[Cells]) -> tuple[tuple[_Source, ...], list[tuple[_S
         together.setdefault("" if address is None else address.remote.name, []).append(number)
     places: dict[int, tuple[_Source, int]] = {}
     for name, numbers in together.items():
-        source = _Files([files[k] for k in numbers]) if not name else _objects(name, [files[k].path for k in numbers])
+        source = Files([files[k] for k in numbers]) if not name else _objects(name, [files[k].path for k in numbers])
         places |= {number: (source, k) for k, number in enumerate(numbers)}
     return tuple(dict.fromkeys(source for source, _ in places.values())), [places[k] for k in range(len(files))]
 
@@ -155,7 +155,7 @@ def _objects(name: str, paths: Sequence[str]) -> RemoteSource:
     return RemoteSource(paths[0] if len(paths) == 1 else name, addresses[0].remote, [a.object() for a in addresses])
 
 
-def _matrix(file: Cells, source: _Source, number: int, first: int, n_vars: int) -> CsrMatrix:
+def matrix_of(file: Cells, source: _Source, number: int, first: int, n_vars: int) -> CsrMatrix:
     """Return the matrix of one file."""
     lengths = file.lengths.astype(np.int64)
     indptr = indptr_of(lengths - (lengths > 0) if file.has_leader else lengths)
