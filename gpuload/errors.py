@@ -15,6 +15,11 @@ one sentence: which argument or file, what was found, what is allowed, what to d
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 class GpuloadError(Exception):
     """Base of every error that gpuload raises on purpose."""
@@ -57,3 +62,9 @@ class MissingDependencyError(GpuloadError, ImportError):
 def first_line(error: BaseException) -> str:
     """Return what an error says, or what it is, as a part of a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def listing(names: Sequence[str], at_most: int = 30, none: str = "no columns") -> str:
+    """Return names as a part of a sentence."""
+    shown = ", ".join(map(repr, names[:at_most])) or none
+    return shown if len(names) <= at_most else f"{shown} and {len(names) - at_most} more"

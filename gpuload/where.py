@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, listing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -306,7 +306,7 @@ class _Compiler:
         known = None if column.categories is None or kind != "text" else [str(c) for c in column.categories]
         if known is not None and value not in known:
             near = get_close_matches(value, known, 1)
-            guess = f"did you mean {near[0]!r}?" if near else f"it has {_listing(known)}."
+            guess = f"did you mean {near[0]!r}?" if near else f"it has {listing(known, 20, 'no categories')}."
             raise PlanError(f"{where}, but not {value!r}; {guess}")
 
     @staticmethod
@@ -345,8 +345,3 @@ def _kind(column: Column) -> str:
     if kinds and all(issubclass(k, bool | np.bool_) for k in kinds):
         return "booleans"
     return "numbers" if kinds and all(issubclass(k, int | float | np.number) for k in kinds) else "text"
-
-
-def _listing(names: Sequence[str], at_most: int = 20) -> str:
-    shown = ", ".join(repr(n) for n in names[:at_most]) or "no categories"
-    return shown if len(names) <= at_most else f"{shown} and {len(names) - at_most} more"

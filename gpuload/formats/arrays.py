@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import CorruptDataError, ReadError, StoreError
+from gpuload.errors import CorruptDataError, ReadError, StoreError, listing
 from gpuload.layout import ArrayLayout
 
 if TYPE_CHECKING:
@@ -214,9 +214,3 @@ def no_column(where: str, name: str, names: Sequence[str]) -> StoreError:
     near = get_close_matches(name, names, 1)
     guess = f"did you mean {near[0]!r}? It has" if near else "it has"
     return StoreError(f"{where}: obs has no column {name!r}; {guess} {listing(names)}.")
-
-
-def listing(names: Sequence[str], at_most: int = 30) -> str:
-    """Return names as a part of a sentence."""
-    shown = ", ".join(repr(n) for n in names[:at_most]) if names else "no columns"
-    return shown if len(names) <= at_most else f"{shown} and {len(names) - at_most} more"

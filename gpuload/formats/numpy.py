@@ -29,13 +29,12 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line
+from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line, listing
 from gpuload.formats.arrays import (
     check_integers,
     check_n_vars,
     check_plain_matrix,
     checked_indptr,
-    listing,
     numbered,
     plain_layout,
 )

@@ -19,8 +19,8 @@ from gpuload.backends import codecs, parquet
 from gpuload.backends.native import parquet_pages
 from gpuload.backends.native.parquet import LEADER
 from gpuload.backends.reading import short_read
-from gpuload.errors import CorruptDataError, StoreError
-from gpuload.formats.arrays import RESTORE, listing
+from gpuload.errors import CorruptDataError, StoreError, listing
+from gpuload.formats.arrays import RESTORE
 from gpuload.formats.index import Index
 from gpuload.formats.parquet import Table, source_of
 from gpuload.formats.parquet_rows import about, damaged, row_lengths, spec_of

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpuload.errors import BusyError, ReadError, StoreError
+from gpuload.errors import BusyError, ReadError, StoreError, listing
 from gpuload.formats.addresses import as_address
-from gpuload.formats.arrays import as_strings, check_n_vars, listing, numbered
+from gpuload.formats.arrays import as_strings, check_n_vars, numbered
 from gpuload.formats.parquet import opened
 
 if TYPE_CHECKING:
