@@ -1,10 +1,11 @@
-"""Where a number comes from: commit, versions, machine, and the memory and processor time of this process.
+"""Where a number comes from: commit, versions, machine, memory and processor time of this process; and its record.
 
 Standard library only, but for what is asked of a GPU, and Linux: everything is read from /proc.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 MIB = 1 << 20
 
@@ -78,6 +79,13 @@ def origin(packages: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def add_records(path: Path | None, records: Iterable[Mapping[str, Any]]) -> None:
+    """Add records to a file, each as a line of JSON; None is a file that nobody asked for."""
+    if path is not None:
+        with path.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+
 def resident_mib() -> float:
     """Return the memory that this process and its children hold now."""
     return sum(_status_kib(path, "VmRSS") for path in _status_files()) / 1024
@@ -103,7 +111,7 @@ def reset_peak() -> bool:
 def cpu_s() -> float:
     """Return the processor time of this process, its threads and its children that live."""
     own = resource.getrusage(resource.RUSAGE_SELF)
-    return own.ru_utime + own.ru_stime + sum(_cpu_s_of(pid) for pid in _children())
+    return own.ru_utime + own.ru_stime + sum(cpu_s_of(pid) for pid in _children())
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -138,7 +146,8 @@ def _status_kib(path: Path, name: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
-def _cpu_s_of(pid: int) -> float:
+def cpu_s_of(pid: int) -> float:
+    """Return the processor seconds that a process has taken so far; 0 where it is gone."""
     try:
         # The name in parentheses may hold spaces, so count fields after it: utime and stime are the 12th and 13th.
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

@@ -121,8 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         settings = ("--out", str(folder), "--fresh", *COMMON, *PARTS[part], *options.options)
         print(f"{part}\n{run_program(str(screen), *make, *settings)}", flush=True)
         if options.out:
-            with options.out.open("a") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records_of(part, folder))
+            machine.add_records(options.out, records_of(part, folder))
             if part == "linear":
                 shutil.copyfile(folder / "classify.png", options.out.with_suffix(".png"))
     print(f"{time.perf_counter() - start:.0f} s in all")

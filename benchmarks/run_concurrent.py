@@ -100,24 +100,18 @@ def measure(arm: Arm, folder: Path, server: Running, batch_size: int, batches: i
     command += ["--workers", str(arm.workers), "--in-flight", str(arm.in_flight)]
     command += ["--batches", str(n), "--warm-up", str(warm_up), *(TRAINING if arm.train else [])]
     environment = {**os.environ, **CREDENTIALS, "AWS_ENDPOINT_URL": server.url, "PYTHONPATH": python_path()}
-    n_before, worked_s = n_gets(server), server_cpu_s(server)
+    n_before, worked_s = n_gets(server), machine.cpu_s_of(server.pid)
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{arm.name}: {done.stderr[-2000:]}")
     n_served = n_gets(server) - n_before
-    served_s = (server_cpu_s(server) - worked_s) / n_served if n_served > batch_size else None
+    served_s = (machine.cpu_s_of(server.pid) - worked_s) / n_served if n_served > batch_size else None
     return {"n_batches": n, **json.loads(done.stdout.splitlines()[-1]), "server_cpu_s_per_picture": served_s}
 
 
 def n_gets(server: Running) -> int:
     """Return how many objects were read so far."""
     return sum(n for kind, n in server.counts().items() if kind.startswith("GET"))
-
-
-def server_cpu_s(server: Running) -> float:
-    """Return the processor seconds that the server has taken so far."""
-    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -232,9 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
                     "load": os.getloadavg()[0],
                 }
                 records.append(record)
-                if options.out:
-                    with options.out.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
+                machine.add_records(options.out, [record])
     if options.plot and records:
         plot(records, options.plot)
     return 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import pickle
 import runpy
@@ -229,8 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "calls": n_calls,
                 "held_share": share,
             }
-            with options.out.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            machine.add_records(options.out, [record])
     return 0
 
 

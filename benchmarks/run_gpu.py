@@ -406,8 +406,7 @@ def main(arguments: list[str] | None = None) -> int:
                 arms.remove(name)  # it would cost the others' time once more
             n_measured += "error" not in found
             record = {**origin, "time": datetime.now(UTC).isoformat(), "arm": name, "round": number, **found}
-            with chosen.out.open("a") as out:
-                out.write(json.dumps(record) + "\n")
+            machine.add_records(chosen.out, [record])
             print(f"round {number}  {name:24s}  {_say(found)}", flush=True)
     return 0 if n_measured else 1
 

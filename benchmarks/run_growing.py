@@ -89,9 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
                 about = {"arm": name, "round": number, "budget": options.budget, "n_samples": options.samples}
                 about["sample_nbytes"] = options.sample_bytes
                 record = {**about, **found, **machine.origin(PACKAGES), "load": os.getloadavg()[0]}
-                if options.out:
-                    with options.out.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
+                machine.add_records(options.out, [record])
     return 0
 
 

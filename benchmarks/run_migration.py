@@ -134,9 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
                 record |= {"cells": options.cells, "genes": options.genes} if "cells_per_s" in record else {}
                 figures = {k: round(v) for k, v in record.items() if k.endswith("_per_s")}
                 print(number, arm, figures, flush=True)
-                if options.out:
-                    with options.out.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
+                machine.add_records(options.out, [record])
     return 0
 
 

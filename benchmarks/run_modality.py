@@ -172,9 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{record['regression_s']:5.1f} s; at most {record['peak_mib']:,.0f} MiB; RMSE {record['rmse']:.4f}",
                 flush=True,
             )
-            if options.out:
-                with options.out.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
+            machine.add_records(options.out, [record])
             if not number:
                 first_round.append(record)
     if options.out:

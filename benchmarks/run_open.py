@@ -111,9 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{counted[0]['metadata_nbytes_per_cell']:.2f} bytes a cell held",
             flush=True,
         )
-        if options.out:
-            with options.out.open("a") as file:
-                file.writelines(json.dumps(record) + "\n" for record in counted)
+        machine.add_records(options.out, counted)
     return 0
 
 

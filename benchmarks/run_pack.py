@@ -198,8 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
             "turns": turns,
             "ratio": ratio,
         }
-        with options.out.open("a") as out:
-            out.write(json.dumps(record) + "\n")
+        machine.add_records(options.out, [record])
     return 0 if ratio >= WANTED else 1
 
 

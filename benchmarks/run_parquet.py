@@ -179,9 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     for record in records:
         if record["case"] != "decode":
             print(json.dumps(record))
-    if options.out:
-        with options.out.open("a") as out:
-            out.writelines(json.dumps({**record, **origin}) + "\n" for record in records)
+    machine.add_records(options.out, ({**record, **origin} for record in records))
     return 0
 
 

@@ -287,9 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
                 }
                 records.append(record)
                 print(f"{arm} {case}: {found['us_per_cell']:.3f} us, {found['bytes_per_cell']:.1f} B", file=sys.stderr)
-                if options.out:
-                    with options.out.open("a") as out:
-                        out.write(json.dumps(record) + "\n")
+                machine.add_records(options.out, [record])
     print(table(records))
     return 0
 

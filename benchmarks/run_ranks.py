@@ -141,8 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.out:
                 arm = {"name": name, "world_size": arms[name]["world_size"], "num_threads": arms[name]["num_threads"]}
                 about = {"arm": {**arm, **sizes}, "round": number, "time": datetime.now(UTC).isoformat()}
-                with options.out.open("a") as out:
-                    out.write(json.dumps({**origin, **about, **figures}) + "\n")
+                machine.add_records(options.out, [{**origin, **about, **figures}])
     one, two = (median(speeds[name]) for name in arms)
     print(f"medians: one rank {one:,.0f} cells/s, two ranks {two:,.0f} cells/s, two over one {two / one:.3f}")
     return 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import resource
 import runpy
 import tempfile
@@ -160,9 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
                 found = measure(epoch, wanted, options.seconds)
             print(f"{name:32s} {found['bytes_per_s'] / 1e6:6.0f} MB/s, {found['cpu_s_per_gb']:.2f} processor s/GB")
             about = {"arm": name, "round": number, "sample_nbytes": options.sample_bytes, **found}
-            if options.out:
-                with options.out.open("a") as file:
-                    file.write(json.dumps({**about, **machine.origin(PACKAGES)}) + "\n")
+            machine.add_records(options.out, [{**about, **machine.origin(PACKAGES)}])
     return 0
 
 

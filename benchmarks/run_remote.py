@@ -11,7 +11,6 @@ are compared with those of the local file.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -127,9 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{median['epoch2_cells_per_s']:8,.0f} cells/s ({median['epoch2_requests']:.0f})",
             flush=True,
         )
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(json.dumps({"arm": arm, **record_of, **median, "repeats": results[arm]}) + "\n")
+        machine.add_records(options.out, [{"arm": arm, **record_of, **median, "repeats": results[arm]}])
     return 0
 
 

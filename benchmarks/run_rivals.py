@@ -68,8 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         shift = number * len(runnable) // max(options.rounds, 1)
         for arm in runnable[shift:] + runnable[:shift]:
             record = {**origin, "round": number, "time": datetime.now(UTC).isoformat(), **_run(arm, number, options)}
-            with options.out.open("a") as out:
-                out.write(json.dumps(record) + "\n")
+            machine.add_records(options.out, [record])
             records.append(record)
             print(_line(number, arm, record), flush=True)
     print(table(records), goals(records), sep="\n\n")

@@ -8,7 +8,6 @@ Page cache warm, one thread, one process. Each line of the results is one stage.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -57,8 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
             **machine.origin(PACKAGES),
             "file": describe_file(options.file),
         }
-        with options.out.open("a") as out:
-            out.writelines(json.dumps({**origin, **asdict(rate), "fraction": rate.fraction}) + "\n" for rate in rates)
+        machine.add_records(options.out, ({**origin, **asdict(rate), "fraction": rate.fraction} for rate in rates))
     return 0
 
 

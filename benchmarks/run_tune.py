@@ -10,7 +10,6 @@ alternate, the advised one among them. The best turn of each counts: what else r
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from contextlib import closing
 from itertools import product
@@ -128,8 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
             "fraction_of_best": fraction,
             "sweep": rows,
         }
-        with options.out.open("a") as out:
-            out.write(json.dumps(record) + "\n")
+        machine.add_records(options.out, [record])
     return 0 if fraction >= WANTED else 1
 
 
