@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-_LOOK_S = 0.1
+LOOK_S = 0.1
 """Time after which who waits looks whether there is still a reason to."""
 
 
@@ -95,7 +95,7 @@ def _ends_within(seconds: float, ended: threading.Event | None) -> bool:
         left = until - time.monotonic()
         if left <= 0:
             return False
-        time.sleep(min(left, _LOOK_S))
+        time.sleep(min(left, LOOK_S))
     return True
 
 

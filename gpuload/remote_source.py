@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import numpy as np
 
 from gpuload.errors import ReadError
-from gpuload.remote import Patience
+from gpuload.remote import LOOK_S, Patience
 from gpuload.source import find_files, locate_byte
 from gpuload.threads import DaemonThreads, is_over
 
@@ -48,8 +48,6 @@ bring 128 KB; and an object store gives its best from some MB a request on."""
 _SLOW = 4.0
 """What takes so many times as long as usual is asked for a second time."""
 _LEAST_SLOW_S = 0.1
-_LOOK_S = 0.1
-"""Time after which who waits looks whether there is still a reason to."""
 _LEAST_ANSWERS = 20
 """Answers before it is known what is usual."""
 _SECOND_SHARE = 0.05
@@ -153,7 +151,7 @@ class Requests:
                 self._send(errand, piece)
             while n_left:
                 try:
-                    wait_s = min(_LOOK_S, max(0.001, look_at - time.monotonic()))
+                    wait_s = min(LOOK_S, max(0.001, look_at - time.monotonic()))
                     n_left -= self._take(*errand.answers.get(timeout=wait_s))
                 except Empty:
                     pass

@@ -6,8 +6,8 @@
                 for batch in snapshot.batches(64):
                     train(torch.from_numpy(batch.data))
 
-The parts, each knowing only those above it: `order` (pure), `leases`, `catalogue` (rows), `files` (disk), `fetch`,
-`process`, `reading`, `snapshot`, `store`, `blocks`.
+The parts, each knowing only those above it: `order` (pure), `leases`, `database`, `catalogue` (rows), `files` (disk),
+`fetch`, `process`, `reading`, `reads` (totals), `snapshot`, `store`, `blocks`.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Estimator:
         """Return the matrix to go through; where `is_fitted`, of the width that was fitted."""
         if is_fitted and not hasattr(self, "n_features_in_"):
             raise _not_fitted(type(self).__name__)
-        passes = Passes(X, engine, of_bits=of_bits)
+        passes = Passes(X, engine, of_bits)
         if is_fitted and passes.n_columns != self.n_features_in_:
             raise PlanError(
                 f"X has {passes.n_columns} features, but {type(self).__name__} is expecting {self.n_features_in_} "

@@ -32,8 +32,6 @@ class Passes:
         A `Loader` gives its own minibatches (dense or CSR), each pass one epoch; it must hand over every row.
     engine
         What works on them.
-    name
-        What errors call it.
     of_bits
         Makes numbers of a loader's bfloat16 bits; see `Engine.of_bits`.
 
@@ -45,28 +43,25 @@ class Passes:
         Whether its values have no more precision than that.
     """
 
-    def __init__(
-        self, X: Any, engine: Engine, name: str = "X", of_bits: Callable[[Any], Any] = float32_of_bits
-    ) -> None:
+    def __init__(self, X: Any, engine: Engine, of_bits: Callable[[Any], Any] = float32_of_bits) -> None:
         self._X: Any
         self._engine = engine
-        self._name = name
         self._of_bits = of_bits
         self.is_bfloat16 = isinstance(X, Loader) and X.dtype == "bfloat16"
         if isinstance(X, Loader):
             self.n_rows, self.n_columns = X.n_obs, X.n_vars
             if len(X) * X.batch_size < X.n_obs:
-                raise PlanError(f"{name}: its loader leaves the last rows out; open it with drop_last=False.")
+                raise PlanError("X: its loader leaves the last rows out; open it with drop_last=False.")
             self._X = X
             return
         if not hasattr(X, "shape") or not hasattr(X, "dtype"):
             X = np.asarray(X)
         shape = X.shape
         if getattr(X.dtype, "kind", "f") == "c":
-            raise PlanError(f"{name}: Complex data not supported; give real numbers.")
+            raise PlanError("X: Complex data not supported; give real numbers.")
         if len(shape) != 2:
             raise PlanError(
-                f"{name} has {len(shape)} dimensions; expected a matrix of cells x features, or a Loader. Reshape your "
+                f"X has {len(shape)} dimensions; expected a matrix of cells x features, or a Loader. Reshape your "
                 "data: X.reshape(1, -1) makes one row, X.reshape(-1, 1) one column."
             )
         self.n_rows, self.n_columns = shape
@@ -86,7 +81,7 @@ class Passes:
         """
         for rows, part in self._parts(share):
             if isinstance(part, np.ndarray) and part.dtype.kind not in "biu" and not _is_finite(part):
-                raise PlanError(f"{self._name} holds NaN or infinity; remove or fill them first.")
+                raise PlanError("X holds NaN or infinity; remove or fill them first.")
             yield rows, part
 
     def _parts(self, share: float) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
