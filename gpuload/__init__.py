@@ -10,7 +10,6 @@ Importing this package imports NumPy and nothing else that is optional or slow.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -58,6 +57,7 @@ from gpuload.types import Batch, Transform
 from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
@@ -349,25 +349,17 @@ def open_loader(
 
 def _check_memory(stores: Sequence[Store], batch_size: int, fetch_factor: int, prefetch: int) -> None:
     """Refuse fetches that this machine cannot hold; being killed in the middle of an epoch explains nothing."""
+    from gpuload.formats.arrays import memory_nbytes
+
     n_rows, n_held = min(batch_size * fetch_factor, stores[0].n_obs), prefetch + 1
     wanted = int(n_rows * n_held * sum(store.nbytes_per_row for store in stores))
-    there = _memory_nbytes()
+    there = memory_nbytes()
     if wanted > there:
         raise PlanError(
             f"fetch_factor={fetch_factor}: {n_held} fetches of {n_rows} cells take {wanted / 1e9:.1f} GB but "
             f"this machine has {there / 1e9:.1f} GB; "
             f"use fetch_factor={max(1, fetch_factor * there // (2 * wanted))} or less."
         )
-
-
-def _memory_nbytes() -> int:
-    """Return the memory of this machine, or of the container where that has less."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit:
-            return min(there, int(limit.read()))
-    except (OSError, ValueError):  # no control group, or no limit: "max"
-        return there
 
 
 def _check_dtype(dtype: Any, output: str) -> str:

@@ -5,6 +5,7 @@ Knows no file format and no library but NumPy.
 
 from __future__ import annotations
 
+import os
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +164,16 @@ def check_length(where: str, found: int, wanted: int, what: str) -> None:
     """Raise CorruptDataError where names or a column do not fit the matrix."""
     if found != wanted:
         raise CorruptDataError(f"{where} has {found} entries but the matrix has {wanted} {what}; write the file anew.")
+
+
+def memory_nbytes() -> int:
+    """Return the memory of this machine, or of the container where that has less."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit:
+            return min(there, int(limit.read()))
+    except (OSError, ValueError):  # no control group, or no limit: "max"
+        return there
 
 
 def numbered(n_vars: int) -> NDArray[np.object_]:

@@ -19,7 +19,6 @@ References
 from __future__ import annotations
 
 import logging
-import os
 import zipfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from gpuload.formats.arrays import (
     check_n_vars,
     check_plain_matrix,
     checked_indptr,
+    memory_nbytes,
     numbered,
     plain_layout,
 )
@@ -191,7 +191,7 @@ def _info(archive: zipfile.ZipFile, name: str, path: str) -> zipfile.ZipInfo:
 
 def _inflate(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
     info = _info(archive, name, path)
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = memory_nbytes()
     if info.file_size > there // 2:
         raise StoreError(
             f"{path}: {name} is deflated and takes {info.file_size / 1e9:.1f} GB of memory, of which this machine "
