@@ -285,6 +285,9 @@ def open_loader(
     check_choice("uneven", uneven, ("drop", "pad"))
     rank, world_size = rank_and_world_size(rank, world_size)
     sampler = None if sampler is None else as_sampler(sampler)
+    for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
+        if not isinstance(value, (bool, np.bool_)):
+            raise PlanError(f"{name}={value!r}: expected True or False.")
     _check_sampler(sampler, shuffle)
     block_size = _block_size(sampler, block_size)
     check_choice("output", output, ("dense", "csr"))

@@ -55,22 +55,22 @@ def read_error(
     )
 
 
+_OR_NONE = ", or read without any: storage_options={'anonymous': True}, or AWS_SKIP_SIGNATURE=true for the commands"
+
+
 def _access_error(error: Exception, kinds: Any, remote: str, place: str, *, is_listing: bool) -> ReadError | None:
     """Return the error of a bucket that is not there or not open to us; None where it is of another kind."""
     text = str(error)
     status = _status_of(text)
     if any(address in text for address in _CREDENTIALS_OF_MACHINE) and not _may_pass(status):
         return ReadError(
-            f"{place}: there are no credentials, and this machine has no role that gives some; set them, or say "
-            "anonymous=True."
+            f"{place}: there are no credentials, and this machine has no role that gives some; set them{_OR_NONE}."
         )
     if any(code in text for code in _NO_BUCKET) or (status == 404 and is_listing):
         bucket = remote.split("/")[2]
         return ReadError(f"{place}: there is no bucket {bucket!r}; check its name, the region and the endpoint.")
     if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)) or status in (401, 403):
-        return ReadError(
-            f"{place}: access was denied ({_reason_of(text)}); check the credentials, or say anonymous=True."
-        )
+        return ReadError(f"{place}: access was denied ({_reason_of(text)}); check the credentials{_OR_NONE}.")
     return None
 
 

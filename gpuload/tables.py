@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, listing
 from gpuload.types import Form, Transform
 
 if TYPE_CHECKING:
@@ -169,8 +169,8 @@ def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
     unknown = [n for n in names if n not in place]
     if unknown:
         raise PlanError(
-            f"genes: {unknown[0]!r} is not a gene of {store.paths[0]} ({len(unknown)} of {len(names)} are not); see "
-            "loader.var_names."
+            f"genes: {unknown[0]!r} is not a gene of {store.paths[0]} ({len(unknown)} of {len(names)} are not), whose "
+            f"genes are {listing(store.var_names.tolist(), 3)}; choose by such names, or by a mask over all of them."
         )
     unclear = [n for n in names if n in repeated]
     if unclear:

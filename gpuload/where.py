@@ -193,6 +193,8 @@ def _literal(node: ast.expr, where: Where) -> Any:
     inner = node
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         sign, inner = -1 if isinstance(node.op, ast.USub) else 1, node.operand
+    if isinstance(inner, ast.Call) and ast.unparse(inner.func).startswith("np.") and len(inner.args) == 1:
+        return _literal(inner.args[0], where)  # as NumPy prints its own: np.str_('T cell')
     if isinstance(inner, ast.Constant) and isinstance(inner.value, bool | int | float | str):
         if sign == 1 and inner is node:
             return inner.value

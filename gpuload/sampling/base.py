@@ -110,6 +110,15 @@ class Cells:
             codes, names = _joint(codes, names, *self._coded(column))
         return Classes(codes, names)
 
+    def classes_by(self, sampler: str, column: Any) -> Classes:
+        """Return the class of each cell by what a sampler was given: names of columns, or a label per cell."""
+        if not hasattr(column, "dtype"):
+            return self.classes(*names_in(sampler, column))
+        codes, names = _labels(column)
+        if codes.size != self.n_store_rows:
+            raise PlanError(f"{sampler}: {codes.size} labels for {self.n_store_rows} cells; give one per cell.")
+        return Classes(self.take(codes), names)
+
     def _coded(self, name: str) -> tuple[NDArray[np.integer], tuple[str, ...]]:
         column = self.obs[name]
         values = self.take(column.values)
@@ -192,6 +201,28 @@ def check_names(sampler: str, name: str, value: object) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise PlanError(f"{sampler}({name}={value!r}): a column is named twice; name each once.")
     return names
+
+
+def names_in(sampler: str, column: Any) -> tuple[str, ...]:
+    """Return the names of columns that a sampler was given; none where it was given an array, a label per cell."""
+    if not hasattr(column, "dtype"):
+        return check_names(sampler, "column", column)
+    if np.ndim(column) != 1:
+        raise PlanError(f"{sampler}: labels of shape {np.shape(column)}; expected one per cell.")
+    return ()
+
+
+def about_column(column: Any) -> list[str]:
+    """Return what says by which columns or labels classes are told apart."""
+    return [digest(_labels(column)[0])] if hasattr(column, "dtype") else list(check_names("", "column", column))
+
+
+def _labels(given: Any) -> tuple[NDArray[np.integer], tuple[str, ...]]:
+    """Return the codes of labels, -1 where one is missing, and what they stand for."""
+    import pandas as pd
+
+    codes, found = pd.factorize(given)
+    return codes.astype(np.int32), tuple(repr(label) for label in np.asarray(found).tolist())
 
 
 def check_mask(sampler: str, given: Any, n_rows: int) -> NDArray[np.bool_]:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from gpuload.errors import PlanError
-from gpuload.sampling.base import check_mask, check_names, check_number, check_rows, digest
+from gpuload.sampling.base import about_column, check_mask, check_number, check_rows, digest, names_in
 from gpuload.sampling.queues import DrawnOrder, Queues, Shares
 from gpuload.sampling.rows import group_rows, join, list_of_mask, list_of_runs
 from gpuload.sampling.weights import Chosen, check_weights, count_above_0, weight_queues
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from gpuload.order import RowOrder
     from gpuload.sampling.base import Cells, Strategy
@@ -34,7 +36,8 @@ class ClassBalanced:
     Parameters
     ----------
     column
-        A column of obs, or several: then a class is a combination that occurs.
+        A column of obs, or several: then a class is a combination that occurs. Or an array, a label per cell of the
+        files, where NaN and None are missing.
     num_samples
         Cells per epoch, over all ranks; None: as many as there are cells.
 
@@ -53,22 +56,22 @@ class ClassBalanced:
     .. [1] `gpuload.sampling.queues` states the method.
     """
 
-    column: str | Sequence[str]
+    column: str | Sequence[str] | NDArray[Any]
     num_samples: int | None = None
 
     def __post_init__(self) -> None:
-        check_names("ClassBalanced", "column", self.column)
+        names_in("ClassBalanced", self.column)
         _check_num_samples("ClassBalanced", self.num_samples)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of obs that it needs."""
-        return check_names("ClassBalanced", "column", self.column)
+        return names_in("ClassBalanced", self.column)
 
     def over(self, cells: Cells) -> Strategy:
         """Sort the cells by class; about 4 bytes a cell are held, less where the file is sorted by class."""
         check_rows("ClassBalanced", cells)
-        classes = cells.classes(*self.columns)
+        classes = cells.classes_by("ClassBalanced", self.column)
         codes = classes.codes
         rows, edges = group_rows(lambda start, stop: codes[start:stop], codes.size, len(classes.names))
         if not rows.n_rows:
@@ -78,7 +81,7 @@ class ClassBalanced:
         edges = np.unique(edges)  # classes without cells are none
         queues = Queues(rows, edges, cells.block_size)
         n_samples = cells.n_rows if self.num_samples is None else int(self.num_samples)
-        about = {"name": "ClassBalanced", "columns": list(self.columns)}
+        about = {"name": "ClassBalanced", "columns": about_column(self.column)}
         return Drawn(queues, Shares(np.ones(queues.n_strata)), n_samples, about)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from gpuload.errors import PlanError
 from gpuload.order import EqualBlocks
 from gpuload.permute import permuted_table, random_keys
-from gpuload.sampling.base import check_names, check_number, check_rows
+from gpuload.sampling.base import about_column, check_number, check_rows, names_in
 from gpuload.sampling.queues import Queues
 from gpuload.sampling.rows import as_ranges, group_rows
 from gpuload.types import expand_ranges
@@ -35,7 +35,8 @@ class Grouped:
     Parameters
     ----------
     column
-        A column of obs, or several: then a class is a combination that occurs.
+        A column of obs, or several: then a class is a combination that occurs. Or an array, a label per cell of the
+        files, where NaN and None are missing.
     size
         Cells per set; `batch_size` must be a multiple.
     remainder
@@ -49,12 +50,12 @@ class Grouped:
         `batch_size` is no multiple of `size`; no class has `size` cells; a name or number is not what it should be.
     """
 
-    column: str | Sequence[str]
+    column: str | Sequence[str] | NDArray[Any]
     size: int
     remainder: str = "drop"
 
     def __post_init__(self) -> None:
-        check_names("Grouped", "column", self.column)
+        names_in("Grouped", self.column)
         check_number("Grouped", "size", self.size)
         if self.remainder not in ("drop", "fill"):
             raise PlanError(f"Grouped(remainder={self.remainder!r}): expected 'drop' or 'fill'.")
@@ -62,7 +63,7 @@ class Grouped:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of obs that it needs."""
-        return check_names("Grouped", "column", self.column)
+        return names_in("Grouped", self.column)
 
     def over(self, cells: Cells) -> Strategy:
         """Sort the cells by class; about 4 bytes a cell are held, less where the file is sorted by class."""
@@ -72,7 +73,7 @@ class Grouped:
                 f"Grouped(size={self.size}) with batch_size={cells.batch_size}: a set is not torn apart; let "
                 "batch_size be a multiple of size."
             )
-        classes = cells.classes(*self.columns)
+        classes = cells.classes_by("Grouped", self.column)
         codes = classes.codes
         rows, edges = group_rows(lambda start, stop: codes[start:stop], codes.size, len(classes.names))
         queues = Queues(rows, np.unique(edges), cells.block_size)
@@ -81,7 +82,7 @@ class Grouped:
         if not n_sets.sum():
             most = f"the largest has {counts.max()}" if counts.size else "the label is missing in all"
             raise PlanError(f"Grouped({self.column!r}, size={self.size}): no class has that many cells; {most}.")
-        about = {"name": "Grouped", "columns": list(self.columns), "remainder": self.remainder}
+        about = {"name": "Grouped", "columns": about_column(self.column), "remainder": self.remainder}
         return Sets(queues, n_sets, int(self.size), about)
 
 

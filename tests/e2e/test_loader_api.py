@@ -154,6 +154,19 @@ def test_length_and_sizes_of_minibatches(plain: Stored, batch_size: int, drop_la
         assert all(len(batch) == batch_size for batch in batches) or not drop_last
 
 
+@pytest.mark.parametrize("setting", ["shuffle", "drop_last"])
+@pytest.mark.parametrize("value", ["False", 0, None])
+def test_what_is_neither_true_nor_false(plain: Stored, setting: str, value: Any) -> None:
+    with pytest.raises(gpuload.PlanError, match=rf"^{setting}={value!r}: expected True or False\.$"):
+        gpuload.open_loader(plain.path, **{setting: value})
+
+
+def test_genes_that_are_not_there_are_told_with_some_that_are(plain: Stored) -> None:
+    words = r"'CD3E' is not a gene of \S+ \(1 of 1 are not\), whose genes are 'gene_000', 'gene_001', 'gene_002' and 50 more"
+    with pytest.raises(gpuload.PlanError, match=words):
+        gpuload.open_loader(plain.path, genes=["CD3E"])
+
+
 def test_what_a_batch_holds(loader: gpuload.Loader, plain: Stored) -> None:
     batch = next(iter(loader))
     assert isinstance(batch, gpuload.Batch)

@@ -62,6 +62,9 @@ EXPRESSIONS = {
     "`depth` > 0 and `cell_line` == '`'": "depth > 1e9",
     "cell_line == 'K562' \n and depth > 0": "cell_line == 'K562' and depth > 0",
     "(((passed)))": None,
+    f"cell_line in {list(np.array(['K562', 'HeLa']))} and year == {np.int64(2025)!r}": (
+        "cell_line in ['K562', 'HeLa'] and year == 2025"
+    ),
 }
 """What is given, and the same in pandas where that says it otherwise."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.sparse import csr_matrix
 
@@ -111,6 +113,8 @@ def test_bad_parameters(make: Any, message: str) -> None:
             "BlockShuffle(edges=...): expected whole numbers that rise, found [[0, 3], [6]].",
         ),
         (BlockShuffle(edges=6), "BlockShuffle(edges=...): expected whole numbers that rise, found 6."),
+        (ClassBalanced(np.zeros(5, int)), "ClassBalanced: 5 labels for 6 cells; give one per cell."),
+        (Subset([1, 2], Grouped(np.zeros(2), 1)), "Grouped: 2 labels for 6 cells; give one per cell."),
         (ClassBalanced("empty"), "ClassBalanced('empty'): the label is missing in all 6 cells; name another column."),
         (Weighted([1, 2]), "Weighted: 2 weights for 6 cells; give one per cell."),
         (Weighted([[1] * 6]), "Weighted: weights of dtype int64 and shape (1, 6); expected one number per cell."),
@@ -185,6 +189,23 @@ def test_bad_data(sampler: Any, message: str | None) -> None:
     with pytest.raises(PlanError) as caught:
         sampler.over(cells())
     assert str(caught.value).startswith(message)
+
+
+LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
+
+
+@pytest.mark.parametrize("labels", [LABELS, pd.Series(LABELS), pd.Categorical(LABELS)])
+@pytest.mark.parametrize("rows", [range(6), [1, 2, 4, 5]])
+def test_labels_that_are_no_column(labels: Any, rows: list[int]) -> None:
+    for kind in (ClassBalanced, partial(Grouped, size=1)):
+        of_labels, of_column, of_others = (
+            Subset(rows, kind(by)).over(cells()) for by in (labels, "label", np.roll(labels, 1))
+        )
+        files, n = (2, 3, 1), of_column.n_rows((2, 3, 1))
+        for epoch in range(3):
+            found, expected = (bound.order(files, (epoch, 1, 2, 3)).ranges(0, n) for bound in (of_labels, of_column))
+            np.testing.assert_array_equal(found, expected)
+        assert of_labels.describe() != of_others.describe()
 
 
 @pytest.mark.parametrize("control", [["dmso"], ("dmso",), np.array(["dmso", "none"])])
