@@ -162,7 +162,7 @@ def test_what_is_neither_true_nor_false(plain: Stored, setting: str, value: Any)
 
 
 def test_genes_that_are_not_there_are_told_with_some_that_are(plain: Stored) -> None:
-    words = r"'CD3E' is not a gene of \S+ \(1 of 1 are not\), whose genes are 'gene_000', 'gene_001', 'gene_002' and 50 more"
+    words = r"'CD3E' is not a gene of \S+ \(1 of 1 are not\), whose genes are 'gene_000', .* and 50 more"
     with pytest.raises(gpuload.PlanError, match=words):
         gpuload.open_loader(plain.path, genes=["CD3E"])
 
