@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -249,7 +250,7 @@ def _v3_filters(steps: list[tuple[str, Any]], dtype: np.dtype[Any], text: str, w
         _refuse(where, "has shards within shards", "write it anew with one level of shards")
     if name != ("bytes" if not text else f"vlen-{text}"):
         _refuse(where, f"is encoded with {name!r}", f"codecs that can be read are {', '.join(_FILTERS)}")
-    is_little = dtype.itemsize == 1 or text != "" or configuration["endian"] == "little"
+    is_little = dtype.itemsize == 1 or dtype.kind == "S" or text != "" or configuration["endian"] == "little"
     _check_order(where, is_little=is_little, is_c=True)
     return tuple(_filter(name.removeprefix("numcodecs."), configuration, where) for name, configuration in steps[1:])
 
@@ -373,8 +374,10 @@ class Array:
         got = layout.source.read_into(stored, offset)
         if got < stored_nbytes:
             raise short_read(layout.source, self.name, offset, stored_nbytes, got)
-        n = layout.chunk_size
+        n, known = layout.chunk_size, getattr(self._tree, "crc", {}).get(offset)
         try:
+            if known is not None and zlib.crc32(stored.data) != known:
+                raise codecs.DecodeError("its zip checksum does not match")
             full = -1 if self.spec.text else n * self.dtype.itemsize
             plain = codecs.decode(self.spec.filters, 0, stored, full, self.dtype.itemsize)
             values = _strings(plain, n, self.spec.text) if self.spec.text else plain.view(self.dtype)
@@ -454,7 +457,7 @@ class Array:
         inside = np.stack(np.unravel_index(np.arange(entries.shape[0]), per_file)) + (
             np.array(place) * np.array(per_file)
         ).reshape(-1, 1)
-        is_there = (entries != _ABSENT).all(axis=1) & (inside < np.array(grid).reshape(-1, 1)).all(axis=0)
+        is_there = (entries != _ABSENT).any(axis=1) & (inside < np.array(grid).reshape(-1, 1)).all(axis=0)
         chunks, found = np.ravel_multi_index(tuple(inside[:, is_there]), grid), entries[is_there]
         if np.any(found > np.uint64(size)) or np.any(found.sum(axis=1) > np.uint64(size)):
             path, _ = source.where_is(first)

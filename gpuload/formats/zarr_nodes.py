@@ -129,10 +129,16 @@ class ZipTree:
     ----------
     path
         The file.
+
+    Attributes
+    ----------
+    crc
+        By the place of a chunk's file, the CRC-32 that zip has of it: for who reads it whole.
     """
 
     def __init__(self, path: str) -> None:
         self.name = path
+        self.crc: dict[int, int] = {}
         self.source = FileSource(path)
         try:
             with os.fdopen(os.dup(self.source.fileno()), "rb") as file, zipfile.ZipFile(file) as archive:
@@ -142,7 +148,8 @@ class ZipTree:
             raise CorruptDataError(
                 f"{path}: its zip directory cannot be read ({str(error).rstrip('.')}). Was the file truncated?"
             ) from error
-        self._members = {info.filename: info for info in infos if not info.is_dir()}  # of two, the last counts
+        files = [info for info in infos if not info.filename.endswith("/")]
+        self._members = {info.filename: info for info in files}  # of two, the last counts
 
     def read(self, key: str) -> bytes | None:
         """Return a member's bytes; see `Tree.read`."""
@@ -166,7 +173,9 @@ class ZipTree:
         del names
         prefix = f"{key}/"
         chosen = [i for n, i in self._members.items() if n.startswith(prefix) and n.rpartition("/")[2] not in METADATA]
-        return self.source, {info.filename[len(prefix) :]: self._place(info) for info in chosen}
+        places = {info.filename[len(prefix) :]: self._place(info) for info in chosen}
+        self.crc |= {start: info.CRC for info, (start, _) in zip(chosen, places.values(), strict=True)}
+        return self.source, places
 
     def _place(self, info: zipfile.ZipInfo) -> tuple[int, int]:
         """Return where a member's bytes lie."""

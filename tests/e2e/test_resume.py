@@ -441,3 +441,14 @@ def test_killed_and_started_again(plain: Stored, tmp_path: Path) -> None:
     found: list[Rows] = [[r["rows"] for r in records if r["epoch"] == epoch] for epoch in range(3)]
     assert found == expected
     assert [r["epoch"] for r in records] == sorted(r["epoch"] for r in records)
+
+
+def test_the_cells_of_an_epoch_after_a_state_of_other_ranks(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, batch_size=8, device="cpu") as loader:
+        list(islice(loader, 3))
+        state = loader.state_dict()
+    with gpuload.open_loader(plain.path, batch_size=8, world_size=2, rank=0, device="cpu") as loader:
+        loader.load_state_dict(state)
+        assert loader.epoch_n_obs == 132  # of a whole epoch of 131 cells, dealt to two
+        assert len(loader) == 9
+        assert loader.n_batches_left == 7  # of the 107 cells that are left, 54 for each

@@ -10,8 +10,10 @@ import warnings
 import zipfile
 from typing import TYPE_CHECKING, Any
 
+import anndata
 import numpy as np
 import pytest
+import scipy.sparse
 
 zarr = pytest.importorskip("zarr", minversion="3.0")
 
@@ -569,3 +571,67 @@ def test_columns_that_are_no_columns(tmp_path: Path) -> None:
     column.attrs["encoding-type"] = "awkward-array"
     words = f"{path}: /obs/cell_line is encoded as 'awkward-array'; expected categories, numbers"
     assert_refused("StoreError", path, words, obs=["cell_line"])
+
+
+@pytest.mark.parametrize("place", [0, 8], ids=["offset", "nbytes"])
+def test_a_chunk_whose_entry_is_half_absent_is_no_empty_chunk(tmp_path: Path, place: int) -> None:
+    path = tmp_path / "store.zarr"
+    writers.by_serializer(path, zc.ZstdCodec(), "end", has_crc=False)
+    file = path / "X/data/c/0"
+    raw = bytearray(file.read_bytes())
+    raw[-64 + place : -56 + place] = b"\xff" * 8
+    file.write_bytes(raw)
+    with pytest.raises(gpuload.ReadError) as caught:
+        read(path)
+    assert_says(caught.value, str(file), "/X/data", "truncated")
+
+
+def test_a_transpose_by_the_word_of_early_stores(tmp_path: Path) -> None:
+    path = tmp_path / "word.zarr"
+    writers.dense(path, chunks=(10, 20))
+    for order, is_read in (("C", True), ("F", False)):
+        step = {"name": "transpose", "configuration": {"order": order}}
+        edit(path, "X/zarr.json", lambda meta, step=step: meta["codecs"].insert(0, step))
+        if is_read:
+            np.testing.assert_array_equal(read(path), counts().toarray())
+        else:
+            assert_refused("StoreError", path, "/X", "transposed")
+
+
+def test_the_chunk_of_a_wrong_size_is_named(tmp_path: Path) -> None:
+    """Of a shard of four chunks without an encoding, the third is said to be shorter than it can be."""
+    path = tmp_path / "store.zarr"
+    writers.by_serializer(path, None, "end", has_crc=False)
+    file = path / "X/data/c/0"
+    raw = bytearray(file.read_bytes())
+    raw[-24:-16] = (7).to_bytes(8, "little")
+    file.write_bytes(raw)
+    offset = int.from_bytes(raw[-32:-24], "little")
+    assert_refused("CorruptDataError", path, str(file), "/X/data", f"at byte {offset} has 7 bytes")
+
+
+@pytest.mark.filterwarnings("ignore:Writing zarr v2")
+def test_a_damaged_column_of_a_zip_is_found_by_the_checksum_of_zip(tmp_path: Path) -> None:
+    anndata.AnnData(np.eye(4, dtype=np.float32), {"depth": [1, 2, 3, 4]}).write_zarr(tmp_path / "cells.zarr")
+    shutil.make_archive(str(tmp_path / "plain"), "zip", tmp_path / "cells.zarr")
+    path = tmp_path / "cells.zip"
+    with zipfile.ZipFile(tmp_path / "plain.zip") as given, zipfile.ZipFile(path, "w") as stored:
+        for name in given.namelist():
+            stored.writestr(name, given.read(name))
+    with zipfile.ZipFile(path) as stored:
+        chunk = next(info for info in stored.infolist() if info.filename in ("obs/depth/0", "obs/depth/c/0"))
+        end = path.read_bytes().index(chunk.filename.encode()) + len(chunk.filename) + chunk.file_size
+    raw = bytearray(path.read_bytes())
+    raw[end - 1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(gpuload.CorruptDataError, match=r"cells.zip: chunk 0 of /obs/depth at byte \d+ is damaged"):
+        gpuload.open_loader(path, obs=["depth"])
+
+
+def test_a_member_of_a_zip_may_have_no_name(tmp_path: Path) -> None:
+    path = tmp_path / "cells.npz"
+    scipy.sparse.save_npz(path, scipy.sparse.eye(4, format="csr", dtype=np.float32), compressed=False)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(zipfile.ZipInfo(""), b"")
+    with gpuload.open_loader(path, device="cpu") as loader:
+        assert loader.n_obs == 4

@@ -6,12 +6,14 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import anndata
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from gpuload.formats.obs import read_values
 from gpuload.formats.recognise import obs_columns
 from tests import writers
 from tests.writers import write_csr, write_dense, write_h5ad
@@ -390,3 +392,12 @@ def test_integers_up_to_two_to_the_24_are_not_complained_of(tmp_path: Path, capl
     with caplog.at_level(logging.WARNING, logger="gpuload"), gpuload.open_loader(path) as loader:
         list(loader)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_numbers_beyond_the_categories_of_another_table_stay_numbers(tmp_path: Path) -> None:
+    """In files of old, obs and var shared uns/batch_categories; 2 is no code of two categories."""
+    obs = np.array([(b"c0", 0), (b"c1", 1), (b"c2", 2)], dtype=[("index", "S2"), ("batch", "i8")])
+    with h5py.File(tmp_path / "old.h5ad", "w") as file:
+        file["obs"] = obs
+        file["uns/batch_categories"] = np.array([b"x", b"y"])
+        assert list(read_values(file["obs"], "batch")) == [0, 1, 2]

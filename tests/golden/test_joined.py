@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -11,6 +12,7 @@ import pytest
 
 import gpuload
 from gpuload.formats import open_store
+from gpuload.joined import JoinedSource
 from gpuload.tune import Bench, Wish
 from tests.several import dense, part, write, write_zarr
 
@@ -221,3 +223,12 @@ def test_csr_rows_are_canonical(tmp_path: Path) -> None:
             assert batch.X.has_canonical_format
             for lo, hi in zip(batch.X.indptr[:-1], batch.X.indptr[1:], strict=True):
                 assert (np.diff(batch.X.indices[lo:hi]) > 0).all()
+
+
+def test_files_of_more_than_2_gb_side_by_side() -> None:
+    size = 3 << 30
+    source = JoinedSource([SimpleNamespace(nbytes=size, name=name) for name in ("one", "two")])
+    assert source.base[1] > size
+    assert source.nbytes == source.base[1] + size
+    number, at, nbytes = source.locate(source.base + np.array([size - 1, 5]))
+    assert (number.tolist(), at.tolist(), nbytes.tolist()) == ([0, 1], [size - 1, 5], [size, size])

@@ -174,3 +174,11 @@ def test_many_cells_are_compared_in_slices(monkeypatch: pytest.MonkeyPatch) -> N
     values = np.arange(100)
     mask = parse("15 <= x < 40 or x in [99, 3]").mask({"x": ObsColumn(values)})
     np.testing.assert_array_equal(np.flatnonzero(mask), [3, *range(15, 40), 99])
+
+
+def test_whole_numbers_and_booleans_are_never_missing() -> None:
+    from gpuload.store import ObsColumn
+
+    columns = {"n": ObsColumn(np.array([0, 7, 3])), "flag": ObsColumn(np.array([True, False, False]))}
+    assert parse("notna(n) and notna(flag)").mask(columns).tolist() == [True, True, True]
+    assert parse("isna(n) or isna(flag) or n == 3").mask(columns).tolist() == [False, False, True]

@@ -245,3 +245,21 @@ def test_without_the_libraries_addresses_all_is_the_same(
     for name in ("v3-csr-zstd-crc32c", "v2-csr-lz4", "v3-csr-blosc-lz4-shuffle", "v3-csr-blosc-zstd-bitshuffle"):
         X, rows = read(written(name), "X", batch_size=20)
         np.testing.assert_array_equal(X, counts().toarray()[rows])
+
+
+@pytest.mark.parametrize("dtype", ["U3", "S3"])
+def test_a_column_of_texts_of_one_length(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "fixed.zarr"
+    writers.csr(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zarr 3 has no stable name for them
+        obs = zarr.open_group(str(path), mode="r+")["obs"]
+        array = obs.create_array("plate", shape=(N_OBS,), dtype=dtype, chunks=(50,))
+        array[...] = np.array(["p1", "p20", ""] * N_OBS, dtype=dtype)[:N_OBS]
+        array.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+        obs.attrs["column-order"] = [*obs.attrs["column-order"], "plate"]
+    with gpuload.open_loader(path, obs=["plate"], batch_size=20, device="cpu") as loader:
+        assert list(loader.categories["plate"]) == ["", "p1", "p20"]
+        for batch in loader:
+            names = loader.categories["plate"][batch.obs["plate"]]
+            assert names.tolist() == [("p1", "p20", "")[row % 3] for row in batch.rows]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuload.backends.parts import cut
 from gpuload.layout import ArrayLayout, Filter, plan_read
 from gpuload.source import BufferSource
-from gpuload.store import CsrMatrix
+from gpuload.store import CsrMatrix, DenseMatrix
 
 
 def layout_of(lengths: list[int]) -> ArrayLayout:
@@ -69,3 +70,17 @@ def test_blocks_of_chunks(lengths: list[list[int]]) -> None:
     assert layout.edges is not None
     for first in layout.edges[:-1]:  # a block begins where a chunk does, but for empty rows before it
         assert int(first) in indptr[edges] or first == indptr[-1]
+
+
+@pytest.mark.parametrize(
+    ("chunk_rows", "is_chunked", "expected"),
+    [(7, True, [0, 7, 14, 20]), (20, False, [0, 8, 16, 20])],  # of 8,000 bytes a row, 8 are just below 64 KiB
+)
+def test_row_edges_of_a_dense_matrix(chunk_rows: int, is_chunked: bool, expected: list[int]) -> None:
+    n_chunks = -(-20 // chunk_rows)
+    nothing = np.zeros(n_chunks, dtype=np.int64)
+    source, mask = BufferSource("made up", np.zeros(1, np.uint8)), np.zeros(n_chunks, np.uint32)
+    layout = ArrayLayout(
+        source, "X", (20, 1000), np.dtype("<f8"), (chunk_rows, 1000), nothing, nothing, mask, is_chunked=is_chunked
+    )
+    assert DenseMatrix(layout).chunk_edges().tolist() == expected

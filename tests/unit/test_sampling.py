@@ -401,3 +401,13 @@ def test_the_halves_of_a_minibatch() -> None:
         gpuload.split_pairs(Batch(batch.X[:5], {}, batch.rows[:5]))
     with pytest.raises(PlanError, match=r"split_pairs\(list\): expected a Batch, or a front's dict of tensors"):
         gpuload.split_pairs([batch])
+
+
+@pytest.mark.parametrize("given", [[0, 4], [[0, 4, 8]], [[0.0, 4.0]]])
+def test_what_is_no_block_is_refused_inside_a_subset_too(plain: Stored, given: Any) -> None:
+    sampler = Subset(np.arange(50, 60), Custom(lambda epoch_seed, rank, world_size: given))
+    with (
+        gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader,
+        pytest.raises(PlanError, match=r"sampler: for rank 0 it gave an array of .* expected blocks of rows"),
+    ):
+        list(loader)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpuload.sampling import base as base_module
 from gpuload.sampling import rows as rows_module
 from gpuload.sampling import weights as weights_module
 from gpuload.sampling.base import Cells
@@ -172,3 +173,16 @@ def test_first_hits_where_rows_end_at_points() -> None:
     expected = np.searchsorted(running, low + np.arange(n) * step, side="right")
     assert np.array_equal(first[50:], expected)
     assert np.any(np.ceil((running[100:] - low) / step) != np.arange(1, n + 1)), "rounding plays no part here"
+
+
+def test_classes_of_more_cells_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_module, "SLICE", 3)
+    obs = {
+        "dose": Column([5.0, 0.5, 5.0, 9.0, 0.5, np.nan, 9.0, 5.0]),
+        "line": Column([1, 1, 0, 1, -1, 0, 1, 0], ["a", "b"]),
+    }
+    of_8 = Cells(("one.h5ad",), (8,), obs=obs)
+    assert of_8.classes("dose").codes.tolist() == [1, 0, 1, 2, 0, -1, 2, 1]
+    both = of_8.classes("dose", "line")
+    assert both.names == ("dose=0.5, line='b'", "dose=5.0, line='a'", "dose=5.0, line='b'", "dose=9.0, line='b'")
+    assert both.codes.tolist() == [2, 0, 1, 3, -1, -1, 3, 1]

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 import gpuload
+from gpuload.dealing import Classes, deal_groups
 from gpuload.splitting import Split
 from tests import writers
 from tests.writers import counts, genes_frame, write_csr
@@ -396,3 +397,12 @@ def test_no_cells() -> None:
         gpuload.split(empty, HALVES)
     with pytest.raises(gpuload.PlanError, match="0 groups by sample cannot fill 2 parts"):
         gpuload.split(empty, HALVES, by="sample")
+
+
+def test_an_empty_part_is_filled_from_the_cells_in_no_part() -> None:
+    """Two groups for two small parts and a rest: the rest gives its group away, not the other part its only one."""
+    groups = Classes(np.repeat([0, 1], 50), ["one", "two"], np.array([50, 50]))
+    for seed in range(8):
+        part, kept = deal_groups({"train": 0.5, "val": 0.01}, groups, None, "sample", seed)
+        assert sorted(len(labels) for labels in kept.values()) == [1, 1]
+        assert set(part.tolist()) == {0, 1}
