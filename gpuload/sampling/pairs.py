@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,11 @@ import numpy as np
 
 from gpuload.errors import PlanError
 from gpuload.permute import permuted_table, random_keys
-from gpuload.sampling.base import check_names, check_rows, digest
+from gpuload.sampling.base import check_names, check_number, check_rows, digest
 from gpuload.sampling.blocks import BlockShuffle
 from gpuload.sampling.queues import Queues
 from gpuload.sampling.rows import as_ranges, group_rows, join, list_of_mask
+from gpuload.sampling.sets import Grouped, check_remainder
 from gpuload.types import Batch, expand_ranges
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ class PairedControl:
     blocks, so that each is shown equally often, to within one, before any is shown once more; other ones each epoch.
     Cells with a missing label in `column` or in a column that they are matched by are left out.
 
+    With `size`, perturbed cells come in sets of one perturbation and of one value of each column of `match`, side by
+    side, and so do their controls: ``perturbed.X.reshape(-1, size, n_vars)`` are the sets of a minibatch.
+
     Parameters
     ----------
     column
@@ -48,18 +52,23 @@ class PairedControl:
         The columns in which a cell and its control agree.
     fallback
         Fewer of these columns, for cells whose group has no controls; empty: such a group is an error.
+    size, remainder
+        Perturbed cells per set, and what becomes of those that make no whole set, as for `gpuload.Grouped`; None: the
+        perturbed cells are shuffled one by one.
 
     Raises
     ------
     PlanError
-        `batch_size` is odd; there are no controls, or no other cells; a group of cells has no controls, not even with
-        `fallback`.
+        `batch_size` is odd, or no multiple of twice `size`; no group of perturbed cells has `size` of them; there are
+        no controls, or no other cells; a group of cells has no controls, not even with `fallback`.
     """
 
     column: str
     control: Any
     match: str | Sequence[str] = ("batch", "cell_type")
     fallback: str | Sequence[str] = ()
+    size: int | None = None
+    remainder: str = "drop"
 
     def __post_init__(self) -> None:
         if not isinstance(self.column, str) or not self.column:
@@ -69,6 +78,9 @@ class PairedControl:
             raise PlanError(
                 f"PairedControl(fallback={self.fallback!r}): expected some of the columns of match, {match!r}, not all."
             )
+        if self.size is not None:
+            check_number("PairedControl", "size", self.size)
+        check_remainder("PairedControl", self.remainder)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -86,6 +98,11 @@ class PairedControl:
             raise PlanError(
                 f"PairedControl with batch_size={cells.batch_size}: a minibatch is half perturbed cells and half "
                 "controls; let batch_size be even."
+            )
+        if self.size is not None and cells.batch_size % (2 * self.size):
+            raise PlanError(
+                f"PairedControl(size={self.size}) with batch_size={cells.batch_size}: half a minibatch are perturbed "
+                f"cells, and a set is not torn apart; let batch_size be a multiple of {2 * self.size}."
             )
         is_control, is_wanted = self._controls(cells)
         match = cells.classes(*check_names("PairedControl", "match", self.match))
@@ -107,9 +124,13 @@ class PairedControl:
         queue = queue[is_wanted]
         part = cells.part(perturbed)
         about = {"name": "PairedControl", "column": self.column, "block_size": cells.block_size}
+        shuffle: Strategy = BlockShuffle(cells.block_size, part.edges)
+        if self.size is not None:
+            sets = Grouped(list(self.columns), self.size, self.remainder)
+            shuffle = sets.over(replace(part, batch_size=cells.batch_size // 2))
         return Pairs(
             perturbed,
-            BlockShuffle(cells.block_size, part.edges),
+            shuffle,
             part.file_rows,
             queue,
             _places(queue, edges.size - 1),
@@ -179,7 +200,7 @@ class Pairs:
     """
 
     perturbed: RowList
-    shuffle: BlockShuffle
+    shuffle: Strategy
     file_rows: tuple[int, ...]
     queue: NDArray[np.int32]
     place: NDArray[np.integer]
@@ -189,13 +210,13 @@ class Pairs:
 
     @property
     def unit(self) -> int:
-        """A pair."""
-        return 2
+        """A pair, or the pairs of a set."""
+        return 2 * getattr(self.shuffle, "unit", 1)
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
         """Return the cells of one epoch, over all ranks: two for each pair."""
         del file_rows
-        return 2 * self.perturbed.n_rows
+        return 2 * self.shuffle.n_rows(self.file_rows)
 
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
@@ -234,9 +255,13 @@ class _PairOrder:
         return as_ranges(rows.ravel()[start - 2 * first : stop - 2 * first])
 
     def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
-        """Return the pairs of a fetch in random order; of each minibatch first the perturbed cells, then the others."""
+        """Return the pairs of a fetch, or its sets of pairs, in random order.
+
+        Of each minibatch the perturbed cells come first, then the others.
+        """
         n_pairs, half = (stop - start) // 2, self._pairs.batch_size // 2
-        mixed = 2 * permuted_table(n_pairs, key)
+        sets = None if self._pairs.unit == 2 else self._shuffled.arrange(start // 2, stop // 2, key)
+        mixed = 2 * (permuted_table(n_pairs, key) if sets is None else sets)
         index = np.arange(n_pairs)
         to = index // half * 2 * half + index % half
         places = np.arange(stop - start)

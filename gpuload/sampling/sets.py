@@ -57,8 +57,7 @@ class Grouped:
     def __post_init__(self) -> None:
         names_in("Grouped", self.column)
         check_number("Grouped", "size", self.size)
-        if self.remainder not in ("drop", "fill"):
-            raise PlanError(f"Grouped(remainder={self.remainder!r}): expected 'drop' or 'fill'.")
+        check_remainder("Grouped", self.remainder)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -84,6 +83,12 @@ class Grouped:
             raise PlanError(f"Grouped({self.column!r}, size={self.size}): no class has that many cells; {most}.")
         about = {"name": "Grouped", "columns": about_column(self.column), "remainder": self.remainder}
         return Sets(queues, n_sets, int(self.size), about)
+
+
+def check_remainder(sampler: str, value: object) -> None:
+    """Raise PlanError where it is not said what becomes of cells that make no whole set."""
+    if value not in ("drop", "fill"):
+        raise PlanError(f"{sampler}(remainder={value!r}): expected 'drop' or 'fill'.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -303,6 +303,8 @@ def every_sampler(n: int) -> dict[str, Any]:
         "grouped": Grouped("label", 4),
         "grouped-fill": Grouped(["label", "batch"], 4, "fill"),
         "pairs": PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch"),
+        "pairs-of-sets": PairedControl("drug", "dmso", match="batch", size=4),
+        "pairs-of-sets-fill": PairedControl("drug", "dmso", match=["batch"], size=2, remainder="fill"),
         "subset-pairs": Subset(np.arange(n // 8, n), PairedControl("drug", "dmso", match="batch")),
     }
 
@@ -544,6 +546,36 @@ def test_pairs_match(n_ranks: int, fallback: Any) -> None:
             there = np.flatnonzero((batch == group[0]) & (kind == group[1]) & (drug == "dmso"))
             uses = np.bincount(control, minlength=n)[there]
             assert uses.max() - uses.min() <= 1, "controls of a group are used equally often"
+
+
+@pytest.mark.parametrize("remainder", ["drop", "fill"])
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_pairs_in_sets(n_ranks: int, remainder: str) -> None:
+    cells = some_cells(batch_size=16, fetch_rows=64)
+    drug, batch = cells.obs["drug"].values, cells.obs["batch"].values
+    dmso = list(cells.obs["drug"].categories).index("dmso")
+    strategy = PairedControl("drug", "dmso", match="batch", size=4, remainder=remainder).over(cells)
+    treated = []
+    for rank in range(n_ranks):
+        for fetch in fetches_of(strategy, cells, rank=rank, world_size=n_ranks, uneven="drop"):
+            for start in range(0, fetch.size, 16):
+                half = (fetch.size - start if fetch.size - start < 16 else 16) // 2
+                perturbed, controls = fetch[start : start + half], fetch[start + half : start + 2 * half]
+                sets = perturbed.reshape(-1, 4)
+                for codes in (drug, batch):
+                    assert np.all(codes[sets] == codes[sets[:, :1]])
+                assert np.all(drug[perturbed] != dmso)
+                assert np.all(drug[controls] == dmso)
+                assert np.all(batch[controls] == batch[perturbed])
+                assert np.unique(controls).size > 1
+                treated.append(perturbed)
+    shown = np.bincount(np.concatenate(treated), minlength=drug.size)
+    sizes = [np.count_nonzero((drug == d) & (batch == b)) for d in set(drug) - {dmso} for b in set(batch)]
+    assert shown.max() == (1 if remainder == "drop" else 2)
+    n_sets = sum(size // 4 if remainder == "drop" else -(-size // 4) for size in sizes)
+    assert n_sets - n_ranks < shown.sum() / 4 <= n_sets
+    orders = {tuple(rows_of(strategy, cells, (1, epoch, 1))[:8]) for epoch in range(5)}
+    assert len(orders) == 5
 
 
 def test_pairs_change_from_epoch_to_epoch() -> None:

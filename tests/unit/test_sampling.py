@@ -57,6 +57,8 @@ def cells(**more: Any) -> Cells:
     [
         (lambda: BlockShuffle(0), "BlockShuffle(block_size=0): expected a whole number of at least 1."),
         (lambda: BlockShuffle("chunk"), "BlockShuffle(block_size='chunk'): expected a whole number of at least 1."),
+        (lambda: PairedControl("a", 0, size=0), "PairedControl(size=0): expected a whole number of at least 1."),
+        (lambda: PairedControl("a", 0, remainder="x"), "PairedControl(remainder='x'): expected 'drop' or 'fill'."),
         (lambda: ClassBalanced(3), "ClassBalanced(column=3): expected the name of an obs column, or a list of names."),
         (lambda: ClassBalanced([]), "ClassBalanced(column=[]): expected the name of an obs column, or a list of"),
         (lambda: ClassBalanced(["a", "a"]), "ClassBalanced(column=['a', 'a']): a column is named twice; name each"),
@@ -167,6 +169,10 @@ def test_bad_parameters(make: Any, message: str) -> None:
         (
             Subset([1, 2], PairedControl("drug", "dmso", match="batch")),
             "PairedControl(control='dmso'): the cells with that value in column 'drug' are left out by where= or a",
+        ),
+        (
+            PairedControl("drug", "dmso", match="batch", size=4),
+            "PairedControl(size=4) with batch_size=4: half a minibatch are perturbed cells, and a set is not torn apart",
         ),
         (
             PairedControl("drug", ["dmso", "x"], match="batch"),
