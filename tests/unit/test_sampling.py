@@ -172,7 +172,7 @@ def test_bad_parameters(make: Any, message: str) -> None:
         ),
         (
             PairedControl("drug", "dmso", match="batch", size=4),
-            "PairedControl(size=4) with batch_size=4: half a minibatch are perturbed cells, and a set is not torn apart",
+            "PairedControl(size=4) with batch_size=4: half a minibatch are perturbed cells, and a set is not torn",
         ),
         (
             PairedControl("drug", ["dmso", "x"], match="batch"),
