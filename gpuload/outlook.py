@@ -38,11 +38,15 @@ if TYPE_CHECKING:
 BLOCK_SIZES: tuple[int | str, ...] = (1, 4, 8, 16, 32, 64, "chunk", "2 chunks", "4 chunks")
 """Candidates."""
 
-MAX_SHARE = 0.05
-"""Largest part of the file that a fetch should hold: beyond it a "shuffled" epoch is one of few draws."""
-
 MAX_FETCH_FACTOR = 256
-"""Beyond it minibatches are hardly more diverse (docstring of `gpuload.diversity`)."""
+"""Beyond it minibatches are hardly more diverse (docstring of `gpuload.diversity`); the default of `open_loader`.
+
+It also bounds how long a consumer waits at the start of an epoch: for one fetch, with nothing loaded before it. A fetch
+may hold the whole file: that is true random order.
+"""
+
+DEFAULT_BLOCK_SIZE = 16
+"""That of `gpuload.open_loader`."""
 
 BLOCKS_PER_FETCH = 64
 """What is asked for where no label is given: several times the number of donors or plates in many studies."""
@@ -77,6 +81,8 @@ class Outlook:
         Expected entropy of the label in minibatches, as it lies in the file; NaN without a label.
     cells_per_s
         By the cost model in the module's docstring; NaN where no pace was given.
+    holds_all
+        A fetch holds the whole file.
     """
 
     block_size: int | str
@@ -87,12 +93,29 @@ class Outlook:
     decoded_nbytes: float
     entropy_bits: float
     cells_per_s: float = float("nan")
+    holds_all: bool = False
+
+    def blocks(self, batch_size: int) -> float:
+        """Return the blocks of a fetch; infinitely many where it holds the whole file, which is true random order."""
+        return float("inf") if self.holds_all else batch_size * self.fetch_factor / self.cells_per_block
 
     def mixes(self, batch_size: int, least_bits: float) -> bool:
         """Return whether minibatches are mixed enough: by the label's entropy or, without a label, by the blocks."""
         if np.isnan(self.entropy_bits):
-            return batch_size * self.fetch_factor >= BLOCKS_PER_FETCH * self.cells_per_block
+            return self.blocks(batch_size) >= BLOCKS_PER_FETCH
         return self.entropy_bits >= least_bits
+
+    def is_worse(self, other: Outlook, batch_size: int) -> bool:
+        """Return whether it is both slower and less mixed than another."""
+        return self.cells_per_s < other.cells_per_s and is_less_mixed(
+            (self.entropy_bits, self.blocks(batch_size)), (other.entropy_bits, other.blocks(batch_size))
+        )
+
+
+def is_less_mixed(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Compare two pairs of the label's entropy and the blocks of a fetch; these count where there is no label."""
+    (bits, blocks), (other_bits, other_blocks) = one, other
+    return blocks < other_blocks if np.isnan(bits) else bits < other_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +171,15 @@ class Outlooks:
             )
         return self._shuffles[block_size]
 
+    def largest(self) -> int:
+        """Return the largest fetch factor that is of use: that of the whole file, and at most `MAX_FETCH_FACTOR`."""
+        return max(1, min(-(-self.store.n_obs // self._batch_size), MAX_FETCH_FACTOR))
+
+    def sizes(self, fetch_factor: int) -> tuple[int | str, ...]:
+        """Return the block sizes to choose from; where a fetch holds the whole file all are the same."""
+        holds_all = self._batch_size * fetch_factor >= self.store.n_obs
+        return (DEFAULT_BLOCK_SIZE,) if holds_all else BLOCK_SIZES
+
     def plan(self, block_size: int | str, fetch_factor: int, epoch: int = 0) -> Plan:
         """Return the plan of an epoch."""
         return Plan(self.store.file_rows, self._batch_size, fetch_factor, self.shuffle(block_size), 0, epoch)
@@ -176,6 +208,7 @@ class Outlooks:
             read / max(1, n_cells),
             decoded / max(1, n_cells),
             self.entropy(block_size, fetch_factor),
+            holds_all=self._batch_size * fetch_factor >= store.n_obs,
         )
         return outlook if pace is None else replace(outlook, cells_per_s=pace.cells_per_s(outlook))
 
@@ -183,6 +216,8 @@ class Outlooks:
         """Return the expected entropy of the label in minibatches, in bits; NaN without a label."""
         if self._codes is None or not self._codes.size:
             return float("nan")
+        if self._batch_size * fetch_factor >= self._codes.size:
+            return fetch_entropy(self._codes, self._batch_size)
         if isinstance(block_size, int) and self._codes.size <= EXACT_CELLS:
             return entropy_of_runs(
                 self._codes,

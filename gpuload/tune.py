@@ -1,10 +1,11 @@
 """The fastest settings for a file on this machine, by timing real reads for some seconds.
 
 What an outlook (`gpuload.outlook`) says of every candidate is enough to leave out those that mix too little, need too
-much memory, or are far too slow. The rest is timed through the engine as a user would run it: minibatches handed over,
-from the first of one fetch to the first of another, so that neither a filled pipeline nor a stall counts twice. Every
-candidate has several turns, which alternate, and its best one counts: what else runs on the machine only slows down.
-Checksums are not verified meanwhile, so the pace is that of all epochs but the first.
+much memory, or are far too slow. The rest is timed, and so is what `gpuload.open_loader` takes where nothing is given,
+which no advice may be both slower and less mixed than. It goes through the engine as a user would run it: minibatches
+handed over, from the first of one fetch to the first of another, so that neither a filled pipeline nor a stall counts
+twice. Every candidate has several turns, which alternate, and its best one counts: what else runs on the machine only
+slows down. Checksums are not verified meanwhile, so the pace is that of all epochs but the first.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from gpuload.alignment import check_join
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
 from gpuload.outlook import (
-    BLOCK_SIZES,
-    MAX_FETCH_FACTOR,
-    MAX_SHARE,
+    DEFAULT_BLOCK_SIZE,
     Outlook,
     Outlooks,
+    is_less_mixed,
     measure_pace,
     open_part,
 )
@@ -53,6 +53,9 @@ WORTH_TIMING = 0.6
 _MOST_TIMED = 6
 _SEMIFINALISTS, _FINALISTS = 3, 3
 _NEIGHBOURS = 4
+_DEFAULTS = 3
+"""Most turns of the default where it is not among the semifinalists and finalists."""
+
 _HELD_BATCHES = 12
 """Minibatches in memory at one time, under way, with the consumer and kept for reuse."""
 
@@ -79,6 +82,8 @@ class Trial:
         Of its best turn; 0 before the first.
     repeats
         Cells per second of every turn.
+    n_blocks
+        Of a fetch, by which trials are compared without a label; infinitely many where it holds the whole file.
     """
 
     block_size: int | str
@@ -88,6 +93,7 @@ class Trial:
     memory_nbytes: int
     entropy_bits: float
     repeats: tuple[float, ...] = ()
+    n_blocks: float = float("nan")
 
     @property
     def cells_per_s(self) -> float:
@@ -98,6 +104,11 @@ class Trial:
     def key(self) -> tuple[int | str, int, int, int]:
         """What tells it from others."""
         return self.block_size, self.fetch_factor, self.num_threads, self.prefetch
+
+    def is_worse(self, other: Trial) -> bool:
+        """Return whether it is both slower and less mixed than another."""
+        mix, other_mix = (self.entropy_bits, self.n_blocks), (other.entropy_bits, other.n_blocks)
+        return self.cells_per_s < other.cells_per_s and is_less_mixed(mix, other_mix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,21 +191,25 @@ def tune(paths: Any, wish: Wish, progress: Callable[[float], None] = lambda _: N
         turns = _Turns(bench, bench.first_trials(), wish.seconds, progress)
         turns.take(turns.trials())
         turns.take(turns.fastest(_SEMIFINALISTS))
-        turns.take(bench.neighbours(turns.fastest(1)[0]))
+        turns.take(bench.neighbours(turns.trials()[0]))
         turns.take(turns.fastest(_FINALISTS))
         turns.take(turns.fastest(_FINALISTS))
         progress(1.0)
         spent = time.perf_counter() - start
         found = turns.trials()
-        best = choose(found)
+        best = choose(found, turns.default)
         return Tuned(_settings(best, wish), bench.measured(best, found, spent), best, tuple(found))
 
 
-def choose(trials: Iterable[Trial]) -> Trial:
-    """Return the fastest trial or, of those that are as fast, that with the least memory and the fewest threads."""
+def choose(trials: Iterable[Trial], default: Trial | None = None) -> Trial:
+    """Return the fastest trial or, of those that are as fast, that with the least memory and the fewest threads.
+
+    Never one that is both slower and less mixed than `default`.
+    """
     listed = list(trials)
     fastest = max(t.cells_per_s for t in listed)
     alike = [t for t in listed if t.cells_per_s >= (1 - SAME) * fastest]
+    alike = [t for t in alike if default is None or not t.is_worse(default)]
     return min(alike, key=lambda t: (t.memory_nbytes, t.num_threads, -t.cells_per_s))
 
 
@@ -206,16 +221,22 @@ class _Turns:
     ) -> None:
         self._bench, self._progress = bench, progress
         self._by_key = {trial.key: trial for trial in trials}
-        self._n_turns = len(self._by_key) + _SEMIFINALISTS + _NEIGHBOURS + 2 * _FINALISTS
+        self._n_turns = len(self._by_key) + _SEMIFINALISTS + _NEIGHBOURS + 2 * _FINALISTS + _DEFAULTS
         self._seconds, self._n_done = seconds / self._n_turns, 0
 
     def trials(self) -> list[Trial]:
         """Return all of them, the fastest first."""
         return sorted(self._by_key.values(), key=lambda trial: -trial.cells_per_s)
 
+    @property
+    def default(self) -> Trial | None:
+        """The trial of what `gpuload.open_loader` takes where nothing is given, if that is allowed."""
+        return self._by_key.get(self._bench.default)
+
     def fastest(self, n: int) -> list[Trial]:
-        """Return the fastest so far."""
-        return self.trials()[:n]
+        """Return the fastest so far, and the default, which has as many turns as they."""
+        trials = self.trials()
+        return trials[:n] + [trial for trial in trials[n:] if trial is self.default]
 
     def take(self, trials: Iterable[Trial]) -> None:
         """Give each of some trials a turn."""
@@ -251,24 +272,30 @@ class Bench:
         self.cores = len(os.sched_getaffinity(0))
         self.least_bits = wish.min_entropy * self.outlooks.random_bits
         """Least entropy that is asked for; NaN without a label."""
+        self.default = (DEFAULT_BLOCK_SIZE, self.outlooks.largest(), self.cores, PREFETCHES[1])
+        """Key of the trial of what `gpuload.open_loader` takes where nothing is given."""
 
     def usual(self) -> dict[str, int]:
         """Return threads and prefetch that candidates are compared with."""
         return {"num_threads": self.cores, "prefetch": PREFETCHES[1]}
 
     def first_trials(self) -> list[Trial]:
-        """Return what is worth timing: with a thread per core and the usual prefetch, the most promising first."""
+        """Return what is worth timing: with a thread per core and the usual prefetch, the most promising first.
+
+        The default is among them wherever it mixes well enough and the memory holds it.
+        """
         wish = self._wish
         factors = self.fetch_factors()
         few = max(1, min(factors[0], _CALIBRATION_CELLS // wish.batch_size))
         pace = measure_pace(self.outlooks, self.cores, few)
-        seen = [self.outlooks.of(size, factor, pace) for factor in factors for size in BLOCK_SIZES]
+        seen = [self.outlooks.of(size, factor, pace) for factor in factors for size in self.outlooks.sizes(factor)]
         good = [o for o in seen if o.mixes(wish.batch_size, self.least_bits)]
         if not good:
             raise PlanError(self._nothing_mixes(seen))
         good.sort(key=lambda o: -o.cells_per_s)
-        good = [o for o in good if not o.cells_per_s < WORTH_TIMING * good[0].cells_per_s]
-        return [self._trial(o) for o in good[:_MOST_TIMED]]
+        trials = [self._trial(o) for o in good]
+        n = sum(not o.cells_per_s < WORTH_TIMING * good[0].cells_per_s for o in good[:_MOST_TIMED])
+        return trials[:n] + [trial for trial in trials[n:] if trial.key == self.default]
 
     def fetch_factors(self) -> list[int]:
         """Return the fetch factors to try, the largest first: what the memory and the file allow, and parts of it.
@@ -288,8 +315,7 @@ class Bench:
                 f"memory: {wish.memory_nbytes / 1e6:,.0f} MB do not hold the smallest fetches, which take "
                 f"{least / 1e6:,.0f} MB with batch_size={wish.batch_size}; give more, or take fewer cells a minibatch."
             )
-        by_file = max(1, int(MAX_SHARE * self._store.n_obs / wish.batch_size))
-        most = min(by_memory, by_file, MAX_FETCH_FACTOR)
+        most = min(by_memory, self.outlooks.largest())
         return sorted({most, max(1, most // 2), max(1, most // 4), max(1, most // 16)}, reverse=True)
 
     def memory_nbytes(self, fetch_factor: int, num_threads: int, prefetch: int) -> int:
@@ -361,7 +387,9 @@ class Bench:
     def _trial(self, outlook: Outlook) -> Trial:
         prefetch = PREFETCHES[1]
         nbytes = self.memory_nbytes(outlook.fetch_factor, self.cores, prefetch)
-        return Trial(outlook.block_size, outlook.fetch_factor, self.cores, prefetch, nbytes, outlook.entropy_bits)
+        n_blocks = outlook.blocks(self._wish.batch_size)
+        sizes = outlook.block_size, outlook.fetch_factor, self.cores, prefetch
+        return Trial(*sizes, nbytes, outlook.entropy_bits, n_blocks=n_blocks)
 
     def _nothing_mixes(self, seen: list[Outlook]) -> str:
         wish, random_bits = self._wish, self.outlooks.random_bits

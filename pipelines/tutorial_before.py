@@ -66,6 +66,6 @@ def main(folder, max_epochs=3):
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
+        sys.exit(print(__doc__) if sys.argv[1:] in (["-h"], ["--help"]) else __doc__)
     accuracy, speed = main(sys.argv[1])
     print(f"validation accuracy {accuracy:.1%}, {speed:,.0f} samples/s")

@@ -10,10 +10,9 @@ import numpy as np
 from gpuload.cli import text
 from gpuload.cli.machine import usable_cores
 from gpuload.outlook import (
-    BLOCK_SIZES,
     BLOCKS_PER_FETCH,
+    DEFAULT_BLOCK_SIZE,
     MAX_FETCH_FACTOR,
-    MAX_SHARE,
     Outlook,
     Outlooks,
     measure_pace,
@@ -49,11 +48,8 @@ class Advice:
     max_loss: float
     candidates: tuple[Outlook, ...]
     reasons: tuple[str, ...]
-
-    @property
-    def fetch_cells(self) -> int:
-        """Cells resident at one time."""
-        return self.batch_size * self.fetch_factor
+    fetch_cells: int
+    """Cells resident at one time."""
 
 
 def advise(store: Store, batch_size: int, label: str | None, memory_nbytes: int, max_loss: float = MAX_LOSS) -> Advice:
@@ -80,38 +76,39 @@ def advise(store: Store, batch_size: int, label: str | None, memory_nbytes: int,
         The file is damaged.
     """
     per_cell = store.nbytes_per_row
-    most, limit = _fetch_factor(store.n_obs, batch_size, per_cell, memory_nbytes)
     outlooks = Outlooks(store, batch_size, label)
+    most, limit = _fetch_factor(outlooks.largest(), batch_size, per_cell, memory_nbytes)
     candidates: tuple[Outlook, ...] = ()
     if store.n_obs:
         few = max(1, min(most, _CALIBRATION_CELLS // batch_size))
         pace = measure_pace(outlooks, usable_cores(), few)
         factors = sorted({most, max(1, most // 4), max(1, most // 16)}, reverse=True)
-        candidates = tuple(outlooks.of(size, factor, pace) for factor in factors for size in BLOCK_SIZES)
+        candidates = tuple(outlooks.of(size, factor, pace) for factor in factors for size in outlooks.sizes(factor))
     chosen, why = _choose(candidates, batch_size, label, outlooks.random_bits, max_loss)
-    block_size, factor = (16, most) if chosen is None else (chosen.block_size, chosen.fetch_factor)
-    fetch_nbytes = int(batch_size * factor * per_cell)
+    block_size, factor = (DEFAULT_BLOCK_SIZE, most) if chosen is None else (chosen.block_size, chosen.fetch_factor)
+    fetch_cells = min(store.n_obs, batch_size * factor)
+    fetch_nbytes = int(fetch_cells * per_cell)
     memory = f"{text.size(fetch_nbytes)} a fetch, {text.size(IN_FLIGHT * fetch_nbytes)} with {IN_FLIGHT} in flight"
     limit = limit if factor == most else f"of at most {most}; more would be no faster"
     reasons = [
-        f"fetch_factor={factor}: {text.count(batch_size * factor, 'cell')} resident, {limit}; {memory}.",
+        f"fetch_factor={factor}: {text.count(fetch_cells, 'cell')} resident, {limit}; {memory}.",
         f"block_size={block_size!r}: {why}",
     ]
     if label is not None and store.n_obs:
         size = block_size if isinstance(block_size, int) else max(1, round(chosen.cells_per_block)) if chosen else 1
         reasons.append(f"{label}, as it lies in the file: {outlooks.why_not_model(size, factor)}")
+    random_bits = outlooks.random_bits
     return Advice(
-        batch_size, factor, block_size, fetch_nbytes, outlooks.random_bits, max_loss, candidates, tuple(reasons)
+        batch_size, factor, block_size, fetch_nbytes, random_bits, max_loss, candidates, tuple(reasons), fetch_cells
     )
 
 
-def _fetch_factor(n_obs: int, batch_size: int, per_cell: float, memory_nbytes: int) -> tuple[int, str]:
-    """Return the largest fetch that is small against the file and the memory, in minibatches, and what limited it."""
-    by_file = int(MAX_SHARE * n_obs / batch_size)
+def _fetch_factor(largest: int, batch_size: int, per_cell: float, memory_nbytes: int) -> tuple[int, str]:
+    """Return the largest fetch that is of use and small against the memory, in minibatches, and what limited it."""
     by_memory = int(MEMORY_SHARE * memory_nbytes / (IN_FLIGHT * max(1.0, per_cell) * batch_size))
     limit, reason = min(
         (MAX_FETCH_FACTOR, f"{MAX_FETCH_FACTOR} minibatches a fetch mix as well as more would"),
-        (by_file, f"at most {text.share(MAX_SHARE)} of the file's {text.count(n_obs, 'cell')}"),
+        (largest, "the whole file, which is true random order"),
         (by_memory, f"at most {text.share(MEMORY_SHARE)} of the available memory"),
     )
     return (limit, reason) if limit else (1, f"the smallest fetch there is, though wanted is {reason}")
@@ -134,6 +131,9 @@ def _choose(
         return best, f"no candidate reaches {wanted}; the most mixed one has {_cost(best)}."
     fastest = max(c.cells_per_s for c in good)
     alike = [c for c in good if not c.cells_per_s < (1 - SAME) * fastest]
+    default = DEFAULT_BLOCK_SIZE, candidates[0].fetch_factor
+    defaults = [c for c in good if (c.block_size, c.fetch_factor) == default]
+    alike = [c for c in alike if not any(c.is_worse(d, batch_size) for d in defaults)]
     best = min(alike, key=lambda c: (c.cells_per_block, c.fetch_factor))
     return best, f"the cheapest with {wanted}: {_cost(best)}."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import tempfile
 from contextlib import closing
@@ -15,7 +16,7 @@ import gpuload
 from gpuload.cli import text
 from gpuload.cli.machine import usable_cores
 from gpuload.diversity import iid_entropy, label_shares
-from gpuload.errors import PlanError, ReadError
+from gpuload.errors import MissingDependencyError, PlanError, ReadError
 from gpuload.formats import open_store
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ MIN_CELLS = 2_000
 LOADER_SHARE = 0.4
 """Most time for measuring an order's loader alone, as a part of that for training."""
 
+PACKAGES = {"torch": "torch", "nvidia-dali-cuda130": "nvidia.dali", "matplotlib": "matplotlib"}
+"""What the demo needs beside gpuload, and the module that shows that it is there."""
+
 REAL, SYNTHETIC = "pbmc.h5ad", "tahoe_shaped.h5ad"
 
 
@@ -122,7 +126,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out."""
-    from gpuload.cli import figure, page, training  # at once, so that a missing package shows before the work
+    _check_packages()
+    from gpuload.cli import figure, page, training
 
     if args.cells < MIN_CELLS:
         raise PlanError(
@@ -146,6 +151,15 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         text.print_saved(out / "demo.png", out / "demo.json")
     return 0
+
+
+def _check_packages() -> None:
+    """Refuse to begin where a package is missing, be it that the last step needs."""
+    for package, module in PACKAGES.items():
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise MissingDependencyError(package, "the demo", "demo") from error
 
 
 def _make_folder(folder: Path) -> None:

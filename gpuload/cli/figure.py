@@ -127,11 +127,10 @@ def _draw_choices(axis: Any, advised: Advice, label: str) -> None:
         line = [c for c in advised.candidates if c.fetch_factor == factor]
         name = f"fetch_factor {factor}: {advised.batch_size * factor:,} cells"
         for marker, kind in (("o-", int), ("s", str)):
-            points = [(c.cells_per_s, c.entropy_bits) for c in line if isinstance(c.block_size, kind)]
+            some = [c for c in line if isinstance(c.block_size, kind)]
+            x, y = [c.cells_per_s for c in some], [c.entropy_bits for c in some]
             label_of = name if kind is int else None
-            axis.plot(
-                *zip(*points, strict=True), marker, color=color, markersize=5, linewidth=1.2, label=label_of, zorder=3
-            )
+            axis.plot(x, y, marker, color=color, markersize=5, linewidth=1.2, label=label_of, zorder=3)
         for choice in line:
             point = (choice.cells_per_s, choice.entropy_bits)
             axis.annotate(str(choice.block_size), point, (4, 4), textcoords="offset points", fontsize=7.5, color=color)

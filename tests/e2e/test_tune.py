@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import gpuload
 from benchmarks import run_tune
-from gpuload.cli import main
+from gpuload.cli import advice, main
 from gpuload.diversity import entropy_of_runs, measure_entropy
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
 from gpuload.formats.obs import write_h5ad
-from gpuload.outlook import Outlook, Outlooks, Pace
+from gpuload.outlook import DEFAULT_BLOCK_SIZE, MAX_FETCH_FACTOR, Outlook, Outlooks, Pace
 from gpuload.synthetic import tahoe_shaped
-from gpuload.tune import Bench, Trial, Wish, choose, tune
+from gpuload.tune import PREFETCHES, Bench, Trial, Wish, choose, tune
 from tests import writers
 
 MIB = 1 << 20
@@ -108,6 +110,28 @@ def test_without_a_label_blocks_are_counted():
     assert not outlook.mixes(63, float("nan"))
 
 
+def test_a_fetch_of_the_whole_file_is_true_random_order(store):
+    """1,500 cells: 188 minibatches of 8 hold them all, 187 do not."""
+    outlooks = Outlooks(store, 8, "plate")
+    assert outlooks.largest() == 188
+    assert outlooks.sizes(188) == (DEFAULT_BLOCK_SIZE,)
+    assert len(outlooks.sizes(187)) == 9
+    found = {size: outlooks.of(size, 188) for size in (1, 64, "chunk")}
+    assert {o.entropy_bits for o in found.values()} == {found[64].entropy_bits}
+    assert found[64].entropy_bits == pytest.approx(outlooks.random_bits, abs=0.005)
+    unlabelled = Outlooks(store, 30, None)
+    assert unlabelled.of("chunk", 50).mixes(30, float("nan"))  # of few blocks, but of all cells
+    assert not unlabelled.of("4 chunks", 49).mixes(30, float("nan"))
+    assert Outlooks(store, 1, None).largest() == 256
+
+
+def test_what_is_taken_for_the_defaults_are_those_of_open_loader(path):
+    parameters = inspect.signature(gpuload.open_loader).parameters
+    assert (parameters["fetch_factor"].default, parameters["prefetch"].default) == (MAX_FETCH_FACTOR, PREFETCHES[1])
+    with gpuload.open_loader(path) as plain, gpuload.open_loader(path, block_size=DEFAULT_BLOCK_SIZE) as said:
+        assert all(np.array_equal(a.rows, b.rows) for a, b in zip(plain, said, strict=True))
+
+
 # --- tuning ---
 
 
@@ -148,8 +172,8 @@ def test_memory_is_kept_to(store):
         assert all(t.memory_nbytes <= enough + more for t in near)
     ample = Bench(store, Wish(1 << 30, "plate", batch_size=8))
     ample.cores = 2
-    assert ample.fetch_factors() == [9, 4, 2, 1]  # a twentieth of the cells at most
-    assert len(ample.neighbours(Trial(16, 9, 2, 2, 0, 1.0))) == 4
+    assert ample.fetch_factors() == [188, 94, 47, 11]  # all cells at most
+    assert len(ample.neighbours(Trial(16, 188, 2, 2, 0, 1.0))) == 4
     with pytest.raises(
         PlanError, match=r"^memory: 3 MB do not hold the smallest fetches, which take \d+ MB with batch"
     ):
@@ -167,15 +191,81 @@ def test_of_equally_fast_settings_the_smaller_are_chosen():
     assert trials[0].cells_per_s == 100
 
 
+def test_the_choice_is_never_both_slower_and_less_mixed_than_the_defaults():
+    default = Trial(16, 256, 2, 2, 900, 1.5, (100.0,))
+    small = Trial(16, 16, 2, 2, 300, 1.4, (98.0,))
+    mixed = replace(small, entropy_bits=1.5)
+    faster = replace(small, repeats=(100.5,))
+    assert choose([default, small]) is small
+    assert choose([default, small], default) is default
+    assert choose([default, mixed], default) is mixed
+    assert choose([default, faster], default) is faster
+    best = replace(faster, block_size="chunk", memory_nbytes=1_000, repeats=(101.0,))
+    assert choose([best, default, small], default) is default  # the least memory but for `small`
+    unlabelled = [replace(t, entropy_bits=float("nan"), n_blocks=n) for t, n in ((default, 1024.0), (small, 64.0))]
+    assert choose(unlabelled) is unlabelled[1]
+    assert choose(unlabelled, unlabelled[0]) is unlabelled[0]
+    whole = replace(unlabelled[1], n_blocks=float("inf"))
+    assert choose([unlabelled[0], whole], unlabelled[0]) is whole
+
+
+@pytest.mark.parametrize("label", ["plate", None])
+def test_the_defaults_are_timed_as_often_as_the_finalists(path, label, monkeypatch):
+    """The model takes them for far too slow, and their first turns are the slowest of all."""
+    speed = {16: 1.0, 64: 100.0}
+    monkeypatch.setattr(Pace, "cells_per_s", lambda self, o: speed.get(o.block_size, 90.0))
+
+    def rate(self, trial, turn, seconds):
+        if (trial.block_size, trial.fetch_factor) != (16, 94):
+            return 1_000.0
+        return 1_100.0 if turn == 3 else 500.0
+
+    monkeypatch.setattr(Bench, "time", rate)
+    tuned = tune(path, Wish(200 * MIB, label, 0.5, batch_size=16, device="cpu"))
+    assert (tuned.settings["block_size"], tuned.settings["fetch_factor"]) == (16, 94)  # 94 * 16 cells are all
+    assert tuned.best.repeats == (500.0, 500.0, 500.0, 1_100.0)
+
+
+@pytest.mark.parametrize("label", ["plate", None])
+def test_tune_advises_nothing_both_slower_and_less_mixed_than_the_defaults(path, label, monkeypatch):
+    """All but the defaults are 2 % slower, which is as fast, and some take less memory."""
+    monkeypatch.setattr(Bench, "time", lambda self, t, *_: 1_000.0 if t.key == self.default else 980.0)
+    monkeypatch.setattr(Bench, "neighbours", lambda self, trial: [])
+    tuned = tune(path, Wish(200 * MIB, label, 0.5, batch_size=16, device="cpu"))
+    assert any(t.memory_nbytes < tuned.best.memory_nbytes for t in tuned.trials)
+    assert tuned.settings["fetch_factor"] == 94  # 94 * 16 cells are all
+
+
+def test_inspect_advises_nothing_both_slower_and_less_mixed_than_the_defaults(store, monkeypatch):
+    """Two settings promise nearly what the defaults do; only the one that mixes better may be advised."""
+    speed = {(16, 40): 100.0, (8, 10): 97.0, (16, 10): 96.0, (8, 40): 90.0}
+    monkeypatch.setattr(Outlooks, "entropy", lambda self, b, f: self.random_bits * (1.0 if f == 40 else 0.995))
+    monkeypatch.setattr(Pace, "cells_per_s", lambda self, o: speed.get((o.block_size, o.fetch_factor), 10.0))
+    monkeypatch.setattr("gpuload.outlook.MAX_FETCH_FACTOR", 40)
+    found = advice.advise(store, 8, "plate", 1 << 40)
+    assert (found.block_size, found.fetch_factor, found.fetch_cells) == (16, 40, 320)
+    speed[8, 10] = 100.0
+    found = advice.advise(store, 8, "plate", 1 << 40)
+    assert (found.block_size, found.fetch_factor) == (8, 10)
+
+
+def test_inspect_advises_the_whole_file_where_it_is_small(store):
+    found = advice.advise(store, 64, "plate", 1 << 40)
+    assert (found.fetch_factor, found.fetch_cells) == (24, 1_500)
+    assert found.reasons[0].startswith("fetch_factor=24: 1,500 cells resident, the whole file, which is true random")
+
+
 def test_candidates_far_too_slow_are_not_timed_and_the_most_promising_come_first(store, monkeypatch):
     speed = {1: 10.0, 4: 59.0, 8: 61.0, 16: 80.0, 32: 90.0, 64: 100.0}
     monkeypatch.setattr(Pace, "cells_per_s", lambda self, o: speed.get(o.block_size, 20.0))
     bench = Bench(store, Wish(200 * MIB, "plate", 0.0, batch_size=32))
-    assert bench.fetch_factors() == [2, 1]
-    assert [t.block_size for t in bench.first_trials()] == [64, 64, 32, 32, 16, 16]
+    assert bench.fetch_factors() == [47, 23, 11, 2]
+    assert [t.block_size for t in bench.first_trials()] == [64, 64, 64, 32, 32, 32, 16]
     monkeypatch.setattr("gpuload.tune._MOST_TIMED", 100)
-    assert [t.block_size for t in bench.first_trials()] == [64, 64, 32, 32, 16, 16, 8, 8]
+    assert [t.block_size for t in bench.first_trials()] == [64] * 3 + [32] * 3 + [16] * 4 + [8] * 3
     assert {(t.num_threads, t.prefetch) for t in bench.first_trials()} == {(bench.cores, 2)}
+    monkeypatch.setitem(speed, 16, 1.0)
+    assert [t.key for t in bench.first_trials() if t.block_size == 16] == [(16, 47, bench.cores, 2)]  # the default
 
 
 @pytest.mark.parametrize(
@@ -186,7 +276,7 @@ def test_candidates_far_too_slow_are_not_timed_and_the_most_promising_come_first
             r"^min_entropy=1\.0: no candidate mixes 'plate' so well; the best reaches 0\.999 of .* \(block_size=1, ",
         ),
         (
-            Wish(200 * MIB, None, batch_size=2_000),
+            Wish(200 * MIB, None, batch_size=1_000),
             None,
         ),
     ],
@@ -194,9 +284,11 @@ def test_candidates_far_too_slow_are_not_timed_and_the_most_promising_come_first
 def test_wishes_that_cannot_be_met_say_what_could(path, wish, message, monkeypatch):
     if message is None:
         monkeypatch.setattr("gpuload.outlook.BLOCKS_PER_FETCH", 5_000)
-        message = r"^no fetch of at most 2000 cells has blocks enough; give more memory, or a label to judge by\.$"
+        monkeypatch.setattr("gpuload.outlook.MAX_FETCH_FACTOR", 1)
+        message = r"^no fetch of at most 1000 cells has blocks enough; give more memory, or a label to judge by\.$"
     else:
-        monkeypatch.setattr("gpuload.tune.BLOCK_SIZES", (64, 1))
+        monkeypatch.setattr("gpuload.outlook.BLOCK_SIZES", (64, 1))
+        monkeypatch.setattr("gpuload.outlook.MAX_FETCH_FACTOR", 4)
         monkeypatch.setattr(Outlooks, "entropy", lambda self, b, f: self.random_bits * (0.999 if b == 1 else 0.5))
     with pytest.raises(PlanError, match=message):
         tune(path, wish)
@@ -279,7 +371,8 @@ def test_inspect_draws_its_choices(run, path, tmp_path):
     assert "cannot be written" in err
 
 
-def test_inspect_takes_the_loss_that_is_allowed(run, path):
+def test_inspect_takes_the_loss_that_is_allowed(run, path, monkeypatch):
+    monkeypatch.setattr("gpuload.outlook.MAX_FETCH_FACTOR", 9)  # a fetch of the whole file loses nothing
     found = {}
     for loss in (0, 0.01, 0.5):
         code, said, _ = run("inspect", path, "--label", "plate", "--batch-size", 8, "--max-loss", loss, "--json")

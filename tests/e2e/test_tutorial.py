@@ -55,7 +55,8 @@ def test_without_a_folder_they_say_what_they_want(name: str, arguments: list[str
     command = [sys.executable, f"pipelines/tutorial_{name}.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert f"python pipelines/tutorial_{name}.py DATA" in done.stderr
+    assert f"python pipelines/tutorial_{name}.py DATA" in (done.stdout if arguments else done.stderr)
+    assert done.returncode == (0 if arguments else 1)
     assert "Traceback" not in done.stderr
 
 
