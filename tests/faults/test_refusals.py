@@ -477,7 +477,7 @@ def test_sparse_and_dense_files_together(plain: Stored, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("genes", "parts"),
     [
-        (["gene_001", "TP53", "BRCA1"], ("'TP53'", "var")),
+        (["gene_001", "TP53", "BRCA1"], ("'TP53'", "2 of 3 are not", "'gene_000'", "mask")),
         (["gene_001", "gene_002", "gene_001"], ("'gene_001'", "once")),
         (np.ones(50, bool), ("50", "53")),
         (np.ones((53, 1), bool), ("mask",)),
