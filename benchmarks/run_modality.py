@@ -153,13 +153,18 @@ def main(arguments: list[str] | None = None) -> int:
         load_program().write_synthetic(options.folder, options.make, 0)
     for path in options.folder.glob("*_mod1.h5ad"):  # into the page cache
         path.read_bytes()
-    first_round = []
+    first_round: list[dict[str, Any]] = []
+    failed: list[str] = []
     for number in range(options.rounds):
         for arm in options.only:
             command = [sys.executable, "-m", "benchmarks.run_modality", str(options.folder), "--arm", arm]
             command += ["--landmarks", str(options.landmarks)]
             command += ["--out", str(options.out)] if options.out else []
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
+                failed.append(arm)
+                print(f"{arm:16s} failed: exit status {done.returncode}", flush=True)
+                continue
             record = {
                 "arm": arm,
                 "round": number,
@@ -175,9 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
             machine.add_records(options.out, [record])
             if not number:
                 first_round.append(record)
-    if options.out:
+    if options.out and first_round:
         draw(options.out.with_suffix(".png"), first_round)
-    return 0
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

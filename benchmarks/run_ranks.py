@@ -35,7 +35,7 @@ def one_rank(job: dict[str, Any]) -> None:
     import gpuload
 
     settings = {"rank": job["rank"], "world_size": job["world_size"], "num_threads": job["num_threads"]}
-    with gpuload.open_loader(job["path"], uneven="drop", **settings, **job["settings"]) as loader:
+    with gpuload.open_loader(job["path"], uneven="drop", device="cpu", **settings, **job["settings"]) as loader:
         rows = np.concatenate([batch.rows for batch in loader])
         np.save(job["rows"], rows)
         print("ready", flush=True)

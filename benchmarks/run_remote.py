@@ -34,7 +34,13 @@ if TYPE_CHECKING:
 
 ARMS = ("local", "remote", "cached")
 PACKAGES = ("gpuload", "numpy", "obstore", "h5py")
-SETTINGS: dict[str, Any] = {"batch_size": 64, "fetch_factor": 64, "block_size": "chunk", "output": "csr"}
+SETTINGS: dict[str, Any] = {
+    "batch_size": 64,
+    "fetch_factor": 64,
+    "block_size": "chunk",
+    "output": "csr",
+    "device": "cpu",
+}
 
 
 def measure(arm: str, path: Path, server: Running, folder: Path) -> dict[str, Any]:

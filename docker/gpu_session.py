@@ -49,8 +49,9 @@ def steps(wheels: Path, results: Path) -> list[Step]:
     bench = (python, "-m", "benchmarks.run_gpu", "--out", str(results / "gpu.jsonl"))
     modality = ("demo-data/gpu_modality", "--make", "66175", "--only", "ours, GPU", "ours, GPU, exact", "--rounds", "2")
     modality = (*modality, "--out", str(results / "modality.jsonl"))
+    install = ("bash", str(docker / "install_offline.sh"), "--target", str(SITE), str(wheels))
     found = [
-        Step("install", (str(docker / "install_offline.sh"), "--target", str(SITE), str(wheels)), 180, is_needed=True),
+        Step("install", install, 180, is_needed=True),
         Step("gpu", (python, "-c", HAS_GPU), 60, is_needed=True),
         Step("doctor", (python, "-m", "gpuload", "doctor"), 60),
         Step("first", first, 150),

@@ -53,16 +53,19 @@ def requirements(*, dali: bool, rivals: bool) -> list[Requirement]:
     """Return what pyproject.toml asks for, without DALI and without the loaders to compare with unless wanted."""
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    todo = [*project["dependencies"], *(line for name in EXTRAS for line in extras[name])]
+    names = (*EXTRAS, "dali") if dali else EXTRAS
+    todo = [*project["dependencies"], *(line for name in names for line in extras[name])]
     todo += [line for line in extras["test"] if Requirement(line).name in TESTS]
     if rivals:
         todo += [*extras["bench"], *RIVALS]
     found: dict[str, Requirement] = {}
     while todo:
         requirement = Requirement(todo.pop())
+        if requirement.marker and not requirement.marker.evaluate(TARGET):
+            continue
         if requirement.name == project["name"]:
             todo += [line for name in requirement.extras for line in extras[name]]
-        elif dali or "dali" not in requirement.name:
+        else:
             found[str(requirement)] = requirement
     return list(found.values())
 

@@ -28,6 +28,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, from programs under test too, unless the tests that need one are asked for: ``-m gpu``."""
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def store_variant(tmp_path_factory: pytest.TempPathFactory) -> StoreVariant:
     """Return a function that writes a variant once per session, by name, and gives what it must read as."""

@@ -48,6 +48,7 @@ def open_loader(paths: Sequence[Path], settings: Mapping[str, Any], seed: int) -
         seed=seed,
         output=settings["output"],
         obs=(LABEL,),
+        device="cpu",
         verify=settings.get("verify", "once"),
         transform=gpuload.Transform(TARGET_SUM, log1p=True) if settings.get("log1p") else None,
         **({} if is_streaming else {"block_size": settings["block_size"]}),

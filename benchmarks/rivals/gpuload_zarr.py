@@ -67,6 +67,7 @@ class ZarrLoading:
             seed=job.seed,
             output=settings["output"],
             obs=(LABEL, rows),
+            device="cpu",
         )
         self.io_mode = self.loader.io_mode
 

@@ -16,6 +16,7 @@ def open_cells(path, batch_size=64):
         block_size=16,
         fetch_factor=256,
         obs=["plate"],
+        device="cpu",
     )
 
     def epoch():

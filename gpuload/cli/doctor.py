@@ -218,6 +218,8 @@ def _gpu_path(facts: dict[str, Any]) -> str:
     """Return what is known of the path to a GPU before anything was read."""
     if facts["compat_mode"] == "ON":
         gds = "compat: KvikIO is told not to use GPUDirect Storage (KVIKIO_COMPAT_MODE)"
+    elif facts["prefers_compat"]:
+        gds = "compat: KvikIO's own choice here (can /run/udev be read, and is cuFile installed?)"
     elif facts["has_nvidia_fs"] or not facts["may_bounce"]:
         gds = "gds where the file system supports it"
     else:

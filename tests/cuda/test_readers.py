@@ -168,6 +168,15 @@ def test_without_kvikio_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch
         KvikioReader(LateDevice())
 
 
+def test_a_kvikio_that_finds_no_cufile_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "kvikio.py").write_text("raise RuntimeError('libcufile.so is not to be found')")
+    monkeypatch.setattr(kvikio_module, "_check_driver", lambda: None)
+    monkeypatch.delitem(sys.modules, "kvikio", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(MissingDependencyError, match=r"needs nvidia-cufile, .*pip install 'gpuload\[cuda13\]'"):
+        KvikioReader(LateDevice())
+
+
 @pytest.mark.parametrize(
     "settings_", [{"num_threads": 0}, {"num_threads": "4"}, {"task_nbytes": 4095}, {"task_nbytes": 6144}]
 )
@@ -571,6 +580,11 @@ def test_pinned_settings_are_checked(settings_: dict[str, Any]) -> None:
     (name,) = settings_
     with pytest.raises(PlanError, match=rf"{name}={settings_[name]!r}: expected a whole number of at least 1"):
         PinnedReader(LateDevice(), **settings_)
+
+
+def test_threads_may_be_a_number_of_numpy() -> None:
+    reader = PinnedReader(LateDevice(), num_threads=np.int64(2))  # type: ignore[arg-type]
+    reader.close()
 
 
 def test_its_mode_is_pinned() -> None:

@@ -839,6 +839,13 @@ def test_a_model_refuses_what_is_no_training_set(modality: ModuleType, cells: tu
 # --- the benchmark ---
 
 
+def test_an_arm_that_fails_says_why_and_ends_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_modality.main([str(tmp_path), "--only", "ours", "sklearn"]) == 1
+    out, err = capfd.readouterr()
+    assert [line.split()[:2] for line in out.splitlines()] == [["ours", "failed:"], ["sklearn", "failed:"]]
+    assert err.count("Traceback") >= 2
+
+
 @pytest.mark.slow
 def test_the_benchmark_at_tiny_size(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")

@@ -273,7 +273,7 @@ def test_an_iterator_of_which_nothing_is_asked_uses_up_no_epoch(make_loader: Mak
     kept = iter(loader)
     assert loader.state_dict()["epoch"] == 0
     assert rows_of(loader) == epochs[0]
-    with pytest.raises(gpuload.PlanError, match="one lives at a time"):
+    with pytest.raises(PlanError, match="one lives at a time"):
         next(kept)
     iter(loader)
     assert rows_of(loader) == epochs[1]
@@ -289,7 +289,7 @@ def test_to_load_a_state_ends_the_living_iteration(make_loader: MakeLoader) -> N
     state = loader.state_dict()
     next(batches)
     loader.load_state_dict(state)
-    with pytest.raises(gpuload.PlanError, match=r"ended by a later .*load_state_dict\(\)"):
+    with pytest.raises(PlanError, match=r"ended by a later .*load_state_dict\(\)"):
         next(batches)
     assert loader.state_dict() == state
     assert rows_of(loader) == whole[1:]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -81,7 +83,8 @@ def test_its_steps_are_of_commands_that_exist(
     monkeypatch.setattr(session.shutil, "which", lambda name: f"/bin/{name}")
     steps = {step.name: step.command for step in session.steps(tmp_path / "wheels", tmp_path)}
     assert list(steps) == NAMES
-    assert Path(steps["install"][0]).exists()
+    assert steps["install"][0] == "bash"  # a copy of the checkout may have lost its permission to be run
+    assert Path(steps["install"][1]).exists()
     assert set(session.COLD) <= set(run_gpu.ARMS)
     monkeypatch.setattr(run_gpu, "n_gpus", lambda: 0)
     compile(session.HAS_GPU, "HAS_GPU", "exec")
@@ -99,6 +102,41 @@ def test_all_tests_that_need_a_gpu_are_run(session: Any) -> None:
     marked = {path.relative_to(ROOT).as_posix() for path in folder.rglob("test_*.py") if GPU in path.read_text()}
     assert marked == {session.TESTS, *session.PROGRAMS}
     assert f"GPU_TESTS := {' '.join((session.TESTS, *session.PROGRAMS))}\n" in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("options", [(), ("-m", "gpu")])
+def test_only_tests_that_need_a_gpu_see_one(tmp_path: Path, options: tuple[str, ...]) -> None:
+    ask = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], end='')"]
+    body = f"(subprocess.run({ask}, capture_output=True, text=True).stdout, os.environ['CUDA_VISIBLE_DEVICES'])"
+    (tmp_path / "test_seen.py").write_text(
+        f"import os, subprocess\nimport pytest\n"
+        f"def test_seen_here():\n    assert {body} == ('', '')\n"
+        f"@{GPU}\ndef test_seen_there():\n    assert {body} == ('3', '3')\n"
+    )
+    files = [str(tmp_path / "test_seen.py"), "tests/unit/test_checks.py"]  # the other one for the conftest of tests
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files, "-n", "1", "-k", "test_seen"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "3"}
+    done = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.fixture
+def offline() -> Any:
+    spec = importlib.util.spec_from_file_location("offline", ROOT / "docker" / "offline.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")  # of pip
+def test_the_folder_is_of_what_a_gpu_machine_needs(offline: Any) -> None:
+    plain, more = (offline.requirements(dali=dali, rivals=False) for dali in (False, True))
+    dali = "nvidia-dali-cuda130"
+    assert (dali in {r.name for r in plain}, dali in {r.name for r in more}) == (False, True)
+    (pandas,) = (r for r in plain if r.name == "pandas")  # the line for Python 3.11 is not for that machine
+    assert pandas.specifier.contains("3.1.1")
 
 
 def test_parts_of_it_can_be_run(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ class KvikioReader:
     DeviceError
         This machine has no CUDA driver.
     MissingDependencyError
-        KvikIO is not installed, or older than its counters (26.10).
+        KvikIO is not installed, or older than its counters (26.10), or finds no cuFile.
     """
 
     def __init__(
@@ -117,6 +117,8 @@ class KvikioReader:
             from kvikio import SummaryMonitor
         except ImportError as error:
             raise MissingDependencyError("kvikio-cu13>=26.10", "reading to a GPU through KvikIO", "cuda13") from error
+        except RuntimeError as error:  # it looks for cuFile's library when it is imported
+            raise MissingDependencyError("nvidia-cufile", "reading to a GPU through KvikIO", "cuda13") from error
         self._kvikio = kvikio
         self._device = device
         self._task_nbytes = task_nbytes
@@ -161,6 +163,7 @@ class KvikioReader:
             "kvikio": kvikio.__version__,
             "cufile": ".".join(map(str, kvikio.cufile_driver.libcufile_version())),
             "compat_mode": getattr(mode, "name", str(mode)),
+            "prefers_compat": kvikio.defaults.is_compat_mode_preferred(),
             "has_nvidia_fs": self._driver_says("is_gds_available"),
             "may_bounce": self._driver_says("allow_compat_mode"),
             "num_threads": kvikio.defaults.get("num_threads"),
