@@ -149,6 +149,11 @@ def written(folder: Path) -> Path:
         part = adata[200 * i : 200 * (i + 1)].copy()
         part.write_h5ad(folder / f"plate{i + 1}.h5ad")
         part.write_h5ad(folder / "plates" / f"plate{i + 1}.h5ad")
+    (folder / "screen").mkdir()
+    for i in range(2):
+        part = adata[300 * i : 300 * (i + 1)].copy()
+        part.obs["gene"] = rng.choice(["non-targeting", *(f"KO{k}" for k in range(8))], 300)
+        part.write_h5ad(folder / "screen" / f"{i}.h5ad")
     proteins = anndata.AnnData(rng.normal(size=(600, 12)).astype(np.float32), obs=obs[[]])
     proteins.write_h5ad(folder / "prot.h5ad")
     for name in ("cells", "cite"):

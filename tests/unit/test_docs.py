@@ -150,6 +150,12 @@ def test_files_named_in_the_pages_exist(page: Path) -> None:
         assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
+def test_links_have_words() -> None:
+    """Sphinx writes the title of the page for an empty one, but where the source itself is read there is nothing."""
+    pages = [page for page in DOCS.rglob("*.md") if page.parent.name != "generated"]
+    assert not [page.name for page in pages if "[](" in page.read_text()]
+
+
 def test_extras_named_in_the_pages_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:

@@ -44,7 +44,7 @@ def open_cuda(
     if io != "pinned":
         readers.append(KvikioReader(device, num_threads=num_threads, remote=io == "kvikio"))
     if io != "kvikio":
-        readers.append(PinnedReader(device, num_threads=num_threads or NUM_THREADS))
+        readers.append(PinnedReader(device, num_threads=NUM_THREADS if num_threads is None else num_threads))
     reader = readers[0] if len(readers) == 1 else MeasuredReader(device, *readers)
     try:
         return CudaBackend(device, reader, Nvcomp(), verify=verify, cache_nbytes=cache_nbytes)
