@@ -74,6 +74,7 @@ class FolderSource:
 
     def __init__(self, root: str, names: Sequence[str], nbytes: NDArray[np.int64], stamps: NDArray[np.int64]) -> None:
         self.name = root
+        self._root = os.path.abspath(root)  # the current folder may become another
         self._names = names
         self._nbytes = nbytes
         self._stamps = stamps
@@ -110,6 +111,8 @@ class FolderSource:
                 descriptors.append(_open_files.take(self, number))
                 taken.append(number)
             yield descriptors
+            for number, descriptor in zip(taken, descriptors, strict=True):
+                self.check_file(number, descriptor)
         finally:
             _open_files.give_back(self, taken)
 
@@ -140,7 +143,7 @@ class FolderSource:
             raise ReadError(f"{self.name}: the loader was closed; open it again with open_loader().")
         path = self._path(number)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(os.path.join(self._root, self._names[number]), os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             if error.errno in _TOO_MANY:
                 raise

@@ -432,6 +432,8 @@ class Loader:
                 is_busy, start_s = self._backend.busy(), time.perf_counter()
                 try:
                     residents = [pending.result() for pending in load.pending]
+                    for table in self._tables.values():
+                        table.store.check_unchanged()  # what was changed since the reads began would be handed over
                 except Exception:
                     while takes:  # what comes before the fault is handed over, however far ahead the loads are
                         yield self._hand_over(takes.popleft())

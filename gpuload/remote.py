@@ -154,7 +154,7 @@ class FolderRemote:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.name = os.fspath(folder)
+        self.name = os.path.abspath(folder)
         if not os.path.isdir(self.name):
             raise ReadError(f"{self.name}: no such folder. Check the path.")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import anndata as ad
@@ -205,6 +207,20 @@ def assert_same_genes(packed: Path, source: Path) -> ad.AnnData:
     adata = ad.read_zarr(packed)
     pd.testing.assert_frame_equal(adata.var, ad.read_h5ad(source).var, check_index_type=False)
     return adata
+
+
+def test_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.h5ad")
+    gpuload.pack(written(cells(30, 20), path), tmp_path / "out.zarr", keep_order=True)
+    assert set(ad.read_zarr(tmp_path / "out.zarr").obs["source_file"]) == {f"{tmp_path}/caf\\xe9.h5ad"}
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuload", "inspect", str(path)],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"caf" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["..", "zarr.json", "x" * 256])

@@ -78,7 +78,7 @@ class Catalogue(Database):
         now = time.time()
         with self.transaction() as db:
             meta = dict(db.execute("SELECT name, value FROM meta"))
-            if now - meta["listed_at"] < relist_s:
+            if 0 <= now - meta["listed_at"] < relist_s:  # it may be of a clock that was ahead
                 return 0
             if meta["listing_lease"] not in ("", lease) and is_alive(meta["listing_lease"]):
                 return 0
@@ -128,7 +128,7 @@ class Catalogue(Database):
         """Take the next object to download, with the bytes for it; or what must go first; or None: nothing to do."""
         now = time.time()
         with self.transaction() as db:
-            row = db.execute(_NEXT, (now,)).fetchone()
+            row = db.execute(_NEXT, (now, now + _OF_ANOTHER_CLOCK_S)).fetchone()
             if row is None:
                 return None
             key_id, wanted = row[0], RemoteObject(*row[1:])
@@ -489,9 +489,12 @@ class Catalogue(Database):
         return [File(id_, key_id, RemoteObject(*of), name, cost) for id_, key_id, name, cost, *of in found]
 
 
+_OF_ANOTHER_CLOCK_S = 3600
+"""A time to try again that is further away was set by a clock that was ahead."""
+
 _NEXT = (
     "SELECT id, key, nbytes, etag, digest FROM keys"
-    " WHERE NOT is_held AND NOT is_gone AND fault IS NULL AND retry_at <= ?"
+    " WHERE NOT is_held AND NOT is_gone AND fault IS NULL AND (retry_at <= ? OR retry_at > ?)"
     " ORDER BY n_fetched, place LIMIT 1"
 )
 

@@ -219,8 +219,10 @@ class Snapshot:
         if not self._closed.is_set():
             self._closed.set()
             self._clerk.join()
-            self.flush()
-            self._store.end_snapshot(self._pin)
+            try:
+                self.flush()
+            finally:
+                self._store.end_snapshot(self._pin)
 
     def __enter__(self) -> Self:
         return self

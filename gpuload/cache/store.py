@@ -184,8 +184,19 @@ class SampleStore:
                 "choose a folder apart from it."
             )
 
+    def _is_listed(self) -> bool:
+        """Return whether the catalogue knows all samples that the remote had lately."""
+        listed_at = float(self._catalogue.meta("listed_at"))
+        ago_s = time.time() - listed_at
+        if not listed_at or ago_s < 0:  # never, or by a clock that was ahead
+            return False
+        is_due = bool(self._processes or self._fetcher) and ago_s >= self._settings.relist_s
+        return listed_at >= self._opened_at or not is_due
+
     def _check_remote(self) -> None:
         known = self._catalogue.meta("remote")
+        if known and isinstance(self.remote, FolderRemote):
+            known = os.path.abspath(known)
         if known and known != self.remote.name:
             raise StoreError(
                 f"{self.root}: it holds samples of {known}, not of {self.remote.name}; use a folder for each."
@@ -325,8 +336,9 @@ class SampleStore:
             self._check_quarantine()
             if n_here >= min_samples:
                 break
+            is_listed = self._is_listed()  # before they are counted: a listing may end in between
             n_known = self._catalogue.n_known()
-            if self._catalogue.meta("listed_at") and n_known < min_samples:
+            if is_listed and n_known < min_samples:
                 raise ReadError(
                     f"min_samples={min_samples}: {self.remote.name} has only {n_known} samples that can be had; use "
                     "fewer."
@@ -514,7 +526,10 @@ class SampleStore:
 def _keep(processes: list[FetcherProcess], stop: threading.Event) -> None:
     while not stop.wait(0.5):
         for process in processes:
-            process.check()
+            try:
+                process.check()
+            except Exception as error:  # noqa: BLE001 - no memory, no process to be had: it may pass
+                _log.warning("a fetcher could not be started (%s); tried again", error)
 
 
 def _close(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of names of files that are no text
     try:
         with _no_interrupt_lost():
             parser = build_parser(given)

@@ -17,6 +17,7 @@ References
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
@@ -190,6 +191,8 @@ def _open_file(path: str, content: RemoteFile | None = None) -> h5py.File:
         try:
             return h5py.File(content or path, "r", locking=False)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ReadError(f"{path}: {os.strerror(error.errno or 0)}; raise the limit (ulimit -n).") from error
             raise StoreError(
                 f"{path}: not a readable HDF5 file ({first_line(error)}); expected an .h5ad file."
             ) from error
@@ -200,11 +203,12 @@ def _translated(path: str) -> Iterator[None]:
     """Translate what h5py and anndata raise on damaged metadata, once, at the edge."""
     try:
         yield
-    except GpuloadError:
+    except (GpuloadError, ImportError):  # of a package that anndata needs, and not of the file
         raise
     except MemoryError as error:
         raise CorruptDataError(
-            f"{path}: a size in its metadata cannot be right ({first_line(error)}); restore the file."
+            f"{path}: a size in its metadata cannot be right ({first_line(error)}), or there is too little memory; "
+            "free some, or restore the file."
         ) from error
     except Exception as error:
         raise CorruptDataError(

@@ -193,7 +193,8 @@ def _provenance(name: str, store: Store, order: NDArray[np.int64]) -> Any:
     file = np.searchsorted(first, order, side="right") - 1
     if name == SOURCE_ROW:
         return order - first[file]
-    return pd.Categorical.from_codes(file, list(store.paths))
+    names = [os.fsencode(path).decode(errors="backslashreplace") for path in store.paths]
+    return pd.Categorical.from_codes(file, names)
 
 
 def _cell_names(files: Sequence[str], layer: str) -> NDArray[np.bytes_]:

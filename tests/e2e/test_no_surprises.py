@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -9,6 +10,7 @@ import pty
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +21,6 @@ from gpuload.cli import text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 PROGRAM = """
 import sys, gpuload
@@ -101,6 +102,35 @@ def test_compiling_is_told_of_in_a_terminal_where_nothing_is_compiled_yet(
     assert not said(is_terminal=False, is_quiet=False)
     (tmp_path / "kernel").touch()
     assert not said(is_terminal=True, is_quiet=False)
+
+
+def test_kernels_are_kept_where_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native.config, "CACHE_DIR", str(tmp_path))
+    folder = Path(native.cache_folder())
+    assert folder.parent == tmp_path
+    for name, content in (("rows.nbi", b""), ("rows.1.nbc", b""), ("chunks.nbi", b"index")):
+        (folder / name).write_bytes(content)
+    assert native.cache_folder() == str(folder)
+    assert [path.name for path in folder.iterdir()] == ["chunks.nbi"]  # empty ones are of a crash, and fail for ever
+
+    class Full(io.BytesIO):
+        def write(self, _: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(native.tempfile, "TemporaryFile", lambda dir: Full())  # noqa: A006
+    assert native.PASSING in native.cache_folder()
+    assert "cannot be written (No space left on device)" in caplog.text
+
+
+def test_kernels_that_can_be_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", refuse)
+    with pytest.raises(gpuload.PlanError, match=r"can be kept nowhere .*set NUMBA_CACHE_DIR, or TMPDIR"):
+        native._passing_folder.__wrapped__()
 
 
 @pytest.mark.parametrize(

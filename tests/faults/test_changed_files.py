@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 import gpuload
+from gpuload.backends import cpu
+from gpuload.formats import hdf5
 from gpuload.source import FileSource
 from tests.mutants import by_gpuload, by_h5py, is_same, write_base
 from tests.variants import read_matrix
@@ -145,6 +148,38 @@ def test_a_file_changed_in_place_is_found(
         assert "changed" in str(caught.value) or "truncated" in str(caught.value)
         with pytest.raises(gpuload.ReadError):
             list(loader)
+
+
+def test_a_file_changed_while_its_last_fetch_is_read(
+    copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plain = copy_of("changed.h5ad"), cpu._read
+
+    def change_after(*arguments: Any) -> None:
+        plain(*arguments)
+        os.utime(path, (1, 1))
+
+    monkeypatch.setattr(cpu, "_read", change_after)
+    with (
+        gpuload.open_loader(path, device="cpu") as loader,  # a fetch holds all of it
+        pytest.raises(gpuload.ReadError, match="changed while it was open"),
+    ):
+        next(iter(loader))
+
+
+def test_too_many_open_files_are_no_damage(copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Unable to synchronously open file (Too many open files)")
+
+    path = copy_of("cells.h5ad")
+    monkeypatch.setattr(h5py, "File", refuse)
+    with pytest.raises(gpuload.ReadError, match=r"cells.h5ad: Too many open files; raise the limit \(ulimit -n\)"):
+        gpuload.open_loader(path)
+
+
+def test_a_package_that_cannot_be_imported_is_no_damage() -> None:
+    with pytest.raises(ImportError, match="libcublas"), hdf5._translated("cells.h5ad"):
+        raise ImportError("libcublas cannot be loaded")
 
 
 def test_bytes_that_vanish_during_a_read_are_a_short_read(

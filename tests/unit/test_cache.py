@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -29,6 +30,7 @@ from gpuload.cache.files import adopt_strays
 from gpuload.cache.leases import Lease
 from gpuload.cache.order import visiting_order
 from gpuload.cache.reading import Reader, Sample
+from gpuload.cache.store import _keep
 from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject, open_remote
 from tests.remotes import CountingRemote, FlakyRemote, HangingRemote, fill
@@ -792,6 +794,86 @@ def test_a_fetcher_process_fetches_and_ends(tmp_path: Path) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_fetcher_that_cannot_be_started_now_is_started_later(caplog: Any) -> None:
+    stop, calls = threading.Event(), []
+
+    class Process:
+        def check(self) -> None:
+            calls.append(len(calls))
+            if len(calls) == 1:
+                raise BlockingIOError("Resource temporarily unavailable")
+            stop.set()
+
+    _keep([Process()], stop)  # type: ignore[list-item]
+    assert calls == [0, 1]
+    assert "could not be started (Resource temporarily unavailable)" in caplog.text
+
+
+def test_what_came_since_the_store_was_closed_is_waited_for(tmp_path: Path) -> None:
+    remote = CountingRemote(fill(tmp_path / "remote", 5))
+    with opened(tmp_path, remote, n_held=N, relist_s=0.05) as store:
+        full(store, 5)
+    fill(tmp_path / "remote", 9)
+    time.sleep(0.1)
+    with opened(tmp_path, remote, n_held=N, relist_s=0.05) as store:
+        assert len(train(store, min_samples=9)) == 9
+        with pytest.raises(ReadError, match=r"min_samples=10: .* has only 9 samples that can be had"):
+            store.snapshot(min_samples=10)
+
+
+@pytest.mark.parametrize("meta", ["listed_at", "retry_at"])
+def test_a_time_of_a_clock_that_was_ahead_is_not_waited_for(tmp_path: Path, meta: str) -> None:
+    remote = CountingRemote(fill(tmp_path / "remote", 5))
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, 5)
+        ahead = time.time() + 86_400
+        if meta == "listed_at":
+            store._catalogue.set_meta(listed_at=ahead)
+        else:
+            with store._catalogue.transaction() as db:
+                db.execute("UPDATE keys SET retry_at = ?", (ahead,))
+    shutil.rmtree(tmp_path / "store" / "objects")
+    fill(tmp_path / "remote", 9)
+    with opened(tmp_path, remote, n_held=N, relist_s=0.0) as store:
+        assert len(train(store, min_samples=9)) == 9
+
+
+def test_a_folder_is_known_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("one", "other"):
+        (tmp_path / place).mkdir()
+        fill(tmp_path / place / "remote", 3)
+    monkeypatch.chdir(tmp_path / "one")
+    with opened(tmp_path, FolderRemote("remote"), n_held=N) as store:
+        monkeypatch.chdir(tmp_path)
+        full(store, 3)
+    with opened(tmp_path, FolderRemote(tmp_path / "one" / "remote"), n_held=N) as store:
+        store._catalogue.set_meta(remote="remote")  # as it was known before
+    monkeypatch.chdir(tmp_path / "one")
+    with opened(tmp_path, FolderRemote("remote"), n_held=N) as store:
+        assert store._catalogue.meta("remote") == str(tmp_path / "one" / "remote")
+    monkeypatch.chdir(tmp_path / "other")
+    with (
+        pytest.raises(StoreError, match=r"it holds samples of .*/one/remote, not of .*/other/remote"),
+        opened(tmp_path, FolderRemote("remote")),
+    ):
+        pass
+
+
+def test_a_snapshot_lets_go_of_its_samples_although_its_uses_cannot_be_noted(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        snapshot = store.snapshot()
+        next(snapshot.batches(3))
+        with monkeypatch.context() as broken:
+            broken.setattr(store, "note_visits", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+            with pytest.raises(OSError, match="full"):
+                snapshot.close()
+        with store._catalogue.transaction() as db:
+            assert db.execute("SELECT count(*) FROM pins").fetchone()[0] == 0
 
 
 def test_a_killed_fetcher_is_replaced(tmp_path: Path, caplog: Any) -> None:

@@ -167,6 +167,27 @@ def test_other_sources_files_are_closed_where_the_process_has_too_many(
         source.read_into(out, int(source.base[21]))
 
 
+def test_changes_during_a_read_are_found(made: tuple[FolderSource, list[np.ndarray]]) -> None:
+    source, _ = made
+    with pytest.raises(ReadError, match="f3: the file was changed while the store was open"), source.hold([2, 3]):
+        os.utime(os.path.join(source.name, "f3"), (1, 1))
+
+
+def test_the_current_folder_may_become_another(
+    made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source, data = made
+    folder, name = os.path.split(source.name)
+    monkeypatch.chdir(folder)
+    relative = FolderSource(name, source._names, source._nbytes, source._stamps)
+    monkeypatch.chdir(tmp_path)
+    out = np.zeros(1, np.uint8)
+    assert relative.read_into(out, int(relative.base[4])) == 1
+    assert out[0] == data[4][0]
+    assert relative.where_is(int(relative.base[4])) == (os.path.join(name, "f4"), 0)
+    relative.close()
+
+
 def test_changes_in_place_are_found(made: tuple[FolderSource, list[np.ndarray]]) -> None:
     source, _ = made
     path = os.path.join(source.name, "f3")

@@ -11,6 +11,7 @@ one file that holds a function; but a kernel has those that it calls compiled in
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -20,6 +21,11 @@ from importlib import import_module
 
 from numba import config
 
+from gpuload.errors import PlanError
+
+_KERNELS_NBYTES = 1 << 20
+"""About as much as the compiled kernels take."""
+
 PASSING = "gpuload-kernels-"
 """How the name of a cache folder begins that goes when the process ends."""
 
@@ -27,7 +33,13 @@ PASSING = "gpuload-kernels-"
 @cache
 def _passing_folder() -> tempfile.TemporaryDirectory[str]:
     """Return a folder that goes when the process ends."""
-    return tempfile.TemporaryDirectory(prefix=PASSING)
+    try:
+        return tempfile.TemporaryDirectory(prefix=PASSING)
+    except OSError as error:
+        raise PlanError(
+            f"the compiled kernels can be kept nowhere ({error.strerror}); set NUMBA_CACHE_DIR, or TMPDIR, to a folder "
+            "that can be written."
+        ) from error
 
 
 def cache_folder() -> str:
@@ -42,8 +54,10 @@ def cache_folder() -> str:
     folder = os.path.join(config.CACHE_DIR or os.path.join(user_cache, "gpuload"), f"kernels-{digest.hexdigest()[:16]}")
     try:
         os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
+        with tempfile.TemporaryFile(dir=folder) as trial:
+            trial.write(bytes(_KERNELS_NBYTES))
+            trial.flush()
+        _remove_empty(folder)
     except OSError as error:
         logging.getLogger("gpuload").warning(
             "%s cannot be written (%s): each process compiles the kernels anew; set NUMBA_CACHE_DIR to another folder",
@@ -51,6 +65,15 @@ def cache_folder() -> str:
             error.strerror,
         )
         return _passing_folder().name
+    return folder
+
+
+def _remove_empty(folder: str) -> None:
+    """Remove files that a crash of the machine left empty, on which numba would fail for ever."""
+    for entry in os.scandir(folder):
+        if entry.name.endswith((".nbi", ".nbc")) and not entry.stat().st_size:
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                os.remove(entry.path)
 
 
 _MODULES = (
