@@ -207,15 +207,19 @@ def _chosen() -> tuple[str, str, bool]:
         backend.close()
         if backend.device == "cpu":
             return "cpu", "posix: positional reads and decoding by native threads, without HDF5's lock", True
-        from gpuload.backends.cuda import kvikio_facts
-
-        return backend.device, _gpu_path(kvikio_facts(int(backend.device.rpartition(":")[2]))), True
+        return backend.device, _gpu_path(int(backend.device.rpartition(":")[2])), True
     except (gpuload.GpuloadError, ImportError) as error:
         return str(error), "", False
 
 
-def _gpu_path(facts: dict[str, Any]) -> str:
+def _gpu_path(number: int) -> str:
     """Return what is known of the path to a GPU before anything was read."""
+    from gpuload.backends.cuda import kvikio_facts
+
+    try:
+        facts = kvikio_facts(number)
+    except gpuload.MissingDependencyError as error:
+        return f"pinned: through page-locked memory alone. {error}"
     if facts["compat_mode"] == "ON":
         gds = "compat: KvikIO is told not to use GPUDirect Storage (KVIKIO_COMPAT_MODE)"
     elif facts["prefers_compat"]:

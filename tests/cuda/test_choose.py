@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpuload.backends.cuda import open_cuda
 from gpuload.backends.cuda.choose import N_TRIALS, MeasuredReader
-from tests.cuda.fake_device import FakeDevice
+from gpuload.errors import MissingDependencyError
+from tests.cuda.fake_device import FakeDevice, FakeNvcomp
 
 
 class Timed:
@@ -74,3 +76,25 @@ def test_the_faster_reader_gets_the_rest(is_first_faster: bool, caplog: pytest.L
     assert "chose 'pinned'" in caplog.text
     chooser.close()
     assert slow.n_closed == fast.n_closed == 1
+
+
+@pytest.mark.parametrize("io", ["auto", "kvikio"])
+def test_without_kvikio_auto_reads_through_page_locked_memory(
+    io: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise MissingDependencyError("nvidia-cufile", "reading to a GPU through KvikIO", "cuda13")
+
+    monkeypatch.setattr("gpuload.backends.cuda.device.CupyDevice", lambda *_: FakeDevice())
+    monkeypatch.setattr("gpuload.backends.cuda.kvikio.KvikioReader", missing)
+    monkeypatch.setattr("gpuload.backends.cuda.nvcomp.Nvcomp", lambda: FakeNvcomp(FakeDevice()))
+    given: dict[str, Any] = {"num_threads": 1, "verify": "once", "memory_nbytes": None, "cache_nbytes": 0}
+    if io == "kvikio":
+        with pytest.raises(MissingDependencyError, match="nvidia-cufile"):
+            open_cuda(0, io=io, **given)
+        return
+    backend = open_cuda(0, io=io, **given)
+    assert backend.io_mode == "pinned"
+    assert "needs nvidia-cufile" in caplog.text
+    assert "io='auto' reads through page-locked host memory" in caplog.text
+    backend.close()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gpuload.cli import COMMANDS, demo, doctor, machine, main, real_data, text
-from gpuload.errors import CorruptDataError
+from gpuload.errors import CorruptDataError, MissingDependencyError
 from gpuload.formats.obs import write_h5ad
 from gpuload.synthetic import tahoe_shaped
 from tests import writers
@@ -410,10 +410,19 @@ FACTS |= {"has_nvidia_fs": False, "may_bounce": True}
         ({"has_nvidia_fs": True, "prefers_compat": True, "compat_mode": "ON"}, "compat: KvikIO is told not to use"),
     ],
 )
-def test_doctor_tells_the_path_to_a_gpu_before_anything_is_read(facts, path):
-    told = doctor._gpu_path({**FACTS, **facts})
+def test_doctor_tells_the_path_to_a_gpu_before_anything_is_read(monkeypatch, facts, path):
+    monkeypatch.setattr("gpuload.backends.cuda.kvikio_facts", lambda _: {**FACTS, **facts})
+    told = doctor._gpu_path(0)
     assert told.startswith(path)
     assert "KvikIO 26.10.0, cuFile 1.15." in told
+
+
+def test_doctor_tells_why_bytes_will_not_go_through_kvikio(monkeypatch):
+    def missing(_: int) -> None:
+        raise MissingDependencyError("nvidia-cufile", "reading to a GPU through KvikIO", "cuda13")
+
+    monkeypatch.setattr("gpuload.backends.cuda.kvikio_facts", missing)
+    assert doctor._gpu_path(0).startswith("pinned: through page-locked memory alone. reading to a GPU through KvikIO")
 
 
 def test_doctor_survives_an_engine_that_fails(run, monkeypatch):

@@ -7,11 +7,16 @@ when; `kernels/` is what runs on the device.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
+
+from gpuload.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from gpuload.backends.cuda.backend import CudaBackend
     from gpuload.backends.cuda.readers import Reader
+
+_log = logging.getLogger("gpuload")
 
 
 def open_cuda(
@@ -30,7 +35,8 @@ def open_cuda(
     memory_nbytes
         Most device memory to take; None: no bound.
     io
-        ``"kvikio"``, ``"pinned"``, or ``"auto"``: whichever is measured to be faster.
+        ``"kvikio"``, ``"pinned"``, or ``"auto"``: whichever is measured to be faster. Where there is no KvikIO, or no
+        cuFile for it, ``"auto"`` warns and takes ``"pinned"``.
     """
     from gpuload.backends.cuda.backend import CudaBackend
     from gpuload.backends.cuda.choose import MeasuredReader
@@ -42,7 +48,12 @@ def open_cuda(
     device = CupyDevice(number, memory_nbytes)
     readers: list[Reader] = []
     if io != "pinned":
-        readers.append(KvikioReader(device, num_threads=num_threads, remote=io == "kvikio"))
+        try:
+            readers.append(KvikioReader(device, num_threads=num_threads, remote=io == "kvikio"))
+        except MissingDependencyError as error:
+            if io == "kvikio":
+                raise
+            _log.warning("%s Until then, io='auto' reads through page-locked host memory.", error)
     if io != "kvikio":
         readers.append(PinnedReader(device, num_threads=NUM_THREADS if num_threads is None else num_threads))
     reader = readers[0] if len(readers) == 1 else MeasuredReader(device, *readers)

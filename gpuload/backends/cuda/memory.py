@@ -8,6 +8,7 @@ its own stream wait for them. Nothing waits on the host, and nothing is allocate
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,7 +83,7 @@ class DevicePool:
 
     def array(self, shape: tuple[int, ...], dtype: Any, stream: Any) -> tuple[Any, Lease]:
         """Return an array of undefined contents for use on a stream, and its lease."""
-        memory, lease = self.lease(int(np.prod(shape)) * np.dtype(dtype).itemsize, stream)
+        memory, lease = self.lease(math.prod(shape) * np.dtype(dtype).itemsize, stream)
         return self._device.typed(memory, dtype, shape), lease
 
     def give_back(self, block: Any, streams: list[Any]) -> None:
