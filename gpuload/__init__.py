@@ -213,9 +213,10 @@ def open_loader(
     join
         What to do where files have other genes, or have them in another order: None refuses them; ``"inner"`` hands
         over the genes that all files have, in the order of the first; ``"outer"`` those of any, in the order in which
-        they first appear, 0 where a file lacks them; a list of names those. Genes are found by name, and the files stay
-        as they are. `genes` chooses among those that are joined. Each modality is joined by its own names; a list is of
-        the first.
+        they first appear, 0 where a file lacks them, and columns of obs that only some files have are missing in the
+        others (-1; NaN of numbers, which are float64 then); a list of names those. Genes are found by name, and the
+        files stay as they are. `genes` chooses among those that are joined. Each modality is joined by its own names; a
+        list is of the first.
     where
         Which cells are wanted, by columns of obs: ``"cell_type == 'T cell' and pct_mito < 0.1"``. Known are ==, !=, <,
         <=, >, >=, in, and, or, not, isna(column) and notna(column); columns whose name is no Python name stand in

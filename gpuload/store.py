@@ -54,6 +54,11 @@ class ObsColumn:
         codes = np.array([place.get(category, -1) for category in self.categories] + [-1], dtype=np.int32)
         return ObsColumn(codes[self.values], categories)
 
+    @classmethod
+    def missing(cls, n_obs: int) -> ObsColumn:
+        """Return a column of which no cell has a value."""
+        return cls(np.full(n_obs, -1, dtype=np.int32), np.empty(0, dtype=object))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CsrMatrix:
@@ -495,8 +500,23 @@ def _check_genes(first: Store, other: Store, cure: str) -> None:
         )
 
 
+def _of_one_kind(columns: list[ObsColumn]) -> list[ObsColumn]:
+    """Return columns of which those without any value are of the kind of the others; NaN are missing numbers."""
+    numbers = [c for c in columns if c.categories is None]
+    has_no_value = [c.categories is not None and not c.categories.size for c in columns]
+    if not numbers or not any(has_no_value) or len(numbers) + sum(has_no_value) < len(columns):
+        return columns
+    if all(c.values.dtype == bool for c in numbers):  # become codes, as nullable booleans do
+        truths = np.array([False, True], dtype=object)
+        return [c if c.categories is not None else ObsColumn(c.values.astype(np.int32), truths) for c in columns]
+    return [
+        ObsColumn(np.full(c.values.size, np.nan) if is_missing else c.values.astype(np.float64))
+        for c, is_missing in zip(columns, has_no_value, strict=True)
+    ]
+
+
 def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
-    columns = [s.obs[name] for s in stores]
+    columns = _of_one_kind([s.obs[name] for s in stores])
     if len(columns) == 1:
         return columns[0]
     has_categories = {c.categories is not None for c in columns}

@@ -103,7 +103,8 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
     obs
         Columns of obs to hold; ``"source_file"`` is the path of each cell's file, where none is stored under that name.
     join
-        How genes are joined that differ between files; see `store.concat`.
+        How genes are joined that differ between files; see `store.concat`. By ``"outer"``, columns of obs that only
+        some files have are missing in the others.
 
     Raises
     ------
@@ -119,7 +120,7 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
         raise StoreError("paths=[]: expected at least one file or folder.")
     is_made = SOURCE_FILE in obs and SOURCE_FILE not in _columns_of(each[0])
     stored = [name for name in obs if name != SOURCE_FILE] if is_made else obs
-    stores = [_open(each[0], None, layer, stored)] if len(each) == 1 else _open_all(each, layer, stored)
+    stores = [_open(each[0], None, layer, stored)] if len(each) == 1 else _open_all(each, layer, stored, join)
     try:
         for store in stores[1:] if layer.startswith(OBSM) else ():
             _check_width(stores[0], store, layer)
@@ -146,12 +147,20 @@ def _source_file(store: Store) -> ObsColumn:
     return ObsColumn(np.repeat(codes, store.file_rows), categories)
 
 
-def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str]) -> list[Store]:
-    """Open several, some at a time; where some cannot be opened, the first of them is what is wrong."""
+def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -> list[Store]:
+    """Open several, some at a time; where some cannot be opened, the first of them is what is wrong.
+
+    Joined by ``"outer"``, a column that only some of them have is missing in the others.
+    """
     pool = DaemonThreads(AT_A_TIME, "gpuload-open")
-    opening = [pool.submit(_open, one, place, layer, obs) for place, one in enumerate(each)]
+    opening: list[Future[Store]] = []
     try:
-        return [future.result() for future in opening]
+        known = pool.map(_columns_of, each) if obs and join == "outer" else [obs] * len(each)
+        have = set().union(*known)
+        for place, (one, names) in enumerate(zip(each, known, strict=True)):
+            stored = [name for name in obs if name in names or name not in have]
+            opening.append(pool.submit(_open, one, place, layer, stored))
+        return [_with_columns(future.result(), obs) for future in opening]
     except BaseException:
         for future in opening:
             if not future.cancel():
@@ -159,6 +168,13 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str]) -> list[Store
         raise
     finally:
         pool.close()
+
+
+def _with_columns(store: Store, names: Sequence[str]) -> Store:
+    """Return a store with all of some columns, those that it lacks without any value."""
+    if all(name in store.obs for name in names):
+        return store
+    return replace(store, obs={name: store.obs.get(name, ObsColumn.missing(store.n_obs)) for name in names})
 
 
 def _close_opened(opening: Future[Store]) -> None:

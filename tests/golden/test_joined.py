@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import anndata
 import numpy as np
+import pandas as pd
 import pytest
 
 import gpuload
@@ -58,6 +59,33 @@ def test_fifty_files_with_different_genes(tmp_path: Path, is_dense: bool, join: 
         for batch in loader:
             np.testing.assert_array_equal(loader.categories["donor"][batch.obs["donor"]], donors[batch.rows])
             np.testing.assert_array_equal(batch.obs["depth"], whole.obs["depth"].to_numpy()[batch.rows])
+
+
+@pytest.mark.parametrize("where", ["h5ad", "memory"])
+def test_columns_that_only_some_files_have(tmp_path: Path, where: str) -> None:
+    parts = [part(seed, n_obs=6) for seed in range(4)]
+    parts[1].obs["clone"] = ["a", "b", "a", "c", "b", "a"]
+    parts[1].obs["n_umi"] = np.arange(6)
+    parts[2].obs["clone"] = ["d", "b", "d", "d", "b", "b"]
+    parts[3].obs["n_umi"] = np.arange(6, 12)
+    parts[3].obs["is_doublet"] = [True, False, False, True, False, False]
+    given: list[Any] = write(tmp_path, parts) if where == "h5ad" else parts
+    columns = ["donor", "clone", "n_umi", "is_doublet"]
+    expected = anndata.concat(parts, join="outer", fill_value=0).obs[columns].reset_index(drop=True)
+    with gpuload.open_loader(given, join="outer", obs=columns, **SMALL) as loader:
+        for name in columns:
+            for mine, theirs in zip(loader.obs[name], expected[name], strict=True):
+                assert (pd.isna(mine) and pd.isna(theirs)) or mine == theirs, name
+        for batch in loader:
+            assert batch.obs["n_umi"].dtype == np.float64
+            np.testing.assert_array_equal(batch.obs["n_umi"], expected["n_umi"].to_numpy()[batch.rows])
+            np.testing.assert_array_equal(batch.obs["clone"] < 0, expected["clone"].isna().to_numpy()[batch.rows])
+        rows = [batch.rows for batch in gpuload.open_loader(given, join="outer", where="n_umi > 3", **SMALL)]
+    np.testing.assert_array_equal(np.sort(np.concatenate(rows)), [10, 11, *range(18, 24)])
+    with pytest.raises(gpuload.StoreError, match="obs has no column 'clones'"):
+        gpuload.open_loader(given, join="outer", obs=["clones"], **SMALL)
+    with pytest.raises(gpuload.StoreError, match="obs has no column 'clone'"):
+        gpuload.open_loader(given, join="inner", obs=["clone"], **SMALL)
 
 
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
