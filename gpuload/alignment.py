@@ -75,34 +75,45 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
     StoreError
         A table has a gene twice; no gene is in all tables; or no table has a gene that is given.
     """
-    numbers: dict[tuple[str, ...], int] = {}  # most files have the genes of another
-    which = [numbers.setdefault(tuple(own), len(numbers)) for own in names]
-    tables = [_places(own, paths[which.index(number)]) for own, number in numbers.items()]
-    var_names = _joined(tables, paths, join)
-    wanted = {name: place for place, name in enumerate(var_names)}
-    maps = [np.array([wanted.get(name, -1) for name in table], dtype=np.int32) for table in tables]
-    in_order = np.arange(var_names.size, dtype=np.int32)
-    if all(np.array_equal(one, in_order) for one in maps):
-        return Alignment(var_names, None, np.zeros(len(names), dtype=np.int64))
+    known: dict[str, int] = {}  # number of each gene, in the order in which they first appear
+    numbers: dict[bytes, int] = {}  # most files have the genes of another
+    which = [numbers.setdefault(_numbered(own, known).tobytes(), len(numbers)) for own in names]
+    tables = [np.frombuffer(numbered, dtype=np.int32) for numbered in numbers]
+    all_names = np.empty(len(known), dtype=object)
+    all_names[:] = list(known)
+    for number, table in enumerate(tables):
+        _check_once(table, all_names, paths[which.index(number)])
+    chosen = _joined(tables, known, paths, join)
+    place = np.full(len(known), -1, dtype=np.int32)
+    place[chosen] = np.arange(chosen.size, dtype=np.int32)
+    maps = [place[table] for table in tables]
+    if all(np.array_equal(table, chosen) for table in tables):
+        return Alignment(all_names[chosen], None, np.zeros(len(names), dtype=np.int64))
     sizes = np.array([one.size for one in maps], dtype=np.int64)
-    return Alignment(var_names, np.concatenate(maps), (np.cumsum(sizes) - sizes)[which])
+    return Alignment(all_names[chosen], np.concatenate(maps), (np.cumsum(sizes) - sizes)[which])
 
 
-def _places(names: tuple[str, ...], path: str) -> dict[str, int]:
-    """Return the column of each gene, in the order of columns."""
-    places = {name: column for column, name in enumerate(names)}
-    if len(places) < len(names):
-        twice = next(name for column, name in enumerate(names) if places[name] != column)
+def _numbered(names: NDArray[np.object_], known: dict[str, int]) -> NDArray[np.int32]:
+    """Return the numbers of genes, which new ones are given here: there may be thousands of tables."""
+    return np.fromiter((known.setdefault(name, len(known)) for name in names.tolist()), np.int32, names.size)
+
+
+def _check_once(table: NDArray[np.int32], names: NDArray[np.object_], path: str) -> None:
+    """Refuse a table that has a gene twice."""
+    counts = np.bincount(table, minlength=names.size)
+    is_twice = counts[table] > 1
+    if is_twice.any():
+        twice = names[table[np.argmax(is_twice)]]
         raise StoreError(
             f"{path}: gene {twice!r} stands more than once, so join= cannot tell which is meant; make the names unique "
             "once with adata.var_names_make_unique()."
         )
-    return places
 
 
-def _joined(tables: Sequence[dict[str, int]], paths: Sequence[str], join: str | tuple[str, ...]) -> NDArray[np.object_]:
-    """Return the genes of the whole."""
-    known = dict.fromkeys(name for places in tables for name in places)
+def _joined(
+    tables: Sequence[NDArray[np.int32]], known: dict[str, int], paths: Sequence[str], join: str | tuple[str, ...]
+) -> NDArray[np.int64]:
+    """Return the numbers of the genes of the whole."""
     if isinstance(join, tuple):
         unknown = [name for name in join if name not in known]
         if unknown:
@@ -110,16 +121,16 @@ def _joined(tables: Sequence[dict[str, int]], paths: Sequence[str], join: str | 
                 f"join: no file has the gene {unknown[0]!r} ({len(unknown)} of {len(join)} are in none); leave it out, "
                 f"or look for another spelling in {paths[0]}."
             )
-        chosen = list(join)
-    elif join == "outer":
-        chosen = list(known)
-    else:
-        chosen = [name for name in tables[0] if all(name in places for places in tables[1:])]
-        if not chosen:
-            raise StoreError(
-                f"join='inner': no gene is in all of the {len(paths)} files, {paths[0]} among them; use join='outer', "
-                "or look whether some name genes by ids and others by symbols."
-            )
-    var_names = np.empty(len(chosen), dtype=object)
-    var_names[:] = chosen
-    return var_names
+        return np.array([known[name] for name in join], dtype=np.int64)
+    if join == "outer":
+        return np.arange(len(known), dtype=np.int64)
+    counts = np.zeros(len(known), dtype=np.int64)
+    for table in tables:
+        counts[table] += 1
+    chosen: NDArray[np.int64] = tables[0][counts[tables[0]] == len(tables)].astype(np.int64)
+    if not chosen.size:
+        raise StoreError(
+            f"join='inner': no gene is in all of the {len(paths)} files, {paths[0]} among them; use join='outer', "
+            "or look whether some name genes by ids and others by symbols."
+        )
+    return chosen

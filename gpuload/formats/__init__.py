@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -153,18 +154,27 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
     Joined by ``"outer"``, a column that only some of them have is missing in the others.
     """
     pool = DaemonThreads(AT_A_TIME, "gpuload-open")
-    opening: list[Future[Store]] = []
+    opening: deque[Future[Store]] = deque()
+    stores: list[Store] = []
+    names = _Names()
     try:
         known = pool.map(_columns_of, each) if obs and join == "outer" else [obs] * len(each)
         have = set().union(*known)
-        for place, (one, names) in enumerate(zip(each, known, strict=True)):
-            stored = [name for name in obs if name in names or name not in have]
+        for place, (one, own) in enumerate(zip(each, known, strict=True)):
+            stored = [name for name in obs if name in own or name not in have]
             opening.append(pool.submit(_open, one, place, layer, stored))
-        return [_with_columns(future.result(), obs) for future in opening]
+        while opening:
+            store = _with_columns(opening[0].result(), obs)
+            stores.append(replace(store, var_names=names.shared(store.var_names), var_ids=names.shared(store.var_ids)))
+            del store
+            opening.popleft()  # which holds its own names
+        return stores
     except BaseException:
         for future in opening:
             if not future.cancel():
                 future.add_done_callback(_close_opened)  # at once, or when it is open
+        for store in stores:
+            store.close()
         raise
     finally:
         pool.close()
@@ -175,6 +185,28 @@ def _with_columns(store: Store, names: Sequence[str]) -> Store:
     if all(name in store.obs for name in names):
         return store
     return replace(store, obs={name: store.obs.get(name, ObsColumn.missing(store.n_obs)) for name in names})
+
+
+class _Names:
+    """Names of genes, each held once: those of a thousand files, each with its own, would take 4 GB."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, NDArray[np.object_]] = {}
+        self._known: dict[Any, Any] = {}
+
+    def shared(self, names: Any) -> Any:
+        """Return names equal to these: an array that was given before where all are, else one of what was."""
+        if names is None:
+            return None
+        listed = names.tolist()
+        key = hash(tuple(listed))
+        found = self._tables.get(key)
+        if found is not None and np.array_equal(found, names):
+            return found
+        own = np.empty(names.size, dtype=object)
+        own[:] = [self._known.setdefault(name, name) for name in listed]
+        self._tables[key] = own
+        return own
 
 
 def _close_opened(opening: Future[Store]) -> None:
