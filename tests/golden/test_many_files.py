@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import anndata
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.sparse import csr_matrix, vstack
 
 import gpuload
+from gpuload import formats
 from gpuload.cli import inspect
 from gpuload.formats import open_store
 from tests.several import dense
@@ -161,3 +164,27 @@ def test_inspect_names_each_file(tmp_path: Path) -> None:
     with closing(open_store([str(path) for path in paths], layer="X", obs=())) as store:
         arrays = inspect.describe(store, [str(path) for path in paths], "X")["arrays"]
     assert [array["file"] for array in arrays] == [str(path) for path in paths for _ in range(2)]
+
+
+def test_names_of_genes_are_held_once(tmp_path: Path) -> None:
+    genes = [[f"gene{i}" for i in range(4)], [f"gene{i}" for i in range(1, 5)]]
+    for k in range(6):
+        var = pd.DataFrame(index=genes[k % 2])
+        anndata.AnnData(csr_matrix(np.ones((2, 4), dtype=np.float32)), var=var).write_h5ad(tmp_path / f"{k}.h5ad")
+    stores = formats._open_all([str(tmp_path / f"{k}.h5ad") for k in range(6)], "X", ())
+    try:
+        assert len({id(store.var_names) for store in stores}) == 2
+        assert [store.var_names.tolist() for store in stores] == genes * 3
+        assert len({id(name) for store in stores for name in store.var_names}) == 5
+    finally:
+        for store in stores:
+            store.close()
+
+
+def test_files_that_were_opened_are_closed_where_a_later_one_is_no_such_file(tmp_path: Path) -> None:
+    paths, _ = write(tmp_path, 9)
+    paths[7].write_bytes(b"no file of cells")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(gpuload.StoreError, match=re.escape(paths[7].name)):
+        gpuload.open_loader(paths, **SMALL)
+    assert len(os.listdir("/proc/self/fd")) == before
