@@ -273,10 +273,9 @@ class _Compiler:
             assert isinstance(right, ast.List | ast.Tuple | ast.Set)  # noqa: S101 - checked when it was parsed
             name, column = self._column(left)
             values = [_literal(value, self._where) for value in right.elts]
-            for value in values:
-                self._check_value(name, column, value, "==")
+            self._check_values(name, column, values, "==")
             is_in = isinstance(op, ast.In)
-            return self._lookup(column, lambda found, wanted: _is_in(found, wanted) == is_in, values)
+            return self._lookup(column, lambda found, wanted: _is_in(found, wanted) == is_in, frozenset(values))
         if isinstance(left, ast.Name) and isinstance(right, ast.Name):
             return self._two_columns(left, op, right, node)
         if isinstance(right, ast.Name):
@@ -284,7 +283,7 @@ class _Compiler:
         sign, compare = _COMPARE[type(op)]
         name, column = self._column(left)
         value = _literal(right, self._where)
-        self._check_value(name, column, value, sign)
+        self._check_values(name, column, [value], sign)
         return self._lookup(column, compare, value)
 
     def _two_columns(
@@ -296,20 +295,25 @@ class _Compiler:
         compare = _COMPARE[type(op)][1]
         return lambda rows: np.asarray(compare(one.values[rows], two.values[rows]))
 
-    def _check_value(self, name: str, column: Column, value: Any, sign: str) -> None:
-        """Refuse a value that a column cannot hold, or that no cell has."""
-        where = f"where={self._where.text!r:.200}: column {name!r} holds {_kind(column)}"
-        kind = "text" if isinstance(value, str) else "a boolean" if isinstance(value, bool) else "a number"
-        fits = {"text": "text", "a boolean": "booleans", "a number": "numbers"}[kind] == _kind(column)
-        if not fits and not (_kind(column) == "booleans" and value in (0, 1) and kind == "a number"):
-            raise PlanError(f"{where}, and {value!r} is {kind}; compare it with what it holds.")
-        if isinstance(value, str) and sign not in ("==", "!="):
-            raise PlanError(f"{where}, which has no order; use ==, != or in.")
-        known = None if column.categories is None or kind != "text" else [str(c) for c in column.categories]
-        if known is not None and value not in known:
-            near = get_close_matches(value, known, 1)
-            guess = f"did you mean {near[0]!r}?" if near else f"it has {listing(known, 20, 'no categories')}."
-            raise PlanError(f"{where}, but not {value!r}; {guess}")
+    def _check_values(self, name: str, column: Column, values: list[Any], sign: str) -> None:
+        """Refuse values that a column cannot hold, or that no cell has."""
+        found = _kind(column)
+        where = f"where={self._where.text!r:.200}: column {name!r} holds {found}"
+        known = [] if column.categories is None or found != "text" else [str(c) for c in column.categories]
+        is_known = frozenset(known)  # there may be thousands of values, and of categories
+        for value in values:
+            kind = "text" if isinstance(value, str) else "a boolean" if isinstance(value, bool) else "a number"
+            fits = {"text": "text", "a boolean": "booleans", "a number": "numbers"}[kind] == found
+            if not fits and not (found == "booleans" and value in (0, 1) and kind == "a number"):
+                raise PlanError(f"{where}, and {value!r} is {kind}; compare it with what it holds.")
+            if kind != "text":
+                continue
+            if sign not in ("==", "!="):
+                raise PlanError(f"{where}, which has no order; use ==, != or in.")
+            if column.categories is not None and value not in is_known:
+                near = get_close_matches(value, known, 1)
+                guess = f"did you mean {near[0]!r}?" if near else f"it has {listing(known, 20, 'no categories')}."
+                raise PlanError(f"{where}, but not {value!r}; {guess}")
 
     @staticmethod
     def _lookup(column: Column, compare: Callable[[Any, Any], Any], value: Any) -> Callable[[slice], NDArray[np.bool_]]:
@@ -323,12 +327,12 @@ class _Compiler:
         return lambda rows: lookup[values[rows]]
 
 
-def _is_in(found: Any, wanted: list[Any]) -> Any:
+def _is_in(found: Any, wanted: frozenset[Any]) -> Any:
     """Return whether values, or one category, are among others; as often as == says so."""
     if not isinstance(found, np.ndarray):
-        return any(found == value for value in wanted)
+        return found in wanted
     if found.dtype.kind in "iub":
-        return np.isin(found, wanted)
+        return np.isin(found, list(wanted))
     return np.logical_or.reduce([np.zeros(found.size, dtype=bool), *(found == value for value in wanted)])
 
 

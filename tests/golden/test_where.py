@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import gpuload
+from gpuload.store import ObsColumn
 from gpuload.where import parse
 from tests import writers
 from tests.other_forms import FORMS
@@ -182,3 +184,12 @@ def test_whole_numbers_and_booleans_are_never_missing() -> None:
     columns = {"n": ObsColumn(np.array([0, 7, 3])), "flag": ObsColumn(np.array([True, False, False]))}
     assert parse("notna(n) and notna(flag)").mask(columns).tolist() == [True, True, True]
     assert parse("isna(n) or isna(flag) or n == 3").mask(columns).tolist() == [False, False, True]
+
+
+def test_thousands_of_values_among_thousands_of_categories() -> None:
+    n_names, n_wanted = 100_000, 7_000
+    column = ObsColumn(np.arange(n_names, dtype=np.int32), np.array([f"g{i}" for i in range(n_names)], dtype=object))
+    start = time.process_time()
+    mask = parse(f"guide in {[f'g{i}' for i in range(n_wanted)]}").mask({"guide": column})
+    assert time.process_time() - start < 5, "each value is compared with each category"
+    np.testing.assert_array_equal(np.flatnonzero(mask), np.arange(n_wanted))
