@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from gpuload.errors import PlanError
 from gpuload.sampling.rows import SLICE, row_list
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -35,7 +36,26 @@ class Classes:
     """
 
     codes: NDArray[np.integer]
-    names: tuple[str, ...]
+    names: Names
+
+
+class Names(Sequence[str]):
+    """What classes are called, each made up when it is asked for: there may be millions, and only errors say any."""
+
+    def __init__(self, n: int, name: Callable[[int], str]) -> None:
+        self._n = n
+        self._name = name
+
+    def __len__(self) -> int:
+        return self._n
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        places = range(self._n)[index]
+        return self._name(places) if isinstance(places, int) else [self._name(place) for place in places]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,11 +139,11 @@ class Cells:
             raise PlanError(f"{sampler}: {codes.size} labels for {self.n_store_rows} cells; give one per cell.")
         return Classes(self.take(codes), names)
 
-    def _coded(self, name: str) -> tuple[NDArray[np.integer], tuple[str, ...]]:
+    def _coded(self, name: str) -> tuple[NDArray[np.integer], Names]:
         column = self.obs[name]
         values = self.take(column.values)
         if column.categories is not None:
-            return values, tuple(f"{name}={c!r}" for c in column.categories.tolist())
+            return values, _names_of(column.categories, f"{name}=")
         found = _distinct(values)
         if found.dtype.kind == "f":
             found = found[~np.isnan(found)]
@@ -131,7 +151,7 @@ class Cells:
         for start in range(0, values.size, SLICE):
             part = values[start : start + SLICE]
             codes[start : start + SLICE] = np.where(part == part, np.searchsorted(found, part), -1)  # noqa: PLR0124 - NaN
-        return codes, tuple(f"{name}={v!r}" for v in found.tolist())
+        return codes, _names_of(found, f"{name}=")
 
 
 class Sampler(Protocol):
@@ -217,12 +237,16 @@ def about_column(column: Any) -> list[str]:
     return [digest(_labels(column)[0])] if hasattr(column, "dtype") else list(check_names("", "column", column))
 
 
-def _labels(given: Any) -> tuple[NDArray[np.integer], tuple[str, ...]]:
+def _names_of(values: NDArray[Any], before: str = "") -> Names:
+    return Names(values.size, lambda place: f"{before}{values[place : place + 1].tolist()[0]!r}")
+
+
+def _labels(given: Any) -> tuple[NDArray[np.integer], Names]:
     """Return the codes of labels, -1 where one is missing, and what they stand for."""
     import pandas as pd
 
     codes, found = pd.factorize(given)
-    return codes.astype(np.int32), tuple(repr(label) for label in np.asarray(found).tolist())
+    return codes.astype(np.int32), _names_of(np.asarray(found))
 
 
 def check_mask(sampler: str, given: Any, n_rows: int) -> NDArray[np.bool_]:
@@ -246,23 +270,39 @@ def check_rows(sampler: str, cells: Cells) -> None:
 
 
 def _joint(
-    codes: NDArray[np.integer], names: tuple[str, ...], more: NDArray[np.integer], more_names: tuple[str, ...]
-) -> tuple[NDArray[np.integer], tuple[str, ...]]:
+    codes: NDArray[np.integer], names: Names, more: NDArray[np.integer], more_names: Names
+) -> tuple[NDArray[np.integer], Names]:
     """Return the classes that two columns make together: those that occur."""
+    n_more = len(more_names)
+    n = len(names) * n_more
 
     def joint(start: int) -> NDArray[np.int64]:
         first, second = codes[start : start + SLICE].astype(np.int64), more[start : start + SLICE]
-        return np.where((first < 0) | (second < 0), -1, first * len(more_names) + second)
+        return np.where((first < 0) | (second < 0), -1, first * n_more + second)
 
     starts = range(0, codes.size, SLICE)
-    found = np.unique(np.concatenate([np.unique(joint(start)) for start in starts]))
-    found = found[found >= 0]
     out = np.empty(codes.size, dtype=np.int32)
-    for start in starts:
-        part = joint(start)
-        out[start : start + SLICE] = np.where(part < 0, -1, np.searchsorted(found, part))
-    pairs = zip(*(part.tolist() for part in np.divmod(found, len(more_names))), strict=True)
-    return out, tuple(f"{names[i]}, {more_names[j]}" for i, j in pairs)
+    if n <= max(1 << 20, codes.size):  # by a table of all that could occur, where that is no larger than the codes
+        is_there = np.zeros(n + 1, dtype=bool)
+        for start in starts:
+            is_there[joint(start)] = True
+        found = np.flatnonzero(is_there[:n])
+        place = np.full(n + 1, -1, dtype=np.int32)
+        place[found] = np.arange(found.size, dtype=np.int32)
+        for start in starts:
+            out[start : start + SLICE] = place[joint(start)]
+    else:
+        found = np.unique(np.concatenate([np.unique(joint(start)) for start in starts]))
+        found = found[found >= 0]
+        for start in starts:
+            part = joint(start)
+            out[start : start + SLICE] = np.where(part < 0, -1, np.searchsorted(found, part))
+
+    def name(place: int) -> str:
+        first, second = divmod(int(found[place]), n_more)
+        return f"{names[first]}, {more_names[second]}"
+
+    return out, Names(found.size, name)
 
 
 def _distinct(values: NDArray[Any]) -> NDArray[Any]:

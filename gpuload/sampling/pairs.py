@@ -20,7 +20,7 @@ from gpuload.sampling.sets import Grouped, check_remainder
 from gpuload.types import Batch, expand_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -148,7 +148,8 @@ class PairedControl:
         if column.categories is None:
             is_control, is_labelled = np.isin(values, wanted), ~(values != values)  # noqa: PLR0124 - NaN
         else:
-            is_wanted = np.array([c in wanted for c in column.categories.tolist()] + [False])
+            known = _hashed(wanted)
+            is_wanted = np.array([c in known for c in column.categories.tolist()] + [False])
             is_control, is_labelled = is_wanted[values], values >= 0
         if not is_control.any():
             raise self._no_control(column, wanted)
@@ -171,7 +172,7 @@ class PairedControl:
         guess = f"did you mean {near[0]!r}?" if near else "give the value that marks controls."
         return PlanError(f"{which}no cell has that value in column {self.column!r}; {guess}")
 
-    def _refuse(self, names: tuple[str, ...], lost: NDArray[np.integer]) -> None:
+    def _refuse(self, names: Sequence[str], lost: NDArray[np.integer]) -> None:
         groups = np.unique(lost)
         more = f", nor for {groups.size - 1} more groups" if groups.size > 1 else ""
         raise PlanError(
@@ -331,6 +332,14 @@ def _cut(values: Any, part: slice) -> Any:
 
 def _of(codes: NDArray[np.integer], is_wanted: NDArray[np.bool_]) -> Callable[[int, int], NDArray[np.integer]]:
     return lambda start, stop: np.where(is_wanted[start:stop], codes[start:stop], -1)
+
+
+def _hashed(values: list[Any]) -> Collection[Any]:
+    """Return values for looking up: thousands of controls among as many categories are too many to compare each."""
+    try:
+        return frozenset(values)
+    except TypeError:  # which no category equals
+        return values
 
 
 def _places(queue: NDArray[np.int32], n_queues: int) -> NDArray[np.integer]:

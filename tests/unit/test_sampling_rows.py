@@ -103,6 +103,16 @@ def test_rows_are_grouped(codes: list[int], slice_rows: int, is_sorted: bool) ->
                 assert group_of(edges, start, stop).tolist() == groups[start:stop].tolist()
 
 
+@pytest.mark.parametrize("n_groups", [1, 65_534, 65_535, 65_536, 200_000])
+def test_rows_are_grouped_whatever_the_number_of_groups(n_groups: int) -> None:
+    codes = np.random.default_rng(n_groups).integers(-1, n_groups, 3 * n_groups + 50)
+    codes[-2:] = n_groups - 1
+    rows, edges = group_rows(lambda start, stop: codes[start:stop], codes.size, n_groups)
+    expected = np.argsort(codes, kind="stable")[np.count_nonzero(codes < 0) :]
+    np.testing.assert_array_equal(rows.slice(0, rows.n_rows), expected)
+    np.testing.assert_array_equal(np.diff(edges), np.bincount(codes + 1, minlength=n_groups + 1)[1:])
+
+
 class Column:
     def __init__(self, values: Any, categories: Any = None) -> None:
         self.values = np.asarray(values)
@@ -118,13 +128,13 @@ def test_classes_of_one_column_and_of_several() -> None:
     cells = Cells(("x.h5ad",), (5,), obs=obs)
     line = cells.classes("line")
     assert line.codes.tolist() == [0, 1, -1, 1, 0]
-    assert line.names == ("line='A'", "line='B'", "line='never'")
+    assert tuple(line.names) == ("line='A'", "line='B'", "line='never'")
     day = cells.classes("day")
     assert day.codes.tolist() == [1, -1, 0, 0, 1]
-    assert day.names == ("day=1.0", "day=3.0")
+    assert tuple(day.names) == ("day=1.0", "day=3.0")
     joint = cells.classes("line", "day", "ok")
     assert joint.codes.tolist() == [0, -1, -1, 1, 0]
-    assert joint.names == ("line='A', day=3.0, ok=True", "line='B', day=1.0, ok=True")
+    assert tuple(joint.names) == ("line='A', day=3.0, ok=True", "line='B', day=1.0, ok=True")
     part = cells.part(row_list(np.array([1, 3, 4])))
     assert part.classes("line").codes.tolist() == [1, 1, 0]
     assert part.part(row_list(np.array([0, 2]))).classes("line").codes.tolist() == [1, 0]
@@ -184,5 +194,18 @@ def test_classes_of_more_cells_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> 
     of_8 = Cells(("one.h5ad",), (8,), obs=obs)
     assert of_8.classes("dose").codes.tolist() == [1, 0, 1, 2, 0, -1, 2, 1]
     both = of_8.classes("dose", "line")
-    assert both.names == ("dose=0.5, line='b'", "dose=5.0, line='a'", "dose=5.0, line='b'", "dose=9.0, line='b'")
+    assert tuple(both.names) == ("dose=0.5, line='b'", "dose=5.0, line='a'", "dose=5.0, line='b'", "dose=9.0, line='b'")
     assert both.codes.tolist() == [2, 0, 1, 3, -1, -1, 3, 1]
+
+
+@pytest.mark.parametrize("n_names", [300, 3000])  # by a table of all pairs; and, where these are too many, by searching
+def test_joint_classes_of_many_names(n_names: int) -> None:
+    rng = np.random.default_rng(0)
+    names = [f"n{i}" for i in range(n_names)]
+    one, two = rng.integers(-1, n_names, 2000), rng.integers(-1, n_names, 2000)
+    cells = Cells(("x.h5ad",), (2000,), obs={"one": Column(one, names), "two": Column(two, names)})
+    joint = cells.classes("one", "two")
+    expected = [None if i < 0 or j < 0 else f"one='n{i}', two='n{j}'" for i, j in zip(one, two, strict=True)]
+    assert [joint.names[code] if code >= 0 else None for code in joint.codes] == expected
+    assert len(set(joint.names)) == len(joint.names) == len(set(expected) - {None})
+    assert joint.names[-2:] == [joint.names[len(joint.names) - 2], joint.names[-1]]
