@@ -168,7 +168,6 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
             stores.append(replace(store, var_names=names.shared(store.var_names), var_ids=names.shared(store.var_ids)))
             del store
             opening.popleft()  # which holds its own names
-        return stores
     except BaseException:
         for future in opening:
             if not future.cancel():
@@ -178,6 +177,7 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
         raise
     finally:
         pool.close()
+    return stores
 
 
 def _with_columns(store: Store, names: Sequence[str]) -> Store:

@@ -171,7 +171,7 @@ def test_names_of_genes_are_held_once(tmp_path: Path) -> None:
     for k in range(6):
         var = pd.DataFrame(index=genes[k % 2])
         anndata.AnnData(csr_matrix(np.ones((2, 4), dtype=np.float32)), var=var).write_h5ad(tmp_path / f"{k}.h5ad")
-    stores = formats._open_all([str(tmp_path / f"{k}.h5ad") for k in range(6)], "X", ())
+    stores = formats._open_all([str(tmp_path / f"{k}.h5ad") for k in range(6)], "X", (), None)
     try:
         assert len({id(store.var_names) for store in stores}) == 2
         assert [store.var_names.tolist() for store in stores] == genes * 3
