@@ -148,7 +148,7 @@ def test_a_column_of_two_codecs(write: Callable[..., Path]) -> None:
     path = write(genes=GENES, expressions=VALUES, options={"compression": "zstd", "row_group_size": 40})
     raw = bytearray(path.read_bytes())
     zstd, snappy = b"element\x15\x0c", b"element\x15\x02"  # in the footer the codec follows the column's path
-    second = [at for at in range(len(raw)) if raw.startswith(zstd, at)][2]
+    second = [at for at in range(len(raw)) if raw.startswith(zstd, at)][-6]  # pyarrow 17 has them before it too
     raw[second : second + len(zstd)] = snappy
     path.write_bytes(raw)
     assert_refused("StoreError", path, f"{path}: column 'genes' is compressed in several ways; write it anew in one")

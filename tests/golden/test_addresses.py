@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("obstore")
+pytest.importorskip("zarr", minversion="3.0")
 
 import gpuload
 from benchmarks.s3server import start

@@ -565,7 +565,8 @@ NOT_ASKED = {"check_array_api_input": "is for estimators that return arrays of t
 @pytest.mark.filterwarnings("ignore")  # what cannot apply is announced
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["svd", "exact", "nystrom"])
-def test_scikit_learns_own_checks(engine: str, name: str) -> None:
+def test_scikit_learns_own_checks(engine: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCIPY_ARRAY_API", "1")  # scikit-learn 1.6 does not import its checks without it
     checks = pytest.importorskip("sklearn.utils.estimator_checks")
     engine = engine_or_skip(engine)
     estimator: Any = TruncatedSVD(1, engine=engine) if name == "svd" else KernelRidge(engine=engine, solver=name)
