@@ -181,7 +181,7 @@ class CupyDevice:
     def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
         """Return a `cupyx.scipy.sparse.csr_matrix`, without a look at what is in it.
 
-        Its constructor reads both ends of `indptr` since CuPy 14: it would wait for the device at each minibatch, and
+        Its constructor reads both ends of `indptr` since CuPy 14.1: it would wait for the device at each minibatch, and
         on another stream than the one that writes them.
         """
         from cupyx.scipy.sparse import csr_matrix
