@@ -31,10 +31,10 @@ TITLES = {
     "plans": "What it costs to plan an epoch",
     "modality": "Proteins predicted from genes",
     "migration": "The scripts of the migration page",
-    "gil": "Who holds the interpreter while it reads",
+    "gil": "Who holds the interpreter lock while it reads",
     "readers": "Epochs over samples on this machine",
     "remote": "Cells from an object store",
-    "concurrent": "Pictures from an object store",
+    "concurrent": "Images from an object store",
     "concurrent_apart": "The same, the server on a core of its own",
     "growing": "Training from a store that grows",
     "classify": "What models learn in each order",
@@ -88,7 +88,7 @@ def benchmarks_page(results: Path) -> str:
     order = [name for name in TITLES if name in found] + [name for name in found if name not in TITLES]
     intro = (
         "Every figure on this page is computed from the records in `benchmarks/results` when the page is built; none "
-        "is typed by hand. How they are measured, and what each arm is, stands in `benchmarks/README.md` of the "
+        "is typed by hand. How they are measured, and what each arm is, is described in `benchmarks/README.md` of the "
         "checkout."
     )
     parts = ["# Benchmarks", intro]
