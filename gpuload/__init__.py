@@ -18,7 +18,7 @@ import numpy as np
 
 from gpuload import errors
 from gpuload.alignment import check_join
-from gpuload.checks import check_choice
+from gpuload.checks import check_choice, check_names, check_obs_names
 from gpuload.distributed import rank_and_world_size
 from gpuload.errors import (
     BusyError,
@@ -52,7 +52,7 @@ from gpuload.sampling import (
 )
 from gpuload.settings import takes_settings
 from gpuload.splitting import Split, split
-from gpuload.tables import check_modalities, check_names, check_transform, make_tables
+from gpuload.tables import check_modalities, check_transform, make_tables
 from gpuload.types import Batch, Transform
 from gpuload.where import parse as parse_where
 
@@ -119,7 +119,7 @@ def open_loader(
     rank: int | None = None,
     world_size: int | None = None,
     uneven: str = "pad",
-    obs: Sequence[str] = (),
+    obs: str | Sequence[str] = (),
     categories: Mapping[str, Sequence[Any]] | None = None,
     layer: str | Sequence[str] = "X",
     obsm: str | Sequence[str] = (),
@@ -192,8 +192,8 @@ def open_loader(
         What to do with the last cells where they cannot be dealt equally: ``"pad"`` hands over fewer than `world_size`
         cells twice in an epoch; ``"drop"`` leaves out fewer than `world_size`.
     obs
-        Columns of obs to hand over with each minibatch: numbers and booleans as they are; of text and categories codes,
-        int64, which `Loader.categories` tells the meaning of, -1 where the value is missing.
+        Columns of obs, one or several, to hand over with each minibatch: numbers and booleans as they are; of text and
+        categories codes, int64, which `Loader.categories` tells the meaning of, -1 where the value is missing.
     categories
         What codes are to stand for: ``{"cell_type": ["B cell", "T cell"]}``, or ``train.categories`` for another loader
         whose codes are to be those of the loader `train`; otherwise they follow from the files that are opened, and the
@@ -293,14 +293,12 @@ def open_loader(
     block_size = _block_size(sampler, block_size)
     check_choice("output", output, ("dense", "csr"))
     dtype = _check_dtype(dtype, output)
-    layers, obsm = check_names("layer", layer, at_least=1), check_names("obsm", obsm)
+    layers, obsm = check_names("layer", layer, least=1), check_names("obsm", obsm)
     modalities = check_modalities(modality, paths)
     transform = check_transform(transform, layers, modalities[1:])
     join = check_join(join)
     wanted = None if where is None else parse_where(where)
-    if isinstance(obs, str):
-        raise PlanError(f"obs={obs!r}: expected a list of column names, for example obs=[{obs!r}].")
-    obs = check_names("obs", obs)
+    obs = check_obs_names("obs", obs)
     meant = _check_categories(categories, obs)
     from gpuload.backends import open_backend
     from gpuload.formats import open_matrices

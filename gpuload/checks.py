@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -39,6 +39,39 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise PlanError where a value is none of the choices."""
     if value not in choices:
         raise PlanError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}.")
+
+
+def check_names(name: str, given: Any, *, least: int = 0, what: str = "a name", sampler: str = "") -> tuple[str, ...]:
+    """Return one name or several as a tuple; raise PlanError for all else, for too few, and for one given twice.
+
+    Parameters
+    ----------
+    name
+        Of the argument, for the error.
+    given
+        As given: one text, or anything to iterate over.
+    least
+        Fewer names are an error.
+    what
+        What a name is of, in the error.
+    sampler
+        The sampler whose argument it is.
+    """
+    said = f"{sampler}({name}={given!r})" if sampler else f"{name}={given!r}"
+    names = (given,) if isinstance(given, str) else tuple(given) if hasattr(given, "__iter__") else None
+    if names is None or not all(isinstance(n, str) and n for n in names):
+        raise PlanError(f"{said}: expected {what}, or a list of names.")
+    if len(names) < least:
+        raise PlanError(f"{said}: expected at least one name.")
+    if len(set(names)) < len(names):
+        twice = next(n for place, n in enumerate(names) if n in names[:place])
+        raise PlanError(f"{said}: {twice!r} is given twice; give every name once.")
+    return names
+
+
+def check_obs_names(name: str, given: Any, *, least: int = 0, sampler: str = "") -> tuple[str, ...]:
+    """Return one or several names of obs columns as a tuple; errors as of `check_names`."""
+    return check_names(name, given, least=least, what="the name of an obs column", sampler=sampler)
 
 
 def parse_nbytes(name: str, value: object, *, least: int = 1) -> int:

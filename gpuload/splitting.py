@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_seed
+from gpuload.checks import check_obs_names, check_seed
 from gpuload.dealing import classes_of, deal_cells, deal_groups, hash_of, label_of, targets
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.loader import Loader
@@ -246,7 +246,10 @@ def split(
     """
     wanted = _checked_shares(shares)
     names = list(wanted)
-    keys, strata = _columns("by", by), _columns("stratify", stratify)
+    keys, strata = (
+        () if given is None else check_obs_names(name, given, least=1)
+        for name, given in (("by", by), ("stratify", stratify))
+    )
     seed = check_seed(seed)
     listed = [name for name, value in wanted.items() if isinstance(value, list)]
     if listed and not keys:
@@ -306,17 +309,6 @@ def _checked_shares(shares: Any) -> dict[str, float | list[Label] | EllipsisType
 def _is_share(value: Any) -> bool:
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     return is_number and 0 < value <= 1
-
-
-def _columns(parameter: str, value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
-    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
-        raise PlanError(
-            f"{parameter}={value!r}: expected the name of an obs column, a list of different names, or None."
-        )
-    return names
 
 
 class _Opened:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import check_names
 from gpuload.errors import PlanError, listing
 from gpuload.types import Form, Transform
 
@@ -50,23 +51,10 @@ class Table:
         return 4.0 * self.form.n_cols if self.form.output == "dense" else 8.0 * self.store.values_per_row
 
 
-def check_names(setting: str, given: Any, *, at_least: int = 0) -> tuple[str, ...]:
-    """Return the names that a setting gives, one or several, or raise PlanError."""
-    names = (given,) if isinstance(given, str) else tuple(given) if hasattr(given, "__iter__") else None
-    if names is None or not all(isinstance(name, str) and name for name in names):
-        raise PlanError(f"{setting}={given!r}: expected a name, or a list of names.")
-    if len(names) < at_least:
-        raise PlanError(f"{setting}={given!r}: expected at least one name.")
-    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
-    if twice is not None:
-        raise PlanError(f"{setting}={given!r}: {twice!r} is given twice; give every name once.")
-    return names
-
-
 def check_modalities(given: Any, paths: Any) -> tuple[str, ...]:
     """Return the names of the modalities that are wanted, all of a mapping where none is given; or raise PlanError."""
     names = check_names("modality", given)
-    return names or (check_names("paths", list(paths), at_least=1) if isinstance(paths, Mapping) else ())
+    return names or (check_names("paths", list(paths), least=1) if isinstance(paths, Mapping) else ())
 
 
 def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[str, ...]) -> Transforms:

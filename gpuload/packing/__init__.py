@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.alignment import check_join
-from gpuload.checks import check_choice, check_whole, parse_nbytes
+from gpuload.checks import check_choice, check_names, check_obs_names, check_whole, parse_nbytes
 from gpuload.errors import PlanError, ReadError
-from gpuload.tables import check_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +47,7 @@ def pack(
     layer: str | Sequence[str] = "X",
     obsm: str | Sequence[str] = (),
     join: str | Sequence[str] | None = None,
-    obs: Sequence[str] | None = None,
+    obs: str | Sequence[str] | None = None,
     group_by: str | None = None,
     keep_order: bool = False,
     seed: int = 0,
@@ -89,7 +88,7 @@ def pack(
         What to do where files have other genes, or have them in another order: None refuses them; ``"inner"``,
         ``"outer"`` and a list of names pack the genes that `open_loader` hands over.
     obs
-        Columns to keep; None keeps all.
+        Columns of obs to keep, one or several; None keeps all.
     group_by
         A column of obs: rows of one label stand together, shuffled among each other; those without a label come last.
     keep_order
@@ -130,8 +129,9 @@ def pack(
     MissingDependencyError
         `scheduler` is given and Dask is not installed.
     """
-    layers, obsm, join = check_names("layer", layer, at_least=1), check_names("obsm", obsm), check_join(join)
-    memory_nbytes = _check_settings(obs, group_by, keep_order, seed, codec, block_size, memory, num_threads)
+    layers, obsm, join = check_names("layer", layer, least=1), check_names("obsm", obsm), check_join(join)
+    obs = None if obs is None else check_obs_names("obs", obs)
+    memory_nbytes = _check_settings(group_by, keep_order, seed, codec, block_size, memory, num_threads)
     from gpuload.packing import job as jobs
     from gpuload.packing import workplace
     from gpuload.packing.cluster import connect
@@ -175,7 +175,6 @@ def pack(
 
 
 def _check_settings(
-    obs: Sequence[str] | None,
     group_by: str | None,
     keep_order: bool,
     seed: int,
@@ -185,8 +184,6 @@ def _check_settings(
     num_threads: int | None,
 ) -> int:
     """Refuse settings that cannot be carried out; return the memory in bytes."""
-    if isinstance(obs, str):
-        raise PlanError(f"obs={obs!r}: expected a list of column names, for example obs=[{obs!r}].")
     check_choice("codec", codec, CODECS)
     if keep_order and group_by is not None:
         raise PlanError(f"group_by={group_by!r} with keep_order=True: two orders; drop one.")

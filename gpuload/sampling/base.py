@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from gpuload.checks import is_whole
+from gpuload.checks import check_obs_names, is_whole
 from gpuload.errors import PlanError
 from gpuload.sampling.rows import SLICE, row_list
 
@@ -213,20 +213,10 @@ def check_number(sampler: str, name: str, value: object) -> None:
         raise PlanError(f"{sampler}({name}={value!r}): expected a whole number of at least 1.")
 
 
-def check_names(sampler: str, name: str, value: object) -> tuple[str, ...]:
-    """Return one or several names of obs columns as a tuple; raise PlanError where that is not what was given."""
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
-    if not names or not all(isinstance(n, str) and n for n in names):
-        raise PlanError(f"{sampler}({name}={value!r}): expected the name of an obs column, or a list of names.")
-    if len(set(names)) < len(names):
-        raise PlanError(f"{sampler}({name}={value!r}): a column is named twice; name each once.")
-    return names
-
-
 def names_in(sampler: str, column: Any) -> tuple[str, ...]:
     """Return the names of columns that a sampler was given; none where it was given an array, a label per cell."""
     if not hasattr(column, "dtype"):
-        return check_names(sampler, "column", column)
+        return check_obs_names("column", column, least=1, sampler=sampler)
     if np.ndim(column) != 1:
         raise PlanError(f"{sampler}: labels of shape {np.shape(column)}; expected one per cell.")
     return ()
@@ -234,7 +224,7 @@ def names_in(sampler: str, column: Any) -> tuple[str, ...]:
 
 def about_column(column: Any) -> list[str]:
     """Return what says by which columns or labels classes are told apart."""
-    return [digest(_labels(column)[0])] if hasattr(column, "dtype") else list(check_names("", "column", column))
+    return [digest(_labels(column)[0])] if hasattr(column, "dtype") else list(check_obs_names("column", column))
 
 
 def _names_of(values: NDArray[Any], before: str = "") -> Names:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import check_obs_names
 from gpuload.errors import PlanError
 from gpuload.permute import permuted_table, random_keys
-from gpuload.sampling.base import check_names, check_number, check_rows, digest
+from gpuload.sampling.base import check_number, check_rows, digest
 from gpuload.sampling.blocks import BlockShuffle
 from gpuload.sampling.queues import Queues
 from gpuload.sampling.rows import as_ranges, group_rows, join, list_of_mask
@@ -73,10 +74,10 @@ class PairedControl:
     def __post_init__(self) -> None:
         if not isinstance(self.column, str) or not self.column:
             raise PlanError(f"PairedControl(column={self.column!r}): expected the name of an obs column.")
-        match = check_names("PairedControl", "match", self.match)
-        if not set(self._fallback) < set(match):
+        if not set(self._fallback) < set(self._match):
             raise PlanError(
-                f"PairedControl(fallback={self.fallback!r}): expected some of the columns of match, {match!r}, not all."
+                f"PairedControl(fallback={self.fallback!r}): expected some of the columns of match, {self._match!r}, "
+                "not all."
             )
         if self.size is not None:
             check_number("PairedControl", "size", self.size)
@@ -85,11 +86,15 @@ class PairedControl:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of obs that it needs."""
-        return tuple(dict.fromkeys([self.column, *check_names("PairedControl", "match", self.match)]))
+        return tuple(dict.fromkeys([self.column, *self._match]))
+
+    @property
+    def _match(self) -> tuple[str, ...]:
+        return check_obs_names("match", self.match, least=1, sampler="PairedControl")
 
     @property
     def _fallback(self) -> tuple[str, ...]:
-        return check_names("PairedControl", "fallback", self.fallback) if self.fallback else ()
+        return check_obs_names("fallback", self.fallback, sampler="PairedControl") if self.fallback else ()
 
     def over(self, cells: Cells) -> Strategy:
         """Find the cells and their controls; about 12 bytes a cell are held, and twice that meanwhile."""
@@ -105,7 +110,7 @@ class PairedControl:
                 f"cells, and a set is not torn apart; let batch_size be a multiple of {2 * self.size}."
             )
         is_control, is_wanted = self._controls(cells)
-        match = cells.classes(*check_names("PairedControl", "match", self.match))
+        match = cells.classes(*self._match)
         is_wanted &= match.codes >= 0
         levels = [match, cells.classes(*self._fallback)] if self._fallback else [match]
         queue = np.full(cells.n_rows, -1, dtype=np.int32)

@@ -121,16 +121,17 @@ def test_unknown_setting(plain: Stored) -> None:
         gpuload.open_loader(plain.path, batchsize=3)  # type: ignore[call-arg]
 
 
-def test_columns_of_obs_are_a_list(plain: Stored) -> None:
-    assert_refused("PlanError", plain.path, "'depth'", "['depth']", obs="depth")
+def test_one_column_of_obs_is_named_alone(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, obs="depth") as loader:
+        assert list(next(iter(loader)).obs) == ["depth"]
 
 
 @pytest.mark.parametrize(
     ("obs", "told"),
     [
-        (None, "obs=None: expected a name, or a list of names."),
-        (5, "obs=5: expected a name, or a list of names."),
-        (["depth", 5], "obs=['depth', 5]: expected a name, or a list of names."),
+        (None, "obs=None: expected the name of an obs column, or a list of names."),
+        (5, "obs=5: expected the name of an obs column, or a list of names."),
+        (["depth", 5], "obs=['depth', 5]: expected the name of an obs column, or a list of names."),
         (["depth", "depth"], "obs=['depth', 'depth']: 'depth' is given twice; give every name once."),
     ],
 )
