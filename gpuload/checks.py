@@ -35,6 +35,15 @@ def check_seed(seed: object) -> int:
     return int(seed)
 
 
+def check_seconds(name: str, value: Any, *, may_be_0: bool = True) -> float:
+    """Return a number of seconds; raise PlanError where it is none, is NaN, or is too small."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not (value > 0 or (may_be_0 and value == 0)):
+        bound = "of at least 0" if may_be_0 else "above 0"
+        raise PlanError(f"{name}={value!r}: expected a number of seconds {bound}.")
+    return float(value)
+
+
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise PlanError where a value is none of the choices."""
     if value not in choices:

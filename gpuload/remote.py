@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from gpuload import threads
+from gpuload.checks import check_seconds
 from gpuload.errors import BusyError, MissingDependencyError, PlanError, ReadError
 from gpuload.object_errors import BUSY, address_error, read_error
 
@@ -428,8 +429,7 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any]) 
         import obstore.store
     except ImportError as error:
         raise MissingDependencyError("obstore", f"reading {url}", "remote") from error
-    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-        raise PlanError(f"timeout_s={timeout_s!r}: expected a number of seconds above 0.")
+    timeout_s = check_seconds("timeout_s", timeout_s, may_be_0=False)
     client: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=10)}
     settings: dict[str, Any] = {"retry_config": {"max_retries": 0}, **options, "client_options": client}
     if anonymous and not url.startswith("http"):

@@ -19,7 +19,7 @@ from gpuload.cache.process import FetcherProcess
 from gpuload.cache.reading import Sample, no_copy
 from gpuload.cache.reads import Reads
 from gpuload.cache.snapshot import Snapshot, check_order_settings
-from gpuload.checks import check_choice, parse_nbytes
+from gpuload.checks import check_choice, check_seconds, check_whole, parse_nbytes
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, open_remote
 
@@ -100,6 +100,14 @@ class SampleStore:
         Seconds without any progress after which a fetcher process is killed and replaced.
     fetch
         False opens the store without fetching, for a process that leaves that to another.
+    piece_nbytes
+        Bytes that are asked for at a time, as a number or as ``"8MiB"``; a download that fails goes on from its last
+        piece.
+    tries, first_wait_s, longest_wait_s
+        How often a busy remote is asked for a piece, and the seconds between: random, up to a bound that doubles from
+        the first to the longest.
+    max_failures
+        Failed downloads after which an object is put in quarantine.
 
     Raises
     ------
@@ -126,22 +134,27 @@ class SampleStore:
         max_bad: float = 0.01,
         hung_s: float = 120.0,
         fetch: bool = True,
-        **fetching: Any,
+        piece_nbytes: int | str = 8 << 20,
+        tries: int = 6,
+        first_wait_s: float = 0.1,
+        longest_wait_s: float = 10.0,
+        max_failures: int = 4,
     ) -> None:
         check_choice("policy", policy, POLICIES)
-        if n_processes < 0 or in_flight < 1 or min_visits < 1:
-            raise PlanError(
-                f"n_processes={n_processes}, in_flight={in_flight}, min_visits={min_visits}: expected at least 0, "
-                "1 and 1."
-            )
+        n_processes = check_whole("n_processes", n_processes, 0)
+        hung_s = check_seconds("hung_s", hung_s, may_be_0=False)
         self._settings = Settings(
             parse_nbytes("budget", budget, least=0),
             parse_nbytes("min_free", min_free, least=0),
             policy,
-            min_visits=min_visits,
-            in_flight=in_flight,
-            relist_s=relist_s,
-            **fetching,
+            min_visits=check_whole("min_visits", min_visits, 1),
+            in_flight=check_whole("in_flight", in_flight, 1),
+            piece_nbytes=parse_nbytes("piece_nbytes", piece_nbytes),
+            tries=check_whole("tries", tries, 1),
+            first_wait_s=check_seconds("first_wait_s", first_wait_s),
+            longest_wait_s=check_seconds("longest_wait_s", longest_wait_s),
+            max_failures=check_whole("max_failures", max_failures, 1),
+            relist_s=check_seconds("relist_s", relist_s),
         )
         self.remote: Remote = open_remote(remote) if isinstance(remote, (str, os.PathLike)) else remote
         self.root = os.path.abspath(os.fspath(root))

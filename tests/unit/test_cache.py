@@ -1120,12 +1120,26 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
         opened(tmp_path, remote, policy="best"),
     ):
         pass
-    for name, value in (("n_processes", -1), ("in_flight", 0), ("min_visits", 0)):
+    whole, seconds = "a whole number of at least", "a number of seconds"
+    for name, value, told in (
+        ("n_processes", -1, f"{whole} 0"),
+        ("in_flight", 0, f"{whole} 1"),
+        ("min_visits", 1.5, f"{whole} 1"),
+        ("tries", 0, f"{whole} 1"),
+        ("max_failures", True, f"{whole} 1"),
+        ("relist_s", "5", f"{seconds} of at least 0"),
+        ("first_wait_s", -0.1, f"{seconds} of at least 0"),
+        ("longest_wait_s", float("nan"), f"{seconds} of at least 0"),
+        ("hung_s", 0, f"{seconds} above 0"),
+        ("piece_nbytes", 0, "a number of bytes above 0, or text such as '20GiB'"),
+    ):
         with (
-            pytest.raises(PlanError, match=rf"{name}={value}\b.*: expected at least 0, 1 and 1\.$"),
+            pytest.raises(PlanError, match=rf"^{name}={value!r}: expected {told}\.$"),
             opened(tmp_path, remote, **{name: value}),
         ):
             pass
+    with pytest.raises(TypeError, match="maxfailures"), opened(tmp_path, remote, maxfailures=2):
+        pass
     local = Local(remote.name)
     with pytest.raises(PlanError, match="remote: it cannot be sent to a"), opened(tmp_path, local, n_processes=1):
         pass
