@@ -182,7 +182,7 @@ def test_joined_genes_are_counted_once(tmp_path: Path, monkeypatch: pytest.Monke
         patch.setattr(passes, "write_bucket", fail)
         with pytest.raises(RuntimeError):
             gpuload.pack(paths, target, **settings)
-    monkeypatch.setattr(rows.Reader, "count_kept", fail)
+    monkeypatch.setattr(rows.RowReader, "count_kept", fail)
     assert gpuload.pack(paths, target, **settings).n_resumed > 0
     assert contents(target) == contents(tmp_path / "whole.zarr")
 

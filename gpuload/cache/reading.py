@@ -74,7 +74,7 @@ class SampleBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class NpyForm:
     """What every .npy sample of a snapshot looks like."""
 
     header: bytes
@@ -87,7 +87,7 @@ class Form:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-def read_form(sample: Sample, start: bytes) -> Form:
+def read_form(sample: Sample, start: bytes) -> NpyForm:
     """Return the form of a .npy file, from its first bytes."""
     file = io.BytesIO(start)
     try:
@@ -103,10 +103,10 @@ def read_form(sample: Sample, start: bytes) -> Form:
             f"{sample.key}: a .npy file of {dtype} in Fortran order or of objects cannot be read in place; use "
             "decode='bytes' or a function."
         )
-    return Form(start[: file.tell()], shape, dtype)
+    return NpyForm(start[: file.tell()], shape, dtype)
 
 
-class Reader:
+class SampleReader:
     """Reads samples into batches.
 
     Parameters
@@ -138,7 +138,7 @@ class Reader:
         self._fetch_whole, self._on_bad_copy = fetch_whole, on_bad_copy
         self._verified = verified
         self._pool = BufferPool(max_idle)
-        self.form: Form | None = None
+        self.form: NpyForm | None = None
 
     @property
     def peak_nbytes(self) -> int:

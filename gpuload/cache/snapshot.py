@@ -7,7 +7,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
-from gpuload.cache.reading import Reader, Sample, assemble, check_reading
+from gpuload.cache.reading import Sample, SampleReader, assemble, check_reading
 from gpuload.errors import PlanError, ReadError
 from gpuload.threads import PATIENCE_S, DaemonThreads
 
@@ -127,7 +127,7 @@ class Snapshot:
             )
         if self._closed.is_set():
             raise PlanError("the snapshot was closed; take another with store.snapshot().")
-        reader = Reader(
+        reader = SampleReader(
             decode, verify, self._store.fetch_whole, self._store.drop_copy, prefetch + 1, self._store.verified
         )
         starts = list(range(self.position, len(self), batch_size))
@@ -137,7 +137,7 @@ class Snapshot:
         return self._run(reader, starts, batch_size, prefetch, n_threads, limit)
 
     def _run(
-        self, reader: Reader, starts: list[int], batch_size: int, prefetch: int, n_threads: int, limit: int
+        self, reader: SampleReader, starts: list[int], batch_size: int, prefetch: int, n_threads: int, limit: int
     ) -> Iterator[SampleBatch]:
         stats = self._store.reads
         pending: deque[_Pending] = deque()
@@ -167,7 +167,7 @@ class Snapshot:
             stats.peak_nbytes = max(stats.peak_nbytes, reader.peak_nbytes)
 
     def _begin(
-        self, reader: Reader, readers: DaemonThreads, ids: NDArray[np.int64]
+        self, reader: SampleReader, readers: DaemonThreads, ids: NDArray[np.int64]
     ) -> tuple[NDArray[Any] | None, list[Sample], list[Future[Any]]]:
         samples = self._store.find_samples(ids)
         reader.find_form(samples)

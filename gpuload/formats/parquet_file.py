@@ -156,7 +156,7 @@ def _read(source: FileSource | RemoteSource, layer: str) -> Cells:
     for name, column in zip(names, (genes, values), strict=True):
         _check_place(source, name, column)
     lengths = row_lengths(source, names, (genes, values), rows)
-    reader = _Reader(source, names, (genes, values), rows, lengths)
+    probe = _Probe(source, names, (genes, values), rows, lengths)
     return Cells(
         source.name,
         *_state(source),
@@ -171,8 +171,8 @@ def _read(source: FileSource | RemoteSource, layer: str) -> Cells:
             "rows": rows,
         },
         lengths,
-        reader.has_leader(),
-        reader.greatest(),
+        probe.has_leader(),
+        probe.greatest(),
     )
 
 
@@ -207,7 +207,7 @@ def _check_place(source: FileSource | RemoteSource, name: str, column: ListColum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Reader:
+class _Probe:
     """Looks into the values of a file as it is opened, where its footer does not say what is to be known."""
 
     source: FileSource | RemoteSource

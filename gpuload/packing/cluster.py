@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gpuload.errors import MissingDependencyError, ReadError
 from gpuload.packing.parts import write_part
 from gpuload.packing.passes import all_parts, digest_span, fill_bucket, result_reader
-from gpuload.packing.rows import Reader
+from gpuload.packing.rows import RowReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -100,7 +100,7 @@ def _digest_span(job: Job, num_threads: int | None, file_rows: tuple[int, ...], 
 
 
 @lru_cache(maxsize=1)
-def _reader(job: Job, num_threads: int | None) -> Reader:
+def _reader(job: Job, num_threads: int | None) -> RowReader:
     """Return this worker's reader of the sources, which stays open for the tasks that follow."""
     origin = job.origin
-    return Reader.of(origin.paths, origin.layer, join=origin.join, num_threads=num_threads, is_wide=job.is_wide)
+    return RowReader.of(origin.paths, origin.layer, join=origin.join, num_threads=num_threads, is_wide=job.is_wide)

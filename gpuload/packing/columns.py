@@ -25,7 +25,7 @@ from gpuload.packing.files import sync_folder, write_whole
 from gpuload.packing.job import Origin, cut_rows, has_offsets, plan_job, row_lengths, write_offsets, write_order
 from gpuload.packing.parts import Part, Segment, Summary, part_path, save_part, summed_up
 from gpuload.packing.passes import all_parts, each
-from gpuload.packing.rows import Reader
+from gpuload.packing.rows import RowReader
 from gpuload.packing.shards import done_path, new_bucket, write_matrix_metadata, write_shards
 from gpuload.packing.tables import start_target, var_of
 from gpuload.packing.zarr_files import start_table
@@ -65,7 +65,7 @@ def by_rows(store: Store, layer: str, folder: str, memory: int, num_threads: int
     memory
         Most bytes for what holds elements.
     num_threads
-        As of `rows.Reader`.
+        As of `rows.RowReader`.
 
     Returns
     -------
@@ -78,7 +78,7 @@ def by_rows(store: Store, layer: str, folder: str, memory: int, num_threads: int
         What was written does not read back as what was read.
     """
     with ExitStack() as stack:
-        reader = stack.enter_context(Reader(store, num_threads=num_threads))
+        reader = stack.enter_context(RowReader(store, num_threads=num_threads))
         origin = Origin(store.paths, layer, None, workplace.member_at(layer), folder, folder)
         sizes: dict[str, Any] = {"codec": "lz4", "cells": 1, "memory": memory, "is_wide": reader.is_wide}
         plan = plan_job(store, origin, row_lengths(store), **sizes)
@@ -108,7 +108,7 @@ def by_rows(store: Store, layer: str, folder: str, memory: int, num_threads: int
         return job.result
 
 
-def _count_cells(job: Job, reader: Reader) -> NDArray[np.int64]:
+def _count_cells(job: Job, reader: RowReader) -> NDArray[np.int64]:
     """Return the elements of each cell, (n_obs,)."""
     counts = np.zeros(job.n_obs, dtype=np.int64)
     for start, stop in pairwise(job.slices):
@@ -116,7 +116,7 @@ def _count_cells(job: Job, reader: Reader) -> NDArray[np.int64]:
     return counts
 
 
-def _transpose(job: Job, reader: Reader) -> None:
+def _transpose(job: Job, reader: RowReader) -> None:
     for _ in each(lambda number: _write_part(job, reader, number), range(job.n_slices)):
         pass
     parts = all_parts(job)
@@ -132,7 +132,7 @@ def _transpose(job: Job, reader: Reader) -> None:
     _verify(job, reader, digest)
 
 
-def _write_part(job: Job, reader: Reader, number: int) -> None:
+def _write_part(job: Job, reader: RowReader, number: int) -> None:
     """Read a slice of genes, put its elements together by bucket, and bring them to the disk."""
     path = part_path(job, number)
     if os.path.exists(path):
@@ -154,7 +154,7 @@ def _write_part(job: Job, reader: Reader, number: int) -> None:
     save_part(path, Part(Summary(digest, judged), edges, edges, Segment(cells, _NO_LENGTH, columns, values)))
 
 
-def _write_bucket(job: Job, reader: Reader, number: int, parts: Sequence[PartFile], dtype: np.dtype[Any]) -> None:
+def _write_bucket(job: Job, reader: RowReader, number: int, parts: Sequence[PartFile], dtype: np.dtype[Any]) -> None:
     """Append the elements of a bucket to their rows, gene after gene, and bring its shards to the disk."""
     if os.path.exists(done_path(job, number)):
         return
@@ -169,9 +169,9 @@ def _write_bucket(job: Job, reader: Reader, number: int, parts: Sequence[PartFil
     write_shards(job, number, indices, values, reader.pool)
 
 
-def _verify(job: Job, reader: Reader, digest: int) -> None:
+def _verify(job: Job, reader: RowReader, digest: int) -> None:
     found = 0
-    with Reader.of([job.result], job.origin.layer, num_threads=1, is_wide=job.is_wide) as result:
+    with RowReader.of([job.result], job.origin.layer, num_threads=1, is_wide=job.is_wide) as result:
         edges = cut_rows(job.offsets, job.bucket)
         for start, stop in pairwise(edges):
             rows = result.read(start, stop)

@@ -20,7 +20,7 @@ from gpuload.formats.arrays import OBSM
 from gpuload.formats.recognise import open_by_columns
 from gpuload.packing import workplace
 from gpuload.packing.job import MIN_SLICE, Origin, cut_rows, plan_job, read_lengths, row_lengths
-from gpuload.packing.rows import Reader
+from gpuload.packing.rows import RowReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,7 @@ class Wanted:
     codec, cells, memory
         As of `job.plan_job`.
     num_threads
-        As of `rows.Reader`.
+        As of `rows.RowReader`.
     """
 
     files: Sequence[str]
@@ -90,7 +90,7 @@ class Matrix:
 
     job: Job
     layer: str
-    reader: Reader
+    reader: RowReader
     store: Store
 
     def nbytes(self) -> int:
@@ -123,7 +123,7 @@ def open_matrices(wanted: Wanted, folder: str, stack: ExitStack) -> tuple[list[M
         own = folder if not number else os.path.join(folder, f"matrix-{number:06}")
         sources = tuple(_by_rows(wanted, layer, own))
         origin = Origin(sources, layer, None if layer.startswith(OBSM) else wanted.join, member, folder, own)
-        reader = stack.enter_context(Reader.of(sources, layer, join=origin.join, num_threads=wanted.num_threads))
+        reader = stack.enter_context(RowReader.of(sources, layer, join=origin.join, num_threads=wanted.num_threads))
         names = dict(zip(sources, wanted.files, strict=True))
         store = replace(reader.store, paths=tuple(names.get(path, path) for path in reader.store.paths))
         if matrices:
@@ -175,7 +175,7 @@ def _check_fit(first: Matrix, member: str, layer: str, store: Store) -> None:
         )
 
 
-def _lengths(reader: Reader, origin: Origin, memory: int) -> NDArray[np.int64]:
+def _lengths(reader: RowReader, origin: Origin, memory: int) -> NDArray[np.int64]:
     """Return the elements that each row of the sources has in the target, (n_obs,)."""
     store = reader.store
     stored = row_lengths(store)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.packing.job import Job
-    from gpuload.packing.rows import Reader, Rows
+    from gpuload.packing.rows import RowReader, Rows
 
 _ARRAYS = ("piece_edges", "element_edges", "dest", "length", "indices", "values")
 
@@ -85,7 +85,7 @@ class Part:
         return Segment(whole.dest[pieces], whole.length[pieces], whole.indices[elements], whole.values[elements])
 
 
-def make_part(job: Job, reader: Reader, number: int) -> Part:
+def make_part(job: Job, reader: RowReader, number: int) -> Part:
     """Read a slice, and put its rows together by bucket."""
     start, stop = job.slices[number], job.slices[number + 1]
     rows = reader.read(start, stop)
@@ -128,7 +128,7 @@ def part_path(job: Job, number: int) -> str:
     return os.path.join(job.origin.own, PARTS, f"{number:06}")
 
 
-def write_part(job: Job, reader: Reader, number: int) -> None:
+def write_part(job: Job, reader: RowReader, number: int) -> None:
     """Make a part and bring it to the disk, unless it is there."""
     path = part_path(job, number)
     if not os.path.exists(path):

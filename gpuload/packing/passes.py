@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpuload.packing.parts import Part, PartFile, make_part, part_path, write_part
-from gpuload.packing.rows import Reader
+from gpuload.packing.rows import RowReader
 from gpuload.packing.shards import done_path, write_bucket
 from gpuload.packing.tables import SOURCE_FILE, SOURCE_ROW, source_rows
 from gpuload.packing.workplace import layer_at
@@ -49,12 +49,12 @@ class Local:
     reader
         Of the sources.
     num_threads
-        As of `rows.Reader`.
+        As of `rows.RowReader`.
     parts
         Where parts are kept in memory, by number; None: on disk.
     """
 
-    def __init__(self, job: Job, reader: Reader, num_threads: int | None, parts: dict[int, Part] | None) -> None:
+    def __init__(self, job: Job, reader: RowReader, num_threads: int | None, parts: dict[int, Part] | None) -> None:
         self._job = job
         self._reader = reader
         self._num_threads = num_threads
@@ -86,19 +86,22 @@ def all_parts(job: Job) -> list[PartFile]:
     return [PartFile(part_path(job, number)) for number in range(job.n_slices)]
 
 
-def fill_bucket(job: Job, reader: Reader, number: int, parts: Iterable[Part | PartFile], dtype: np.dtype[Any]) -> None:
+def fill_bucket(
+    job: Job, reader: RowReader, number: int, parts: Iterable[Part | PartFile], dtype: np.dtype[Any]
+) -> None:
     """Bring a bucket's shards to the disk, unless they are there."""
     if not os.path.exists(done_path(job, number)):
         write_bucket(job, number, (part.segment(number) for part in parts), dtype, reader.pool)
 
 
-def result_reader(job: Job, num_threads: int | None) -> Reader:
+def result_reader(job: Job, num_threads: int | None) -> RowReader:
     """Return a reader of the target, which knows where its rows are from."""
     obs = (SOURCE_FILE, SOURCE_ROW)
-    return Reader.of([job.result], layer_at(job.origin.member), num_threads=num_threads, is_wide=job.is_wide, obs=obs)
+    layer = layer_at(job.origin.member)
+    return RowReader.of([job.result], layer, num_threads=num_threads, is_wide=job.is_wide, obs=obs)
 
 
-def digest_span(reader: Reader, span: Span, file_rows: Sequence[int]) -> int:
+def digest_span(reader: RowReader, span: Span, file_rows: Sequence[int]) -> int:
     """Return the digest of rows of the target, by their place in the sources."""
     start, stop = span
     return reader.read(start, stop).digest(source_rows(reader.store, start, stop, file_rows))

@@ -103,7 +103,7 @@ class Rows:
         return Judged(float(largest), bool(are_counts), bool(are_single))
 
 
-class Reader:
+class RowReader:
     """Threads that read and decode, and the files they read; open until `close`.
 
     Where the genes of files were joined, rows are handed over with the joined ones: the numbers of their columns
@@ -141,7 +141,7 @@ class Reader:
         join: Join = None,
         is_wide: bool | None = None,
         obs: Sequence[str] = (),
-    ) -> Reader:
+    ) -> RowReader:
         """Return a reader of files that are opened for it; see `formats.open_store`."""
         store = open_store(list(paths), layer=layer, obs=obs, join=join)
         return cls(store, num_threads=num_threads, is_wide=is_wide)

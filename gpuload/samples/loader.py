@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 from gpuload.backends.buffers import BufferPool
 from gpuload.errors import CorruptDataError, PlanError, ReadError
 from gpuload.permute import Permutation
-from gpuload.samples.forms import Span, bytes_of
+from gpuload.samples.tensor_files import Span, bytes_of
 from gpuload.stats import Stats
 from gpuload.threads import DaemonThreads
 

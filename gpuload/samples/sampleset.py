@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError
-from gpuload.samples.forms import FORMATS, Forms, Span, bytes_of, load
 from gpuload.samples.sources import RemoteSamples, open_source
+from gpuload.samples.tensor_files import FORMATS, Descriptions, Span, bytes_of, load
 from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class SampleSet:
         self._suffix = suffix if suffix is not None else f".{decode}" if decode in FORMATS[:3] else ""
         self._in_flight = in_flight
         self._source = open_source(source)
-        self._forms = Forms(decode) if isinstance(decode, str) else None
+        self._descriptions = Descriptions(decode) if isinstance(decode, str) else None
         self._pool: tuple[int, DaemonThreads] | None = None
 
     @property
@@ -117,7 +117,7 @@ class SampleSet:
 
     def span(self, data: NDArray[np.uint8]) -> Span | None:
         """Return where the values of a sample lie in its bytes; None where it has to be deserialised."""
-        return None if self._forms is None else self._forms.find(data)
+        return None if self._descriptions is None else self._descriptions.find(data)
 
     def decode(self, id_: Any, data: NDArray[np.uint8]) -> Any:
         """Return the sample that its bytes are; what cannot be decoded is a CorruptDataError that names the ID."""

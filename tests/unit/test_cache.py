@@ -29,7 +29,7 @@ from gpuload.cache.fetch import Fetcher, Settings, SoftDigests, Window, get_pati
 from gpuload.cache.files import adopt_strays
 from gpuload.cache.leases import Lease
 from gpuload.cache.order import visiting_order
-from gpuload.cache.reading import Reader, Sample
+from gpuload.cache.reading import Sample, SampleReader
 from gpuload.cache.store import _keep
 from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject, open_remote
@@ -759,7 +759,7 @@ def test_reading_lets_go_of_the_interpreter(tmp_path: Path) -> None:
     nbytes = os.stat(tmp_path / "big.npy").st_size
     crc = zlib.crc32((tmp_path / "big.npy").read_bytes())
     sample = Sample(1, "big.npy", "", nbytes, str(tmp_path / "big.npy"), crc, 1)
-    reader = Reader("npy", "always", lambda _: b"", lambda *_: None, 2, set())
+    reader = SampleReader("npy", "always", lambda _: b"", lambda *_: None, 2, set())
     reader.find_form([sample])
     batch = reader.new_batch(1)
     assert batch is not None

@@ -37,7 +37,7 @@ class Span:
     shape: tuple[int, ...]
 
 
-class Forms:
+class Descriptions:
     """Descriptions of tensors that were seen, and what they say; only the same bytes are taken for the same."""
 
     def __init__(self, decode: str) -> None:
