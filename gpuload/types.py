@@ -167,6 +167,16 @@ class ArrayRead:
         """Bytes to read from the source."""
         return int(self.extent_nbytes.sum())
 
+    def parts(self, nbytes: int) -> list[tuple[int, int]]:
+        """Return the extents of each part of about `nbytes` decoded bytes, to be worked on together: (first, last)."""
+        work = self.extent_nbytes
+        if not self.layout.is_raw:
+            decoded = np.append(0, np.cumsum(self.layout.decoded_nbytes(self.chunk_id)))
+            work = np.diff(decoded[self.extent_chunks])
+        number = (np.cumsum(work) - 1).clip(0) // nbytes
+        edges = (np.flatnonzero(np.diff(number)) + 1).tolist()
+        return [(lo, hi) for lo, hi in zip([0, *edges], [*edges, work.size], strict=True) if lo < hi]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:

@@ -32,7 +32,6 @@ from gpuload.backends.buffers import BufferPool
 from gpuload.backends.damage import rounding_warning, too_large_for_half
 from gpuload.backends.decoding import VERIFY, Part, Scratch, decode, round_up
 from gpuload.backends.native import rows
-from gpuload.backends.parts import cut
 from gpuload.backends.reading import read_ranges, short_read
 from gpuload.checks import check_whole
 from gpuload.errors import CorruptDataError, PlanError
@@ -181,7 +180,7 @@ class CpuBackend:
         for read in recipe.reads:
             is_near = read.layout.source.ranges is None
             pool, run = (self._loads, self._run) if is_near else (self._far_reads, self._run_far)
-            tasks += [pool.submit(run, read, lo, hi, resident) for lo, hi in cut(read, TASK_NBYTES)]
+            tasks += [pool.submit(run, read, lo, hi, resident) for lo, hi in read.parts(TASK_NBYTES)]
         return _Load(resident, tasks)
 
     def take_rows(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Future[Any]:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuload.backends.parts import cut
 from gpuload.layout import ArrayLayout, Filter, plan_read
 from gpuload.source import BufferSource
 from gpuload.store import CsrMatrix, DenseMatrix
@@ -55,7 +54,7 @@ def test_elements_come_from_their_chunks(lengths: list[int], marks: list[int]) -
     assert all(lengths[chunk] for chunk in read.chunk_id)
     np.testing.assert_array_equal(layout.decoded_nbytes(read.chunk_id), [4 * lengths[c] for c in read.chunk_id])
     for nbytes in (1, 20, 1_000):
-        parts = cut(read, nbytes)
+        parts = read.parts(nbytes)
         assert [lo for lo, _ in parts] + [read.extent_offset.size] == [0, *(hi for _, hi in parts)]
 
 

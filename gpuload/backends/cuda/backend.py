@@ -32,7 +32,6 @@ from gpuload.backends.cuda.memory import DevicePool, Lease
 from gpuload.backends.cuda.readers import PAGE, place_extents
 from gpuload.backends.cuda.work import N_THREADS
 from gpuload.backends.damage import rounding_warning, too_large_for_half
-from gpuload.backends.parts import cut
 from gpuload.errors import DeviceError, PlanError
 from gpuload.layout import select_chunks
 from gpuload.stats import Stats
@@ -269,7 +268,7 @@ class CudaBackend:
                     self._run_cached(read, places, resident, outcomes)
                 if not is_cached.all():
                     rest = select_chunks(read, ~is_cached) if is_cached.any() else read
-                    for lo, hi in cut(rest, PART_NBYTES):
+                    for lo, hi in rest.parts(PART_NBYTES):
                         outcomes.append(self._run(rest, lo, hi, resident))
         finally:  # also after a fault: what the launches use must outlive them
             start = time.perf_counter()
