@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
 
 from gpuload.errors import PlanError, ReadError
+from gpuload.formats.zarr_nodes import GROUP_FILES
 from gpuload.remote import ObjectRemote, Patience, open_remote
 
 if TYPE_CHECKING:
     from gpuload.cache import SampleStore
     from gpuload.remote import Remote, RemoteObject
-
-_ZARR = ("zarr.json", ".zgroup")
 
 
 class Address(str):  # noqa: SLOT000 - keeps what it has found
@@ -121,8 +120,8 @@ class Address(str):  # noqa: SLOT000 - keeps what it has found
     def is_zarr(self) -> bool:
         """Whether a folder is there that is a store of zarr."""
         if self.listed is not None:
-            return any(name in self.listed for name in _ZARR)
-        return any(self.head(f"{self.key}/{name}") is not None for name in _ZARR)
+            return any(name in self.listed for name in GROUP_FILES)
+        return any(self.head(f"{self.key}/{name}") is not None for name in GROUP_FILES)
 
     @property
     def is_folder(self) -> bool:

@@ -31,8 +31,9 @@ from gpuload.formats.arrays import OBSM, check_length, check_n_vars, no_column, 
 from gpuload.formats.index import indptr_of
 from gpuload.formats.parquet import join_columns, opened
 from gpuload.formats.parquet_file import look_at
-from gpuload.formats.parquet_genes import GENES_FILE, genes_of
+from gpuload.formats.parquet_genes import genes_of
 from gpuload.formats.parquet_rows import spec_of
+from gpuload.formats.recognise import GENES_FILE
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.remote_source import RemoteSource
 from gpuload.store import CsrMatrix, ObsColumn, Store

@@ -17,12 +17,10 @@ from gpuload.errors import BusyError, ReadError, StoreError, listing
 from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import as_strings, check_n_vars, numbered
 from gpuload.formats.parquet import opened
+from gpuload.formats.recognise import GENES_FILE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-GENES_FILE = "gene_metadata.parquet"
-"""The table of which gene a number stands for: beside the cells, in the folder above, or in metadata/ of either."""
 
 _TOKENS, _NAMES, _IDS = ("token_id", "gene_id"), ("gene_symbol", "gene_name", "symbol"), ("ensembl_id", "ensembl")
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import ReadError, StoreError
 from gpuload.formats.addresses import as_address
+from gpuload.formats.zarr_nodes import METADATA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,13 +31,11 @@ HDF5, NPY, ZIP, PARQUET = b"\x89HDF\r\n\x1a\n", b"\x93NUMPY", b"PK\x03\x04", b"P
 ENDINGS = (".h5ad", ".h5mu", ".h5", ".zarr", ".npz", ".npy", ".parquet")
 """Endings of the names that are looked for in a folder."""
 
-NOT_CELLS = ("gene_metadata.parquet",)
-"""Files of a folder that are beside the cells."""
+GENES_FILE = "gene_metadata.parquet"
+"""The table beside Parquet files of cells that says which gene a number stands for; see `parquet_genes`."""
 
 MODALITIES = "mod"
 """The group of a MuData that holds its modalities."""
-
-_ZARR = ("zarr.json", ".zgroup", ".zattrs", ".zmetadata")
 
 
 def expand(path: str) -> list[str]:
@@ -53,14 +52,14 @@ def expand(path: str) -> list[str]:
     path = path if address is None else address
     if has_magic(path) and not (os.path.exists(path) if address is None else address.is_file):
         fitting = glob(path) if address is None else _fitting(address)
-        found = sorted(name for name in fitting if os.path.basename(name) not in NOT_CELLS)
+        found = sorted(name for name in fitting if os.path.basename(name) != GENES_FILE)
         if not found:
             raise ReadError(f"{path}: no file fits this pattern. Check the path.")
         return found
     if not _is_folder(path) or folder_form(path):
         return [path]
     within = os.listdir(path) if address is None else {key.partition("/")[0] for key in address.listed or ()}
-    is_meant = (name for name in within if not name.startswith(".") and name not in NOT_CELLS)
+    is_meant = (name for name in within if not name.startswith(".") and name != GENES_FILE)
     names = sorted(name for name in is_meant if name.endswith(ENDINGS))
     endings = sorted({os.path.splitext(name)[1] for name in names})
     if not names:
@@ -95,7 +94,7 @@ def folder_form(path: str) -> str:
     address = as_address(path)
     if address is not None:
         return "zarr" if address.is_zarr else ""
-    if any(os.path.exists(os.path.join(path, name)) for name in _ZARR):
+    if any(os.path.exists(os.path.join(path, name)) for name in METADATA):
         return "zarr"
     return "scdl" if is_scdl(path) else ""
 

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from gpuload.formats.zarr_arrays import Array
     from gpuload.types import Source
 
+GROUP_FILES = ("zarr.json", ".zgroup")
+"""Files one of which a folder has that is a group, whatever the version."""
+
 METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
+"""All files of a store that hold no chunk; the first three say what a node is."""
 
 _ENCODINGS = {
     "categorical": ("codes", "categories"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpuload.errors import GpuloadError, PlanError, ReadError, StoreError
 from gpuload.formats.arrays import OBSM
+from gpuload.formats.zarr_nodes import GROUP_FILES
 from gpuload.packing.files import locked, remove_partial, sync_folder, sync_folders, write_whole
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ PARTS, DONE, STORE, LOCK = "parts", "done", "store", "lock"
 """What the folder holds: parts of the first pass, marks of finished buckets, the target, and who is at work."""
 
 _PLAN = "plan.json"
-_MARKS = ("zarr.json", ".zgroup")
 
 
 def member_at(layer: str) -> str:
@@ -56,7 +56,7 @@ def check_target(target: str, files: Sequence[str], *, overwrite: bool) -> None:
         raise StoreError(
             f"{target}: is there already; choose another target, or overwrite it (overwrite=True, or --overwrite)."
         )
-    if not any(os.path.exists(os.path.join(target, mark)) for mark in _MARKS):
+    if not any(os.path.exists(os.path.join(target, name)) for name in GROUP_FILES):
         raise StoreError(f"{target}: is no zarr store, so it is not overwritten; choose another target.")
 
 
