@@ -30,6 +30,13 @@ def is_mudata(root: Any) -> bool:
     return hasattr(root.get("mod"), "keys") and "X" not in root
 
 
+def no_modalities(path: str, modality: str) -> StoreError:
+    """Return the error of a modality that is asked for where there is none."""
+    return StoreError(
+        f"{path}: it holds no modalities, so {path + '/' + modality!r} means nothing; give its path alone."
+    )
+
+
 def find_modality(root: Any, path: str, modality: str) -> tuple[str, Any]:
     """Return the name and the group of a modality.
 

@@ -121,7 +121,9 @@ def open_path(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     path, modality = _modality(path)
     form = _form(path)
     if modality and form not in ("zarr", "hdf5"):
-        raise _no_modalities(path, modality)
+        from gpuload.formats.mudata import no_modalities
+
+        raise no_modalities(path, modality)
     if form == "scdl":
         from gpuload.formats.scdl import open_scdl
 
@@ -295,12 +297,6 @@ def _form(path: str) -> str:
     return "npy" if first.startswith(NPY) else "parquet" if first.startswith(PARQUET) else "hdf5"
 
 
-def _no_modalities(path: str, modality: str) -> StoreError:
-    return StoreError(
-        f"{path}: it holds no modalities, so {path + '/' + modality!r} means nothing; give the file's path alone."
-    )
-
-
 def _is_folder(path: str) -> bool:
     address = as_address(path)
     return os.path.isdir(path) if address is None else address.is_folder
@@ -326,7 +322,7 @@ def _open_hdf5(path: str, modality: str, layer: str, obs: Sequence[str]) -> Stor
                 file, path, modality, obs, lambda group, own, name: h5ad.read_anndata(group, source, layer, own, name)
             )
         if modality:
-            raise _no_modalities(path, modality)
+            raise mudata.no_modalities(path, modality)
         if tenx.is_tenx(file):
             return tenx.read_tenx(file, source, layer, obs)
         return h5ad.read_anndata(file, source, layer, obs)

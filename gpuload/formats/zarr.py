@@ -28,7 +28,7 @@ from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_lin
 from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import checked_indptr, csr_arrays
 from gpuload.formats.members import read_by_columns, read_members
-from gpuload.formats.mudata import find_modality, is_mudata, read_modality
+from gpuload.formats.mudata import find_modality, is_mudata, no_modalities, read_modality
 from gpuload.formats.mudata import obs_columns as columns_of
 from gpuload.formats.obs import column_names
 from gpuload.formats.zarr_arrays import Array
@@ -179,9 +179,7 @@ def _close(sources: list[Source]) -> None:
 def _datasets(root: Group, path: str, modality: str = "") -> list[Group]:
     """Return the groups that are each an AnnData; modalities there are none."""
     if modality:
-        raise StoreError(
-            f"{path}: it holds no modalities, so {path + '/' + modality!r} means nothing; give the store's path alone."
-        )
+        raise no_modalities(path, modality)
     if root.attrs.get("encoding-type") != _COLLECTION:
         return [root]
     found = sorted((int(m[1]), name) for name in root if (m := _DATASET.fullmatch(name)))

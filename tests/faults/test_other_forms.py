@@ -76,7 +76,7 @@ def test_something_behind_what_is_no_anndata(name: str, tmp_path: Path) -> None:
     if name == "parquet":
         pytest.importorskip("pyarrow")
     path = made(name, tmp_path)
-    words = f"{path}: it holds no modalities, so '{path}/rna' means nothing; give the file's path alone."
+    words = f"{path}: it holds no modalities, so '{path}/rna' means nothing; give its path alone."
     assert_refused("StoreError", path / "rna", words)
 
 
