@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.alignment import check_join
-from gpuload.cli import hits, settings, text
+from gpuload.cli import bench_cache, settings, text
 from gpuload.cli.machine import peak_memory, usable_cores, versions
 from gpuload.cli.utilisation import Utilisation
 from gpuload.diversity import MinibatchEntropy
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.png",
         help="draw who did what when in the last repeat: reads, decodes, takes, waits, steps, minibatches, GPUs",
     )
-    hits.add_arguments(group)
+    bench_cache.add_arguments(group)
     group.add_argument(
         "--report",
         metavar="FILE.html",
@@ -129,7 +129,7 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
     from gpuload.torch import CellDataset
 
     opened = time.perf_counter()
-    with hits.opened(args) as store, settings.open_loader(args, store) as loader:
+    with bench_cache.opened(args) as store, settings.open_loader(args, store) as loader:
         if not len(loader):
             raise PlanError(
                 f"{args.paths[0]}: there is no minibatch to measure; it has {text.count(loader.n_obs, 'cell')}."
@@ -137,7 +137,7 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
         codes = label_codes(loader.store.obs[args.label], f"--label {args.label}") if args.label else np.empty(0)
         entropy = MinibatchEntropy(int(codes.max()) + 1) if args.label else None
         text.say_of_compiling(is_quiet=args.quiet)
-        epochs: list[hits.Epoch] = []
+        epochs: list[bench_cache.Epoch] = []
         batches = _endless(CellDataset(loader), loader, epochs)
         next(batches)
         first_batch_s = time.perf_counter() - opened
@@ -197,7 +197,7 @@ def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span], g
         page.save(Path(args.report), page.page(result, versions(PACKAGES), picture).encode())
 
 
-def _endless(dataset: CellDataset, loader: Loader, epochs: list[hits.Epoch]) -> Generator[Any, None, None]:
+def _endless(dataset: CellDataset, loader: Loader, epochs: list[bench_cache.Epoch]) -> Generator[Any, None, None]:
     """Yield the minibatches of all epochs; of each note what a cache had of it, when it ends or is left."""
     for epoch in count():
         local, missed = loader.cache_nbytes or (0, 0)
@@ -207,7 +207,7 @@ def _endless(dataset: CellDataset, loader: Loader, epochs: list[hits.Epoch]) -> 
             is_whole = True
         finally:
             now_local, now_missed = loader.cache_nbytes or (0, 0)
-            epochs.append(hits.Epoch(epoch, now_local - local, now_missed - missed, is_whole))
+            epochs.append(bench_cache.Epoch(epoch, now_local - local, now_missed - missed, is_whole))
 
 
 def _rounds(
@@ -354,7 +354,7 @@ def _report(result: dict[str, Any]) -> str:
         ("peak memory", _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"], result["device"])),
         ("waits for a minibatch", _waits(result["waits_s"])),
         ("ready when it is asked for", _ahead(result["ahead"])),
-        *([("cache", hits.told(result["cache"]))] if "cache" in result else []),
+        *([("cache", bench_cache.told(result["cache"]))] if "cache" in result else []),
         ("verdict", result["verdict"]),
         *((gpu["name"], _busy(gpu)) for gpu in result.get("gpus", ())),
         ("path", f"{result['device']}, {result['io_mode']}"),

@@ -12,7 +12,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("torch")
 
 from benchmarks.s3server import start
-from gpuload.cli import hits, main
+from gpuload.cli import bench_cache, main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,8 +96,8 @@ def test_what_cannot_be_cached(
 
 
 def test_of_many_epochs_the_first_and_the_last_are_told() -> None:
-    epochs = [hits.Epoch(k, 100 if k else 25, 0 if k else 75, k < 9).as_dict() for k in range(10)]
-    assert hits.told({"folder": "here", "hit_ratio": 0.925, "epochs": epochs}) == (
+    epochs = [bench_cache.Epoch(k, 100 if k else 25, 0 if k else 75, k < 9).as_dict() for k in range(10)]
+    assert bench_cache.told({"folder": "here", "hit_ratio": 0.925, "epochs": epochs}) == (
         "92 % of the bytes from here: epoch 0 25 %, epoch 1 100 %, epoch 2 100 %, epoch 3 100 %, epoch 4 100 %, ..., "
         "epoch 9 (part) 100 %"
     )
