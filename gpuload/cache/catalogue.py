@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 RESERVED, PUBLISHED, LEAVING, GONE = range(4)
+"""States of a file. Statements have them as bare numbers: SQLite takes a partial index for no bound parameter."""
+
 KEPT_GENERATIONS = 64
 """Snapshots that can be gone back to, besides those in use."""
 
