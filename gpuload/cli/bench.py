@@ -96,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--timeline",
+        type=text.picture,
         metavar="FILE.png",
         help="draw who did what when in the last repeat: reads, decodes, takes, waits, steps, minibatches, GPUs",
     )
@@ -190,10 +191,11 @@ def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span], g
     from gpuload.cli import page
     from gpuload.cli.figure import draw_timeline
 
-    picture = draw_timeline(spans, result["verdict"], gpus)
     if args.timeline:
-        page.save(Path(args.timeline), picture)
+        form = text.form_of(args.timeline)
+        page.save(Path(args.timeline), draw_timeline(spans, result["verdict"], gpus, form=form))
     if args.report:
+        picture = draw_timeline(spans, result["verdict"], gpus)
         page.save(Path(args.report), page.page(result, versions(PACKAGES), picture).encode())
 
 

@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n\n".join(map(_report, results)))
     page.save(out / "demo.json", f"{json.dumps(text.plain(report), indent=1)}\n".encode())
-    figure.draw(out / "demo.png", results)
+    page.save(out / "demo.png", figure.draw(results))
     if not args.json:
         text.print_saved(out / "demo.png", out / "demo.json")
     return 0

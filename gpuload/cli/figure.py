@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import MissingDependencyError, ReadError
+from gpuload.errors import MissingDependencyError
 from gpuload.stats import Span
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -33,13 +32,11 @@ STRIP = 2000
 _INK, _FAINT = "#333333", "#d9d9d9"
 
 
-def draw(path: Path, data_sets: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the results of all data sets, a row each, and save them as PNG.
+def draw(data_sets: Sequence[Mapping[str, Any]]) -> bytes:
+    """Draw the results of all data sets, a row each, and return them as PNG.
 
     Parameters
     ----------
-    path
-        Where to.
     data_sets
         As `gpuload.cli.demo` makes them.
 
@@ -47,8 +44,6 @@ def draw(path: Path, data_sets: Sequence[Mapping[str, Any]]) -> None:
     ------
     MissingDependencyError
         matplotlib is not installed.
-    ReadError
-        The file cannot be written.
     """
     figure = _figure(15.5, 0.9 + 3.7 * len(data_sets), "The demo's picture")
     rows = figure.subfigures(len(data_sets), 1, squeeze=False, hspace=0.06)[:, 0]
@@ -59,16 +54,16 @@ def draw(path: Path, data_sets: Sequence[Mapping[str, Any]]) -> None:
         _draw_entropy(axes[1], data_set)
         _draw_f1(axes[2], data_set)
         _draw_losses(axes[3], data_set)
-    _save(figure, path)
+    return _drawn(figure)
 
 
-def draw_inspection(path: Path, advised: Advice, label: str, column: ObsColumn, cells_per_chunk: NDArray[Any]) -> None:
-    """Draw, as PNG, how a label lies along the file, how many cells a stored chunk has, and what can be chosen.
+def draw_inspection(
+    advised: Advice, label: str, column: ObsColumn, cells_per_chunk: NDArray[Any], form: str = "png"
+) -> bytes:
+    """Draw how a label lies along the file, how many cells a stored chunk has, and what can be chosen.
 
     Parameters
     ----------
-    path
-        Where to.
     advised
         What was found, with a label.
     label
@@ -77,13 +72,13 @@ def draw_inspection(path: Path, advised: Advice, label: str, column: ObsColumn, 
         Its codes, in the order of the rows, and its categories.
     cells_per_chunk : (n_chunks,) int64
         Cells between two edges of the chunk grid.
+    form
+        One of `text.PICTURES`.
 
     Raises
     ------
     MissingDependencyError
         matplotlib is not installed.
-    ReadError
-        The file cannot be written.
     """
     figure = _figure(11.5, 7.2, "The plot")
     runs, rest = figure.subfigures(2, 1, height_ratios=(1, 2.9))
@@ -91,7 +86,7 @@ def draw_inspection(path: Path, advised: Advice, label: str, column: ObsColumn, 
     choices, chunks = rest.subplots(1, 2, width_ratios=(2.4, 1))
     _draw_choices(choices, advised, label)
     _draw_chunks(chunks, cells_per_chunk)
-    _save(figure, path)
+    return _drawn(figure, form)
 
 
 def _draw_runs(axis: Any, label: str, column: ObsColumn) -> None:
@@ -160,11 +155,10 @@ def _figure(width: float, height: float, feature: str) -> Any:
     return figure
 
 
-def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
+def _drawn(figure: Any, form: str = "png") -> bytes:
+    picture = BytesIO()
+    figure.savefig(picture, format=form, dpi=130)
+    return picture.getvalue()
 
 
 def _draw_speed(axis: Any, data_set: Mapping[str, Any]) -> None:
@@ -250,8 +244,9 @@ def draw_timeline(
     verdict: str,
     gpus: Sequence[Busy] = (),
     lanes: Sequence[tuple[str, str, str]] = CELL_LANES,
+    form: str = "png",
 ) -> bytes:
-    """Draw the tasks of each stage over time, a line for each thread, and return them as PNG.
+    """Draw the tasks of each stage over time, a line for each thread.
 
     Where many threads do the same, it is how many of them are at it at a time. Tasks of batches with odd numbers are
     lighter, and a thin line with its number says when a batch was handed over, as far as there is room.
@@ -266,6 +261,8 @@ def draw_timeline(
         How busy they were: a curve for each, from idle at the bottom of its line to busy at the top.
     lanes
         Rows, from the bottom: timer, name and colour. Those of which nothing is known are left out.
+    form
+        One of `text.PICTURES`.
 
     Raises
     ------
@@ -312,9 +309,7 @@ def draw_timeline(
     )
     axis.grid(visible=True, axis="x", color=_FAINT, linewidth=0.6, zorder=0)
     _dress(axis, "Who did what when", verdict)
-    picture = BytesIO()
-    figure.savefig(picture, dpi=130)
-    return picture.getvalue()
+    return _drawn(figure, form)
 
 
 def _with_steps(spans: Sequence[Span]) -> list[Span]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.alignment import check_join
-from gpuload.cli import advice, figure, settings, text
+from gpuload.cli import advice, figure, page, settings, text
 from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError, StoreError
 
@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--plot",
-        metavar="PNG",
+        type=text.picture,
+        metavar="FILE.png",
         help="draw the label along the file, cells per chunk, and entropy against cells/s; needs --label",
     )
     text.add_output_arguments(parser)
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot and not args.label:
         raise PlanError("--plot draws a label's entropy: give --label too.")
+    text.check_folders(args.plot)
     labels, join = (args.label,) if args.label else (), check_join(settings.join_of(args))
     with closing(open_store(args.paths, layer=args.layer, obs=labels, join=join)) as store:
         text.say_of_compiling(is_quiet=args.quiet)
@@ -81,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         advised = advice.advise(store, args.batch_size, args.label, available_memory(), args.max_loss)
         if args.plot:
             per_chunk = np.diff(store.chunk_edges())
-            figure.draw_inspection(Path(args.plot), advised, args.label, store.obs[args.label], per_chunk)
+            column, form = store.obs[args.label], text.form_of(args.plot)
+            page.save(Path(args.plot), figure.draw_inspection(advised, args.label, column, per_chunk, form))
     if args.json:
         advice_given = {**asdict(advised), "fetch_cells": advised.fetch_cells, "label": args.label}
         text.print_json({**found, "advice": advice_given})

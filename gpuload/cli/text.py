@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Self
 
+PICTURES = ("png", "svg", "pdf")
+"""Forms of pictures."""
+
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -195,6 +198,18 @@ def add_path_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--label", metavar="COL", help="obs column whose mix in the minibatches is to be judged, for example plate"
     )
+
+
+def picture(text: str) -> str:
+    """Return the path of a picture, if its name says a form that is drawn."""
+    if form_of(text) not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a name that ends in .{', .'.join(PICTURES)}")
+    return text
+
+
+def form_of(picture: str) -> str:
+    """Return the form of a picture, by its name."""
+    return Path(picture).suffix[1:].lower()
 
 
 def path(text: str) -> str:

@@ -108,7 +108,7 @@ def test_what_a_step_does_is_drawn(
     plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drawn: list[list[Span]] = []
-    monkeypatch.setattr(figure, "draw_timeline", lambda spans, *_: drawn.append(spans) or b"")
+    monkeypatch.setattr(figure, "draw_timeline", lambda spans, *_, form: drawn.append(spans) or b"")
     monkeypatch.setattr("gpuload.torch.gpu_for", lambda loader: "cpu")
     assert main(["bench", str(plain.path), *QUICK, "--step", "0.01", "--timeline", str(tmp_path / "out.png")]) == 0
     (spans,) = drawn

@@ -368,7 +368,18 @@ def test_inspect_draws_its_choices(run, path, tmp_path):
     assert (code, err) == (2, "gpuload inspect: --plot draws a label's entropy: give --label too.\n")
     code, _, err = run("inspect", path, "--label", "plate", "--plot", tmp_path / "none" / "choices.png")
     assert code == 1
-    assert "cannot be written" in err
+    assert f"there is no folder {tmp_path / 'none'}; make it first" in err
+    svg = tmp_path / "choices.svg"
+    assert run("inspect", path, "--label", "plate", "--quiet", "--plot", svg)[0] == 0
+    assert svg.read_bytes().startswith(b"<?xml")
+
+
+@pytest.mark.parametrize("arguments", [("inspect", "--label", "plate", "--plot"), ("bench", "--timeline")])
+@pytest.mark.parametrize("name", ["choices", "choices.gif"])
+def test_pictures_of_other_forms_are_refused_before_the_work(arguments, name, path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([arguments[0], str(path), *arguments[1:], name])
+    assert f"{name!r}: expected a name that ends in .png, .svg, .pdf" in capsys.readouterr().err
 
 
 def test_inspect_takes_the_loss_that_is_allowed(run, path, monkeypatch):
