@@ -58,7 +58,7 @@ def check_names(name: str, given: Any, *, least: int = 0, what: str = "a name", 
     name
         Of the argument, for the error.
     given
-        As given: one text, or anything to iterate over.
+        As given: one text, or several in an order that is the same each time, in every process; so no set.
     least
         Fewer names are an error.
     what
@@ -67,7 +67,8 @@ def check_names(name: str, given: Any, *, least: int = 0, what: str = "a name", 
         The sampler whose argument it is.
     """
     said = f"{sampler}({name}={given!r})" if sampler else f"{name}={given!r}"
-    names = (given,) if isinstance(given, str) else tuple(given) if hasattr(given, "__iter__") else None
+    is_ordered = hasattr(given, "__iter__") and hasattr(given, "__len__") and not isinstance(given, (set, frozenset))
+    names = (given,) if isinstance(given, str) else tuple(given) if is_ordered else None
     if names is None or not all(isinstance(n, str) and n for n in names):
         raise PlanError(f"{said}: expected {what}, or a list of names.")
     if len(names) < least:

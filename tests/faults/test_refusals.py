@@ -131,6 +131,8 @@ def test_one_column_of_obs_is_named_alone(plain: Stored) -> None:
     [
         (None, "obs=None: expected the name of an obs column, or a list of names."),
         (5, "obs=5: expected the name of an obs column, or a list of names."),
+        ({"depth"}, "obs={'depth'}: expected the name of an obs column, or a list of names."),  # of no order
+        (iter([]), "expected the name of an obs column, or a list of names."),
         (["depth", 5], "obs=['depth', 5]: expected the name of an obs column, or a list of names."),
         (["depth", "depth"], "obs=['depth', 'depth']: 'depth' is given twice; give every name once."),
     ],
