@@ -150,19 +150,20 @@ def test_a_file_changed_in_place_is_found(
             list(loader)
 
 
+@pytest.mark.parametrize("changed", ["rna", "prot"])
 def test_a_file_changed_while_its_last_fetch_is_read(
-    copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    copy_of: Callable[[str], Path], changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, plain = copy_of("changed.h5ad"), cpu._read
+    paths, plain = {name: copy_of(f"{name}.h5ad") for name in ("rna", "prot")}, cpu._read
 
     def change_after(*arguments: Any) -> None:
         plain(*arguments)
-        os.utime(path, (1, 1))
+        os.utime(paths[changed], (1, 1))
 
     monkeypatch.setattr(cpu, "_read", change_after)
     with (
-        gpuload.open_loader(path, device="cpu") as loader,  # a fetch holds all of it
-        pytest.raises(gpuload.ReadError, match="changed while it was open"),
+        gpuload.open_loader(paths, modality=list(paths), device="cpu") as loader,  # a fetch holds all of them
+        pytest.raises(gpuload.ReadError, match=rf"{changed}\.h5ad: .*changed while it was open"),
     ):
         next(iter(loader))
 

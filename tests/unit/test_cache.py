@@ -29,7 +29,7 @@ from gpuload.cache.fetch import Fetcher, Settings, SoftDigests, Window, get_pati
 from gpuload.cache.files import adopt_strays
 from gpuload.cache.leases import Lease
 from gpuload.cache.order import visiting_order
-from gpuload.cache.reading import Sample, SampleReader
+from gpuload.cache.reading import Sample, SampleReader, read_copy
 from gpuload.cache.store import _keep
 from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject, open_remote
@@ -667,6 +667,17 @@ def test_a_damaged_copy_is_read_from_the_remote(
         full(store, N)
 
 
+def test_a_copy_is_read_in_as_many_calls_as_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call reads less than 2 GiB; of these, each reads five bytes."""
+    path, content, plain = tmp_path / "copy", bytes(range(40)), os.preadv
+    path.write_bytes(content)
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, start: plain(fd, [buffers[0][:5]], start))
+    parts = [np.zeros(n, dtype=np.uint8) for n in (0, 7, 12)]
+    assert read_copy(str(path), parts, 3) is None
+    assert b"".join(part.tobytes() for part in parts) == content[3:22]
+    assert read_copy(str(path), parts, 30) == "it has 10 of 19 bytes at byte 30"
+
+
 def test_what_cannot_be_had_at_all_is_raised_or_skipped(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, n_held=N, max_bad=1.0) as store:
         full(store, N)
@@ -821,6 +832,69 @@ def test_what_came_since_the_store_was_closed_is_waited_for(tmp_path: Path) -> N
         assert len(train(store, min_samples=9)) == 9
         with pytest.raises(ReadError, match=r"min_samples=10: .* has only 9 samples that can be had"):
             store.snapshot(min_samples=10)
+
+
+class Unlisted(CountingRemote):
+    """A folder that is not listed before it is told to be."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.is_open = threading.Event()
+
+    def list(self) -> Iterator[RemoteObject]:
+        self.is_open.wait(20)
+        return super().list()
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "relist_s", "fetch", "is_listed"),
+    [
+        (None, 100.0, True, False),
+        (None, 100.0, False, False),
+        (50.0, 100.0, True, True),
+        (500.0, 100.0, True, False),
+        (500.0, 100.0, False, True),  # nobody is there to list it
+        (0.0, 0.0, True, True),  # since the store was opened
+        (-86_400.0, 100.0, True, False),  # by a clock that was ahead
+    ],
+)
+def test_what_is_known_of_the_remote_is_what_it_had_lately(
+    tmp_path: Path, ago_s: float | None, relist_s: float, fetch: bool, is_listed: bool
+) -> None:
+    remote = Unlisted(fill(tmp_path / "remote", 1))
+    with opened(tmp_path, remote, relist_s=relist_s, fetch=fetch) as store:
+        if ago_s is not None:
+            store._catalogue.set_meta(listed_at=time.time() - ago_s)
+        found = store._is_listed()
+        remote.is_open.set()
+        assert found is is_listed
+
+
+def test_a_listing_may_end_while_samples_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = Unlisted(fill(tmp_path / "remote", 5))
+    with opened(tmp_path, remote, n_held=N) as store:
+        count = store._catalogue.n_known
+
+        def counted() -> int:
+            n = count()
+            if not remote.is_open.is_set():
+                remote.is_open.set()
+                until(lambda: store._catalogue.meta("listed_at"))
+            return n
+
+        monkeypatch.setattr(store._catalogue, "n_known", counted)
+        assert sorted(train(store, min_samples=5)) == list(range(5))
+
+
+@pytest.mark.parametrize(("ahead_s", "is_asked"), [(-1, True), (60, False), (3_000, False), (86_400, True)])
+def test_what_failed_is_asked_for_again_when_it_is_time(
+    tmp_path: Path, remote: CountingRemote, ahead_s: float, is_asked: bool
+) -> None:
+    with opened(tmp_path, remote, n_held=N, fetch=False) as store:
+        assert fetcher_of(store).list_remote()
+        with store._catalogue.transaction() as db:
+            db.execute("UPDATE keys SET retry_at = ?", (time.time() + ahead_s,))
+        assert (store._catalogue.reserve(store._lease.name, N * COST) is not None) is is_asked
 
 
 @pytest.mark.parametrize("meta", ["listed_at", "retry_at"])
