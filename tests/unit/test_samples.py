@@ -254,8 +254,8 @@ def test_samples_of_ever_new_shapes_are_not_all_remembered(data: Path, decode: s
     samples = SampleSet(ids, None, data, decode)
     for _ in range(2):
         assert all(torch.equal(samples[i][0], torch.arange(i + 1)) for i in range(len(ids)))
-    assert samples._forms is not None
-    assert len(samples._forms._known) == 64
+    assert samples._descriptions is not None
+    assert len(samples._descriptions._known) == 64
 
 
 def test_a_sample_that_fails_ends_the_epoch_after_the_batches_before(data: Path) -> None:
