@@ -9,8 +9,6 @@ Importing this package imports NumPy and nothing else that is optional or slow.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +30,11 @@ from gpuload.errors import (
 )
 from gpuload.loader import Loader
 from gpuload.logs import set_log_level
+from gpuload.opening import bind, block_size_for, check_categories, check_dtype, check_memory, check_sampler, coded
 from gpuload.packing import pack
-from gpuload.plan import Plan, check_sizes, chunks_per_block
+from gpuload.plan import Plan, check_sizes
 from gpuload.sampling import (
     BlockShuffle,
-    Cells,
     ClassBalanced,
     Custom,
     Grouped,
@@ -46,8 +44,6 @@ from gpuload.sampling import (
     Subset,
     Weighted,
     as_sampler,
-    block_size_of,
-    plain,
     split_pairs,
 )
 from gpuload.settings import takes_settings
@@ -58,20 +54,14 @@ from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from gpuload.cache import SampleStore
-    from gpuload.sampling import Sampler, Strategy
-    from gpuload.store import ObsColumn, Store
+    from gpuload.sampling import Sampler
 
 __version__ = "0.1.0"
-
-_log = logging.getLogger("gpuload")
-
-_MOST_DECODED = 8
-"""Cells decoded for one that is handed over, beyond which it is said that the settings do not suit the file."""
 
 __all__ = [
     "Batch",
@@ -289,17 +279,17 @@ def open_loader(
     for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
         if not isinstance(value, (bool, np.bool_)):
             raise PlanError(f"{name}={value!r}: expected True or False.")
-    _check_sampler(sampler, shuffle)
-    block_size = _block_size(sampler, block_size)
+    check_sampler(sampler, shuffle)
+    block_size = block_size_for(sampler, block_size)
     check_choice("output", output, ("dense", "csr"))
-    dtype = _check_dtype(dtype, output)
+    dtype = check_dtype(dtype, output)
     layers, obsm = check_names("layer", layer, least=1), check_names("obsm", obsm)
     modalities = check_modalities(modality, paths)
     transform = check_transform(transform, layers, modalities[1:])
     join = check_join(join)
     wanted = None if where is None else parse_where(where)
     obs = check_obs_names("obs", obs)
-    meant = _check_categories(categories, obs)
+    meant = check_categories(categories, obs)
     from gpuload.backends import open_backend
     from gpuload.formats import open_matrices
     from gpuload.formats.addresses import at_addresses
@@ -324,11 +314,11 @@ def open_loader(
         raise
     try:
         store = stores["X"]
-        _check_memory(list(stores.values()), batch_size, fetch_factor, prefetch)
+        check_memory(list(stores.values()), batch_size, fetch_factor, prefetch)
         if wanted is not None:
             sampler = Subset(wanted.mask(store.obs), sampler)
-        strategy = _strategy(sampler, shuffle, block_size, batch_size, fetch_factor, store)
-        stores["X"] = replace(store, obs={name: _coded(store, name, meant.get(name)) for name in obs})
+        strategy = bind(sampler, shuffle, block_size, batch_size, fetch_factor, store)
+        stores["X"] = replace(store, obs={name: coded(store, name, meant.get(name)) for name in obs})
         tables = make_tables(stores, layers[0], genes=genes, transform=transform, output=output, dtype=dtype)
         plan = Plan(
             store.file_rows,
@@ -347,124 +337,3 @@ def open_loader(
         for store in stores.values():
             store.close()
         raise
-
-
-def _check_memory(stores: Sequence[Store], batch_size: int, fetch_factor: int, prefetch: int) -> None:
-    """Refuse fetches that this machine cannot hold; being killed in the middle of an epoch explains nothing."""
-    from gpuload.formats.arrays import memory_nbytes
-
-    n_rows, n_held = min(batch_size * fetch_factor, stores[0].n_obs), prefetch + 1
-    wanted = int(n_rows * n_held * sum(store.nbytes_per_row for store in stores))
-    there = memory_nbytes()
-    if wanted > there:
-        raise PlanError(
-            f"fetch_factor={fetch_factor}: {n_held} fetches of {n_rows} cells take {wanted / 1e9:.1f} GB but "
-            f"this machine has {there / 1e9:.1f} GB; "
-            f"use fetch_factor={max(1, fetch_factor * there // (2 * wanted))} or less."
-        )
-
-
-def _check_dtype(dtype: Any, output: str) -> str:
-    try:
-        name = str(np.dtype(dtype).name)
-    except TypeError:
-        name = str(dtype).removeprefix("torch.")
-    if name not in ("float32", "float16", "bfloat16"):
-        raise PlanError(f"dtype={dtype!r}: expected 'float32', 'float16' or 'bfloat16'.")
-    if output == "csr" and name != "float32":
-        raise PlanError(
-            f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype='float32' or output='dense'."
-        )
-    return name
-
-
-def _check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray[np.object_]]:
-    """Return the categories by column, or raise PlanError."""
-    if categories is not None and not isinstance(categories, Mapping):
-        raise PlanError(f"categories={categories!r}: expected a mapping from names of columns to lists of categories.")
-    found = {}
-    for name, given in (categories or {}).items():
-        if name not in obs:
-            raise PlanError(f"categories: {name!r} is not among obs={list(obs)}; name it there too, or leave it out.")
-        if isinstance(given, str) or not hasattr(given, "__iter__"):
-            raise PlanError(f"categories[{name!r}]={given!r}: expected a list, whose first category has code 0.")
-        values = list(given)
-        if len(set(values)) < len(values):
-            raise PlanError(f"categories[{name!r}]: a category is given twice; give each once.")
-        found[name] = np.empty(len(values), dtype=object)
-        found[name][:] = values
-    return found
-
-
-def _coded(store: Store, name: str, categories: NDArray[np.object_] | None) -> ObsColumn:
-    """Return a column of obs, with the codes of other categories where these are given."""
-    column = store.obs[name]
-    if categories is None:
-        return column
-    if column.categories is None:
-        raise PlanError(
-            f"categories: obs column {name!r} of {store.paths[0]} holds {column.values.dtype}, which has no "
-            "categories; leave it out."
-        )
-    return column.coded_as(categories)
-
-
-def _check_sampler(sampler: Sampler | None, shuffle: bool) -> None:
-    """Refuse a sampler beside ``shuffle=False``, which says something else."""
-    if sampler is not None and not shuffle and not (isinstance(sampler, Subset) and sampler.inner is None):
-        raise PlanError(
-            f"shuffle=False with sampler={type(sampler).__name__}(...): the sampler says the order; drop one."
-        )
-
-
-def _block_size(sampler: Sampler | None, block_size: int | str | None) -> int | str:
-    """Return the block size that was given, or else the sampler's own, or else 16; refuse two that differ."""
-    own = block_size_of(sampler)
-    if own is None:
-        return 16 if block_size is None else block_size
-    if block_size not in (None, own):
-        raise PlanError(f"block_size={block_size!r} with sampler=BlockShuffle({own}): two block sizes; drop one.")
-    return own
-
-
-def _strategy(
-    sampler: Sampler | None, shuffle: bool, block_size: int | str, batch_size: int, fetch_factor: int, store: Store
-) -> Strategy:
-    """Bind what was asked for to the cells of a store."""
-    fetch_rows, edges = batch_size * fetch_factor, None
-    n_chunks = chunks_per_block(block_size)
-    if n_chunks is not None:
-        edges = store.chunk_edges(n_chunks)
-        if shuffle and edges.size > 1 and store.n_obs / (edges.size - 1) > fetch_rows / 4:
-            _log.warning(
-                "block_size=%r: a block holds %d cells, more than a quarter of a fetch; minibatches will be "
-                "as alike as neighbours in the file. Give block_size a number.",
-                block_size,
-                store.n_obs // max(1, edges.size - 1),
-            )
-    elif sampler is None and shuffle and int(block_size) > 1:
-        _warn_of_large_chunks(int(block_size), fetch_rows, store)
-    n_in_block = int(block_size) if edges is None else max(1, round(store.n_obs / max(1, edges.size - 1)))
-    cells = Cells(
-        store.paths, store.file_rows, n_in_block, edges, store.obs, batch_size, fetch_rows, shuffle=bool(shuffle)
-    )
-    return plain(cells) if sampler is None else sampler.over(cells)
-
-
-def _warn_of_large_chunks(block_size: int, fetch_rows: int, store: Store) -> None:
-    """Say where blocks are so small beside the stored chunks that most of what is decoded is for nothing."""
-    layouts = [matrix.layouts[0] for matrix in store.matrices if matrix.kind == "csr"]
-    n_chunks = sum(layout.chunk_offset.size for layout in layouts if not layout.is_raw)
-    if not n_chunks or not store.n_obs:
-        return
-    n_blocks = min(fetch_rows, store.n_obs) / block_size
-    touched = n_chunks * (1 - (1 - 1 / n_chunks) ** n_blocks)
-    decoded = touched * store.n_obs / n_chunks
-    if decoded > _MOST_DECODED * min(fetch_rows, store.n_obs):
-        _log.warning(
-            "block_size=%d: a stored chunk holds %d cells and is decoded whole, so some %d cells are decoded for each "
-            "that is handed over; block_size='chunk' decodes each chunk for all of its cells.",
-            block_size,
-            round(store.n_obs / n_chunks),
-            round(decoded / min(fetch_rows, store.n_obs)),
-        )
