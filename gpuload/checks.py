@@ -44,6 +44,14 @@ def check_seconds(name: str, value: Any, *, may_be_0: bool = True) -> float:
     return float(value)
 
 
+def check_share(name: str, value: Any) -> float:
+    """Return a share from 0 to 1; raise PlanError for all else."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:
+        raise PlanError(f"{name}={value!r}: expected a share from 0 to 1.")
+    return float(value)
+
+
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise PlanError where a value is none of the choices."""
     if value not in choices:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends.buffers import BufferPool
+from gpuload.checks import check_choice
 from gpuload.errors import CorruptDataError, PlanError, ReadError
 
 if TYPE_CHECKING:
@@ -256,10 +257,8 @@ def check_reading(decode: Decode, verify: str, on_error: str) -> None:
     """Raise PlanError where an option is none."""
     if not callable(decode) and decode not in ("npy", "bytes"):
         raise PlanError(f"decode={decode!r}: expected 'npy', 'bytes' or a function.")
-    if verify not in ("once", "always", "never"):
-        raise PlanError(f"verify={verify!r}: expected 'once', 'always' or 'never'.")
-    if on_error not in ("raise", "skip"):
-        raise PlanError(f"on_error={on_error!r}: expected 'raise' or 'skip'.")
+    check_choice("verify", verify, ("once", "always", "never"))
+    check_choice("on_error", on_error, ("raise", "skip"))
 
 
 def no_copy(sample: Sample, remote: str) -> ReadError:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from gpuload.cache.reading import Sample, SampleReader, assemble, check_reading
+from gpuload.checks import check_share, check_whole
 from gpuload.errors import PlanError, ReadError
 from gpuload.threads import PATIENCE_S, DaemonThreads
 
@@ -121,10 +122,8 @@ class Snapshot:
             A sample cannot be had; after the batches before it.
         """
         check_reading(decode, verify, on_error)
-        if batch_size < 1 or prefetch < 1 or n_threads < 1:
-            raise PlanError(
-                f"batch_size={batch_size}, prefetch={prefetch}, n_threads={n_threads}: expected at least 1 of each."
-            )
+        batch_size, prefetch = check_whole("batch_size", batch_size, 1), check_whole("prefetch", prefetch, 1)
+        n_threads, max_skipped = check_whole("n_threads", n_threads, 1), check_share("max_skipped", max_skipped)
         if self._closed.is_set():
             raise PlanError("the snapshot was closed; take another with store.snapshot().")
         reader = SampleReader(

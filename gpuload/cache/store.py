@@ -19,7 +19,7 @@ from gpuload.cache.process import FetcherProcess
 from gpuload.cache.reading import Sample, no_copy
 from gpuload.cache.reads import Reads
 from gpuload.cache.snapshot import Snapshot, check_order_settings
-from gpuload.checks import check_choice, check_seconds, check_whole, parse_nbytes
+from gpuload.checks import check_choice, check_seconds, check_share, check_whole, parse_nbytes
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, open_remote
 
@@ -158,7 +158,7 @@ class SampleStore:
         )
         self.remote: Remote = open_remote(remote) if isinstance(remote, (str, os.PathLike)) else remote
         self.root = os.path.abspath(os.fspath(root))
-        self._max_bad = max_bad
+        self._max_bad = check_share("max_bad", max_bad)
         self._check_apart()
         self._opened_at = time.time()
         self._folders = Folders(root)

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import default_collate
 
 from gpuload.backends.buffers import BufferPool
+from gpuload.checks import check_choice, check_seed, check_share, check_whole
 from gpuload.errors import CorruptDataError, PlanError, ReadError
 from gpuload.permute import Permutation
 from gpuload.samples.tensor_files import Span, bytes_of
@@ -98,20 +99,11 @@ class SampleLoader:
         on_error: str = "raise",
         max_skipped: float = 0.01,
     ) -> None:
-        least = {
-            "batch_size": batch_size,
-            "num_workers": num_workers,
-            "prefetch": prefetch or 1,
-            "in_flight": in_flight,
-        }
-        wrong = [f"{name}={value}" for name, value in least.items() if value < 1]
-        if wrong or seed < 0:
-            raise PlanError(f"{', '.join(wrong) or f'seed={seed}'}: expected at least {int(bool(wrong))}.")
-        if on_error not in ("raise", "skip") or not 0 <= max_skipped <= 1:
-            raise PlanError(
-                f"on_error={on_error!r}, max_skipped={max_skipped!r}: expected 'raise' or 'skip', and a share from 0 "
-                "to 1."
-            )
+        batch_size, num_workers = check_whole("batch_size", batch_size, 1), check_whole("num_workers", num_workers, 1)
+        prefetch = None if prefetch is None else check_whole("prefetch", prefetch, 1)
+        in_flight, seed = check_whole("in_flight", in_flight, 1), check_seed(seed)
+        check_choice("on_error", on_error, ("raise", "skip"))
+        max_skipped = check_share("max_skipped", max_skipped)
         self._limit = max(1, int(max_skipped * len(samples))) if on_error == "skip" else 0
         self.skipped: dict[Any, str] = {}
         self.samples = samples

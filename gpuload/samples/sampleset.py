@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from gpuload.checks import check_whole
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError
 from gpuload.samples.sources import RemoteSamples, open_source
 from gpuload.samples.tensor_files import FORMATS, Descriptions, Span, bytes_of, load
@@ -68,8 +69,7 @@ class SampleSet:
     ) -> None:
         if not callable(decode) and decode not in FORMATS:
             raise PlanError(f"decode={decode!r}: expected one of {', '.join(map(repr, FORMATS))} or a function.")
-        if in_flight < 1:
-            raise PlanError(f"in_flight={in_flight}: expected at least 1.")
+        in_flight = check_whole("in_flight", in_flight, 1)
         missing = [i for i in ids if i not in labels] if labels is not None else []
         if missing:
             raise PlanError(

@@ -1204,6 +1204,7 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
         ("relist_s", "5", f"{seconds} of at least 0"),
         ("first_wait_s", -0.1, f"{seconds} of at least 0"),
         ("longest_wait_s", float("nan"), f"{seconds} of at least 0"),
+        ("max_bad", 2, "a share from 0 to 1"),
         ("hung_s", 0, f"{seconds} above 0"),
         ("piece_nbytes", 0, "a number of bytes above 0, or text such as '20GiB'"),
     ):
@@ -1244,6 +1245,8 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
                 ({"verify": "no"}, "verify='no'"),
                 ({"on_error": "no"}, "on_error='no'"),
                 ({"prefetch": 0}, "prefetch=0"),
+                ({"n_threads": "4"}, "n_threads='4'"),
+                ({"max_skipped": 1.5}, r"max_skipped=1\.5: expected a share"),
             ):
                 with pytest.raises(PlanError, match=sentence):
                     snapshot.batches(4, **settings)

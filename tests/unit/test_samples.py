@@ -358,7 +358,7 @@ def test_refusals(data: Path) -> None:
     for arguments, settings, sentence in (
         ((IDS, {}, data), {}, r"labels: 'id-0' has none \(50 of 50 IDs have none\)"),
         ((IDS, LABELS, data, "jpg"), {}, "decode='jpg': expected one of 'pt', 'npy'"),
-        ((IDS, LABELS, data), {"in_flight": 0}, "in_flight=0: expected at least 1"),
+        ((IDS, LABELS, data), {"in_flight": 0}, "in_flight=0: expected a whole number of at least 1"),
     ):
         with pytest.raises(PlanError, match=sentence):
             SampleSet(*arguments, **settings)
@@ -366,10 +366,12 @@ def test_refusals(data: Path) -> None:
         SampleSet(IDS, LABELS, data / "none")
     samples = SampleSet(IDS, LABELS, data)
     for settings, sentence in (
-        ({"batch_size": 0}, "batch_size=0: expected at least 1"),
+        ({"batch_size": 0}, "batch_size=0: expected a whole number of at least 1"),
+        ({"num_workers": 1.5}, r"num_workers=1\.5: expected a whole number of at least 1"),
+        ({"prefetch": 0}, "prefetch=0: expected a whole number of at least 1"),
         ({"seed": -1}, "seed=-1: "),
-        ({"on_error": "ignore"}, "on_error='ignore', max_skipped=0.01: expected 'raise' or 'skip'"),
-        ({"max_skipped": 2}, "max_skipped=2"),
+        ({"on_error": "ignore"}, "on_error='ignore': expected one of 'raise', 'skip'"),
+        ({"max_skipped": 2}, "max_skipped=2: expected a share from 0 to 1"),
     ):
         with pytest.raises(PlanError, match=sentence):
             SampleLoader(samples, **settings)
