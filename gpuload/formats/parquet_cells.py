@@ -171,8 +171,14 @@ def matrix_of(file: Cells, source: _Source, number: int, first: int, n_vars: int
     layouts = []
     for column, (part, dtype) in enumerate((("genes", np.dtype(np.int32)), ("values", file.dtype))):
         offset, nbytes = file.groups[f"{part} offset"], file.groups[f"{part} nbytes"]
-        most_rows = int(rows.max(initial=0))
-        spec = spec_of(file.about[column], dtype, part == "genes", first, file.has_leader, most_rows)
+        spec = spec_of(
+            file.about[column],
+            dtype,
+            max_rows=int(rows.max(initial=0)),
+            is_genes=part == "genes",
+            first=first,
+            has_leader=file.has_leader,
+        )
         layout = ArrayLayout(
             source,
             file.names[column],

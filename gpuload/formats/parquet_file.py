@@ -280,7 +280,7 @@ class _Probe:
             raise short_read(self.source, name, offset, nbytes, got)
         n = int(self._lengths_of(group).sum())
         dtype = np.dtype(np.int32) if which == 0 else column.dtype
-        spec = spec_of(about(column), column.dtype, which == 0, max_rows=int(self.rows[group]))
+        spec = spec_of(about(column), column.dtype, max_rows=int(self.rows[group]), is_genes=which == 0)
         try:
             plain = parquet.decode(stored, spec, n * dtype.itemsize, dtype.itemsize)
         except codecs.DecodeError as error:

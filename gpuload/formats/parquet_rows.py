@@ -34,12 +34,27 @@ _Place = tuple[str, int, int, int, tuple[int, ...], int]
 def spec_of(
     about: Sequence[int] | NDArray[np.int64],
     dtype: np.dtype[Any],
+    *,
+    max_rows: int,
     is_genes: bool = False,
     first: int = 0,
     has_leader: bool = False,
-    max_rows: int = 0,
 ) -> tuple[int, ...]:
-    """Return the description of a column, as `parquet_pages` orders it."""
+    """Return the description of a column, as `parquet_pages` orders it.
+
+    Parameters
+    ----------
+    about
+        What `about` says of it.
+    dtype
+        Of its values, as they are decoded.
+    max_rows
+        Most rows of a row group.
+    is_genes
+        Whether it holds numbers of genes, of which the first gene's is `first`.
+    has_leader
+        Whether each row begins with a pair that stands for no gene, and is left out.
+    """
     of_genes = int(is_genes), first if is_genes else 0
     return *(int(n) for n in about), *of_genes, int(has_leader), max_rows, int(dtype.kind in "iu")
 
