@@ -19,7 +19,8 @@ from gpuload.cache.process import FetcherProcess
 from gpuload.cache.reading import Sample, no_copy
 from gpuload.cache.reads import Reads
 from gpuload.cache.snapshot import Snapshot, check_order_settings
-from gpuload.checks import check_choice, check_seconds, check_share, check_whole, parse_nbytes
+from gpuload.checks import check_choice, check_seconds, check_seed, check_share, check_whole, parse_nbytes
+from gpuload.distributed import rank_and_world_size
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, open_remote
 
@@ -310,11 +311,14 @@ class SampleStore:
             settings |= {name: state[name] for name in ("seed", "mode", "n_samples", "echo_max")}
             generation, position = state["generation"], state["position"]
         check_choice("mode", settings["mode"], MODES)
-        if settings["seed"] < 0 or not 0 <= rank < world_size or (n_samples is not None and n_samples < 1):
-            raise PlanError(
-                f"seed={seed}, rank={rank}, world_size={world_size}, n_samples={n_samples}: expected a seed of at "
-                "least 0, a rank below world_size, and at least 1 sample."
-            )
+        check_seed(settings["seed"])
+        for name in ("n_samples", "echo_max"):
+            if settings[name] is not None:
+                check_whole(name, settings[name], 1)
+        if wait_s is not None:
+            check_seconds("wait_s", wait_s)
+        check_whole("min_samples", min_samples, 0)
+        rank, world_size = rank_and_world_size(rank, world_size)
         pin = -1
         if generation is None:
             self._wait_for(min_samples, wait_s)

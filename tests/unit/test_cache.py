@@ -1227,6 +1227,11 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
             ({"mode": "best"}, "mode='best'"),
             ({"seed": -1}, "seed=-1"),
             ({"rank": 2, "world_size": 2}, "rank=2, world_size=2"),
+            ({"seed": "3"}, "seed='3'"),
+            ({"n_samples": 0}, "n_samples=0: expected a whole number of at least 1"),
+            ({"echo_max": 0}, "echo_max=0: expected a whole number of at least 1"),
+            ({"min_samples": 2.5}, r"min_samples=2\.5: expected a whole number of at least 0"),
+            ({"wait_s": "1"}, "wait_s='1': expected a number of seconds"),
         ):
             with pytest.raises(PlanError, match=sentence):
                 store.snapshot(**settings)
