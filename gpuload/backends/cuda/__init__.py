@@ -1,8 +1,8 @@
-"""The CUDA backend: bytes from disk into device memory, decoded there, and gathered into minibatches by kernels.
+"""The CUDA backend: reads stored bytes into device memory, decodes them there, and gathers minibatches with kernels.
 
-`backend` says what is done when; `readers`, `kvikio` and `pinned` bring bytes, `decode`, with `work`, `nvcomp` and
-`containers`, makes rows of them; `device` is all of CUDA that the rest knows of, `memory` who may use which memory
-when; `kernels/` is what runs on the device.
+`backend` schedules the work. `readers`, `kvikio` and `pinned` read bytes; `decode`, with `work`, `nvcomp` and
+`containers`, decodes them into rows. `device` wraps all of CUDA that the rest uses, `memory` tracks which stream may
+use which memory, and `kernels/` holds the device code.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def open_cuda(
     Parameters
     ----------
     number
-        Which GPU.
+        Index of the GPU.
     num_threads
-        Threads that read; None takes what KvikIO is set to, and `pinned.NUM_THREADS`.
+        Reader threads; None takes KvikIO's own setting, and `pinned.NUM_THREADS`.
     verify, cache_nbytes
         As for `CudaBackend`.
     memory_nbytes
-        Most device memory to take; None: no bound.
+        Limit on device memory; None for no limit.
     io
-        ``"kvikio"``, ``"pinned"``, or ``"auto"``: whichever is measured to be faster. Where there is no KvikIO, or no
-        cuFile for it, ``"auto"`` warns and takes ``"pinned"``.
+        ``"kvikio"``, ``"pinned"``, or ``"auto"``: whichever measures faster. Without KvikIO, or without a cuFile
+        library for it, ``"auto"`` warns and takes ``"pinned"``.
     """
     from gpuload.backends.cuda.backend import CudaBackend
     from gpuload.backends.cuda.choose import MeasuredReader
@@ -65,7 +65,7 @@ def open_cuda(
 
 
 def kvikio_facts(number: int) -> dict[str, Any]:
-    """Return what decides about the path of bytes to a GPU; see `kvikio.KvikioReader.facts`."""
+    """Return the facts that decide how bytes reach a GPU; see `kvikio.KvikioReader.facts`."""
     from gpuload.backends.cuda.device import CupyDevice
     from gpuload.backends.cuda.kvikio import KvikioReader
 

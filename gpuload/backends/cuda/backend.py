@@ -1,17 +1,17 @@
-"""The CUDA backend: bytes from disk into device memory, decoded there, and gathered into minibatches by kernels.
+"""The CUDA backend: reads stored bytes into device memory, decodes them there, and gathers minibatches with kernels.
 
-A load runs in a thread of its own with a stream of its own, so that fetches that load overlap one another and the
-training step. It is cut into parts: while one part is decoded by the stream, the next is read into another arena. The
-thread waits for the device. `take_rows` launches kernels on the consumer's stream and returns. What the host must know
-of rows before (how many values CSR stores, whether float16 can hold them) is asked once a fetch, on another stream; it
-waits for a minibatch only where a row of it may hold a value too large for float16 (`_bad`).
+Each load runs in its own thread and on its own stream, so that concurrent fetches overlap one another and the training
+step. A load is split into parts: while the stream decodes one part, the next is read into another arena. The thread
+waits for the device. `take_rows` launches kernels on the consumer's stream and returns. Facts about the rows that the
+host needs first (how many values CSR stores, whether float16 can hold them) are queried once per fetch, on another
+stream. `take_rows` waits for a minibatch only if one of its rows may hold a value too large for float16 (`_bad`).
 
 Requirements this package answers
 ---------------------------------
-- What `cpu.CpuBackend` hands over, bit for bit where arithmetic allows.
-- Memory is used again only by work that is ordered after its last use (`memory`).
-- Nothing is allocated once residents, arenas and minibatches go round.
-- A chunk that the device finds bad is looked at by the host's decoder, and named if it is bad there too.
+- It returns what `cpu.CpuBackend` returns, bit for bit where arithmetic allows.
+- Memory is reused only by work that is ordered after its last use (`memory`).
+- Nothing is allocated in the steady state: residents, arenas and minibatches are recycled.
+- A chunk that the device finds bad is decoded again on the host, and reported if it is bad there too.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ class CudaResident:
     Attributes
     ----------
     host_indptr, indptr, indices, data
-        CSR: row offsets in host and in device memory, int64 (n_rows + 1,); int32 and float32 (nnz,).
+        CSR: row offsets in host and in device memory, int64 (n_rows + 1,); int32 and float32 (nnz,) in device memory.
     X
-        Dense: (nnz,) float32, the rows one after the other; with `indptr` where they are not all n_vars wide.
+        Dense: (nnz,) float32, rows concatenated; `indptr` is set if they are not all n_vars wide.
     map_start : (n_rows,) int64, optional
-        Where the map of each row begins in `Form.columns`.
+        Offset of each row's map in `Form.columns`.
     leases
-        What to tell of the streams that use it.
+        Leases of its memory, to be told which streams use it.
     kept_counts : (n_rows,) int64, optional
-        Values of each row that a minibatch stores, once they were counted; see `CudaBackend._kept_counts`.
+        Number of values of each row that a minibatch stores, once counted; see `CudaBackend._kept_counts`.
     may_be_large : (n_rows,) int64, optional
-        Whether float16 may not hold a value of each row, once that was asked; see `CudaBackend._may_be_large`.
+        Whether float16 may fail to hold a value of each row, once determined; see `CudaBackend._may_be_large`.
     held
-        Page-locked memory that `indptr` and `map_start` are uploaded from.
+        Page-locked memory from which `indptr` and `map_start` are uploaded.
     """
 
     n_rows: int
@@ -94,12 +94,12 @@ class CudaResident:
     held: list[Any] = field(default_factory=list)
 
     def flat(self, target: str) -> Any:
-        """Return the array that a read fills."""
+        """Return the flat array that a read fills."""
         return getattr(self, target)
 
 
 class _Ready:
-    """A minibatch whose kernels are launched: to the host, it is there."""
+    """A minibatch whose kernels have been launched: complete, as far as the host is concerned."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -116,14 +116,14 @@ class _Ready:
 
 @dataclass(slots=True, eq=False)
 class _Arena:
-    """Device memory that stored bytes are read into, and the stream on which it is free and then filled."""
+    """Device memory that stored bytes are read into, and the stream that orders its reuse and its next fill."""
 
     stream: Any
     memory: Any = None
 
 
 class _Lane(threading.local):
-    """What one loading thread has for itself: a stream that decodes, its scratch memory, and arenas that take turns."""
+    """The state of one loading thread: a decoding stream, its scratch memory, and arenas used in turn."""
 
     def __init__(self, device: Device, pools: list[DevicePool], scratch: list[DevicePool]) -> None:
         self.stream = device.stream()
@@ -134,20 +134,20 @@ class _Lane(threading.local):
 
 
 class CudaBackend:
-    """Reads into device memory and decodes there.
+    """Read into device memory and decode there.
 
     Parameters
     ----------
     device
-        Where.
+        The device that holds the data.
     reader
-        What brings bytes there.
+        Reads the stored bytes into device memory.
     nvcomp
-        The decoders.
+        The batched decoders.
     verify
         ``"once"``, ``"always"`` or ``"never"``.
     cache_nbytes
-        Device memory that stored chunks are kept in.
+        Device memory for caching stored chunks.
     """
 
     takes_ahead = 0
@@ -172,8 +172,8 @@ class CudaBackend:
         self._cache = ChunkCache(device, cache_nbytes)
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
-        self._columns: dict[int, tuple[NDArray[np.int32], Any, Lease]] = {}  # by id of that on the host, which is kept
-        # With memory of its own: what others used would have to be waited for.
+        self._columns: dict[int, tuple[NDArray[np.int32], Any, Lease]] = {}  # by id of the host array, kept alive
+        # It has its own memory pool: it would otherwise have to wait for other users of the memory.
         self._counting = device.stream(is_urgent=True)
         self._counted = DevicePool(device, 16, self._pools)
         self._stream: Any = None
@@ -183,7 +183,7 @@ class CudaBackend:
 
     @property
     def io_mode(self) -> str:
-        """The path that bytes take, as the reader's own counters tell."""
+        """The I/O path, according to the reader's own counters."""
         return str(self._reader.io_mode)
 
     def load(self, recipe: Recipe) -> Future[CudaResident]:
@@ -200,9 +200,9 @@ class CudaBackend:
             return _Ready(take(resident, positions, form, stream))
 
     def use_stream(self, number: int) -> None:
-        """Launch on this stream of the consumer's from now on; CuPy's current one, where none was named.
+        """Launch on this consumer stream from now on; without a call, on CuPy's current stream.
 
-        It waits for what was given to the one before: obs columns of the fetches under way are uploaded there.
+        The new stream waits for the work given to the previous one, which uploads the obs columns of fetches in flight.
         """
         stream = self._device.stream_of(number)
         if stream is not self._stream:
@@ -211,12 +211,12 @@ class CudaBackend:
             self._device.stream_wait(stream, self._device.record(before))
 
     def busy(self) -> Callable[[], bool]:
-        """Return what tells whether the consumer's stream has still work of before this call; see `Backend.busy`."""
+        """Return a function that tells whether the consumer's stream still has earlier work; see `Backend.busy`."""
         event = self._device.record(self._consumer_stream())
         return lambda: not self._device.is_reached(event)
 
     def memory(self) -> dict[str, int]:
-        """Return the most bytes of device memory held at one time; see `Backend.memory`."""
+        """Return the peak device memory held, in bytes; see `Backend.memory`."""
         return {
             "residents": self._residents.peak_nbytes,
             "minibatches": self._outputs.peak_nbytes,
@@ -226,11 +226,11 @@ class CudaBackend:
         }
 
     def asarray(self, host: NDArray[Any]) -> Any:
-        """Return a host array on the device; ready on the consumer's stream."""
+        """Copy a host array to the device; it is ready on the consumer's stream."""
         return self._upload(host, self._consumer_stream(), self._small)[0]
 
     def close(self) -> None:
-        """Stop the threads, waiting for the loads that run, and give back idle memory."""
+        """Stop the threads, after the loads in progress, and free idle memory."""
         is_own_thread = threading.current_thread().name.startswith("gpuload-load")
         self._loads.shutdown(wait=not is_own_thread, cancel_futures=True)
         self._reader.close()
@@ -238,14 +238,14 @@ class CudaBackend:
             pool.clear()
         self._cache.clear()
         self._columns.clear()
-        with contextlib.suppress(DeviceError):  # of a device that failed, in the consumer's work maybe
+        with contextlib.suppress(DeviceError):  # the device may have failed, perhaps in the consumer's work
             self._device.free()
 
     def _consumer_stream(self) -> Any:
         return self._device.current_stream() if self._stream is None else self._stream
 
     def _upload(self, host: NDArray[Any], stream: Any, pool: DevicePool) -> tuple[Any, Lease]:
-        """Return a host array on the device, ready on a stream, and the lease of its memory from a pool."""
+        """Copy a host array to the device, ready on a stream; return it and the lease of its memory from a pool."""
         pinned = self._device.pinned(host.nbytes)
         pinned[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
         array, lease = pool.array(host.shape, host.dtype, stream)
@@ -259,7 +259,7 @@ class CudaBackend:
         self._device.use()
         stream = self._lane.stream
         resident = self._new_resident(recipe, stream)
-        outcomes: list[Outcome] = []  # complete at all times: if a part fails, those before it must live on
+        outcomes: list[Outcome] = []  # complete at all times: if a part fails, earlier ones must stay alive
         try:
             for read in recipe.reads:
                 places = self._cache.places(read)
@@ -270,7 +270,7 @@ class CudaBackend:
                     rest = select_chunks(read, ~is_cached) if is_cached.any() else read
                     for lo, hi in rest.parts(PART_NBYTES):
                         outcomes.append(self._run(rest, lo, hi, resident))
-        finally:  # also after a fault: what the launches use must outlive them
+        finally:  # also after an error: what the launches use must outlive them
             start = time.perf_counter()
             self._device.wait(self._device.record(stream))
         for outcome in outcomes:
@@ -309,7 +309,7 @@ class CudaBackend:
         arena = lane.arenas[lane.n_parts % N_ARENAS]
         lane.n_parts += 1
         begun = time.perf_counter()
-        self._device.wait(self._device.record(arena.stream))  # else the reader would, with its buffers full
+        self._device.wait(self._device.record(arena.stream))  # or the reader would wait, with its buffers full
         start = time.perf_counter()
         source, name = read.layout.source, read.layout.name
         offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
@@ -341,7 +341,7 @@ class CudaBackend:
     def _run_cached(
         self, read: ArrayRead, places: NDArray[np.int64], resident: CudaResident, outcomes: list[Outcome]
     ) -> None:
-        """Launch the decoding of those chunks of a read that are in the cache; add what comes of it to the outcomes."""
+        """Launch the decoding of those chunks of a read that are in the cache, and append the outcomes."""
         numbers = np.flatnonzero(places >= 0)
         nbytes = int(read.layout.decoded_nbytes(read.chunk_id[numbers]).sum())
         n_parts = -(-nbytes // PART_NBYTES)
@@ -361,7 +361,7 @@ class CudaBackend:
         return self._decoder.enqueue(read, numbers, place, memory, out, self._lane, verify=self._verify)
 
     def _grow(self, arena: _Arena, nbytes: int) -> None:
-        """Make an arena that nobody uses large enough; it starts on a page, as transfers do."""
+        """Enlarge an unused arena if it is too small; it starts on a page boundary, as transfers do."""
         if arena.memory is not None and arena.memory.nbytes >= nbytes:
             return
         arena.memory = None
@@ -370,7 +370,7 @@ class CudaBackend:
         self._arena_nbytes[id(arena)] = arena.memory.nbytes
 
     def _settle(self, outcome: Outcome, resident: CudaResident) -> None:
-        """Look again at what the device found bad; note what is right."""
+        """Decode again on the host what the device found bad, and record what is good."""
         read, suspects = outcome.read, outcome.suspects()
         for chunk in suspects:
             self._decoder.retry(read, chunk, resident.flat(read.target), self._lane)
@@ -393,7 +393,7 @@ class CudaBackend:
         places = self.asarray(positions)
         arithmetic = self._arithmetic(form, stream)
         n_rows = np.int64(positions.size)
-        may_be_bad = form.dtype == "float16" and not arithmetic[2]  # no log1p comes near to what float16 holds
+        may_be_bad = form.dtype == "float16" and not arithmetic[2]  # after log1p, no value comes near float16's maximum
         may_be_bad = may_be_bad and bool(self._may_be_large(resident, arithmetic)[positions].any())
         bad, host_bad = self._bad(stream) if may_be_bad else (self._never_bad, None)
         if resident.X is not None:
@@ -401,7 +401,7 @@ class CudaBackend:
             sizes: tuple[Any, ...] = (n_rows, np.int64(resident.n_vars), np.int64(form.n_cols))
             args: tuple[Any, ...] = (places, resident.indptr, resident.X, resident.map_start)
             args = (*args, *arithmetic, *sizes, out, bad)
-            if form.columns is not None:  # of which a row may lack some
+            if form.columns is not None:  # a row may lack some of them
                 self._device.fill(out, 0, stream)
         else:
             name = f"densify_csr_{kind}"
@@ -416,7 +416,7 @@ class CudaBackend:
         return out
 
     def _bad(self, stream: Any) -> tuple[Any, NDArray[np.int32]]:
-        """Return where the kernel notes a row that float16 cannot hold, on the device and on the host."""
+        """Return the device and host memory in which the kernel records a row that float16 cannot hold."""
         host = self._device.pinned(4).view(np.int32)
         host[0] = _NONE_BAD
         bad, _ = self._small.array((1,), np.int32, stream)
@@ -449,9 +449,9 @@ class CudaBackend:
         return self._device.sorted_csr(matrix, stream) if must_sort else matrix
 
     def _kept_counts(self, resident: CudaResident, arithmetic: tuple[Any, ...]) -> NDArray[np.int64]:
-        """Return how many values of each row are stored in a minibatch: counted, and waited for, once per fetch.
+        """Return how many values of each row a minibatch stores; the device counts them, once per fetch, and we wait.
 
-        -1 less the count, where the numbers that chosen columns get do not rise along the row.
+        The value is -1 minus the count if the new column numbers of the row are not strictly increasing.
         """
         if resident.kept_counts is None:
             columns, n_rows = arithmetic[0], np.int64(resident.n_rows)
@@ -465,7 +465,7 @@ class CudaBackend:
         return resident.kept_counts
 
     def _may_be_large(self, resident: CudaResident, arithmetic: tuple[Any, ...]) -> NDArray[np.int64]:
-        """Return which rows may have a value in a minibatch that float16 cannot hold; asked once per fetch."""
+        """Return which rows may have a minibatch value that float16 cannot hold; computed once per fetch."""
         if resident.may_be_large is None:
             data = resident.data if resident.X is None else resident.X
             sizes = np.int64(resident.n_rows), np.int64(resident.n_vars)
@@ -474,9 +474,9 @@ class CudaBackend:
         return resident.may_be_large
 
     def _asked(self, kernel: str, resident: CudaResident, args: tuple[Any, ...]) -> NDArray[np.int64]:
-        """Return what a kernel tells of each row of a resident.
+        """Return what a kernel computes for each row of a resident.
 
-        On a stream of its own, so that what the consumer has given to its stream is not waited for.
+        It runs on a stream of its own, so as not to wait for the consumer's stream.
         """
         stream = self._counting
         out, _ = self._counted.array((resident.n_rows,), np.int64, stream)
@@ -488,16 +488,16 @@ class CudaBackend:
 
     @staticmethod
     def _csr_args(places: Any, resident: CudaResident) -> tuple[Any, ...]:
-        """Return the arguments that kernels over CSR rows begin with."""
+        """Return the leading arguments of kernels over CSR rows."""
         return places, resident.indptr, resident.indices, resident.data, resident.map_start
 
     def _arithmetic(self, form: Form, stream: Any) -> tuple[Any, np.float64, np.int32]:
-        """Return a form in the words of the kernels: columns, target sum (0 = none), log1p."""
+        """Return a form as kernel arguments: columns, target sum (0 = none), log1p."""
         columns = None
         if form.columns is not None:
             if id(form.columns) not in self._columns:
                 uploaded = self._upload(form.columns, self._counting, self._counted)
-                self._device.wait(self._device.record(self._counting))  # once: then it is there for any stream
+                self._device.wait(self._device.record(self._counting))  # once: from then on it is ready for any stream
                 self._columns[id(form.columns)] = form.columns, *uploaded
             _, columns, lease = self._columns[id(form.columns)]
             lease.used_on(stream)
@@ -507,14 +507,14 @@ class CudaBackend:
 
 
 class _Uploads:
-    """Page-locked memory for what is uploaded per minibatch; each is let go when its stream is past it."""
+    """Page-locked memory for per-minibatch uploads; each buffer is released once its stream has passed it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._held: list[tuple[Any, Any]] = []
 
     def hold(self, pinned: Any, stream: Any) -> None:
-        """Keep memory alive until the stream is past what was given to it so far."""
+        """Keep memory alive until the stream has passed its current end."""
         while len(self._held) >= 64:
             event, _ = self._held.pop(0)
             self._device.wait(event)

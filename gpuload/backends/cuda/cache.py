@@ -1,7 +1,7 @@
-"""Stored chunks that stay in device memory as they are on disk, so that later epochs need not read them.
+"""Cache of stored (still compressed) chunks in device memory, so that later epochs need not read them.
 
-Compressed, a data set takes several times less than decoded, and an H200 decodes faster than any link brings bytes.
-What fits is kept for good: where every epoch reads everything once, in another order, nothing is gained by exchange.
+Compressed data take several times less memory than decoded data, and an H200 decodes faster than any link delivers.
+What fits is never evicted: when every epoch reads everything once, each in a different order, eviction gains nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class ChunkCache:
-    """Stored chunks in one piece of device memory.
+    """Stored chunks in one allocation of device memory.
 
     Parameters
     ----------
     device
-        Where.
+        The device that holds them.
     nbytes
-        Size; 0 keeps nothing.
+        Size in bytes; 0 disables the cache.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -42,20 +42,20 @@ class ChunkCache:
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes of it that hold chunks."""
+        """Bytes that hold chunks."""
         return self._used
 
     def places(self, read: ArrayRead) -> NDArray[np.int64]:
-        """Return where each chunk of a read lies, -1 where it is not here; (n_chunks,)."""
+        """Return the offset of each chunk of a read, or -1 if it is not cached; (n_chunks,)."""
         known = self._places.get(id(read.layout))
         if self.memory is None or known is None or read.layout.is_raw:
             return np.full(read.chunk_id.size, -1, dtype=np.int64)
         return known[1][read.chunk_id]
 
     def reserve(self, read: ArrayRead, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Make room for some chunks of a read; return those for which there is, and their places.
+        """Reserve room for chunks of a read; return those that fit, and their offsets.
 
-        They are here for others once `keep` is called.
+        Other reads find them only after `keep`.
         """
         if self.memory is None or read.layout.is_raw:
             return numbers[:0], numbers[:0]
@@ -69,7 +69,7 @@ class ChunkCache:
         return numbers[:n], (ends - room)[:n]
 
     def keep(self, read: ArrayRead, numbers: NDArray[np.int64], places: NDArray[np.int64]) -> None:
-        """Let others find chunks whose bytes are in their places."""
+        """Publish chunks whose bytes have been copied to their places."""
         with self._lock:
             layout = read.layout
             known = self._places.get(id(layout))
@@ -78,7 +78,7 @@ class ChunkCache:
             known[1][read.chunk_id[numbers]] = places
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         with self._lock:
             self._places.clear()
             self.memory, self._nbytes, self._used = None, 0, 0

@@ -1,4 +1,4 @@
-"""Which reader brings bytes faster is found by trying both: it depends on the disk, the page cache and the link."""
+"""Choose the faster reader by trying both: the outcome depends on the disk, the page cache and the link."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _log = logging.getLogger("gpuload")
 
 
 class MeasuredReader:
-    """Gives the first reads to either reader in turn, then all to the faster one, by `HANDICAP`.
+    """Alternate the first reads between the readers, then give all to the faster one, weighted by `HANDICAP`.
 
     Parameters
     ----------
     device
-        Where the bytes go: a trial ends when they are there.
+        Where the bytes go: a trial ends when they have arrived.
     readers
         The candidates.
     """
@@ -51,7 +51,7 @@ class MeasuredReader:
 
     @property
     def io_mode(self) -> str:
-        """That of the chosen reader; of the first, as long as none is chosen."""
+        """The path of the chosen reader, or of the first one until the choice is made."""
         return (self._chosen or self._readers[0]).io_mode
 
     def start(
@@ -81,11 +81,11 @@ class MeasuredReader:
             reader.close()
 
     def wait_for(self, stream: Any) -> None:
-        """Wait for what a stream was given."""
+        """Wait for the work given to a stream so far."""
         self._device.wait(self._device.record(stream))
 
     def note(self, number: int, nbytes: int, seconds: float) -> None:
-        """Note how long a reader took; choose when all have been tried enough."""
+        """Record how long a reader took; choose once all have been tried often enough."""
         with self._lock:
             self._trials[number].append((nbytes, seconds))
             if self._chosen is not None or min(map(len, self._trials)) <= N_TRIALS:
@@ -98,7 +98,7 @@ class MeasuredReader:
 
 
 class _Trial(Pending):
-    """A read that is timed until its bytes are on the device."""
+    """A read timed until its bytes are on the device."""
 
     def __init__(self, owner: MeasuredReader, number: int, pending: Pending, nbytes: int, stream: Any) -> None:
         super().__init__()
@@ -116,9 +116,9 @@ class _Trial(Pending):
         self._owner.note(self._number, self._nbytes, time.perf_counter() - self._start)
 
     def done(self) -> bool:
-        """Return whether the host's part is done."""
+        """Return whether the host has done its part."""
         return self._pending.done()
 
     def cancel(self) -> None:
-        """Give the read up."""
+        """Cancel the read."""
         self._pending.cancel()

@@ -1,20 +1,20 @@
-"""How chunks that hold several streams are cut, read off one header; the kernels find the streams in all of them.
+"""The layout of chunks that hold several streams, read from one header; the kernels locate the streams in all of them.
 
-A container of blosc (c-blosc 1) is a header of 16 bytes, a table with the place of each block, and the blocks. A block
-is one stream, or `typesize` equal streams where it is split: one for each byte of the elements, since the shuffle
-within a block has put these together. All chunks of an array are of one size and come from one writer (`gpuload.joined`
-leaves such files apart), so their headers say the same but for the size of the container and whether its bytes were
-compressed at all: one header tells how many streams every chunk has and where their output goes, before any other was
-read. A chunk whose header says something else is found by the kernel ``walk_blosc`` and decoded on the host.
+A blosc container (c-blosc 1) is a header of 16 bytes, a table of block offsets, and the blocks. A block is one stream
+or, if split, `typesize` equal streams: one per byte of the elements, which the shuffle within a block has grouped. All
+chunks of an array have the same size and come from one writer (`gpuload.joined` keeps such files apart), so their
+headers differ only in the size of the container and in whether its bytes were compressed at all. One header therefore
+tells how many streams every chunk has and where their output goes, before any other is read. The kernel ``walk_blosc``
+detects a chunk whose header disagrees, and it is decoded on the host.
 
-HDF5's lz4 filter writes a header of 12 bytes, the decoded size and that of a block, then the blocks, each after its
-stored size, big-endian; here ``walk_lz4`` finds the streams.
+HDF5's lz4 filter writes a header of 12 bytes (the decoded size and the block size), then the blocks, each preceded by
+its stored size, all big-endian; ``walk_lz4`` locates those streams.
 
 References
 ----------
 .. [1] The Blosc Developers, c-blosc 1.21, README_CHUNK_FORMAT.rst ("The header section", "The blocks / splits section";
-   places in the table count from the start of the container), and the limits in blosc.h.
-.. [2] The HDF Group, "Registered filter plugins", 32004 (LZ4): framing; a block is stored as it is where its two sizes
+   offsets in the table count from the start of the container), and the limits in blosc.h.
+.. [2] The HDF Group, "Registered filter plugins", 32004 (LZ4): framing; a block is stored uncompressed if its two sizes
    are equal.
 """
 
@@ -46,7 +46,7 @@ _MIN_SPLIT_NBYTES = 128
 _MAX_BLOCK_NBYTES = ((1 << 31) - 1 - 255 * 4) // 3
 
 _FILLERS = {
-    "lz4": b"\x10x",  # a token that announces one literal, and the literal
+    "lz4": b"\x10x",  # a token that announces one literal, then the literal
     "snappy": b"\x01\x00x",  # the size; a literal of one byte
     "deflate": b"\x01\x01\x00\xfe\xffx",  # the last block, stored; the size and its complement
     "zstd": b"\x28\xb5\x2f\xfd\x20\x01\x09\x00\x00x",  # magic number, size, the last block, raw
@@ -55,22 +55,22 @@ _FILLERS = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How every container of an array is cut.
+    """The layout shared by all containers of an array.
 
     Attributes
     ----------
     kind
-        ``"blosc"``, or ``"lz4"`` for those of HDF5's filter: what the kernel that walks them is called after.
+        ``"blosc"``, or ``"lz4"`` for HDF5's filter; names the kernel that walks them.
     head
-        The header that says so.
+        The header that the layout was read from.
     codec
-        Of the streams, by nvCOMP's names.
+        The codec of the streams, as nvCOMP names it.
     nbytes, block_nbytes
-        Decoded bytes of a container, and of a block but the last.
+        Decoded bytes of a container, and of each block but the last.
     n_splits
-        Streams of a whole block; what is left of a container after its whole blocks is one stream.
+        Streams in a whole block; the remainder of a container after its whole blocks is one stream.
     itemsize
-        Bytes per element for undoing the byte shuffle, which ends at a block's ends; 1 where there is none to undo.
+        Bytes per element for undoing the byte shuffle, which is per block; 1 if there is none.
     """
 
     kind: str
@@ -99,27 +99,27 @@ class Cut:
 
     @property
     def slots_nbytes(self) -> int:
-        """Bytes of a container's slots, one for each stream, stored or decoded."""
+        """Bytes of a container's slots, one per stream, stored or decoded."""
         n_whole, rest = divmod(self.nbytes, self.block_nbytes)
         return n_whole * self.n_splits * _slot(self.block_nbytes // self.n_splits) + _slot(rest)
 
     @property
     def filler(self) -> bytes:
-        """A good stream that decodes to one byte."""
+        """A valid stream that decodes to one byte."""
         return _FILLERS[self.codec]
 
 
 def read_cut(kind: str, head: NDArray[np.uint8], nbytes: int) -> Cut | None:
-    """Return how containers that begin so are cut, or None where the device cannot decode such, or none are so.
+    """Return the layout of containers that begin with `head`, or None if it is invalid or the device cannot decode it.
 
     Parameters
     ----------
     kind
         As in `Cut`.
     head : (16,) uint8
-        The first bytes of one.
+        The first bytes of one container.
     nbytes
-        Size that each container must decode to.
+        Decoded size of each container.
     """
     return (_blosc_cut if kind == "blosc" else _lz4_cut)(head, nbytes)
 
@@ -152,5 +152,5 @@ def _blosc_cut(head: NDArray[np.uint8], nbytes: int) -> Cut | None:
 
 
 def _slot(nbytes: int) -> int:
-    """Return the room for what a stream decodes to, and for what snappy, which may make it longer, makes of that."""
+    """Return the size of a slot: room for the decoded stream, and for its snappy form, which may be longer."""
     return -(-(32 + nbytes + nbytes // 6) // 16) * 16 if nbytes else 0

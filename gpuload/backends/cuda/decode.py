@@ -1,11 +1,11 @@
-"""From stored chunks in device memory to rows of a resident: what is launched, in which order, and what it found.
+"""Decode stored chunks in device memory into rows of a resident: the launches, their order, and what they report.
 
-A part of a read is decoded by some launches for all its chunks together: compressed payloads are moved to aligned
-slots, inflated by nvCOMP, verified, unshuffled, and the wanted pieces copied into the resident with conversion. Nothing
-here waits for the device: an `Outcome` tells, once the stream is past it, which chunks need another look.
+Each part of a read is decoded by a few launches for all its chunks together: compressed payloads are moved to aligned
+slots, decompressed by nvCOMP, verified, unshuffled, and the wanted pieces copied into the resident with conversion.
+Nothing here waits for the device: once the stream has passed, an `Outcome` tells which chunks need another look.
 
-What the device has no decoder for is decoded on the host, chunk by chunk, and uploaded; so is a chunk for which a
-filter was skipped in writing.
+Chunks that the device has no decoder for are decoded on the host, one by one, and uploaded; so are chunks for which
+the writer skipped a filter.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ _log = logging.getLogger("gpuload")
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How a layout's chunks are decoded on the device.
+    """The steps that decode a layout's chunks on the device.
 
     Attributes
     ----------
     codec
-        By what, as `_ALGORITHMS` names it, or None where bytes are stored as they are.
+        The codec, as named in `_ALGORITHMS`, or None if the bytes are stored uncompressed.
     head, tail
-        Bytes before and after what the codec is given, without a fletcher32 or crc32c.
+        Bytes before and after the codec's input, not counting a fletcher32 or crc32c.
     is_shuffled, has_fletcher, has_crc32c
-        Whether bytes are shuffled; whether a fletcher32 follows the chunk, and then a crc32c.
+        Whether the bytes are shuffled; whether a fletcher32 follows the chunk, and after it a crc32c.
     cut
-        How chunks that hold several streams are cut.
+        The layout of chunks that hold several streams.
     """
 
     codec: str | None
@@ -87,17 +87,17 @@ class Steps:
 
     @property
     def around(self) -> int:
-        """Bytes of a chunk that the codec is not given."""
+        """Bytes of a chunk outside the codec's input."""
         return self.head + self.tail + _CHECKSUM_NBYTES * (self.has_fletcher + self.has_crc32c)
 
     @property
     def has_checksum(self) -> bool:
-        """Whether there is one that is verified here, and not by nvCOMP or not at all."""
+        """Whether there is a checksum that is verified here, rather than by nvCOMP or not at all."""
         return self.has_fletcher or self.has_crc32c or self.codec in ("deflate", "gzip")
 
 
 def steps_of(layout: ArrayLayout) -> Steps | None:
-    """Return how the device decodes a layout's chunks, or None where the host must."""
+    """Return how the device decodes a layout's chunks, or None if the host must."""
     names = [f.name for f in layout.filters]
     shuffles = [f for f in layout.filters if f.name == "shuffle"]
     if any(f.values not in ((), (layout.dtype.itemsize,)) for f in shuffles):
@@ -115,22 +115,22 @@ def steps_of(layout: ArrayLayout) -> Steps | None:
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What the launches for a part of a read found; valid once the stream is past them.
+    """What the launches for a part of a read found; valid once the stream has passed them.
 
     Attributes
     ----------
     read
-        Of which the part is.
+        The read that the part belongs to.
     reports
-        Pairs: numbers of chunks of the read, and a code of the kernels for each (int32, 0 = good).
+        Pairs: chunk numbers within the read, and the kernels' status code for each (int32, 0 = good).
     is_rounded
-        One int32 per launch that converts values: whether float32 rounds an integer.
+        One int32 per converting launch: whether an integer was rounded to fit float32.
     verified
-        Layout's numbers of the chunks whose checksums are verified, if nothing bad is reported.
+        Layout's chunk numbers whose checksums are verified, provided that nothing bad is reported.
     kept
-        Chunks of the read that are copied into the cache, and their places there.
+        Chunks of the read that are copied into the cache, and their offsets there.
     held
-        Page-locked memory that must live so long.
+        Page-locked memory that must outlive the launches.
     """
 
     read: ArrayRead
@@ -141,7 +141,7 @@ class Outcome:
     held: list[Any] = field(default_factory=list)
 
     def suspects(self) -> list[int]:
-        """Return the chunks of the read that the device could not decode, or found wrong."""
+        """Return the chunks of the read that the device could not decode, or found bad."""
         found: set[int] = set()
         for numbers, codes in self.reports:
             found.update(numbers[codes != 0].tolist())
@@ -150,7 +150,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Chunks of a read that are decoded together, and where everything is."""
+    """Chunks of a read that are decoded together, and where their data are."""
 
     read: ArrayRead
     numbers: NDArray[np.int64]
@@ -159,27 +159,27 @@ class _Part:
     outcome: Outcome
 
     def of(self, which: NDArray[np.bool_]) -> _Part:
-        """Return a part of some of the chunks."""
+        """Return the part restricted to some of its chunks."""
         return _Part(self.read, self.numbers[which], self.out, self.work, self.outcome)
 
 
 class Decoder:
-    """Launches the decoding of parts of reads.
+    """Launch the decoding of parts of reads.
 
     Parameters
     ----------
     device, nvcomp
-        Where, and by which library.
+        Where to decode, and with which library.
     """
 
     def __init__(self, device: Device, nvcomp: Nvcomp) -> None:
         self._device = device
         self._nvcomp = nvcomp
         self._said: set[str] = set()
-        self._known: dict[int, tuple[ArrayLayout, Steps | None]] = {}  # by id of the layout, which is kept for that
+        self._known: dict[int, tuple[ArrayLayout, Steps | None]] = {}  # keyed by id of the layout, which is kept alive
 
     def steps(self, layout: ArrayLayout) -> Steps | None:
-        """Return how the device decodes a layout's chunks, or None where the host must."""
+        """Return how the device decodes a layout's chunks, or None if the host must."""
         known = self._known.get(id(layout))
         if known is None:
             known = self._known[id(layout)] = layout, steps_of(layout)
@@ -196,22 +196,22 @@ class Decoder:
         *,
         verify: str,
     ) -> Outcome:
-        """Give the decoding of some chunks to a lane's stream.
+        """Enqueue the decoding of chunks on a lane's stream.
 
         Parameters
         ----------
         read, numbers : (n,) int64
-            Which chunks of which read.
+            The read, and its chunks to decode.
         place : (n,) int64
-            Where the bytes of each lie in the arena.
+            Offset of each chunk's bytes in the arena.
         arena : uint8
-            Stored bytes, in device memory; they must be there for the stream.
+            Stored bytes, in device memory; they must be ready on the stream.
         out
-            The resident's array that the read fills, flat.
+            The flat array of the resident that the read fills.
         lane
-            On whose stream all is launched.
+            The lane whose stream takes all launches.
         verify
-            ``"once"``: where they were not before; ``"always"`` or ``"never"``.
+            ``"once"``: verify chunks not verified before; ``"always"`` or ``"never"``.
         """
         steps = self.steps(read.layout)
         if steps is None:
@@ -244,14 +244,14 @@ class Decoder:
         to: Any,
         lane: Lane,
     ) -> None:
-        """Launch the copy of byte ranges of an arena to places, multiples of `SLOT`, of other device memory."""
+        """Launch the copy of byte ranges of an arena to offsets (multiples of `SLOT`) in other device memory."""
         work = Work(self._device, self._nvcomp, lane, outcome.held)
         on = work.upload(source=source, nbytes=nbytes, place=place)
         n = source.size
         work.launch("gather_payloads", n, arena, on["source"], on["nbytes"], on["place"], np.int64(n), to)
 
     def retry(self, read: ArrayRead, chunk: int, out: Any, lane: Lane) -> None:
-        """Decode a chunk on the host, upload it and wait for it; CorruptDataError where it is bad there too."""
+        """Decode a chunk on the host, upload it and wait; raise CorruptDataError if it is bad there too."""
         part = self._part(read, np.array([chunk]), out, lane)
         self._from_host(part)
         self._device.wait(self._device.record(lane.stream))
@@ -280,7 +280,7 @@ class Decoder:
         *,
         verify: str,
     ) -> None:
-        """Decode chunks whose stored bytes lie in the arena, and copy their pieces."""
+        """Decode chunks whose stored bytes are in the arena, and copy their pieces."""
         layout, work, n = part.read.layout, part.work, part.numbers.size
         if steps.codec is None and not (steps.is_shuffled or steps.has_checksum):
             self._copy_pieces(part, arena, place)
@@ -330,9 +330,9 @@ class Decoder:
         start: NDArray[np.int64],
         full: NDArray[np.int64],
     ) -> Any:
-        """Launch the decoding of chunks that are one stream each, `full` bytes; return where they are, from `start` on.
+        """Launch the decoding of chunks of one stream each, `full` bytes long; return their offsets, from `start` on.
 
-        With lz4 and gzip, whose streams say how long they are, all chunks of a layout are of one length.
+        For lz4 and gzip, whose streams state their decoded size, all chunks of a layout have the same size.
         """
         work, n, each = part.work, part.numbers.size, np.int64(_full(part.read.layout))
         decoded = work.scratch(int(start[-1] + slots(full[-1])))
@@ -355,7 +355,7 @@ class Decoder:
             frames = (on["place"], on["trailer"], each)
             work.launch("check_gzip", -(-n // N_THREADS), arena, *frames, np.int64(n), codes)
         of |= {"in_nbytes": on["payload"], "room": on["full"]}
-        codec = "deflate" if steps.codec == "gzip" else steps.codec  # its frame is checked here
+        codec = "deflate" if steps.codec == "gzip" else steps.codec  # its frame is checked here, not by nvCOMP
         produced, statuses = work.inflate(codec, n, int(full.max()), int(full.sum()), of=of)
         work.launch("check_streams", n, statuses, produced, on["full"], np.int64(1), np.int64(n), codes)
         return decoded
@@ -363,7 +363,7 @@ class Decoder:
     def _from_containers(
         self, part: _Part, cut: Cut, arena: Any, on: dict[str, Any], codes: Any, *, is_verified: bool
     ) -> Any:
-        """Launch the decoding of chunks of several streams; return where they are, at multiples of a slot."""
+        """Launch the decoding of chunks of several streams; return their offsets, multiples of a slot."""
         work, n = part.work, part.numbers.size
         n_streams = n * cut.n_streams
         compressed, decoded = (work.scratch(n * cut.slots_nbytes) for _ in range(2))
@@ -399,7 +399,7 @@ class Decoder:
         return joined
 
     def _check_stored(self, due: _Part, steps: Steps, place: NDArray[np.int64], arena: Any) -> None:
-        """Launch the verification of some chunks as they are stored; a crc32c is of a fletcher32 before it, too."""
+        """Launch the verification of chunks as stored; a crc32c covers a preceding fletcher32 too."""
         work, n = due.work, due.numbers.size
         of_crc = due.read.chunk_nbytes[due.numbers] - _CHECKSUM_NBYTES
         of_fletcher = of_crc - steps.has_crc32c * _CHECKSUM_NBYTES
@@ -426,7 +426,7 @@ class Decoder:
         self._copy_pieces(part, decoded, np.arange(part.numbers.size, dtype=np.int64) * stride)
 
     def _copy_pieces(self, part: _Part, decoded: Any, base: NDArray[np.int64]) -> None:
-        """Launch the copy of the pieces of chunks that lie decoded at `base`; -1: never written."""
+        """Launch the copy of the pieces of chunks decoded at `base`; -1: never written, so the fill value."""
         read, layout, numbers, work = part.read, part.read.layout, part.numbers, part.work
         lo, hi = read.chunk_pieces[numbers], read.chunk_pieces[numbers + 1]
         count = hi - lo
@@ -458,7 +458,7 @@ class Decoder:
         part.outcome.is_rounded.append(work.download(rounded, np.int32))
 
     def _report(self, part: _Part, codes: Any) -> None:
-        """Have codes brought to the host."""
+        """Have status codes copied to the host."""
         part.outcome.reports.append((part.numbers, part.work.download(codes, np.int32)))
 
     def _say_host_decodes(self, layout: ArrayLayout) -> None:
@@ -476,7 +476,7 @@ class Decoder:
 
 
 def decode_on_host(read: ArrayRead, chunk: int) -> NDArray[np.uint8]:
-    """Read a chunk again and decode it on the host; ReadError or CorruptDataError where that fails."""
+    """Read a chunk again and decode it on the host; raise ReadError or CorruptDataError on failure."""
     layout, nbytes = read.layout, int(read.chunk_nbytes[chunk])
     stored = np.empty(nbytes, dtype=np.uint8)
     got = layout.source.read_into(stored, int(read.chunk_offset[chunk]))
@@ -490,7 +490,7 @@ def decode_on_host(read: ArrayRead, chunk: int) -> NDArray[np.uint8]:
 
 
 def kernel_type(dtype: np.dtype[Any]) -> str:
-    """Return what the kernels' names call a stored type: kind and size, with "be_" before where it is big-endian."""
+    """Return the kernels' name for a stored type: kind and size, prefixed with "be_" if big-endian."""
     name = "bool" if dtype.kind == "b" else f"{dtype.kind}{dtype.itemsize}"
     return name if dtype.isnative else f"be_{name}"
 
@@ -500,9 +500,9 @@ def _full(layout: ArrayLayout) -> int:
 
 
 def _read_cut(layout: ArrayLayout, kind: str) -> Cut | None:
-    """Return how the containers of a layout are cut, by the header of one of its chunks.
+    """Return the layout of an array's containers, from the header of one of its chunks.
 
-    A damaged one must not send all others to the host, so up to three are looked at.
+    Up to three headers are tried, so that one damaged chunk does not send all the others to the host.
     """
     there = np.flatnonzero((layout.chunk_nbytes >= HEADER_NBYTES) & (layout.chunk_mask == 0))
     head = np.empty(HEADER_NBYTES, dtype=np.uint8)

@@ -1,7 +1,7 @@
-"""One CUDA device: memory, streams, events, launches. The home of cupy.
+"""One CUDA device: memory, streams, events, launches. The only user of cupy.
 
-All that the CUDA backend asks of a GPU goes through the `Device` here, so that tests can put host memory and the same
-kernels, compiled for the CPU, in its place. No method waits for the device but those whose name says so.
+The CUDA backend reaches the GPU only through `Device`, so that tests can substitute host memory and the same kernels,
+compiled for the CPU. No method waits for the device unless its docstring says so.
 """
 
 from __future__ import annotations
@@ -30,68 +30,68 @@ DIVISIBLE = ("copy_pieces_", "gather_", "densify_", "unshuffle", "join_blocks")
 
 
 def source_of_kernels() -> str:
-    """Return the source of all own kernels; what a compiler says of it names the file and the line."""
+    """Return the source of all our kernels; compiler messages name the file and line."""
     return "".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}\n' for path in KERNELS)
 
 
 class Device(Protocol):
-    """What the backend needs of a device. Arrays are one-dimensional where nothing else is said."""
+    """What the backend needs of a device. Arrays are one-dimensional unless stated otherwise."""
 
     name: str
 
     def use(self) -> None:
-        """Make this the device of the calling thread."""
+        """Make this the calling thread's current device."""
 
     def empty(self, nbytes: int) -> Any:
-        """Return new device memory of undefined contents, as uint8."""
+        """Allocate device memory, uninitialised, as uint8."""
 
     def free(self) -> None:
-        """Give memory that nobody holds any more back, for others on this GPU; may wait for it."""
+        """Return unused memory to the GPU, for other users; may wait for it."""
 
     def view(self, block: Any, nbytes: int, owner: object) -> Any:
-        """Return the first bytes of a block as an array that keeps `owner`, and not the block, alive."""
+        """Return the first bytes of a block as an array that keeps `owner` alive, not the block."""
 
     def typed(self, memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return memory as an array of a type and shape; what is left over at its end is not part of it."""
+        """Return memory viewed as a dtype and shape, without the bytes left over at its end."""
 
     def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
         """Return a CSR matrix over three device arrays."""
 
     def sorted_csr(self, matrix: Any, stream: Any) -> Any:
-        """Return a CSR matrix whose column numbers rise along each row; may wait for the stream."""
+        """Return a CSR matrix with sorted column indices; may wait for the stream."""
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return page-locked host memory of undefined contents."""
+        """Allocate page-locked host memory, uninitialised."""
 
     def address(self, array: Any) -> int:
-        """Return where an array starts."""
+        """Return the address of an array."""
 
     def stream(self, *, is_urgent: bool = False) -> Any:
-        """Return a new stream that does not wait for the default one; urgent work goes before that of other streams."""
+        """Return a new stream that does not synchronise with the default one; urgent streams have priority."""
 
     def current_stream(self) -> Any:
-        """Return the stream on which the calling thread's consumer works."""
+        """Return the calling thread's current stream, on which its consumer works."""
 
     def stream_number(self, stream: Any) -> int:
-        """Return the cudaStream_t of a stream."""
+        """Return a stream's cudaStream_t."""
 
     def stream_of(self, number: int) -> Any:
-        """Return the stream of a cudaStream_t that others made; the same object each time."""
+        """Return the stream of a foreign cudaStream_t; the same object each time."""
 
     def record(self, stream: Any) -> Any:
-        """Return an event that is reached when all that was given to the stream so far is done."""
+        """Return an event that completes when all work given to the stream so far is done."""
 
     def is_reached(self, event: Any) -> bool:
-        """Return whether what was given to a stream before an event is done."""
+        """Return whether an event has completed."""
 
     def wait(self, event: Any) -> None:
-        """Let the calling thread wait for an event."""
+        """Block the calling thread until an event completes."""
 
     def stream_wait(self, stream: Any, event: Any) -> None:
-        """Let a stream wait for an event."""
+        """Make a stream wait for an event."""
 
     def upload(self, host: NDArray[Any], out: Any, stream: Any) -> None:
-        """Copy page-locked memory to the device, which must both be left alone until the stream is past this."""
+        """Copy page-locked memory to the device; neither side may be touched until the stream has passed the copy."""
 
     def download(self, array: Any, host: NDArray[Any], stream: Any) -> None:
         """Copy an array to page-locked memory."""
@@ -109,9 +109,9 @@ class CupyDevice:
     Parameters
     ----------
     number
-        Which GPU of those that this process sees.
+        Index of the GPU among those visible to this process.
     memory_nbytes
-        Most memory to take of it; None: no bound.
+        Limit on device memory; None for no limit.
 
     Raises
     ------
@@ -145,26 +145,26 @@ class CupyDevice:
             self._kernels.compile()
             self._n_blocks = 8 * cupy.cuda.Device(number).attributes["MultiProcessorCount"]
             self._functions: dict[str, Any] = {}
-            # Of its own: memory of CuPy's common pool may still be in use by a stream that we know nothing of.
+            # A pool of our own: memory of CuPy's default pool may still be in use by a stream unknown to us.
             self._memory = cupy.cuda.MemoryPool()
             if memory_nbytes is not None:
                 self._memory.set_limit(size=memory_nbytes)
 
     def use(self) -> None:
-        """Make this the device of the calling thread."""
+        """Make this the calling thread's current device."""
         self._cupy.cuda.Device(self._number).use()
 
     def _chosen(self) -> _Chosen:
-        """Do what CUDA does on a thread's current device; a consumer's thread, or the collector's, may have another."""
+        """Enter this device: a consumer's thread, or the garbage collector's, may have another one current."""
         return _Chosen(self.name, self._cupy.cuda.Device(self._number))
 
     def empty(self, nbytes: int) -> Any:
-        """Return new device memory; DeviceError where there is not enough."""
+        """Allocate device memory; raise DeviceError if there is not enough."""
         with self._chosen():
             return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=self._memory.malloc(nbytes))
 
     def free(self) -> None:
-        """Give memory that nobody holds any more back."""
+        """Return unused memory to the GPU."""
         with self._chosen():
             self._memory.free_all_blocks()
 
@@ -175,14 +175,14 @@ class CupyDevice:
         return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=cuda.MemoryPointer(memory, 0))
 
     def typed(self, memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return memory as an array of a type and shape."""
+        """Return memory viewed as a dtype and shape."""
         return self._cupy.ndarray(shape, dtype=dtype, memptr=memory.data)
 
     def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
-        """Return a `cupyx.scipy.sparse.csr_matrix`, without a look at what is in it.
+        """Return a `cupyx.scipy.sparse.csr_matrix`, without inspecting its contents.
 
-        Its constructor reads both ends of `indptr` since CuPy 14.1: it would wait for the device at each minibatch, and
-        on another stream than the one that writes them.
+        Since CuPy 14.1 the constructor reads both ends of `indptr`: it would wait for the device at each minibatch, and
+        on a different stream from the one that writes them.
         """
         from cupyx.scipy.sparse import csr_matrix
 
@@ -201,12 +201,12 @@ class CupyDevice:
         return matrix
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return page-locked host memory."""
+        """Allocate page-locked host memory."""
         with self._chosen():
             return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(1, nbytes)), dtype=np.uint8)[:nbytes]
 
     def address(self, array: Any) -> int:
-        """Return where an array starts."""
+        """Return the address of an array."""
         return int(array.data.ptr)
 
     def stream(self, *, is_urgent: bool = False) -> Any:
@@ -215,37 +215,37 @@ class CupyDevice:
             return self._cupy.cuda.Stream(non_blocking=True, priority=-1 if is_urgent else 0)
 
     def current_stream(self) -> Any:
-        """Return CuPy's current stream of the calling thread."""
+        """Return the calling thread's current CuPy stream."""
         return self._cupy.cuda.get_current_stream(self._number)
 
     def stream_number(self, stream: Any) -> int:
-        """Return the cudaStream_t of a stream."""
+        """Return a stream's cudaStream_t."""
         return int(stream.ptr)
 
     def stream_of(self, number: int) -> Any:
-        """Return the stream of a cudaStream_t."""
+        """Return the stream of a foreign cudaStream_t."""
         return stream_named(number)
 
     def record(self, stream: Any) -> Any:
         """Return an event recorded on a stream."""
         with self._chosen():
-            event = self._cupy.cuda.Event(block=True, disable_timing=True)  # who waits for it leaves the core to others
+            event = self._cupy.cuda.Event(block=True, disable_timing=True)  # blocking: a waiting thread yields its core
             event.record(stream)
         return event
 
     def is_reached(self, event: Any) -> bool:
-        """Return whether what was given to a stream before an event is done."""
+        """Return whether an event has completed."""
         with _Chosen(self.name):
             return bool(event.done)
 
     def wait(self, event: Any) -> None:
-        """Let the calling thread wait for an event; a fault of what was launched before shows here."""
+        """Block the calling thread until an event completes; errors of earlier launches surface here."""
         with _Chosen(self.name):
             event.synchronize()
 
     def stream_wait(self, stream: Any, event: Any) -> None:
-        """Let a stream wait for an event."""
-        with self._chosen():  # the default stream is that of the current device
+        """Make a stream wait for an event."""
+        with self._chosen():  # the default stream belongs to the current device
             stream.wait_event(event)
 
     def upload(self, host: NDArray[Any], out: Any, stream: Any) -> None:
@@ -267,7 +267,7 @@ class CupyDevice:
                 array.data.memset_async(value, array.nbytes, stream)
 
     def launch(self, kernel: str, n_blocks: int, n_threads: int, args: Sequence[Any], stream: Any) -> None:
-        """Launch a kernel; nothing where there are no blocks."""
+        """Launch a kernel; do nothing if there are no blocks."""
         if n_blocks < 1:
             return
         if kernel.startswith(DIVISIBLE):
@@ -280,7 +280,7 @@ class CupyDevice:
 
 
 class _Named:
-    """A stream of others, as CuPy wants to be told of it."""
+    """A foreign stream, through the protocol that CuPy expects."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -291,16 +291,16 @@ class _Named:
 
 @cache
 def stream_named(number: int) -> Any:
-    """Return CuPy's stream for a cudaStream_t that others made; the same object each time."""
+    """Return CuPy's stream for a foreign cudaStream_t; the same object each time."""
     from cupy.cuda import Stream
 
     return Stream.from_external(_Named(number))
 
 
 class _Chosen:
-    """A with-block on a device, if one is given, in which what CUDA reports is a DeviceError of one sentence.
+    """A with-block on a device, if one is given, that turns CUDA's errors into a DeviceError of one sentence.
 
-    A class and no generator, since each minibatch enters it many times.
+    A class rather than a generator, because each minibatch enters it many times.
     """
 
     __slots__ = ("_device", "_name")
@@ -331,7 +331,7 @@ class _Chosen:
 
 
 def _raise_as_device_error(name: str, error: BaseException) -> None:
-    """Raise a DeviceError for what CUDA reports; do nothing where it is another error."""
+    """Raise a DeviceError for a CUDA error; do nothing for any other."""
     import cupy
 
     cuda = cupy.cuda
@@ -353,5 +353,5 @@ def n_gpus() -> int:
         import cupy
 
         return int(cupy.cuda.runtime.getDeviceCount())
-    except Exception:  # noqa: BLE001 - whatever is wrong with the driver, there is no GPU to use
+    except Exception:  # noqa: BLE001 - whatever is wrong with the driver, there is no usable GPU
         return 0

@@ -1,17 +1,17 @@
-"""Objects of a remote into device memory by KvikIO's own HTTP client, past host memory that Python knows of.
+"""Read remote objects into device memory with KvikIO's own HTTP client, bypassing host memory managed by Python.
 
-What KvikIO's remote handle leaves to its caller, and is seen to here (26.10, tried out against an object store that
+KvikIO's remote handle leaves three things to its caller, handled here (26.10, tested against an object store that
 fails on demand):
 
-- It asks under no condition (``If-Match``), and says that it read what it was asked for also where the object has
-  become shorter. So after each read the object is looked at: one that is no longer what was opened is an error.
-- It tries again by itself on 429 and 5xx, and gives up on a reset or a body that breaks off. So parts that failed are
-  asked for again here, with patience.
-- It has one pool of threads, and each asks for one range at a time. So the pool is as large as requests are to be
-  under way.
+- It sends no condition (``If-Match``), and reports a full read even if the object has become shorter. So the object is
+  checked after each read: if it is no longer the one that was opened, that is an error.
+- It retries by itself on 429 and 5xx, but gives up on a connection reset or a truncated body. So failed parts are
+  requested again here, with patience.
+- It has one thread pool, each thread with one request at a time. So the pool is as large as the number of requests
+  that are to be in flight.
 
-A request that stalls ends by KvikIO's own timeout (``KVIKIO_HTTP_TIMEOUT``): memory that it may still write to is not
-let go before.
+A stalled request ends by KvikIO's own timeout (``KVIKIO_HTTP_TIMEOUT``): until then, memory that it may still write to
+is not released.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ Part = tuple[int, int, int, Any]
 
 
 class FarReader:
-    """Reads objects through handles that KvikIO opens.
+    """Read objects through handles that KvikIO opens.
 
     Parameters
     ----------
     remote_file
         ``kvikio.RemoteFile``.
     span
-        Makes a range of device memory of its address and length.
+        Makes a range of device memory from an address and a length.
     device
-        Whose memory is written.
+        The device whose memory is written.
     task_nbytes
-        Most bytes per request; no more than KvikIO's own ``task_size``, or it would cut what then fails in parts.
+        Largest request in bytes; at most KvikIO's own ``task_size``, or KvikIO would split it and could fail in part.
     patience
-        With a part that fails.
+        Retry policy for a failed part.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FarReader:
 
     @staticmethod
     def reaches(source: Source) -> bool:
-        """Return whether the objects of a source can be read by it."""
+        """Return whether this reader can read the objects of a source."""
         reach = getattr(source, "reach", None)
         return reach is not None and reach(0) is not None
 
@@ -81,12 +81,12 @@ class FarReader:
         out: Any,
         before: Any,
     ) -> int:
-        """Read ranges (first byte, length, place; (n,) int64 each), and return the bytes read, when all are there.
+        """Read ranges (first byte, length, place; (n,) int64 each); return the number of bytes read once all are there.
 
         Raises
         ------
         ReadError
-            One cannot be had, or an object is not what was opened.
+            A range cannot be read, or an object is not the one that was opened.
         """
         far = cast("RemoteSource", source)
         self._device.use()
@@ -116,10 +116,10 @@ class FarReader:
             while in_flight:
                 n_read += self._finish(pending, far, name, handles, *in_flight.popleft())
         finally:
-            for _, (_, _, _, future) in in_flight:  # which may still write
+            for _, (_, _, _, future) in in_flight:  # it may still write
                 try:
                     future.get()
-                except Exception:  # noqa: BLE001, S112 - another has failed before
+                except Exception:  # noqa: BLE001, S112 - an earlier error is already being raised
                     continue
             pending.count(n_read, time.perf_counter() - start)
         far.check_same(list(handles))
@@ -149,7 +149,7 @@ class FarReader:
     def _finish(
         self, pending: Pending, source: RemoteSource, name: str, handles: dict[int, Any], number: int, part: Part
     ) -> int:
-        """Wait for a part, which is asked for again where it failed; return its bytes."""
+        """Wait for a part, request it again if it failed, and return its number of bytes."""
         at, n, address, _ = part
         waiting = [part]
 
@@ -160,7 +160,7 @@ class FarReader:
             try:
                 got = int(future.get())
             except Exception as error:
-                source.check_same([number])  # what is gone or changed will not come
+                source.check_same([number])  # retrying does not help if it is gone or changed
                 raise BusyError(" ".join(str(error).split()).rpartition(" at: ")[2].partition(": ")[2]) from error
             if got != n:
                 raise BusyError(f"wanted {n} bytes, got {got}")

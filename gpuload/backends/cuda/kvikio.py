@@ -1,21 +1,21 @@
-"""Bytes from disk to device memory by KvikIO. The home of kvikio.
+"""Read bytes from disk into device memory with KvikIO. The only user of kvikio.
 
-KvikIO reads by GPUDirect Storage where the machine has it, and through a bounce buffer of its own where not ("compat").
-Which of the two it was is taken from its counters, never assumed.
+KvikIO reads by GPUDirect Storage where the machine supports it, and otherwise through its own bounce buffer ("compat").
+Which of the two it used is taken from its counters, never assumed.
 
-What KvikIO leaves to its caller, and is seen to here:
+What KvikIO leaves to its caller, handled here:
 
-- It waits for the default stream alone before it writes. So a read begins when its stream has done what it was given.
-- It works in step with that stream all the same: it waits for it before each direct transfer, and the copies out of its
-  bounce buffer go through streams that the default one waits for (CU_STREAM_DEFAULT). So a training step on the default
-  stream, PyTorch's choice, and reads take turns; in a stream of its own (``torch.cuda.stream``) it overlaps with them.
-- A failed read leaves its other parts running. So every call here is one part (KvikIO cuts reads into tasks; these are
-  cut here, to the same size), and a read ends when the last of them has.
-- A read past the file's end is an error or comes back short. So ranges are rounded to whole pages up to that end.
+- Before it writes, it waits for the default stream only. So a read begins once its own stream is idle.
+- It still synchronises with the default stream: it waits for it before each direct transfer, and copies from its
+  bounce buffer use streams that the default one waits for (CU_STREAM_DEFAULT). So reads and a training step on the
+  default stream, PyTorch's choice, take turns; a step on its own stream (``torch.cuda.stream``) overlaps with them.
+- A failed read leaves its other parts running. So every call here is one part (KvikIO splits reads into tasks; they are
+  split here, to the same size), and a read ends when its last part has.
+- A read past the end of the file fails or comes back short. So ranges are rounded to whole pages up to that end.
 - Without a driver it hangs (KVIKIO_COMPAT_MODE=OFF) or fails late. So a missing driver is an error at once.
-- It has one pool of threads per process, set by whoever comes last. So open readers share the largest number asked for,
-  and the last to be closed puts back what was there.
-- A file is opened by name. So it is opened through the descriptor of the source: the name may mean another file by now.
+- It has one thread pool per process, sized by its last user. So open readers share the largest size requested,
+  and the last one to be closed restores the original.
+- It opens files by name. So they are opened through the source's descriptor: the name may mean another file by now.
 
 References
 ----------
@@ -73,29 +73,29 @@ _DRIVER = "libcuda.so.1"
 
 
 class KvikioReader:
-    """Reads files into device memory through KvikIO's threads; what is no file, through pinned memory.
+    """Read files into device memory with KvikIO's threads, and other sources through pinned memory.
 
     Parameters
     ----------
     device
-        Whose memory is written.
+        The device whose memory is written.
     num_threads
-        Reads that KvikIO carries out at a time. None takes what KVIKIO_NTHREADS says, or `NUM_THREADS`. The pool is the
-        process's: it is as large as the most that any open reader asked for.
+        Concurrent reads. None takes KVIKIO_NTHREADS, or `NUM_THREADS`. The pool belongs to the process: it is as large
+        as the largest number that any open reader asked for.
     task_nbytes
-        Most bytes per read, a multiple of 4096 (KvikIO's ``task_size``).
+        Largest read in bytes, a multiple of 4096 (KvikIO's ``task_size``).
     remote
-        Read objects of S3 and web servers by KvikIO's own client too, where it can reach them; see `FarReader`.
+        Also read objects of S3 and web servers with KvikIO's own client, where it can reach them; see `FarReader`.
 
     Attributes
     ----------
     read_nbytes
-        Bytes that all reads brought so far.
+        Bytes read so far.
 
     Raises
     ------
     PlanError
-        A parameter is none of those.
+        A parameter is out of range.
     DeviceError
         This machine has no CUDA driver.
     MissingDependencyError
@@ -117,7 +117,7 @@ class KvikioReader:
             from kvikio import SummaryMonitor
         except ImportError as error:
             raise MissingDependencyError("kvikio-cu13>=26.10", "reading to a GPU through KvikIO", "cuda13") from error
-        except RuntimeError as error:  # it looks for cuFile's library when it is imported
+        except RuntimeError as error:  # kvikio looks for the cuFile library on import
             raise MissingDependencyError("nvidia-cufile", "reading to a GPU through KvikIO", "cuda13") from error
         self._kvikio = kvikio
         self._device = device
@@ -136,13 +136,13 @@ class KvikioReader:
 
     @property
     def io_mode(self) -> str:
-        """``"gds"`` where at least half of the bytes so far went through cuFile, and that with DMA; else ``"compat"``.
+        """``"gds"`` if at least half of the bytes so far went through cuFile with DMA, else ``"compat"``.
 
-        cuFile may bounce on its own account, which KvikIO counts as GDS. So it must also have its kernel driver
-        (nvidia-fs), or be forbidden to bounce (``"allow_compat_mode": false`` in cufile.json), which a machine that
-        reads by PCI P2PDMA alone must do to be recognised. The counters are the process's: reads of others through
-        KvikIO count too. ``"pinned"`` where most bytes were of sources that are no files, ``"remote"`` where they came
-        by KvikIO's own client.
+        cuFile may itself use a bounce buffer, which KvikIO counts as GDS. So cuFile must also have its kernel driver
+        (nvidia-fs), or be forbidden to bounce (``"allow_compat_mode": false`` in cufile.json); a machine that reads by
+        PCI P2PDMA alone needs that setting to be recognised. The counters are process-wide: other users' reads
+        through KvikIO count too. ``"pinned"`` if most bytes came from sources that are not files, ``"remote"`` if they
+        came through KvikIO's own client.
         """
         if self._far_nbytes > max(self._pinned.read_nbytes, self.read_nbytes):
             return "remote"
@@ -155,7 +155,7 @@ class KvikioReader:
         return "gds" if is_direct else "compat"
 
     def facts(self) -> dict[str, Any]:
-        """Return what decides about the path, for reports: versions, settings, and bytes by path so far."""
+        """Return the facts that decide the I/O path, for reports: versions, settings, and bytes by path so far."""
         kvikio = self._kvikio
         direct, bounced = self._counted()
         mode = kvikio.defaults.get("compat_mode")
@@ -215,7 +215,7 @@ class KvikioReader:
         out: Any,
         before: Any,
     ) -> None:
-        """Keep KvikIO's threads at work until all ranges are read, or one has failed and no other is being read."""
+        """Keep KvikIO's threads busy until all ranges are read, or one has failed and no other is in flight."""
         self._device.use()
         self._device.wait(before)
         start = time.perf_counter()
@@ -232,7 +232,7 @@ class KvikioReader:
                 file = self._files.take(source, int(number[e]))
                 try:
                     future = file.handle.pread(_Span(memory + first, n), n, at_byte, self._task_nbytes)
-                except Exception as error:  # noqa: BLE001 - a small read is carried out at once, may fail in any way
+                except Exception as error:  # noqa: BLE001 - a small read runs at once, and may fail in any way
                     self._files.give_back(file)
                     failure = e, _reason(error)
                     break
@@ -262,7 +262,7 @@ class KvikioReader:
             raise CancelledError
 
     def _read_far(self, pending: Pending, source: Source, *rest: Any) -> None:
-        """Read ranges of objects by KvikIO's own client."""
+        """Read ranges of objects with KvikIO's own client."""
         assert self._far is not None  # noqa: S101
         n_read = self._far.read(pending, source, *rest)
         with self._lock:
@@ -271,7 +271,7 @@ class KvikioReader:
     def _parts(
         self, offset: NDArray[np.int64], nbytes: NDArray[np.int64], first: NDArray[np.int64]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (extent, offset in the file, place, bytes) of parts of at most `task_nbytes`, each begun on a page."""
+        """Yield (extent, file offset, place, length) of parts of at most `task_nbytes`, each starting on a page."""
         for e, (at, n, to) in enumerate(zip(offset.tolist(), nbytes.tolist(), first.tolist(), strict=True)):
             for done in range(0, n, self._task_nbytes):
                 yield e, at + done, to + done, min(self._task_nbytes, n - done)
@@ -279,7 +279,7 @@ class KvikioReader:
     def _collect(
         self, read: tuple[int, int, _File, Any], n_read: int, failure: tuple[int, str] | None
     ) -> tuple[int, tuple[int, str] | None]:
-        """Wait for a read; return the bytes read so far with its own, and the first failure so far."""
+        """Wait for a read; return the running total of bytes and the first failure so far."""
         extent, wanted, file, future = read
         try:
             got = int(future.get())
@@ -307,18 +307,18 @@ class KvikioReader:
 
 
 class _File:
-    """A file that KvikIO has open, and how many of its reads are under way."""
+    """A file that KvikIO has open, and its number of reads in flight."""
 
     __slots__ = ("handle", "n_users", "source")
 
     def __init__(self, source: Source, handle: Any) -> None:
-        self.source = source  # kept, so that its place in memory is nobody else's
+        self.source = source  # kept alive, so that its id is not reused
         self.handle = handle
         self.n_users = 0
 
 
 class _Files:
-    """The files that KvikIO has open: each opened once, those used longest ago closed where there are many."""
+    """The files that KvikIO has open: each opened once, the least recently used closed when there are too many."""
 
     def __init__(self, open_file: Callable[[str], Any]) -> None:
         self._open_file = open_file
@@ -338,12 +338,12 @@ class _Files:
             return file
 
     def give_back(self, file: _File) -> None:
-        """Take back what `take` gave."""
+        """Give back a file from `take`."""
         with self._lock:
             file.n_users -= 1
 
     def close(self) -> None:
-        """Close all."""
+        """Close all files."""
         with self._lock:
             while self._open:
                 self._open.popitem()[1].handle.close()
@@ -356,14 +356,14 @@ class _Files:
                 raise ReadError(f"{source.name}: KvikIO cannot open it: {_reason(error)}. Use io='pinned'.") from error
 
     def _close_idle(self) -> None:
-        """Close those used longest ago where there are too many; the last one is only about to be used."""
+        """Close the least recently used files if there are too many, but not the last, which is about to be used."""
         idle = [key for key, file in self._open.items() if not file.n_users][:-1]
         for key in idle[: max(0, len(self._open) - MAX_FILES)]:
             self._open.pop(key).handle.close()
 
 
 class _Span:
-    """A range of device memory, as KvikIO wants to be told; cheaper than a slice of an array."""
+    """A range of device memory, in the form that KvikIO expects; cheaper than slicing an array."""
 
     __slots__ = ("__cuda_array_interface__",)
 
@@ -377,7 +377,7 @@ class _Span:
 
 
 class _PoolSize:
-    """The size of KvikIO's pool, which all readers of the process share."""
+    """The size of KvikIO's thread pool, shared by all readers of the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -421,5 +421,5 @@ def _check_driver() -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return KvikIO's words without the place in its sources."""
+    """Return KvikIO's message without the location in its source."""
     return re.sub(r"^.* at: \S+:\d+: ", "", " ".join(str(error).split())).rstrip(".")

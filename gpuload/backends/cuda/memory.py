@@ -1,8 +1,8 @@
-"""Device memory that goes round, between streams.
+"""Recycled device memory, with ordering between streams.
 
-Memory that is given back may still be in use: a kernel that reads it was launched and has not run yet. So a lease knows
-the streams that its memory was used on; when it dies an event is recorded on each, and who leases the memory next has
-its own stream wait for them. Nothing waits on the host, and nothing is allocated once enough goes round.
+Memory may still be in use when it is given back: a kernel that reads it was launched but has not run yet. So a lease
+knows the streams that used its memory. When the lease dies, an event is recorded on each, and the stream of the next
+lease waits for these events. The host never waits, and in the steady state nothing is allocated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SMALL = 1 << 20
 
 
 class Lease:
-    """Device memory in use: the owner of every array over it; it goes back to its pool when the last one is gone."""
+    """Device memory in use: the owner of every array over it. It returns to its pool when the last one is gone."""
 
     __slots__ = ("_block", "_pool", "_streams")
 
@@ -36,26 +36,26 @@ class Lease:
         self._streams = [stream]
 
     def used_on(self, stream: Any) -> None:
-        """Note that work on this memory was given to a stream."""
-        if stream not in self._streams:  # CuPy makes a new object of a stream now and then
+        """Note that a stream was given work on this memory."""
+        if stream not in self._streams:  # CuPy sometimes makes a new object for a stream
             self._streams.append(stream)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter, or the device, may be going down
+        with contextlib.suppress(Exception):  # the interpreter, or the device, may be shutting down
             self._pool.give_back(self._block, self._streams)
 
 
 class DevicePool:
-    """Leases device memory and keeps idle blocks for reuse.
+    """Lease device memory, and keep idle blocks for reuse.
 
     Parameters
     ----------
     device
-        Where.
+        The device to allocate on.
     max_idle
-        Idle blocks kept.
+        Number of idle blocks to keep.
     all_pools
-        The pools of this device, to which this one is added: where one lacks memory, all give up what is idle.
+        The pools of this device, to which this one is added: if one runs out of memory, all release their idle blocks.
     """
 
     def __init__(self, device: Device, max_idle: int, all_pools: list[DevicePool]) -> None:
@@ -69,7 +69,7 @@ class DevicePool:
         """Most bytes that were leased or idle at one time."""
 
     def lease(self, nbytes: int, stream: Any) -> tuple[Any, Lease]:
-        """Return memory for use on a stream, aligned to `ALIGNMENT`, and the lease that it keeps alive."""
+        """Return memory for use on a stream, aligned to `ALIGNMENT`, and its lease, which it keeps alive."""
         nbytes = max(1, nbytes)
         block, events = self._take(nbytes) or (None, [])
         for event in events:
@@ -82,13 +82,13 @@ class DevicePool:
         return self._device.view(block, nbytes, lease), lease
 
     def array(self, shape: tuple[int, ...], dtype: Any, stream: Any) -> tuple[Any, Lease]:
-        """Return an array of undefined contents for use on a stream, and its lease."""
+        """Return an uninitialised array for use on a stream, and its lease."""
         memory, lease = self.lease(math.prod(shape) * np.dtype(dtype).itemsize, stream)
         return self._device.typed(memory, dtype, shape), lease
 
     def give_back(self, block: Any, streams: list[Any]) -> None:
-        """Keep a block for reuse after what was given to the streams so far."""
-        # Called by the garbage collector, in any thread and at any time: single operations on a dict, and no lock.
+        """Keep a block for reuse, after the work given to the streams so far."""
+        # The garbage collector may call this in any thread at any time, hence atomic dict operations and no lock.
         self._idle[id(block)] = block, [self._device.record(stream) for stream in streams]
         if len(self._idle) > self._max_idle:
             for key in self._idle.copy():
@@ -96,17 +96,17 @@ class DevicePool:
                     self._drop(key, may_wait=not self._max_idle)
 
     def clear(self) -> None:
-        """Give the idle blocks back, and keep none from now on."""
+        """Free the idle blocks, and keep none from now on."""
         self._max_idle = 0
         self.drop_idle()
 
     def drop_idle(self) -> None:
-        """Give the idle blocks back, when what was given to their streams is done."""
+        """Free the idle blocks once the work given to their streams is done."""
         for key in self._idle.copy():
             self._drop(key)
 
     def _take(self, nbytes: int) -> tuple[Any, list[Any]] | None:
-        """Take an idle block that fits, and the events before which it is in use; None where there is none."""
+        """Take an idle block that fits, with the events that end its use; None if there is none."""
         for key, (block, _) in self._idle.copy().items():
             if nbytes <= block.nbytes <= 2 * nbytes + ALIGNMENT:
                 found = self._idle.pop(key, None)  # another thread may have been faster
@@ -115,7 +115,7 @@ class DevicePool:
         return None
 
     def _new(self, nbytes: int) -> Any:
-        """Return new device memory, for which idle blocks are given up where there is too little."""
+        """Allocate device memory, dropping idle blocks if there is too little."""
         try:
             return self._device.empty(nbytes)
         except DeviceError:
@@ -124,14 +124,14 @@ class DevicePool:
             return self._device.empty(nbytes)
 
     def _drop(self, key: int, *, may_wait: bool = True) -> None:
-        """Give an idle block up; where nothing may be waited for, only if it is not in use any more."""
+        """Drop an idle block; without `may_wait`, only if it is no longer in use."""
         found = self._idle.pop(key, None)
         if found is None:
             return
         if not may_wait and not all(self._device.is_reached(event) for event in found[1]):
             self._idle[key] = found
             return
-        # Freed memory may go to any stream; but of a device that has failed, in the consumer's work maybe, to none.
+        # Freed memory may go to any stream. If the device has failed, perhaps in the consumer's work, it goes to none.
         with contextlib.suppress(DeviceError) if not self._max_idle else contextlib.nullcontext():
             for event in found[1]:
                 self._device.wait(event)
@@ -139,7 +139,7 @@ class DevicePool:
 
 
 def _room(nbytes: int) -> int:
-    """Return the size of a block for so many bytes: some more, that the next one like it fits too."""
+    """Return the block size for a request: somewhat larger, so that the next similar one fits too."""
     return (
         1 << max(8, (nbytes - 1).bit_length()) if nbytes <= _SMALL else -(-(nbytes + nbytes // 16) // _SMALL) * _SMALL
     )

@@ -1,19 +1,19 @@
-"""nvCOMP's batched decoders by their C interface: the only file that knows the library.
+"""nvCOMP's batched decoders through its C interface: the only module that knows the library.
 
-The C interface fits a loader that knows the size of every chunk from the file's index: one call for thousands of
-chunks, a status for each, and no wait. The library's Python codec reads sizes back from the device first.
+The C interface suits a loader that knows the size of every chunk from the file's index: one call for thousands of
+chunks, a status for each, and no wait. The library's Python codec first reads sizes back from the device.
 
 Requirements this module answers
 --------------------------------
-- It touches no memory: arguments are addresses on the device, and what it returns is small numbers.
-- No call waits for the device. Alignments and temporary sizes come from the host alone, so they can be asked for, and
+- It touches no memory: it takes device addresses, and returns small numbers.
+- No call waits for the device. Alignments and temporary sizes come from the host alone, so they can be queried, and
   tested, without a GPU.
-- Importing it loads nothing; `Nvcomp()` loads the library, of version 5 or 6, which differ in one function.
+- Importing it loads nothing; `Nvcomp()` loads the library, version 5 or 6, which differ in one function.
 
 Notes
 -----
-The decoders trust their input: damaged bytes may give a wrong result with status 0, or none [1]_. So sizes are to be
-checked before (by the kernels that walk `containers`) and checksums and decoded sizes after.
+The decoders trust their input: damaged bytes may give a wrong result with status 0, or no result [1]_. So check sizes
+beforehand (the kernels that walk `containers` do) and checksums and decoded sizes afterwards.
 
 References
 ----------
@@ -67,13 +67,13 @@ _SIZE, _ADDRESS = ctypes.c_size_t, ctypes.c_void_p
 
 
 class Options(ctypes.Structure):
-    """``nvcompBatched<Name>DecompressOpts_t``, passed by value: all of them begin so, and zero is the default."""
+    """``nvcompBatched<Name>DecompressOpts_t``, passed by value: they all begin like this, and zero is the default."""
 
     _fields_ = (("backend", ctypes.c_int), ("rest", ctypes.c_char * 60))
 
 
 class Properties(ctypes.Structure):
-    """``nvcompProperties_t``: versions as ``major * 1000 + minor * 100 + patch``, and CUDA's."""
+    """``nvcompProperties_t``: versions as ``major * 1000 + minor * 100 + patch``, also that of CUDA."""
 
     _fields_ = (("version", ctypes.c_uint32), ("cudart_version", ctypes.c_uint32))
 
@@ -108,7 +108,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Alignment(NamedTuple):
-    """Bytes that addresses must be multiples of: of a compressed chunk, of its output, of the temporary memory."""
+    """Required alignment in bytes: of a compressed chunk, of its output, of the temporary memory."""
 
     input: int
     output: int
@@ -123,25 +123,25 @@ class Nvcomp:
     backend
         ``"default"``, ``"hardware"`` or ``"cuda"``; see `BACKENDS`.
     path
-        The library's file; None looks in the installed packages, then where the system's loader looks.
+        The library's file; None searches the installed packages, then the loader's search path.
 
     Attributes
     ----------
     algorithms
-        What it decodes: ``"deflate"``, ``"gzip"``, ``"zstd"``, ``"lz4"``, ``"snappy"``; see `C_NAMES`.
+        The supported algorithms: ``"deflate"``, ``"gzip"``, ``"zstd"``, ``"lz4"``, ``"snappy"``; see `C_NAMES`.
     version, cuda_version
-        Of the library: ``"5.3.0"``; of the CUDA runtime that it was built with: ``"13.3"``.
+        Versions of the library (``"5.3.0"``) and of the CUDA runtime that it was built with (``"13.3"``).
     path
-        Of the library, as it was loaded.
+        The library's file, as loaded.
 
     Raises
     ------
     MissingDependencyError
-        There is no nvCOMP.
+        nvCOMP is not installed.
     DeviceError
-        It cannot be loaded, or is of another version than 5 or 6.
+        The library cannot be loaded, or its version is not 5 or 6.
     PlanError
-        `backend` is none of those.
+        `backend` is not one of `BACKENDS`.
     """
 
     algorithms = frozenset(C_NAMES)
@@ -168,7 +168,7 @@ class Nvcomp:
         self._decoders = self._functions("DecompressAsync")
 
     def alignment(self, algorithm: str) -> Alignment:
-        """Return what the addresses given to `decode` must be multiples of, in bytes.
+        """Return the alignment in bytes required of the addresses given to `decode`.
 
         Raises
         ------
@@ -185,10 +185,10 @@ class Nvcomp:
     def temp_nbytes(
         self, algorithm: str, n_chunks: int, max_out_nbytes: int, total_out_nbytes: int, stream: int = 0
     ) -> int:
-        """Return the bytes of temporary device memory that `decode` needs.
+        """Return the size in bytes of the temporary device memory that `decode` needs.
 
-        Nothing for any format but zstd, which needs 3.05 to 3.11 times the decoded bytes, and more where chunks have
-        less than 64 KiB; so a batch of zstd chunks is to be limited by its bytes.
+        It is 0 for every format but zstd, which needs 3.05 to 3.11 times the decoded bytes, and more for chunks of less
+        than 64 KiB; so batches of zstd chunks should be limited by size.
 
         Parameters
         ----------
@@ -197,9 +197,9 @@ class Nvcomp:
         n_chunks
             Chunks in the batch.
         max_out_nbytes, total_out_nbytes
-            Decoded bytes of the largest chunk, and of all.
+            Decoded bytes of the largest chunk, and in total.
         stream
-            The ``cudaStream_t`` that `decode` will be given; only version 6 looks at it.
+            The ``cudaStream_t`` that `decode` will be given; only version 6 uses it.
 
         Raises
         ------
@@ -231,8 +231,8 @@ class Nvcomp:
     ) -> None:
         """Enqueue the decoding of n chunks on a stream; return at once.
 
-        All arrays have n elements and lie in device memory, as do the chunks and their outputs; arguments are their
-        addresses. They must stay as they are until the stream has come past this call. With n = 0 nothing is enqueued.
+        Arguments are the addresses of arrays of n elements in device memory, which also holds the chunks and outputs.
+        None of it may change until the stream has passed this call. With n = 0 nothing is enqueued.
 
         Parameters
         ----------
@@ -241,7 +241,7 @@ class Nvcomp:
         in_ptrs, in_nbytes
             Addresses (uint64) and sizes (uint64) of the compressed chunks.
         out_capacity
-            Room (uint64) for each decoded chunk, in bytes.
+            Capacity (uint64) for each decoded chunk, in bytes.
         out_nbytes
             Where the decoded sizes (uint64) are written.
         out_ptrs
@@ -251,14 +251,14 @@ class Nvcomp:
         temp_ptr, temp_nbytes
             Temporary memory of at least `temp_nbytes` bytes; 0 and 0 where none is needed.
         n
-            Chunks.
+            Number of chunks.
         stream
             A ``cudaStream_t``.
 
         Raises
         ------
         DeviceError
-            The batch could not be enqueued. What is wrong with single chunks is in `status` instead.
+            The batch could not be enqueued. Errors of single chunks are in `status` instead.
         PlanError
             `algorithm` is not one of `algorithms`.
         """
@@ -325,12 +325,12 @@ class Nvcomp:
 
 
 def describe(status: int) -> str:
-    """Return what a chunk's ``nvcompStatus_t`` means, as a part of a sentence."""
+    """Return the meaning of a chunk's ``nvcompStatus_t``, as part of a sentence."""
     return STATUSES[status][1] if status in STATUSES else f"nvCOMP gives it the unknown status {status}"
 
 
 def _load(path: str | None) -> ctypes.CDLL:
-    """Load the library, of an installed package first, since that is the version that was asked for."""
+    """Load the library, preferably from an installed package, since that is the version that was asked for."""
     files = _installed() if path is None else [path]
     for file in files:
         try:

@@ -1,7 +1,7 @@
-"""Bytes from any source to device memory through page-locked host memory.
+"""Read bytes from any source into device memory through page-locked host memory.
 
-For machines whose disks the GPU cannot read from, and for sources that are no files. A few threads read into buffers
-that go round; each buffer is copied to the device while the next ones are being read.
+For machines whose disks the GPU cannot read from, and for sources that are not files. A few threads read into a ring of
+buffers; each buffer is copied to the device while the next ones are being filled.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _JOINED = 2 * PAGE
 
 
 class PinnedReader:
-    """Reads into page-locked host memory and copies from there.
+    """Read into page-locked host memory and copy from there.
 
     Parameters
     ----------
     device
         Where the bytes go.
     num_threads
-        Threads that read. There are two buffers for each: one to read into while the other one is copied.
+        Reader threads. Each has two buffers: one to read into while the other is being copied.
     buffer_nbytes
         Size of a buffer.
 
     Raises
     ------
     PlanError
-        A parameter is below 1.
+        A parameter is less than 1.
     """
 
     io_mode = "pinned"
@@ -67,7 +67,7 @@ class PinnedReader:
 
     @property
     def pinned_nbytes(self) -> int:
-        """Page-locked memory held."""
+        """Page-locked memory held, in bytes."""
         return self._ring.n_buffers * self._buffer_nbytes
 
     def start(
@@ -93,7 +93,7 @@ class PinnedReader:
         return pending
 
     def close(self) -> None:
-        """Stop the threads and give the buffers back, after the reads in progress; may be called twice."""
+        """Stop the threads and release the buffers, after the reads in progress; may be called twice."""
         self._threads.close()
 
     def _read(
@@ -108,7 +108,7 @@ class PinnedReader:
         out: Any,
         stream: Any,
     ) -> None:
-        """Read what goes into one window of device memory, and copy it there."""
+        """Read the ranges of one window of device memory, and copy them there."""
         self._device.use()
         host, event = self._ring.take(), None
         try:
@@ -129,7 +129,7 @@ class PinnedReader:
 
 
 class _Ring:
-    """Page-locked buffers, each with the event after which it may be written again."""
+    """Page-locked buffers, each with the event after which it may be overwritten."""
 
     def __init__(self, device: Device, n_most: int, nbytes: int) -> None:
         self._device = device
@@ -140,7 +140,7 @@ class _Ring:
         self.n_buffers = 0
 
     def take(self) -> NDArray[np.uint8]:
-        """Return a buffer that nobody reads or writes; a new one as long as there are few."""
+        """Return a buffer that is not in use; a new one while there are few."""
         with self._lock:
             is_new = self.n_buffers < self._n_most
             self.n_buffers += is_new
@@ -151,7 +151,7 @@ class _Ring:
                 with self._lock:
                     self.n_buffers -= 1
                 raise
-        host, event = self._idle.get()  # never for long: there are more buffers than threads
+        host, event = self._idle.get()  # never blocks for long: there are more buffers than threads
         try:
             if event is not None:
                 self._device.wait(event)
@@ -161,39 +161,39 @@ class _Ring:
         return host
 
     def give_back(self, host: NDArray[np.uint8], event: Any) -> None:
-        """Take a buffer back that is in use until an event, if any."""
+        """Give back a buffer that is in use until an event, if there is one."""
         self._idle.put((host, event))
 
     def close(self) -> None:
-        """Let go of the buffers, once they are copied."""
+        """Release the buffers once their copies are done."""
         while not self._idle.empty():
             _, event = self._idle.get()
             self.n_buffers -= 1
             if event is not None:
-                with contextlib.suppress(DeviceError):  # told to whoever waits for the bytes
+                with contextlib.suppress(DeviceError):  # reported to whoever waits for the bytes
                     self._device.wait(event)
 
 
 def _cut_into_windows(
     offset: NDArray[np.int64], nbytes: NDArray[np.int64], place: NDArray[np.int64], window_nbytes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], list[int]]:
-    """Cut ranges where they cross from one window of device memory into the next.
+    """Split ranges at the boundaries between windows of device memory.
 
     Parameters
     ----------
     offset, nbytes, place : (n,) int64
-        Ranges, and where they go.
+        The ranges, and their destinations.
     window_nbytes
         Size of a window; the first begins at the lowest place.
 
     Returns
     -------
     extent : (m,) int64
-        Of which range each part is; the parts are in the order of their places.
+        The range that each part belongs to; parts are ordered by place.
     at, n, to : (m,) int64
-        First byte in the source, length, and place of each part.
+        Source offset, length and place of each part.
     edges : list of int
-        Parts of window w are ``edges[w]:edges[w + 1]``; windows without any are left out.
+        The parts of window w are ``edges[w]:edges[w + 1]``; empty windows are left out.
     """
     some = np.flatnonzero(nbytes)
     if not some.size:
@@ -222,14 +222,14 @@ def _fill(
     place: NDArray[np.int64],
     host: NDArray[np.uint8],
 ) -> None:
-    """Read parts of ranges into a buffer, natively where the source has files.
+    """Read parts of ranges into a buffer; natively if the source has files.
 
     Parameters
     ----------
     whole : pair of (n,) int64
-        First byte and length of the range that each part is of, for the error.
+        First byte and length of the range that each part belongs to, for error messages.
     at, nbytes, place : (n,) int64
-        First byte in the source, length, and place in the buffer, of each part.
+        Source offset, length, and place in the buffer of each part.
     """
     for p in range(read_ranges(source, at, nbytes, place, host), at.size):
         wanted = int(nbytes[p])
@@ -237,13 +237,13 @@ def _fill(
         if got < wanted:
             offset, n = int(whole[0][p]), int(whole[1][p])
             before = int(at[p]) - offset
-            if before:  # what comes before may be missing too, and is read by another thread
+            if before:  # earlier bytes may be missing too; another thread reads them
                 got = min(before + got, bytes_there(source, offset, n))
             raise short_read(source, name, offset, n, got)
 
 
 def _runs(place: NDArray[np.int64], nbytes: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return the half-open ranges of device memory that are copied in one go; of places in ascending order."""
+    """Return the half-open ranges of device memory that are copied in one go; places must be ascending."""
     breaks = np.flatnonzero(place[1:] - (place + nbytes)[:-1] >= _JOINED) + 1
     edges = [0, *breaks.tolist(), place.size]
     return [(int(place[lo]), int(place[hi - 1] + nbytes[hi - 1])) for lo, hi in pairwise(edges)]

@@ -1,7 +1,7 @@
-"""What both readers of the CUDA backend are made of: the port, a read in progress, places with room, the errors.
+"""What both readers of the CUDA backend share: the protocol, a read in progress, placement, and errors.
 
-A reader brings byte ranges of a source into device memory. It knows nothing of what the bytes mean; it must not let go
-of its threads or buffers while anything may still be written, and must fail with the sentence of the CPU backend.
+A reader copies byte ranges of a source into device memory. It does not know what the bytes mean. It must not release
+its threads or buffers while anything may still be written, and its errors must read like those of the CPU backend.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _THREADS = "gpuload-"
 
 
 class Reader(Protocol):
-    """Brings byte ranges of sources into device memory."""
+    """Read byte ranges of sources into device memory."""
 
     @property
     def io_mode(self) -> str:
-        """The path that bytes take: ``"gds"``, ``"compat"`` or ``"pinned"``."""
+        """The I/O path: ``"gds"``, ``"compat"`` or ``"pinned"``."""
 
     def start(
         self,
@@ -54,29 +54,29 @@ class Reader(Protocol):
         source
             Where the bytes are.
         offset, nbytes : (n,) int64
-            First byte in the source, and length, of each range. Ranges may overlap.
+            Offset in the source and length of each range. Ranges may overlap.
         place : (n,) int64
-            Where in `out` the first byte of each range goes, as `place_extents` gives it. What lies in `out` in the
-            pages that a range touches there, and between ranges less than two pages apart, may be overwritten.
+            Where in `out` the first byte of each range goes, as returned by `place_extents`. The pages of `out` that a
+            range touches, and gaps of less than two pages between ranges, may be overwritten.
         out : (m,) uint8 device memory
-            What was given to `stream` before this call may still use it; nothing else may, before the read is done.
+            Work given to `stream` before this call may still use it; nothing else may until the read is done.
         stream
-            Work that is given to it once ``result()`` has returned sees the bytes.
+            Work given to it after ``result()`` has returned sees the bytes.
         name
-            What errors call the bytes: the name of the array.
+            Name of the array, for error messages.
 
         Raises
         ------
         ReadError
             The reader was closed; from ``result()``: bytes could not be read.
         DeviceError
-            The reader was made by another process; from ``result()``: the device refused.
+            The reader belongs to another process; from ``result()``: the device reported an error.
         ValueError
-            Two ranges have the same place, or there is no room for one.
+            Two ranges have the same place, or a range does not fit.
         """
 
     def close(self) -> None:
-        """Stop the threads and close what is open, after the reads in progress; may be called twice."""
+        """Stop the threads and close open files, after the reads in progress; may be called twice."""
 
 
 class Pending:
@@ -85,9 +85,9 @@ class Pending:
     Attributes
     ----------
     read_nbytes
-        Bytes read from the source so far; more than was asked for where whole pages were read.
+        Bytes read from the source so far; more than requested where whole pages were read.
     seconds
-        Time spent on reading them, added up over threads.
+        Time spent reading them, summed over threads.
     """
 
     def __init__(self) -> None:
@@ -98,31 +98,31 @@ class Pending:
         self._lock = threading.Lock()
 
     def add(self, task: Future[None]) -> None:
-        """Take a part of the work in."""
+        """Add a part of the work."""
         self._tasks.append(task)
 
     def check(self) -> None:
-        """Raise CancelledError in a part whose read was given up, or has failed elsewhere."""
+        """Raise CancelledError in a part of a read that was cancelled, or has failed elsewhere."""
         if self.is_stopped:
             raise CancelledError
 
     def count(self, nbytes: int, seconds: float) -> None:
-        """Add to the totals; from any thread."""
+        """Add to the totals; thread-safe."""
         with self._lock:
             self.read_nbytes += nbytes
             self.seconds += seconds
 
     def result(self) -> None:
-        """Wait until nothing is written by the host any more, then raise what went wrong first, if anything did.
+        """Wait until the host writes nothing more, then raise the first error, if any.
 
         Raises
         ------
         ReadError
             Bytes could not be read.
         DeviceError
-            The device refused.
+            The device reported an error.
         concurrent.futures.CancelledError
-            The read was given up before it was whole.
+            The read was cancelled before it was complete.
         """
         try:
             errors = [error for task in self._tasks if (error := _error_of(task)) is not None]
@@ -133,11 +133,11 @@ class Pending:
             raise next((error for error in errors if not isinstance(error, CancelledError)), errors[0])
 
     def done(self) -> bool:
-        """Return whether `result` would return at once, and work given to the stream from now on may use the memory."""
+        """Return whether `result` would return at once; work then given to the stream may use the memory."""
         return all(task.done() for task in self._tasks)
 
     def cancel(self) -> None:
-        """Begin no further part; those that have begun end soon, so ask `done` before the memory is used again."""
+        """Start no further part; parts already started end soon, so check `done` before reusing the memory."""
         self.is_stopped = True
         for task in self._tasks:
             task.cancel()
@@ -146,21 +146,21 @@ class Pending:
 def _error_of(task: Future[None]) -> BaseException | None:
     try:
         return task.exception()
-    except CancelledError as error:  # never begun
+    except CancelledError as error:  # never started
         return error
 
 
 class Threads:
-    """The threads of one reader, in the process that made them.
+    """The threads of one reader, bound to the process that made them.
 
     Parameters
     ----------
     n
-        How many.
+        Number of threads.
     name
-        What they are called after ``"gpuload-"``.
+        Thread name, after ``"gpuload-"``.
     on_close
-        Called when the last of them has ended.
+        Called when the last thread has ended.
     """
 
     def __init__(self, n: int, name: str, on_close: Callable[[], None]) -> None:
@@ -171,7 +171,7 @@ class Threads:
         self._is_closed = False
 
     def check(self, source: Source) -> None:
-        """Raise where work cannot be taken: after a fork, or once closed."""
+        """Raise if work cannot be accepted: after a fork, or once closed."""
         if os.getpid() != self._process:
             raise DeviceError(
                 f"{source.name}: the loader was opened by process {self._process} and used by its fork {os.getpid()}, "
@@ -181,7 +181,7 @@ class Threads:
             raise _closed(source)
 
     def submit(self, pending: Pending, run: Callable[..., None], source: Source, *args: Any) -> None:
-        """Have a thread carry out a part of a read of a source; where that fails, no further part is begun."""
+        """Run a part of a read of a source in a thread; if it fails, no further part is started."""
         try:
             task = self._pool.submit(_run, pending, run, source, *args)
         except RuntimeError:  # closed since `check`
@@ -190,15 +190,15 @@ class Threads:
         pending.add(task)
 
     def close(self) -> None:
-        """End the threads, after what they are at, then let go of the rest; from any thread, any number of times."""
+        """End the threads after their current work, then release the rest; from any thread, any number of times."""
         if os.getpid() != self._process:
-            return  # a fork has no threads to end, and what is open belongs to its parent
+            return  # a fork has no threads to end, and open resources belong to its parent
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
         if not is_first:
             return
         if threading.current_thread().name.startswith(_THREADS):
-            # The garbage collector may close a forgotten loader in one of these threads, which cannot wait for itself.
+            # The garbage collector may close a forgotten loader in one of these threads, which cannot join itself.
             threading.Thread(target=self._finish, name=f"{_THREADS}close").start()
         else:
             self._finish()
@@ -222,7 +222,7 @@ def _run(pending: Pending, run: Callable[..., None], *args: Any) -> None:
 
 
 def file_ends(source: Source, offset: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return, for each offset of a source, where in the source the file ends that it lies in; (n,) int64."""
+    """Return, for each offset of a source, the end of the file that contains it; (n,) int64."""
     _, at, nbytes = source.locate(offset)
     return offset - at + nbytes
 
@@ -230,27 +230,27 @@ def file_ends(source: Source, offset: NDArray[np.int64]) -> NDArray[np.int64]:
 def place_extents(
     offset: NDArray[np.int64], nbytes: NDArray[np.int64], file_nbytes: int | NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
-    """Give each extent a place in an arena, with room for the whole pages of the file that it touches.
+    """Assign each extent a place in an arena, with room for the whole file pages that it touches.
 
-    A direct transfer moves whole pages, so an extent is read from the start of its first page to the end of its last
-    one, or to the end of the file. Its place has the same distance from a page's start as its offset in the file:
-    where the arena starts on a page, so does every transfer.
+    Direct transfers move whole pages, so an extent is read from the start of its first page to the end of its last
+    one, or to the end of the file. Its place has the same offset within a page as its offset in the file does: if the
+    arena starts on a page, so does every transfer.
 
     Parameters
     ----------
     offset, nbytes : (n,) int64
-        First byte in the file, and length, of each extent.
+        Offset in the file and length of each extent.
     file_nbytes
-        Size of the file; of several, where each extent's ends.
+        Size of the file; for several files, the end of each extent's file.
 
     Returns
     -------
     read_offset, read_nbytes : (n,) int64
-        What is read of the file: around each extent and never past the file's end, unless the extent itself is.
+        The range to read around each extent, never past the end of the file unless the extent itself is.
     place : (n,) int64
         Where in the arena the first byte of each extent goes; ascending.
     total_nbytes : int
-        Size of the arena: at most two pages more per extent than the extents have.
+        Size of the arena: at most two pages per extent more than the extents themselves.
     """
     head = np.where(nbytes > 0, offset % PAGE, 0)
     end = offset + nbytes
@@ -260,7 +260,7 @@ def place_extents(
 
 
 def check_places(first: NDArray[np.int64], nbytes: NDArray[np.int64], room_nbytes: int) -> None:
-    """Raise ValueError where ranges [first, first + nbytes) overlap or leave the memory; (n,) int64 each."""
+    """Raise ValueError if ranges [first, first + nbytes) overlap or leave the memory; (n,) int64 each."""
     some = np.flatnonzero(nbytes)
     order = some[np.argsort(first[some], kind="stable")]
     start, end = first[order], (first + nbytes)[order]
@@ -271,9 +271,9 @@ def check_places(first: NDArray[np.int64], nbytes: NDArray[np.int64], room_nbyte
 
 
 def bytes_there(source: Source, at: int, wanted: int) -> int:
-    """Return how many of the wanted bytes a source holds from a place on, by reading them on the host.
+    """Return how many of the wanted bytes a source holds from an offset on, by reading them on the host.
 
-    A reader that is told only that a read failed finds out so; it may raise, with the reason that the system gives.
+    For a reader that learns only that a read failed. It may raise, with the reason that the system gives.
     """
     scratch = np.empty(min(wanted, 1 << 20), dtype=np.uint8)
     got = 0

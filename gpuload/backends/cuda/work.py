@@ -1,7 +1,7 @@
-"""What the launches for one part of a read share: a stream, scratch memory, and small arrays on their way up and down.
+"""What the launches for one part of a read share: a stream, scratch memory, and small uploads and downloads.
 
-Nothing here waits for the device. What is page-locked is held by the `Outcome` of the part until the stream is past it.
-Scratch memory goes back as soon as nothing refers to it, and then to later work on the same stream: so there is never
+Nothing here waits for the device. The part's `Outcome` holds page-locked memory until the stream has passed it. Scratch
+memory is returned as soon as nothing refers to it, and then reused by later work on the same stream, so there is never
 more of it than one part needs.
 """
 
@@ -25,21 +25,21 @@ N_THREADS = 256
 
 
 class Lane(Protocol):
-    """What one loading thread decodes with: a stream, and memory that is used on no other one."""
+    """What one loading thread decodes with: a stream, and memory used on no other stream."""
 
     stream: Any
     scratch: DevicePool
 
 
 class Work:
-    """A lane, and what the launches on it need.
+    """A lane, and what launches on it need.
 
     Parameters
     ----------
     device, nvcomp, lane
-        Where, by which library, and by whom.
+        Where to run, with which library, and on whose behalf.
     held
-        Page-locked memory that must live until the stream is past all of this.
+        Page-locked memory that must live until the stream has passed all of this.
     """
 
     def __init__(self, device: Device, nvcomp: Nvcomp, lane: Lane, held: list[Any]) -> None:
@@ -50,11 +50,11 @@ class Work:
         self._held = held
 
     def scratch(self, nbytes: int) -> Any:
-        """Return device memory of undefined contents, uint8, for what is launched as long as it is referred to."""
+        """Return uninitialised device memory, uint8, for launches made while a reference to it lives."""
         return self._pool.lease(nbytes, self.stream)[0]
 
     def numbers(self, n: int, dtype: type = np.int64) -> Any:
-        """Return n numbers of undefined value."""
+        """Return n uninitialised numbers."""
         return self.device.typed(self.scratch(n * np.dtype(dtype).itemsize), dtype, (n,))
 
     def codes(self, n: int) -> Any:
@@ -64,7 +64,7 @@ class Work:
         return codes
 
     def upload(self, **arrays: NDArray[Any]) -> dict[str, Any]:
-        """Return host arrays on the device, by name: one copy for all."""
+        """Upload host arrays in one copy; return the device arrays by name."""
         plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         start = np.cumsum([0, *(slots(array.nbytes) for array in plain.values())])
         host, memory = self.device.pinned(int(start[-1])), self.scratch(int(start[-1]))
@@ -77,24 +77,24 @@ class Work:
         return on
 
     def download(self, array: Any, dtype: type) -> NDArray[Any]:
-        """Return the host array that will hold what is in a device array."""
+        """Return the host array that will receive a device array."""
         host: NDArray[Any] = self.device.pinned(array.nbytes).view(dtype)
         self.device.download(array, host, self.stream)
         return host
 
     def launch(self, kernel: str, n_items: int, *args: Any, n_threads: int = N_THREADS) -> None:
-        """Launch a kernel over some items."""
+        """Launch a kernel over n items."""
         self.device.launch(kernel, n_items, n_threads, args, self.stream)
 
     def inflate(self, codec: str, n: int, max_nbytes: int, total_nbytes: int, *, of: dict[str, Any]) -> tuple[Any, Any]:
-        """Let nvCOMP decode n streams; return what it produced (bytes, int64) and its statuses (int32), for each.
+        """Have nvCOMP decode n streams; return the decoded size (bytes, int64) and status (int32) of each.
 
         Parameters
         ----------
         codec
-            By nvCOMP's name.
+            nvCOMP's name for it.
         n, max_nbytes, total_nbytes
-            Streams, and bytes that the largest and all decode to.
+            Number of streams, and the decoded bytes of the largest one and in total.
         of
             Device arrays, int64 (n,): addresses ``"in"`` and sizes ``"in_nbytes"`` of the streams, addresses ``"out"``
             and ``"room"`` of the outputs.
