@@ -1,4 +1,4 @@
-"""Backends: where bytes land and how. Each is whole: nothing above this package asks which one it talks to."""
+"""Backends: where bytes land, and how. They are interchangeable: nothing above this package asks which one it uses."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ def open_backend(
     Parameters
     ----------
     device
-        ``"cpu"``; ``"cuda:<n>"``, or ``"cuda"`` for the GPU of this process (LOCAL_RANK) or the first; ``"auto"``: a
-        GPU where one can be used, else the CPU.
+        ``"cpu"``; ``"cuda:<n>"``, or ``"cuda"`` for this process's GPU (LOCAL_RANK) or the first one; ``"auto"``: a
+        GPU if one is usable, else the CPU.
     num_threads
-        Native threads that read and decode; None takes one per core that this process may use.
+        Native threads for reading and decoding; None takes one per core available to this process.
     verify
         When checksums are verified: ``"once"``, ``"always"`` or ``"never"``.
     device_memory, device_cache
-        Bytes, or text such as ``"20GiB"``: most device memory to take, and how much of it is for stored chunks.
-        Where ``"auto"`` finds no GPU, they and `io` mean nothing.
+        Bytes, or text such as ``"20GiB"``: limit on device memory, and the share of it that caches stored chunks.
+        If ``"auto"`` finds no GPU, these and `io` are ignored.
     io
         ``"kvikio"``, ``"pinned"`` or ``"auto"``: how bytes get to a GPU.
     n_matrices
-        Matrices that are loaded side by side.
+        Number of matrices loaded side by side.
 
     Raises
     ------
     PlanError
-        A setting that is not one of those.
+        A setting is invalid.
     DeviceError
         The device cannot be used.
     MissingDependencyError
-        A package that it needs is not installed.
+        A required package is not installed.
     """
     if io not in ("auto", "kvikio", "pinned"):
         raise PlanError(f"io={io!r}: expected 'auto', 'kvikio' or 'pinned'.")
@@ -85,20 +85,20 @@ def open_backend(
 
 
 def device_number(device: object) -> int | None:
-    """Return the number of the GPU that is asked for; "cuda" alone is that of this process under torchrun, or 0."""
+    """Return the index of the requested GPU; for "cuda" alone, this process's GPU under torchrun, or 0."""
     found = re.fullmatch(r"cuda(?::(\d+))?", device) if isinstance(device, str) else None
     if found is not None and found[1]:
         return int(found[1])
     if found is not None:
         rank = int(os.environ.get("LOCAL_RANK", "0"))
-        return 0 if rank and _n_gpus() == 1 else rank  # where the launcher shows each process a GPU of its own
+        return 0 if rank and _n_gpus() == 1 else rank  # the launcher may show each process only its own GPU
     if device not in ("auto", "cpu"):
         raise PlanError(f"device={device!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:<number>'.")
     return None
 
 
 def first_gpu() -> tuple[int | None, str]:
-    """Return the number of the GPU that this process should use, None where it cannot use one, and why."""
+    """Return the index of the GPU that this process should use (None if it cannot use one), and why."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -118,5 +118,5 @@ def _n_gpus() -> int:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # not even the package that it is part of
+    except ModuleNotFoundError:  # not even its parent package is installed
         return False

@@ -1,9 +1,8 @@
-"""The port between the engine and the memory it fills: the `Backend` protocol.
+"""The interface between the engine and the memory that it fills: the `Backend` protocol.
 
-A backend is the only thing that touches bulk memory. Each of its verbs is a whole stage, so there is no question of
-where data lies anywhere above it, and a fake for tests is a few lines. `load` and `take_rows` start work and return at
-once: the loader keeps several of them in flight, as many takes as `takes_ahead` says (none for a device that works
-asynchronously by itself).
+Only a backend touches bulk memory. Each of its methods is a whole stage, so nothing above it needs to know where data
+are, and a fake for tests takes a few lines. `load` and `take_rows` start work and return at once: the loader keeps
+several of them in flight, as many takes as `takes_ahead` says (none for a device that is itself asynchronous).
 """
 
 from __future__ import annotations
@@ -23,39 +22,39 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Pending(Protocol[T_co]):
-    """Work that was started."""
+    """Work in progress."""
 
     def result(self) -> T_co:
-        """Wait for the work and return what it made, or raise what it raised."""
+        """Wait for the work and return its result, or raise its error."""
 
     def done(self) -> bool:
         """Return whether `result` would return at once."""
 
     def cancel(self) -> object:
-        """Give the work up; what has not begun never will."""
+        """Cancel the work; what has not started never will."""
 
 
 class Resident(Protocol):
-    """One fetch's decoded rows in backend memory, which goes back to the backend when the last reference dies."""
+    """One fetch's decoded rows in backend memory, which is returned to the backend with the last reference."""
 
     @property
     def n_rows(self) -> int:
-        """Rows held."""
+        """Number of rows held."""
 
 
 class Backend(Protocol):
-    """Where bytes land and how.
+    """Where bytes land, and how.
 
     Attributes
     ----------
     device
         ``"cpu"`` or ``"cuda:<n>"``.
     io_mode
-        The path that bytes take: ``"posix"``; ``"gds"``, ``"compat"``, ``"pinned"`` or ``"remote"`` for a GPU.
+        The I/O path: ``"posix"``; ``"gds"``, ``"compat"``, ``"pinned"`` or ``"remote"`` for a GPU.
     takes_ahead
-        How many `take_rows` the loader should keep started before the consumer asks for them.
+        Number of `take_rows` that the loader should start ahead of the consumer.
     stats
-        What was read and how long it took; shared with the loader.
+        What was read, and how long it took; shared with the loader.
     """
 
     device: str
@@ -64,17 +63,17 @@ class Backend(Protocol):
 
     @property
     def io_mode(self) -> str:
-        """The path that bytes take."""
+        """The I/O path."""
 
     def load(self, recipe: Recipe) -> Pending[Resident]:
-        """Start to read and decode what a recipe says.
+        """Start to read and decode a recipe.
 
         Raises (from ``result()``)
         --------------------------
         ReadError
             Bytes could not be read.
         CorruptDataError
-            Bytes were read and are wrong.
+            Bytes were read but are wrong.
         """
 
     def take_rows(self, resident: Any, positions: NDArray[np.int32], form: Form) -> Pending[Any]:
@@ -85,31 +84,31 @@ class Backend(Protocol):
         resident
             What `load` made.
         positions : (n,) int32
-            Rows of the resident, in the order wanted; host memory. May repeat.
+            Rows of the resident, in output order; host memory. May repeat.
         form
             Columns, arithmetic, dtype and container.
 
         Returns
         -------
         Pending
-            Of an (n, form.n_cols) array, C order, or a CSR matrix of that shape, owned by the caller: it is not
-            touched again before the last reference to it, or to any view of it, is gone.
+            An (n, form.n_cols) array, C order, or a CSR matrix of that shape, owned by the caller: its memory is not
+            reused before the last reference to it, or to any view of it, is gone.
         """
 
     def busy(self) -> Callable[[], bool]:
-        """Return what tells later whether the consumer is still at work that it was given before this call.
+        """Return a function that tells whether the consumer is still busy with work given to it before this call.
 
-        Its thread may wait while its GPU has work: nobody is held up then.
+        The consumer's thread may wait while its GPU is busy, without holding anything up.
         """
 
     def use_stream(self, number: int) -> None:
-        """Let what follows work on the consumer's stream, a cudaStream_t, until another is named."""
+        """Use this consumer stream, a cudaStream_t, until another one is set."""
 
     def memory(self) -> Mapping[str, int]:
-        """Return the most bytes held at one time, by what they were for: ``"residents"``, ``"minibatches"``, ..."""
+        """Return peak memory in bytes, by purpose: ``"residents"``, ``"minibatches"``, ..."""
 
     def asarray(self, host: NDArray[Any]) -> Any:
-        """Return a host array (obs values, row numbers) as an array on this backend's device."""
+        """Copy a host array (obs values, row numbers) to this backend's device."""
 
     def close(self) -> None:
-        """Stop the threads and give back the memory; may be called twice."""
+        """Stop the threads and free the memory; may be called twice."""

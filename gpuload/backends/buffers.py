@@ -1,9 +1,9 @@
-"""Memory that goes round: a fresh page has to be mapped and cleared first, one that was used before has not.
+"""Recycled host memory: a fresh page must first be mapped and cleared, a used one need not be.
 
-A minibatch of 64 x 62,710 float32 is 16 MB; allocated anew each time it is page-faulted each time. So buffers are
-leased, and come back when the last array or tensor over them is gone, however the consumer keeps it: the lease is the
-*exporter* of the memory (`__array_interface__`), so every view, slice, DLPack capsule or tensor holds it, and nothing
-else has to be told.
+A minibatch of 64 x 62,710 float32 is 16 MB; allocating it anew each time page-faults each time. So buffers are leased,
+and return when the last array or tensor over them is gone, however the consumer keeps it: the lease is the *exporter*
+of the memory (`__array_interface__`), so every view, slice, DLPack capsule or tensor keeps it alive, and no explicit
+release is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALIGNMENT = 64
 
 
 class _Lease:
-    """Exports a buffer; gives it back to the pool when nobody refers to it any more."""
+    """Export a buffer; return it to the pool when nothing refers to it any more."""
 
     __slots__ = ("__array_interface__", "_buffer", "_pool")
 
@@ -40,23 +40,23 @@ class _Lease:
 
 
 class BufferPool:
-    """Leases byte buffers and keeps a few idle ones for reuse.
+    """Lease byte buffers, and keep a few idle ones for reuse.
 
     Parameters
     ----------
     max_idle
-        Idle buffers kept; more are given back to the system.
+        Idle buffers to keep; any more are freed.
     """
 
     def __init__(self, max_idle: int) -> None:
         self._max_idle = max_idle
         self._idle: dict[int, NDArray[np.uint8]] = {}
-        self._nbytes: dict[int, int] = {}  # of every buffer, leased or idle
+        self._nbytes: dict[int, int] = {}  # of all buffers, leased or idle
         self.peak_nbytes = 0
         """Most bytes that were leased or idle at one time."""
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return a buffer of `nbytes`, aligned to a cache line, with undefined contents; it comes back by itself."""
+        """Return an uninitialised buffer of `nbytes`, aligned to a cache line; it returns to the pool by itself."""
         for key, buffer in list(self._idle.copy().items()):
             if nbytes <= buffer.size <= 2 * nbytes + ALIGNMENT:
                 found = self._idle.pop(key, None)  # another thread may have been faster
@@ -68,27 +68,27 @@ class BufferPool:
         return np.asarray(_Lease(self, new, nbytes))
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        """Return an array of undefined contents over a leased buffer."""
+        """Return an uninitialised array over a leased buffer."""
         dtype = np.dtype(dtype)
         n_items = math.prod(shape)
         flat: NDArray[Any] = self.take(max(1, n_items) * dtype.itemsize).view(dtype)
         return flat[:n_items].reshape(shape)
 
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
-        """Keep a buffer for reuse, in place of the oldest idle one where there are enough."""
-        # Called by the garbage collector, in any thread and at any time: single operations on a dict, and no lock.
+        """Keep a buffer for reuse, in place of the oldest idle one if there are enough."""
+        # The garbage collector may call this in any thread at any time, hence atomic dict operations and no lock.
         self._idle[id(buffer)] = buffer
         while len(self._idle) > self._max_idle:
             self._drop(next(iter(self._idle.copy()), 0))
 
     def clear(self) -> None:
-        """Give the idle buffers back to the system, and keep none from now on."""
+        """Free the idle buffers, and keep none from now on."""
         self._max_idle = 0
         for key in self._idle.copy():
             self._drop(key)
 
     def _drop(self, key: int) -> None:
-        self._nbytes.pop(key, None)  # first: once the buffer is gone, another may have its number
+        self._nbytes.pop(key, None)  # first: once the buffer is gone, its id may be reused
         self._idle.pop(key, None)
 
 

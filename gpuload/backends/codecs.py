@@ -1,8 +1,8 @@
-"""Host decoders, one table: filter name -> function; and the encoders of what is packed. The home of imagecodecs.
+"""Host decoders, in one table from filter name to function, and the encoders for packing. The only user of imagecodecs.
 
-What can be told in one line - byte shuffle, one codec, a checksum, in this order - is decoded by the native kernels,
-thousands of chunks per call; what comes here is everything else, a chunk at a time, by libraries that release the GIL
-and check their input. The native kernels call some of those libraries too, by the addresses that are looked up here.
+The simple pipeline (byte shuffle, one codec, one checksum, in this order) is decoded by the native kernels, thousands
+of chunks per call. Everything else comes here, one chunk at a time, and is decoded by libraries that release the GIL
+and validate their input. The native kernels call some of those libraries too, by addresses that are looked up here.
 
 References
 ----------
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     Decoder = Callable[["Bytes", tuple[int, ...], int, int], "Bytes"]
 
 Bytes = Any
-"""bytes or a (n,) uint8 array: the decoders take and give either."""
+"""bytes or a (n,) uint8 array: decoders accept and return either."""
 
 _CHECKSUMS = ("fletcher32", "crc32c")
-"""Filters that add 4 bytes."""
+"""Filters that append 4 bytes."""
 
 
 class DecodeError(Exception):
-    """A chunk's bytes are not what its filter makes; the message is a part of a sentence."""
+    """A chunk's bytes are not valid output of its filter; the message is part of a sentence."""
 
 
 def decode(
@@ -52,12 +52,12 @@ def decode(
     Parameters
     ----------
     filters
-        In the order of writing.
+        In the order in which they were applied.
     mask
         Bit k set: filter k was skipped for this chunk.
-    stored : (n,) uint8
+        The stored bytes.
         The bytes in the file.
-    nbytes
+        Decoded size; -1 if only the codecs know it.
         Decoded size; -1 where only the codecs know it.
     itemsize
         Bytes per element.
@@ -88,7 +88,7 @@ def decode(
 
 
 def _plain(name: str) -> Decoder:
-    """Return a decoder that needs no more than a function of imagecodecs."""
+    """Return a decoder that only calls a function of imagecodecs."""
 
     def decode_plain(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
         import imagecodecs
@@ -100,7 +100,7 @@ def _plain(name: str) -> Decoder:
 
 
 def _checksum(name: str, is_right: Callable[[Any, int, int], bool]) -> Decoder:
-    """Return a decoder that takes 4 bytes of checksum away, and says where they do not match."""
+    """Return a decoder that strips a 4-byte checksum, and raises if it does not match."""
 
     def verify(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
         del values, nbytes, itemsize
@@ -132,7 +132,7 @@ def _blosc(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> 
 
 
 def _check_blosc_size(data: Bytes, nbytes: int) -> None:
-    """Compare the sizes in a blosc header (bytes 4-7 decoded, 12-15 stored) with what is there."""
+    """Compare the sizes in a blosc header (bytes 4-7 decoded, 12-15 stored) with the actual ones."""
     if len(data) < 16:
         raise DecodeError(f"it is too short for blosc ({len(data)} bytes)")
     decoded, _, stored = struct.unpack_from("<3I", data, 4)
@@ -143,7 +143,7 @@ def _check_blosc_size(data: Bytes, nbytes: int) -> None:
 
 
 def _lz4(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    """Decode HDF5's own framing of LZ4: total size and block size, big-endian, then blocks with their sizes."""
+    """Decode HDF5's own LZ4 framing: total size and block size, big-endian, then blocks preceded by their sizes."""
     import imagecodecs
 
     del values, itemsize
@@ -153,7 +153,7 @@ def _lz4(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> By
 
 
 def _lz4_sized(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    """Decode numcodecs' framing of LZ4: the size, then one block."""
+    """Decode numcodecs' LZ4 framing: the size, then one block."""
     import imagecodecs
 
     del values, itemsize
@@ -202,7 +202,7 @@ def _bitshuffle_blocks(data: Bytes, itemsize: int, nbytes: int, decode_block: Ca
 
 
 def _parquet(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    """Decode a column chunk; `values` describe the column, as `native.parquet` orders them."""
+    """Decode a column chunk; `values` describe the column, in the order of `native.parquet`."""
     from gpuload.backends import parquet
 
     return parquet.decode(np.frombuffer(data, dtype=np.uint8), values, nbytes, itemsize)
@@ -230,14 +230,14 @@ DECODERS: dict[str, Decoder] = {
 
 
 def encode_zstd(plain: Any, level: int) -> bytes:
-    """Return bytes as one frame of zstd."""
+    """Compress bytes into one zstd frame."""
     import imagecodecs
 
     return bytes(imagecodecs.zstd_encode(plain, level=level))
 
 
 def encode_blosc(plain: Any, compressor: str, level: int, itemsize: int) -> bytes:
-    """Return bytes as a blosc container, their elements shuffled byte by byte; `compressor` in blosc's words."""
+    """Compress bytes into a blosc container, with byte shuffle; `compressor` is a blosc name."""
     import imagecodecs
 
     return bytes(
@@ -246,7 +246,7 @@ def encode_blosc(plain: Any, compressor: str, level: int, itemsize: int) -> byte
 
 
 BY_ADDRESS = ("zstd", "lz4-sized", "blosc")
-"""Filters that the native kernels decode where `has_addresses`."""
+"""Filters that the native kernels decode if `has_addresses`."""
 
 _FUNCTIONS = {
     frames.LZ4: ("_lz4", "LZ4_decompress_safe"),
@@ -254,15 +254,15 @@ _FUNCTIONS = {
     frames.ZSTD: ("_zstd", "ZSTD_decompressDCtx"),
     frames.BLOSC: ("_blosc", "blosc_decompress_ctx"),
 }
-"""By place in the table of addresses: a module of imagecodecs, and a function of the library that it is linked with."""
+"""In the order of the address table: a module of imagecodecs, and a function of the library that it links."""
 
 
 @cache
 def _functions() -> dict[int, int] | None:
-    """Return the addresses of the libraries' functions; None, and a warning, where they are not to be had.
+    """Return the addresses of the libraries' functions; None, with a warning, if they cannot be found.
 
-    They are looked up in the extension modules, and with them in the libraries that those have loaded, however a build
-    of imagecodecs names and places them.
+    They are looked up in the extension modules, and thereby in the libraries those have loaded, whatever names and
+    places a build of imagecodecs gives them.
     """
     try:
         return {place: _address(_library(module), name) for place, (module, name) in _FUNCTIONS.items()}
@@ -286,7 +286,7 @@ def _address(library: ctypes.CDLL, name: str) -> int:
 
 @cache
 def snappy_address() -> int:
-    """Return the address of ``snappy_uncompress``; 0 where this build of imagecodecs hides it."""
+    """Return the address of ``snappy_uncompress``; 0 if this build of imagecodecs does not export it."""
     try:
         return _address(_library("_snappy"), "snappy_uncompress")
     except (ImportError, OSError, AttributeError):
@@ -294,17 +294,17 @@ def snappy_address() -> int:
 
 
 def has_addresses() -> bool:
-    """Return whether the native kernels can decode what `BY_ADDRESS` names."""
+    """Return whether the native kernels can decode the filters in `BY_ADDRESS`."""
     return _functions() is not None
 
 
 class Addresses:
-    """The addresses that the native kernels call, and a context of zstd, for one thread.
+    """The addresses that the native kernels call, and a zstd context, for one thread.
 
     Attributes
     ----------
     table : (5,) int64
-        As `native.frames` orders them; zeros where there are none.
+        In the order of `native.frames`; zeros where there are none.
     """
 
     def __init__(self) -> None:

@@ -1,16 +1,16 @@
 """The CPU backend: positional reads, host decoders, native kernels.
 
-It is the executable specification of what a backend does.
+It is the executable specification of a backend.
 
-A load is cut into tasks of some milliseconds. A task is two native calls (read all its extents; decode all its chunks
-into the resident) that hold no lock and no GIL, so the consumer's Python runs undisturbed. Only the wanted rows are
-kept (`decoding`): whole decoded chunks would take several times the memory.
+A load is split into tasks of some milliseconds. A task is two native calls (read all its extents; decode all its chunks
+into the resident) that hold neither locks nor the GIL, so the consumer's Python code runs undisturbed. Only the wanted
+rows are kept (`decoding`): whole decoded chunks would take several times the memory.
 
 Requirements this module answers
 --------------------------------
-- Order of hand-over never depends on the number of threads or on which finishes first.
-- A checksum that the format carries is verified before a row from its chunk is handed over: each time (``"always"``),
-  or the first time since the file was opened (``"once"``: a chunk found right is later inflated only as far as needed).
+- The order of results never depends on the number of threads, or on which finishes first.
+- A checksum in the format is verified before any row of its chunk is returned: each time (``"always"``), or the first
+  time since the file was opened (``"once"``: a verified chunk is later inflated only as far as needed).
 - No allocation per batch after the first few: residents and minibatches live in leased buffers.
 """
 
@@ -47,27 +47,27 @@ if TYPE_CHECKING:
     from gpuload.types import ArrayRead, Form, Recipe
 
 TASK_NBYTES = 8 << 20
-"""Decoded bytes per task: long beside the cost of a task, short beside a fetch, which decodes some 200 MB."""
+"""Decoded bytes per task: long compared with a task's overhead, short compared with a fetch (some 200 MB decoded)."""
 
 FAR_PARTS = 16
-"""Tasks' bytes that are on their way over a network, or wait to be decoded, at a time: some 100 MB."""
+"""Tasks whose bytes are in transfer over a network, or waiting to be decoded: some 100 MB."""
 
 MAX_CSR = (1 << 31) - 1
-"""Stored values that the int32 row offsets of a CSR minibatch can count."""
+"""Largest number of stored values that the int32 row offsets of a CSR minibatch can count."""
 
 _OUTPUTS = {
     "float32": (np.float32, np.float32),
     "float16": (np.uint16, np.float16),
     "bfloat16": (np.int16, np.uint16),
 }
-"""By dtype of a form: what stands for it in the kernels, and what is handed over."""
+"""By dtype of a form: the dtype used in the kernels, and the dtype returned."""
 
 _NO_COLUMNS = np.empty(0, dtype=np.int32)
 _NO_SCRATCH = np.empty(0, dtype=np.float32)
 _ONE_MAP = np.empty(0, dtype=np.int64)
 
 _THREADS = "gpuload-"
-"""How the names of this backend's threads begin."""
+"""Name prefix of this backend's threads."""
 
 _log = logging.getLogger("gpuload")
 
@@ -81,12 +81,12 @@ class HostResident:
     indptr
         Row offsets, int64 (n_rows + 1,).
     indices, data
-        CSR: uint16 or int32 (nnz,), float32 (nnz,). Column numbers below 2**16 take 2 bytes: a quarter less memory for
-        what waits.
+        CSR: uint16 or int32 (nnz,), float32 (nnz,). Column numbers below 2**16 take 2 bytes, which saves a quarter of
+        the memory of waiting rows.
     X
-        Dense: (nnz,) float32, the rows one after the other.
+        Dense: (nnz,) float32, rows concatenated.
     map_start : (n_rows,) int64
-        Where the map of each row begins in `Form.columns`; empty: all rows follow one map.
+        Offset of each row's map in `Form.columns`; empty if all rows share one map.
     """
 
     n_rows: int
@@ -97,7 +97,7 @@ class HostResident:
     X: NDArray[np.float32] | None = None
 
     def flat(self, target: str) -> NDArray[Any]:
-        """Return the array that a read fills."""
+        """Return the flat array that a read fills."""
         return getattr(self, target)  # type: ignore[no-any-return]
 
 
@@ -126,25 +126,25 @@ class _Load:
 
 
 class CpuBackend:
-    """Reads with `pread` and decodes on the host's cores.
+    """Read with `pread` and decode on the host's cores.
 
     Parameters
     ----------
     num_threads
-        Threads that read and decode; None takes one per core that this process may use. As many gather, since clearing
-        and filling dense minibatches may take as long as decoding does.
+        Threads that read and decode; None takes one per core available to this process. As many threads gather, since
+        clearing and filling dense minibatches may take as long as decoding.
     verify
         ``"once"``, ``"always"`` or ``"never"``; see the module.
     values
-        Dtype of the residents' values: ``"float32"``, of which minibatches are made; or ``"float64"``, to store them
-        anew without loss.
+        Dtype of the residents' values: ``"float32"``, from which minibatches are made; or ``"float64"``, to rewrite
+        them without loss.
     n_matrices
-        Matrices that are loaded side by side: so many times as much memory is kept for reuse.
+        Matrices loaded side by side: the memory kept for reuse is multiplied by it.
 
     Raises
     ------
     PlanError
-        A parameter is none of those.
+        A parameter is invalid.
     """
 
     device = "cpu"
@@ -188,14 +188,14 @@ class CpuBackend:
         return self._takes.submit(self._take, resident, positions, form)
 
     def busy(self) -> Callable[[], bool]:
-        """Return what says False: the consumer is the thread that waits."""
+        """Return a function that returns False: the waiting thread is the consumer."""
         return bool
 
     def use_stream(self, number: int) -> None:
         """Do nothing: the host has no streams."""
 
     def memory(self) -> dict[str, int]:
-        """Return the most bytes held at one time; see `Backend.memory`."""
+        """Return peak memory in bytes; see `Backend.memory`."""
         return {
             "residents": self._residents.peak_nbytes,
             "minibatches": self._outputs.peak_nbytes,
@@ -203,14 +203,14 @@ class CpuBackend:
         }
 
     def asarray(self, host: NDArray[Any]) -> NDArray[Any]:
-        """Return the array itself."""
+        """Return the array unchanged."""
         return host
 
     def close(self) -> None:
-        """Stop the threads, waiting for the tasks that run, and give back idle memory."""
-        # The garbage collector may close a forgotten loader in one of these threads, which cannot wait for itself.
+        """Stop the threads, after the running tasks, and free idle memory."""
+        # The garbage collector may close a forgotten loader in one of these threads, which cannot join itself.
         is_own_thread = threading.current_thread().name.startswith(_THREADS)
-        self._far_reads.close(0)  # a request may take long; what it brings is dropped
+        self._far_reads.close(0)  # a request may take long; its bytes are dropped
         for pool in (self._loads, self._takes):
             pool.shutdown(wait=not is_own_thread, cancel_futures=True)
         for buffers in (self._stored, self._residents, self._outputs):
@@ -236,7 +236,7 @@ class CpuBackend:
         offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
         memory = layout.source.memory
         if memory is not None and int((offset + nbytes).max()) <= memory.size:
-            buffer, place = memory, offset  # decoded from where it lies
+            buffer, place = memory, offset  # decoded in place
         else:
             place = np.cumsum(nbytes) - nbytes
             buffer = self._scratch.bytes("stored", int(nbytes.sum()))
@@ -247,8 +247,8 @@ class CpuBackend:
     def _run_far(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
         """Read extents lo..hi of one array over a network, and have them decoded into the resident.
 
-        This thread waits for that too, so that no more parts are in memory than there are such threads. What cannot be
-        decoded is read once more: it may have been damaged on its way, or in a copy that is kept no longer by then.
+        This thread waits for the decoding, so that there are never more parts in memory than such threads. What cannot
+        be decoded is read once more: it may have been damaged in transfer, or in a cached copy since dropped.
         """
         try:
             self._bring_far(read, lo, hi, resident)
@@ -274,7 +274,7 @@ class CpuBackend:
         moved: NDArray[np.int64],
         resident: HostResident,
     ) -> None:
-        """Decode extents lo..hi of one array; each lies in the buffer `moved` bytes from its place in the source."""
+        """Decode extents lo..hi of one array; each is in the buffer, `moved` bytes from its place in the source."""
         start = time.perf_counter()
         first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
         shift = np.repeat(moved, np.diff(read.extent_chunks[lo : hi + 1]))
@@ -323,7 +323,7 @@ class CpuBackend:
         nnz = rows.count_csr(positions, resident.indptr, resident.indices, resident.map_start, columns, indptr)
         if nnz > MAX_CSR:
             raise PlanError("output='csr': a minibatch has more than 2**31 - 1 values; use a smaller batch_size.")
-        whole = self._outputs.array((round_up(nnz, 16) + nnz,), np.int32)  # one lease, both parts on a cache line
+        whole = self._outputs.array((round_up(nnz, 16) + nnz,), np.int32)  # one lease; both cache-line aligned
         indices, data = whole[:nnz], whole[-nnz or whole.size :].view(np.float32)
         is_canonical = rows.gather_csr(
             positions,
@@ -345,7 +345,7 @@ class CpuBackend:
         return matrix
 
     def _row_scratch(self, form: Form, resident: HostResident, positions: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return memory for the values and places of the longest row, where rows are not as they are stored."""
+        """Return memory for the values and places of the longest row, if rows are not gathered as stored."""
         if form.transform is None and form.columns is None:
             return _NO_SCRATCH
         longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
@@ -353,7 +353,7 @@ class CpuBackend:
 
 
 def _csr_of(data: NDArray[Any], indices: NDArray[np.int32], indptr: NDArray[np.int32], n_cols: int) -> Any:
-    """Return a CSR matrix over these very arrays: SciPy's constructor copies what is a part of a larger buffer."""
+    """Return a CSR matrix over these arrays without a copy: SciPy's constructor copies slices of a larger buffer."""
     matrix = copy.copy(_empty_csr(indptr.size - 1, n_cols))
     matrix.data, matrix.indices, matrix.indptr = data, indices, indptr
     return matrix
@@ -373,7 +373,7 @@ def _read(
     place: NDArray[np.int64],
     buffer: NDArray[np.uint8],
 ) -> None:
-    """Read byte ranges of the source into a buffer, natively where it has a descriptor."""
+    """Read byte ranges of the source into a buffer, natively if it has a descriptor."""
     source = layout.source
     for e in range(read_ranges(source, offset, nbytes, place, buffer), offset.size):
         wanted, at = int(nbytes[e]), int(offset[e])
@@ -383,7 +383,7 @@ def _read(
 
 
 def _arithmetic(form: Form) -> tuple[NDArray[np.int32], float, bool]:
-    """Return a form in the words of the kernels: columns, target sum (0 = none), log1p."""
+    """Return a form as kernel arguments: columns, target sum (0 = none), log1p."""
     transform = form.transform
     columns = _NO_COLUMNS if form.columns is None else form.columns
     target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)

@@ -1,4 +1,4 @@
-"""What is said of a chunk that is wrong, whichever backend finds it."""
+"""Errors and warnings about bad chunks, worded the same in every backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def reason(code: int) -> str:
-    """Return what a code of the native decoders and the kernels means, as a part of a sentence."""
+    """Return the meaning of a status code of the native decoders and the kernels, as part of a sentence."""
     for module, last in ((frames, frames.BAD_BLOSC), (chunks, chunks.BAD_SIZE)):
         if code <= last:
             return str(module.describe(code))
@@ -20,7 +20,7 @@ def reason(code: int) -> str:
 
 
 def corrupt(read: ArrayRead, chunk: int, why: str) -> CorruptDataError:
-    """Return the error for chunk `chunk` of a read, of which no copy is kept then."""
+    """Return the error for chunk `chunk` of a read, and drop any cached copy of it."""
     layout, offset = read.layout, int(read.chunk_offset[chunk])
     if layout.source.ranges is not None:
         layout.source.ranges.forget(offset, int(read.chunk_nbytes[chunk]))
@@ -32,7 +32,7 @@ def corrupt(read: ArrayRead, chunk: int, why: str) -> CorruptDataError:
 
 
 def too_large_for_half(row: int) -> str:
-    """Return the sentence that says that a minibatch cannot be of float16."""
+    """Return the message that a minibatch cannot be float16."""
     return (
         f"dtype='float16': row {row} of a minibatch holds a value beyond 65504, which float16 cannot hold; use "
         "dtype='float32', or a transform that makes the values smaller."
@@ -40,5 +40,5 @@ def too_large_for_half(row: int) -> str:
 
 
 def rounding_warning(read: ArrayRead) -> str:
-    """Return the sentence that says, once, that float32 rounds what a file holds."""
+    """Return the warning, given once, that float32 rounds values of a file."""
     return f"{read.layout.source.name}: {read.layout.name} holds integers above 2**24, which float32 rounds"

@@ -1,6 +1,6 @@
-"""Decode stored chunks on the host into a resident: natively where their filters are known, else by libraries.
+"""Decode stored chunks on the host into a resident: natively if their filters are supported, else with libraries.
 
-A thread decodes into a scratch chunk of its own, from which only the wanted rows are copied.
+Each thread decodes into its own scratch chunk, from which only the wanted rows are copied.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
     from gpuload.types import ArrayRead
 
 TWO_AHEAD_NBYTES = 4 << 20
-"""Chunks up to this size are decoded two by two, where that is faster; larger ones would take too much scratch."""
+"""Chunks up to this size are decoded in pairs where that is faster; larger ones would take too much scratch memory."""
 
-_NO_TABLES = np.empty(0, dtype=np.uint8)  # without a codec the inflater's are not compiled for nothing
+_NO_TABLES = np.empty(0, dtype=np.uint8)  # avoids compiling the inflater's when there is no codec
 
 VERIFY = {"never": chunks.NEVER, "once": chunks.ONCE, "always": chunks.ALWAYS}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Some chunks of an array's read, whose stored bytes are in memory.
+    """Chunks of an array's read, with their stored bytes in memory.
 
     Attributes
     ----------
     read
-        Of which the part is.
+        The read that the part belongs to.
     first, last
-        Its chunks, the last not among them.
+        Half-open range of its chunks.
     buffer : uint8
-        Where their stored bytes lie.
+        Holds their stored bytes.
     shift : (last - first,) int64
-        How far from its place in the source each chunk lies in the buffer.
+        Distance of each chunk's place in the buffer from its place in the source.
     out
-        The resident's array that the read fills, flat.
+        The flat array of the resident that the read fills.
     """
 
     read: ArrayRead
@@ -57,7 +57,7 @@ class Part:
 
 
 class Scratch(threading.local):
-    """Working memory of one thread, grown to the largest task it met."""
+    """Working memory of one thread, grown to its largest task so far."""
 
     def __init__(self, sizes: dict[tuple[int, str], int]) -> None:
         self._memory: dict[str, NDArray[np.uint8]] = {}
@@ -70,18 +70,18 @@ class Scratch(threading.local):
 
     @cached_property
     def addresses(self) -> codecs.Addresses:
-        """Where the libraries' functions are that decode natively."""
+        """Addresses of the library functions that decode natively."""
         return codecs.Addresses()
 
     def zeros(self, name: str, nbytes: int) -> NDArray[np.uint8]:
-        """Return memory that is zero; who writes into it sets it to zero again."""
+        """Return zeroed memory; whoever writes to it must zero it again."""
         memory = self._memory.get(name)
         if memory is None or memory.size < nbytes:
             memory = self._keep(name, np.zeros(nbytes, dtype=np.uint8))
         return memory[:nbytes]
 
     def bytes(self, name: str, nbytes: int) -> NDArray[np.uint8]:
-        """Return memory of undefined contents."""
+        """Return uninitialised memory."""
         memory = self._memory.get(name)
         if memory is None or memory.size < nbytes:
             memory = self._keep(name, np.empty(nbytes + nbytes // 8, dtype=np.uint8))
@@ -99,12 +99,12 @@ def decode(part: Part, scratch: Scratch, verify: str) -> tuple[int, int, bool]:
     Returns
     -------
     tuple
-        Decoded bytes; how many chunks were decoded only in part; whether float32 rounds an integer.
+        Decoded bytes; number of chunks decoded only in part; whether float32 rounds an integer.
 
     Raises
     ------
     CorruptDataError
-        A chunk cannot be decoded, or is not what was stored.
+        A chunk cannot be decoded, or its checksum does not match.
     """
     steps = _native_steps(part.read.layout)
     return _by_library(part) if steps is None else _natively(part, *steps, scratch, VERIFY[verify])
@@ -185,9 +185,9 @@ def _by_library(part: Part) -> tuple[int, int, bool]:
 
 
 def _native_steps(layout: ArrayLayout) -> tuple[NDArray[np.int64], str] | None:
-    """Return the places of shuffle, codec, fletcher32 and crc32c in the pipeline, and the codec, "" for none.
+    """Return the pipeline positions of shuffle, codec, fletcher32 and crc32c, and the codec's name ("" for none).
 
-    None where libraries must decode.
+    Return None if libraries must decode.
     """
     names = [f.name for f in layout.filters]
     if any(f.name == "shuffle" and f.values not in ((), (layout.dtype.itemsize,)) for f in layout.filters):
@@ -210,7 +210,7 @@ def _is_half(dtype: np.dtype[Any]) -> bool:
 
 
 def _typed(plain: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return decoded bytes as elements that the kernels know: native byte order, float16 widened, booleans as bytes."""
+    """Return decoded bytes as a dtype that the kernels support: native order, float16 widened, booleans as bytes."""
     elements = plain.view(np.uint8 if dtype.kind == "b" else dtype)
     if _is_half(dtype):
         return elements.astype(np.float32)
@@ -220,5 +220,5 @@ def _typed(plain: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def round_up(n: int, multiple: int) -> int:
-    """Return the least multiple that is not below n."""
+    """Return the smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple

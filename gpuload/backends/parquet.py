@@ -1,4 +1,4 @@
-"""Column chunks of Parquet on the host: each thread's workspace around the native decoder."""
+"""Decode Parquet column chunks on the host: per-thread workspace around the native decoder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SLACK = native.SLACK
-"""Bytes that follow those that a `RowFinder` is given."""
+"""Bytes that must follow those given to a `RowFinder`."""
 
 WINDOW = 64 << 10
-"""Bytes that it wants at a time: of small pages several. A request over a network takes longer than they do."""
+"""Bytes that it asks for at a time: several small pages. A request over a network takes longer than their transfer."""
 
 
 class MissingError(codecs.DecodeError):
@@ -29,16 +29,16 @@ class MissingError(codecs.DecodeError):
 
 
 class _Work(threading.local):
-    """Working memory of one thread, grown to the largest chunk it met."""
+    """Working memory of one thread, grown to its largest chunk so far."""
 
     def __init__(self) -> None:
         self._memory: dict[str, NDArray[Any]] = {}
 
     @cached_property
     def libraries(self) -> tuple[NDArray[np.uint8], NDArray[np.int64], int, codecs.Addresses]:
-        """The inflater's workspace, the addresses of libraries and of snappy, and what keeps those valid."""
+        """The inflater's workspace, the addresses of libraries and of snappy, and the object that keeps them valid."""
         addresses = codecs.Addresses()
-        table = np.append(addresses.table, 0)  # one place more, where snappy says how much it wrote
+        table = np.append(addresses.table, 0)  # one more slot, where snappy writes its output size
         return inflate.new_tables(), table, codecs.snappy_address(), addresses
 
     def memory(self, name: str, n: int, dtype: Any = np.uint8) -> NDArray[Any]:
@@ -52,7 +52,7 @@ _work = _Work()
 
 
 def can_decode(codec: str) -> bool:
-    """Return whether a codec, by pyarrow's name, can be undone on this machine."""
+    """Return whether this machine can decode a codec, given by pyarrow's name."""
     return codec in parquet_pages.CODECS and (codec not in ("ZSTD", "LZ4") or codecs.has_addresses())
 
 
@@ -62,11 +62,11 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
     Parameters
     ----------
     stored : (n,) uint8
-        The chunk as it lies in the file.
+        The stored chunk.
     spec
-        The column, as `parquet_pages` orders what is to be known of it.
+        The column's description, in the order of `parquet_pages`.
     nbytes, itemsize
-        Decoded size, and bytes of a value that is handed over.
+        Decoded size, and bytes per returned value.
 
     Raises
     ------
@@ -104,23 +104,23 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
 def row_starts(
     descriptor: int, offset: int, nbytes: int, spec: Sequence[int], n_rows: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Return where the rows of a column chunk begin, in values of the chunk, and how many values there are.
+    """Return where the rows of a column chunk begin, counted in its values, and the number of values.
 
     Parameters
     ----------
     descriptor
-        Of the file, open.
+        Open file descriptor.
     offset, nbytes
-        The chunk.
+        Extent of the chunk.
     spec, n_rows
-        The column; rows of the chunk.
+        The column's description; number of rows of the chunk.
 
     Raises
     ------
     MissingError
-        It holds missing values or lists.
+        A value or list is missing.
     DecodeError
-        The chunk is damaged, or has another number of rows.
+        The chunk is damaged, or its number of rows is different.
     """
     starts, found = np.empty(n_rows, dtype=np.int64), np.zeros(4, dtype=np.int64)
     tables, addresses, snappy, _ = _work.libraries
@@ -145,19 +145,19 @@ def row_starts(
 
 
 class RowFinder:
-    """Finds where the rows of a column chunk begin, in the fronts of pages that it is given one after the other.
+    """Find where the rows of a column chunk begin, from the beginnings of its pages, given one after the other.
 
     Parameters
     ----------
     nbytes
-        Of the chunk.
+        Size of the chunk.
     spec, n_rows
-        The column; rows of the chunk.
+        The column's description; number of rows of the chunk.
 
     Attributes
     ----------
     wanted
-        First byte in the chunk, and number, of the bytes that are to be given next; None when there is no further page.
+        Offset in the chunk, and number, of the bytes to give next; None after the last page.
     """
 
     def __init__(self, nbytes: int, spec: Sequence[int], n_rows: int) -> None:
@@ -166,7 +166,7 @@ class RowFinder:
         self.wanted = self._from(0, WINDOW)
 
     def take(self, window: NDArray[np.uint8]) -> None:
-        """Find rows in the bytes that are wanted, after which `SLACK` follow.
+        """Find rows in the bytes of `wanted`, which must be followed by `SLACK` bytes.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class RowFinder:
         self.wanted = self._from(first + at, max(needed, WINDOW))
 
     def result(self) -> tuple[NDArray[np.int64], int]:
-        """Return what `row_starts` does, and raise as it does."""
+        """Return the result of `row_starts`, and raise as it does."""
         _check_rows(0, int(self._found[0]), self._starts.size)
         return self._starts, int(self._found[1])
 

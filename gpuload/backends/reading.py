@@ -1,4 +1,4 @@
-"""Byte ranges of a source into host memory: one native call for all ranges of some dozen files."""
+"""Read byte ranges of a source into host memory: one native call for all ranges of some dozen files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 MAX_HELD = 32
-"""Files that one thread holds open at a time."""
+"""Files that one thread holds open at the same time."""
 
 
 def read_ranges(
@@ -25,27 +25,27 @@ def read_ranges(
     place: NDArray[np.int64],
     buffer: NDArray[np.uint8],
 ) -> int:
-    """Read byte ranges natively, as far as that goes.
+    """Read byte ranges natively, as far as possible.
 
     Parameters
     ----------
     source
         Where the bytes are.
     offset, nbytes, place : (n,) int64
-        First byte in the source, length, and place in the buffer, of each range; none lies in two files.
+        Offset in the source, length, and place in the buffer of each range; no range spans two files.
     buffer : (m,) uint8
-        Where the bytes go.
+        Destination.
 
     Returns
     -------
     int
-        n, or the number of the first range that could not be read whole; 0 where the source has no files. What is left
-        is to be read by `Source.read_into`, which says what is wrong.
+        n, or the index of the first range that could not be read in full; 0 if the source has no files. The caller
+        reads the rest with `Source.read_into`, which reports what is wrong.
 
     Raises
     ------
     ReadError
-        A source that reads many ranges at a time (`Source.ranges`) cannot read one of them.
+        A source that reads many ranges at a time (`Source.ranges`) could not read one of them.
     """
     if source.ranges is not None:
         source.ranges.read_many(offset, nbytes, place, buffer)
@@ -53,7 +53,7 @@ def read_ranges(
     if not source.has_files:
         return 0
     some = np.flatnonzero(nbytes)
-    if some.size < nbytes.size:  # an empty range, of chunks that were never written, is in no file
+    if some.size < nbytes.size:  # an empty range (chunks never written) is in no file
         done = read_ranges(source, offset[some], nbytes[some], place[some], buffer)
         return int(some[done]) if done < some.size else int(nbytes.size)
     number, at, _ = source.locate(offset)
@@ -72,7 +72,7 @@ def read_ranges(
 
 
 def short_read(source: Source, name: str, offset: int, wanted: int, got: int) -> ReadError:
-    """Return the error of a range of which there is only a part."""
+    """Return the error for a range that could be read only in part."""
     path, at = source.where_is(offset)
     return ReadError(
         f"{path}: short read of {name} at byte {at}: wanted {wanted} bytes, got {got}. Was the file truncated?"

@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from gpuload.types import ArrayRead, Form, Recipe
 
 PART_NBYTES = 256 << 20
-"""Decoded bytes per part: thousands of chunks per launch, and a bound of the scratch memory."""
+"""Decoded bytes per part: enough for thousands of chunks per launch, while limiting scratch memory."""
 
 N_LOADS = 2
-"""Fetches that load at the same time."""
+"""Number of fetches loaded concurrently."""
 
 N_ARENAS = 2
-"""Arenas per load: one is read into while the other is decoded from."""
+"""Arenas per load: one is filled while the other is decoded."""
 
 _log = logging.getLogger("gpuload")
 

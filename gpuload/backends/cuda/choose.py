@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 N_TRIALS = 3
-"""Reads that each reader is timed by, after a first one that opens files and allocates."""
+"""Timed reads per reader, after a first one that opens files and allocates memory."""
 
 HANDICAP = {"compat": 2.0}
-"""How many times as fast as the others a reader of a kind must be in its trials to be taken.
+"""How many times faster than the others a reader of a kind must be in its trials to be chosen.
 
-KvikIO without GPUDirect Storage copies on streams that wait for the default stream, and for which that one waits. In a
-trial it is idle; later, PyTorch trains there, and reading and training would take turns.
+KvikIO without GPUDirect Storage copies on streams that synchronise with the default stream in both directions. That
+stream is idle during a trial; later, PyTorch trains on it, and reading and training would take turns.
 """
 
 _log = logging.getLogger("gpuload")

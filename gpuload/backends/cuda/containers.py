@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HEADER_NBYTES = 16
-"""Bytes of a chunk that tell how it is cut, at most; no container is shorter."""
+"""Bytes at the start of a chunk that hold its layout, at most; no container is shorter."""
 
 ROWS = ("source", "stored", "slot", "in", "in_nbytes", "out", "room", "wanted", "from", "trailer")
-"""Rows of the table that the kernels which walk containers fill, in their order."""
+"""Rows, in order, of the table that the container-walking kernels fill."""
 
 _LZ4_HEADER_NBYTES = 12
 _MIN_BLOCK_NBYTES = 1024
-"""A block is found by the sizes of all before it; and a damaged header is not to ask for streams without number."""
+"""A block is found from the sizes of all before it, and a damaged header must not ask for an unbounded number."""
 
 _BYTE_SHUFFLED, _COPIED, _BIT_SHUFFLED, _RESERVED, _UNSPLIT = 0x01, 0x02, 0x04, 0x08, 0x10
 _FORMAT_VERSION, _CODEC_VERSION = 2, 1

@@ -45,18 +45,18 @@ _ALGORITHMS = {
     "blosc": ("blosc", 0, 0),
     "lz4": ("lz4", 0, 0),
 }
-"""Filters that the device undoes: by what (nvCOMP's names, but gzip as raw deflate; own kernels for LZF and for what is
-around the streams of containers), and how many bytes stand before and after what it is given."""
+"""Filters that the device undoes: with which decoder (nvCOMP's names, but gzip as raw deflate; our own kernels for LZF
+and for the framing of containers), and how many bytes precede and follow the decoder's input."""
 
 _CONTAINERS = ("blosc", "lz4")
-"""Filters whose chunks hold several streams; `containers.read_cut` tells how."""
+"""Filters whose chunks hold several streams; `containers.read_cut` returns their layout."""
 
 _CHECKSUM_NBYTES = 4
-"""Of a fletcher32 or a crc32c."""
+"""Size of a fletcher32 or crc32c."""
 
 _GZIP_CRC = np.int64(0xEDB88320), np.int32(BAD_CHECKSUM)
 _CRC32C = np.int64(0x82F63B78), np.int32(BAD_CRC32C)
-"""Polynomial, reflected, and what a mismatch is called."""
+"""Reflected polynomial, and the status code of a mismatch."""
 
 _log = logging.getLogger("gpuload")
 

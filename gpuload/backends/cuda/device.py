@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 KERNELS = tuple(
     Path(__file__).parent / "kernels" / f"{name}.cu" for name in ("common", "chunks", "containers", "pieces", "rows")
 )
-"""CUDA C++ source of all own kernels, compiled as one for the device at hand when it is first opened."""
+"""CUDA C++ sources of our kernels, compiled together for the current device when it is first opened."""
 
 DIVISIBLE = ("copy_pieces_", "gather_", "densify_", "unshuffle", "join_blocks")
-"""Kernels that cut items into parts where there are more blocks than items: a few large ones use the whole GPU."""
+"""Kernels that split items when there are more blocks than items, so that a few large items use the whole GPU."""
 
 
 def source_of_kernels() -> str:

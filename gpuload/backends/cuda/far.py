@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 IN_FLIGHT = 64
-"""Requests under way at a time, as on the CPU."""
+"""Requests in flight, as on the CPU."""
 
 Part = tuple[int, int, int, Any]
-"""A part of a range under way: its first byte in the object, its length, its address, and KvikIO's future."""
+"""A part of a range in flight: its first byte in the object, its length, its address, and KvikIO's future."""
 
 
 class FarReader:

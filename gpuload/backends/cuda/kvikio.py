@@ -61,10 +61,10 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 NUM_THREADS = 8
-"""KvikIO's threads where nothing else is asked for: fewer left a PCIe link idle (rapidsai/kvikio issue 453)."""
+"""KvikIO's default number of threads here: fewer left a PCIe link idle (rapidsai/kvikio issue 453)."""
 
 N_SUBMITTERS = 2
-"""Reads that are fed to KvikIO at a time: the next one's first parts fill the pool while the last of one run out."""
+"""Reads fed to KvikIO concurrently: the first parts of the next fill the pool while the last parts of one finish."""
 
 MAX_FILES = 64
 """Files that a reader keeps open; KvikIO opens each twice, buffered and direct, and registers it with the driver."""

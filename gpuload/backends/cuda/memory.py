@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.device import Device
 
 ALIGNMENT = 256
-"""Bytes: what cudaMalloc aligns to, and more than any decoder asks for."""
+"""Bytes: the alignment of cudaMalloc, and more than any decoder requires."""
 
 _SMALL = 1 << 20
-"""Blocks up to this size are powers of two; larger ones are whole multiples of it."""
+"""Blocks up to this size are powers of two; larger ones are multiples of it."""
 
 
 class Lease:

@@ -32,11 +32,11 @@ from gpuload.checks import check_choice
 from gpuload.errors import DeviceError, MissingDependencyError
 
 C_NAMES = {"deflate": "Deflate", "gzip": "Gzip", "zstd": "Zstd", "lz4": "LZ4", "snappy": "Snappy"}
-"""Formats, by the names that the functions of each carry: raw deflate (no zlib frame), gzip members, zstd frames, LZ4
-blocks (no frame), raw snappy."""
+"""Formats, as named in the C functions of each: raw deflate (no zlib frame), gzip members, zstd frames, LZ4 blocks (no
+frame), raw snappy."""
 
 BACKENDS = {"default": 0, "hardware": 1, "cuda": 2}
-"""Who decodes: the library chooses; the decompression engine of Blackwell GPUs (not zstd); kernels."""
+"""What decodes: the library's choice; the decompression engine of Blackwell GPUs (not zstd); CUDA kernels."""
 
 STATUSES = {
     0: ("nvcompSuccess", "it was decoded"),
@@ -58,7 +58,7 @@ STATUSES = {
     1000: ("nvcompErrorCudaError", "CUDA failed"),
     10000: ("nvcompErrorInternal", "nvCOMP failed within itself"),
 }
-"""``nvcompStatus_t``: name in the header, and what it means as a part of a sentence about a chunk."""
+"""``nvcompStatus_t``: its name in the header, and its meaning as part of a sentence about a chunk."""
 
 LIBRARIES = ("libnvcomp.so.5", "libnvcomp.so.6")
 

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 BUFFER_NBYTES = 8 << 20
-"""Bytes per buffer: long enough that a copy runs at the speed of the link, short beside a fetch."""
+"""Bytes per buffer: large enough to copy at the link's full speed, small compared with a fetch."""
 
 NUM_THREADS = 4
 
 _JOINED = 2 * PAGE
-"""Bytes: ranges nearer than this in device memory go over in one copy, with what lies between."""
+"""Bytes: ranges closer than this in device memory are copied together, gap included."""
 
 
 class PinnedReader:

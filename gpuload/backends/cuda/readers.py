@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 PAGE = 4096
-"""Bytes: file offset and size of a direct transfer are multiples of it (GPUDirect Storage, cuFile API reference)."""
+"""Bytes: file offset and size of a direct transfer are multiples of this (GPUDirect Storage, cuFile API reference)."""
 
 _THREADS = "gpuload-"
-"""How the names of all threads of gpuload begin."""
+"""Name prefix of all threads of gpuload."""
 
 
 class Reader(Protocol):

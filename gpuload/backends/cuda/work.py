@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.nvcomp import Nvcomp
 
 SLOT = 16
-"""Bytes to which payloads and decoded chunks are aligned: what every decoder of nvCOMP asks for."""
+"""Alignment in bytes of payloads and decoded chunks, as every nvCOMP decoder requires."""
 
 N_THREADS = 256
 

@@ -1,6 +1,6 @@
 // Stored bytes -> decoded bytes.
 
-// Copy n byte ranges of `stored` to places of `out` that are multiples of 16.
+// Copy n byte ranges of `stored` to offsets of `out` that are multiples of 16.
 KERNEL(gather_payloads, (const uint8_t* __restrict__ stored, const int64_t* src, const int64_t* nbytes,
                          const int64_t* dest, int64_t n, uint8_t* __restrict__ out)) {
     const int64_t n_parts = parts_of_each(n, 64);
@@ -20,7 +20,7 @@ KERNEL(gather_payloads, (const uint8_t* __restrict__ stored, const int64_t* src,
     }
 }
 
-// Compare the adler32 (RFC 1950) of decoded chunks with the 4 bytes, big-endian, at stored[trailer[i]]; none: below 0.
+// Compare the adler32 (RFC 1950) of decoded chunks with the 4 bytes, big-endian, at stored[trailer[i]]; negative: none.
 KERNEL(check_adler32, (const uint8_t* __restrict__ decoded, const int64_t* start, const int64_t* nbytes,
                        const uint8_t* __restrict__ stored, const int64_t* trailer, int64_t n, int32_t* status)) {
     constexpr uint64_t BASE = 65521;
@@ -30,7 +30,7 @@ KERNEL(check_adler32, (const uint8_t* __restrict__ decoded, const int64_t* start
         const uint8_t* from = decoded + start[i];
         const int64_t size = nbytes[i], n_vectors = size / 16;
         PHASE(t) {
-            // Every byte counts once in the low half, and in the high half as often as there are bytes from it on.
+            // Each byte counts once in the low half, and in the high half once for each byte from it to the end.
             uint64_t low = 0, high = 0;
             uint32_t turn = 0;
 #pragma unroll 4
@@ -42,7 +42,7 @@ KERNEL(check_adler32, (const uint8_t* __restrict__ decoded, const int64_t* start
                                           dot_bytes(v.z, 0x05060708) + dot_bytes(v.w, 0x01020304);
                 low += sum;
                 high += uint64_t(size - 16 * k - 16) * sum + weighted;
-                if (!(++turn & 255)) high %= BASE;  // below 2**63 until then for chunks of up to 2**40 bytes
+                if (!(++turn & 255)) high %= BASE;  // stays below 2**63 until then for chunks of up to 2**40 bytes
             }
             for (int64_t k = 16 * n_vectors + t; k < size; k += N_THREADS) {
                 low += from[k];
@@ -63,8 +63,8 @@ KERNEL(check_adler32, (const uint8_t* __restrict__ decoded, const int64_t* start
     }
 }
 
-// The remainder of a polynomial over GF(2) modulo one of degree 32, the divisor, both as reflected CRCs hold them: bit
-// 31 - k is the coefficient of x**k, but x**32 of the divisor is not written. Sums are exclusive ors.
+// Remainder of a polynomial over GF(2) modulo one of degree 32, the divisor, both in the bit order of reflected CRCs:
+// bit 31 - k is the coefficient of x**k, and the divisor's x**32 is implicit. Addition is exclusive or.
 struct Remainder {
     uint32_t bits;
 
@@ -84,7 +84,7 @@ struct Remainder {
         return product;
     }
 
-    // Take in 4 bytes more, the first of them lowest: times x**32 each. table[b] is x**8 times the remainder of bits b.
+    // Append 4 bytes, the first one lowest: each multiplies by x**8. table[b] is x**8 times the remainder of bits b.
     DEVICE void take(uint32_t word, const uint32_t* table) {
         bits ^= word;
 #pragma unroll
@@ -92,14 +92,13 @@ struct Remainder {
     }
 };
 
-// Compare a CRC of 32 bits of n byte ranges with the 4 bytes, little-endian, at stored[trailer[i]]; none: below 0. The
-// reflected polynomial says which: 0xEDB88320 is gzip's (RFC 1952, 8), 0x82F63B78 CRC-32C (RFC 3720, B.4). `reason` is
-// what a mismatch is called.
+// Compare the 32-bit CRC of n byte ranges with the 4 bytes, little-endian, at stored[trailer[i]]; negative: none. The
+// reflected polynomial selects the CRC: 0xEDB88320 is gzip's (RFC 1952, 8), 0x82F63B78 CRC-32C (RFC 3720, B.4).
+// `reason` is the status code of a mismatch.
 //
-// Each thread takes a segment of neighbouring bytes through a table of what a byte does (Sarwate, "Computation of cyclic
-// redundancy checks via table look-up", Commun. ACM 1988, doi:10.1145/63030.63037). Remainders are linear: that of a
-// range is the sum of those of its segments, each times x**(8 * bytes after it), a product of squares of squares of x**8
-// (as zlib's crc32_combine joins two CRCs).
+// Each thread processes a contiguous segment with a byte-wise table (Sarwate, "Computation of cyclic redundancy checks
+// via table look-up", Commun. ACM 1988, doi:10.1145/63030.63037). Remainders are linear: a range's is the sum of its
+// segments', each times x**(8 * bytes after it), a product of repeated squares of x**8 (as in zlib's crc32_combine).
 KERNEL(check_crc, (const uint8_t* __restrict__ bytes, const int64_t* start, const int64_t* nbytes,
                    const uint8_t* __restrict__ stored, const int64_t* trailer, int64_t polynomial, int32_t reason,
                    int64_t n, int32_t* status)) {
@@ -129,7 +128,7 @@ KERNEL(check_crc, (const uint8_t* __restrict__ bytes, const int64_t* start, cons
         }
         PHASE(t) {
             const int64_t first = n_vectors * t / N_THREADS, last = n_vectors * (t + 1) / N_THREADS;
-            Remainder sum{t == 0 ? 0xFFFFFFFF : 0};  // the first 32 bits of a range count inverted
+            Remainder sum{t == 0 ? 0xFFFFFFFF : 0};  // the first 32 bits of a range enter inverted
             for (int64_t k = first; k < last; ++k) {
                 const uint4 v = load16(from + 16 * k);
                 sum.take(v.x, table);
@@ -153,16 +152,16 @@ KERNEL(check_crc, (const uint8_t* __restrict__ bytes, const int64_t* start, cons
     }
 }
 
-// Bring a sum to 16 bits as end-around carries do: 0 only if it is 0, else 1 to 65,535.
+// Reduce a sum to 16 bits with end-around carry: 0 only if it is 0, else 1 to 65,535.
 DEVICE uint64_t folded(uint64_t sum) { return sum ? (sum - 1) % 65535 + 1 : 0; }
 
-// Exchange the bytes of both halves.
+// Swap the bytes of both halves.
 DEVICE uint32_t with_halves_swapped(uint32_t word) {
     return (word & 0x00FF00FF) << 8 | (word >> 8 & 0x00FF00FF);
 }
 
-// Compare HDF5's fletcher32 of stored bytes with the 4 bytes after them, in either byte order that HDF5 accepts; nbytes
-// below 0, of a chunk that has no room for a checksum, is a mismatch.
+// Compare HDF5's fletcher32 of stored bytes with the 4 bytes after them, in either byte order that HDF5 accepts. A
+// negative nbytes (a chunk too short for a checksum) is a mismatch.
 KERNEL(check_fletcher32, (const uint8_t* __restrict__ stored, const int64_t* start, const int64_t* nbytes, int64_t n,
                           int32_t* status)) {
     SHARED_ARRAY(uint64_t, partial, MAX_THREADS);
@@ -170,7 +169,7 @@ KERNEL(check_fletcher32, (const uint8_t* __restrict__ stored, const int64_t* sta
         const uint8_t* from = stored + start[i];
         const int64_t size = nbytes[i], n_vectors = size / 16, n_words = (size + 1) / 2;
         PHASE(t) {
-            // Words of 16 bits count as bytes do in adler32.
+            // 16-bit words are summed as bytes are in adler32.
             uint64_t low = 0, high = 0;
             uint32_t turn = 0;
 #pragma unroll 4
@@ -217,8 +216,8 @@ DEVICE void transpose_bytes(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) 
     d = ab13 >> 16 | (cd13 & 0xFFFF0000);
 }
 
-// Where the bytes of shuffled elements lie: plane p holds byte p of all of them. The planes follow one another, or each
-// has an address of its own.
+// The byte planes of shuffled elements: plane p holds byte p of every element. The planes are contiguous, or each has
+// its own address.
 struct Planes {
     const uint8_t* first;
     int64_t nbytes;
@@ -229,7 +228,7 @@ struct Planes {
     }
 };
 
-// Put together elements first to last of a shuffled range, in groups of four; what is no whole group is left over.
+// Unshuffle elements first to last of a range in groups of four; the caller handles the remainder.
 template <int ITEMSIZE>
 DEVICE void unshuffle_groups(const Planes& planes, uint8_t* __restrict__ to, int64_t first, int64_t last) {
     EACH_THREAD(t) {
@@ -260,8 +259,8 @@ DEVICE void unshuffle_groups(const Planes& planes, uint8_t* __restrict__ to, int
     }
 }
 
-// Do one part's share of undoing a byte shuffle; `rest` are the bytes beyond the last whole element, which stay as they
-// are.
+// Undo one part's share of a byte shuffle; `rest` points to the bytes after the last whole element, which are copied
+// unchanged.
 DEVICE void unshuffle_part(const Planes& planes, const uint8_t* rest, uint8_t* __restrict__ to, int64_t size,
                            int32_t itemsize, int64_t part, int64_t n_parts) {
     const int64_t n_items = size / itemsize, n_groups = n_items / 4;
@@ -285,7 +284,7 @@ DEVICE void unshuffle_part(const Planes& planes, const uint8_t* rest, uint8_t* _
     }
 }
 
-// Undo HDF5's byte shuffle of n chunks; bytes beyond the last whole element stay where they are.
+// Undo HDF5's byte shuffle of n chunks; bytes after the last whole element keep their place.
 KERNEL(unshuffle, (const uint8_t* __restrict__ in, uint8_t* __restrict__ out, const int64_t* start,
                    const int64_t* nbytes, int32_t itemsize, int64_t n)) {
     const int64_t n_parts = parts_of_each(n, 64);
@@ -297,7 +296,7 @@ KERNEL(unshuffle, (const uint8_t* __restrict__ in, uint8_t* __restrict__ out, co
     }
 }
 
-// Write bytes first to last of a chunk from the window of the last bytes decoded; `first` is a multiple of 16.
+// Write bytes first to last of a chunk from the sliding window; `first` is a multiple of 16.
 template <int WINDOW>
 DEVICE void flush_window(const uint8_t* window, uint8_t* to, int64_t first, int64_t last) {
     PHASE(t) {
@@ -309,11 +308,11 @@ DEVICE void flush_window(const uint8_t* window, uint8_t* to, int64_t first, int6
     }
 }
 
-// Decode one LZF stream; returns 0 or the reason why it is bad.
+// Decode one LZF stream; return 0 or the reason why it is bad.
 //
-// A byte c below 32: c + 1 bytes follow as they are. Else a match, of c >> 5 bytes and two more; 7 there: plus the next
-// byte; at a distance of 1 + 13 bits, the low 5 of c and the next byte. All threads follow the stream and share the
-// copying.
+// A control byte c below 32 is followed by c + 1 literal bytes. Otherwise it starts a match of (c >> 5) + 2 bytes, or,
+// if c >> 5 is 7, of that plus the next byte, at a distance of 1 + 13 bits: the low 5 of c and the next byte. All
+// threads follow the stream and share the copying.
 template <int WINDOW>
 DEVICE int32_t decode_lzf_stream(const uint8_t* in, int64_t in_nbytes, uint8_t* out, int64_t out_nbytes,
                                  uint8_t* window) {
@@ -354,11 +353,11 @@ DEVICE int32_t decode_lzf_stream(const uint8_t* in, int64_t in_nbytes, uint8_t* 
     return made == out_nbytes ? 0 : TOO_SHORT;
 }
 
-// Decode n chunks of LZF as HDF5's filter 32000 writes it. Any bytes may come; what a bad chunk becomes is undefined.
+// Decode n chunks of LZF as written by HDF5's filter 32000. Input is untrusted; the output of a bad chunk is undefined.
 KERNEL(decode_lzf, (const uint8_t* __restrict__ in, const int64_t* in_start, const int64_t* in_nbytes,
                     uint8_t* __restrict__ out, const int64_t* out_start, const int64_t* out_nbytes, int64_t n,
                     int32_t* status)) {
-    // Twice the longest distance: room for the window, a match, and what waits to be written.
+    // Twice the longest distance: room for the window, a match, and bytes not written yet.
     constexpr int WINDOW = 16384;
     SHARED_ARRAY(uint8_t, window, WINDOW);
     for (int64_t i = BLOCK; i < n; i += N_BLOCKS) {
@@ -370,7 +369,7 @@ KERNEL(decode_lzf, (const uint8_t* __restrict__ in, const int64_t* in_start, con
     }
 }
 
-// Compare the little-endian word before each of n payloads with the size that it must decode to.
+// Compare the little-endian word before each of n payloads with its required decoded size.
 KERNEL(check_sizes, (const uint8_t* __restrict__ stored, const int64_t* at, int64_t nbytes, int64_t n,
                      int32_t* status)) {
     for (int64_t group = BLOCK; group * N_THREADS < n; group += N_BLOCKS) {
@@ -381,8 +380,8 @@ KERNEL(check_sizes, (const uint8_t* __restrict__ stored, const int64_t* at, int6
     }
 }
 
-// Check the headers of n members of gzip (RFC 1952, 2.3): deflate, and no flags, with which they would be longer than 10
-// bytes; and, after the CRC at stored[trailer[i]] unless that is below 0, the decoded size.
+// Check the headers of n gzip members (RFC 1952, 2.3): deflate, and no flags, which would make them longer than 10
+// bytes; and, after the CRC at stored[trailer[i]] unless that is negative, the decoded size.
 KERNEL(check_gzip, (const uint8_t* __restrict__ stored, const int64_t* at, const int64_t* trailer, int64_t nbytes,
                     int64_t n, int32_t* status)) {
     for (int64_t group = BLOCK; group * N_THREADS < n; group += N_BLOCKS) {

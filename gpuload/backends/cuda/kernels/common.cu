@@ -1,46 +1,45 @@
-// The CUDA backend's own kernels: what lies between the stored bytes and a minibatch, but for the codecs of nvCOMP.
+// The CUDA backend's own kernels: everything between stored bytes and a minibatch that nvCOMP does not do.
 //
-// This file and those beside it are compiled as one, by NVRTC when a loader is opened, and by the tests for the host,
-// with their own meaning of the primitives below; so they include nothing and use no other feature of CUDA. What each
-// kernel must equal is written in gpuload/backends/native: chunks.py, frames.py and inflate.py (decoding), rows.py
+// This file and its neighbours are compiled as one unit: by NVRTC when a loader is opened, and by the tests for the
+// host, with other definitions of the primitives below. So they include nothing and use no other CUDA feature. The
+// reference for each kernel is in gpuload/backends/native: chunks.py, frames.py and inflate.py (decoding), rows.py
 // (taking rows).
 //
 // common.cu       primitives, blocks and threads, unaligned bytes
 // chunks.cu       stored bytes -> decoded bytes: checksums, byte shuffle, LZF
-// containers.cu   the same, of chunks that hold several streams: blosc's, and those of HDF5's lz4 filter
+// containers.cu   the same for chunks that hold several streams: blosc, and HDF5's lz4 filter
 // pieces.cu       decoded bytes -> the resident's arrays
 // rows.cu         the resident's rows -> a minibatch
 //
 // How kernels are organised
 // -------------------------
-// - A kernel works on items: chunks, pieces or rows. A block takes one item at a time and goes on in steps of the grid,
-//   so any grid is right, and any block of up to MAX_THREADS threads. Where a grid has several blocks per item, an item
-//   is cut into parts, one per block: a small minibatch or a few large pieces still fill the device.
-// - The code of an item is a sequence of phases. A phase is what each thread does on its own; PHASE ends with a
-//   barrier, EACH_THREAD does not and is for work that no other thread of the block waits for. What stands between
-//   phases is done alike by all threads, and depends on arguments, on global memory that the kernel only reads, and on
-//   shared memory only through `agreed`, which ends with a barrier. So no barrier can be forgotten, or stand where some
-//   threads do not come by.
-// - No thread keeps a variable from phase to phase: what must last lies in shared memory.
+// - A kernel works on items: chunks, pieces or rows. A block takes one item at a time, in a grid-stride loop, so any
+//   grid is valid, and any block of up to MAX_THREADS threads. If there are several blocks per item, each item is split
+//   into parts, one per block, so that a small minibatch or a few large pieces still fill the device.
+// - The code for an item is a sequence of phases. A phase is the work of each thread by itself; PHASE ends with a
+//   barrier, EACH_THREAD does not and is for work that no other thread of the block waits for. Code between phases runs
+//   identically in all threads. It depends only on arguments, on global memory that the kernel does not write, and on
+//   shared memory through `agreed`, which ends with a barrier. So no barrier can be forgotten, or be reached by only
+//   some of the threads.
+// - No thread keeps a variable across phases: state that must last is in shared memory.
 //
 // Memory
 // ------
 // - Elements are aligned to their size, and `out` of gather_payloads to 16 bytes. Byte ranges may start anywhere: they
-//   are read by aligned words of up to 16 bytes and shifted into place. So what is read may exceed a range, an array of
-//   elements too, by the rest of its first and last 16 aligned bytes, never more; nothing is written outside a range.
-// - Rows and runs are written by stores of 16 bytes but for their ends, whatever their alignment: a thread takes a
-//   group of elements that is aligned in the output, and those at the ends, where a group is not whole, one by one.
+//   are read in aligned words of up to 16 bytes and shifted into place. So a read of a range, or of an array of
+//   elements, may touch the rest of its first and last aligned 16 bytes, never more; no write leaves its range.
+// - Rows and runs are written in 16-byte stores except at their ends, whatever their alignment: each thread takes a
+//   group of elements that is aligned in the output; incomplete groups at the ends are written element by element.
 //
 // Errors
 // ------
-// Nothing is raised here. status[i], of chunk i, is set to the reason why the chunk is bad unless it already holds one.
-// A column number outside the matrix is replaced by 0, so that kernels that follow stay within their rows whether or
-// not the host has looked at the status yet.
+// Nothing is raised here. status[i], for chunk i, is set to the reason why the chunk is bad, unless it is already set.
+// A column number outside the matrix is replaced by 0, so that later kernels stay within their rows whether or not the
+// host has looked at the status yet.
 //
-// Block sizes: 256 threads or so, but 32 for decode_lzf, which follows a stream with all threads and so needs no more
-// than a warp. Blocks: as many as items, or some 8 per multiprocessor where that is more. A cell's total, and with it
-// the last bit of its transformed values, may depend on the number of threads (never of blocks) where values are not
-// whole numbers.
+// Block sizes: about 256 threads, but 32 for decode_lzf, in which all threads follow one stream, so that a warp is
+// enough. Blocks: one per item, or some 8 per multiprocessor if that is more. If values are not whole numbers, a cell's
+// total, and hence the last bit of its transformed values, may depend on the number of threads (never of blocks).
 
 #ifndef GPULOAD_HOST
 
@@ -83,11 +82,11 @@ DEVICE double double_of(uint64_t bits) { return __longlong_as_double(int64_t(bit
 DEVICE uint32_t bits_of(float value) { return __float_as_uint(value); }
 DEVICE uint64_t bits_of(double value) { return uint64_t(__double_as_longlong(value)); }
 
-// Sum of the products of the bytes of two words.
+// Dot product of the bytes of two words.
 DEVICE uint32_t dot_bytes(uint32_t a, uint32_t b) { return __dp4a(a, b, 0u); }
 
-// CuPy has NVRTC flush to zero what float32 holds below 2**-126 (-ftz=true), in all that is written in C++. So whatever
-// reads or makes a float32 by arithmetic is one of these.
+// CuPy has NVRTC flush float32 denormals (below 2**-126) to zero (-ftz=true) in all C++ code. So every function that
+// reads or produces a float32 arithmetically is one of these.
 DEVICE double widened(float value) {
     double wide;
     asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(value));
@@ -104,7 +103,7 @@ DEVICE void add_to(float& sum, float value) {
     asm("add.rn.f32 %0, %0, %1;" : "+f"(sum) : "f"(value));
 }
 
-// Bits of the float16 nearest to a value, ties to even.
+// Bits of the nearest float16, ties to even.
 DEVICE uint16_t half_bits(float value) {
     uint16_t bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
@@ -114,7 +113,7 @@ DEVICE uint16_t half_bits(float value) {
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Constants, those of the reasons as in native/inflate.py, native/chunks.py and native/frames.py.
+// Constants; reason codes are as in native/inflate.py, native/chunks.py and native/frames.py.
 
 constexpr int32_t BAD_HEADER = -1, BAD_DISTANCE = -4, TRUNCATED = -5, TOO_LONG = -6, TOO_SHORT = -7, BAD_CHECKSUM = -8;
 constexpr int32_t BAD_FLETCHER = -102, BAD_COLUMN = -103, BAD_VALUE = -104;
@@ -122,25 +121,25 @@ constexpr int32_t BAD_BLOSC = -201, BAD_STREAM = -203, BAD_LZ4 = -205;
 
 constexpr int MAX_THREADS = 1024;
 
-// Integers up to here are all exact in float32.
+// Largest integer up to which float32 holds every integer.
 constexpr int64_t MAX_EXACT = 1 << 24;
 
-// Columns that densify makes at a time in shared memory: 32 kB, so that five blocks fit a multiprocessor of Hopper.
+// Columns that densify makes at a time in shared memory: 32 kB, so that five blocks fit on a Hopper multiprocessor.
 constexpr int TILE = 8192;
 
-// Parts of at least this many elements are worth a block of their own in gather_dense.
+// Smallest number of elements that is worth a block of its own in gather_dense.
 constexpr int64_t MIN_PART = 4096;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Blocks and threads.
 
-// How many blocks share each item.
+// Number of blocks that share each item.
 DEVICE int64_t parts_of_each(int64_t n_items, int64_t most) {
     const int64_t n = n_items > 0 ? N_BLOCKS / n_items : 1;
     return n < 1 || most < 1 ? 1 : n < most ? n : most;
 }
 
-// Read a variable in shared memory outside a phase: all threads have read it before any goes on.
+// Read a shared variable outside a phase; the barrier lets all threads read it before any continues.
 template <class T>
 DEVICE T agreed(const T& shared) {
     const T value = shared;
@@ -148,7 +147,7 @@ DEVICE T agreed(const T& shared) {
     return value;
 }
 
-// Add up the values of all threads, always in the same order; partial[t] is that of thread t and is spoilt.
+// Sum the values of all threads in a fixed order; partial[t] is thread t's value and is overwritten.
 template <class T>
 DEVICE T block_sum(T* partial) {
     for (int n = N_THREADS; n > 1;) {
@@ -166,11 +165,11 @@ DEVICE T block_sum(T* partial) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Unaligned bytes. All of the bytes asked for must be within the range that the caller may read.
+// Unaligned bytes. All requested bytes must be within a range that the caller may read.
 
 DEVICE uint64_t address(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
 
-// Return the word that starts `shift` bits into `low` and goes on in `high`; shift < 64.
+// Return the word that starts `shift` bits into `low` and continues in `high`; shift < 64.
 DEVICE uint64_t joined(uint64_t low, uint64_t high, uint32_t shift) { return low >> shift | high << 1 << (63 - shift); }
 
 DEVICE uint32_t load4(const uint8_t* from) {
@@ -205,7 +204,7 @@ DEVICE uint4 load16(const uint8_t* from) {
     return {uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)};
 }
 
-// Read N words of 4 bytes.
+// Read N 4-byte words.
 template <int N>
 DEVICE void load_words(const uint8_t* from, uint32_t (&words)[N]) {
     static_assert(N == 1 || N == 2 || N % 4 == 0, "1, 2, 4 or 8 words");
@@ -224,7 +223,7 @@ DEVICE void load_words(const uint8_t* from, uint32_t (&words)[N]) {
     }
 }
 
-// Write N words of 4 bytes to any place.
+// Write N 4-byte words to any address.
 template <int N>
 DEVICE void store_words(uint8_t* to, const uint32_t (&words)[N]) {
     if (N % 4 == 0 && !(address(to) & 15)) {
@@ -241,7 +240,7 @@ DEVICE void store_words(uint8_t* to, const uint32_t (&words)[N]) {
     }
 }
 
-// Copy a byte range, by all threads of the block.
+// Copy a byte range with all threads of the block.
 DEVICE void copy_bytes(const uint8_t* __restrict__ from, uint8_t* __restrict__ to, int64_t size) {
     EACH_THREAD(t) {
         for (int64_t k = t; k < size / 16; k += N_THREADS) {

@@ -1,13 +1,13 @@
 // Containers: chunks that hold several streams of a codec.
 //
-// Blosc's (c-blosc 1, README_CHUNK_FORMAT.rst) have a header of 16 bytes, a table with the place of each block, and the
-// blocks. A block is one stream, or n_splits equal ones where it is whole; before each stands its stored size, which is
-// the decoded size where the stream is stored as it is. A container may also hold its bytes as they are.
+// A blosc container (c-blosc 1, README_CHUNK_FORMAT.rst) is a header of 16 bytes, a table of block offsets, and the
+// blocks. A whole block is n_splits equal streams, any other is one; each stream is preceded by its stored size, which
+// equals the decoded size if the stream is stored uncompressed. A container may also hold all its bytes uncompressed.
 //
-// Those of HDF5's lz4 filter (HDF Group, registered filter 32004) have a header of 12 bytes, decoded size and size of a
-// block, and the blocks one after another, each a stream after its stored size as above; all numbers are big-endian.
+// A container of HDF5's lz4 filter (HDF Group, registered filter 32004) is a header of 12 bytes (decoded size and block
+// size), then the blocks, each one stream preceded by its stored size as above; all numbers are big-endian.
 
-// How all chunks of an array are cut, as a header says: chunks of `nbytes` in blocks of `block_nbytes`.
+// The layout of all chunks of an array, from a header: chunks of `nbytes` in blocks of `block_nbytes`.
 struct Cut {
     int64_t nbytes, block_nbytes, n_splits;
 
@@ -16,34 +16,33 @@ struct Cut {
     DEVICE int64_t n_blocks() const { return n_whole() + (rest() ? 1 : 0); }
     DEVICE int64_t n_streams() const { return n_whole() * n_splits + (rest() ? 1 : 0); }
 
-    // Streams of block b, and their decoded bytes.
+    // Number of streams of block b, and the decoded bytes of each.
     DEVICE int64_t streams_in(int64_t b) const { return b < n_whole() ? n_splits : 1; }
     DEVICE int64_t stream_nbytes(int64_t b) const { return b < n_whole() ? block_nbytes / n_splits : rest(); }
 
-    // Each stream has a slot, large enough for what it decodes to and for what snappy, which may make it longer, makes
-    // of that, and a multiple of 16; a chunk's slots follow one another.
+    // Each stream has a slot, a multiple of 16 bytes, large enough for the decoded stream and for its snappy form
+    // (which may be longer); a chunk's slots are contiguous.
     DEVICE int64_t slot(int64_t b, int64_t k) const { return (b * n_splits + k) * slots_of(block_nbytes / n_splits); }
     DEVICE int64_t chunk_slots() const { return slot(n_whole(), 0) + slots_of(rest()); }
     DEVICE static int64_t most_stored(int64_t size) { return 32 + size + size / 6; }
     DEVICE static int64_t slots_of(int64_t size) { return size ? (most_stored(size) + 15) / 16 * 16 : 0; }
 };
 
-// What is known of each stream: rows of a table with a column for each.
+// Per-stream facts: rows of a table with one column per stream.
 enum Row { SOURCE, STORED, SLOT, IN, IN_NBYTES, OUT, ROOM, WANTED, FROM, TRAILER };
 
-// Whether a chunk's header says what the array's first one says, but for how large the container is and whether the
-// bytes lie in it as they are.
+// Whether a chunk's header equals the array's first one, except for the container's size and whether its bytes are
+// stored uncompressed.
 DEVICE bool is_alike(const uint8_t* chunk, const uint8_t* head) {
     const uint32_t words = load4(chunk) ^ load4(head), copied = 0x00020000;
     return !(words & ~copied) && load4(chunk + 4) == load4(head + 4) && load4(chunk + 8) == load4(head + 8);
 }
 
-// Where the streams of some containers go, and the table that tells it: of each stream, the first stored byte and how
-// many are to be moved to which slot of `compressed`; what the codec is given (address and size) and where its output
-// goes (address and room, in `decoded`) and how much that must be; from where (address) the decoded bytes are to be
-// taken; and where its adler32 is, or -1. A stream that is stored as it is, or cannot be found, is not moved: the codec
-// gets the filler in its place, a good stream that decodes to one byte, and the bytes are taken from where they are
-// stored.
+// Where the streams of some containers go, in a table. For each stream it holds: the first stored byte, how many bytes
+// to move, and to which slot of `compressed`; the codec's input (address and size) and output (address and room, in
+// `decoded`), and the required output size; the address from which to take the decoded bytes; and the place of its
+// adler32, or -1. A stream that is stored uncompressed, or cannot be found, is not moved: instead the codec gets the
+// filler, a valid stream that decodes to one byte, and the bytes are taken from where they are stored.
 struct Streams {
     Cut cut;
     int64_t n;
@@ -55,8 +54,8 @@ struct Streams {
     uint8_t* compressed;
     int64_t* table;
 
-    // Note stream k of block b of container c: `size` bytes at byte `at` of it, of which the first `head` and the last
-    // `tail` are not the codec's; size below 0: it cannot be found.
+    // Record stream k of block b of container c: `size` bytes at offset `at`, of which the first `head` and the last
+    // `tail` are not for the codec; a negative size: it cannot be found.
     DEVICE void put(int64_t c, int64_t b, int64_t k, int64_t at, int64_t size, int64_t head, int64_t tail) const {
         const int64_t room = cut.stream_nbytes(b), n_columns = n * cut.n_streams();
         const bool is_coded = size > 0 && size != room;
@@ -79,8 +78,8 @@ struct Streams {
     }
 };
 
-// Find the streams of n containers of blosc whose headers all say the same as `head`: a thread follows those of a block.
-// A bad container is named in `status`.
+// Find the streams of n blosc containers whose headers all match `head`; one thread follows the streams of a block. Bad
+// containers are reported in `status`.
 KERNEL(walk_blosc, (const uint8_t* __restrict__ stored, const int64_t* place, const int64_t* stored_nbytes,
                     const uint8_t* head, const uint8_t* filler, int64_t filler_nbytes, int64_t nbytes,
                     int64_t block_nbytes, int64_t n_splits, int32_t is_zlib, int64_t n, const uint8_t* decoded,
@@ -137,7 +136,7 @@ KERNEL(walk_blosc, (const uint8_t* __restrict__ stored, const int64_t* place, co
     }
 }
 
-// The same of n containers of HDF5's lz4 filter; a thread finds a block by the sizes of those before it.
+// The same for n containers of HDF5's lz4 filter; a thread finds a block from the sizes of those before it.
 KERNEL(walk_lz4, (const uint8_t* __restrict__ stored, const int64_t* place, const int64_t* stored_nbytes,
                   const uint8_t* head, const uint8_t* filler, int64_t filler_nbytes, int64_t nbytes,
                   int64_t block_nbytes, int64_t n, const uint8_t* decoded, uint8_t* __restrict__ compressed,
@@ -169,7 +168,7 @@ KERNEL(walk_lz4, (const uint8_t* __restrict__ stored, const int64_t* place, cons
     }
 }
 
-// Name in `status` the chunks, of n_streams streams each, of which a stream has a code or has not become what it must.
+// Report in `status` the chunks, of n_streams streams each, that have a stream with an error or a wrong decoded size.
 KERNEL(check_streams, (const int32_t* code, const int64_t* produced, const int64_t* wanted, int64_t n_streams,
                        int64_t n, int32_t* status)) {
     for (int64_t group = BLOCK; group * N_THREADS < n * n_streams; group += N_BLOCKS) {
@@ -182,7 +181,7 @@ KERNEL(check_streams, (const int32_t* code, const int64_t* produced, const int64
     }
 }
 
-// Put together n containers from their decoded streams, which lie at the addresses `from`; itemsize 1: not shuffled.
+// Assemble n containers from their decoded streams, at the addresses `from`; itemsize 1: not shuffled.
 KERNEL(join_blocks, (const int64_t* __restrict__ from, const int32_t* is_copied, int64_t nbytes, int64_t block_nbytes,
                     int64_t n_splits, int32_t itemsize, int64_t n, const int64_t* start,
                     uint8_t* __restrict__ out)) {

@@ -2,7 +2,7 @@
 
 enum Kind { SIGNED, UNSIGNED, FLOAT };
 
-// A stored type: its size in bytes, what it is, and whether its first byte is the highest.
+// A stored type: its size in bytes, its kind, and whether it is big-endian.
 template <int NBYTES, Kind KIND, bool IS_BIG>
 struct Stored {
     static constexpr int nbytes = NBYTES;
@@ -19,7 +19,7 @@ DEVICE uint32_t with_bytes_reversed(uint32_t word) {
     return swapped << 16 | swapped >> 16;
 }
 
-// Return an element from its bytes in the order of storage, the first lowest.
+// Return an element from its bytes in storage order, the first one lowest.
 template <class S>
 DEVICE uint64_t in_native_order(uint64_t bits) {
     if constexpr (!S::is_big || S::nbytes == 1) {
@@ -33,7 +33,7 @@ DEVICE uint64_t in_native_order(uint64_t bits) {
     }
 }
 
-// Return element e of words that hold four.
+// Return element e of words that hold four elements.
 template <class S, int N>
 DEVICE uint64_t element(const uint32_t (&words)[N], int e) {
     if constexpr (S::nbytes == 8) {
@@ -47,7 +47,7 @@ DEVICE uint64_t element(const uint32_t (&words)[N], int e) {
     }
 }
 
-// Return the element that starts at any byte.
+// Return the element that starts at any byte address.
 template <class S>
 DEVICE uint64_t element_at(const uint8_t* from) {
     uint64_t bits = 0;
@@ -64,7 +64,7 @@ DEVICE int64_t sign_extended(uint64_t bits) {
 DEVICE float value_of_half(uint32_t bits) {
     const uint32_t low = bits & 0x7FFF, wide = low << 13;
     uint32_t magnitude = wide + (112u << 23);
-    if (low < 0x0400) magnitude = low ? bits_of(float(low)) - (24u << 23) : 0;  // multiples of 2**-24
+    if (low < 0x0400) magnitude = low ? bits_of(float(low)) - (24u << 23) : 0;  // subnormal: a multiple of 2**-24
     if (low >= 0x7C00) magnitude = wide | 0x7F800000;
     return float_of(magnitude | (bits & 0x8000) << 16);
 }
@@ -129,7 +129,7 @@ DEVICE uint32_t word_of(int32_t value) { return uint32_t(value); }
 DEVICE int32_t reason_of(float) { return BAD_VALUE; }
 DEVICE int32_t reason_of(int32_t) { return BAD_COLUMN; }
 
-// Do one thread's share, the lane-th of n_lanes, of copying n elements.
+// Copy one thread's share, the lane-th of n_lanes, of n elements.
 template <class S, class Out>
 DEVICE void copy_run(const uint8_t* __restrict__ from, Out* __restrict__ to, int64_t n, int64_t limit, int lane,
                      int n_lanes, Checks& checks) {
@@ -153,8 +153,8 @@ DEVICE void copy_run(const uint8_t* __restrict__ from, Out* __restrict__ to, int
 
 // Copy pieces of decoded chunks, or their fill value, into a resident's array of float or int32_t.
 //
-// A run that is alone in its piece is shared by all threads, and by the blocks that share the piece; of several runs,
-// each is copied by 32 threads.
+// If a piece is a single run, all threads, and all blocks on the piece, share it; of several runs, each is copied by 32
+// threads.
 template <class S, class Out>
 DEVICE void copy_pieces(const uint8_t* __restrict__ decoded, const int64_t* piece_base, const int64_t* piece_src,
                         const int64_t* piece_dest, const int64_t* piece_width, const int64_t* piece_rows,
@@ -189,9 +189,9 @@ DEVICE void copy_pieces(const uint8_t* __restrict__ decoded, const int64_t* piec
     }
 }
 
-// copy_pieces_<src>_<out>: piece p is piece_rows[p] runs of piece_width[p] elements. The first goes from piece_src[p]
-// elements after byte piece_base[p] of `decoded` (below 0: it is the fill value) to out[piece_dest[p]], each further
-// one from and to src_stride and dest_stride elements on. Column numbers (out i4) must be below `limit`.
+// copy_pieces_<src>_<out>: piece p is piece_rows[p] runs of piece_width[p] elements. The first is copied from
+// piece_src[p] elements after byte piece_base[p] of `decoded` (negative: the fill value) to out[piece_dest[p]]; each
+// next one is src_stride and dest_stride elements further. Column numbers (out i4) must be less than `limit`.
 #define COPY_PIECES(src, out_name, stored_type, out_type)                                                              \
     KERNEL(copy_pieces_##src##_##out_name,                                                                             \
            (const uint8_t* decoded, const int64_t* piece_base, const int64_t* piece_src, const int64_t* piece_dest,    \

@@ -1,6 +1,6 @@
 // The resident's rows -> a minibatch.
 
-// What a minibatch is made of. `narrow` rounds to nearest, ties to even, and tells when it makes a number infinite.
+// Element types of a minibatch. `narrow` rounds to nearest, ties to even, and flags finite values rounded to infinity.
 
 struct Single {
     typedef float Element;
@@ -24,7 +24,7 @@ struct Brain {
     typedef uint16_t Element;
     static DEVICE uint16_t narrow(float value, bool& is_bad) {
         const uint32_t wide = bits_of(value), magnitude = wide & 0x7FFFFFFF;
-        if (magnitude > 0x7F800000) return uint16_t(wide >> 16 | 0x40);  // not a number
+        if (magnitude > 0x7F800000) return uint16_t(wide >> 16 | 0x40);  // NaN
         const uint32_t bits = (wide + 0x7FFF + (wide >> 16 & 1)) >> 16;
         is_bad |= (bits & 0x7FFF) == 0x7F80 && magnitude < 0x7F800000;
         return uint16_t(bits);
@@ -34,11 +34,11 @@ struct Brain {
     }
 };
 
-// Elements of a store of 16 bytes.
+// Elements per 16-byte store.
 template <class Form>
 constexpr int PER_STORE = 16 / int(sizeof(typename Form::Element));
 
-// Return how many elements after a multiple of 16 bytes a pointer stands.
+// Return the distance in elements of a pointer from the preceding multiple of 16 bytes.
 template <class Form>
 DEVICE int skew_of(const typename Form::Element* to) {
     return int(address(to) / sizeof(*to) % PER_STORE<Form>);
@@ -62,7 +62,7 @@ DEVICE void load_group(const float* from, float (&values)[PER_STORE<Form>]) {
     }
 }
 
-// Return what scales values to add up to `target_sum`; 1 where that is 0 or they add up to 0. partial: see block_sum.
+// Return the factor that scales values to sum to `target_sum`; 1 if that is 0 or they sum to 0. partial: see block_sum.
 DEVICE double row_scale(const float* data, int64_t n, double target_sum, double* partial) {
     if (target_sum == 0.0) return 1.0;
     PHASE(t) {
@@ -75,7 +75,7 @@ DEVICE double row_scale(const float* data, int64_t n, double target_sum, double*
     return total != 0.0 ? target_sum / total : 1.0;
 }
 
-// The arithmetic on a cell's values.
+// The transform of a cell's values.
 struct Arithmetic {
     double scale;
     bool is_any, is_log1p;
@@ -90,19 +90,19 @@ struct Arithmetic {
     }
 };
 
-// Return the map of a resident row's columns: that of its file, which begins at map_start[row], or the only one, or none.
+// Return the column map of a resident row: its file's, which begins at map_start[row], or the only one, or null.
 DEVICE const int32_t* map_of(int32_t row, const int64_t* map_start, const int32_t* columns) {
     return columns && map_start ? columns + map_start[row] : columns;
 }
 
-// Return where a stored column goes, or below 0.
+// Return the output column of a stored column, or a negative number.
 DEVICE int64_t place_of(const int32_t* columns, int32_t column) { return columns ? columns[column] : column; }
 
 // Write CSR rows into a dense array, zeros included.
 //
-// A row is made in shared memory, a tile of columns after the other, and each tile is stored once. Where the columns of
-// a row rise, none repeated, its values are put into the tile in any order (`columns` sends no two to one place); else
-// each place belongs to one thread, which adds up what is stored for it in the order of storage.
+// A row is made in shared memory, tile by tile, and each tile is stored once. If a row's columns are strictly
+// increasing, its values are scattered into the tile in any order (`columns` maps no two to one place); otherwise each
+// place belongs to one thread, which sums its values in storage order.
 template <class Form>
 DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
                         const int32_t* __restrict__ indices, const float* __restrict__ data,
@@ -191,8 +191,8 @@ DENSIFY_CSR(f4, Single)
 DENSIFY_CSR(f2, Half)
 DENSIFY_CSR(bf2, Brain)
 
-// Write dense rows into a dense array. Rows are n_vars wide, or begin where indptr says and are at most so wide; columns
-// that a row has nothing for are left as they are.
+// Write dense rows into a dense array. Rows are n_vars wide, or begin at indptr and are at most n_vars wide; output
+// columns that a row lacks are left unchanged.
 template <class Form>
 DEVICE void gather_dense(const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
                          const float* __restrict__ X, const int64_t* __restrict__ map_start,
@@ -252,7 +252,7 @@ GATHER_DENSE(f4, Single)
 GATHER_DENSE(f2, Half)
 GATHER_DENSE(bf2, Brain)
 
-// Return the sums of what threads 0 to t have in kept[t], for each t; kept has room for twice MAX_THREADS.
+// Return the inclusive prefix sums of kept[t] over the threads; kept has room for twice MAX_THREADS.
 DEVICE const int64_t* running_sums(int64_t* kept) {
     int from = 0;
     for (int step = 1; step < N_THREADS; step *= 2) {
@@ -264,8 +264,8 @@ DEVICE const int64_t* running_sums(int64_t* kept) {
     return kept + from;
 }
 
-// Count the values of each resident row that `columns` keeps; -1 less the count where their new column numbers do not
-// rise.
+// Count the values of each resident row that `columns` keeps; -1 minus the count if their new column numbers are not
+// strictly increasing.
 KERNEL(count_csr, (const int64_t* __restrict__ indptr, const int32_t* __restrict__ indices,
                    const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, int64_t n_rows,
                    int64_t* out)) {
@@ -276,7 +276,7 @@ KERNEL(count_csr, (const int64_t* __restrict__ indptr, const int32_t* __restrict
     for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
         const int64_t start = indptr[row], n_stored = indptr[row + 1] - start;
         const int32_t* chosen = map_of(int32_t(row), map_start, columns);
-        // Each thread takes a run of values, and then the first one compares the ends of neighbouring runs.
+        // Each thread takes a run of values, and then the first one compares the ends of adjacent runs.
         PHASE(t) {
             int64_t n = 0;
             int32_t lowest = -1, highest = -1, is_falling = 0;
@@ -308,7 +308,7 @@ KERNEL(count_csr, (const int64_t* __restrict__ indptr, const int32_t* __restrict
     }
 }
 
-// Write CSR rows one after the other, row r from out_indptr[r] on; values keep the order of storage.
+// Write CSR rows consecutively, row r from out_indptr[r] on; values keep their storage order.
 KERNEL(gather_csr, (const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
                     const int32_t* __restrict__ indices, const float* __restrict__ data,
                     const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
@@ -329,7 +329,7 @@ KERNEL(gather_csr, (const int32_t* __restrict__ positions, const int64_t* __rest
             continue;
         }
         const int32_t* chosen = map_of(positions[row], map_start, columns);
-        // Each thread takes a run of values; how many the threads before it keep is where its own go.
+        // Each thread takes a run of values; the counts of the threads before it give its output offset.
         PHASE(t) {
             int64_t count = 0;
             for (int64_t k = n * t / N_THREADS; k < n * (t + 1) / N_THREADS; ++k) {
@@ -351,11 +351,11 @@ KERNEL(gather_csr, (const int32_t* __restrict__ positions, const int64_t* __rest
     }
 }
 
-// What a row of CSR stores: all but zeros, of either sign.
+// Whether CSR stores a value: anything but zero, of either sign.
 DEVICE bool is_stored(float value) { return bits_of(value) << 1; }
 
-// Count, for each resident row that is dense, the values that `columns` keeps and that are not zero in a minibatch: by
-// the arithmetic of gather_dense, and with as many threads, as compact_dense has room for what is counted here.
+// Count the nonzero minibatch values that `columns` keeps in each dense resident row: with the arithmetic of
+// gather_dense and the same number of threads, because compact_dense has room only for what is counted here.
 KERNEL(count_dense, (const int64_t* __restrict__ indptr, const float* __restrict__ X,
                      const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
                      int32_t log1p_, int64_t n_rows, int64_t n_vars, int64_t* out)) {
@@ -380,17 +380,17 @@ KERNEL(count_dense, (const int64_t* __restrict__ indptr, const float* __restrict
     }
 }
 
-// What float16 holds of a sum that float32 may have made somewhat larger, with room to spare.
+// A float32 sum below this, even if rounded up, surely fits float16, with room to spare.
 constexpr double SURELY_HALF = 32768.0;
 
-// Tell of each resident row, CSR or (without indices) dense, whether float16 may not hold one of its values in a
-// minibatch: one that rounds to infinity, or where columns repeat and are added up, or do not rise, the sum of all.
+// Report for each resident row, CSR or (without indices) dense, whether float16 may fail to hold one of its minibatch
+// values: a value that rounds to infinity, or, if columns repeat (their values are summed) or decrease, the row's sum.
 KERNEL(mark_large, (const int64_t* __restrict__ indptr, const int32_t* __restrict__ indices,
                     const float* __restrict__ data, const int64_t* __restrict__ map_start,
                     const int32_t* __restrict__ columns, double target_sum, int32_t log1p_, int64_t n_rows,
                     int64_t n_vars, int64_t* out)) {
     SHARED_ARRAY(double, partial, MAX_THREADS);
-    SHARED_ARRAY(int32_t, has_none, 2);  // no value that is too large, no column that does not rise
+    SHARED_ARRAY(int32_t, has_none, 2);  // no value that is too large; no column out of order
     PHASE(t) {
         if (t < 2) has_none[t] = 1;
     }
@@ -421,7 +421,7 @@ KERNEL(mark_large, (const int64_t* __restrict__ indptr, const int32_t* __restric
     }
 }
 
-// Write what is not zero of dense rows as CSR rows, row r from out_indptr[r] on.
+// Write the nonzero values of dense rows as CSR rows, row r from out_indptr[r] on.
 KERNEL(compact_dense, (const float* __restrict__ X, int64_t n_rows, int64_t n_cols,
                        const int64_t* __restrict__ out_indptr, int32_t* __restrict__ out_indices,
                        float* __restrict__ out_data)) {
