@@ -1,4 +1,4 @@
-"""Formats: a file, or cells in memory -> a `Store`. Nothing above this package learns about files."""
+"""Formats: open a file, or cells in memory, as a `Store`. Nothing above this package knows about files."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 Join = str | tuple[str, ...] | None
 
 SOURCE_FILE = "source_file"
-"""Column of obs that all cells have, be it stored or not: the file that they are from."""
+"""Column of obs that every cell has, stored or not: the path of its file."""
 
 AT_A_TIME = 4
-"""Files that are opened at a time."""
+"""Number of files opened concurrently."""
 
 
 def open_matrices(
@@ -46,27 +46,26 @@ def open_matrices(
     paths
         As for `open_store`; or a mapping of modalities to such.
     layers
-        Of the first modality, the first of them to be ``"X"``.
+        Layers of the first modality; the first entry must be ``"X"``.
     obsm
-        Of the first modality.
+        Names in obsm of the first modality.
     modalities
-        Names of the modalities, the first of them the one that layers, obsm and obs are of; none: `paths` are as for
-        `open_store`.
+        Names of the modalities; layers, obsm and obs belong to the first. If empty, `paths` are as for `open_store`.
     obs
-        Columns of obs to hold.
+        Columns of obs to keep in memory.
     join
-        As for `store.concat`; a list of genes is of the first modality, and the others must agree.
+        As for `store.concat`; a list of genes applies to the first modality, and the others must agree.
 
     Returns
     -------
     dict
-        ``"X"``, whose store alone holds obs, ``"layers/<name>"``, ``"obsm/<name>"`` and ``"modalities/<name>"``, in
-        the order asked for.
+        ``"X"``, the only store with obs, ``"layers/<name>"``, ``"obsm/<name>"`` and ``"modalities/<name>"``, in the
+        order requested.
 
     Raises
     ------
     StoreError, ReadError, CorruptDataError
-        As for `open_store`; or modalities are not there, or are not of the same cells in the same order.
+        As for `open_store`; or modalities are missing, or do not have the same cells in the same order.
     """
     first = _of_modality(paths, modalities[0]) if modalities else paths
     with ExitStack() as on_error:
@@ -97,24 +96,24 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
     Parameters
     ----------
     paths
-        One path (see `recognise`), AnnData or matrix (see `memory.open_memory`), or several whose rows are numbered
-        through in the order given. A folder of files stands for them in the order of their names.
+        One path (see `recognise`), AnnData or matrix (see `memory.open_memory`), or several, whose rows are numbered
+        consecutively in the order given. A folder of files stands for its files, sorted by name.
     layer
         ``"X"``, ``"raw.X"``, the name of a layer, or ``"obsm/<name>"``.
     obs
-        Columns of obs to hold; ``"source_file"`` is the path of each cell's file, where none is stored under that name.
+        Columns of obs to keep in memory; unless stored, ``"source_file"`` is the path of each cell's file.
     join
-        How genes are joined that differ between files; see `store.concat`. By ``"outer"``, columns of obs that only
-        some files have are missing in the others.
+        How to join genes that differ between files; see `store.concat`. With ``"outer"``, columns of obs that only
+        some files have are missing values in the others.
 
     Raises
     ------
     StoreError
-        A file is of no known format, lacks what is asked for, or does not agree with the others.
+        A file's format is unknown, it lacks what was requested, or it does not agree with the others.
     ReadError
         A file cannot be opened or read.
     CorruptDataError
-        What is given does not fit together.
+        The parts of a file do not fit together.
     """
     each = _together(_parts(paths))
     if not each:
@@ -140,7 +139,7 @@ def _columns_of(cells: Any) -> Sequence[str]:
 
 
 def _source_file(store: Store) -> ObsColumn:
-    """Return which file each cell is from; one that was given twice is one."""
+    """Return the file that each cell comes from; a file given twice counts once."""
     number = {path: code for code, path in enumerate(dict.fromkeys(store.paths))}
     categories = np.empty(len(number), dtype=object)
     categories[:] = list(number)
@@ -149,9 +148,9 @@ def _source_file(store: Store) -> ObsColumn:
 
 
 def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -> list[Store]:
-    """Open several, some at a time; where some cannot be opened, the first of them is what is wrong.
+    """Open several stores, a few concurrently; if some cannot be opened, raise the error of the first of them.
 
-    Joined by ``"outer"``, a column that only some of them have is missing in the others.
+    With ``"outer"``, a column that only some of them have becomes missing values in the others.
     """
     pool = DaemonThreads(AT_A_TIME, "gpuload-open")
     opening: deque[Future[Store]] = deque()
@@ -181,7 +180,7 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
 
 
 def _with_columns(store: Store, names: Sequence[str]) -> Store:
-    """Return a store with all of some columns, those that it lacks without any value."""
+    """Return a store with all the given columns; those that it lacks have only missing values."""
     if all(name in store.obs for name in names):
         return store
     return replace(store, obs={name: store.obs.get(name, ObsColumn.missing(store.n_obs)) for name in names})
@@ -215,7 +214,7 @@ def _close_opened(opening: Future[Store]) -> None:
 
 
 def _together(parts: Sequence[Any]) -> list[Any]:
-    """Return parts of which those that are Parquet files, one after the other, are one: a tuple of paths."""
+    """Return the parts, with consecutive Parquet files merged into one tuple of paths."""
     out: list[Any] = []
     for part in parts:
         if not isinstance(part, (str, os.PathLike)) or not is_parquet(os.fspath(part)):
@@ -236,7 +235,7 @@ def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str]) -> Stor
 
 
 def _parts(paths: Any) -> list[Any]:
-    """Return the files, and cells in memory, that are given."""
+    """Return the given files and cells in memory as a list."""
     check_given(paths)
     is_one = isinstance(paths, (str, os.PathLike)) or is_anndata(paths) or is_matrix(paths)
     is_list = hasattr(paths, "__iter__") and len(getattr(paths, "shape", ())) < 2
@@ -248,7 +247,7 @@ def _expand(cells: Any) -> list[Any]:
 
 
 def _of_modality(paths: Any, name: str) -> Any:
-    """Return the cells of a modality: a member of a mapping, or within each file."""
+    """Return the cells of a modality: a value of a mapping, or a part of each file."""
     if isinstance(paths, Mapping):
         if name not in paths:
             have = ", ".join(repr(str(known)) for known in paths) or "none"
@@ -278,9 +277,9 @@ def _check_width(first: Store, other: Store, layer: str) -> None:
 
 
 def _check_cells(first: Store, other: Store) -> None:
-    """Refuse matrices of the same cells that have other numbers of rows, in all or in one of their files."""
+    """Refuse matrices of the same cells whose numbers of rows differ, in total or in one of their files."""
     rows, rows_too = first.file_rows, other.file_rows
-    if len(rows) != len(rows_too):  # a modality may lie in one file and another in a collection of many
+    if len(rows) != len(rows_too):  # one modality may be in one file, another in a collection of many
         rows, rows_too = (first.n_obs,), (other.n_obs,)
     for path, path_too, n_rows, n_rows_too in zip(first.paths, other.paths, rows, rows_too, strict=False):
         if n_rows != n_rows_too:
@@ -291,7 +290,7 @@ def _check_cells(first: Store, other: Store) -> None:
 
 
 def _check_cell_names(first: tuple[str, Any], other: tuple[str, Any]) -> None:
-    """Refuse modalities whose cells do not stand in the same order; each is a name, and cells as given."""
+    """Refuse modalities whose cells are not in the same order; each is a name, and cells as given."""
     parts, parts_too = _parts(first[1]), _parts(other[1])
     if len(parts) != len(parts_too):
         raise StoreError(
@@ -314,7 +313,7 @@ def _check_cell_names(first: tuple[str, Any], other: tuple[str, Any]) -> None:
 
 
 def _cell_names(cells: Any, modality: str) -> tuple[str, NDArray[np.object_]]:
-    """Return what errors call a part of a modality, and the names of its cells."""
+    """Return the name of a modality's part in errors, and the names of its cells."""
     if is_anndata(cells):
         return f"<AnnData {modality!r}>", as_strings(cells.obs_names)
     if isinstance(cells, (str, os.PathLike)):

@@ -1,6 +1,6 @@
-"""Addresses in place of paths: what is there, and how it is reached.
+"""Addresses in place of paths: what is there, and how to reach it.
 
-An `Address` is a str, so that it goes wherever a path goes; who opens a path asks `as_address` first.
+An `Address` is a str, so it can be passed wherever a path can; code that opens a path calls `as_address` first.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from gpuload.remote import Remote, RemoteObject
 
 
-class Address(str):  # noqa: SLOT000 - keeps what it has found
-    """The address of an object, or of a folder of objects, with what it takes to reach it.
+class Address(str):  # noqa: SLOT000 - caches what it has found
+    """The address of an object, or of a folder of objects, with what is needed to reach it.
 
     Attributes
     ----------
     cache
-        A store over a `BlockRemote` that keeps what is read; or None.
+        A store over a `BlockRemote` that caches what is read; or None.
     options
-        Of `gpuload.remote.ObjectRemote`.
+        Options of `gpuload.remote.ObjectRemote`.
     """
 
     cache: SampleStore | None = None
@@ -43,12 +43,12 @@ class Address(str):  # noqa: SLOT000 - keeps what it has found
         return address
 
     def parent(self) -> Self:
-        """Return the address of the folder that it is in."""
+        """Return the address of the parent folder."""
         scheme, _, rest = self.partition("://")
         return self.of(f"{scheme}://{rest.rpartition('/')[0]}", self.cache, self.options)
 
     def child(self, name: str) -> Self:
-        """Return the address of something in a folder, which is reached as the folder is."""
+        """Return the address of something in this folder, reached in the same way."""
         child = self.of(f"{self}/{name}", self.cache, self.options)
         key = unquote(name) if self.startswith("http") else name
         vars(child)["_reached"] = self.remote, f"{self.key}/{key}" if self.key else key
@@ -79,33 +79,33 @@ class Address(str):  # noqa: SLOT000 - keeps what it has found
 
     @property
     def remote(self) -> Remote:
-        """Where it leads to."""
+        """The remote that it leads to, through the cache if there is one."""
         return self._reached[0]
 
     @property
     def uncached(self) -> Remote:
-        """The remote itself, for small reads all over an object, for each of which a cache would bring a block."""
+        """The remote itself, for small reads scattered over an object; a cache would fetch a block for each."""
         return getattr(self.remote, "inner", self.remote)
 
     @property
     def key(self) -> str:
-        """What the remote calls it; nothing, where it is the remote or less."""
+        """Its key in the remote; empty if it is the remote itself, or less."""
         return "" if self.endswith("://") else self._reached[1]
 
     @cached_property
     def found(self) -> RemoteObject | None:
-        """The object that is there now, or None."""
+        """The object currently there, or None."""
         return self.head(self.key) if self.key else None
 
     @cached_property
     def listed(self) -> dict[str, RemoteObject] | None:
-        """The objects of the folder that is there, by their keys within it; None where the remote cannot list."""
+        """The objects of the folder, by their keys relative to it; None if the remote cannot list."""
         inner: Any = self.uncached
         if isinstance(inner, ObjectRemote) and not inner.can_list:
             return None
         prefix = f"{self.key}/" if self.key else ""
 
-        def listing() -> dict[str, RemoteObject]:  # from its beginning each time
+        def listing() -> dict[str, RemoteObject]:  # starts afresh each time
             every = inner.list(self.key) if isinstance(inner, ObjectRemote) else inner.list()
             return {o.key[len(prefix) :]: o for o in every if o.key.startswith(prefix)}
 
@@ -113,27 +113,27 @@ class Address(str):  # noqa: SLOT000 - keeps what it has found
 
     @property
     def is_file(self) -> bool:
-        """Whether an object is there."""
+        """Whether there is an object."""
         return self.found is not None
 
     @cached_property
     def is_zarr(self) -> bool:
-        """Whether a folder is there that is a store of zarr."""
+        """Whether there is a folder that is a zarr store."""
         if self.listed is not None:
             return any(name in self.listed for name in GROUP_FILES)
         return any(self.head(f"{self.key}/{name}") is not None for name in GROUP_FILES)
 
     @property
     def is_folder(self) -> bool:
-        """Whether a folder is there: objects whose keys begin so."""
+        """Whether there is a folder: objects whose keys have this prefix."""
         return not self.is_file and (self.is_zarr or bool(self.listed))
 
     def head(self, key: str) -> RemoteObject | None:
-        """Return what the remote has under a key."""
+        """Return what the remote holds under a key."""
         return Patience().ask(lambda: self.remote.head(key))
 
     def object(self) -> RemoteObject:
-        """Return the object that is there now; none is a ReadError."""
+        """Return the object currently there; raise ReadError if there is none."""
         if self.found is None:
             raise ReadError(f"{self}: no such object. Check the address.")
         return self.found
@@ -145,26 +145,26 @@ class Address(str):  # noqa: SLOT000 - keeps what it has found
 
 
 def as_address(path: str) -> Address | None:
-    """Return a path as an address, or None where it is none."""
+    """Return a path as an address, or None if it is not one."""
     if isinstance(path, Address):
         return path
     return Address.of(path) if "://" in path else None
 
 
 def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, Any] | None) -> Any:
-    """Return paths with those that are addresses as such.
+    """Return paths, converting those that are addresses.
 
     Parameters
     ----------
     paths
-        As `gpuload.open_loader` takes them.
+        As accepted by `gpuload.open_loader`.
     cache, options
-        How addresses are reached.
+        How to reach the addresses.
 
     Raises
     ------
     PlanError
-        There is a cache, or there are options, and no address.
+        A cache or options are given, but no address.
     """
     changed, n_found = _mapped(paths, cache, options)
     for name, value in (("cache", cache), ("storage_options", options)):
@@ -176,7 +176,7 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
 
 
 def check_given(paths: Any) -> None:
-    """Refuse what stands for files but is neither a path nor a list of them."""
+    """Refuse arguments that are neither a path nor a list of paths."""
     if isinstance(paths, (set, frozenset)):
         raise PlanError("paths: a set has no order, and rows are numbered in that of the files; give a list.")
     if type(paths).__module__.partition(".")[0] in ("h5py", "zarr"):
@@ -184,7 +184,7 @@ def check_given(paths: Any) -> None:
 
 
 def _mapped(paths: Any, cache: SampleStore | None, options: Mapping[str, Any] | None) -> tuple[Any, int]:
-    """Return paths with addresses as such, and how many they are."""
+    """Return paths with addresses converted, and the number of addresses."""
     check_given(paths)
     if isinstance(paths, (str, os.PathLike)):
         path = os.fspath(paths)

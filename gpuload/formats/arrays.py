@@ -1,6 +1,6 @@
-"""What every format needs: arrays whose stored bytes are the elements, row offsets that are not believed, and refusals.
+"""What every format needs: arrays stored as raw elements, validation of row offsets, and refusals.
 
-Knows no file format and no library but NumPy.
+Depends on no file format, and on no library but NumPy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 CHUNK_NBYTES = 1 << 20
-"""Bytes into which unchunked storage is cut, so that a read and its buffer stay bounded."""
+"""Bytes per piece into which unchunked storage is split, to bound each read and its buffer."""
 
 OBSM = "obsm/"
-"""How the name of a matrix begins that is no layer but one of obsm."""
+"""Prefix of the name of a matrix in obsm, as opposed to a layer."""
 
 RESTORE = "Restore the file from its source."
 
@@ -33,23 +33,23 @@ RESTORE = "Restore the file from its source."
 def plain_layout(
     source: Source, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int | None, fill_value: float = 0
 ) -> ArrayLayout:
-    """Return the layout of an array that lies in one piece, in C order.
+    """Return the layout of a contiguous array in C order.
 
     Parameters
     ----------
     source, name, shape, dtype
-        As of `ArrayLayout`.
+        As in `ArrayLayout`.
     offset
-        First byte; None where nothing was ever written, so that all is the fill value.
+        First byte; None if nothing was ever written, so that everything is the fill value.
     fill_value
-        What is read where nothing was written.
+        Value of elements that were never written.
 
     Raises
     ------
     StoreError
-        A dtype that has no place in a minibatch.
+        The dtype is not supported in a minibatch.
     ReadError
-        The source ends before the array does.
+        The source ends before the array.
     """
     check_dtype(f"{source.name}: {name}", dtype)
     row_nbytes = int(np.prod(shape[1:], dtype=object)) * dtype.itemsize
@@ -74,25 +74,25 @@ def plain_layout(
 
 
 def check_dtype(where: str, dtype: np.dtype[Any]) -> None:
-    """Raise StoreError where values of a dtype have no place in a minibatch."""
+    """Raise StoreError if minibatches do not support values of a dtype."""
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise StoreError(f"{where} has dtype {dtype}; only integers, booleans and floats of up to 8 bytes can be read.")
 
 
 def check_integers(where: str, dtype: np.dtype[Any]) -> None:
-    """Raise StoreError where a dtype is none of row offsets or column numbers."""
+    """Raise StoreError if a dtype cannot hold row offsets or column numbers."""
     if dtype.kind not in "iu":
         raise StoreError(f"{where} has dtype {dtype}; expected integers.")
 
 
 def check_n_vars(where: str, n_vars: int) -> None:
-    """Raise StoreError where there are more genes than column numbers can count."""
+    """Raise StoreError if there are more genes than column numbers can count."""
     if not 0 <= n_vars < 1 << 31:
         raise StoreError(f"{where} has {n_vars} genes; at most 2**31 - 1 can be addressed.")
 
 
 def ends_early(source: Source, name: str, wanted: int) -> ReadError:
-    """Return the error of an array that reaches beyond its file's end."""
+    """Return the error for an array that extends beyond the end of its file."""
     return ReadError(
         f"{source.name}: {name} should reach byte {wanted} but the file ends at byte {source.nbytes}. Was it truncated?"
     )
@@ -101,23 +101,23 @@ def ends_early(source: Source, name: str, wanted: int) -> ReadError:
 def checked_indptr(
     given: NDArray[Any], where: str, n_rows: int, nnz: tuple[int, int], cure: str = RESTORE
 ) -> NDArray[np.int64]:
-    """Return row offsets as int64 once they are found to fit.
+    """Return row offsets as int64, after validating them.
 
     Parameters
     ----------
     given : (n_rows + 1,) integers
         As stored.
     where, cure
-        What errors call it, and what to do.
+        Their name in errors, and what to do.
     n_rows
-        Rows of the matrix.
+        Number of rows of the matrix.
     nnz
-        Lengths of data and of indices.
+        Lengths of data and indices.
 
     Raises
     ------
     CorruptDataError
-        They are of another number, do not rise from 0, or do not end at both lengths.
+        Their number is wrong, they are not monotonic from 0, or they do not end at both lengths.
     """
     if given.shape != (n_rows + 1,):
         raise CorruptDataError(f"{where} has {given.size} entries for {n_rows} rows; expected {n_rows + 1}. {cure}")
@@ -133,15 +133,14 @@ def checked_indptr(
 def csr_arrays(
     group: Any, where: str, n_rows: int, n_vars: int, is_array: Callable[[Any], bool]
 ) -> tuple[Any, Any, Any]:
-    """Return data, indices and indptr of the CSR matrix in a group, not read yet.
+    """Return data, indices and indptr of the CSR matrix in a group, without reading them.
 
     Raises
     ------
     StoreError
-        One of them is missing, is no array of one dimension, or has a type that it cannot have; or there are too many
-        genes.
+        One of them is missing, is not one-dimensional, or has an unsupported type; or there are too many genes.
     CorruptDataError
-        indptr has another length than rows need.
+        The length of indptr does not match the number of rows.
     """
     arrays = {name: group.get(name) for name in ("data", "indices", "indptr")}
     for name, array in arrays.items():
@@ -161,13 +160,13 @@ def csr_arrays(
 
 
 def check_length(where: str, found: int, wanted: int, what: str) -> None:
-    """Raise CorruptDataError where names or a column do not fit the matrix."""
+    """Raise CorruptDataError if names or a column do not fit the matrix."""
     if found != wanted:
         raise CorruptDataError(f"{where} has {found} entries but the matrix has {wanted} {what}; write the file anew.")
 
 
 def memory_nbytes() -> int:
-    """Return the memory of this machine, or of the container where that has less."""
+    """Return the memory of this machine, or the container's limit if that is lower."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max") as limit:
@@ -177,17 +176,17 @@ def memory_nbytes() -> int:
 
 
 def numbered(n_vars: int) -> NDArray[np.object_]:
-    """Return the names of genes that have none: ``"0"``, ``"1"``, ..."""
+    """Return default gene names: ``"0"``, ``"1"``, ..."""
     names = np.empty(n_vars, dtype=object)
     names[:] = [str(i) for i in range(n_vars)]
     return names
 
 
 def as_strings(values: Any) -> NDArray[np.object_]:
-    """Return names as an object array of str; bytes are UTF-8."""
+    """Return names as an object array of str; bytes are decoded as UTF-8."""
     out = np.empty(len(values), dtype=object)
     if set(map(type, values)) == {bytes}:
-        names = b"\0".join(values).decode().split("\0")  # all at once, unless a name holds what they are joined by
+        names = b"\0".join(values).decode().split("\0")  # all at once, unless a name contains the separator
         values = names if len(names) == len(values) else values
     is_text = set(map(type, values)) == {str}
     out[:] = values if is_text else [v.decode() if isinstance(v, bytes) else str(v) for v in values]
@@ -195,12 +194,12 @@ def as_strings(values: Any) -> NDArray[np.object_]:
 
 
 def as_text(value: Any) -> str:
-    """Return an attribute as str: of fixed length, as other languages write them, they are bytes."""
+    """Return an attribute as str; other languages write fixed-length strings, which arrive as bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) -> None:
-    """Raise StoreError where more is asked of a form that is one matrix and nothing else."""
+    """Raise StoreError if a layer or column is requested of a format that holds a single matrix."""
     if layer.startswith(OBSM):
         raise no_obsm(where, layer, ())
     for setting, value, is_plain in (("layer", layer, layer == "X"), ("obs", list(obs), not obs)):
@@ -212,7 +211,7 @@ def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) ->
 
 
 def no_obsm(where: str, layer: str, names: Iterable[str]) -> StoreError:
-    """Return the error of a matrix of obsm that is not there, with those that are."""
+    """Return the error for a missing matrix of obsm, listing those that exist."""
     have = ", ".join(repr(str(name)) for name in names)
     return StoreError(
         f"{where}: there is no obsm {layer.removeprefix(OBSM)!r}; "
@@ -221,7 +220,7 @@ def no_obsm(where: str, layer: str, names: Iterable[str]) -> StoreError:
 
 
 def no_column(where: str, name: str, names: Sequence[str]) -> StoreError:
-    """Return the error of a column of obs that is not there, with those that are."""
+    """Return the error for a missing column of obs, listing those that exist."""
     near = get_close_matches(name, names, 1)
     guess = f"did you mean {near[0]!r}? It has" if near else "it has"
     return StoreError(f"{where}: obs has no column {name!r}; {guess} {listing(names)}.")

@@ -1,7 +1,7 @@
-"""Tables of cells and genes, as their owners hold them: for writing them anew without loss.
+"""Tables of cells and genes as stored, for rewriting them without loss.
 
-Minibatches need codes and numbers, which `obs` gives; a copy of a file needs what the file says: ordered categories,
-missing integers, names.
+Minibatches need codes and numbers, which `obs` provides; a copy of a file needs what the file holds: ordered
+categories, missing integers, names.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 def cell_names(path: str, layer: str) -> NDArray[np.object_]:
-    """Return the index of obs as strings, shape (n_obs,) object; the numbers of the rows where the form keeps none."""
+    """Return the index of obs as strings, shape (n_obs,) object; row numbers if the format stores none."""
     with anndata_groups(path) as groups:
         parts = [read_index(group["obs"], path, "obs") for group in groups]
     if parts:
         return np.concatenate(parts)
-    named = [name for name in obs_columns(path) if name == "barcode"]  # of 10x
+    named = [name for name in obs_columns(path) if name == "barcode"]  # 10x files
     store = open_path(path, layer=layer, obs=named)
     store.close()
     return as_strings(_decoded(store.obs["barcode"])) if named else numbered(store.n_obs)
@@ -40,7 +40,7 @@ def cell_names(path: str, layer: str) -> NDArray[np.object_]:
 def cell_column(path: str, name: str, layer: str) -> Any:
     """Return a column of obs as a NumPy or pandas array of length n_obs.
 
-    Of a form that is no AnnData, and of a column that a MuData keeps for all modalities, as minibatches have it.
+    For formats other than AnnData, and for a MuData column shared by all modalities, it is as minibatches have it.
     """
     with anndata_groups(path) as groups:
         if groups and all(name in column_names(group.get("obs")) for group in groups):
@@ -51,7 +51,7 @@ def cell_column(path: str, name: str, layer: str) -> Any:
 
 
 def gene_columns(path: str, layer: str) -> dict[str, Any]:
-    """Return the columns of the var that belongs to a matrix, by name; none where the form is no AnnData."""
+    """Return the columns of the var that belongs to a matrix, by name; none if the format is not AnnData."""
     with anndata_groups(path) as groups:
         if not groups:
             return {}
@@ -67,7 +67,7 @@ def gene_names(path: str, layer: str) -> NDArray[np.object_]:
 
 
 def name_of_index(paths: Sequence[str], layer: str | None = None) -> str:
-    """Return what all files call the index of obs, or that of a matrix's var; ``"_index"`` where they do not agree."""
+    """Return the name of the index of obs, or of a matrix's var, if all files agree; else ``"_index"``."""
     names = set()
     for path in paths:
         with anndata_groups(path) as groups:
@@ -78,14 +78,14 @@ def name_of_index(paths: Sequence[str], layer: str | None = None) -> str:
 
 
 def join(parts: Sequence[Any], where: str) -> Any:
-    """Return arrays of one column one after the other; categories are united, ordered where all agree.
+    """Concatenate arrays of one column; categories are united, and ordered if all agree.
 
-    `where` is what errors call the column; StoreError where categories are numbers in some and text in others.
+    `where` is the column's name in errors; raise StoreError if categories are numbers in some and text in others.
     """
     if len(parts) == 1:
         return parts[0]
     if all(isinstance(part, pd.Categorical) for part in parts):
-        like = next((part for part in parts if part.categories.size), parts[0])  # where all is missing, there are none
+        like = next((part for part in parts if part.categories.size), parts[0])  # all missing: no categories
         parts = [p if p.categories.size else pd.Categorical.from_codes(p.codes, dtype=like.dtype) for p in parts]
         odd = next((p for p in parts if p.categories.dtype != like.categories.dtype), None)
         if odd is not None:
@@ -101,5 +101,5 @@ def join(parts: Sequence[Any], where: str) -> Any:
 
 def _decoded(column: ObsColumn) -> Any:
     if column.categories is None:
-        return column.values  # noqa: PD011 - no frame of pandas
+        return column.values  # noqa: PD011 - not a pandas frame
     return pd.Categorical.from_codes(column.values, column.categories)

@@ -1,4 +1,4 @@
-"""HDF5 files of AnnData -> Store: which group is the matrix, its names, its cells.
+"""Open AnnData's HDF5 files as a `Store`: find the matrix, its names and its cells.
 
 Requirements this module answers
 --------------------------------
@@ -37,30 +37,30 @@ def open_h5ad(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     layer
         ``"X"``, ``"raw.X"`` or the name of a layer.
     obs
-        Columns of obs to hold in memory.
+        Columns of obs to keep in memory.
 
     Raises
     ------
     ReadError
         The file cannot be opened.
     StoreError
-        It is not HDF5, not AnnData, lacks what is asked for, is CSC, or is encoded in a way that cannot be decoded.
+        It is not HDF5, not AnnData, lacks what was requested, is CSC, or has an unsupported encoding.
     CorruptDataError
-        indptr does not rise, or byte ranges lie outside the file.
+        indptr is not monotonic, or byte ranges lie outside the file.
     """
     with hdf5.opened(path) as (file, source):
         return read_anndata(file, source, layer, obs)
 
 
 def read_anndata(root: Any, source: Hdf5Source, layer: str, obs: Sequence[str], name: str = "") -> Store:
-    """Return the store of an AnnData: a file, or a group of one; see `open_h5ad`. `name` is what errors call it."""
+    """Return the store of an AnnData: a file, or a group in one; see `open_h5ad`. `name` is its name in errors."""
     name = name or source.name
     matrix, var_names, columns = read_members(root, name, layer, obs, _Access(source))
     return Store((matrix,), (name,), var_names, columns, (source,))
 
 
 def by_columns(root: Any, source: Hdf5Source, layer: str, name: str = "") -> Store | None:
-    """Return the store of genes x cells, without names, of an AnnData whose matrix is CSC; None where it is no CSC."""
+    """Return an AnnData's CSC matrix as a store of genes x cells, without names; None if it is not CSC."""
     name = name or source.name
     matrix = read_by_columns(root, name, layer, _Access(source))
     if matrix is None:
@@ -69,7 +69,7 @@ def by_columns(root: Any, source: Hdf5Source, layer: str, name: str = "") -> Sto
 
 
 class _Access:
-    """What `members` needs of HDF5."""
+    """HDF5's side of `members`."""
 
     owner = "an .h5ad file"
     writer = "write_h5ad"

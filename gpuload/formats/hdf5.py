@@ -1,14 +1,14 @@
-"""HDF5 data sets -> layouts: chunk byte ranges, filters, row offsets. The home of h5py.
+"""Turn HDF5 data sets into layouts: chunk byte ranges, filters, row offsets. The only user of h5py.
 
-h5py is used once, when a file is opened, and is out of the data path from then on: no HDF5 library lock, no HDF5 chunk
-cache. What the groups of a file mean is known to `h5ad` and `tenx`.
+h5py is used only when a file is opened and is never in the data path: no HDF5 library lock, no HDF5 chunk cache. The
+meaning of a file's groups is left to `h5ad` and `tenx`.
 
 Requirements this module answers
 --------------------------------
-- Every storage form of HDF5 that holds bytes in the file itself: chunked, contiguous, compact; what cannot be read
-  from byte ranges (virtual, external) or decoded (a filter we do not have) is refused by name when the file is opened.
-- Nothing the file says is believed unchecked: offsets lie inside the file, indptr rises and ends at the number of
-  values.
+- It supports every HDF5 storage layout that keeps bytes in the file itself: chunked, contiguous, compact. What cannot
+  be read from byte ranges (virtual, external) or decoded (an unsupported filter) is refused by name on opening.
+- Nothing in the file is trusted: offsets must lie inside the file, and indptr must be monotonic and end at the number
+  of values.
 
 References
 ----------
@@ -62,16 +62,16 @@ FILTERS = {
     32008: "bitshuffle",
     32015: "zstd",
 }
-"""Filters that the host decoders know, by their number in the HDF5 filter registry."""
+"""Filters with a host decoder, by their number in the HDF5 filter registry."""
 
 _Chunks = tuple["NDArray[np.int64]", "NDArray[np.int64]", "NDArray[np.uint32]"]
 
 UNSUPPORTED = {4: "szip", 5: "nbit", 6: "scaleoffset", 32026: "blosc2"}
-"""Filters that are refused, named for the error."""
+"""Unsupported filters, named for the error."""
 
 
 class LocalHdf5(FileSource):
-    """An HDF5 file: its bytes, and what was kept of it when it was opened earlier."""
+    """An HDF5 file: its bytes, and what was kept from an earlier opening."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -79,18 +79,18 @@ class LocalHdf5(FileSource):
         self.file_name = path
 
     def is_at(self, path: str) -> bool:
-        """Return whether it is still this file that a path leads to."""
+        """Return whether a path still leads to this file."""
         status = os.stat(path)
         return (status.st_dev, status.st_ino) == self.identity
 
     @contextmanager
     def content(self) -> Iterator[None]:
-        """Give nothing: h5py opens the path."""
+        """Yield nothing: h5py opens the path."""
         yield None
 
 
 class RemoteHdf5(RemoteSource):
-    """An HDF5 file that is an object of a remote."""
+    """An HDF5 file stored as an object of a remote."""
 
     def __init__(self, address: Address) -> None:
         super().__init__(str(address), address.remote, [address.object()])
@@ -100,18 +100,18 @@ class RemoteHdf5(RemoteSource):
 
     @contextmanager
     def content(self) -> Iterator[RemoteFile]:
-        """Give what h5py reads, within the block.
+        """Yield the file object that h5py reads within the block.
 
-        h5py holds its lock while it waits for a read, which other threads carry out; and whoever collects garbage in
-        which there is an object of h5py's waits for that lock. So nobody may collect meanwhile: the threads would wait
-        for each other.
+        h5py holds its lock while it waits for a read, which other threads carry out. Collecting garbage that contains
+        an h5py object also waits for that lock. So garbage collection is suspended meanwhile, or the threads would
+        deadlock.
         """
         with _no_collection, closing(RemoteSource(self.name, self._uncached, self.objects)) as source:
             yield RemoteFile(source)
 
 
 class _NoCollection:
-    """Keeps the garbage collector from running by itself while anybody is in a block of it."""
+    """Suspend automatic garbage collection while any thread is in the block."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -146,7 +146,7 @@ def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
     h5py.File
         Open until the end of the block.
     Hdf5Source
-        The same file; open beyond the block unless an error leaves it.
+        The same file; it outlives the block, unless an error ends it.
 
     Raises
     ------
@@ -155,7 +155,7 @@ def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
     StoreError
         It is not HDF5.
     CorruptDataError
-        Whatever else h5py and anndata raise inside the block: its metadata is damaged.
+        h5py or anndata raised anything else inside the block: the metadata is damaged.
     """
     address = as_address(path)
     source = LocalHdf5(path) if address is None else RemoteHdf5(address)
@@ -163,7 +163,7 @@ def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
         with source.content() as content, _open_file(path, content) as file, _translated(path):
             if isinstance(source, LocalHdf5) and not source.is_at(path):
                 raise ReadError(f"{path}: the file was replaced while it was being opened; open it again.")
-            source.file_name = file.filename  # as h5py calls the file of all that is behind no external link
+            source.file_name = file.filename  # h5py's name for the file of everything not behind an external link
             yield file, source
         source.index.save()
     except BaseException:
@@ -172,7 +172,7 @@ def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
 
 
 def is_array(node: Any) -> bool:
-    """Return whether a member of a file is a data set, not a group."""
+    """Return whether a member of a file is a data set rather than a group."""
     return isinstance(node, h5py.Dataset)
 
 
@@ -182,7 +182,7 @@ def is_group(node: Any) -> bool:
 
 
 def _open_file(path: str, content: RemoteFile | None = None) -> h5py.File:
-    """Open a file for reading; without HDF5's lock where it cannot be had (read-only and network file systems)."""
+    """Open a file for reading; without HDF5's lock if it cannot be had (read-only and network file systems)."""
     try:
         return h5py.File(content or path, "r")
     except ReadError:
@@ -200,10 +200,10 @@ def _open_file(path: str, content: RemoteFile | None = None) -> h5py.File:
 
 @contextmanager
 def _translated(path: str) -> Iterator[None]:
-    """Translate what h5py and anndata raise on damaged metadata, once, at the edge."""
+    """Translate errors of h5py and anndata on damaged metadata, in one place."""
     try:
         yield
-    except (GpuloadError, ImportError):  # of a package that anndata needs, and not of the file
+    except (GpuloadError, ImportError):  # a missing package that anndata needs is not the file's fault
         raise
     except MemoryError as error:
         raise CorruptDataError(
@@ -217,13 +217,13 @@ def _translated(path: str) -> Iterator[None]:
 
 
 def open_csr(node: h5py.Group, source: Hdf5Source, n_rows: int, n_vars: int) -> CsrMatrix:
-    """Return the CSR matrix whose data, indices and indptr lie in a group.
+    """Return the CSR matrix whose data, indices and indptr are in a group.
 
     Raises
     ------
     StoreError
-        One of them is missing, has another number of dimensions or a type that cannot be read, or an encoding that
-        cannot be decoded.
+        One of them is missing, has the wrong number of dimensions or an unsupported type, or has an unsupported
+        encoding.
     ReadError, CorruptDataError
         A byte range lies outside the file, or indptr does not fit.
     """
@@ -249,7 +249,7 @@ def _read_indptr(stored: h5py.Dataset, source: Hdf5Source, n_rows: int, nnz: tup
 
 
 def _places(n: int) -> list[int]:
-    """Return some places of n at which what was kept is compared with the file: both ends, and between."""
+    """Return some indices below n at which what was kept is compared with the file: both ends, and between."""
     return sorted({0, n // 4, n // 2, 3 * n // 4, n - 1})
 
 
@@ -343,7 +343,7 @@ def _find_chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]
 
 
 def _chunk_infos(stored: h5py.Dataset) -> NDArray[np.int64]:
-    """Return a row per chunk: its first element along each axis, first byte, stored size, filter mask."""
+    """Return one row per chunk: its first element along each axis, first byte, stored size, filter mask."""
     flat = array("q")
     if stored.size:
         stored.id.chunk_iter(lambda c: flat.extend((*c.chunk_offset, c.byte_offset, c.size, c.filter_mask)))

@@ -1,16 +1,16 @@
-"""What opening a large file costs most, kept for the next time: chunk addresses and row offsets.
+"""Persistent index of what is slowest in opening a large file: chunk addresses and row offsets.
 
-An index is a small file beside the data (``.NAME.gpuload-index``), or, where that folder cannot be written to or the
-data are objects of a remote, in the user's cache folder. It is made by the first opening of a file of many cells or
-chunks. The environment variable ``GPULOAD_INDEX`` names another folder for all of them, or is ``off``.
+An index is a small file beside the data (``.NAME.gpuload-index``), or in the user's cache folder if that folder is not
+writable or the data are objects of a remote. It is made when a file of many cells or chunks is first opened. The
+environment variable ``GPULOAD_INDEX`` names another folder for all of them, or is ``off``.
 
 Requirements this module answers
 --------------------------------
-- It is never believed blindly: it holds for one size, modification time and digest of the file's two ends, carries a
-  checksum of itself, and who asks it compares some of what it says with the file. What does not hold is made anew.
-- It can never hurt: whatever goes wrong with it, the file is read as without it. It is published by a rename, so that
-  any number of processes may make it at the same time.
-- Row offsets are kept as counts in the smallest type that holds them: 2 bytes a cell where `indptr` takes 8.
+- It is never trusted blindly: it is valid for one size, modification time and digest of the file's two ends, carries a
+  checksum of itself, and its users compare samples of it with the file. An invalid index is made anew.
+- It can do no harm: whatever goes wrong with it, the file is read as if it did not exist. It is published by a rename,
+  so any number of processes may make it at the same time.
+- Row offsets are kept as counts in the smallest type that holds them: 2 bytes a cell, against 8 for `indptr`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gpuload")
 
 MIN_CHUNKS, MIN_ROWS = 1 << 12, 1 << 16
-"""Arrays of fewer are read from the file itself in some milliseconds."""
+"""Smaller arrays are read from the file itself, in some milliseconds."""
 
 SETTLED_NS = 2 * 10**9
-"""A file changed less than this ago may be changed again under the same modification time: no index is made of it."""
+"""A file changed more recently may change again under the same modification time, so no index is made of it."""
 
 _MAGIC = b"gpuload index 1\n"
 _ENDS = 64 << 10
@@ -47,7 +47,7 @@ _STEP = 1 << 15
 
 
 class Index:
-    """Arrays that were kept of a file when it was opened earlier, by name; and those to keep.
+    """Arrays kept from an earlier opening of a file, by name; and those to keep.
 
     Parameters
     ----------
@@ -57,9 +57,9 @@ class Index:
     Attributes
     ----------
     is_exact
-        Whether what it says needs no comparing with the file: an object's ETag tells all its states apart.
+        Whether it need not be compared with the file: an object's ETag identifies each of its states.
     min_chunks, min_rows
-        Arrays of fewer are not kept.
+        Smaller arrays are not kept.
     """
 
     def __init__(self, source: FileSource | RemoteSource) -> None:
@@ -71,20 +71,20 @@ class Index:
         self.min_chunks, self.min_rows = (1, 1) if self.is_exact else (MIN_CHUNKS, MIN_ROWS)
 
     def get(self, name: str) -> NDArray[Any] | None:
-        """Return an array that was kept, or None."""
+        """Return a kept array, or None."""
         if self._arrays is None:
             self._arrays = self._load() if os.environ.get("GPULOAD_INDEX") != "off" else {}
         return self._arrays.get(name)
 
     def keep(self, name: str, array: NDArray[Any]) -> None:
-        """Keep an array for the next time; integers are narrowed to what holds them."""
+        """Keep an array for the next time; integers are narrowed to the smallest type that holds them."""
         self.get(name)
         assert self._arrays is not None  # noqa: S101 - narrows the type; get() loads it
         self._arrays[name] = _narrow(array)
         self._has_news = True
 
     def save(self) -> None:
-        """Write what is to be kept, if anything is new, and let go of it; never fails."""
+        """Write the arrays if any are new, and release them; never fails."""
         arrays, self._arrays = self._arrays, {}
         if not self._has_news or os.environ.get("GPULOAD_INDEX") == "off" or not arrays:
             return
@@ -101,21 +101,21 @@ class Index:
                 return
 
     def _load(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays of the first index that holds for the file as it is now."""
+        """Return the arrays of the first index that is valid for the file's current state."""
         for place in self._places():
             try:
                 raw = np.fromfile(place, dtype=np.uint8)
                 arrays = _unpack(raw, self._key_of_file())
             except FileNotFoundError:
                 continue
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the file itself says the same
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the file has the same data
                 _log.debug("%s: not used (%s: %s)", place, type(error).__name__, error)
                 continue
             return arrays
         return {}
 
     def _places(self) -> list[str]:
-        """Return where the index may be, in order of preference."""
+        """Return the possible paths of the index, in order of preference."""
         is_remote = isinstance(self._source, RemoteSource)
         path = self._source.name if is_remote else os.path.realpath(self._source.name)
         name = f"{blake2b(os.fsencode(path), digest_size=16).hexdigest()}.gpuload-index"
@@ -128,7 +128,7 @@ class Index:
         return [*beside, os.path.join(cache, "gpuload", name)]
 
     def _key_of_file(self) -> dict[str, Any]:
-        """Return what tells this state of the file from any other."""
+        """Return an identifier of this state of the file."""
         if self._key is None and isinstance(self._source, RemoteSource):
             self._key = {"size": self._source.nbytes, "etag": self._source.objects[0].etag}
         elif self._key is None:
@@ -142,15 +142,15 @@ class Index:
 
 
 def counts_of(indptr: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the lengths of rows."""
+    """Return the row lengths of row offsets."""
     return np.diff(indptr)
 
 
 def indptr_of(counts: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the row offsets of lengths."""
+    """Return the row offsets of row lengths."""
     indptr, total = np.empty(counts.size + 1, dtype=np.int64), np.int64(0)
     indptr[0] = 0
-    for start in range(0, counts.size, _STEP):  # so that what is added up is still in cache
+    for start in range(0, counts.size, _STEP):  # so that the data summed are still in cache
         part = indptr[start + 1 : start + 1 + _STEP]
         part[:] = counts[start : start + _STEP]
         part[0] += total
@@ -165,7 +165,7 @@ def _narrow(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _pack(key: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> bytes:
-    """Return magic, length of the header, header, arrays at multiples of 8 bytes, digest of all before."""
+    """Return magic, header length, header, arrays at multiples of 8 bytes, and a digest of all that precedes it."""
     table, parts, at = {}, [], 0
     for name, array in arrays.items():
         table[name] = [array.dtype.str, array.size, at]
@@ -178,7 +178,7 @@ def _pack(key: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> bytes:
 
 
 def _unpack(raw: NDArray[np.uint8], key: dict[str, Any]) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an index; raises whatever shows that it does not hold."""
+    """Return the arrays of an index; raise any exception if it is invalid."""
     if raw[: len(_MAGIC)].tobytes() != _MAGIC:
         raise ValueError("not an index")
     body = raw[:-_DIGEST]
@@ -196,7 +196,7 @@ def _unpack(raw: NDArray[np.uint8], key: dict[str, Any]) -> dict[str, NDArray[An
 
 
 def _publish(place: str, content: bytes) -> bool:
-    """Write a file under a name of its own, then give it the name; return whether that was possible."""
+    """Write a file under a temporary name, then rename it; return whether that succeeded."""
     part = f"{place}.{os.getpid()}-{time.monotonic_ns()}.part"
     try:
         os.makedirs(os.path.dirname(place), exist_ok=True)

@@ -1,4 +1,4 @@
-"""The members of AnnData's layout, in whatever holds groups and arrays: which is the matrix, its genes, its cells.
+"""The members of an AnnData, in any library's groups and arrays: find the matrix, its genes and its cells.
 
 References
 ----------
@@ -30,15 +30,15 @@ class Access(Protocol):
     """What differs between the libraries and files that hold the members."""
 
     owner: str
-    """What errors take the whole for: "an .h5ad file"."""
+    """What errors call the whole: "an .h5ad file"."""
     writer: str
-    """What writes it: the name of a method of AnnData's."""
+    """The AnnData method that writes it."""
 
     def is_array(self, node: Any) -> bool:
-        """Return whether a member is an array, not a group."""
+        """Return whether a member is an array rather than a group."""
 
     def layout(self, node: Any) -> ArrayLayout:
-        """Return where an array's bytes lie."""
+        """Return the layout of an array's bytes."""
 
     def csr(self, node: Any, n_rows: int, n_vars: int) -> CsrMatrix:
         """Return the CSR matrix whose data, indices and indptr are in a group."""
@@ -52,20 +52,20 @@ def read_members(
     Parameters
     ----------
     root
-        The group that is the AnnData; as h5py's, as far as it is used.
+        The group that is the AnnData; only h5py's interface is used.
     path
-        What errors call it.
+        Its name in errors.
     layer
-        ``"X"``, ``"raw.X"``, the name of a layer, or ``"obsm/<name>"``, whose columns are called ``"0"``, ``"1"``, ...
+        ``"X"``, ``"raw.X"``, the name of a layer, or ``"obsm/<name>"``, whose columns are named ``"0"``, ``"1"``, ...
     obs
         Columns of obs.
     access
-        What differs.
+        The file format's side.
 
     Raises
     ------
     StoreError
-        It lacks what is asked for, is CSC, or is encoded in a way that cannot be decoded.
+        It lacks what was requested, is CSC, or has an unsupported encoding.
     CorruptDataError
         Its members do not fit together.
     """
@@ -84,12 +84,12 @@ def read_members(
 
 
 def _name(root: Any, key: str) -> str:
-    """Return a member's place in its file."""
+    """Return a member's path in its file."""
     return f"{root.name.rstrip('/')}/{key}"
 
 
 def keys_of(file: Any, layer: str, path: str) -> tuple[str, str]:
-    """Return the keys of the matrix and of its var, which is ``""`` where the columns have no names."""
+    """Return the keys of the matrix and of its var, which is ``""`` if the columns have no names."""
     if layer.startswith(OBSM):
         obsm = file.get("obsm", {})
         if not hasattr(obsm, "keys"):
@@ -159,7 +159,7 @@ def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
 
 
 def _packing(path: str, key: str) -> str:
-    """Return how a matrix that lies by columns is packed by rows."""
+    """Return how to convert a CSC matrix to CSR with the packer."""
     group, _, name = key.partition("/")
     layer = {"X": "", "raw": "raw.X", "raw.X": "raw.X"}.get(group, name)
     option = f" --{'obsm' if group == 'obsm' else 'layer'} {shlex.quote(layer)}" if layer else ""
@@ -169,7 +169,7 @@ def _packing(path: str, key: str) -> str:
 
 
 def read_by_columns(root: Any, path: str, layer: str, access: Access) -> CsrMatrix | None:
-    """Return a CSC matrix as the CSR matrix of genes x cells that it is, array by array; None where it is no CSC."""
+    """Return a CSC matrix as the CSR matrix of genes x cells with the same arrays; None if it is not CSC."""
     key, _ = keys_of(root, layer, path)
     node = root[key]
     if access.is_array(node):
@@ -179,6 +179,6 @@ def read_by_columns(root: Any, path: str, layer: str, access: Access) -> CsrMatr
 
 
 def _sparse(node: Any) -> tuple[str, str | None, Any]:
-    """Return how a group is encoded, ``"csr"`` or ``"csc"`` where that is sparse, and its shape."""
+    """Return a group's encoding, ``"csr"`` or ``"csc"`` if it is sparse, and its shape."""
     encoding = as_text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", "")))
     return encoding, _SPARSE.get(encoding), node.attrs.get("shape", node.attrs.get("h5sparse_shape"))

@@ -1,17 +1,17 @@
-"""Cells in memory -> Store: an AnnData, a SciPy CSR matrix or array, a NumPy array.
+"""Open cells in memory as a `Store`: an AnnData, a SciPy CSR matrix or array, a NumPy array.
 
-They go through the same engine as files do: a matrix is a source without a descriptor, whose stored bytes are the
-elements themselves. So every setting, backend and front works on them, and gives what it gives for the same cells in a
+They use the same engine as files: a matrix is a source without a descriptor, whose stored bytes are the elements
+themselves. So every setting, backend and frontend works on them, and returns what it returns for the same cells in a
 file.
 
 Requirements this module answers
 --------------------------------
-- The bulk is not copied, but for dense matrices that are not in C order; the arrays are kept alive until the loader is
+- Bulk data are not copied, except dense matrices that are not in C order; the arrays are kept alive until the loader is
   closed.
-- Nothing is believed unchecked: indptr rises and ends within the values, and is kept as a copy, so that nobody can
-  change it later; column numbers are checked whenever they are read, as those of files are.
-- SciPy and pandas objects are told by what they are, never by what they can be made into: a matrix that would have to
-  be converted as a whole is refused with the conversion to make.
+- Nothing is trusted: indptr must be monotonic and end within the values, and is copied, so that later changes have no
+  effect; column numbers are checked whenever they are read, as for files.
+- SciPy and pandas objects are identified by their type, never by what they convert to: a matrix that would have to be
+  converted as a whole is refused, with the conversion to make.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 
 
 def is_anndata(cells: object) -> bool:
-    """Return whether something is an AnnData; imports nothing, for who has one has imported anndata."""
+    """Return whether something is an AnnData, without importing anndata: its owner already has."""
     anndata = sys.modules.get("anndata")
     return anndata is not None and isinstance(cells, anndata.AnnData)
 
 
 def is_matrix(cells: object) -> bool:
-    """Return whether something is a SciPy sparse matrix or array, or a NumPy array that is no list of paths."""
+    """Return whether something is a SciPy sparse matrix or array, or a NumPy array that is not a list of paths."""
     sparse = sys.modules.get("scipy.sparse")
     if sparse is not None and sparse.issparse(cells):
         return True
@@ -70,19 +70,19 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
     ----------
     cells
         An AnnData, a SciPy CSR matrix or array, or a 2-D NumPy array. A view of an AnnData gives its own rows, as a
-        copy that anndata makes. Of a backed AnnData, X and raw.X are read from its file, the rest from memory. The
-        genes of a plain matrix are called ``"0"``, ``"1"``, ...; it has no obs.
+        copy that anndata makes. For a backed AnnData, X and raw.X are read from its file, the rest from memory. The
+        genes of a plain matrix are named ``"0"``, ``"1"``, ...; it has no obs.
     place
-        Its place in a list of several, from 0 on, for errors; None where it was given alone.
+        Its position in a list, from 0 on, for errors; None if it was given alone.
     layer
         ``"X"``, ``"raw.X"`` or the name of a layer.
     obs
-        Columns of obs to hold.
+        Columns of obs to keep in memory.
 
     Raises
     ------
     StoreError
-        It is of another kind or of a form that rows cannot be read from, or lacks what is asked for.
+        Its type is unsupported, rows cannot be read from its form, or it lacks what was requested.
     CorruptDataError
         Its parts do not fit together.
     """
@@ -118,7 +118,7 @@ def _open_anndata(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Sto
 
 
 def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Store:
-    """Open the file of a backed AnnData; names and obs are those in memory, which may have been changed."""
+    """Open the file of a backed AnnData; names and obs come from memory, as they may have been changed."""
     from gpuload.formats.h5ad import open_h5ad
     from gpuload.formats.obs import frame_columns
 
@@ -129,7 +129,7 @@ def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Stor
             "or view.to_memory()."
         )
     if adata.file.is_open and "X" in adata.file:
-        adata.file["X"].file.flush()  # what was written into it and is still on its way
+        adata.file["X"].file.flush()  # flush pending writes
     store = open_h5ad(path, layer=layer, obs=())
     try:
         check_length(f"{where}: obs", adata.n_obs, store.n_obs, "cells")
@@ -142,7 +142,7 @@ def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Stor
 
 
 def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:
-    """Return a matrix of an AnnData, its var (None: columns without names), its name, and how to make it CSR."""
+    """Return a matrix of an AnnData, its var (None: unnamed columns), its name, and how to convert it to CSR."""
     if layer.startswith(OBSM):
         key = layer.removeprefix(OBSM)
         if key not in adata.obsm:
@@ -155,7 +155,7 @@ def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:
             )
         return adata.obsm[key], None, name, f"adata.{name} = adata.{name}.tocsr()"
     if layer == "X":
-        X = adata.X  # of a view, a copy each time
+        X = adata.X  # of a view, a new copy each time
         if X is None:
             raise StoreError(f"{where}: there is no X; {_layers(adata)}. Choose one with layer=.")
         return X, adata.var, "X", "adata.X = adata.X.tocsr()"
@@ -170,7 +170,7 @@ def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:
 
 
 def _layers(adata: Any) -> str:
-    names = [repr(str(name)) for name in adata.layers if name is not None]  # which is X since anndata 0.13
+    names = [repr(str(name)) for name in adata.layers if name is not None]  # None is X since anndata 0.13
     return "its layers are " + ", ".join(names) if names else "it has no layers"
 
 
@@ -203,7 +203,7 @@ def _csr(X: Any, where: str, prefix: str) -> tuple[CsrMatrix, tuple[BufferSource
     for part in ("indptr", "indices"):
         check_integers(f"{where}: {prefix}{part}", getattr(X, part).dtype)
     given = np.array(X.indptr, dtype=np.int64)
-    nnz = max(0, int(given[-1])) if given.size else 0  # there may be room for more, which SciPy allows
+    nnz = max(0, int(given[-1])) if given.size else 0  # SciPy allows spare room at the end
     lengths = min(X.data.size, nnz), min(X.indices.size, nnz)
     indptr = checked_indptr(given, f"{where}: {prefix}indptr", n_rows, lengths, "Make the matrix anew.")
     data, values = _layout(X.data[:nnz], where, f"{prefix}data")
@@ -212,7 +212,7 @@ def _csr(X: Any, where: str, prefix: str) -> tuple[CsrMatrix, tuple[BufferSource
 
 
 def _layout(array: NDArray[Any], where: str, name: str) -> tuple[ArrayLayout, BufferSource]:
-    """Return where an array's bytes lie, and the source that keeps it alive."""
+    """Return the layout of an array's bytes, and the source that keeps it alive."""
     check_dtype(f"{where}: {name}", array.dtype)
     array = np.ascontiguousarray(array)
     source = BufferSource(where, array.reshape(-1).view(np.uint8))

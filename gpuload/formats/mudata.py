@@ -1,6 +1,6 @@
-"""MuData, in whatever holds groups and arrays: modalities, and the columns of obs that belong to all of them.
+"""MuData, in any library's groups and arrays: modalities, and the columns of obs shared by all of them.
 
-Each modality is an AnnData in a group of its own, which its own form reads.
+Each modality is an AnnData in its own group, and is read as such.
 
 References
 ----------
@@ -45,17 +45,17 @@ def find_modality(root: Any, path: str, modality: str) -> tuple[str, Any]:
     root
         The MuData.
     path
-        What errors call it.
+        Its name in errors.
     modality
-        Its name; ``""`` where there is only one.
+        Its name; may be ``""`` if there is only one.
 
     Raises
     ------
     StoreError
-        It is not there, or not said where there are several.
+        It does not exist, or none is named and there are several.
     """
     is_name = modality != "" and "/" not in modality
-    group = root["mod"].get(modality) if is_name else None  # a web server that lists nothing has it, too
+    group = root["mod"].get(modality) if is_name else None  # also finds it on a web server that cannot list
     if hasattr(group, "keys"):
         return modality, group
     names = _names(root)
@@ -75,16 +75,16 @@ def read_modality(
     Parameters
     ----------
     root, path, modality
-        As of `find_modality`.
+        As in `find_modality`.
     obs
-        Columns of the modality's obs, or, where that has none of the name, of the obs of all cells.
+        Columns of the modality's obs or, if it has none of that name, of the shared obs.
     read
-        Returns the store of a group that is an AnnData, with some columns of its obs; told what errors call it.
+        Returns the store of a group that is an AnnData, with some columns of its obs, given its name in errors.
 
     Raises
     ------
     StoreError, CorruptDataError
-        As of `find_modality` and `read`; or a column is in neither obs, or cannot be given to the modality's cells.
+        As in `find_modality` and `read`; or a column is in neither obs, or cannot be mapped to the modality's cells.
     """
     modality, group = find_modality(root, path, modality)
     own, shared = column_names(group.get("obs")), column_names(root.get("obs"))
@@ -97,7 +97,7 @@ def read_modality(
 
 
 def obs_columns(root: Any, modality: str) -> list[str]:
-    """Return the columns that a modality's cells have, those of all modalities included."""
+    """Return the columns available to a modality's cells, shared ones included."""
     names = [modality] if modality else _names(root)
     group: Any = root["mod"].get(names[0]) if len(names) == 1 else None
     own = column_names(group.get("obs")) if hasattr(group, "keys") else []
@@ -110,7 +110,7 @@ def _names(root: Any) -> list[str]:
 
 
 def _shared(root: Any, modality: str, name: str, store: Store, path: str) -> ObsColumn:
-    """Return a column of the obs of all cells, for the cells of a modality: obsmap counts them from 1, 0 is none."""
+    """Return a column of the shared obs for a modality's cells: obsmap counts them from 1, 0 is none."""
     column, where = read_column(root["obs"], name, path), f"{path}: /obsmap/{modality}"
     if modality not in root.get("obsmap", ()):
         raise StoreError(

@@ -1,13 +1,13 @@
-"""NumPy's .npy and SciPy's .npz files -> Store.
+"""Open NumPy's .npy and SciPy's .npz files as a `Store`.
 
 Requirements this module answers
 --------------------------------
-- A dense 2-D .npy is read where it lies. One in Fortran order is refused: a cell's values lie all over such a file, so
+- A dense 2-D .npy is read in place. Fortran order is refused: a cell's values are scattered all over such a file, so
   each fetch would read all of it.
-- Of an .npz, stored members are read where they lie in the archive; deflated ones, which cannot be entered in the
-  middle, are inflated into memory once, against their CRC-32, and refused where the machine has not the memory.
-- The CRC-32 of a stored member spans all of it, so it cannot be checked when parts are read; it is not.
-- Nothing in a header is run or believed: no pickle, sizes are checked against the file's.
+- Stored members of an .npz are read in place. Deflated ones do not allow random access: they are inflated into memory
+  once and checked against their CRC-32, or refused if the machine has too little memory.
+- The CRC-32 of a stored member covers all of it, so partial reads cannot check it; it is not checked.
+- Nothing in a header is executed or trusted: no pickle; sizes are checked against the file's.
 
 References
 ----------
@@ -59,7 +59,7 @@ CURE = "give an .h5ad file, or an AnnData"
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """What a .npy header says, and where the elements start."""
+    """The content of a .npy header, and the offset of the elements."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -68,16 +68,16 @@ class _Array:
 
 
 def open_npy(path: str, *, layer: str, obs: Sequence[str]) -> Store:
-    """Open a dense matrix of cells x genes that ``numpy.save`` wrote.
+    """Open a dense matrix of cells x genes written by ``numpy.save``.
 
-    Genes are called ``"0"``, ``"1"``, ...; there is no obs.
+    Genes are named ``"0"``, ``"1"``, ...; there is no obs.
 
     Raises
     ------
     ReadError
         The file cannot be opened, or ends early.
     StoreError
-        It is not a 2-D matrix of numbers in C order; or a layer or obs is asked for.
+        It is not a 2-D matrix of numbers in C order; or a layer or obs is requested.
     CorruptDataError
         Its header cannot be read.
     """
@@ -102,16 +102,16 @@ def open_npy(path: str, *, layer: str, obs: Sequence[str]) -> Store:
 
 
 def open_npz(path: str, *, layer: str, obs: Sequence[str]) -> Store:
-    """Open a CSR matrix of cells x genes that ``scipy.sparse.save_npz`` wrote.
+    """Open a CSR matrix of cells x genes written by ``scipy.sparse.save_npz``.
 
-    Genes are called ``"0"``, ``"1"``, ...; there is no obs.
+    Genes are named ``"0"``, ``"1"``, ...; there is no obs.
 
     Raises
     ------
     ReadError
         The file cannot be opened, or ends early.
     StoreError
-        It is no CSR matrix, or is too large to be inflated; or a layer or obs is asked for.
+        It is not a CSR matrix, or is too large to inflate; or a layer or obs is requested.
     CorruptDataError
         The archive or an array is damaged, or the arrays do not fit together.
     """
@@ -140,11 +140,11 @@ def open_npz(path: str, *, layer: str, obs: Sequence[str]) -> Store:
 
 
 def _read_header(file: IO[bytes], where: str) -> _Array:
-    """Read the header that starts where `file` stands; `offset` counts from the beginning of `file`."""
+    """Read the header at the current position of `file`; `offset` counts from the beginning of `file`."""
     try:
         version = npy.read_magic(file)
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
-        # Version 3.0 differs from 2.0 in the encoding of field names alone, and fields are refused.
+        # Version 3.0 differs from 2.0 only in the encoding of field names, and fields are refused.
         shape, is_fortran, dtype = (read or npy.read_array_header_2_0)(file)
     except Exception as error:  # NumPy parses it as Python source, which can fail in any way
         raise CorruptDataError(
@@ -200,7 +200,7 @@ def _inflate(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
         )
     try:
         return archive.read(info)
-    except Exception as error:  # zipfile passes on what each of its decoders raises
+    except Exception as error:  # zipfile passes on whatever its decoders raise
         raise CorruptDataError(f"{path}: {name} cannot be inflated ({error}); restore the file.") from error
 
 
@@ -217,7 +217,7 @@ def _small(archive: zipfile.ZipFile, name: str, path: str) -> NDArray[Any]:
 
 
 def _member(archive: zipfile.ZipFile, file: IO[bytes], name: str, source: FileSource) -> ArrayLayout:
-    """Return where a member's elements lie: in the archive, or inflated in memory."""
+    """Return the layout of a member's elements: in the archive, or inflated in memory."""
     path, info = source.name, _info(archive, name, source.name)
     within: Source = source
     if info.compress_type == zipfile.ZIP_STORED:
@@ -237,7 +237,7 @@ def _member(archive: zipfile.ZipFile, file: IO[bytes], name: str, source: FileSo
 
 
 def _data_start(file: IO[bytes], info: zipfile.ZipInfo, path: str, name: str) -> int:
-    """Return the first byte of a stored member: after its local header, whose lengths are its own."""
+    """Return the first byte of a stored member: after its local header, which has lengths of its own."""
     file.seek(info.header_offset)
     header = file.read(_LOCAL_HEADER)
     if len(header) < _LOCAL_HEADER:

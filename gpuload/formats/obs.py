@@ -1,7 +1,7 @@
-"""obs and var columns of an open HDF5 group, or of an AnnData in memory -> host arrays. The home of anndata.
+"""Read obs and var columns of an open HDF5 group, or of an AnnData in memory, as host arrays. The only user of anndata.
 
-Columns are read one by one, so that a file with a hundred columns costs only those asked for. What anndata wrote
-before it marked its elements (compound data sets, `__categories`) is read as well.
+Columns are read one by one, so a file with a hundred columns costs only those requested. Files that predate anndata's
+encoding attributes (compound data sets, `__categories`) are supported too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def column_names(frame: Any) -> list[str]:
         return []
     order = frame.attrs.get("column-order") if hasattr(frame, "keys") else None
     if order is not None:
-        return [as_text(name) for name in order]  # the index too, where it is a column besides
+        return [as_text(name) for name in order]  # the index too, if it is also a column
     names = [k for k in frame if k != "__categories"] if hasattr(frame, "keys") else list(frame.dtype.names or ())
     return [name for name in names if name != index_name(frame)]
 
@@ -39,7 +39,7 @@ def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
     if name is None:
         raise StoreError(f"{path}: /{key} has no index; write the file anew with anndata's write_h5ad.")
     stored = frame[name]
-    if hasattr(stored, "asstr"):  # an HDF5 data set, be it of text or numbers
+    if hasattr(stored, "asstr"):  # an HDF5 data set, of text or numbers
         return as_strings(stored[()])
     return as_strings(_read_element(stored) if hasattr(stored, "attrs") else stored)
 
@@ -65,7 +65,7 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     Raises
     ------
     StoreError
-        No such column, or a type that has no place in a minibatch.
+        There is no such column, or its type is not supported in a minibatch.
     """
     names = column_names(frame)
     if name not in names:
@@ -74,7 +74,7 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
 
 
 def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, ObsColumn]:
-    """Return columns of an AnnData's obs as they would read from a file that it is written to.
+    """Return columns of an AnnData's obs as they would be read from a file written by it.
 
     Parameters
     ----------
@@ -83,12 +83,12 @@ def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, Obs
     names
         Columns.
     where
-        What errors call it.
+        Its name in errors.
 
     Raises
     ------
     StoreError
-        No such column, two of that name, or a type that has no place in a minibatch.
+        There is no such column, two have that name, or its type is not supported in a minibatch.
     """
     known = [str(name) for name in adata.obs.columns]
     for name in names:
@@ -97,21 +97,21 @@ def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, Obs
         if known.count(name) > 1:
             raise StoreError(f"{where}: obs has {known.count(name)} columns {name!r}; rename all but one.")
     frame = pd.DataFrame({name: adata.obs[name] for name in names}, index=adata.obs.index)
-    adata.strings_to_categoricals(frame)  # as anndata does before it writes; the frame alone is changed
+    adata.strings_to_categoricals(frame)  # as anndata does on writing; only the frame is changed
     return {name: encode(_array_of(frame[name]), name, where) for name in names}
 
 
 def write_h5ad(
     path: str | PathLike[str], X: Any, obs: pd.DataFrame, var: pd.DataFrame, compression: str | None
 ) -> None:
-    """Write cells as an .h5ad file through anndata, as users' files are written."""
+    """Write cells as an .h5ad file with anndata, as users' files are written."""
     import anndata
 
     anndata.AnnData(X=X, obs=obs, var=var).write_h5ad(path, compression=compression)
 
 
 def index_name(frame: Any) -> str | None:
-    """Return under which name the index of a stored data frame lies; None where it has none."""
+    """Return the name under which the index of a stored data frame is kept; None if it has none."""
     if not hasattr(frame, "keys"):
         names = frame.dtype.names or ()
         return next((n for n in ("index", "_index") if n in names), names[0] if names else None)
@@ -131,9 +131,9 @@ def read_values(frame: Any, name: str) -> Any:
             categories = legacy[()]
         if categories is None:
             return values
-        categories = np.atleast_1d(categories)  # one alone was written as a scalar
+        categories = np.atleast_1d(categories)  # a single one was written as a scalar
         if values.dtype.kind not in "iu" or (values.size and values.max() >= categories.size):
-            return values  # obs and var shared the place: these are of the other's column of that name
+            return values  # obs and var shared the key: these categories are the other's
         return pd.Categorical.from_codes(values, _texts_or_numbers(categories))
     stored = frame[name]
     if "categories" in stored.attrs and not hasattr(stored, "keys"):
@@ -152,9 +152,9 @@ def _texts_or_numbers(categories: NDArray[Any]) -> NDArray[Any]:
 
 
 def _read_element(stored: Any) -> Any:
-    """Read one element through anndata, which knows every encoding; unmarked ones are plain data sets.
+    """Read one element with anndata, which knows every encoding; elements without one are plain data sets.
 
-    Nodes that are of no library that anndata knows read themselves.
+    Nodes of libraries that anndata does not know read themselves.
     """
     if hasattr(stored, "element"):
         return stored.element()

@@ -1,6 +1,6 @@
-"""Parquet files as pyarrow knows them: columns, and where lists of numbers lie. The home of pyarrow, which is optional.
+"""Parquet files as pyarrow sees them: columns, and where lists of numbers are. The only user of pyarrow (optional).
 
-Cells as rows of lists are read by `parquet_cells`, whose bulk bytes never pass through here.
+Cells as rows of lists are read by `parquet_cells`; their bulk bytes never pass through this module.
 
 References
 ----------
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gpuload.formats.parquet_footer import Group
 
 _WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "FIXED_LEN_BYTE_ARRAY": 2}
-"""Bytes of a stored value by its physical type; of the last, only float16 comes here."""
+"""Bytes of a stored value by physical type; of the last one, only float16 comes here."""
 
 _ENCODINGS = {"PLAIN", "PLAIN_DICTIONARY", "RLE", "RLE_DICTIONARY", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT"}
 
@@ -41,15 +41,15 @@ class ListColumn:
     Attributes
     ----------
     dtype
-        Of the numbers as they are stored.
+        Dtype of the stored numbers.
     codec
         Name of the compression.
     max_def, def_empty
-        Definition levels of a number, and of an empty list.
+        Definition levels of a number and of an empty list.
     offset, nbytes : (n_groups,) int64
-        Where the column lies in each row group that has rows.
+        Location of the column in each row group that has rows.
     least, greatest : (n_groups,) float64
-        Bounds of the numbers in each, NaN where the file has none.
+        Bounds of the numbers in each; NaN if the file has none.
     """
 
     dtype: np.dtype[Any]
@@ -63,12 +63,12 @@ class ListColumn:
 
 
 class Table:
-    """A file: what its footer says, and its columns of one value a row.
+    """A file: the content of its footer, and its columns of one value per row.
 
     Parameters
     ----------
     source
-        The file, open, which is not closed here.
+        The open file; it is not closed here.
 
     Raises
     ------
@@ -85,7 +85,7 @@ class Table:
         with _damage(self.path):
             self._types = {field.name: field.type for field in self._file.schema_arrow}
             groups = self._footer()
-            self._groups = [group for group in groups if group.n_rows]  # of one without rows nothing is stored
+            self._groups = [group for group in groups if group.n_rows]  # nothing is stored for an empty one
 
     def _footer(self) -> list[Group]:
         if self._far is not None:
@@ -98,7 +98,7 @@ class Table:
         return [name for name, type_ in self._types.items() if _is_list(type_)]
 
     def flat(self) -> list[str]:
-        """Return the names of the columns that hold one value a row."""
+        """Return the names of the columns that hold one value per row."""
         import pyarrow as pa
 
         return [name for name, type_ in self._types.items() if not pa.types.is_nested(type_)]
@@ -108,24 +108,24 @@ class Table:
         return list(self._types)
 
     def type_of(self, name: str) -> str:
-        """Return what Arrow calls the type of a column."""
+        """Return Arrow's name for the type of a column."""
         return str(self._types[name])
 
     def group_rows(self) -> NDArray[np.int64]:
-        """Return the rows of each row group that has any."""
+        """Return the number of rows of each nonempty row group."""
         return np.array([group.n_rows for group in self._groups], dtype=np.int64)
 
     def n_rows(self) -> int:
-        """Return the rows of the file."""
+        """Return the number of rows of the file."""
         return int(self._file.metadata.num_rows)
 
     def list_column(self, name: str) -> ListColumn:
-        """Return where a column of lists of numbers lies.
+        """Return the location of a column of lists of numbers.
 
         Raises
         ------
         StoreError
-            It holds something else, or is encoded in a way that cannot be decoded.
+            It holds something else, or has an unsupported encoding.
         CorruptDataError
             The footer is damaged.
         """
@@ -153,7 +153,7 @@ class Table:
             return self._file.read([name], use_threads=False).column(name).to_pandas(use_threads=False).to_numpy()
 
     def columns(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return columns of one value a row as Arrow has them, for `join_columns`.
+        """Return columns of one value per row as Arrow arrays, for `join_columns`.
 
         Raises
         ------
@@ -170,11 +170,11 @@ class Table:
             self._bring(names)
             for name in names:
                 found[name] = file.read([name], use_threads=False).column(name)
-                found[name].validate(full=True)  # as a dictionary, numbers are not compared with it when they are read
+                found[name].validate(full=True)  # reading does not compare dictionary indices with the dictionary
         return found
 
     def _bring(self, names: Sequence[str]) -> None:
-        """Read columns of an object at an address at once, where they are not read row group by row group."""
+        """Read columns of an object at an address in one go, unless they are read row group by row group."""
         if self._far is None:
             return
         leaves = [i for name in names for i in _leaves(self._file.schema_arrow, name)]
@@ -187,7 +187,7 @@ class Table:
         width = _WIDTHS.get(leaf.physical_type, 0)
         if leaf.max_repetition_level != 1 or not width or not leaf.path.startswith(f"{name}."):
             raise ValueError(f"column {name!r} is stored as {leaf.physical_type} in {leaf.path}")
-        # Of a physical type that is wider than the type, as that of int8 is, the numbers are those of the wider.
+        # If the physical type is wider than the type, as for int8, the bounds are of the wider one.
         dtype = np.dtype(dtype)
         stored = np.dtype(f"{dtype.kind if dtype.itemsize == width else 'i'}{width}")
         field = self._file.schema_arrow.field(name)
@@ -227,27 +227,27 @@ class Table:
 
 @contextmanager
 def opened(path: str) -> Iterator[Table]:
-    """Open a file, or an object at an address, for its footer and its columns of one value a row."""
+    """Open a file, or an object at an address, for its footer and its columns of one value per row."""
     with closing(source_of(path)) as source:
         yield Table(source)
 
 
 def source_of(path: str) -> FileSource | RemoteSource:
-    """Return a file, or an object at an address, as a source of bytes that no cache keeps.
+    """Return a file, or an object at an address, as a source of bytes, bypassing any cache.
 
     Raises
     ------
     ReadError
-        There is none, or it cannot be opened.
+        It does not exist, or cannot be opened.
     """
     address = as_address(path)
     return FileSource(path) if address is None else RemoteSource(path, address.uncached, [address.object()])
 
 
 def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
-    """Return a column over several files, of which each has a part, as a NumPy or pandas array.
+    """Return a column as a NumPy or pandas array, joined from its parts in several files.
 
-    Text is a Categorical whose categories are sorted; missing numbers are NaN.
+    Text becomes a Categorical with sorted categories; missing numbers are NaN.
 
     Parameters
     ----------
@@ -256,14 +256,14 @@ def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
     name
         The column.
     parts
-        As of `Table.columns`.
+        As returned by `Table.columns`.
 
     Raises
     ------
     StoreError
-        Files differ in its type.
+        Its type differs between files.
     CorruptDataError
-        Its text is none.
+        Its text is not valid.
     """
     import pandas as pd
     import pyarrow as pa
@@ -305,16 +305,16 @@ def _categorical(column: Any, path: str) -> Any:
 
 
 def _bound(stored: bytes | None, dtype: np.dtype[Any]) -> float:
-    """Return a bound that a footer gives; NaN where it gives none."""
+    """Return a bound from a footer; NaN if there is none."""
     if stored is None or len(stored) != dtype.itemsize:
         return float("nan")
     return float(np.frombuffer(stored, dtype.newbyteorder("<"))[0])
 
 
 def _leaves(schema: Any, name: str) -> range:
-    """Return the places, among all columns of numbers and texts as Parquet has them, of those of a column of Arrow's.
+    """Return the positions, among all Parquet columns of numbers and text, of those that belong to an Arrow column.
 
-    Parquet tells them by paths with dots, which may also stand in a name.
+    Parquet identifies them by dotted paths, but names may contain dots too.
     """
     first = 0
     for field in schema:
@@ -328,7 +328,7 @@ def _leaves(schema: Any, name: str) -> range:
 def _n_leaves(type_: Any) -> int:
     import pyarrow as pa
 
-    type_ = getattr(type_, "storage_type", type_)  # of an extension of Arrow's types
+    type_ = getattr(type_, "storage_type", type_)  # an Arrow extension type
     if pa.types.is_struct(type_):
         return sum(_n_leaves(field.type) for field in type_)
     if pa.types.is_map(type_):
@@ -353,7 +353,7 @@ def _open(path: str, far: RemoteFile | None, **options: Any) -> Any:
 
 @contextmanager
 def _damage(path: str) -> Iterator[None]:
-    """Say of pyarrow's own errors, which are of many kinds, that a file is damaged."""
+    """Report pyarrow's own errors, which are of many kinds, as damage to a file."""
     try:
         yield
     except GpuloadError:

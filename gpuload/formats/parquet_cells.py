@@ -1,15 +1,15 @@
-"""Parquet files whose rows are cells -> Store: one list of gene numbers and one of values in each row.
+"""Open Parquet files whose rows are cells as a `Store`: each row has a list of gene numbers and a list of values.
 
-So Tahoe-100M is published on Hugging Face, and so models that take genes as tokens keep their cells.
+Tahoe-100M is published like this on Hugging Face, and models with genes as tokens keep their cells like this.
 
 Requirements this module answers
 --------------------------------
-- A row group's part of a column is one stored chunk. How many values a row has is known only from the pages themselves:
-  their fronts are read once, when a file is first opened, and what was found is kept beside it.
-- All files that are given together are one table, on disk or at addresses: they have the genes of one table of genes,
-  or else as many as the greatest number in any of them says. Few are held open at a time.
-- The pair that stands for the whole cell (gene 1, a value below 0), where all rows begin with it, reaches nobody.
-- The two columns are of the same rows: their row lengths are compared before a value is read.
+- A row group's part of a column is one stored chunk. Only the pages themselves tell how many values a row has: their
+  beginnings are read once, when a file is first opened, and the result is kept beside it.
+- All files given together are one table, on disk or at addresses. Its genes come from a table of genes or, without one,
+  number as many as the largest gene number in any file requires. Few files are held open at a time.
+- The pair that stands for the whole cell (gene 1, a value below 0), if all rows begin with it, is never returned.
+- The two columns must have the same rows: their row lengths are compared before a value is read.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_CHUNK = 1 << 26
-"""Values of a row group, at most: it is decoded whole."""
+"""Largest number of values in a row group, which is decoded as a whole."""
 
 _AT_A_TIME, _FAR_AT_A_TIME = 8, 16
-"""Files that are looked at together; more where each is waited for."""
+"""Files examined concurrently; more if each has latency."""
 
 _LONG_S = 10.0
 
@@ -63,8 +63,8 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store
 
     Gene numbers and values are looked for in columns ``genes`` and ``expressions``, ``gene_token_id`` and
     ``gene_expression``, ``indices`` and ``data``, or ``indices`` and ``values``.
-    Genes are called by `GENES_FILE` where that is found, by their symbols and by their ids; else by their numbers.
-    Every other column of one value a row is one of obs.
+    Genes are named, by symbol and by id, from `GENES_FILE` if it is found, else by number.
+    Every other column of one value per row is a column of obs.
 
     Parameters
     ----------
@@ -73,14 +73,14 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store
     layer
         ``"X"``, or the name of the column of values.
     obs
-        Columns of obs to hold.
+        Columns of obs to keep in memory.
 
     Raises
     ------
     ReadError
         A file cannot be opened, or ends early.
     StoreError
-        A column is not there, or not of the kind that can be read; lists are missing or hold missing values.
+        A column is missing or of an unsupported kind; lists are missing or hold missing values.
     CorruptDataError
         A file is damaged, or its lists do not fit together.
     MissingDependencyError
@@ -115,13 +115,13 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store
 
 
 def obs_columns(path: str) -> list[str]:
-    """Return the names of the columns of one value a row."""
+    """Return the names of the columns of one value per row."""
     with opened(path) as table:
         return table.flat()
 
 
 class Files(FolderSource):
-    """Files at any paths as one row of bytes."""
+    """Files at any paths, as one concatenation of bytes."""
 
     def __init__(self, files: Sequence[Cells]) -> None:
         paths = [file.path for file in files]
@@ -136,9 +136,9 @@ _Source = Files | RemoteSource
 
 
 def _sources(files: Sequence[Cells]) -> tuple[tuple[_Source, ...], list[tuple[_Source, int]]]:
-    """Return the sources of all files, and of each file the one that it is in and its number there.
+    """Return the sources of all files and, for each file, its source and its number there.
 
-    Files on disk are in one, and the objects of each remote.
+    Files on disk share one source; so do the objects of each remote.
     """
     together: dict[str, list[int]] = {}
     for number, file in enumerate(files):
@@ -196,7 +196,7 @@ def matrix_of(file: Cells, source: _Source, number: int, first: int, n_vars: int
 
 
 def _each(paths: Sequence[str], work: Callable[[str], T]) -> list[T]:
-    """Return what is found of each of several files, some at a time; what is raised is of the first that fails."""
+    """Return the description of each file, a few concurrently; raise the error of the first one that fails."""
     is_far = as_address(paths[0]) is not None
     pool = DaemonThreads(_FAR_AT_A_TIME if is_far else _AT_A_TIME, "gpuload-parquet")
     try:
@@ -206,7 +206,7 @@ def _each(paths: Sequence[str], work: Callable[[str], T]) -> list[T]:
 
 
 class _Progress:
-    """Says now and then how far the reading of row lengths is, where it takes long."""
+    """Log progress in reading row lengths now and then, if it takes long."""
 
     def __init__(self, n: int) -> None:
         self._n, self._done, self._lock = n, 0, threading.Lock()

@@ -1,4 +1,4 @@
-"""One Parquet file whose rows are cells: what it says of itself, found when it is first opened and kept beside it.
+"""One Parquet file whose rows are cells: its description, found when it is first opened and kept beside it.
 
 References
 ----------
@@ -38,36 +38,36 @@ COLUMNS = (
     ("indices", "data"),
     ("indices", "values"),
 )
-"""Names of the columns of gene numbers and of values that are looked for, in this order."""
+"""Names of the columns of gene numbers and of values, in order of preference."""
 
 _MIN_ROWS = 1 << 12
-"""Of files with fewer rows nothing is kept."""
+"""Nothing is kept of files with fewer rows."""
 
 _GROUP = ("genes offset", "genes nbytes", "values offset", "values nbytes", "rows")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """What is known of one file.
+    """The description of one file.
 
     Attributes
     ----------
     path, nbytes, stamp
-        The file, its size and time of last change.
+        The file, its size and modification time.
     names
-        Of the columns of genes and of values.
+        Names of the columns of genes and of values.
     about : (2, 4) int64
-        Of each: codec, bytes of a stored value, definition levels of a value and of an empty list.
+        For each column: codec, bytes of a stored value, definition levels of a value and of an empty list.
     dtype
-        Of the values.
+        Dtype of the values.
     groups
-        By `_GROUP`, (n_groups,) int64: where the columns lie in each row group; its rows.
+        By `_GROUP`, (n_groups,) int64: location of the columns in each row group; its number of rows.
     lengths : (n_rows,)
-        Stored values of each row.
+        Number of stored values of each row.
     has_leader
         Whether each row begins with a pair that stands for the cell.
     greatest
-        Greatest gene number; -1 where there is none.
+        Largest gene number; -1 if there is none.
     """
 
     path: str
@@ -83,7 +83,7 @@ class Cells:
 
 
 def look_at(path: str, layer: str) -> Cells:
-    """Return what is known of a file, or of an object at an address.
+    """Return the description of a file, or of an object at an address.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def look_at(path: str, layer: str) -> Cells:
 
 
 def _kept(index: Index, source: FileSource | RemoteSource, layer: str) -> Cells | None:
-    """Return what was kept of a file when it was opened earlier."""
+    """Return what was kept from an earlier opening of a file."""
     parts = {name: index.get(f"{layer} {name}") for name in ("names", "about", "dtype", "file", "lengths", *_GROUP)}
     if any(part is None for part in parts.values()):
         return None
@@ -138,7 +138,7 @@ def _keep(index: Index, cells: Cells, layer: str) -> None:
 
 
 def _state(source: FileSource | RemoteSource) -> tuple[int, int]:
-    """Return size and time of last change; of an object the latter means nothing."""
+    """Return size and modification time; for an object, the latter is meaningless."""
     if not isinstance(source, FileSource):
         return source.nbytes, 0
     status = os.fstat(source.fileno())
@@ -146,7 +146,7 @@ def _state(source: FileSource | RemoteSource) -> tuple[int, int]:
 
 
 def _read(source: FileSource | RemoteSource, layer: str) -> Cells:
-    """Return what a file says of itself."""
+    """Return a file's description, from the file itself."""
     table = Table(source)
     names = _columns(table, layer)
     genes, values = (table.list_column(name) for name in names)
@@ -219,12 +219,12 @@ class _Probe:
     def has_leader(self) -> bool:
         """Return whether each row begins with gene `LEADER` and the same value below 0.
 
-        Where the bounds of any row group allow for that, the first one is looked at. If its rows do, the others are
-        looked at as they are read; if they do not, the first and the last that may are looked at, too.
+        If the bounds of any row group allow it, the first such group is examined. If its rows do begin so, the others
+        are checked as they are read; if not, the first and the last that may are examined too.
         """
         genes, values = self.columns
         filled = [group for group in range(self.rows.size) if self._lengths_of(group).any()]
-        may_have = [g for g in filled if not (genes.least[g] > LEADER or values.least[g] >= 0)]  # NaN: not known
+        may_have = [g for g in filled if not (genes.least[g] > LEADER or values.least[g] >= 0)]  # NaN: unknown
         if may_have and self._has_leader(filled[0]):
             return True
         for group in {may_have[0], may_have[-1]} - {filled[0]} if may_have else ():
@@ -243,7 +243,7 @@ class _Probe:
         if is_one.all():
             return True
         if np.count_nonzero(values < 0) > np.count_nonzero(is_one):
-            return False  # other values are below 0, too: these are signed, and no marker
+            return False  # other values are negative too: signed data, not a marker
         raise self._mixed(int(self.rows[:group].sum()) + int(np.flatnonzero(lengths > 0)[np.argmin(is_one)]))
 
     def _mixed(self, row: int) -> StoreError:
@@ -253,7 +253,7 @@ class _Probe:
         )
 
     def greatest(self) -> int:
-        """Return the greatest gene number; -1 where there is none."""
+        """Return the largest gene number; -1 if there is none."""
         column = self.columns[0]
         found = [-1]
         for group in np.flatnonzero(column.nbytes).tolist():

@@ -1,6 +1,6 @@
-"""Where the columns of a Parquet file lie, and how they are encoded, as its footer says.
+"""Read from a Parquet file's footer where its columns are, and how they are encoded.
 
-pyarrow reads footers, too, but what some of its getters find in a damaged one ends the process.
+pyarrow reads footers too, but some of its getters crash the process on a damaged one.
 
 References
 ----------
@@ -27,13 +27,13 @@ ENCODINGS = {
     9: "BYTE_STREAM_SPLIT",
 }
 CODECS = ("UNCOMPRESSED", "SNAPPY", "GZIP", "LZO", "BROTLI", "LZ4 as Hadoop frames it", "ZSTD", "LZ4")
-"""Names by number; the last is what parquet.thrift calls LZ4_RAW."""
+"""Names by number; the last one is LZ4_RAW in parquet.thrift."""
 
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
 _INTEGERS = (4, 5, 6)
 _TAIL = 8
 _NEAR = 64 << 10
-"""Bytes at the file's end that are read at first: of most files that is all of the footer."""
+"""Bytes read first, from the end of the file: for most files, the whole footer."""
 
 _MAX_DEPTH = 32
 
@@ -45,13 +45,13 @@ class Chunk:
     Attributes
     ----------
     physical_type, encodings, codec
-        Names.
+        Their names in the format.
     offset, nbytes
-        First byte in the file, and stored size.
+        First byte in the file and stored size.
     least, greatest
-        Bounds of the values, as they are stored; None where the file has none.
+        Bounds of the values, in stored form; None if the file has none.
     file_path
-        Which other file it lies in; empty: in this one.
+        The other file that holds it; empty: this one.
     """
 
     physical_type: str
@@ -126,13 +126,13 @@ def _number(value: Any) -> int:
 
 
 class _Thrift:
-    """Reads thrift's compact protocol; IndexError where the bytes end too early."""
+    """Read thrift's compact protocol; raise IndexError if the bytes end too early."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw, self._at = raw, 0
 
     def value(self, kind: int, depth: int = 0) -> Any:  # noqa: PLR0911 - one for each kind
-        """Return the value that comes next; a struct as a dict by the numbers of its fields."""
+        """Return the next value; a struct becomes a dict keyed by field number."""
         if depth > _MAX_DEPTH:
             raise ValueError("its footer is malformed")
         if kind in _INTEGERS:
@@ -165,7 +165,7 @@ class _Thrift:
         return fields
 
     def _element(self, kind: int, depth: int) -> Any:
-        """Return an element of a list: there a truth is a byte."""
+        """Return an element of a list, where a boolean is a byte."""
         return self.value(_BYTE if kind in (_TRUE, _FALSE) else kind, depth + 1)
 
     def _varint(self) -> int:

@@ -1,4 +1,4 @@
-"""Which gene a number stands for in Parquet files of cells: the table of genes beside them, where there is one.
+"""Map gene numbers in Parquet files of cells to genes, with the table of genes beside them, if there is one.
 
 References
 ----------
@@ -28,7 +28,7 @@ _log = logging.getLogger("gpuload")
 
 
 def genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] | None] | None:
-    """Return which number is the first gene's, the genes' names and their ids, as the table of genes says."""
+    """Return the number of the first gene, and the genes' names and ids, from the table of genes."""
     table = next((place for place in _tables_of_genes(path) if _is_there(place)), None)
     if table is None:
         return None
@@ -47,7 +47,7 @@ def genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] |
     check_n_vars(table, int(tokens.max()) - int(tokens.min()) + 1)
     first, place = int(tokens.min()), tokens - tokens.min()
     names, ids = numbered(int(tokens.max()) + 1)[first:], None
-    for column in (other, name):  # names where there are such, else ids, else numbers
+    for column in (other, name):  # names if present, else ids, else numbers
         if column is not None:
             is_there = np.array([isinstance(value, str) and bool(value) for value in given[column]], dtype=bool)
             names[place[is_there]] = as_strings(given[column][is_there])
@@ -56,7 +56,7 @@ def genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] |
 
 
 def _tables_of_genes(path: str) -> list[str]:
-    """Return where the table of genes of a file may be, in the order in which it is looked for."""
+    """Return the places where the table of genes of a file may be, in order of preference."""
     address = as_address(path)
     if address is None:
         beside = os.path.dirname(os.path.abspath(path))
@@ -75,6 +75,6 @@ def _is_there(path: str) -> bool:
         return address.is_file
     except BusyError:
         raise
-    except ReadError as error:  # who may not list is told so of what is not there, too
+    except ReadError as error:  # without permission to list, a missing object gives the same error
         _log.warning("%s: is taken not to be there: %s", path, error)
         return False

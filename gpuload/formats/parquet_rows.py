@@ -1,7 +1,7 @@
-"""Parquet files whose rows are cells: how many values each row has, which only the pages themselves say.
+"""Find how many values each row has in Parquet files whose rows are cells, which only the pages themselves tell.
 
-The fronts of pages are read: of a file by one native call for each column chunk; of an object at an address for all
-column chunks at a time, page after page.
+Only the beginnings of pages are read: for a file, by one native call per column chunk; for an object at an address,
+for all column chunks concurrently, page by page.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from gpuload.remote_source import RemoteSource
 
 _TOGETHER = 8 << 20
-"""Bytes of an object that are asked for at a time; more where a page is larger."""
+"""Bytes of an object requested at a time; more if a page is larger."""
 
 _Place = tuple[str, int, int, int, tuple[int, ...], int]
-"""A column chunk: column, row group, first byte, bytes, description of the column, rows."""
+"""A column chunk: column, row group, first byte, size, description of the column, rows."""
 
 
 def spec_of(
@@ -60,7 +60,7 @@ def spec_of(
 
 
 def about(column: ListColumn) -> tuple[int, int, int, int]:
-    """Return of a column: codec, bytes of a stored value, definition levels of a value and of an empty list."""
+    """Return a column's codec, bytes of a stored value, definition levels of a value and of an empty list."""
     return CODECS[column.codec], column.dtype.itemsize, column.max_def, column.def_empty
 
 
@@ -70,16 +70,16 @@ def row_lengths(
     columns: tuple[ListColumn, ListColumn],
     rows: NDArray[np.int64],
 ) -> NDArray[Any]:
-    """Return the values of each row, found in both columns, in the smallest type that holds them.
+    """Return the number of values of each row, as found in both columns, in the smallest type that holds them.
 
     Parameters
     ----------
     source
         The file, or an object.
     names, columns
-        Of genes and of values.
+        The columns of genes and of values.
     rows : (n_groups,) int64
-        Rows of each row group.
+        Number of rows of each row group.
 
     Raises
     ------
@@ -105,13 +105,13 @@ def row_lengths(
             )
         parts.append(of_genes)
     lengths = np.concatenate(parts)
-    return lengths.astype(np.min_scalar_type(int(lengths.max(initial=0))))  # of 100 million rows 0.2 GB, not 0.8
+    return lengths.astype(np.min_scalar_type(int(lengths.max(initial=0))))  # for 100 million rows 0.2 GB instead of 0.8
 
 
 def damaged(
     source: FileSource | RemoteSource, name: str, group: int, offset: int, error: Exception
 ) -> CorruptDataError:
-    """Return the error of a column chunk that cannot be decoded."""
+    """Return the error for a column chunk that cannot be decoded."""
     return CorruptDataError(
         f"{source.name}: chunk {group} of {name} at byte {offset} is damaged: {error}. Restore it from its source."
     )
@@ -127,7 +127,7 @@ def _near(source: FileSource, places: Sequence[_Place]) -> Iterator[NDArray[np.i
 
 
 def _far(source: RemoteSource, places: Sequence[_Place]) -> Iterator[NDArray[np.int64]]:
-    """Yield the row lengths of column chunks of an object, after fronts of pages of all of them were read in turn."""
+    """Yield the row lengths of column chunks of an object, after reading page beginnings of all of them in turn."""
     finders = [parquet.RowFinder(nbytes, spec, n_rows) for _, _, _, nbytes, spec, n_rows in places]
     waiting = [number for number, finder in enumerate(finders) if finder.wanted is not None]
     while waiting:
@@ -149,7 +149,7 @@ def _far(source: RemoteSource, places: Sequence[_Place]) -> Iterator[NDArray[np.
 
 
 def _take_fronts(source: RemoteSource, given: Sequence[tuple[_Place, parquet.RowFinder]]) -> None:
-    """Read what each column chunk needs next, at a time, and hand it over."""
+    """Read the next bytes that each column chunk needs, concurrently, and pass them on."""
     wanted = np.array([finder.wanted for _, finder in given], dtype=np.int64)
     offset = np.array([place[2] for place, _ in given], dtype=np.int64) + wanted[:, 0]
     room = wanted[:, 1] + parquet.SLACK
@@ -163,7 +163,7 @@ def _take_fronts(source: RemoteSource, given: Sequence[tuple[_Place, parquet.Row
 
 @contextmanager
 def _faults(source: FileSource | RemoteSource, place: _Place) -> Iterator[None]:
-    """Say in which column chunk of which file something is wrong."""
+    """Report in which column chunk of which file something is wrong."""
     name, group, offset = place[:3]
     try:
         yield

@@ -1,10 +1,10 @@
-"""A path -> what lies there, by its contents, and the function that opens it.
+"""Recognise what a path leads to by its contents, and choose the function that opens it.
 
 Requirements this module answers
 --------------------------------
-- A form is told by its first bytes and its members; a name's ending decides only which files of a folder are meant.
-- A folder of files is one store, its files in the order of their names.
-- Nothing slow is imported for a form that is not there.
+- A format is recognised by its first bytes and its members; a file's suffix only decides which files of a folder count.
+- A folder of files is one store, with its files sorted by name.
+- No slow import is made for a format that is not there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from gpuload.store import Store
 
 HDF5, NPY, ZIP, PARQUET = b"\x89HDF\r\n\x1a\n", b"\x93NUMPY", b"PK\x03\x04", b"PAR1"
-"""First bytes of files. HDF5's may come after a user's block, so what begins otherwise is tried as HDF5, too."""
+"""First bytes of files. HDF5's may come after a user block, so anything else is tried as HDF5 too."""
 
 ENDINGS = (".h5ad", ".h5mu", ".h5", ".zarr", ".npz", ".npy", ".parquet")
-"""Endings of the names that are looked for in a folder."""
+"""File suffixes looked for in a folder."""
 
 GENES_FILE = "gene_metadata.parquet"
 """The table beside Parquet files of cells that says which gene a number stands for; see `parquet_genes`."""
@@ -39,14 +39,14 @@ MODALITIES = "mod"
 
 
 def expand(path: str) -> list[str]:
-    """Return the paths that a path stands for: those of a folder's files or of a pattern's, else the path itself.
+    """Return the paths that a path stands for: the files of a folder or of a pattern, else the path itself.
 
     Raises
     ------
     ReadError
-        There is nothing, or nothing that fits the pattern.
+        Nothing is there, or nothing matches the pattern.
     StoreError
-        A folder that holds nothing that can be opened, or files of several forms.
+        A folder holds nothing that can be opened, or files of several formats.
     """
     address = as_address(path)
     path = path if address is None else address
@@ -75,7 +75,7 @@ def expand(path: str) -> list[str]:
 
 
 def _fitting(pattern: Address) -> list[Address]:
-    """Return the addresses that fit a pattern."""
+    """Return the addresses that match a pattern."""
     folder, parts = pattern, []
     while has_magic(folder):
         parts.append(folder.rpartition("/")[2])
@@ -83,12 +83,12 @@ def _fitting(pattern: Address) -> list[Address]:
     if folder.listed is None:
         raise ReadError(f"{pattern}: a web server cannot list what fits a pattern; give the addresses in a list.")
     parts.reverse()
-    names = {tuple(key.split("/")[: len(parts)]) for key in folder.listed}  # of folders, too
+    names = {tuple(key.split("/")[: len(parts)]) for key in folder.listed}  # including folders
     return [folder.child("/".join(n)) for n in names if len(n) == len(parts) and all(map(fnmatchcase, n, parts))]
 
 
 def folder_form(path: str) -> str:
-    """Return ``"zarr"`` or ``"scdl"`` where a folder is a store of that form, else ``""``."""
+    """Return ``"zarr"`` or ``"scdl"`` if a folder is a store of that format, else ``""``."""
     from gpuload.formats.scdl import is_scdl
 
     address = as_address(path)
@@ -105,16 +105,16 @@ def open_path(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     Parameters
     ----------
     path
-        The path; of a MuData with several modalities, with one's name after it: ``"cells.h5mu/rna"``, in zarr too.
+        The path; for a MuData with several modalities, followed by a modality: ``"cells.h5mu/rna"``, also in zarr.
     layer, obs
         As for `formats.open_store`.
 
     Raises
     ------
     ReadError
-        There is nothing, or it cannot be opened or read.
+        Nothing is there, or it cannot be opened or read.
     StoreError
-        It is of no known form, or lacks what is asked for.
+        Its format is unknown, or it lacks what was requested.
     CorruptDataError
         It is damaged.
     """
@@ -151,14 +151,14 @@ def open_parquet(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Sto
 
 
 def is_parquet(path: str) -> bool:
-    """Return whether a path is that of a Parquet file; at an address its name says so, as there may be thousands."""
+    """Return whether a path is a Parquet file; at an address its name decides, as there may be thousands."""
     if as_address(path) is not None:
         return path.endswith(".parquet")
     return os.path.isfile(path) and _first_bytes(path).startswith(PARQUET)
 
 
 def obs_columns(path: str) -> list[str]:
-    """Return the names of the columns of obs of what a path stands for; of several files, those of the first."""
+    """Return the names of a path's columns of obs; of several files, those of the first."""
     path, modality = _modality(expand(path)[0])
     form = _form(path)
     if form == "hdf5":
@@ -184,9 +184,9 @@ def obs_columns(path: str) -> list[str]:
 
 
 def open_by_columns(path: str, *, layer: str) -> Store | None:
-    """Open a file whose matrix is CSC as a store of genes x cells, without names; None where it is no such.
+    """Open a file whose matrix is CSC as a store of genes x cells, without names; None if it is not CSC.
 
-    AnnData and MuData, in HDF5 and in zarr, on disk.
+    Supports AnnData and MuData, in HDF5 and in zarr, on disk.
     """
     from gpuload.formats import h5ad, hdf5, mudata, tenx, zarr
 
@@ -208,7 +208,7 @@ def open_by_columns(path: str, *, layer: str) -> Store | None:
 
 @contextmanager
 def anndata_groups(path: str) -> Iterator[list[Any]]:
-    """Yield the groups of a path that are each an AnnData, open within the block; none where the form is another."""
+    """Yield the AnnData groups of a path, open within the block; none if the format is another."""
     path, modality = _modality(path)
     from gpuload.formats import hdf5, mudata, tenx, zarr
 
@@ -227,12 +227,12 @@ def anndata_groups(path: str) -> Iterator[list[Any]]:
 
 
 def file_of(path: str) -> str:
-    """Return the file or folder that a path names, without what chooses a part of it; ReadError where there is none."""
+    """Return the file or folder of a path, without a selected part of it; raise ReadError if it is missing."""
     return _modality(path)[0]
 
 
 def _modality(path: str) -> tuple[str, str]:
-    """Return a path and what follows the name of its file, or of its folder where that is a MuData in zarr."""
+    """Return a path, and what follows the name of its file, or of its folder if that is a MuData in zarr."""
     address = as_address(path)
     if address is not None:
         return _modality_at(address)
@@ -251,7 +251,7 @@ def _modality(path: str) -> tuple[str, str]:
 
 
 def _modality_at(address: Address) -> tuple[Address, str]:
-    """Return an address and what follows the key of its object, or of its folder where that is a MuData in zarr."""
+    """Return an address, and what follows the key of its object, or of its folder if that is a MuData in zarr."""
     at, tail = address, ""
     for _ in range(3):
         if at.is_file or (at.is_folder and (_is_whole_at(at) if tail else not _is_part_at(at))):
@@ -264,7 +264,7 @@ def _modality_at(address: Address) -> tuple[Address, str]:
 
 
 def _is_whole_at(address: Address) -> bool:
-    """Return whether a folder may be a MuData in zarr: not the group of one that holds the modalities."""
+    """Return whether a folder may be a MuData in zarr, as opposed to its group of modalities."""
     return address.is_zarr and not address.endswith(f"/{MODALITIES}")
 
 
@@ -275,15 +275,15 @@ def _is_part_at(address: Address) -> bool:
 
 
 def nbytes_at(address: Address) -> int:
-    """Return the bytes of the object at an address, or of all objects of the folder; a modality's are its object's."""
+    """Return the bytes of the object at an address, or of all objects of a folder; for a modality, of its object."""
     at, _ = _modality_at(address)
     return at.object().nbytes if at.is_file else sum(found.nbytes for found in (at.listed or {}).values())
 
 
 def _form(path: str) -> str:
-    """Return ``"zarr"``, ``"scdl"``, ``"npy"``, ``"npz"``, ``"parquet"`` or, for all else, ``"hdf5"``."""
+    """Return ``"zarr"``, ``"scdl"``, ``"npy"``, ``"npz"``, ``"parquet"`` or, for anything else, ``"hdf5"``."""
     if _is_folder(path):
-        return folder_form(path) or "zarr"  # which says what it is not
+        return folder_form(path) or "zarr"  # whose error says what it is not
     first = _first_bytes(path)
     if as_address(path) is not None and first.startswith((NPY, ZIP)):
         raise StoreError(

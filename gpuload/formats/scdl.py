@@ -1,15 +1,15 @@
-"""BioNeMo-SCDL folders (``SingleCellMemMapDataset``) -> Store.
+"""Open BioNeMo-SCDL folders (``SingleCellMemMapDataset``) as a `Store`.
 
-A folder of raw arrays in C order, without any header in them: ``data.npy``, ``col_ptr.npy`` (column numbers) and
-``row_ptr.npy`` (row offsets), despite their names no .npy files. ``header.sch`` says their types. Names of genes and
-columns of obs are in Parquet, so reading them takes pyarrow.
+A folder of raw C-order arrays without headers: ``data.npy``, ``col_ptr.npy`` (column numbers) and ``row_ptr.npy`` (row
+offsets), which are not .npy files despite their names. ``header.sch`` gives their types. Names of genes and columns of
+obs are in Parquet, so reading them requires pyarrow.
 
 Requirements this module answers
 --------------------------------
-- Sizes are taken from the files, as SCDL takes them: the lengths in the header are not kept up when data sets are
-  joined. Types are the header's; without one (before 0.1) they are SCDL's first: float32, uint32, uint64.
-- SCDL keeps the columns of var and, where there are any, not its index: genes are called by the first column of
-  strings that are all different, else by the first column of strings, else by their numbers.
+- Sizes are taken from the files, as SCDL does: the lengths in the header are not updated when data sets are joined.
+  Types are taken from the header; without one (before 0.1) they are SCDL's original ones: float32, uint32, uint64.
+- SCDL keeps the columns of var, but drops its index if there are any: genes are named by the first column of distinct
+  strings, else by the first column of strings, else by number.
 - Several sets of genes in one folder (ragged) are refused: there is no common matrix.
 
 References
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FILES = {"DATA": "data.npy", "ROWPTR": "row_ptr.npy", "COLPTR": "col_ptr.npy"}
-"""Arrays by the names that the header gives them."""
+"""Arrays by their names in the header."""
 
 DTYPES = {1: "u1", 2: "u2", 3: "u4", 4: "u8", 5: "f2", 6: "f4", 7: "f8"}
 """Types of arrays by their number in the header."""
 
 FIRST_DTYPES = {"DATA": "f4", "ROWPTR": "u8", "COLPTR": "u4"}
-"""Types of arrays where there is no header."""
+"""Types of arrays if there is no header."""
 
 MAGIC, BIG_ENDIAN, MEMMAP = b"SCDL", 1, 1
 
 
 def is_scdl(path: str) -> bool:
-    """Return whether a folder holds arrays of SCDL, be it that some are missing."""
+    """Return whether a folder holds SCDL arrays, even if some are missing."""
     return any(os.path.exists(os.path.join(path, name)) for name in ("header.sch", "row_ptr.npy", "col_ptr.npy"))
 
 
@@ -76,14 +76,14 @@ def open_scdl(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     layer
         ``"X"``: SCDL keeps one matrix.
     obs
-        Columns of obs to hold.
+        Columns of obs to keep in memory.
 
     Raises
     ------
     ReadError
         A file cannot be opened, or ends early.
     StoreError
-        A layer or column that is not there, several sets of genes, or a version that is not known.
+        A layer or column is missing, there are several sets of genes, or the version is unknown.
     CorruptDataError
         The arrays do not fit together, or the header cannot be read.
     MissingDependencyError
@@ -120,7 +120,7 @@ def obs_columns(path: str) -> list[str]:
 
 
 def _read_dtypes(path: str) -> dict[str, np.dtype[Any]]:
-    """Return the types of the arrays, as the header says."""
+    """Return the types of the arrays, from the header."""
     found = dict(FIRST_DTYPES)
     if os.path.exists(path):
         with open(path, "rb") as file:
@@ -178,7 +178,7 @@ def _read_whole(path: str, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _n_rows(path: str, found: int) -> int:
-    """Return the rows that the genes' index counts, which SCDL keeps up; without one, those found."""
+    """Return the number of rows from the gene index, which SCDL keeps up to date; without one, from the arrays."""
     index = os.path.join(path, "var_features", "cumulative_sum_index.npy")
     if not os.path.exists(index):
         return found
@@ -189,7 +189,7 @@ def _n_rows(path: str, found: int) -> int:
 
 
 def _frames(folder: str) -> list[str]:
-    """Return the Parquet files of a feature index, in their order."""
+    """Return the Parquet files of a feature index, in order."""
     if not os.path.isdir(folder):
         return []
     return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".parquet")]

@@ -1,13 +1,13 @@
-"""10x Genomics' feature-barcode matrices (`.h5` of Cell Ranger) -> Store.
+"""Open 10x Genomics' feature-barcode matrices (`.h5` of Cell Ranger) as a `Store`.
 
-Their CSC matrix of genes x cells is, array by array, the CSR matrix of cells x genes: nothing is transposed.
+The arrays of their genes x cells CSC matrix are those of the cells x genes CSR matrix: nothing is transposed.
 
 Requirements this module answers
 --------------------------------
-- Cell Ranger 3 and later: one group ``/matrix`` with ``features`` and ``barcodes``; all features are handed over,
-  antibodies and guides included (choose by ``genes=``).
-- Cell Ranger 2: a group per genome with ``genes``, ``gene_names`` and ``barcodes``; of several, `layer` names one.
-- Genes are called by their names, as scanpy calls them; those need not be unique, so their ids are kept beside.
+- Cell Ranger 3 and later: one group ``/matrix`` with ``features`` and ``barcodes``; all features are returned,
+  including antibodies and guides (select with ``genes=``).
+- Cell Ranger 2: a group per genome with ``genes``, ``gene_names`` and ``barcodes``; `layer` selects one of several.
+- Genes are known by their names, as in scanpy; these need not be unique, so their ids are kept too.
 
 References
 ----------
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gpuload.store import ObsColumn
 
 COLUMNS = {"barcode": "barcodes", "filtered_barcodes": "filtered_barcodes"}
-"""Columns of obs and the data sets that hold them; the second is in probe matrices only."""
+"""Columns of obs, and the data sets that hold them; the second exists in probe matrices only."""
 
 
 def is_tenx(file: Any) -> bool:
@@ -42,7 +42,7 @@ def is_tenx(file: Any) -> bool:
 
 
 def genomes(file: Any) -> list[str]:
-    """Return the names of the groups that are matrices: ``["matrix"]`` since version 3, else the genomes."""
+    """Return the names of the matrix groups: ``["matrix"]`` since version 3, else the genomes."""
     return [name for name, node in file.items() if hdf5.is_group(node) and {"barcodes", "indptr"} <= set(node)]
 
 
@@ -56,14 +56,14 @@ def read_tenx(file: Any, source: Hdf5Source, layer: str, obs: Sequence[str]) -> 
     source
         Its bytes.
     layer
-        ``"X"``; where a file of version 2 holds several genomes, the name of one.
+        ``"X"``; or the name of a genome, if a file of version 2 holds several.
     obs
-        Of ``"barcode"`` and, in probe matrices, ``"filtered_barcodes"``.
+        ``"barcode"`` and, in probe matrices, ``"filtered_barcodes"``.
 
     Raises
     ------
     StoreError
-        No such matrix or column, or an encoding that cannot be decoded.
+        There is no such matrix or column, or the encoding is unsupported.
     ReadError, CorruptDataError
         A byte range lies outside the file, or the arrays do not fit together.
     """
@@ -80,7 +80,7 @@ def read_tenx(file: Any, source: Hdf5Source, layer: str, obs: Sequence[str]) -> 
 
 
 def obs_columns(file: Any) -> list[str]:
-    """Return the columns of obs that a file can give."""
+    """Return the columns of obs that a file provides."""
     return _columns_of(file[genomes(file)[0]])
 
 

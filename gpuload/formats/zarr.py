@@ -1,13 +1,12 @@
-"""AnnData and MuData in zarr, and annbatch's collections of AnnData -> Store.
+"""Open AnnData and MuData in zarr, and annbatch's collections of AnnData, as a `Store`.
 
-The library of that name is not needed: what is to be known of its files is little, and what reads them here is the
-engine's own.
+zarr-python is not needed: the metadata required is small, and the engine itself reads the chunks.
 
 Requirements this module answers
 --------------------------------
-- AnnData as anndata writes it in version 2 or 3, in a folder or a zip file; X, layers and raw, CSR or dense.
-- annbatch's collections: the cells of all their data sets, in the order of their numbers.
-- What a store says is checked as that of an .h5ad file is.
+- AnnData as anndata writes it in zarr format 2 or 3, in a folder or a zip file; X, layers and raw, CSR or dense.
+- annbatch's collections: the cells of all their data sets, in numerical order.
+- The content of a store is checked like that of an .h5ad file.
 
 References
 ----------
@@ -48,7 +47,7 @@ _DATASET = re.compile(r"dataset_(0|[1-9][0-9]*)")
 
 
 def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "") -> Store:
-    """Open an AnnData in zarr, annbatch's collection of such, or a modality of a MuData.
+    """Open an AnnData in zarr, an annbatch collection of them, or a modality of a MuData.
 
     Parameters
     ----------
@@ -57,18 +56,18 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
     layer
         ``"X"``, ``"raw.X"`` or the name of a layer.
     obs
-        Columns of obs to hold in memory; of a modality also those that belong to all cells.
+        Columns of obs to keep in memory; for a modality, also those shared by all cells.
     modality
-        Of a MuData; ``""`` where it has only one.
+        The modality of a MuData; may be ``""`` if there is only one.
 
     Raises
     ------
     ReadError
-        A file cannot be opened or read, or is shorter than it should be.
+        A file cannot be opened or read, or is too short.
     StoreError
-        It is no AnnData, lacks what is asked for, is CSC, or is encoded in a way that cannot be decoded.
+        It is not an AnnData, lacks what was requested, is CSC, or has an unsupported encoding.
     CorruptDataError
-        Metadata, the index of a shard or indptr is damaged.
+        Metadata, a shard index or indptr is damaged.
     """
     with _opened(path) as (root, tree, held):
         if is_mudata(root):
@@ -81,7 +80,7 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
 
 
 def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | None:
-    """Open a matrix that is CSC as a store of genes x cells, without names; None where it is none, or of several."""
+    """Open a CSC matrix as a store of genes x cells, without names; None if it is not CSC, or is one of several."""
     with _opened(path) as (root, tree, held):
         name = path
         if is_mudata(root):
@@ -104,7 +103,7 @@ def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | Non
 
 
 def obs_columns(path: str, modality: str = "") -> list[str]:
-    """Return the names of the columns of obs; of a collection, those of its first data set."""
+    """Return the names of the columns of obs; for a collection, those of its first data set."""
     with _opened(path) as (root, _, held):
         is_whole = not is_mudata(root)
         names = column_names(_datasets(root, path, modality)[0].get("obs")) if is_whole else columns_of(root, modality)
@@ -114,7 +113,7 @@ def obs_columns(path: str, modality: str = "") -> list[str]:
 
 @contextmanager
 def anndata_groups(path: str, modality: str = "") -> Iterator[list[Group]]:
-    """Yield the groups of a store that are each an AnnData: the store, a modality, or a collection's data sets."""
+    """Yield the AnnData groups of a store: the store itself, a modality, or a collection's data sets."""
     with _opened(path) as (root, _, held):
         try:
             is_whole = not is_mudata(root)
@@ -134,7 +133,7 @@ def is_zarr_zip(path: str) -> bool:
 
 @contextmanager
 def _opened(path: str) -> Iterator[tuple[Group, Tree, list[Source]]]:
-    """Open a store's root; sources that are noted in the list are closed where an error leaves the block."""
+    """Open a store's root; if an error ends the block, close the sources noted in the list."""
     held: list[Source] = []
     address = as_address(path)
     try:
@@ -160,7 +159,7 @@ def _opened(path: str) -> Iterator[tuple[Group, Tree, list[Source]]]:
 
 @contextmanager
 def _translated(path: str) -> Iterator[None]:
-    """Translate what NumPy and pandas raise on damaged metadata, once, at the edge."""
+    """Translate errors of NumPy and pandas on damaged metadata, in one place."""
     try:
         yield
     except GpuloadError:
@@ -177,7 +176,7 @@ def _close(sources: list[Source]) -> None:
 
 
 def _datasets(root: Group, path: str, modality: str = "") -> list[Group]:
-    """Return the groups that are each an AnnData; modalities there are none."""
+    """Return the AnnData groups, excluding modalities."""
     if modality:
         raise no_modalities(path, modality)
     if root.attrs.get("encoding-type") != _COLLECTION:
@@ -193,7 +192,7 @@ def _datasets(root: Group, path: str, modality: str = "") -> list[Group]:
 
 
 def _read(group: Group, tree: Tree, held: list[Source], layer: str, obs: Sequence[str], name: str = "") -> Store:
-    """Return the store of one AnnData; `name` is what errors call it."""
+    """Return the store of one AnnData; `name` is its name in errors."""
     if not name:
         name = os.path.join(tree.name, group.name.strip("/")) if group.name != "/" else tree.name
     access = _Access(tree.name)
@@ -205,7 +204,7 @@ def _read(group: Group, tree: Tree, held: list[Source], layer: str, obs: Sequenc
 
 
 class _Access:
-    """What `members` needs of zarr; notes the sources of the layouts."""
+    """Zarr's side of `members`; notes the sources of the layouts."""
 
     owner = "AnnData"
     writer = "write_zarr"

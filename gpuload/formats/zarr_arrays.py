@@ -1,13 +1,13 @@
-"""Arrays of a zarr store -> layouts: which byte range is which chunk, and how it is encoded.
+"""Turn arrays of a zarr store into layouts: the byte range of each chunk, and its encoding.
 
-Only what can be read from byte ranges and decoded chunk by chunk is let through: chunks in C order, little-endian,
-plain or in shards. All else is refused by name when the array is opened.
+Accepts only what can be read from byte ranges and decoded chunk by chunk: chunks in C order, little-endian, plain or
+in shards. Anything else is refused by name when the array is opened.
 
 Requirements this module answers
 --------------------------------
-- Versions 2 and 3, regular grids, any separator; shards with their index at the end or the start, its checksum checked.
+- Zarr formats 2 and 3, regular grids, any separator; shards with a checksummed index at the end or the start.
 - A chunk without a file, or marked absent in its shard, is the fill value.
-- Nothing is believed unchecked: every byte range lies inside its file.
+- Nothing is trusted: every byte range must lie inside its file.
 
 References
 ----------
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 MAX_NBYTES = (1 << 31) - 1
-"""Largest decoded chunk: what the codecs can count."""
+"""Largest decoded chunk: the codecs' limit."""
 
 _FILTERS = {
     "blosc": "blosc",
@@ -67,24 +67,24 @@ _NUMBER = re.compile(r"0|[1-9][0-9]*")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What an array's metadata says.
+    """The content of an array's metadata.
 
     Attributes
     ----------
     shape, chunk_shape
-        In elements; of the smallest pieces that are encoded by themselves.
+        In elements; the chunk is the smallest piece that is encoded by itself.
     shard_shape
-        Of the pieces that are files, where each holds many chunks; else None.
+        Shape of the pieces stored as files, if each holds many chunks; else None.
     dtype
-        Of the elements; object for strings.
+        Dtype of the elements; object for strings.
     text
-        ``"utf8"`` or ``"bytes"`` where the elements are strings of any length, else ``""``.
+        ``"utf8"`` or ``"bytes"`` for variable-length strings, else ``""``.
     filters
-        In the order of writing.
+        In the order in which they were applied.
     fill_value
-        Of chunks that were never written.
+        Value of chunks that were never written.
     prefix, separator
-        A chunk's key is the prefix and its place in the grid, joined by the separator.
+        A chunk's key is the prefix and its grid indices, joined by the separator.
     index_is_first, index_has_crc
         Where a shard's index is, and whether a CRC-32C follows it.
     """
@@ -103,14 +103,14 @@ class Spec:
 
 
 def parse_v2(meta: dict[str, Any], where: str) -> Spec:
-    """Return what a ``.zarray`` says.
+    """Parse a ``.zarray``.
 
     Raises
     ------
     StoreError
         The array cannot be read from byte ranges.
     CorruptDataError
-        The metadata makes no sense.
+        The metadata is invalid.
     """
     try:
         if meta["zarr_format"] != 2:
@@ -133,7 +133,7 @@ def parse_v2(meta: dict[str, Any], where: str) -> Spec:
 
 
 def parse_v3(meta: dict[str, Any], where: str) -> Spec:
-    """Return what the ``zarr.json`` of an array says; errors as of `parse_v2`."""
+    """Parse the ``zarr.json`` of an array; errors as for `parse_v2`."""
     try:
         if meta["zarr_format"] != 3:
             _refuse(where, f"is of zarr format {meta['zarr_format']!r}", "only 2 and 3 can be read")
@@ -203,7 +203,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _named(step: Any) -> dict[str, Any]:
-    """Return a codec's entry; version 3 allows its name alone."""
+    """Return a codec's entry; format 3 allows its name alone."""
     return {"name": step} if isinstance(step, str) else dict(step)
 
 
@@ -228,7 +228,7 @@ def _shard_index(configuration: dict[str, Any], where: str) -> dict[str, bool]:
 
 
 def _v3_dtype(name: Any, where: str) -> tuple[np.dtype[Any], str]:
-    """Return the dtype, and what kind of strings it is where it is one of any length."""
+    """Return the dtype and, for variable-length strings, their kind."""
     configuration = name.get("configuration") or {} if isinstance(name, dict) else {}
     name = name["name"] if isinstance(name, dict) else name
     if name in _NUMBERS:
@@ -291,12 +291,12 @@ def _checked(spec: Spec, where: str) -> Spec:
 
 
 class Array:
-    """An array: attributes, shape, dtype, where its chunks lie; as h5py's data sets, as far as it is used here.
+    """An array: attributes, shape, dtype, chunk locations; with the subset of h5py's interface that is used here.
 
     Parameters
     ----------
     tree, key
-        Where it lies.
+        Its place in a store.
     attrs
         Its attributes.
     spec
@@ -328,20 +328,20 @@ class Array:
         return self.read()
 
     def layout(self) -> ArrayLayout:
-        """Return where the chunks lie; its source is the caller's to close.
+        """Return the array's layout, whose source the caller must close.
 
         Raises
         ------
         StoreError
-            The elements have no place in a minibatch.
+            The dtype is not supported in a minibatch.
         ReadError, CorruptDataError
-            A chunk lies outside its file, or the index of a shard is damaged.
+            A chunk lies outside its file, or a shard index is damaged.
         """
         check_dtype(f"{self._tree.name}: {self.name}", self.dtype)
         return self._layout()
 
     def read(self) -> NDArray[Any]:
-        """Return the whole array, in memory.
+        """Read the whole array into memory.
 
         Raises
         ------
@@ -420,9 +420,9 @@ class Array:
         )
 
     def _file_names(self, grid: Sequence[int]) -> Iterator[str]:
-        """Yield the keys of all chunk or shard files that there may be."""
+        """Yield the keys of all possible chunk or shard files."""
         head = [self.spec.prefix] if self.spec.prefix else []
-        for number in range(math.prod(grid)):  # one by one: there may be more than memory holds
+        for number in range(math.prod(grid)):  # one by one: there may be too many for memory
             place, rest = [], number
             for n in reversed(grid):
                 rest, at = divmod(rest, n)
@@ -430,7 +430,7 @@ class Array:
             yield self.spec.separator.join([*head, *reversed(place)])
 
     def _found(self, files: dict[str, tuple[int, int]], grid: Sequence[int]) -> list[tuple[tuple[int, ...], int, int]]:
-        """Return place in the grid, first byte and size of every chunk or shard file; others do not belong here."""
+        """Return grid position, first byte and size of every chunk or shard file, skipping unrelated files."""
         spec = self.spec
         prefix = f"{spec.prefix}{spec.separator}" if spec.prefix else ""
         found = []
@@ -452,7 +452,7 @@ class Array:
         offset: NDArray[np.int64],
         nbytes: NDArray[np.int64],
     ) -> None:
-        """Enter the chunks of a shard."""
+        """Add the chunks of a shard."""
         entries = self._read_index(source, int(np.prod(per_file, dtype=object)), first, size)
         inside = np.stack(np.unravel_index(np.arange(entries.shape[0]), per_file)) + (
             np.array(place) * np.array(per_file)
@@ -494,7 +494,7 @@ def _grid(shape: Sequence[int], chunk_shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_sizes(source: Source, name: str, spec: Spec, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
-    """Raise CorruptDataError where a chunk that is there is empty, or cannot be what it is said to be."""
+    """Raise CorruptDataError if an existing chunk is empty, or its size is impossible."""
     full = int(np.prod(spec.chunk_shape, dtype=object)) * spec.dtype.itemsize
     is_bad = (nbytes < 1) if spec.filters or spec.text else (nbytes != full)
     if is_bad.any():
@@ -507,7 +507,7 @@ def _check_sizes(source: Source, name: str, spec: Spec, offset: NDArray[np.int64
 
 
 def _strings(plain: NDArray[np.uint8], n: int, kind: str) -> NDArray[np.object_]:
-    """Return the strings of a chunk: their number, then each after its length, all int32, little-endian."""
+    """Return the strings of a chunk: their number, then each preceded by its length; all int32, little-endian."""
     raw = plain.tobytes()
     if len(raw) < 4 or int.from_bytes(raw[:4], "little") != n:
         raise ValueError("it does not begin with the number of its strings")

@@ -1,7 +1,7 @@
-"""What lies where in a zarr store: a tree of files in a folder or a zip file, and the groups and arrays that it holds.
+"""The hierarchy of a zarr store: a tree of files in a folder or a zip file, and its groups and arrays.
 
-The nodes offer what h5py's do, as far as AnnData's layout needs it, so that one reader serves both. Consolidated
-metadata is not looked at: it may be stale, and each node has its own.
+The nodes offer the part of h5py's interface that AnnData's layout needs, so that one reader serves both. Consolidated
+metadata is ignored: it may be stale, and each node has its own.
 
 References
 ----------
@@ -42,28 +42,28 @@ _ENCODINGS = {
     "nullable-boolean": ("values", "mask"),
     "nullable-string-array": ("values", "mask"),
 }
-"""The arrays of groups that are one column, by the encoding that anndata notes."""
+"""The arrays of groups that form one column, by anndata's encoding type."""
 
 _LOCAL_HEADER, _LOCAL_NBYTES = b"PK\x03\x04", 30
 
 
 class Tree(Protocol):
-    """Files by their keys, which are paths with slashes relative to the store's root."""
+    """Files by key: a path with slashes relative to the store's root."""
 
     @property
     def name(self) -> str:
-        """What errors call the store."""
+        """The store's name in errors."""
 
     def read(self, key: str) -> bytes | None:
-        """Return a small file's bytes, or None where there is none."""
+        """Return a small file's bytes, or None if it does not exist."""
 
     def children(self, key: str) -> list[str]:
-        """Return the names of the folders in a folder, in order."""
+        """Return the sorted names of the folders in a folder."""
 
     def chunks(self, key: str, names: Iterable[str]) -> tuple[Source, dict[str, tuple[int, int]]]:
-        """Return the source of an array's chunk files, and the place and size in it of each, by its key within.
+        """Return the source of an array's chunk files, and the offset and size in it of each, by key within the array.
 
-        `names` are the keys that there may be, for who cannot list those that there are.
+        `names` are the possible keys, for trees that cannot list the existing ones.
         """
 
 
@@ -101,7 +101,7 @@ class FolderTree:
             ) from error
 
     def chunks(self, key: str, names: Iterable[str] = ()) -> tuple[Source, dict[str, tuple[int, int]]]:
-        """Return a source of an array's files alone; see `Tree.chunks`."""
+        """Return a source of this array's files only; see `Tree.chunks`."""
         del names
         found = list(_walk(os.path.join(self.name, key), ""))
         nbytes, stamps = (np.array([f[i] for f in found], dtype=np.int64) for i in (1, 2))
@@ -110,7 +110,7 @@ class FolderTree:
 
 
 def _walk(folder: str, prefix: str) -> Iterator[tuple[str, int, int]]:
-    """Yield name, size and time of change of all files below a folder, but for metadata."""
+    """Yield name, size and modification time of all files below a folder, except metadata."""
     try:
         with os.scandir(folder) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
@@ -119,7 +119,7 @@ def _walk(folder: str, prefix: str) -> Iterator[tuple[str, int, int]]:
                 elif entry.name not in METADATA:
                     status = entry.stat()
                     yield prefix + entry.name, status.st_size, status.st_mtime_ns
-    except ReadError:  # of a folder below
+    except ReadError:  # of a subfolder
         raise
     except OSError as error:
         place = error.filename or folder
@@ -127,7 +127,7 @@ def _walk(folder: str, prefix: str) -> Iterator[tuple[str, int, int]]:
 
 
 class ZipTree:
-    """A store in a zip file, whose members are not compressed by zip itself.
+    """A store in a zip file whose members are not compressed by zip itself.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ class ZipTree:
 
     Attributes
     ----------
-    crc
+        zip's CRC-32 of a chunk's file, by its offset, for those who read it whole.
         By the place of a chunk's file, the CRC-32 that zip has of it: for who reads it whole.
     """
 
@@ -153,7 +153,7 @@ class ZipTree:
                 f"{path}: its zip directory cannot be read ({str(error).rstrip('.')}). Was the file truncated?"
             ) from error
         files = [info for info in infos if not info.filename.endswith("/")]
-        self._members = {info.filename: info for info in files}  # of two, the last counts
+        self._members = {info.filename: info for info in files}  # of duplicates, the last one counts
 
     def read(self, key: str) -> bytes | None:
         """Return a member's bytes; see `Tree.read`."""
@@ -173,7 +173,7 @@ class ZipTree:
         return sorted({name.partition("/")[0] for name in rest if "/" in name})
 
     def chunks(self, key: str, names: Iterable[str] = ()) -> tuple[Source, dict[str, tuple[int, int]]]:
-        """Return the zip file, and the places of an array's chunks in it; see `Tree.chunks`."""
+        """Return the zip file, and the location of an array's chunks in it; see `Tree.chunks`."""
         del names
         prefix = f"{key}/"
         chosen = [i for n, i in self._members.items() if n.startswith(prefix) and n.rpartition("/")[2] not in METADATA]
@@ -182,7 +182,7 @@ class ZipTree:
         return self.source, places
 
     def _place(self, info: zipfile.ZipInfo) -> tuple[int, int]:
-        """Return where a member's bytes lie."""
+        """Return the location of a member's bytes."""
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             how = "encrypted" if info.flag_bits & 1 else "compressed by zip"
             raise StoreError(
@@ -205,12 +205,12 @@ class ZipTree:
 
 
 class Group:
-    """A group: attributes, and members by name or path; as h5py's, as far as it is used here.
+    """A group: attributes, and members by name or path; with the subset of h5py's interface that is used here.
 
     Parameters
     ----------
     tree, key
-        Where it lies.
+        Its place in a store.
     attrs
         Its attributes.
     """
@@ -227,7 +227,7 @@ class Group:
 
     @property
     def file(self) -> Group:
-        """Itself: in zarr the categories of an old column are named from the frame on."""
+        """Itself: in zarr, old columns name their categories relative to the frame."""
         return self
 
     def keys(self) -> list[str]:
@@ -236,7 +236,7 @@ class Group:
         return [name for name in names if any(self._tree.read(f"{self._path(name)}/{m}") for m in METADATA[:3])]
 
     def get(self, path: str, default: Any = None) -> Group | Array | Any:
-        """Return a member, or the default where there is none."""
+        """Return a member, or the default if there is none."""
         found = open_node(self._tree, self._path(path.strip("/")))
         return default if found is None else found
 
@@ -253,7 +253,7 @@ class Group:
         return iter(self.keys())
 
     def element(self) -> Any:
-        """Return what anndata encoded in this group: categories, or values some of which are missing.
+        """Return the column that anndata encoded in this group: categories, or values with missing ones.
 
         Raises
         ------
@@ -284,12 +284,12 @@ class Group:
 
 
 def open_node(tree: Tree, key: str) -> Group | Array | None:
-    """Return the group or array at a key, or None where there is none.
+    """Return the group or array at a key, or None.
 
     Raises
     ------
     StoreError
-        An array that cannot be read.
+        The array cannot be read.
     CorruptDataError
         Its metadata is damaged.
     """

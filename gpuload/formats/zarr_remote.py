@@ -1,7 +1,7 @@
-"""A store of zarr among the objects of a remote: few requests for its metadata, ranges of its chunks' objects.
+"""A zarr store among the objects of a remote: few requests for metadata, range requests for chunks.
 
-Where the remote can list, one listing says what there is, how large it is, and what its ETags are. A web server cannot;
-there the objects that an array may have are asked for one by one, many at a time.
+If the remote can list, one listing gives the objects, their sizes and their ETags. A web server cannot; there, the
+possible objects of an array are requested one by one, many concurrently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 MAX_ASKED = 100_000
-"""Objects of an array that a web server is asked for one by one: some minutes."""
+"""Limit on the objects of an array that a web server is asked for one by one: some minutes."""
 
 
 class RemoteTree:
@@ -40,11 +40,11 @@ class RemoteTree:
         self._small: dict[str, bytes | None] = {}
 
     def close(self) -> None:
-        """Ask no more; the sources that it gave go on."""
+        """Make no more requests; the sources already returned keep working."""
         self._asking.close()
 
     def read(self, key: str) -> bytes | None:
-        """Return a small object's bytes, or None where there is none; see `Tree.read`."""
+        """Return a small object's bytes, or None if it does not exist; see `Tree.read`."""
         listed = self._address.listed
         if listed is not None and key not in listed:
             return None
@@ -62,7 +62,7 @@ class RemoteTree:
         return sorted({name.partition("/")[0] for name in rest if "/" in name})
 
     def chunks(self, key: str, names: Iterable[str]) -> tuple[RemoteSource, dict[str, tuple[int, int]]]:
-        """Return a source of an array's objects alone; see `Tree.chunks`."""
+        """Return a source of this array's objects only; see `Tree.chunks`."""
         listed = self._address.listed
         found: dict[str, RemoteObject]
         if listed is not None:
@@ -86,7 +86,7 @@ class RemoteTree:
         return source, {name: (base, o.nbytes) for (name, o), base in zip(found.items(), bases, strict=True)}
 
     def _metadata_beside(self, key: str, listed: dict[str, RemoteObject]) -> list[str]:
-        """Return a key and those of the metadata of the same member, which are asked for with it."""
+        """Return a key, and the metadata keys of the same member, which are requested together."""
         member = f"{key.partition('/')[0]}/" if "/" in key else ""
         near = (n for n in listed if n.rpartition("/")[2] in METADATA and n.startswith(member))
         return list(dict.fromkeys([key, *(n for n in near if member and n not in self._small)]))
