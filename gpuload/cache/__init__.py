@@ -1,4 +1,4 @@
-"""A growing local store of remote samples: downloaded ahead of training, within a budget, safe against every crash.
+"""A growing local store of remote samples: downloaded ahead of training, within a budget, safe against any crash.
 
     with gpuload.cache.SampleStore("/local/samples", "s3://bucket/train", budget="200GiB") as store:
         for epoch in range(100):
@@ -6,8 +6,8 @@
                 for batch in snapshot.batches(64):
                     train(torch.from_numpy(batch.data))
 
-The parts, each knowing only those above it: `order` (pure), `leases`, `database`, `catalogue` (rows), `files` (disk),
-`fetch`, `process`, `reading`, `reads` (totals), `snapshot`, `store`, `blocks`.
+The modules, each depending only on those before it: `order` (pure), `leases`, `database`, `catalogue` (rows), `files`
+(disk), `fetch`, `process`, `reading`, `reads` (totals), `snapshot`, `store`, `blocks`.
 """
 
 from __future__ import annotations

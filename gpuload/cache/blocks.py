@@ -1,19 +1,18 @@
-"""Large remote objects in a store, block by block: what is here is read from the local disk, the rest from the remote.
+"""Cache large remote objects block by block: cached blocks are read from the local disk, the rest from the remote.
 
-`BlockRemote` shows blocks of objects as objects, so that a `SampleStore` keeps them as it keeps samples: in a budget,
-checked, safe against crashes. `BlockCache` is the remote itself, read through such a store: a block of which anything
-is asked for is brought here whole, as long as there is room. Nothing is evicted, because nothing says that a block was
-used: where objects are read in random order epoch after epoch, a share of them that stays is worth more than one that
-comes and goes.
+`BlockRemote` presents blocks of objects as objects, so that a `SampleStore` keeps them like samples: within a budget,
+verified, safe against crashes. `BlockCache` is the remote itself, read through such a store: while there is room, a
+block of which any part is requested is fetched whole. Nothing is evicted, because nothing records that a block was
+used: if objects are read in random order epoch after epoch, a fixed share of them is worth more than one that churns.
 
-What is read from a copy is checked each time. The crc that the catalogue has is of a whole block; so a block is read
-whole once, and found right, before anything of it is handed over, and from then on the crcs of its pieces are known,
-of which each read checks those that it touches. A copy that is not what it was is dropped, and brought anew.
+Every read from a copy is verified. The catalogue's crc covers a whole block; so a block is read whole once, and
+verified, before any of it is returned. From then on the crcs of its pieces are known, and each read verifies the pieces
+that it touches. A copy that has changed is dropped, and fetched again.
 
     store = SampleStore("/local/blocks", BlockRemote(open_remote("s3://bucket")), budget="200GiB", fetch=False)
     loader = gpuload.open_loader("s3://bucket/atlas.h5ad", cache=store)
 
-With ``fetch=True`` the store brings all blocks by itself, ahead of the loader, in an order of its own.
+With ``fetch=True`` the store fetches all blocks by itself, ahead of the loader, in an order of its own.
 """
 
 from __future__ import annotations
@@ -44,23 +43,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gpuload.cache")
 
 _PAUSE_S = 60.0
-"""How long no block is kept after a fault of the disk or the catalogue."""
+"""How long no block is kept after a failure of the disk or the catalogue."""
 
 PIECE = 64 << 10
-"""Bytes that one crc in memory is of, which has 4; a read checks at most two pieces more than it needs."""
+"""Bytes covered by each 4-byte crc in memory; a read checks at most two pieces more than it needs."""
 
 
 class BlockRemote:
-    """A remote's objects, cut into blocks.
+    """Present a remote's objects as blocks.
 
     Parameters
     ----------
     remote
-        Where the objects are.
+        The remote that holds the objects.
     keys
-        The objects to show; None shows all.
+        The objects to present; None presents all.
     block_nbytes
-        Bytes of a block; the last of an object is shorter.
+        Size of a block; the last one of an object may be smaller.
 
     Raises
     ------
@@ -92,7 +91,7 @@ class BlockRemote:
         return RemoteObject(f"{whole.key}#{number}", nbytes, whole.etag)
 
     def head(self, key: str) -> RemoteObject | None:
-        """Return the block that is under a key now, or None."""
+        """Return the block currently under a key, or None."""
         of, number = _parts(key)
         whole = self.remote.head(of)
         return self.block(whole, number) if whole is not None and number * self.block_nbytes < whole.nbytes else None
@@ -111,7 +110,7 @@ def _parts(key: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """The local copy of a block that was found right, and the crc of each of its pieces."""
+    """A verified local copy of a block, and the crc of each of its pieces."""
 
     sample: Sample
     path: str
@@ -119,7 +118,7 @@ class _Copy:
 
 
 class BlockCache:
-    """A remote whose objects are kept in a store, block by block, as they are read; a `gpuload.remote.Remote`.
+    """A `gpuload.remote.Remote` whose objects are cached in a store, block by block, as they are read.
 
     Parameters
     ----------
@@ -129,16 +128,16 @@ class BlockCache:
     Attributes
     ----------
     n_local_nbytes, n_missed_nbytes
-        Bytes that were asked for and came from the local disk, and those that did not.
+        Requested bytes that came from the local disk, and those that did not.
     n_remote_nbytes
-        Bytes that came from the remote: whole blocks, as long as there is room.
+        Bytes fetched from the remote: whole blocks, while there is room.
     n_dropped
-        Copies that were damaged, and dropped.
+        Damaged copies dropped.
 
     Raises
     ------
     PlanError
-        The store is of another kind.
+        The store is over another kind of remote.
     """
 
     max_gap, max_extent = MAX_GAP, MAX_EXTENT
@@ -163,11 +162,11 @@ class BlockCache:
         return self.inner.list()
 
     def head(self, key: str) -> RemoteObject | None:
-        """Return the object that is under a key now, or None; the remote is asked."""
+        """Return the object currently under a key, or None; asks the remote."""
         return self.inner.head(key)
 
     def fill(self, wanted: RemoteObject, start: int, out: NDArray[np.uint8]) -> bool:
-        """Fill `out` from local blocks; return False where one of them is not here."""
+        """Fill `out` from local blocks; return False if one of them is not cached."""
         for block, first, part in self._cut(wanted, start, out):
             if not self._read_copy(block, first, part):
                 return False
@@ -175,7 +174,7 @@ class BlockCache:
         return True
 
     def get(self, wanted: RemoteObject, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return bytes of an object; blocks that are not here are brought."""
+        """Return bytes of an object; fetch the blocks that are not cached."""
         out = np.empty(stop - start, dtype=np.uint8)
         for block, first, part in self._cut(wanted, start, out):
             with self._lock:
@@ -194,9 +193,9 @@ class BlockCache:
         return out
 
     def forget(self, wanted: RemoteObject, start: int, stop: int) -> None:
-        """Drop the copies of bytes that were found to be damaged by those who know what they mean.
+        """Drop the copies of bytes that a decoder found damaged.
 
-        They were so when they came from the remote, since they are here as they came.
+        They were damaged when they came from the remote, since the copies are as they came.
         """
         for block, _, _ in self._cut(wanted, start, np.empty(stop - start, dtype=np.uint8)):
             copy = self._copies.get((block.key, block.etag))
@@ -205,7 +204,7 @@ class BlockCache:
                 self._drop(block, copy, sample, "what it holds cannot be decoded")
 
     def counts(self) -> tuple[int, int]:
-        """Return how many of the bytes that were asked for were here, and how many were not."""
+        """Return how many of the requested bytes were cached, and how many were not."""
         return self.n_local_nbytes, self.n_missed_nbytes
 
     def _count(self, n_local: int, n_missed: int) -> None:
@@ -217,7 +216,7 @@ class BlockCache:
     def _cut(
         self, wanted: RemoteObject, start: int, out: NDArray[np.uint8]
     ) -> Iterator[tuple[RemoteObject, int, NDArray[np.uint8]]]:
-        """Yield each block of a range, the first byte wanted of it, and where its bytes go."""
+        """Yield each block of a range, its first byte wanted, and where its bytes go."""
         size, done = self._blocks.block_nbytes, 0
         while done < out.size:
             number, first = divmod(start + done, size)
@@ -237,7 +236,7 @@ class BlockCache:
             if self._store.keep(block, whole) is None:
                 self._is_full = not self._store.has_room(block.nbytes)
                 return
-        except OSError as error:  # a full disk, a busy catalogue: what was to be read is here all the same
+        except OSError as error:  # a full disk, a busy catalogue: the data can be returned all the same
             _log.warning("%s: no block is kept for %d s: %s", self._store.root, _PAUSE_S, error)
             self._paused_until = time.monotonic() + _PAUSE_S
             return
@@ -246,7 +245,7 @@ class BlockCache:
             self._copies[block.key, block.etag] = _Copy(sample, sample.path, _crcs(whole))
 
     def _read_copy(self, block: RemoteObject, start: int, out: NDArray[np.uint8]) -> bool:
-        """Fill a part from the local copy of a block, if there is one that is whole and right."""
+        """Fill a part from the local copy of a block, if there is a complete and valid one."""
         copy = self._copies.get((block.key, block.etag)) or self._found(block)
         if copy is None:
             return False
@@ -261,7 +260,7 @@ class BlockCache:
         return fault is None
 
     def _found(self, block: RemoteObject) -> _Copy | None:
-        """Return the copy of a block that is here, after it was checked; None where there is none."""
+        """Return the verified local copy of a block, or None."""
         sample = self._store.find_copy(block)
         if sample is None or sample.path is None:
             return None
@@ -276,7 +275,7 @@ class BlockCache:
         return copy
 
     def _drop(self, block: RemoteObject, copy: _Copy | None, sample: Sample, fault: str) -> None:
-        """Let go of a copy; the block is brought anew when it is next asked for."""
+        """Drop a copy; the block is fetched again when it is next requested."""
         with self._lock:
             self.n_dropped += 1
             if self._copies.get((block.key, block.etag)) is copy:
@@ -286,7 +285,7 @@ class BlockCache:
 
 
 def _crcs(*parts: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Return the crc of each piece of some parts that follow one another; the last piece may be shorter."""
+    """Return the crc of each piece of some contiguous parts; the last piece may be shorter."""
     found, crc, room = [], 0, PIECE
     for part in parts:
         done = 0

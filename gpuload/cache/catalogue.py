@@ -1,7 +1,7 @@
-"""What a store holds, as rows: every change is one transaction, so every moment is one that can be gone on from.
+"""The contents of a store, as rows: every change is one transaction, so work can resume from any moment.
 
-It knows nothing of the disk: whoever changes files tells the catalogue before and after, in the order that `files`
-states. Several processes may have it open; SQLite's lock lets them in one by one.
+The catalogue does not touch the disk: whoever changes files updates it before and after, in the order that `files`
+defines. Several processes may have it open; SQLite's lock serialises them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ RESERVED, PUBLISHED, LEAVING, GONE = range(4)
 """States of a file. Statements have them as bare numbers: SQLite takes a partial index for no bound parameter."""
 
 KEPT_GENERATIONS = 64
-"""Snapshots that can be gone back to, besides those in use."""
+"""Snapshots that can be restarted, besides those in use."""
 
 _BLOCK = 4096
 _WANTED_S = 5.0
-"""Time for which a request for room holds; who still waits asks again."""
+"""How long a request for room is valid; whoever still waits repeats it."""
 
 _SHARE_TO_GO = 8
-"""An epoch leaves out at most one of so many samples, for others to come."""
+"""An epoch leaves out at most one in this many samples, to make room for others."""
 
 POLICIES = {
     "coverage": "k.visits * (:now - f.published_at) DESC",
@@ -44,12 +44,12 @@ POLICIES = {
     "lru": "f.used_at",
     "random": "random()",
 }
-"""Which of the files that may go is the first to go."""
+"""Sort key of evictable files, the first to go first."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A local copy: its row, the object that it is of, its name in the store, its bytes in whole blocks."""
+    """A local copy: its row, its object, its name in the store, its size in whole disk blocks."""
 
     id: int
     key_id: int
@@ -60,13 +60,13 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """There is no room: so many bytes must go first."""
+    """There is no room: so many bytes must be evicted first."""
 
     nbytes: int
 
 
 def cost_of(nbytes: int) -> int:
-    """Return the bytes that a file takes on disk."""
+    """Return the bytes that a file occupies on disk."""
     return -(-nbytes // _BLOCK) * _BLOCK
 
 
@@ -76,11 +76,11 @@ class Catalogue(Database):
     # --- what the remote has ---
 
     def begin_listing(self, lease: str, relist_s: float, is_alive: Any) -> int:
-        """Return the number of a new listing, or 0 where none is due or another process is at it."""
+        """Return the number of a new listing, or 0 if none is due or another process is at it."""
         now = time.time()
         with self.transaction() as db:
             meta = dict(db.execute("SELECT name, value FROM meta"))
-            if 0 <= now - meta["listed_at"] < relist_s:  # it may be of a clock that was ahead
+            if 0 <= now - meta["listed_at"] < relist_s:  # the last one may be by a clock that was ahead
                 return 0
             if meta["listing_lease"] not in ("", lease) and is_alive(meta["listing_lease"]):
                 return 0
@@ -92,7 +92,7 @@ class Catalogue(Database):
             return number
 
     def add_listed(self, number: int, found: Sequence[RemoteObject]) -> None:
-        """Note objects that a listing has found. One whose content changed is free of its faults."""
+        """Record objects found by a listing. One whose content changed is cleared of its failures."""
         with self.transaction() as db:
             db.executemany(
                 "INSERT INTO keys (key, etag, nbytes, digest, place, listing) VALUES (?, ?, ?, ?, ?, ?)"
@@ -105,7 +105,7 @@ class Catalogue(Database):
             )
 
     def end_listing(self, number: int, *, is_whole: bool) -> None:
-        """End a listing; after a whole one, what it has not found is gone from the remote."""
+        """End a listing; if it was complete, objects that it did not find are gone from the remote."""
         with self.transaction() as db:
             if is_whole:
                 db.execute("UPDATE keys SET is_gone = 1 WHERE listing < ?", (number,))
@@ -113,11 +113,11 @@ class Catalogue(Database):
             db.execute("UPDATE meta SET value = '' WHERE name = 'listing_lease'")
 
     def note_listing_fault(self, fault: str, *, may_pass: bool) -> None:
-        """Note why the remote could not be listed, and whether it may be later."""
+        """Record why the remote could not be listed, and whether that may pass."""
         self.set_meta(listing_fault=json.dumps([time.time(), may_pass, fault]))
 
     def listing_fault(self, since: float) -> tuple[str, bool] | None:
-        """Return why the remote was never listed, and whether that may pass; None where nothing failed since a time."""
+        """Return why the remote was never listed, and whether that may pass; None if nothing failed since a time."""
         meta = dict(self.rows("SELECT name, value FROM meta WHERE name IN ('listed_at', 'listing_fault')"))
         if meta["listed_at"] or "listing_fault" not in meta:
             return None
@@ -127,7 +127,7 @@ class Catalogue(Database):
     # --- downloads ---
 
     def reserve(self, lease: str, budget: int) -> File | Full | None:
-        """Take the next object to download, with the bytes for it; or what must go first; or None: nothing to do."""
+        """Reserve the next object to download; or return what must be evicted first; or None: nothing to do."""
         now = time.time()
         with self.transaction() as db:
             row = db.execute(_NEXT, (now, now + _OF_ANOTHER_CLOCK_S)).fetchone()
@@ -143,7 +143,7 @@ class Catalogue(Database):
             return Full(lacking) if lacking > 0 else self._insert(db, key_id, wanted, name_of(wanted), lease)
 
     def reserve_known(self, wanted: RemoteObject, lease: str, budget: int) -> File | None:
-        """Reserve the bytes for an object that is at hand; None where it is here already, or there is no room."""
+        """Reserve the bytes for an object at hand; None if it is already here, or there is no room."""
         with self.transaction() as db:
             if self._held_nbytes(db) + cost_of(wanted.nbytes) > budget:
                 return None
@@ -157,7 +157,7 @@ class Catalogue(Database):
             return self._insert(db, key_id, wanted, name_of(wanted), lease)
 
     def publish(self, file: File, lease: str, crc: int, *, is_fetched: bool = True) -> bool:
-        """Let a reserved file be seen; False where the reservation is no longer this lease's."""
+        """Publish a reserved file; return False if the reservation no longer belongs to this lease."""
         with self.transaction() as db:
             changed = db.execute(
                 "UPDATE files SET state = 1, lease = NULL, crc = ?, published_at = ?"
@@ -174,13 +174,13 @@ class Catalogue(Database):
             return bool(changed)
 
     def give_up(self, file: File, lease: str) -> None:
-        """Take a reservation back; its bytes are free again."""
+        """Cancel a reservation; its bytes are free again."""
         with self.transaction() as db:
             db.execute("UPDATE files SET state = 3 WHERE id = ? AND state = 0 AND lease = ?", (file.id, lease))
             db.execute("DELETE FROM files WHERE id = ? AND state = 3", (file.id,))
 
     def fail(self, key_id: int, reason: str, retry_at: float, max_failures: int) -> bool:
-        """Note a failed download; return whether the object is now in quarantine."""
+        """Record a failed download; return whether the object is now in quarantine."""
         with self.transaction() as db:
             db.execute("UPDATE keys SET n_failed = n_failed + 1, retry_at = ? WHERE id = ?", (retry_at, key_id))
             changed = db.execute(
@@ -189,25 +189,25 @@ class Catalogue(Database):
             return bool(changed.rowcount)
 
     def note_gone(self, key_id: int) -> None:
-        """Note that the remote has an object no more."""
+        """Record that the remote no longer has an object."""
         with self.transaction() as db:
             db.execute("UPDATE keys SET is_gone = 1 WHERE id = ?", (key_id,))
 
     def count(self, **amounts: int) -> None:
-        """Add to single values of the store."""
+        """Add to counters of the store."""
         with self.transaction() as db:
             self._count(db, **amounts)
 
     # --- eviction ---
 
     def ask_for_room(self, nbytes: int) -> None:
-        """Note that downloads wait for so many bytes, while all files are pinned."""
+        """Record that downloads wait for so many bytes, while all files are pinned."""
         self.set_meta(wanted_nbytes=nbytes, wanted_at=time.time())
 
     def may_go(self, policy: str, min_visits: int, most: int, *, is_soon: bool = False) -> list[int]:
-        """Return the numbers of files that may go, the first to go first. Those of an older content are before all.
+        """Return the numbers of evictable files, the first to go first. Those of outdated content come before all.
 
-        With `is_soon` those too that may go when the epochs that run have read them.
+        With `is_soon`, include those that become evictable once running epochs have read them.
         """
         with self._held() as db:
             found = db.execute(
@@ -220,7 +220,7 @@ class Catalogue(Database):
             return [row[0] for row in found]
 
     def outdated(self) -> list[int]:
-        """Return the numbers of files whose object has another content in the remote by now."""
+        """Return the numbers of files whose object now has other content in the remote."""
         return [
             row[0]
             for row in self.rows(
@@ -229,13 +229,13 @@ class Catalogue(Database):
         ]
 
     def older_copies(self, key: str, etag: str) -> list[int]:
-        """Return the numbers of files that are of another content of an object."""
+        """Return the numbers of files with other content of an object."""
         query = "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id WHERE f.state = 1 AND k.key = ?"
         query += " AND f.etag != ?"
         return [row[0] for row in self.rows(query, key, etag)]
 
     def take_leaving(self, file_id: int, lease: str) -> File | None:
-        """Take a file out of sight, so that it may be removed; None where it may not go any more."""
+        """Hide a file, so that it may be removed; None if it may no longer go."""
         with self.transaction() as db:
             changed = db.execute(
                 "UPDATE files SET state = 2, lease = ? WHERE id = ? AND state = 1"
@@ -246,7 +246,7 @@ class Catalogue(Database):
             return self._files(db, "f.id = ?", file_id)[0] if changed else None
 
     def put_back(self, file: File, lease: str, *, is_gone: bool) -> None:
-        """Let a file that was leaving be seen again; where its object is gone from the remote, for good."""
+        """Publish a file again that was leaving; for good if its object is gone from the remote."""
         with self.transaction() as db:
             changed = db.execute(
                 "UPDATE files SET state = 1, lease = NULL WHERE id = ? AND state = 2 AND lease = ?", (file.id, lease)
@@ -255,7 +255,7 @@ class Catalogue(Database):
                 db.execute("UPDATE keys SET is_gone = 1 WHERE id = ?", (file.key_id,))
 
     def let_go(self, file: File, *, is_evicted: bool = True) -> None:
-        """Note that a file is gone from disk; its bytes are free again."""
+        """Record that a file is gone from disk; its bytes are free again."""
         with self.transaction() as db:
             changed = db.execute(
                 "UPDATE files SET state = 3, lease = NULL,"
@@ -272,9 +272,9 @@ class Catalogue(Database):
     ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
         """Pin the files that are there, as a new generation: return its number, its pin, file numbers and visits.
 
-        Where downloads wait for room, those that are to go next stay out, but no more than a share of all, and so many
-        that at least `least` stay in: where every epoch pinned everything before a fetcher could remove any of it,
-        nothing new would ever come.
+        While downloads wait for room, the next files to go are left out, but no more than a share of all, and so few
+        that at least `least` stay: if every epoch pinned everything before a fetcher could remove any of it, nothing
+        new would ever arrive.
         """
         with self.transaction() as db:
             found = db.execute(
@@ -327,7 +327,7 @@ class Catalogue(Database):
         return ids, visits
 
     def pin(self, generation: int, lease: str, ids: NDArray[np.int64]) -> int:
-        """Keep the objects of some files from going; return the number of the pin."""
+        """Protect the objects of some files from eviction; return the number of the pin."""
         with self.transaction() as db:
             return self._pin(db, generation, lease, ids)
 
@@ -345,7 +345,7 @@ class Catalogue(Database):
         )
 
     def visited(self, pin: int, key_ids: Sequence[int]) -> None:
-        """Note that objects were used; this epoch needs them no more."""
+        """Record that objects were used; this epoch no longer needs them."""
         now = time.time()
         with self.transaction() as db:
             values = [(key,) for key in key_ids]
@@ -363,7 +363,7 @@ class Catalogue(Database):
             db.execute("DELETE FROM pins WHERE id = ?", (pin,))
 
     def keep_pinned(self, pin: int, ids: NDArray[np.int64]) -> None:
-        """Let go of what a pin holds beside some files."""
+        """Release what a pin holds, except some files."""
         with self.transaction() as db:
             n_pinned = db.execute("SELECT count(*) FROM pinned WHERE pin = ?", (pin,)).fetchone()[0]
             if n_pinned > ids.size:
@@ -371,11 +371,11 @@ class Catalogue(Database):
                 self._add_pinned(db, pin, ids)
 
     def copies(self, ids: NDArray[np.int64]) -> list[tuple[Any, ...]]:
-        """Return (key_id, key, etag, nbytes, name, crc, file_id) of the objects of some files, in the order asked for.
+        """Return (key_id, key, etag, nbytes, name, crc, file_id) of the objects of some files, in the order given.
 
-        Name and crc are those of the copy that is there now, and None where there is none of the same content.
+        Name and crc are those of the current copy, or None if there is none with the same content.
         """
-        # `state < 3` lets SQLite take the index `files_held`; so in `find_key`.
+        # `state < 3` lets SQLite use the index `files_held`; likewise in `find_key`.
         rows = self.rows(
             "SELECT f.id, f.key_id, k.key, f.etag, f.nbytes, now.name, now.crc, now.id FROM files f"
             " JOIN keys k ON k.id = f.key_id"
@@ -397,7 +397,7 @@ class Catalogue(Database):
         return found[0] if found else None
 
     def find_by_id(self, file_id: int) -> File | None:
-        """Return a file by its number, where it is published."""
+        """Return a file by its number, if it is published."""
         with self._held() as db:
             return next(iter(self._files(db, "f.id = ? AND f.state = ?", file_id, PUBLISHED)), None)
 
@@ -411,11 +411,11 @@ class Catalogue(Database):
         )
 
     def n_known(self) -> int:
-        """Return how many samples the remote has that are not in quarantine, or that are here."""
+        """Return how many samples of the remote are not in quarantine, or are here."""
         return int(self.rows("SELECT count(*) FROM keys WHERE fault IS NULL AND (is_held OR NOT is_gone)")[0][0])
 
     def n_bad(self) -> tuple[int, int]:
-        """Return how many samples are in quarantine, and how many there are."""
+        """Return the number of samples in quarantine, and of all samples."""
         n_bad = self.rows("SELECT count(*) FROM keys WHERE fault IS NOT NULL")[0][0]
         return int(n_bad), int(self.rows("SELECT count(*) FROM keys")[0][0]) if n_bad else 0
 
@@ -432,7 +432,7 @@ class Catalogue(Database):
             self.unpin(pin)
 
     def take_over(self, dead: str, lease: str) -> tuple[list[File], list[File]]:
-        """Make a dead lease's work this lease's; return what it had reserved and what it was removing."""
+        """Take over a dead lease's work; return what it had reserved and what it was removing."""
         with self.transaction() as db:
             reserved, leaving = (
                 self._files(db, "f.lease = ? AND f.state = ?", dead, state) for state in (RESERVED, LEAVING)
@@ -441,12 +441,12 @@ class Catalogue(Database):
             return reserved, leaving
 
     def published(self) -> list[File]:
-        """Return all files that are to be there."""
+        """Return all files that should exist."""
         with self._held() as db:
             return self._files(db, "f.state = ?", PUBLISHED)
 
     def listed(self) -> Iterator[RemoteObject]:
-        """Yield what the remote has, as far as it was listed."""
+        """Yield the objects of the remote, as far as listed."""
         last = 0
         while some := self.rows(
             "SELECT id, key, nbytes, etag, digest FROM keys WHERE id > ? AND NOT is_gone ORDER BY id LIMIT 10000", last
@@ -459,7 +459,7 @@ class Catalogue(Database):
         return {row[0] for row in self.rows("SELECT name FROM files WHERE state < 3")}
 
     def adopt(self, name: str, wanted: RemoteObject, lease: str, budget: int) -> File | None:
-        """Reserve bytes for a file that is there without a row; None where it cannot be kept."""
+        """Reserve bytes for a file without a row; None if it cannot be kept."""
         with self.transaction() as db:
             row = db.execute("SELECT id FROM keys WHERE key = ? AND etag = ?", (wanted.key, wanted.etag)).fetchone()
             if row is None or self._held_nbytes(db) + cost_of(wanted.nbytes) > budget:
@@ -472,7 +472,7 @@ class Catalogue(Database):
 
     @staticmethod
     def _insert(db: Connection, key_id: int, wanted: RemoteObject, name: str, lease: str) -> File | None:
-        """Return the row of a reserved file; None where there is one of this content already."""
+        """Return the row of a reserved file; None if one with this content exists already."""
         cost = cost_of(wanted.nbytes)
         cursor = db.execute(
             "INSERT OR IGNORE INTO files (key_id, etag, nbytes, cost, name, state, lease) VALUES (?, ?, ?, ?, ?, 0, ?)",
@@ -492,7 +492,7 @@ class Catalogue(Database):
 
 
 _OF_ANOTHER_CLOCK_S = 3600
-"""A time to try again that is further away was set by a clock that was ahead."""
+"""A retry time further away than this was set by a clock that was ahead."""
 
 _NEXT = (
     "SELECT id, key, nbytes, etag, digest FROM keys"
@@ -502,12 +502,12 @@ _NEXT = (
 
 
 def name_of(wanted: RemoteObject) -> str:
-    """Return a new name for a copy of an object: what it is of, and a part that never comes again."""
+    """Return a new name for a copy of an object: its content, and a part that is never used again."""
     return f"{content_name(wanted)}.{secrets.token_hex(8)}"
 
 
 def content_name(wanted: RemoteObject) -> str:
-    """Return the part of a name that says which content of which key a file holds."""
+    """Return the part of a name that identifies a file's key and content."""
     return blake2b(f"{wanted.key}\0{wanted.etag}\0{wanted.nbytes}".encode(), digest_size=16).hexdigest()
 
 

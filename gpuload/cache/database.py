@@ -1,4 +1,4 @@
-"""One SQLite database for several threads and processes: every change is one transaction. The home of sqlite3."""
+"""One SQLite database for several threads and processes: every change is one transaction. The only user of sqlite3."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 VERSION = 1
-"""Of the schema."""
+"""Version of the schema."""
 
 _BUSY_S = 60.0
 """Longest wait for another process's transaction, which takes milliseconds."""
 
 _OF_SYSTEM = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_IOERR)
-"""Refusals and faults of the disk, where the catalogue itself may be sound."""
+"""Refusals and faults of the disk, which leave the catalogue itself possibly sound."""
 
 
 class Database:
-    """A database with the schema of a store. Safe from any thread; not to be carried into a forked process.
+    """A database with the schema of a store. Thread-safe; must not be carried into a forked process.
 
     Parameters
     ----------
     path
-        The database; it is made where it is not there.
+        The database; created if it does not exist.
 
     Raises
     ------
     StoreError
-        It is of another version, or no database.
+        It has another version, or is not a database.
     ReadError
-        It cannot be opened, or not be written to.
+        It cannot be opened or written to.
     """
 
     def __init__(self, path: str) -> None:
@@ -56,7 +56,7 @@ class Database:
             raise
 
     def _begin(self) -> None:
-        """Set the database up, and make its tables where it has none."""
+        """Configure the database, and create its tables if it has none."""
         try:
             for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "cache_size = -16000"):
                 self._db.execute(f"PRAGMA {pragma}")
@@ -87,7 +87,7 @@ class Database:
             raise PlanError("the sample store was opened in another process; open it in this one.")
         with self._held() as db:
             try:
-                db.execute("BEGIN IMMEDIATE")  # within: an interrupt may come as it returns
+                db.execute("BEGIN IMMEDIATE")  # inside the try: an interrupt may arrive as it returns
                 yield db
                 db.execute("COMMIT")
             except BaseException:
@@ -97,7 +97,7 @@ class Database:
 
     @contextmanager
     def _held(self) -> Iterator[sqlite3.Connection]:
-        """Keep other threads out for a with-block, and say in our words what SQLite raises in it."""
+        """Keep other threads out for a with-block, and translate SQLite's errors in it."""
         with self._lock:
             try:
                 yield self._db
@@ -110,16 +110,16 @@ class Database:
                 raise told from error
 
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Return the rows of a query, outside of a transaction."""
+        """Return the rows of a query, outside any transaction."""
         with self._held() as db:
             return db.execute(query, values).fetchall()
 
     def meta(self, name: str) -> Any:
-        """Return one of the store's single values."""
+        """Return one of the store's metadata values."""
         return self.rows("SELECT value FROM meta WHERE name = ?", name)[0][0]
 
     def set_meta(self, **values: Any) -> None:
-        """Set single values of the store."""
+        """Set metadata values of the store."""
         with self.transaction() as db:
             db.executemany(
                 "INSERT INTO meta VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value", values.items()
@@ -127,12 +127,12 @@ class Database:
 
     @staticmethod
     def _count(db: sqlite3.Connection, **amounts: int) -> None:
-        """Add to single values of the store."""
+        """Add to metadata values of the store."""
         db.executemany("UPDATE meta SET value = value + ? WHERE name = ?", [(n, name) for name, n in amounts.items()])
 
 
 def _told(error: sqlite3.DatabaseError, path: str) -> OSError | None:
-    """Return in our words what went wrong, where that lies not with the database itself."""
+    """Return our message for an error that is not the database's own fault."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_FULL:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
@@ -148,7 +148,7 @@ def _refused(error: sqlite3.DatabaseError, path: str) -> ReadError:
 
 
 def _statements() -> Iterator[str]:
-    """Yield the statements of the schema; those of triggers hold semicolons."""
+    """Yield the statements of the schema; triggers contain semicolons."""
     statement = ""
     for line in (package_files("gpuload.cache") / "schema.sql").read_text().splitlines(keepends=True):
         statement += line

@@ -1,7 +1,7 @@
-"""Download ahead: threads that take objects, make room for them, and publish them, until they are told to stop.
+"""Download ahead: threads that take objects, make room for them and publish them, until they are stopped.
 
-Runs in a process of its own (`process`), or in threads of the training process. It never waits while it holds bytes
-that others could use, and what it is at is always in the catalogue, so it may be killed at any time.
+Runs in its own process (`process`), or in threads of the training process. It never waits while holding bytes that
+others could use, and its state is always in the catalogue, so it may be killed at any time.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gpuload.cache")
 
 _CANDIDATES = 256
-"""Files looked up at a time that may go: the look-up passes over all rows."""
+"""Evictable files looked up at a time: the look-up scans all rows."""
 _REPAIR_S = 5.0
 _IDLE_S = 0.05
 _QUIET_S = 60.0
-"""Time from one warning of a fetcher to the next: each object's error has its own text."""
+"""Time between warnings of a fetcher: each object's error has its own text."""
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -51,19 +51,19 @@ class Settings:
     Attributes
     ----------
     budget, min_free
-        Most bytes of the store on disk; least bytes that the disk keeps free.
+        Limit on the store's bytes on disk; free bytes to leave on the disk.
     policy, min_visits
-        Which files go first; and how often one is used at least before it may go.
+        Which files go first; and the uses that a file must have before it may go.
     in_flight
-        Downloads at a time, in one process.
+        Concurrent downloads of one process.
     piece_nbytes
-        Bytes asked for at a time; a download that fails goes on from the last piece.
+        Bytes requested at a time; a failed download resumes from the last piece.
     tries, first_wait_s, longest_wait_s
-        How often a piece is asked for, and the waits between: random, up to a bound that doubles.
+        How often a piece is requested, and the waits between: random, up to a bound that doubles.
     max_failures
         Failed downloads after which an object is left alone.
     relist_s
-        Time from one listing of the remote to the next.
+        Time between listings of the remote.
     """
 
     budget: int
@@ -80,12 +80,12 @@ class Settings:
 
     @property
     def patience(self) -> Patience:
-        """How a busy remote is asked again."""
+        """The retry policy for a busy remote."""
         return Patience(self.tries, self.first_wait_s, self.longest_wait_s)
 
 
 class Window:
-    """How many downloads may run: one more for each full window that went well, half as many where the remote is busy.
+    """The number of downloads allowed: one more for each full window that succeeded, half if the remote is busy.
 
     References
     ----------
@@ -102,12 +102,12 @@ class Window:
 
     @property
     def limit(self) -> float:
-        """Downloads that may run now."""
+        """Downloads currently allowed."""
         return self._limit
 
     @contextmanager
     def slot(self, stop: threading.Event) -> Iterator[bool]:
-        """Wait for a place; False where it is time to stop."""
+        """Wait for a slot; False if it is time to stop."""
         with self._changed:
             while self._n_running >= max(1, int(self._limit)) and not stop.is_set():
                 self._changed.wait(0.2)
@@ -120,12 +120,12 @@ class Window:
                 self._changed.notify()
 
     def went_well(self) -> None:
-        """Note an answer."""
+        """Record a success."""
         with self._changed:
             self._limit = min(self._most, self._limit + 1 / self._limit)
 
     def was_busy(self) -> None:
-        """Note a refusal; those of one moment count once."""
+        """Record a refusal; simultaneous ones count once."""
         with self._changed:
             now = time.monotonic()
             if now - self._halved_at > 0.5:
@@ -140,7 +140,7 @@ def get_patiently(
     ended: threading.Event,
     window: Window,
 ) -> Any:
-    """Return bytes of an object, asked for again where the remote is busy, after a random wait each time."""
+    """Return bytes of an object, retrying after a random wait while the remote is busy."""
     start, stop = span
 
     def ask() -> Any:
@@ -161,18 +161,18 @@ def get_patiently(
 
 
 class Fetcher:
-    """Keeps a store filled.
+    """Keep a store filled.
 
     Parameters
     ----------
     folders, catalogue
         The store.
     lease
-        This process's.
+        The lease of this process.
     remote
-        Where objects come from.
+        The source of the objects.
     settings
-        How.
+        How to download.
     """
 
     def __init__(self, folders: Folders, catalogue: Catalogue, lease: str, remote: Remote, settings: Settings) -> None:
@@ -202,9 +202,9 @@ class Fetcher:
             thread.start()
 
     def stop(self, wait_s: float = PATIENCE_S) -> None:
-        """Stop; what is under way is waited for a moment. What comes later is thrown away, and its bytes are free now.
+        """Stop, after a short wait for downloads in progress. Later arrivals are discarded; their bytes are free now.
 
-        Afterwards nothing is written any more, so that the lease may be given up.
+        Nothing is written afterwards, so the lease may be released.
         """
         self._stop.set()
         deadline = time.monotonic() + wait_s
@@ -216,7 +216,7 @@ class Fetcher:
                 self._folders.remove(name)
 
     def longest_busy_s(self) -> float:
-        """Return the time for which the slowest thread that is at work has got nothing done."""
+        """Return for how long the slowest active thread has made no progress."""
         now = time.monotonic()
         return max((now - since for since in self._progress.copy().values()), default=0.0)
 
@@ -226,7 +226,7 @@ class Fetcher:
         while not self._stop.is_set():
             is_probing = self._is_idle and self._probe.acquire(blocking=False)
             if self._is_idle and not is_probing:
-                self._stop.wait(_IDLE_S)  # one thread looks whether there is work again
+                self._stop.wait(_IDLE_S)  # one thread checks whether there is work again
                 continue
             try:
                 with self._window.slot(self._stop) as may_go:
@@ -238,10 +238,10 @@ class Fetcher:
                 self._stop.wait(_IDLE_S)
 
     def _attempt(self) -> bool:
-        """Do one thing; return whether there was anything to do."""
+        """Do one step; return whether there was anything to do."""
         try:
             return self.fetch_one()
-        except Exception as error:  # noqa: BLE001 - a thread that ended would be missed by nobody
+        except Exception as error:  # noqa: BLE001 - nobody would notice if a thread ended
             is_full = isinstance(error, OSError) and error.errno in DISK_FULL
             if not is_full and not self._stop.is_set() and time.monotonic() > self._quiet_until:
                 self._quiet_until = time.monotonic() + _QUIET_S
@@ -251,7 +251,7 @@ class Fetcher:
         return False
 
     def _look_after(self) -> None:
-        """List the remote when it is due, and finish what dead processes have left."""
+        """List the remote when due, and finish the work of dead processes."""
         repaired_at, said = time.monotonic(), ""
         while not self._stop.is_set():
             self._touch()
@@ -278,7 +278,7 @@ class Fetcher:
     # --- steps ---
 
     def list_remote(self) -> bool:
-        """List the remote, if that is due and nobody else does; return whether it was."""
+        """List the remote, if that is due and no other process does; return whether it was done."""
         catalogue, is_first = self._catalogue, not self._catalogue.meta("listed_at")
         number = catalogue.begin_listing(
             self._lease, self._settings.relist_s, lambda name: leases.is_alive(self._folders.leases, name)
@@ -293,7 +293,7 @@ class Fetcher:
                 self._touch()
                 if self._stop.is_set():
                     return False
-            if is_first:  # before it counts as listed, so that it is done again where it was broken off
+            if is_first:  # before it counts as listed, so that it is repeated if interrupted
                 adopt_strays(self._folders, catalogue, self._lease, self._settings.budget, self._touch)
             is_whole = True
         finally:
@@ -301,7 +301,7 @@ class Fetcher:
         return True
 
     def _listed(self) -> Iterator[RemoteObject]:
-        """Yield what the remote lists; who waits for it is told why it cannot."""
+        """Yield what the remote lists; tell waiters why it cannot."""
         try:
             yield from self._remote.list()
         except Exception as error:
@@ -314,7 +314,7 @@ class Fetcher:
     def fetch_one(self) -> bool:
         """Download one object, or make room for one; return whether anything was done."""
         self._touch()
-        if self._waits_for_listing:  # of a lost catalogue: what would be fetched may be here, and takes room
+        if self._waits_for_listing:  # after losing the catalogue: what would be fetched may be here, taking up room
             self._waits_for_listing = not self._catalogue.meta("listed_at")
             return False
         lacking = self._settings.min_free - self._folders.free_nbytes()
@@ -348,7 +348,7 @@ class Fetcher:
         return self._catalogue.publish(file, self._lease, crc)
 
     def _download(self, file: File) -> int:
-        """Bring an object to the disk, under its temporary name; return its crc."""
+        """Download an object to disk, under its temporary name; return its crc."""
         wanted, size, patience = file.wanted, self._settings.piece_nbytes, self._settings.patience
         with self._lock:
             if self._stop.is_set():
@@ -378,7 +378,7 @@ class Fetcher:
             is_other = self._is_other_now(file)
             if is_other:
                 return
-            if is_other is None:  # the fault may be of the credentials, not of this object
+            if is_other is None:  # the credentials may be at fault, not this object
                 wait_s = settings.longest_wait_s
             else:
                 max_failures = 1
@@ -387,13 +387,13 @@ class Fetcher:
             _log.warning("%s is in quarantine: %s", file.wanted.key, reason)
 
     def _is_other_now(self, file: File) -> bool | None:
-        """Return whether the remote has replaced or removed an object since it was listed, and note it then.
+        """Record and return whether the remote has replaced or removed an object since it was listed.
 
-        None where it does not say.
+        Return None if the remote does not tell.
         """
         try:
             found = self._remote.head(file.wanted.key)
-        except Exception:  # noqa: BLE001 - `get` has failed before, and its error is told
+        except Exception:  # noqa: BLE001 - `get` has failed before, and its error is reported
             return None
         if found is not None and found.etag == file.wanted.etag:
             return False
@@ -404,12 +404,12 @@ class Fetcher:
         return True
 
     def _meet_full_disk(self, file: File) -> bool:
-        """Make room on a disk that others fill too; where there is nothing to remove, wait."""
+        """Make room on a disk that others fill too; if nothing can be removed, wait."""
         self._catalogue.count(n_disk_full=1)
         return self.make_room(file.cost) > 0
 
     def make_room(self, nbytes: int) -> int:
-        """Remove files until so many bytes are free, as far as any may go; return the bytes freed."""
+        """Evict files until so many bytes are free, or no more may go; return the bytes freed."""
         freed = 0
         while freed < nbytes and not self._stop.is_set():
             file_id = self._next_candidate()
@@ -424,14 +424,14 @@ class Fetcher:
         return freed
 
     def _remove(self, file_id: int) -> int:
-        """Remove a file that may go and whose object is in the remote; return the bytes freed."""
+        """Remove an evictable file whose object is in the remote; return the bytes freed."""
         file = self._catalogue.take_leaving(file_id, self._lease)
         if file is None:
             return 0
         self._touch()
         try:
             found = self._remote.head(file.wanted.key)
-        except BaseException:  # who cannot ask does not remove
+        except BaseException:  # if we cannot ask, we do not remove
             self._catalogue.put_back(file, self._lease, is_gone=False)
             raise
         if found is None:
@@ -443,7 +443,7 @@ class Fetcher:
         return file.cost
 
     def _drop_outdated(self) -> None:
-        """Remove copies of what the remote has replaced, so that the new content can come."""
+        """Remove copies whose objects the remote has replaced, so that the new content can come."""
         for file_id in self._catalogue.outdated():
             self._remove(file_id)
 
@@ -461,10 +461,10 @@ class Fetcher:
 
 
 class SoftDigests:
-    """Digests that may be of something else: S3's ETag is the MD5 of an object, unless that was encrypted.
+    """Digests that may not apply: S3's ETag is the MD5 of an object, unless that was encrypted.
 
-    A download that does not match one is tried again; where the second has the same bytes as the first, the ETag is no
-    MD5. Once two objects have shown this, and none the contrary, such digests are no longer looked at.
+    A download that does not match one is repeated; if the second has the same bytes as the first, the ETag is not an
+    MD5. Once two objects have shown this, and none the contrary, such digests are ignored.
     """
 
     def __init__(self) -> None:
@@ -473,11 +473,11 @@ class SoftDigests:
         self._n_wrong = 0
 
     def was_right(self, wanted: RemoteObject) -> None:
-        """Note an object that matched."""
+        """Record an object that matched."""
         self._n_right += wanted.digest.startswith("md5?")
 
     def forgive(self, wanted: RemoteObject, crc: int) -> bool:
-        """Return whether an object that does not match is to be kept."""
+        """Return whether to keep an object that does not match."""
         if not wanted.digest.startswith("md5?"):
             return False
         if self._seen.get(wanted.key) == crc:

@@ -1,14 +1,14 @@
-"""The files of a store on disk: how they appear, go, and are put in order after a crash.
+"""The files of a store on disk: how they are created, removed, and repaired after a crash.
 
-    root/objects/<2 hex>/<content>.<never used again>     published: whole, checked, never written again
+    root/objects/<2 hex>/<content>.<never used again>     published: complete, verified, never written again
     root/tmp/<the same name>                              being downloaded
-    root/leases/                                          who is alive
+    root/leases/                                          live processes
     root/catalogue.sqlite
 
-A file is written under tmp, brought to the disk, checked, and renamed; only then its row says that it is there. It goes
-the other way round: the row says that it is leaving, the file is removed, the row says that it is gone. Bytes count
-against the budget from before the first step until after the last. So a process may end between any two steps, and what
-it leaves is one of a few cases, which `repair` knows.
+A file is written under tmp, synced, verified and renamed; only then does its row say that it is there. Removal runs in
+reverse: the row says that it is leaving, the file is removed, the row says that it is gone. Bytes count against the
+budget from before the first step until after the last. So a process may end between any two steps, and leaves one of a
+few cases, which `repair` handles.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Folders:
     Parameters
     ----------
     root
-        The store; it is made where it is not there.
+        The store's folder; created if it does not exist.
 
     Raises
     ------
     ReadError
-        It cannot be made.
+        It cannot be created.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -66,16 +66,16 @@ class Folders:
     def _make(self) -> None:
         for name in (self.tmp, self.leases):
             os.makedirs(name, exist_ok=True)
-        if not os.path.isdir(self._objects("ff")):  # the last to be made
+        if not os.path.isdir(self._objects("ff")):  # the last one to be created
             for i in range(256):
                 os.makedirs(self._objects(f"{i:02x}"), exist_ok=True)
 
     def path(self, name: str) -> str:
-        """Return where a published file lies."""
+        """Return the path of a published file."""
         return os.path.join(self._objects(name[:2]), name)
 
     def tmp_path(self, name: str) -> str:
-        """Return where a file lies while it is downloaded."""
+        """Return the path of a file that is being downloaded."""
         return os.path.join(self.tmp, name)
 
     def names(self) -> Iterator[str]:
@@ -84,7 +84,7 @@ class Folders:
             yield from os.listdir(self._objects(f"{i:02x}"))
 
     def publish(self, name: str) -> None:
-        """Let a downloaded file be under its final name, also after the machine fails."""
+        """Rename a downloaded file to its final name, durably even if the machine fails."""
         os.rename(self.tmp_path(name), self.path(name))
         fd = os.open(self._objects(name[:2]), os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -93,13 +93,13 @@ class Folders:
             os.close(fd)
 
     def remove(self, name: str) -> None:
-        """Remove a file, wherever it lies; one that is not there is none."""
+        """Remove a file, wherever it is; ignore a missing one."""
         for path in (self.tmp_path(name), self.path(name)):
             with suppress(FileNotFoundError):
                 os.unlink(path)
 
     def free_nbytes(self) -> int:
-        """Return the bytes that the disk has left for this user."""
+        """Return the free bytes of the disk for this user."""
         found = os.statvfs(self.root)
         return found.f_bavail * found.f_frsize
 
@@ -108,19 +108,19 @@ class Folders:
 
 
 class Download:
-    """A file on its way: written piece by piece, its digests taken as it goes.
+    """A file being downloaded: written piece by piece, with its digests computed on the way.
 
     Parameters
     ----------
     path
-        Where it is written; it must not be there.
+        Where to write; must not exist.
     wanted
-        What it is to be.
+        The expected object.
 
     Raises
     ------
     OSError
-        The disk is full (ENOSPC, EDQUOT), before anything is downloaded.
+        The disk is full (ENOSPC, EDQUOT); raised before anything is downloaded.
     """
 
     def __init__(self, path: str, wanted: RemoteObject) -> None:
@@ -138,7 +138,7 @@ class Download:
             raise
 
     def add(self, piece: Any) -> None:
-        """Write the next bytes; after `close` that is a ReadError."""
+        """Write the next bytes; raise ReadError after `close`."""
         with self._lock:
             if self._fd < 0:
                 raise given_up(self._wanted)
@@ -154,7 +154,7 @@ class Download:
             view = view[done:]
 
     def finish(self) -> None:
-        """Bring it to the disk and check it; a wrong digest is a CorruptDataError."""
+        """Sync and verify the file; raise CorruptDataError if a digest is wrong."""
         with self._lock:
             if self._fd < 0:
                 raise given_up(self._wanted)
@@ -162,7 +162,7 @@ class Download:
         check_digest(self._wanted, self._digest)
 
     def close(self) -> None:
-        """Close the file; may be called twice, and by another thread than writes."""
+        """Close the file; may be called twice, and by a thread other than the writer."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -170,18 +170,18 @@ class Download:
 
 
 def given_up(wanted: RemoteObject) -> ReadError:
-    """Return the error of who goes on with a download after its store was closed."""
+    """Return the error for continuing a download after its store was closed."""
     return ReadError(f"{wanted.key}: its download was given up, because the store was closed; open it again.")
 
 
 def digest_of(wanted: RemoteObject) -> Any:
-    """Return a new digest of the kind that an object has, or None."""
+    """Return a new hash of the kind that an object's digest has, or None."""
     kind = wanted.digest.partition(":")[0].rstrip("?")
     return hashlib.new(kind, usedforsecurity=False) if kind else None
 
 
 def check_digest(wanted: RemoteObject, digest: Any) -> None:
-    """Raise CorruptDataError where a digest is not what the remote says of an object."""
+    """Raise CorruptDataError if a digest is not the one that the remote gives for an object."""
     if digest is not None and digest.hexdigest() != wanted.digest.partition(":")[2]:
         kind = wanted.digest.partition(":")[0].rstrip("?")
         raise CorruptDataError(
@@ -191,18 +191,18 @@ def check_digest(wanted: RemoteObject, digest: Any) -> None:
 
 
 def repair(folders: Folders, catalogue: Catalogue, lease: str, budget: int, *, is_opening: bool) -> None:
-    """Put in order what dead processes have left; on opening also what a failed machine may have.
+    """Repair what dead processes have left; on opening, also what a machine failure may have.
 
     Parameters
     ----------
     folders, catalogue
         The store.
     lease
-        This process's.
+        The lease of this process.
     budget
-        Most bytes of the store.
+        Limit on the store's bytes.
     is_opening
-        Compare all files with all rows, which only a failed machine or a lost catalogue can set apart.
+        Compare all files with all rows; only a machine failure or a lost catalogue can make them differ.
     """
     for dead in catalogue.leases() - {lease}:
         if not leases.is_alive(folders.leases, dead):
@@ -223,26 +223,26 @@ def repair(folders: Folders, catalogue: Catalogue, lease: str, budget: int, *, i
 
 
 def _finish_for(dead: str, folders: Folders, catalogue: Catalogue, lease: str) -> None:
-    """Finish or undo what a dead process was at."""
+    """Finish or undo the work of a dead process."""
     catalogue.drop_pins(dead)
     reserved, leaving = catalogue.take_over(dead, lease)
     for file in leaving:
         if _size(folders.path(file.name)) is None:
             catalogue.let_go(file)
-        else:  # nobody knows whether the remote was asked
+        else:  # unknown whether the remote was asked
             catalogue.put_back(file, lease, is_gone=False)
     for file in reserved:
         crc = checked_crc(folders.path(file.name), file.wanted)
         if crc is None:
             folders.remove(file.name)
             catalogue.give_up(file, lease)
-        else:  # it was renamed, so it was whole
+        else:  # it was renamed, so it was complete
             catalogue.publish(file, lease, crc)
 
 
 def stray_names(folders: Folders, catalogue: Catalogue) -> list[str]:
-    """Return the names of published files that have no row."""
-    on_disk = list(folders.names())  # before the rows: a row comes before its file, and goes after it
+    """Return the names of published files without a row."""
+    on_disk = list(folders.names())  # before the rows: a row is created before its file, and removed after it
     known = catalogue.names()
     return [name for name in on_disk if name not in known]
 
@@ -250,7 +250,7 @@ def stray_names(folders: Folders, catalogue: Catalogue) -> list[str]:
 def adopt_strays(
     folders: Folders, catalogue: Catalogue, lease: str, budget: int, at_each: Callable[[], None] = lambda: None
 ) -> None:
-    """Give a row to published files that have none, as after the loss of the catalogue; remove what is of no use."""
+    """Add rows for published files without one, as after the loss of the catalogue; remove useless files."""
     strays: dict[str, list[str]] = {}
     for name in stray_names(folders, catalogue):
         strays.setdefault(name.partition(".")[0], []).append(name)
@@ -286,7 +286,7 @@ def _size(path: str) -> int | None:
 
 
 def checked_crc(path: str, wanted: RemoteObject) -> int | None:
-    """Return the crc of a file that is what it should be as far as its size and the remote's digest tell, else None."""
+    """Return the crc of a file if its size and the remote's digest match, as far as they tell; else None."""
     if _size(path) != wanted.nbytes:
         return None
     crc, digest = 0, digest_of(wanted)

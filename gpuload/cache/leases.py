@@ -1,6 +1,6 @@
-"""Who is alive: a lease is a file with a lock on it, which the kernel takes off when its process ends, however it ends.
+"""Detect live processes: a lease is a locked file, which the kernel unlocks when its process ends, however it ends.
 
-No clock and no process number: neither says for certain that a process is dead. Local file systems only.
+Clocks and process numbers are not used: neither proves that a process is dead. Local file systems only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from contextlib import suppress
 
 _NEW_S = 60.0
-"""A file that was just made may not be locked yet."""
+"""A file that was just created may not be locked yet."""
 
 
 class Lease:
@@ -31,7 +31,7 @@ class Lease:
         new = os.path.join(folder, f".{self.name}")
         self._fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
-        os.rename(new, self._path)  # nobody sees it before it is locked
+        os.rename(new, self._path)  # invisible to others until it is locked
         _held.add(self)
 
     def release(self) -> None:
@@ -41,7 +41,7 @@ class Lease:
             self.forget()
 
     def forget(self) -> None:
-        """Close the file; where a forked process shares it, it stays locked until that closes it too."""
+        """Close the file; if a forked process shares it, it stays locked until that one closes it too."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -61,7 +61,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def is_alive(folder: str, name: str) -> bool:
-    """Return whether the process that took a lease is there."""
+    """Return whether the process that took a lease is alive."""
     try:
         fd = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""In which order an epoch visits the samples of a snapshot: arithmetic on what the catalogue kept of it."""
+"""The order in which an epoch visits the samples of a snapshot: arithmetic on what the catalogue recorded of it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 MODES = ("uniform", "fresh-first", "inverse-visits")
 
 _PURPOSE = 31
-"""Tells these keys from others of the same seed."""
+"""Separates these random keys from others with the same seed."""
 
 
 def visiting_order(
     visits: NDArray[np.int64], mode: str, seed: int, generation: int, n_samples: int | None, echo_max: int | None
 ) -> NDArray[np.int64]:
-    """Return which members of a snapshot are visited, in which order; each at most once.
+    """Return the members of a snapshot to visit, in order; each at most once.
 
     Parameters
     ----------
@@ -31,11 +31,11 @@ def visiting_order(
         random order. ``"inverse-visits"``: drawn one after the other without replacement, with weights
         ``1 / (1 + visits)``.
     seed, generation
-        What the order depends on.
+        Determine the order.
     n_samples
-        Members visited; None is all.
+        Number of members to visit; None is all.
     echo_max
-        Members visited so often before are left out; None leaves none out.
+        Leave out members visited at least this often; None leaves none out.
 
     References
     ----------

@@ -1,8 +1,8 @@
-"""Fetchers in processes of their own: their Python is not the training process's, and they can be killed.
+"""Fetchers in separate processes: they do not share the training process's GIL, and they can be killed.
 
 The child is a plain ``python -c``, not a fork (threads and CUDA do not survive one) and not multiprocessing's spawn
-(which imports the training script again). It gets its orders by its standard input, and ends when that ends: with its
-parent, however that ends. Every half second it says how long its slowest download has got nothing done.
+(which imports the training script again). It receives its instructions on standard input and ends when that closes,
+hence with its parent, however that ends. Every half second it reports how long its slowest download has been stuck.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _REPORT_S = 0.5
 def main() -> None:
     """Fetch until standard input ends."""
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is the parent's to hear
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is for the parent
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     root, remote, settings = cast("tuple[str, Remote, Settings]", pickle.load(sys.stdin.buffer))  # noqa: S301
     folders = Folders(root)
@@ -64,7 +64,7 @@ def main() -> None:
             print(json.dumps({"busy_s": fetcher.longest_busy_s()}), flush=True)
         except BrokenPipeError:
             break
-    os._exit(0)  # at once: what is under way is in the catalogue, and the next process undoes it
+    os._exit(0)  # at once: downloads in progress are in the catalogue, and the next process undoes them
 
 
 class FetcherProcess:
@@ -73,9 +73,9 @@ class FetcherProcess:
     Parameters
     ----------
     root, remote, settings
-        Its orders.
+        The fetcher's instructions.
     hung_s
-        Time without any progress after which it is killed and another takes its place.
+        Time without any progress after which it is killed and replaced.
 
     Raises
     ------
@@ -99,7 +99,7 @@ class FetcherProcess:
         self.n_killed = 0
         self.n_died = 0
         self.n_died_in_a_row = 0
-        """Ends since it last said that it was at work."""
+        """Number of ends since it last reported work."""
         self._last_words: deque[str] = deque(maxlen=200)
         self._process: subprocess.Popen[bytes]
         self._start_at: float | None
@@ -113,7 +113,7 @@ class FetcherProcess:
         return self._process.pid
 
     def check(self) -> None:
-        """Kill the process where it hangs, after its stacks were logged; start another where it is dead."""
+        """Log the stacks of a hung process and kill it; restart a dead one."""
         if self._process.poll() is None:
             if max(self._busy_s, time.monotonic() - self._heard_at - _REPORT_S) <= self._hung_s:
                 return
@@ -144,11 +144,11 @@ class FetcherProcess:
             self._start()
 
     def last_words(self) -> str:
-        """Return what the process said last."""
+        """Return the last report of the process."""
         return self._last_words[-1] if self._last_words else "none"
 
     def tell_to_end(self) -> None:
-        """Let the process end; nobody waits for it."""
+        """Let the process end, without waiting."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -168,14 +168,14 @@ class FetcherProcess:
     def _start(self) -> None:
         self._start_at = None
         self._busy_s = 0.0
-        self._heard_at = time.monotonic() + 30.0  # to import what the remote needs
+        self._heard_at = time.monotonic() + 30.0  # time to import what the remote needs
         self._process = subprocess.Popen(  # noqa: S603  (our own code)
             [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         self._listener = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
         self._listener.start()
         assert self._process.stdin is not None  # noqa: S101
-        with suppress(BrokenPipeError):  # it is dead already, and `check` will say so
+        with suppress(BrokenPipeError):  # it is already dead, which `check` will report
             self._process.stdin.write(self._orders)
             self._process.stdin.flush()
 
