@@ -208,7 +208,7 @@ def _check_place(source: FileSource | RemoteSource, name: str, column: ListColum
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Probe:
-    """Looks into the values of a file as it is opened, where its footer does not say what is to be known."""
+    """Inspects the values of a file on opening, for what its footer does not tell."""
 
     source: FileSource | RemoteSource
     names: tuple[str, str]
