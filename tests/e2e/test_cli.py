@@ -96,7 +96,7 @@ def test_wrong_use_exits_with_2_and_says_what_is_wrong(run, arguments, message, 
 
 @pytest.mark.parametrize(("command", "option"), [("bench", "--timeline"), ("bench", "--report"), ("tune", "--out")])
 def test_a_folder_that_is_not_there_is_missed_before_the_work(run, path, tmp_path, command, option):
-    file = tmp_path / "typo" / "out"
+    file = tmp_path / "typo" / "out.png"
     code, out, err = run(command, path, "--seconds", 0.05, option, file)
     assert (code, out) == (1, "")
     assert err == (
