@@ -54,6 +54,9 @@ BLOCKS_PER_FETCH = 64
 EXACT_CELLS = 4_000_000
 """Up to here every block's labels are counted; of larger files those of some planned fetches."""
 
+EXACT_LABELS = 1_000
+"""The same of labels: each takes up to a millisecond, for every setting that is compared."""
+
 _PLANNED_FETCHES = 4
 _PLANNED_CELLS = 1 << 13
 _MIXED_FETCHES = 16
@@ -154,13 +157,16 @@ class Outlooks:
     def __init__(self, store: Store, batch_size: int, label: str | None) -> None:
         self.store, self._batch_size = store, batch_size
         self._codes: NDArray[np.int64] | None = None
+        self._n_labels = 0
         self._shuffles: dict[int | str, BlockShuffle] = {}
         self.random_bits = float("nan")
         """Expected entropy in true random order; NaN without a label."""
         if label is not None:
             self._codes = label_codes(store.obs[label], f"label={label!r}").astype(np.int64)
             if self._codes.size:
-                self.random_bits = iid_entropy(label_shares(self._codes), batch_size)
+                shares = label_shares(self._codes)
+                self._n_labels = shares.size
+                self.random_bits = iid_entropy(shares, batch_size)
 
     def shuffle(self, block_size: int | str) -> BlockShuffle:
         """Return the strategy for a block size."""
@@ -218,7 +224,7 @@ class Outlooks:
             return float("nan")
         if self._batch_size * fetch_factor >= self._codes.size:
             return fetch_entropy(self._codes, self._batch_size)
-        if isinstance(block_size, int) and self._codes.size <= EXACT_CELLS:
+        if isinstance(block_size, int) and self._codes.size <= EXACT_CELLS and self._n_labels <= EXACT_LABELS:
             return entropy_of_runs(
                 self._codes,
                 batch_size=self._batch_size,
@@ -240,6 +246,8 @@ class Outlooks:
     def why_not_model(self, block_size: int, fetch_factor: int) -> str:
         """Return in a sentence whether one label a block would describe the labels in this file."""
         assert self._codes is not None  # noqa: S101 - narrows the type; there is a label
+        if self._n_labels > EXACT_LABELS:
+            return f"{self._n_labels:,} labels are too many to compare with the model of one label a block."
         step = max(1, self._codes.size // EXACT_CELLS)
         part = self._codes[: self._codes.size // step]
         found = entropy_of_runs(part, batch_size=self._batch_size, block_size=block_size, fetch_factor=fetch_factor)

@@ -93,6 +93,15 @@ def test_large_files_are_judged_by_planned_fetches(store, monkeypatch):
     assert [outlooks.entropy(b, 4) for b in (1, 16, 64)] == pytest.approx(exact, abs=0.05)
 
 
+def test_many_labels_are_judged_by_planned_fetches(store, monkeypatch):
+    outlooks = Outlooks(store, 8, "plate")
+    exact = [outlooks.entropy(b, 4) for b in (1, 16, 64)]
+    monkeypatch.setattr("gpuload.outlook.EXACT_LABELS", 1)
+    monkeypatch.setattr("gpuload.outlook.entropy_of_runs", None)  # is not called: it takes its time for every label
+    assert [outlooks.entropy(b, 4) for b in (1, 16, 64)] == pytest.approx(exact, abs=0.05)
+    assert "labels are too many" in outlooks.why_not_model(16, 4)
+
+
 def test_whole_numbers_are_labels_and_fractions_are_not(store, tmp_path):
     assert Outlooks(store, 8, "pass_filter").random_bits > 0
     other = tmp_path / "cells.h5ad"
