@@ -374,7 +374,7 @@ class Array:
         got = layout.source.read_into(stored, offset)
         if got < stored_nbytes:
             raise short_read(layout.source, self.name, offset, stored_nbytes, got)
-        n, known = layout.chunk_size, getattr(self._tree, "crc", {}).get(offset)
+        n, known = layout.chunk_size, getattr(self._tree, "crc", {}).get((offset, stored_nbytes))
         try:
             if known is not None and zlib.crc32(stored.data) != known:
                 raise codecs.DecodeError("its zip checksum does not match")

@@ -136,13 +136,14 @@ class ZipTree:
 
     Attributes
     ----------
-        zip's CRC-32 of a chunk's file, by its offset, for those who read it whole.
-        By the place of a chunk's file, the CRC-32 that zip has of it: for who reads it whole.
+    crc
+        By the place of a file of chunks, where it starts and its bytes, the CRC-32 that zip has of it: for who reads
+        it whole. In a shard the first chunk starts there too, and is shorter.
     """
 
     def __init__(self, path: str) -> None:
         self.name = path
-        self.crc: dict[int, int] = {}
+        self.crc: dict[tuple[int, int], int] = {}
         self.source = FileSource(path)
         try:
             with os.fdopen(os.dup(self.source.fileno()), "rb") as file, zipfile.ZipFile(file) as archive:
@@ -178,7 +179,7 @@ class ZipTree:
         prefix = f"{key}/"
         chosen = [i for n, i in self._members.items() if n.startswith(prefix) and n.rpartition("/")[2] not in METADATA]
         places = {info.filename[len(prefix) :]: self._place(info) for info in chosen}
-        self.crc |= {start: info.CRC for info, (start, _) in zip(chosen, places.values(), strict=True)}
+        self.crc |= {place: info.CRC for info, place in zip(chosen, places.values(), strict=True)}
         return self.source, places
 
     def _place(self, info: zipfile.ZipInfo) -> tuple[int, int]:

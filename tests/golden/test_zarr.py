@@ -168,6 +168,19 @@ def test_of_two_members_of_a_zip_the_later_counts(tmp_path: Path) -> None:
     np.testing.assert_array_equal(X, counts().toarray()[rows])
 
 
+def test_columns_in_shards_in_a_zip(tmp_path: Path) -> None:
+    """As anndata 0.13 writes them: the first chunk starts where the shard does, and zip's checksum is the shard's."""
+    folder, values = tmp_path / "store.zarr", np.arange(N_OBS)
+    writers.csr(folder)
+    obs = writers.zarr.open_group(str(folder))["obs"]
+    writers.add_array(obs, "sharded", values, chunks=(50,), shards=(150,))
+    obs.attrs["column-order"] = [*obs.attrs["column-order"], "sharded"]
+    writers.pack(folder, tmp_path / "store.zip")
+    with gpuload.open_loader(tmp_path / "store.zip", obs=["sharded"], batch_size=1000) as loader:
+        (batch,) = loader
+        np.testing.assert_array_equal(batch.obs["sharded"], batch.rows)
+
+
 @pytest.mark.parametrize(("text", "value"), [("0x40200000", 2.5), ("Infinity", np.inf), ("NaN", np.nan)])
 def test_fill_values_that_are_no_numbers_in_json(tmp_path: Path, text: str, value: float) -> None:
     path = tmp_path / "filled.zarr"
