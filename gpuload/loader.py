@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
@@ -359,6 +359,12 @@ class Loader:
         self._end_live()
         self._now = None
         self._next = _Place(replace(self._plan, epoch=epoch, history=history), step)
+
+    def __reduce__(self) -> NoReturn:
+        raise PlanError(
+            "a loader has threads and open files, and cannot be pickled or copied; open one in each process, or iterate "
+            "it in the one that opened it (DataLoader: num_workers=0)."
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         """Start the next epoch, or go on where a loaded state says."""

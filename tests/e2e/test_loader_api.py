@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import logging
 import os
+import pickle
 import signal
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from scipy.sparse import csr_matrix
 import gpuload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.conftest import StoreVariant
@@ -442,6 +444,13 @@ def test_with_statement_closes(plain: Stored, no_leaks: None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python's, of the fork
+@pytest.mark.parametrize("make", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_loader_cannot_be_pickled_or_copied(loader: gpuload.Loader, make: Callable[[Any], object]) -> None:
+    with pytest.raises(gpuload.PlanError, match="cannot be pickled or copied; open one in each process"):
+        make(loader)
+    assert len(list(loader)) == len(loader)
+
+
 def test_a_forked_process_is_refused_and_its_parent_goes_on(loader: gpuload.Loader) -> None:
     batches = iter(loader)
     next(batches)
