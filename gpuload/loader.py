@@ -362,8 +362,8 @@ class Loader:
 
     def __reduce__(self) -> NoReturn:
         raise PlanError(
-            "a loader has threads and open files, and cannot be pickled or copied; open one in each process, or iterate "
-            "it in the one that opened it (DataLoader: num_workers=0)."
+            "a loader has threads and open files, and cannot be pickled or copied; open one in each process, or "
+            "iterate it in the one that opened it (DataLoader: num_workers=0)."
         )
 
     def __iter__(self) -> Iterator[Batch]:
