@@ -1,8 +1,7 @@
 """The command line: ``gpuload demo | inspect | tune | bench | pack | doctor``.
 
-Exit codes: 0 done; 1 something about the data or the machine (one sentence on stderr, no traceback); 2 wrong use; 130
-Ctrl-C. A command's module is imported when it runs, so that ``gpuload --help`` is quick and needs nothing that is
-optional.
+Exit codes: 0 done; 1 a problem with the data or the machine (one sentence on stderr, no traceback); 2 wrong usage; 130
+Ctrl-C. A command's module is imported when it runs, so that ``gpuload --help`` is fast and needs no optional package.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv
-        Arguments without the program's name; None takes those of the process.
+        Arguments without the program's name; None takes the process's.
 
     Returns
     -------
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if argv is None else argv
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # of names of files that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
         with _no_interrupt_lost():
             parser = build_parser(given)
@@ -74,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return WRONG_USE
             args = parser.parse_args(given)
             code = int(args.run(args))
-            print(end="", flush=True)  # what cannot be written is known here, not when the interpreter ends
+            print(end="", flush=True)  # write errors surface here, not when the interpreter exits
             return code
     except SystemExit as exit_:
-        # argparse ends so, having said what is wrong or shown the help that was asked for.
+        # argparse exits this way, after reporting an error or showing the requested help.
         return int(exit_.code or DONE)
     except GpuloadError as error:
         print(f"gpuload {args.command}: {error}", file=sys.stderr)
@@ -86,23 +85,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("gpuload: interrupted", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
-        is_unread = isinstance(error, BrokenPipeError)  # nobody reads any more
+        is_unread = isinstance(error, BrokenPipeError)  # the reader is gone
         if not is_unread:
             print(f"gpuload: {error}", file=sys.stderr)
         try:
             print(end="", flush=True)
-        except OSError:  # keep the interpreter from failing again when it flushes at its end
+        except OSError:  # keep the interpreter from failing again when it flushes at exit
             sys.stdout = None
         return BROKEN_PIPE if is_unread else FAILED
 
 
 @contextlib.contextmanager
 def _no_interrupt_lost() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end where one came, whatever became of it, and soon where Python dropped it.
+    """Raise any KeyboardInterrupt at the end, whatever became of it, and soon if Python dropped it.
 
-    Python only prints what is raised in a finalizer or a callback, and others may catch it. The signal's handler
-    remembers it, so that no command that was interrupted ends as if nothing had been; and where Python tells that it
-    dropped it, the signal is sent again, so that a long command does not go on.
+    Python only prints what is raised in a finalizer or a callback, and other code may catch it. The signal's handler
+    remembers it, so that no interrupted command ends as if nothing had happened. If Python reports that it dropped it,
+    the signal is sent again, so that a long command does not continue.
     """
     handler, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
     came, is_over = False, False
@@ -115,7 +114,7 @@ def _no_interrupt_lost() -> Iterator[None]:
                 handler(number, frame)
         except KeyboardInterrupt:
             came = True
-            if not is_over:  # at the end it would keep hooks and handlers from being put back; it is raised after that
+            if not is_over:  # at the end it would keep hooks and handlers from being restored; it is raised after that
                 raise
 
     def again(unraisable: sys.UnraisableHookArgs) -> None:
@@ -127,19 +126,19 @@ def _no_interrupt_lost() -> Iterator[None]:
 
     try:
         sys.unraisablehook = again
-        # Not where the signal is ignored or ends the process at once; and Python lets no other thread set handlers.
+        # Not if the signal is ignored or ends the process at once; and only the main thread may set handlers.
         if callable(handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, remember)
         yield
     except BrokenPipeError:
         raise
     except (Exception, SystemExit):
-        if came:  # what a library fails with whose callback was interrupted says nothing
+        if came:  # a library's error after its callback was interrupted is meaningless
             raise KeyboardInterrupt from None
         raise
     finally:
         is_over = True
-        for timer in resent:  # none may be sent to whoever has called
+        for timer in resent:  # none may be sent to our caller
             timer.cancel()
             with contextlib.suppress(RuntimeError):  # another interrupt kept it from starting
                 timer.join()
@@ -151,7 +150,7 @@ def _no_interrupt_lost() -> Iterator[None]:
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser; only the command that occurs in `argv` is imported and given its options."""
+    """Return the parser; only the command found in `argv` is imported and given its options."""
     parser = argparse.ArgumentParser(
         prog="gpuload",
         description="Single-cell data from .h5ad files on disk to shuffled minibatches.",

@@ -1,4 +1,4 @@
-"""Which `block_size` and `fetch_factor` suit a file: the cheapest of those that mix as well as is asked for."""
+"""Advise on `block_size` and `fetch_factor` for a file: the cheapest ones that mix as well as required."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from gpuload.store import Store
 
 MEMORY_SHARE = 0.125
-"""Part of the available memory that fetches may take."""
+"""Fraction of the available memory that fetches may take."""
 
 IN_FLIGHT = 3
-"""Fetches in memory at one time: one being handed over and, by default, two loading."""
+"""Fetches in memory at the same time: one being returned and, by default, two loading."""
 
 MAX_LOSS = 0.01
-"""Loss of minibatch entropy against true random order that is called as good, unless another is asked for."""
+"""Default for the loss of minibatch entropy against true random order that counts as equally good."""
 
 SAME = 0.05
-"""Speeds that differ by less are the same: then the shorter blocks, which mix better, and the smaller fetch."""
+"""Speeds that differ by less count as equal: shorter blocks, which mix better, and the smaller fetch then win."""
 
 _CALIBRATION_CELLS = 2_048
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Settings that suit a file, what they were chosen among, and why."""
+    """Settings that suit a file, the candidates they were chosen from, and why."""
 
     batch_size: int
     fetch_factor: int
@@ -49,7 +49,7 @@ class Advice:
     candidates: tuple[Outlook, ...]
     reasons: tuple[str, ...]
     fetch_cells: int
-    """Cells resident at one time."""
+    """Cells resident at the same time."""
 
 
 def advise(store: Store, batch_size: int, label: str | None, memory_nbytes: int, max_loss: float = MAX_LOSS) -> Advice:
@@ -64,14 +64,14 @@ def advise(store: Store, batch_size: int, label: str | None, memory_nbytes: int,
     label
         Column of obs whose mix matters, or None.
     memory_nbytes
-        Memory that is available.
+        Available memory.
     max_loss
-        Part of the entropy in true random order that may be lost.
+        Fraction of the entropy in true random order that may be lost.
 
     Raises
     ------
     PlanError
-        The label names no groups of cells.
+        The label has no groups of cells.
     ReadError, CorruptDataError
         The file is damaged.
     """
@@ -104,7 +104,7 @@ def advise(store: Store, batch_size: int, label: str | None, memory_nbytes: int,
 
 
 def _fetch_factor(largest: int, batch_size: int, per_cell: float, memory_nbytes: int) -> tuple[int, str]:
-    """Return the largest fetch that is of use and small against the memory, in minibatches, and what limited it."""
+    """Return the largest fetch that is useful and small compared with the memory, in minibatches, and its limit."""
     by_memory = int(MEMORY_SHARE * memory_nbytes / (IN_FLIGHT * max(1.0, per_cell) * batch_size))
     limit, reason = min(
         (MAX_FETCH_FACTOR, f"{MAX_FETCH_FACTOR} minibatches a fetch mix as well as more would"),
@@ -117,7 +117,7 @@ def _fetch_factor(largest: int, batch_size: int, per_cell: float, memory_nbytes:
 def _choose(
     candidates: tuple[Outlook, ...], batch_size: int, label: str | None, random_bits: float, max_loss: float
 ) -> tuple[Outlook | None, str]:
-    """Return the cheapest candidate that mixes as well as is asked for, and why it was chosen."""
+    """Return the cheapest candidate that mixes as well as required, and why it was chosen."""
     if not candidates:
         return None, "the file has no cells."
     if label is None:

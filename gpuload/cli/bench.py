@@ -1,4 +1,4 @@
-"""``gpuload bench``: cells per second through the torch front, stage by stage, against what the machine can do."""
+"""``gpuload bench``: cells per second through the PyTorch frontend, stage by stage, against what the machine can do."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ examples:
 """
 
 PACKAGES = ("gpuload", "numpy", "numba", "h5py", "torch")
-"""What a page names the versions of."""
+"""Packages whose versions a page lists."""
 
 COUNTED = ("read_nbytes", "decoded_nbytes", "n_rows", "n_chunks", "n_chunks_partial")
 TIMED = ("plan_s", "read_s", "decode_s", "take_s", "wait_s")
 
 LOOK_EVERY = 37
-"""Minibatches from one look at what is ready to the next; no part of a fetch's usual length."""
+"""Minibatches between checks of what is ready; not a divisor of a fetch's usual length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One repeat: seconds of wall time, and what the loader did in them."""
+    """One repeat: wall time in seconds, and what the loader did meanwhile."""
 
     seconds: float
     stats: dict[str, float]
 
     @property
     def cells_per_s(self) -> float:
-        """Cells handed over per second."""
+        """Cells returned per second."""
         return self.stats["n_rows"] / self.seconds
 
 
@@ -112,21 +112,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out."""
+    """Run the command."""
     text.check_folders(args.timeline, args.report)
     result, spans, gpus = bench(args)
     if args.json:
         text.print_json(result)
     else:
         print(_report(result))
-    _draw(args, result, spans, gpus)  # after it was told, so that nothing is lost where it cannot be written
+    _draw(args, result, spans, gpus)  # after printing, so that nothing is lost if it cannot be written
     if not args.json:
         text.print_saved(args.timeline, args.report)
     return 0
 
 
 def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Busy]]:
-    """Measure and return all figures, and what a timeline is drawn of."""
+    """Measure, and return all figures and the data for a timeline."""
     from gpuload.torch import CellDataset
 
     opened = time.perf_counter()
@@ -145,13 +145,13 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
         ahead: list[dict[str, int]] = []
         with Utilisation() as busy:
             rounds = _rounds(args, loader, batches, entropy, codes, ahead)
-        batches.close()  # the epoch under way is noted too
+        batches.close()  # so that the epoch in progress is recorded too
         parts, hit_ratio = loader.memory(), loader.hit_ratio
         waits, verdict = loader.stats.waits(), _verdict(args, rounds)
         spans = loader.stats.take_spans()
         batch_nbytes = loader.batch_size * loader.n_vars * np.dtype(loader.dtype).itemsize
         taken: dict[str, Any] = {"device": loader.device, "io_mode": loader.io_mode, "n_vars": loader.n_vars}
-    peak = peak_memory()  # before the ceilings take memory of their own
+    peak = peak_memory()  # before measuring the ceilings takes memory
     ceilings, random_bits = _ceilings_and_random_entropy(args, batch_nbytes, taken["device"])
     rates = [r.cells_per_s for r in rounds]
     mix = None if entropy is None else {"mean": entropy.mean, "sd": entropy.sd, "true_random": random_bits}
@@ -185,7 +185,7 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
 
 
 def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span], gpus: list[Busy]) -> None:
-    """Draw the timeline and write the page, where they are wanted."""
+    """Draw the timeline and write the page, if requested."""
     if not args.timeline and not args.report:
         return
     from gpuload.cli import page
@@ -220,7 +220,7 @@ def _rounds(
     codes: NDArray[Any],
     ahead: list[dict[str, int]],
 ) -> list[Round]:
-    """Consume one fetch uncounted, then measure each round; note now and then what is ahead of a minibatch."""
+    """Consume one fetch uncounted, then measure each round; now and then, record what is ready ahead of time."""
     from gpuload.torch import gpu_for
 
     for _ in range(min(args.fetch_factor, len(loader))):
@@ -234,7 +234,7 @@ def _rounds(
                 loader.stats.keep_spans()
             before, start = loader.stats.as_dict(), time.perf_counter()
             while (elapsed := time.perf_counter() - start) < args.seconds:
-                if n_batches % LOOK_EVERY == 0:  # at each it would slow down what is measured
+                if n_batches % LOOK_EVERY == 0:  # checking each time would slow down what is measured
                     ahead.append(loader.queues())
                 n_batches += 1
                 batch = next(batches)
@@ -249,7 +249,7 @@ def _rounds(
 
 
 def _step(seconds: float, stats: Stats, X: Any, gpu: str | None) -> None:
-    """Do as a training step does: move the minibatch to where the model is, and take time."""
+    """Act as a training step: move the minibatch to the model's device, and take time."""
     number = stats.n_batches - 1
     if gpu is not None:
         with stats.noted("to_device_s", batch=number):
@@ -270,7 +270,7 @@ def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int, de
         open_store(args.paths, layer=args.layer, obs=labels, join=check_join(settings.join_of(args)))
     ) as store:
         outlooks = Outlooks(store, args.batch_size, args.label)
-        if device != "cpu":  # those of the host's threads are not those of a GPU
+        if device != "cpu":  # the host threads' rates are not a GPU's
             return Ceilings(float("nan"), float("nan"), float("nan")), outlooks.random_bits
         strategy = Sequential() if args.stream else outlooks.shuffle(args.block_size)
         plan = Plan(store.file_rows, args.batch_size, args.fetch_factor, strategy, args.seed)
@@ -281,9 +281,9 @@ def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int, de
 def _stages(
     rounds: list[Round], ceilings: Ceilings, row_nbytes: float, args: argparse.Namespace, device: str
 ) -> dict[str, Any]:
-    """Return seconds, rate, ceiling and fraction of each stage, and what all of them at their ceilings would give.
+    """Return seconds, rate, ceiling and fraction of each stage, and the rate with all stages at their ceilings.
 
-    Of a GPU's decoding and gathering the host's seconds tell no rate: it launches them, and goes on.
+    For decoding and gathering on a GPU, host seconds give no rate: the host only launches them.
     """
     seconds = sum(r.seconds for r in rounds)
     total = {key: sum(r.stats[key] for r in rounds) for key in (*COUNTED, *TIMED)}
@@ -319,7 +319,7 @@ def _stages(
 
 
 def _verdict(args: argparse.Namespace, rounds: list[Round]) -> str:
-    """Return what held the consumer up in all rounds together."""
+    """Return what held the consumer up over all rounds."""
     total = {key: sum(r.stats[key] for r in rounds) for key in (*COUNTED, *TIMED)}
     return Stats.verdict(total, sum(r.seconds for r in rounds), args.num_threads or usable_cores())
 
@@ -380,7 +380,7 @@ _NOTE_OF_A_GPU = """\
 
 
 def _note(paths: list[str], device: str) -> str:
-    """Return what has to be known of the table; files on disk are in the page cache, objects of a remote are not."""
+    """Return notes needed to read the table; files on disk are in the page cache, objects of a remote are not."""
     if device != "cpu":
         return _NOTE_OF_A_GPU
     return _NOTE if any("://" in path for path in paths) else _NOTE + _NOTE_OF_FILES

@@ -1,4 +1,4 @@
-"""``--cache`` of ``gpuload bench``: a store in front of what lies at addresses, and how much of each epoch it had."""
+"""``--cache`` of ``gpuload bench``: a store in front of addresses, and its hit ratio in each epoch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from gpuload.cache import SampleStore
 
 _MOST_TOLD = 6
-"""Epochs that are told of in text: the first ones, and the last."""
+"""Epochs listed in text: the first ones, and the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """An epoch's bytes that came from the cache, those that did not, and whether the epoch was read to its end."""
+    """An epoch's bytes from the cache and from elsewhere, and whether the epoch was read to its end."""
 
     epoch: int
     local_nbytes: int
@@ -36,7 +36,7 @@ class Epoch:
         return self.local_nbytes / asked if asked else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for records."""
+        """Return it as a record."""
         return {
             "epoch": self.epoch,
             "hit_ratio": self.hit_ratio,
@@ -57,13 +57,13 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 @contextmanager
 def opened(args: argparse.Namespace) -> Iterator[SampleStore | None]:
-    """Open the store that the options ask for, over the bucket or server that all paths are on; None without one.
+    """Open the store that the options ask for, over the bucket or server of all paths; None without one.
 
     Raises
     ------
     PlanError
-        A path is no address, they are not all on one server or in one bucket, the budget is no size, or there is no
-        folder for it.
+        A path is not an address, the paths are not all on one server or in one bucket, the budget is not a size, or
+        there is no folder for the cache.
     """
     if args.cache is None:
         if args.cache_budget is not None:
@@ -94,7 +94,7 @@ def _root(paths: Sequence[str]) -> str:
 
 
 def told(cache: dict[str, Any]) -> str:
-    """Return the hits of the epochs in words."""
+    """Return a text on the hits of the epochs."""
     epochs = cache["epochs"]
     skipped = len(epochs) - _MOST_TOLD
     kept = epochs if skipped <= 0 else [*epochs[: _MOST_TOLD - 1], epochs[-1]]

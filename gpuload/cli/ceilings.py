@@ -1,7 +1,7 @@
-"""What this machine can do at best, measured on the spot with the file at hand: what `gpuload bench` compares with.
+"""Measure this machine's limits with the file at hand, for `gpuload bench` to compare with.
 
-Every ceiling is that of one thread doing nothing else: reading the same byte ranges into memory that is used again,
-decoding real chunks of the file with a library, and writing rows into memory that is used again.
+Every ceiling is that of one otherwise idle thread: reading the same byte ranges into reused memory, decoding real
+chunks of the file with a library, and writing rows into reused memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpuload.types import ArrayRead, Recipe
 
 MEASURE_S = 0.25
-"""Least seconds per ceiling: some hundred calls, so that the clock's grain and one interruption do not show."""
+"""Minimum seconds per ceiling: some hundred calls, so that clock resolution and single interruptions do not matter."""
 
 _SAMPLE_CHUNKS = 16
 _RING = 6
@@ -32,16 +32,16 @@ _MAX_BATCH_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Bytes per second of one thread; NaN where there is nothing to measure.
+    """Bytes per second of one thread; NaN if there is nothing to measure.
 
     Attributes
     ----------
     read
-        Of stored bytes, from wherever the file is (the page cache, where it was read before).
+        Reading stored bytes, from wherever the file is (the page cache, if it was read before).
     decode
-        Of decoded bytes, by a library; NaN where storage is not encoded.
+        Decoding with a library, in decoded bytes; NaN if storage is not encoded.
     fill
-        Of a dense minibatch's bytes.
+        Writing a dense minibatch.
     """
 
     read: float
@@ -67,7 +67,7 @@ def measure(recipes: Sequence[Recipe], batch_nbytes: int) -> Ceilings:
 def _read_rate(reads: Sequence[ArrayRead]) -> float:
     """Return the rate of reading all extents, one by one, into one buffer; a first round warms the page cache.
 
-    Over a network all extents of an array are read at a time.
+    Over a network, all extents of an array are read concurrently.
     """
     is_far = any(read.layout.source.ranges is not None for read in reads)
     sizes = (int(r.nbytes if is_far else r.extent_nbytes.max(initial=0)) for r in reads)
@@ -120,7 +120,7 @@ def _sample(layout: ArrayLayout) -> list[tuple[int, int, np.ndarray]]:
 
 
 def _fill_rate(nbytes: int) -> float:
-    """Return the rate of writing zeros into a ring of minibatches used before, larger than a core's cache."""
+    """Return the rate of writing zeros into a ring of reused minibatches, larger than a core's cache."""
     ring = cycle(np.empty((_RING, max(1, min(nbytes, _MAX_BATCH_NBYTES) // 4)), dtype=np.float32))
 
     def fill() -> int:
@@ -134,7 +134,7 @@ def _fill_rate(nbytes: int) -> float:
 
 
 def _rate(work: Callable[[], int]) -> float:
-    """Return bytes per second of some work, called as often as makes a measurement, after once for warming up."""
+    """Return bytes per second of some work, repeated long enough to measure, after one warm-up call."""
     if not work():
         return float("nan")
     done, start = 0, time.perf_counter()

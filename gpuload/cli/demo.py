@@ -1,4 +1,4 @@
-"""``gpuload demo``: the whole way, from .h5ad files through the loader and DALI into PyTorch, in three orders."""
+"""``gpuload demo``: from .h5ad files through the loader and DALI into PyTorch, in three orders."""
 
 from __future__ import annotations
 
@@ -59,31 +59,31 @@ ORDERS: dict[str, dict[str, Any]] = {
 }
 
 ON_THE_CPU: dict[str, Any] = {"device": "cpu"}
-"""What is compared are orders; a model so small, and trained for seconds, gains nothing from a GPU."""
+"""The demo compares orders; so small a model, trained for seconds, gains nothing from a GPU."""
 
 RUN_ORDER = ("true random", "block shuffling", "streaming")
 """The slowest first: the others train on as many minibatches as it manages."""
 
 MAX_FETCH_SHARE = 0.05
-"""A fetch holds at most this part of the file; else all orders would mix alike."""
+"""Largest fraction of the file in a fetch; larger ones would make all orders mix alike."""
 
 N_GENES = 6_000
-"""Genes the synthetic classifier sees: with all 62,710 the model's arithmetic, not the loading, would take the time."""
+"""Genes the synthetic classifier sees: with all 62,710 the model's arithmetic would dominate, not the loading."""
 
 MIN_CELLS = 2_000
 
 LOADER_SHARE = 0.4
-"""Most time for measuring an order's loader alone, as a part of that for training."""
+"""Time limit for measuring an order's loader alone, as a fraction of that for training."""
 
 PACKAGES = {"torch": "torch", "nvidia-dali-cuda130": "nvidia.dali", "matplotlib": "matplotlib"}
-"""What the demo needs beside gpuload, and the module that shows that it is there."""
+"""Packages that the demo needs besides gpuload, and the module that tells whether each is installed."""
 
 REAL, SYNTHETIC = "pbmc.h5ad", "tahoe_shaped.h5ad"
 
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """A data set of the demo: how it is called, and what is learned."""
+    """A data set of the demo: its name, and what is learned."""
 
     title: str
     task: Task
@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out."""
+    """Run the command."""
     _check_packages()
     from gpuload.cli import figure, page, training
 
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_packages() -> None:
-    """Refuse to begin where a package is missing, be it that the last step needs."""
+    """Refuse to begin if a package is missing, even one that only the last step needs."""
     for package, module in PACKAGES.items():
         try:
             importlib.import_module(module)
@@ -174,7 +174,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _real(args: argparse.Namespace) -> DataSet | None:
-    """Return the real cells, or None where they cannot be had, having said so."""
+    """Return the real cells, or None, with a message, if they cannot be obtained."""
     from gpuload.cli import real_data
     from gpuload.cli.training import Task
 
@@ -193,7 +193,7 @@ def _real(args: argparse.Namespace) -> DataSet | None:
 
 
 def _synthetic(args: argparse.Namespace) -> DataSet:
-    """Return the synthetic cells, made where they are not there in this size."""
+    """Return the synthetic cells, made if they do not exist in this size."""
     from gpuload.cli.training import Task, most_expressed
     from gpuload.synthetic import tahoe_shaped
 
@@ -219,14 +219,14 @@ def _data_set(title: str, task: Task) -> DataSet:
 
 
 def _is_held_out(n_cells: int, share: float) -> NDArray[np.bool_]:
-    """Return which cells no model is trained on: the same ones each time."""
+    """Return which cells are held out from training: the same ones each time."""
     return np.random.default_rng(0).random(n_cells) < share
 
 
 def _write_split(
     train: Path, held_out: Path, cells: tuple[csr_matrix, pd.DataFrame, pd.DataFrame], share: float
 ) -> None:
-    """Write cells as two files, so that no model can see a held-out cell; each gets its name only when it is whole."""
+    """Write cells as two files, so that no model can see a held-out cell; each is renamed only when complete."""
     from gpuload.formats.obs import write_h5ad
 
     X, obs, var = cells
@@ -241,7 +241,7 @@ def _write_split(
 
 
 def _n_cells(path: Path) -> int:
-    """Return the cells of a file; 0 where there is none that can be read."""
+    """Return the number of cells in a file; 0 if it does not exist or cannot be read."""
     try:
         with closing(open_store(path, layer="X", obs=())) as store:
             return store.n_obs
@@ -258,7 +258,7 @@ def _labels(task: Task) -> tuple[int, float]:
 
 
 def _compare(data_set: DataSet, training: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Train in every order and return what is to be told about a data set."""
+    """Train in every order and return the results for a data set."""
     task = data_set.task
     rates, trained = _train(task, training, args)
     scores = training.evaluate(task, [trained[name].model for name in ORDERS])
@@ -283,7 +283,7 @@ def _compare(data_set: DataSet, training: Any, args: argparse.Namespace) -> dict
 
 
 def _train(task: Task, training: Any, args: argparse.Namespace) -> tuple[dict[str, float], dict[str, Training]]:
-    """Return, by order, cells per second of the loader alone, and what training in it gave."""
+    """Return, by order, cells per second of the loader alone, and the results of training."""
     rates: dict[str, float] = {}
     trained: dict[str, Training] = {}
     n_batches = None

@@ -1,4 +1,4 @@
-"""``gpuload doctor``: what is installed, which path bytes will take, and what to do to get a faster one."""
+"""``gpuload doctor``: report what is installed, which path bytes will take, and how to get a faster one."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ OPTIONAL = {
     "DALI": (("nvidia-dali-cuda130", "nvidia-dali-cuda120"), "the DALI front and the demo", "dali"),
     "matplotlib": (("matplotlib",), "pictures of the demo, inspect and bench", "plot"),
 }
-"""Name -> packages, any of which will do; what for; the extra that installs it."""
+"""Name -> packages, any one of which suffices; purpose; the extra that installs it."""
 
 GPU_PACKAGES = {
     "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
     "KvikIO": ("kvikio-cu13", "kvikio-cu12"),
     "nvCOMP": ("nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12"),
 }
-"""What a CUDA backend takes; nothing here needs them, so that they are missing is no defect."""
+"""Requirements of a CUDA backend; nothing else needs them, so a missing one is not a defect."""
 
 LOW_FILE_LIMIT = 1024
 LOW_MEMORY = 4 << 30
@@ -49,16 +49,16 @@ _UNUSED = "not installed (only a GPU needs it: pip install 'gpuload[cuda13]')"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One finding.
 
     Attributes
     ----------
     name, value
-        What, and what was found.
+        What was examined, and what was found.
     state
         ``"ok"``, ``"note"`` (could be better) or ``"broken"``.
     cure
-        What to do where it is not ok.
+        What to do if it is not ok.
     """
 
     name: str
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out."""
+    """Run the command."""
     sections = {
         "required": [Finding("python", platform.python_version()), *map(_required, REQUIRED), _self_test("cpu")],
         "optional": [
@@ -124,7 +124,7 @@ def _self_test(device: str) -> Finding:
             with gpuload.open_loader(path, device=device, batch_size=16, fetch_factor=2) as loader:
                 is_right = all(np.array_equal(_on_host(batch.X), X[batch.rows].toarray()) for batch in loader)
                 io_mode = loader.io_mode
-    except Exception as error:  # noqa: BLE001 - whatever is wrong, the report must come
+    except Exception as error:  # noqa: BLE001 - whatever is wrong, the report must be printed
         return Finding(
             name,
             f"{type(error).__name__}: {error}",
@@ -171,7 +171,7 @@ def _machine() -> list[Finding]:
 
 
 def _numba_cache() -> Finding:
-    """Tell where compiled kernels are kept, and whether that lasts."""
+    """Report where compiled kernels are cached, and whether that is permanent."""
     from gpuload.backends.native import PASSING, cache_folder
 
     folder = cache_folder()
@@ -182,7 +182,7 @@ def _numba_cache() -> Finding:
 
 
 def _path() -> list[Finding]:
-    """Tell which devices are seen, which of them `auto` takes, whether it works, and which path bytes go."""
+    """Report the visible devices, which one `auto` takes, whether it works, and the I/O path."""
     gpus = _gpus()
     device, path, is_chosen = _chosen()
     if not is_chosen:
@@ -199,7 +199,7 @@ def _path() -> list[Finding]:
 
 
 def _chosen() -> tuple[str, str, bool]:
-    """Return the device that `auto` takes, the path to it, and True; or what went wrong, nothing, and False."""
+    """Return the device that `auto` takes, its I/O path, and True; or the error, nothing, and False."""
     try:
         from gpuload.backends import open_backend
 
@@ -213,7 +213,7 @@ def _chosen() -> tuple[str, str, bool]:
 
 
 def _gpu_path(number: int) -> str:
-    """Return what is known of the path to a GPU before anything was read."""
+    """Return what is known about the path to a GPU before anything was read."""
     from gpuload.backends.cuda import kvikio_facts
 
     try:
@@ -235,7 +235,7 @@ def _gpu_path(number: int) -> str:
 
 
 def _gpus() -> list[str]:
-    """Return the CUDA devices that CuPy or PyTorch sees; a driver that is missing or broken is no device."""
+    """Return the CUDA devices that CuPy or PyTorch sees; with a missing or broken driver there are none."""
     return _gpus_by_cupy() or _gpus_by_torch()
 
 
@@ -245,7 +245,7 @@ def _gpus_by_cupy() -> list[str]:
     try:
         runtime = import_module("cupy.cuda.runtime")
         return [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
-    except Exception:  # noqa: BLE001 - CuPy raises errors of its own where there is no driver
+    except Exception:  # noqa: BLE001 - CuPy raises its own errors without a driver
         return []
 
 

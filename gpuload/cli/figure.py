@@ -1,6 +1,6 @@
-"""Pictures: the demo's results; who did what when; how a label and chunks lie in a file, and what can be chosen for it.
+"""Figures: the demo's results; a timeline; how labels and chunks lie in a file, and the settings to choose from.
 
-Home of matplotlib.
+The only user of matplotlib.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from gpuload.store import ObsColumn
 
 COLORS = {"streaming": "#c44e52", "block shuffling": "#4c72b0", "true random": "#8c8c8c"}
-"""Streaming warns, block shuffling stands out, true random order is the yardstick."""
+"""Streaming warns, block shuffling stands out, true random order is the reference."""
 
 STRIP = 2000
-"""Places along a file whose label is drawn."""
+"""Positions along a file whose label is drawn."""
 
 _INK, _FAINT = "#333333", "#d9d9d9"
 
@@ -65,7 +65,7 @@ def draw_inspection(
     Parameters
     ----------
     advised
-        What was found, with a label.
+        The advice found, with a label.
     label
         Its name.
     column
@@ -90,12 +90,12 @@ def draw_inspection(
 
 
 def _draw_runs(axis: Any, label: str, column: ObsColumn) -> None:
-    """Draw the label of every place in the file as a strip of colours; few of the strip's columns hold one row only."""
+    """Draw the label at each position of the file as a strip of colours; most columns of the strip cover many rows."""
     codes: NDArray[np.int32] = np.asarray(column.values, dtype=np.int32)
     edges = np.linspace(0, codes.size, min(codes.size, STRIP) + 1).astype(np.int64)
     n_categories = len(column.categories) if column.categories is not None else np.unique(codes).size
     runs = 1 + int(np.count_nonzero(codes[1:] != codes[:-1]))
-    shown = np.where(codes[edges[:-1]] < 0, np.nan, codes[edges[:-1]] * 0.381966 % 1)  # neighbours far apart in colour
+    shown = np.where(codes[edges[:-1]] < 0, np.nan, codes[edges[:-1]] * 0.381966 % 1)  # neighbours get distant colours
     strip = (edges[0], codes.size, 0, 1)
     axis.imshow(shown[None, :], aspect="auto", cmap="turbo", vmin=0, vmax=1, extent=strip, interpolation="nearest")
     axis.set_yticks([])
@@ -116,7 +116,7 @@ def _draw_chunks(axis: Any, cells_per_chunk: NDArray[Any]) -> None:
 
 
 def _draw_choices(axis: Any, advised: Advice, label: str) -> None:
-    """Draw the expected entropy of minibatches against cells/s of every candidate, a line per fetch factor."""
+    """Draw the expected entropy of minibatches against cells/s for every candidate, one line per fetch factor."""
     factors = sorted({c.fetch_factor for c in advised.candidates}, reverse=True)
     for factor, color in zip(factors, ("#4c72b0", "#55a868", "#c44e52"), strict=False):
         line = [c for c in advised.candidates if c.fetch_factor == factor]
@@ -220,7 +220,7 @@ CELL_LANES = (
     ("to_device_s", "to device", "#4aa3b5"),
     ("step_s", "consumer's step", "#8c8c8c"),
 )
-"""Rows of the timeline, from the bottom: timer, name and colour; of native threads a line each."""
+"""Rows of the timeline, from the bottom: timer, name and colour; native threads get one line each."""
 SAMPLE_LANES = (
     ("read_s", "get item", "#4c72b0"),
     ("decode_s", "decode", "#55a868"),
@@ -229,14 +229,14 @@ SAMPLE_LANES = (
     ("to_device_s", "to device", "#4aa3b5"),
     ("step_s", "train step", "#8c8c8c"),
 )
-"""The same of samples that are fetched one by one."""
+"""The same for samples fetched one by one."""
 _GPU = "#76b041"
 _MOST_THREADS, _DENSE = 12, 4
-"""Above so many threads a lane is a curve of how many are at it, so many lines high."""
+"""With more threads, a lane is a curve of the number active, this many lines high."""
 _LINE_APART, _NUMBER_APART = 0.008, 0.03
-"""Least part of the width from the line of a batch to the next, and from its number."""
+"""Minimum distance, as a fraction of the width, from a batch's line to the next one, and from its number."""
 _NARROWEST = 0.0008
-"""Least part of the width that a task is drawn with: about a pixel."""
+"""Minimum width of a task, as a fraction of the whole: about a pixel."""
 
 
 def draw_timeline(
@@ -248,17 +248,17 @@ def draw_timeline(
 ) -> bytes:
     """Draw the tasks of each stage over time, a line for each thread.
 
-    Where many threads do the same, it is how many of them are at it at a time. Tasks of batches with odd numbers are
-    lighter, and a thin line with its number says when a batch was handed over, as far as there is room.
+    If many threads do the same, draw the number active over time. Tasks of odd-numbered batches are lighter, and a thin
+    line with its number marks when a batch was returned, where there is room.
 
     Parameters
     ----------
     spans
-        The tasks. Where none is a step, what lies between two waits of the consumer is drawn as one.
+        The tasks. If none is a step, the time between two waits of the consumer is drawn as one.
     verdict
-        The line above.
+        The heading.
     gpus
-        How busy they were: a curve for each, from idle at the bottom of its line to busy at the top.
+        GPU utilisation: a curve for each, from idle at the bottom of its line to busy at the top.
     lanes
         Rows, from the bottom: timer, name and colour. Those of which nothing is known are left out.
     form
@@ -313,7 +313,7 @@ def draw_timeline(
 
 
 def _with_steps(spans: Sequence[Span]) -> list[Span]:
-    """Return the tasks, and where there is no step what the consumer did after each batch, until it did a task."""
+    """Return the tasks; without steps, add what the consumer did after each batch until its next task."""
     if any(span.timer == "step_s" for span in spans):
         return list(spans)
     consumers = {span.thread for span in spans if span.timer == "wait_s"}
@@ -330,7 +330,7 @@ def _with_steps(spans: Sequence[Span]) -> list[Span]:
 
 
 def _draw_how_many(axis: Any, tasks: Sequence[Span], line: int, color: str) -> int:
-    """Draw how many tasks are under way at each time, those of even batches below; return the most."""
+    """Draw how many tasks are active at each time, with even batches below; return the maximum."""
     at = np.array([(time, sign, task.batch) for task in tasks for time, sign in ((task.start, 1), (task.stop, -1))])
     at = at[np.lexsort((at[:, 1].astype(int), at[:, 0].astype(float)))]
     times, signs = at[:, 0].astype(float), at[:, 1].astype(int)
@@ -344,7 +344,7 @@ def _draw_how_many(axis: Any, tasks: Sequence[Span], line: int, color: str) -> i
 
 
 def _draw_batches(axis: Any, waits: Mapping[int, Sequence[Span]], line: int, lasted: float) -> bool:
-    """Draw when batches were handed over, and their numbers on a line, where there is room; return whether any was."""
+    """Draw when batches were returned, numbered on a line where there is room; return whether any was."""
     drawn = numbered = -np.inf
     for wait in sorted((wait for some in waits.values() for wait in some), key=lambda wait: wait.stop):
         at = wait.stop
@@ -368,7 +368,7 @@ def _shade(color: str, batch: int | None) -> str:
 def _bars(
     axis: Any, orders: Sequence[Mapping[str, Any]], values: Sequence[float], tops: Sequence[float], form: str
 ) -> None:
-    """Draw a bar for each order, and its value above `tops`."""
+    """Draw a bar for each order, with its value above `tops`."""
     place = np.arange(len(orders))
     axis.bar(place, values, 0.72, color=[COLORS[o["order"]] for o in orders], zorder=2)
     for x, value, top in zip(place, values, tops, strict=True):

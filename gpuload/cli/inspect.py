@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out."""
+    """Run the command."""
     from gpuload.formats import open_store
 
     if args.plot and not args.label:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(store: Store, paths: list[str], layer: str) -> dict[str, Any]:
-    """Return what is known about a file's matrix and obs."""
+    """Return the facts about a file's matrix and obs."""
     matrices = zip(store.paths, store.matrices, strict=True)
     arrays = [_describe_array(layout, matrix, path) for path, matrix in matrices for layout in matrix.layouts]
     stored, decoded = (sum(a[k] for a in arrays) for k in ("stored_nbytes", "decoded_nbytes"))
@@ -116,7 +116,7 @@ def describe(store: Store, paths: list[str], layer: str) -> dict[str, Any]:
 
 
 def _nbytes(path: str) -> int:
-    """Return the bytes of a file, or of all files of a folder; a modality's are those of its file."""
+    """Return the size in bytes of a file, or of all files of a folder; for a modality, of its file."""
     from gpuload.formats.addresses import as_address
     from gpuload.formats.recognise import nbytes_at
 
@@ -162,7 +162,7 @@ def _describe_array(layout: ArrayLayout, matrix: Matrix, path: str) -> dict[str,
 
 
 def codec(filters: tuple[Filter, ...]) -> str:
-    """Return filters in words that users know: ``"shuffle + gzip 4"``."""
+    """Return filters in terms that users know: ``"shuffle + gzip 4"``."""
     return " + ".join(_filter(f) for f in filters) or "none"
 
 
@@ -173,7 +173,7 @@ def _filter(step: Filter) -> str:
 
 
 def obs_kinds(path: str, layer: str) -> dict[str, str]:
-    """Return the obs columns of a file and what each is handed over as."""
+    """Return the obs columns of a file, and the type that each is returned as."""
     from gpuload.formats import open_store
     from gpuload.formats.recognise import obs_columns
 
@@ -182,7 +182,7 @@ def obs_kinds(path: str, layer: str) -> dict[str, str]:
         with closing(open_store(path, layer=layer, obs=names)) as store:
             return {name: _kind(store.obs[name]) for name in names}
     except StoreError:
-        # One of them is of a type that has no place in a minibatch: only one by one it shows which.
+        # One of them has an unsupported type: reading them one by one shows which.
         return {name: _kind_of_one(path, layer, name) for name in names}
 
 
@@ -253,7 +253,7 @@ def _array_row(array: dict[str, Any], is_many: bool) -> tuple[str, ...]:
 
 
 def _choices(advised: advice.Advice, label: str | None) -> list[str]:
-    """Return the table of block sizes for the fetch factor advised, and one of the other fetch factors."""
+    """Return the table of block sizes for the advised fetch factor, and one of the other fetch factors."""
     header = ["block_size", "cells a block", "blocks a fetch", "decoded per wanted"]
     header += [f"{label} entropy, bits", "of random"] if label else []
     chosen = [c for c in advised.candidates if c.fetch_factor == advised.fetch_factor]

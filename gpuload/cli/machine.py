@@ -1,4 +1,4 @@
-"""What this machine and this process have: memory, cores, limits. Linux, from the standard library only."""
+"""Resources of this machine and process: memory, cores, limits. Linux only, standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def available_memory() -> int:
-    """Return the bytes that could be allocated now, the control group's limit considered; 0 where it cannot be told."""
+    """Return the bytes that could be allocated now, within the control group's limit; 0 if unknown."""
     limits = [_meminfo("MemAvailable")]
     limit, used = (_read_int(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if limit is not None and used is not None:
@@ -18,17 +18,17 @@ def available_memory() -> int:
 
 
 def total_memory() -> int:
-    """Return the bytes of memory that there are; 0 where it cannot be told."""
+    """Return the total memory in bytes; 0 if unknown."""
     return _meminfo("MemTotal")
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores available to this process."""
     return len(os.sched_getaffinity(0))
 
 
 def peak_memory() -> int:
-    """Return the most bytes that this process has held."""
+    """Return this process's peak memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -39,12 +39,12 @@ def huge_pages() -> str:
 
 
 def open_file_limit() -> int:
-    """Return how many files this process may hold open."""
+    """Return the maximum number of files that this process may hold open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return the versions of Python and of those packages that are installed, by name; nothing is imported."""
+    """Return the versions of Python and of the installed ones of some packages, by name; nothing is imported."""
     found = {package: version_of(package) for package in packages}
     return {"python": platform.python_version()} | {name: text for name, text in found.items() if text is not None}
 

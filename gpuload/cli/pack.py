@@ -1,4 +1,4 @@
-"""``gpuload pack``: files to one pre-shuffled store that anndata opens and that this loader reads fastest."""
+"""``gpuload pack``: turn files into one pre-shuffled store that anndata opens, and this loader reads fastest."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out."""
+    """Run the command."""
     from gpuload.packing import pack
 
     start = time.perf_counter()

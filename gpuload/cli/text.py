@@ -1,4 +1,4 @@
-"""What the commands say and how they ask: tables, sizes, progress bars, shared options. The home of tqdm."""
+"""Terminal input and output of the commands: tables, sizes, progress bars, shared options. The only user of tqdm."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def print_json(value: Any) -> None:
-    """Print a result as JSON; what is not a number there (NaN, infinity) becomes null."""
+    """Print a result as JSON; values that JSON lacks (NaN, infinity) become null."""
     print(json.dumps(plain(value), indent=2))
 
 
 def plain(value: Any) -> Any:
-    """Return nested values as those that JSON has."""
+    """Return nested values converted to JSON types."""
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -45,7 +45,7 @@ def plain(value: Any) -> Any:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows under a header in columns; the first is set flush left, the others flush right."""
+    """Return rows under a header in columns; the first is left-aligned, the others right-aligned."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     lines.insert(1, ["-" * width for width in widths])
@@ -66,7 +66,7 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Return a number of bytes for people: ``"1.6 MB"``."""
+    """Format a number of bytes: ``"1.6 MB"``."""
     power = 0
     while nbytes >= 999.5 and power < len(UNITS) - 1:
         nbytes /= 1000
@@ -75,34 +75,34 @@ def size(nbytes: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return a count or rate for people: ``"18,800"``, ``"24.1"``."""
+    """Format a count or rate: ``"18,800"``, ``"24.1"``."""
     return f"{value:,.0f}" if abs(value) >= 100 or float(value).is_integer() else f"{value:,.3g}"
 
 
 def share(part: float) -> str:
-    """Return a fraction as a percentage."""
+    """Format a fraction as a percentage."""
     return f"{100 * part:.0f} %" if part >= 0.0995 else f"{100 * part:.1f} %"
 
 
 def bits(value: float) -> str:
-    """Return an entropy."""
+    """Format an entropy."""
     return f"{value:.3f}" if np.isfinite(value) else "-"
 
 
 def count(n: int, noun: str, plural: str | None = None) -> str:
-    """Return a number with its noun: ``"3 files"``."""
+    """Format a number with its noun: ``"3 files"``."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {plural or noun + 's'}"
 
 
 class Progress:
-    """A progress bar on stderr, in a terminal and in a notebook; silent in a pipe or a file, or on request.
+    """A progress bar on stderr, in a terminal or notebook; silent in a pipe or a file, or on request.
 
     Parameters
     ----------
     total
-        What the bar counts to; None shows a count only.
+        Final count; None shows a count only.
     label
-        What is being done.
+        Description of the work.
     is_quiet
         Show nothing.
     unit
@@ -123,7 +123,7 @@ class Progress:
         )
 
     def reach(self, n: float) -> None:
-        """Set what is done so far."""
+        """Set the count."""
         self._bar.update((min(n, self._bar.total) if self._bar.total else n) - self._bar.n)
 
     def __enter__(self) -> Self:
@@ -134,29 +134,29 @@ class Progress:
 
 
 def _is_watched() -> bool:
-    """Return whether stderr is looked at while the command runs."""
+    """Return whether anyone watches stderr while the command runs."""
     return sys.stderr.isatty() or _is_notebook()
 
 
 def _is_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook, whose stderr is a page and claims to be no terminal."""
+    """Return whether this process is a notebook kernel, whose stderr is displayed but claims not to be a terminal."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def say(message: str, *, is_quiet: bool) -> None:
-    """Tell on stderr what is going on, unless nobody wants to know."""
+    """Report progress on stderr, unless quiet."""
     if not is_quiet:
         print(message, file=sys.stderr, flush=True)
 
 
 def check_folders(*paths: str | None) -> None:
-    """Look whether files can be written to their folders, before the work; None is a file that nobody asked for.
+    """Check, before the work, that the folders of output files exist; None is a file that was not requested.
 
     Raises
     ------
     ReadError
-        A folder is not there.
+        A folder does not exist.
     """
     for path in paths:
         if path is not None and not (folder := Path(path).parent).is_dir():
@@ -164,14 +164,14 @@ def check_folders(*paths: str | None) -> None:
 
 
 def print_saved(*paths: str | Path | None) -> None:
-    """Tell which files were written; None is one that nobody asked for."""
+    """Report which files were written; None is a file that was not requested."""
     written = [str(path) for path in paths if path is not None]
     if written:
         print(f"\nsaved: {', '.join(written)}")
 
 
 def say_of_compiling(*, is_quiet: bool) -> None:
-    """Tell who watches that kernels are about to be compiled, where none are kept yet."""
+    """Tell whoever watches that kernels are about to be compiled, if none are cached yet."""
     from gpuload.backends.native import cache_folder
 
     if _is_watched() and not os.listdir(cache_folder()):
@@ -186,7 +186,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_path_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the files to read, and which matrix and label of them."""
+    """Add the files to read, and the options for their matrix and label."""
     parser.add_argument(
         "paths",
         type=path,
@@ -213,21 +213,21 @@ def form_of(picture: str) -> str:
 
 
 def path(text: str) -> str:
-    """Return an argument that must name a file."""
+    """Parse an argument that must name a file."""
     if not text:
         raise argparse.ArgumentTypeError("'' names no file; give a path")
     return text
 
 
 def whole_number(text: str) -> int:
-    """Return an option that must be a whole number of at least 1."""
+    """Parse an option that must be a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def positive(text: str) -> float:
-    """Return an option that must be a number above 0."""
+    """Parse an option that must be a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -238,7 +238,7 @@ def positive(text: str) -> float:
 
 
 def fraction(text: str) -> float:
-    """Return an option that must be a number from 0 to 1."""
+    """Parse an option that must be a number from 0 to 1."""
     try:
         value = float(text)
     except ValueError:
@@ -249,5 +249,5 @@ def fraction(text: str) -> float:
 
 
 def block_size(text: str) -> int | str:
-    """Return a block size: a whole number of at least 1, "chunk" or "N chunks"."""
+    """Parse a block size: a whole number of at least 1, "chunk" or "N chunks"."""
     return whole_number(text) if chunks_per_block(text) is None else text

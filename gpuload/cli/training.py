@@ -1,7 +1,7 @@
-"""The demo's model: a linear classifier over minibatches that come through DALI into PyTorch.
+"""The demo's model: a linear classifier on minibatches that come through DALI into PyTorch.
 
-Every order trains on the same number of minibatches from the same start; what differs is which cells they hold, and how
-long they take.
+Every order trains on the same number of minibatches from the same start; the orders differ in which cells these hold,
+and in how long they take.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LEARNING_RATE = 3e-3
-"""Of Adam; large for a linear layer, because a demo has seconds, not hours."""
+"""Adam's learning rate; large for a linear layer, because a demo has seconds, not hours."""
 
 HELD_OUT_LOSS_CELLS = 512
-"""Held-out cells whose loss is followed during training."""
+"""Held-out cells whose loss is tracked during training."""
 
 HELD_OUT_LOSS_POINTS = 100
-"""How often it is computed in one training."""
+"""Number of times that it is computed in one training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Task:
     mix
         Column of obs whose entropy in the minibatches is measured.
     epochs
-        How often each cell is trained on, if the time suffices.
+        How often each cell is trained on, if time permits.
     settings
-        Of `gpuload.open_loader`, the same for every order.
+        Settings of `gpuload.open_loader`, the same for every order.
     """
 
     train: Path
@@ -63,20 +63,20 @@ class Task:
 
     @property
     def obs(self) -> list[str]:
-        """Columns of obs to hand over."""
+        """Columns of obs to return."""
         return list(dict.fromkeys((self.label, self.mix)))
 
 
 @dataclass(slots=True, eq=False)
 class Training:
-    """What training in one order gave.
+    """The result of training in one order.
 
     Attributes
     ----------
     model
         The classifier.
     entropy
-        Of `Task.mix` over full minibatches.
+        Entropy of `Task.mix` over full minibatches.
     seconds, n_cells, n_batches
         Of training.
     loss
@@ -104,10 +104,10 @@ class Training:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch compute in one thread for a with-block.
+    """Restrict PyTorch to one thread for a with-block.
 
-    The model is small and the loader's threads fill the cores: more threads of PyTorch's would wait for one another at
-    every operation, which made a step ten times slower where it was tried.
+    The model is small and the loader's threads fill the cores: more PyTorch threads would wait for one another at every
+    operation, which made a step ten times slower where it was tried.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -125,14 +125,14 @@ def minibatches(path: Path, task: Task, **order: Any) -> Iterator[tuple[gpuload.
 
 
 def endless(batches: CellIterator) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield minibatch after minibatch, epoch after epoch."""
+    """Yield minibatches, epoch after epoch."""
     while True:
         for (batch,) in batches:
             yield batch
 
 
 def loader_rate(task: Task, order: Mapping[str, Any], max_seconds: float) -> float:
-    """Return cells per second through DALI into PyTorch, nothing done with them, over the epochs or `max_seconds`.
+    """Return cells per second through DALI into PyTorch, without further work, over the epochs or `max_seconds`.
 
     The first minibatch, which waits for an empty pipeline, is not counted.
     """
@@ -155,7 +155,7 @@ def train(
     max_seconds: float,
     on_progress: Callable[[int, int], None],
 ) -> Training:
-    """Train in an order, from a model that knows nothing.
+    """Train an untrained model in an order.
 
     Parameters
     ----------
@@ -164,11 +164,11 @@ def train(
     order
         Settings of `gpuload.open_loader` that make the order.
     n_batches
-        Length of the training; None takes the task's epochs, or what is done of them in the time.
+        Length of the training; None takes the task's epochs, or as much of them as time permits.
     max_seconds
-        Time for the training where `n_batches` is not given.
+        Time limit for the training if `n_batches` is not given.
     on_progress
-        Called with the minibatches done and to do.
+        Called with the number of minibatches done, and in total.
     """
     held_out = _some_held_out(task)
     with minibatches(task.train, task, **order) as (loader, iterator):
@@ -178,7 +178,7 @@ def train(
         optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
         wanted = n_batches or task.epochs * len(loader)
         every = max(1, wanted // HELD_OUT_LOSS_POINTS)
-        # What is not training (held-out losses, entropies) is taken off the clock, for every order alike.
+        # Anything but training (held-out losses, entropies) is taken off the clock, for every order alike.
         start, paused = time.perf_counter(), 0.0
         while result.n_batches < wanted and (n_batches or result.seconds < max_seconds):
             batch = next(batches)
@@ -214,9 +214,9 @@ def most_expressed(path: Path, n_genes: int, **settings: Any) -> NDArray[np.bool
     path
         File.
     n_genes
-        Genes wanted.
+        Number of genes wanted.
     **settings
-        Of `gpuload.open_loader`.
+        Settings of `gpuload.open_loader`.
     """
     with gpuload.open_loader(path, output="csr", **settings) as loader:
         n_cells = np.zeros(loader.n_vars, dtype=np.int64)
@@ -228,7 +228,7 @@ def most_expressed(path: Path, n_genes: int, **settings: Any) -> NDArray[np.bool
 
 
 def _model(n_vars: int, n_classes: int) -> torch.nn.Linear:
-    """Return a linear classifier that knows nothing: all weights 0, so that every order starts from the same point."""
+    """Return an untrained linear classifier: all weights 0, so that every order starts from the same point."""
     model = torch.nn.Linear(n_vars, n_classes)
     torch.nn.init.zeros_(model.weight)
     torch.nn.init.zeros_(model.bias)
@@ -236,7 +236,7 @@ def _model(n_vars: int, n_classes: int) -> torch.nn.Linear:
 
 
 def _step(model: torch.nn.Linear, optimizer: torch.optim.Optimizer, X: torch.Tensor, labels: torch.Tensor) -> float:
-    """Take one step down and return the loss before it."""
+    """Take one gradient step and return the loss before it."""
     loss = functional.cross_entropy(model(X), labels.reshape(-1).long())
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]

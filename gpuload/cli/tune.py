@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gpuload.tune import Tuned
 
 MEMORY_SHARE = 0.5
-"""Part of the available memory that a loader may take, unless --memory says."""
+"""Fraction of the available memory that a loader may take, unless --memory is given."""
 
 LEAST_NBYTES = 1_000_000
 """Less memory than any loader takes."""
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out."""
+    """Run the command."""
     from gpuload.tune import Wish, tune
 
     if args.output == "csr" and args.dtype != "float32":
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         text.print_json({"settings": tuned.settings, "measured": measured})
     else:
         print(_report(tuned, args.paths, args.out))
-    if args.out:  # after it was told, so that nothing is lost where it cannot be written
+    if args.out:  # after printing, so that nothing is lost if it cannot be written
         write_settings(args.out, tuned.settings, text.plain(measured))
     return 0
 

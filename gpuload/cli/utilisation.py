@@ -1,4 +1,4 @@
-"""How busy the GPUs are while something runs, from the driver's own counters. The home of pynvml."""
+"""GPU utilisation while something runs, from the driver's own counters. The only user of pynvml."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 PERIOD_S = 0.1
-"""The driver averages over 1/6 s or more (nvmlUtilization_t), so more often would tell no more."""
+"""The driver averages over 1/6 s or more (nvmlUtilization_t), so sampling more often would add nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """How busy one GPU was.
+    """The utilisation of one GPU.
 
     Attributes
     ----------
     name
-        Which one.
+        Its name.
     at_s
-        When it was asked, by `time.perf_counter`.
+        Sample times, by `time.perf_counter`.
     percent
-        Share of the time before in which a kernel ran, 0 to 100, at each of these times.
+        Percentage of the preceding period in which a kernel ran, 0 to 100, at each of these times.
     """
 
     name: str
