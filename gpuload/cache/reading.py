@@ -1,7 +1,7 @@
-"""Samples from local files to batches: read ahead, straight into the batch's memory, by threads that let go of the GIL.
+"""Read samples from local files into batches: ahead of time, straight into the batch's memory, without the GIL.
 
-A sample of format ``"npy"`` is one positional read: its header into a scratch, its values into their row of the batch.
-Nothing is parsed but the first header; the others have to be the same bytes.
+A sample of format ``"npy"`` is one positional read: its header into scratch memory, its values into their row of the
+batch. Only the first header is parsed; the others must be identical.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Decode = str | Callable[[NDArray[np.uint8]], Any]
 
 MAX_HEADER = 1 << 16
-"""Bytes of a .npy header: version 1 has no more."""
+"""Bytes of a .npy header: the most that version 1 allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Sample:
     key_id, key, etag, nbytes
         The object.
     path, crc
-        Its local copy and what it should have as crc; None where there is none and it is read from the remote.
+        Its local copy and the copy's expected crc; None if there is none and it is read from the remote.
     file_id
         Row of the copy.
     """
@@ -61,8 +61,7 @@ class SampleBatch:
     Attributes
     ----------
     data
-        Of format ``"npy"`` one array of shape ``(n, *shape)``, owned by the consumer; else a list of what each sample
-        was decoded to.
+        For format ``"npy"`` one array of shape ``(n, *shape)``, owned by the consumer; else a list of decoded samples.
     keys
         Their keys.
     """
@@ -117,13 +116,13 @@ class SampleReader:
     verify
         ``"once"`` (per file in `verified`), ``"always"`` or ``"never"``: when crcs are checked.
     fetch_whole
-        Returns all bytes of a sample from the remote, checked.
+        Returns all bytes of a sample from the remote, verified.
     on_bad_copy
-        Called with a sample whose local copy is damaged or gone, and what was wrong.
+        Called with a sample whose local copy is damaged or gone, and the reason.
     max_idle
         Batches whose memory is kept for reuse.
     verified
-        Numbers of files that were checked; added to.
+        Numbers of verified files; added to.
     """
 
     def __init__(
@@ -143,17 +142,17 @@ class SampleReader:
 
     @property
     def peak_nbytes(self) -> int:
-        """Most bytes of batches that were held or kept for reuse at one time."""
+        """Peak bytes of batches held or kept for reuse."""
         return self._pool.peak_nbytes
 
     def find_form(self, samples: Sequence[Sample]) -> None:
-        """Learn the form of all samples from the first of some that can be read."""
+        """Learn the form of all samples from the first readable one."""
         if self._decode != "npy" or self.form is not None:
             return
         for sample in samples:
             whole = np.empty(sample.nbytes, dtype=np.uint8)
             try:
-                self._read_parts(sample, [whole])  # checked, and from the remote where the copy is of no use
+                self._read_parts(sample, [whole])  # verified, and from the remote if the copy is unusable
                 self.form = read_form(sample, whole[:MAX_HEADER].tobytes())
             except (ReadError, CorruptDataError):
                 if sample is samples[-1]:
@@ -162,11 +161,11 @@ class SampleReader:
                 return
 
     def new_batch(self, n: int) -> NDArray[Any] | None:
-        """Return memory for the values of n samples, or None where each has its own."""
+        """Return memory for the values of n samples, or None if each has its own."""
         return None if self.form is None else self._pool.array((n, *self.form.shape), self.form.dtype)
 
     def read(self, sample: Sample, batch: NDArray[Any] | None, row: int) -> tuple[Any, float]:
-        """Read a sample into a row of a batch, or return what it was decoded to; and the seconds that it took."""
+        """Read a sample into a row of a batch, or return the decoded sample; and the seconds taken."""
         start_s = time.perf_counter()
         if batch is not None and self.form is not None:
             header, values = np.empty(len(self.form.header), dtype=np.uint8), batch[row : row + 1].reshape(-1)
@@ -183,7 +182,7 @@ class SampleReader:
         return decoded, time.perf_counter() - start_s
 
     def _read_parts(self, sample: Sample, parts: list[NDArray[np.uint8]]) -> None:
-        """Fill the parts, one after the other, with a sample's bytes; from the remote where the copy is of no use."""
+        """Fill consecutive parts with a sample's bytes; from the remote if the copy is unusable."""
         if sum(part.size for part in parts) != sample.nbytes:
             raise CorruptDataError(
                 f"{sample.key}: {sample.nbytes} bytes, where the samples before it have {sum(p.size for p in parts)}; "
@@ -201,7 +200,7 @@ class SampleReader:
             done += part.size
 
     def _checked(self, sample: Sample, parts: list[NDArray[np.uint8]]) -> str | None:
-        """Return what is wrong with the bytes of a local copy, or None; each is looked at as often as was asked for."""
+        """Return what is wrong with the bytes of a local copy, or None; verified as often as `verify` demands."""
         if self._verify == "never" or (self._verify == "once" and sample.file_id in self._verified):
             return None
         crc = 0
@@ -214,12 +213,12 @@ class SampleReader:
 
 
 def read_copy(path: str, parts: list[NDArray[np.uint8]], start: int = 0) -> str | None:
-    """Fill the parts, one after the other, with the bytes of a file from `start` on; return what is wrong, or None.
+    """Fill consecutive parts with the bytes of a file from `start` on; return what is wrong, or None.
 
     Raises
     ------
     PlanError
-        The file cannot be opened because too many are: that is no fault of a copy.
+        The file cannot be opened because too many are: not the copy's fault.
     """
     wanted, done = sum(part.size for part in parts), 0
     try:
@@ -254,7 +253,7 @@ def assemble(batch: NDArray[Any] | None, decoded: list[Any], keys: list[str], ke
 
 
 def check_reading(decode: Decode, verify: str, on_error: str) -> None:
-    """Raise PlanError where an option is none."""
+    """Raise PlanError for an invalid option."""
     if not callable(decode) and decode not in ("npy", "bytes"):
         raise PlanError(f"decode={decode!r}: expected 'npy', 'bytes' or a function.")
     check_choice("verify", verify, ("once", "always", "never"))
@@ -262,7 +261,7 @@ def check_reading(decode: Decode, verify: str, on_error: str) -> None:
 
 
 def no_copy(sample: Sample, remote: str) -> ReadError:
-    """Return the error for a sample that is neither here nor, as it was, in the remote."""
+    """Return the error for a sample that is neither here nor, unchanged, in the remote."""
     return ReadError(
         f"{sample.key}: this snapshot had it with ETag {sample.etag!r}, its local copy is gone, and {remote} has it no "
         "more; start with a new snapshot."

@@ -1,4 +1,4 @@
-"""What reading took: bytes, seconds, waits of the consumer, and which stage holds it up."""
+"""Statistics of reading: bytes, seconds, waits of the consumer, and which stage is the bottleneck."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Reads:
         self.peak_nbytes = 0
 
     def add(self, seconds: float, nbytes: int) -> None:
-        """Note a sample that was read."""
+        """Count a sample that was read."""
         with self._lock:
             self.n_samples += 1
             self.nbytes += nbytes
             self.read_s += seconds
 
     def add_remote(self) -> None:
-        """Note a sample that had to be read from the remote."""
+        """Count a sample that had to be read from the remote."""
         with self._lock:
             self.n_from_remote += 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Note a with-block as a wait of the consumer."""
+        """Count a with-block as a wait of the consumer."""
         start = time.perf_counter()
         if self._began is None:
             self._began = start
@@ -66,7 +66,7 @@ class Reads:
         }
 
     def verdict(self, snapshot_wait_s: float) -> str:
-        """Return in one line which stage holds the consumer up."""
+        """Return one line naming the stage that holds the consumer up."""
         if self._began is None:
             return "nothing was read yet"
         total = time.perf_counter() - self._began + snapshot_wait_s

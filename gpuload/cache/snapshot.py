@@ -1,4 +1,4 @@
-"""An epoch: what was there when it began, in an order of its own, kept from going until it was used."""
+"""An epoch: the samples present when it began, in its own order, protected from eviction until used."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from gpuload.cache.store import SampleStore
 
 _NOTE_S = 0.05
-"""Time after which uses are written to the catalogue."""
+"""Interval at which uses are written to the catalogue."""
 
 
 class Snapshot:
     """The samples of one epoch. Made by `SampleStore.snapshot`; iterate once, over `batches`.
 
-    What it has still to read is kept from eviction; what it has handed over may go. Use it in a with-statement, or call
+    Samples still to be read are protected from eviction; those returned may go. Use it in a with-statement, or call
     `close`.
 
     Parameters
@@ -37,13 +37,13 @@ class Snapshot:
     store
         The store.
     generation, pin
-        Its number, and what keeps its files.
+        Its number, and the pin that protects its files.
     ids : (n,) int64
-        The files to visit, in order, of this rank.
+        The files that this rank visits, in order.
     settings
-        What the order depends on, for the state.
+        What determines the order, for the state.
     position
-        Samples handed over before.
+        Samples returned before.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Snapshot:
         self._store, self._pin, self._ids, self._settings = store, pin, ids, settings
         self.generation = generation
         self.position = position
-        """Samples handed over."""
+        """Samples returned."""
         self.n_skipped = 0
-        """Samples left out because they could not be read."""
+        """Samples skipped because they could not be read."""
         self._used: list[int] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -72,7 +72,7 @@ class Snapshot:
         return int(self._ids.size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `SampleStore.snapshot(state=...)` needs to go on after the last batch: numbers and strings."""
+        """Return what `SampleStore.snapshot(state=...)` needs to resume after the last batch: numbers and strings."""
         return {"generation": self.generation, "position": self.position, **self._settings}
 
     def batches(
@@ -87,7 +87,7 @@ class Snapshot:
         on_error: str = "raise",
         max_skipped: float = 0.01,
     ) -> Iterator[SampleBatch]:
-        """Hand over the samples that are left, in order.
+        """Yield the remaining samples as batches, in order.
 
         Parameters
         ----------
@@ -97,18 +97,18 @@ class Snapshot:
             ``"npy"``: all samples have one shape and dtype, and a batch is one array; ``"bytes"``: a list of uint8
             arrays; or a function from a uint8 array to anything, called in a reader thread, for a list of its results.
         drop_last
-            Leave out the last batch where it is short.
+            Drop the last batch if it is incomplete.
         prefetch
-            Batches read ahead: with the consumer's, the memory that is held.
+            Batches read ahead: they and the consumer's bound the memory held.
         n_threads
-            Threads that read.
+            Reader threads.
         verify
-            When the crc of a file is checked: ``"once"`` after the store was opened, ``"always"`` or ``"never"``.
+            When a file's crc is checked: ``"once"`` after the store was opened, ``"always"`` or ``"never"``.
         on_error
-            What becomes of a sample that can be had neither from its copy nor from the remote: ``"raise"``, or
-            ``"skip"``, which puts it into quarantine and makes its batch smaller.
+            How to treat a sample that neither its copy nor the remote can provide: ``"raise"``, or ``"skip"``, which
+            quarantines it and makes its batch smaller.
         max_skipped
-            Share of the samples that may be skipped before an error is raised all the same.
+            Share of the samples that may be skipped before an error is raised anyway.
 
         Yields
         ------
@@ -117,9 +117,9 @@ class Snapshot:
         Raises
         ------
         PlanError
-            An option that cannot be carried out.
+            An option is invalid.
         ReadError, CorruptDataError
-            A sample cannot be had; after the batches before it.
+            A sample cannot be read; raised after the batches before it.
         """
         check_reading(decode, verify, on_error)
         batch_size, prefetch = check_whole("batch_size", batch_size, 1), check_whole("prefetch", prefetch, 1)
@@ -141,7 +141,7 @@ class Snapshot:
         stats = self._store.reads
         pending: deque[_Pending] = deque()
         left = iter(starts)
-        # One thread looks up and allots, so that the consumer's does neither; the others read.
+        # One thread looks up and allocates, which spares the consumer's thread both; the others read.
         planner, readers = DaemonThreads(1, "gpuload-plan"), DaemonThreads(n_threads, "gpuload-read")
         try:
             while True:
@@ -176,7 +176,7 @@ class Snapshot:
     def _checked(
         self, batch: NDArray[Any] | None, samples: list[Sample], outcomes: list[Any], limit: int
     ) -> SampleBatch:
-        """Return a batch without the samples that could not be read; too many of them are an error."""
+        """Return a batch without the unreadable samples; raise if there are too many."""
         kept, decoded = [], []
         for i, outcome in enumerate(outcomes):
             decoded.append(None if isinstance(outcome, Exception) else outcome[0])
@@ -197,11 +197,11 @@ class Snapshot:
 
     def _note_uses(self) -> None:
         while not self._closed.wait(_NOTE_S):
-            with suppress(ReadError, OSError):  # a busy catalogue or a full disk: the next time will do
+            with suppress(ReadError, OSError):  # a busy catalogue or a full disk: a later call will succeed
                 self.flush()
 
     def flush(self) -> None:
-        """Write the uses so far to the catalogue, which lets the samples go."""
+        """Write the uses so far to the catalogue, which makes the samples evictable."""
         with self._lock:
             used, self._used = self._used, []
         if not used:
@@ -214,7 +214,7 @@ class Snapshot:
             raise
 
     def close(self) -> None:
-        """Let go of what was not read; may be called twice."""
+        """Release the unread samples; may be called twice."""
         if not self._closed.is_set():
             self._closed.set()
             self._clerk.join()
@@ -231,13 +231,13 @@ class Snapshot:
 
 
 class _Pending:
-    """A batch on its way: first looked up, then read."""
+    """A batch in progress: first looked up, then read."""
 
     def __init__(self, begun: Future[tuple[NDArray[Any] | None, list[Sample], list[Future[Any]]]]) -> None:
         self._begun = begun
 
     def result(self) -> tuple[NDArray[Any] | None, list[Sample], list[Any]]:
-        """Return the batch's memory, its samples, and of each what it was read as or why it could not be."""
+        """Return the batch's memory, its samples, and each one's result or error."""
         batch, samples, futures = self._begun.result()
         outcomes: list[Any] = []
         for future in futures:
@@ -248,14 +248,14 @@ class _Pending:
         return batch, samples, outcomes
 
     def cancel(self) -> None:
-        """Let it be, as far as it has not begun."""
+        """Cancel whatever has not started."""
         if not self._begun.cancel() and self._begun.done() and self._begun.exception() is None:
             for future in self._begun.result()[2]:
                 future.cancel()
 
 
 def check_order_settings(settings: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise PlanError where a state is of another rank count or its position is none."""
+    """Raise PlanError if a state has another number of ranks or an invalid position."""
     if given["world_size"] != settings["world_size"]:
         raise PlanError(
             f"state: it is of world_size={given['world_size']}, and this is {settings['world_size']}; take a new "

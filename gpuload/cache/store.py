@@ -1,4 +1,4 @@
-"""The store: one folder, one remote, a budget; what fetchers, epochs and jobs share."""
+"""The store: one folder, one remote, a budget; shared by fetchers, epochs and jobs."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gpuload.cache")
 
 _MAX_DEATHS = 3
-"""Ends of a fetcher process after which who waits for it is told."""
+"""Number of ends of a fetcher process after which those waiting for it get an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How much of the remote was trained on, and how evenly.
+    """How much of the remote was used for training, and how evenly.
 
     Attributes
     ----------
     n_known, n_held, n_visited
-        Objects that the remote has; that are here; that were used at least once.
+        Objects that the remote has; that are stored locally; that were used at least once.
     n_visits
-        Uses in all.
+        Total uses.
     effective
-        Kish's effective sample size of the uses: ``(sum of v)**2 / sum of v**2``; equal to `n_visited` where all were
+        Kish's effective sample size of the uses: ``(sum of v)**2 / sum of v**2``; equal to `n_visited` if all were
         used equally often.
     """
 
@@ -69,32 +69,32 @@ class SampleStore:
     """Samples of a remote in a local folder, downloaded ahead of training, within a budget.
 
     Each epoch trains on what is there when it begins, so the set grows from epoch to epoch; once the budget is full,
-    what was used makes room for what was not. Any number of processes may open the same folder at the same time. It may
-    be ended at any moment, ``kill -9`` included, and opened again. The folder must be on a disk of this machine.
+    used samples make room for unused ones. Any number of processes may open the same folder concurrently. They may
+    be killed at any moment, ``kill -9`` included, and restarted. The folder must be on a local disk.
 
     Parameters
     ----------
     root
-        The folder; it is made where it is not there.
+        The folder; created if it does not exist.
     remote
         Where samples come from: a `gpuload.remote.Remote`, an address (``s3://bucket/prefix``) or a folder.
     budget
-        Most bytes on disk, as a number or as ``"200GiB"``. Bytes are reserved before a download starts, so it is never
-        passed, not even for a moment; the catalogue itself is not counted: for each sample some 350 bytes, and 16 more
+        Limit on bytes on disk, as a number or as ``"200GiB"``. Bytes are reserved before a download starts, so it is
+        never exceeded, not even briefly. The catalogue itself is not counted: some 350 bytes per sample, and 16 more
         for each of the last 64 snapshots that had it.
     policy
-        Which samples go first, among those that were used, that no running epoch has still to read, and that the remote
+        Which samples go first, among those that were used, that no running epoch has yet to read, and that the remote
         still has: ``"coverage"``, the most used and the oldest; ``"fifo"``; ``"lru"``; ``"random"``.
     min_visits
-        Uses of a sample before it may go.
+        Uses of a sample before it may be evicted.
     n_processes
         Fetcher processes; 0 fetches in threads of this process.
     in_flight
-        Downloads at a time, in each process; fewer while the remote says that it is busy.
+        Concurrent downloads of each process; fewer while the remote reports that it is busy.
     min_free
-        Bytes that the disk keeps free, whatever the budget.
+        Free bytes to leave on the disk, whatever the budget.
     relist_s
-        Seconds from one listing of the remote to the next, which finds new, changed and removed objects.
+        Seconds between listings of the remote, which find new, changed and removed objects.
     max_bad
         Share of the remote's objects that may be in quarantine before `snapshot` raises.
     hung_s
@@ -113,11 +113,11 @@ class SampleStore:
     Raises
     ------
     PlanError
-        An option that cannot be carried out; or the folder and that of the remote are not apart.
+        An option is invalid; or the folder and that of the remote overlap.
     StoreError
         The folder holds samples of another remote, or a catalogue of another version.
     ReadError
-        The folder cannot be made: a file is there, or the system refuses it.
+        The folder cannot be created: a file has its name, or the system refuses it.
     """
 
     def __init__(
@@ -166,9 +166,9 @@ class SampleStore:
         self._catalogue = Catalogue(self._folders.catalogue)
         self._lease = Lease(self._folders.leases)
         self.reads = Reads()
-        """What reading from the local copies took."""
+        """Statistics of reading from the local copies."""
         self.verified: set[int] = set()
-        """Files whose crc was checked since the store was opened."""
+        """Files whose crc was verified since the store was opened."""
         self._stop = threading.Event()
         self._window = Window(in_flight)
         self._processes: list[FetcherProcess] = []
@@ -187,7 +187,7 @@ class SampleStore:
             raise
 
     def _check_apart(self) -> None:
-        """Refuse a folder that is a part of the remote's, or holds it: one would take in the other's files."""
+        """Refuse a folder that contains the remote's, or is in it: one would take in the other's files."""
         remote = getattr(self.remote, "inner", self.remote)
         if not isinstance(remote, FolderRemote):
             return
@@ -199,7 +199,7 @@ class SampleStore:
             )
 
     def _is_listed(self) -> bool:
-        """Return whether the catalogue knows all samples that the remote had lately."""
+        """Return whether the catalogue knows all samples that the remote had at a recent listing."""
         listed_at = float(self._catalogue.meta("listed_at"))
         ago_s = time.time() - listed_at
         if not listed_at or ago_s < 0:  # never, or by a clock that was ahead
@@ -235,7 +235,7 @@ class SampleStore:
         )
 
     def close(self) -> None:
-        """Stop fetching and let go of everything; may be called twice. What is downloaded stays."""
+        """Stop fetching and release everything; may be called twice. Downloads are kept."""
         self._closer()
 
     def __enter__(self) -> Self:
@@ -260,7 +260,7 @@ class SampleStore:
         generation: int | None = None,
         state: dict[str, Any] | None = None,
     ) -> Snapshot:
-        """Begin an epoch on what is there now.
+        """Begin an epoch on the samples that are here now.
 
         Parameters
         ----------
@@ -273,16 +273,16 @@ class SampleStore:
         n_samples
             Samples of the epoch, over all ranks; None is all.
         echo_max
-            Leave out samples that were used so often before.
+            Leave out samples used at least this often before.
         min_samples, wait_s
-            Wait until so many samples are there; no longer than so many seconds, if given.
+            Wait until this many samples are here; at most this many seconds, if given.
         rank, world_size
-            Each rank gets every world_size-th sample of the order, and all equally many. Let rank 0 take a snapshot,
-            and the others the same `generation`.
+            Each rank gets every world_size-th sample of the order, and the same number of them. Let rank 0 take a
+            snapshot, and the others the same `generation`.
         generation
-            An earlier snapshot's, to begin it anew.
+            Number of an earlier snapshot, to start it again.
         state
-            What `Snapshot.state_dict` returned: go on where it was taken. What was evicted since is read from the
+            Returned by `Snapshot.state_dict`: resume where it was taken. Samples evicted since are read from the
             remote.
 
         Returns
@@ -292,10 +292,9 @@ class SampleStore:
         Raises
         ------
         PlanError
-            An option that cannot be carried out, or a generation that is no longer kept.
+            An option is invalid, or a generation is no longer kept.
         ReadError
-            The wait was over too soon, the remote has too few samples or cannot be listed, or too many are in
-            quarantine.
+            The wait timed out, the remote has too few samples or cannot be listed, or too many are in quarantine.
         """
         settings: dict[str, Any] = {
             "seed": seed,
@@ -353,7 +352,7 @@ class SampleStore:
             self._check_quarantine()
             if n_here >= min_samples:
                 break
-            is_listed = self._is_listed()  # before they are counted: a listing may end in between
+            is_listed = self._is_listed()  # before counting: a listing may end in between
             n_known = self._catalogue.n_known()
             if is_listed and n_known < min_samples:
                 raise ReadError(
@@ -378,7 +377,7 @@ class SampleStore:
         self._waited_s += time.monotonic() - start
 
     def _check_fetchers(self) -> None:
-        """Raise ReadError where fetcher processes end as often as they are started."""
+        """Raise ReadError if fetcher processes keep ending as soon as they are started."""
         for process in self._processes:
             if process.n_died_in_a_row >= _MAX_DEATHS:
                 raise ReadError(
@@ -398,20 +397,20 @@ class SampleStore:
     # --- what an epoch asks of its store ---
 
     def find_samples(self, ids: NDArray[np.int64]) -> list[Sample]:
-        """Return what is to be read, by file numbers of a snapshot."""
+        """Return the samples to read, by file numbers of a snapshot."""
         return [
             Sample(key_id, key, etag, nbytes, None if name is None else self._folders.path(name), crc, file_id)
             for key_id, key, etag, nbytes, name, crc, file_id in self._catalogue.copies(ids)
         ]
 
     def drop_strays(self) -> None:
-        """Remove copies without a row, as after the loss of the catalogue, where nobody lists and would adopt them."""
+        """Remove copies without a row, as after the loss of the catalogue, if no process lists and would adopt them."""
         if self._fetcher is None and not self._processes and not self._catalogue.meta("listing"):
             for name in stray_names(self._folders, self._catalogue):
                 self._folders.remove(name)
 
     def fetch_whole(self, sample: Sample) -> Any:
-        """Return a sample's bytes from the remote, checked."""
+        """Return a sample's bytes from the remote, verified."""
         patience = self._settings.patience
         found = patience.ask(lambda: self.remote.head(sample.key), self._stop)
         if found is None or found.etag != sample.etag:
@@ -426,7 +425,7 @@ class SampleStore:
         return whole
 
     def find_copy(self, wanted: RemoteObject) -> Sample | None:
-        """Return the local copy of an object, if there is one of this content."""
+        """Return the local copy of an object, if there is one with this content."""
         found = self._catalogue.find_key(wanted.key, wanted.etag)
         if found is None:
             return None
@@ -434,12 +433,12 @@ class SampleStore:
         return Sample(key_id, wanted.key, wanted.etag, wanted.nbytes, self._folders.path(name), crc, file_id)
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether the budget and the disk have room for so many bytes more."""
+        """Return whether the budget and the disk have room for so many more bytes."""
         has_disk = self._settings.min_free + nbytes <= self._folders.free_nbytes()
         return has_disk and self.held_nbytes + cost_of(nbytes) <= self._settings.budget
 
     def keep(self, wanted: RemoteObject, whole: NDArray[np.uint8]) -> str | None:
-        """Keep an object that was read from the remote anyway; return where, or None where there is no room for it."""
+        """Keep an object that was read from the remote anyway; return its path, or None if there is no room for it."""
         if not self.has_room(wanted.nbytes):
             return None
         for file_id in self._catalogue.older_copies(wanted.key, wanted.etag):
@@ -469,7 +468,7 @@ class SampleStore:
         return self._folders.path(file.name)
 
     def drop_copy(self, sample: Sample, fault: str) -> None:
-        """Remove a local copy that is damaged; it will be downloaded anew."""
+        """Remove a damaged local copy; it will be downloaded again."""
         _log.warning("%s: its local copy is of no use: %s; read from the remote", sample.key, fault)
         file = self._catalogue.find_by_id(sample.file_id)
         if file is not None:
@@ -477,30 +476,30 @@ class SampleStore:
             self._catalogue.let_go(file, is_evicted=False)
 
     def quarantine_sample(self, sample: Sample, reason: str) -> None:
-        """Leave a sample alone from now on."""
+        """Put a sample in quarantine."""
         self._catalogue.fail(sample.key_id, reason, time.time(), 1)
 
     def note_visits(self, pin: int, key_ids: Sequence[int]) -> None:
-        """Note uses of samples."""
+        """Record uses of samples."""
         self._catalogue.visited(pin, key_ids)
 
     def end_snapshot(self, pin: int) -> None:
-        """Let go of what an epoch has kept."""
+        """Release what an epoch holds."""
         self._catalogue.unpin(pin)
 
     # --- what it says of itself ---
 
     def quarantine(self) -> dict[str, str]:
-        """Return the samples that are left alone, by key, with the reason."""
+        """Return the samples in quarantine, by key, with the reason."""
         return dict(self._catalogue.rows("SELECT key, fault FROM keys WHERE fault IS NOT NULL ORDER BY key"))
 
     def release_quarantine(self) -> None:
-        """Let the samples in quarantine be tried again."""
+        """Release the samples in quarantine for another try."""
         with self._catalogue.transaction() as db:
             db.execute("UPDATE keys SET fault = NULL, n_failed = 0, retry_at = 0 WHERE fault IS NOT NULL")
 
     def coverage(self) -> Coverage:
-        """Return how much of the remote was trained on."""
+        """Return how much of the remote was used for training."""
         n, held, visited, total, squares = self._catalogue.rows(
             "SELECT count(*), sum(is_held), sum(visits > 0), sum(visits), sum(visits * visits) FROM keys"
         )[0]
@@ -508,7 +507,7 @@ class SampleStore:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes on disk and reserved, in whole blocks: never above the budget."""
+        """Bytes on disk and reserved, in whole disk blocks: never above the budget."""
         return int(self._catalogue.meta("held_nbytes"))
 
     def stats(self) -> dict[str, Any]:
@@ -536,7 +535,7 @@ class SampleStore:
         }
 
     def verdict(self) -> str:
-        """Return in one line which stage holds the training up."""
+        """Return one line naming the stage that holds training up."""
         return self.reads.verdict(self._waited_s)
 
 
@@ -545,7 +544,7 @@ def _keep(processes: list[FetcherProcess], stop: threading.Event) -> None:
         for process in processes:
             try:
                 process.check()
-            except Exception as error:  # noqa: BLE001 - no memory, no process to be had: it may pass
+            except Exception as error:  # noqa: BLE001 - no memory, no process available: it may pass
                 _log.warning("a fetcher could not be started (%s); tried again", error)
 
 

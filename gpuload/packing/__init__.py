@@ -1,14 +1,14 @@
-"""Packing: sources of any form -> one pre-shuffled store that anndata opens, and that this loader reads fastest.
+"""Packing: turn sources of any format into one pre-shuffled store that anndata opens, and this loader reads fastest.
 
     sources ──first pass──▶ parts ──second pass──▶ shards ──read back──▶ the target, by one rename
-             (read, cut)           (put together, encode)   (digest of the rows)
+             (read, split)         (assemble, encode)      (digest of the rows)
 
 Requirements this package answers
 ---------------------------------
-- The target appears whole and verified, or not at all; what a killed run has brought to the disk is not done again.
-- Memory does not grow with the sources, but for their row offsets, the order, and one column of obs at a time.
-- All matrices of the same cells have one order.
-- Nothing is lost: every value is looked at before its dtype is chosen, and read back after it was written.
+- The target appears complete and verified, or not at all; work that a killed run has synced to disk is not repeated.
+- Memory does not grow with the sources, except for row offsets, the order, and one column of obs at a time.
+- All matrices of the same cells share one order.
+- Nothing is lost: every value is examined before its dtype is chosen, and read back after it was written.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 CODECS = ("lz4", "zstd", "none")
 
 MIN_MEMORY = 1 << 20
-"""Bytes: less holds no task that is worth its overhead."""
+"""Bytes: any less holds no task worth its overhead."""
 
 _TABLE_NBYTES = 64
-"""Bytes a cell that are allowed for obs and the order, in the same estimate."""
+"""Bytes per cell allowed for obs and the order, in the same estimate."""
 
 
 def pack(
@@ -59,73 +59,73 @@ def pack(
     scheduler: str | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Packed:
-    """Write files as one zarr store of AnnData that is read fastest: shuffled, in small types and aligned shards.
+    """Write files as one AnnData zarr store that is fastest to read: shuffled, in small dtypes and aligned shards.
 
-    The target is sharded zarr version 3, which ``anndata.read_zarr`` (0.12 or later) opens as any other. Its rows are
-    in a true random order, so blocks of neighbours are as mixed as random cells, however large they are. Values are
-    kept without loss in the smallest of uint8, uint16, uint32, float32 and float64 that holds all of them (before
-    arithmetic on counts in AnnData: ``adata.X.astype("float32")``); column numbers in uint16 where there are at most
-    65,536 genes. obs keeps all columns, and says in ``source_file`` and ``source_row`` where each row is from; where
-    files have names of cells in common, the number of the file is added to all. var is that of the first file; where
-    genes are joined it has the columns that all files have, and a gene's values are those of the first file with it.
+    The target is sharded zarr version 3, which ``anndata.read_zarr`` (0.12 or later) opens like any other. Its rows are
+    in a true random order, so blocks of neighbours are as mixed as random cells, whatever their size. Values are stored
+    without loss in the smallest of uint8, uint16, uint32, float32 and float64 that holds all of them (before
+    arithmetic on counts in AnnData: ``adata.X.astype("float32")``); column numbers in uint16 for up to 65,536 genes.
+    obs keeps all columns, plus ``source_file`` and ``source_row`` with the origin of each row; if files have cell
+    names in common, the file's number is appended to all names. var is that of the first file; for joined genes it has
+    the columns common to all files, and a gene's values are those of the first file that has it.
 
-    All is read back and compared with the sources before the target appears, by one rename. Work in progress lies
-    beside it, in ``<target>.packing``; after an interruption of any kind the same call goes on there.
+    Everything is read back and compared with the sources before the target appears, by one rename. Work in progress is
+    kept beside it, in ``<target>.packing``; after any interruption the same call resumes there.
 
     Parameters
     ----------
     paths
-        One file or folder, or several; every form that `open_loader` opens from disk, and AnnData and MuData whose
-        matrices are CSC, which are transposed first.
+        One file or folder, or several; any format that `open_loader` opens from disk, and AnnData and MuData with CSC
+        matrices, which are transposed first.
     target
-        The folder to make.
+        The folder to create.
     layer
         The matrix of the sources that becomes X: ``"X"``, ``"raw.X"`` or the name of a layer. Several are all packed,
-        each under its name: X stays X, be it named first or not; where it is not among them, the first becomes X.
+        each under its name: X stays X, wherever it is listed; if it is not listed, the first becomes X.
     obsm
-        Names of matrices of obsm that are packed too.
+        Names of matrices in obsm to pack too.
     join
-        What to do where files have other genes, or have them in another order: None refuses them; ``"inner"``,
-        ``"outer"`` and a list of names pack the genes that `open_loader` hands over.
+        What to do if files have different genes, or in a different order: None refuses them; ``"inner"``, ``"outer"``
+        and a list of names pack the genes that `open_loader` would return.
     obs
         Columns of obs to keep, one or several; None keeps all.
     group_by
-        A column of obs: rows of one label stand together, shuffled among each other; those without a label come last.
+        A column of obs: rows are grouped by its labels and shuffled within each group; rows without a label come last.
     keep_order
-        Keep the rows as they lie in the sources.
+        Keep the rows in the order of the sources.
     seed
-        At least 0; of the order.
+        Seed of the order, at least 0.
     codec
         How chunks are encoded: ``"lz4"``, the fastest to read; ``"zstd"``, the smallest, for slow disks and networks;
         ``"none"``. The CUDA backend decodes all three on the device.
     block_size
-        Cells per chunk; on average, where the matrix is sparse; more where a page of memory holds more. Read it in
-        blocks of so many or more.
+        Cells per chunk (on average, for sparse matrices); more if a page of memory holds more. Read it in blocks of at
+        least as many.
     memory
-        Bytes, or text such as ``"2GiB"``: most for what holds cells. Besides, some 40 bytes a cell are taken for row
-        offsets and the order, more with several matrices, and what the largest column of obs takes.
+        Bytes, or text such as ``"2GiB"``: limit on memory for cells. Some 40 bytes per cell for row offsets and the
+        order (more with several matrices), and the largest column of obs, come on top.
     num_threads
-        Threads that decode and encode; None takes one per core that this process may use.
+        Threads for decoding and encoding; None takes one per core available to this process.
     overwrite
-        Replace a target that is there, once the new one is whole.
+        Replace an existing target, once the new one is complete.
     scheduler
-        Address of a Dask scheduler whose workers, which see the same files by the same paths, do the passes. `memory`
-        and `num_threads` are then of each task.
+        Address of a Dask scheduler whose workers, which see the same files under the same paths, run the passes.
+        `memory` and `num_threads` then apply to each task.
     progress
-        Is told, now and then, which part of the work is done: from 0 to 1.
+        Called now and then with the fraction of work done, from 0 to 1.
 
     Returns
     -------
     Packed
-        What was made.
+        Describes the target.
 
     Raises
     ------
     PlanError
-        A setting that cannot be carried out.
+        A setting is invalid.
     StoreError, ReadError, CorruptDataError
-        A source is not what it should be, or was changed meanwhile; the target is there already; the disk is too full;
-        or what was written does not read back.
+        A source is invalid, or was changed meanwhile; the target exists already; the disk is too full; or what was
+        written does not read back.
     MissingDependencyError
         `scheduler` is given and Dask is not installed.
     """
@@ -166,9 +166,9 @@ def pack(
                 jobs.write_offsets(origin, own_lengths)
         packed = Work(matrices, files, columns, memory_nbytes, client, num_threads, told).carry_out(target)
         for file, stamp in zip(files, stamps, strict=True):
-            if _stamp(file) != stamp:  # replaced, maybe: its matrices and its tables would be of two files
+            if _stamp(file) != stamp:  # it may have been replaced: matrices and tables would be of two files
                 raise ReadError(f"{file}: it was changed while it was packed; pack again when nobody writes to it.")
-        workplace.check_target(target, files, overwrite=overwrite)  # there may be one now
+        workplace.check_target(target, files, overwrite=overwrite)  # it may exist by now
         workplace.publish(folder, target)
     told(1.0)
     return packed
@@ -213,7 +213,7 @@ def _source_files(paths: Any) -> list[str]:
 
 
 def _stamp(path: str) -> list[Any]:
-    """Return what changes when a source does: path, number and sizes of its files, and the last time of change."""
+    """Return an identifier that changes when a source does: path, number and sizes of its files, latest change."""
     from gpuload.formats.recognise import file_of
 
     at = file_of(path)
@@ -224,7 +224,7 @@ def _stamp(path: str) -> list[Any]:
 
 
 def _labels(files: Sequence[str], layer: str, group_by: str | None) -> NDArray[np.int64] | None:
-    """Return the labels of all rows as numbers, -1 where one is missing: (n_obs,)."""
+    """Return the labels of all rows as numbers, -1 if missing: (n_obs,)."""
     if group_by is None:
         return None
     import pandas as pd

@@ -1,4 +1,4 @@
-"""The passes on a Dask cluster, whose workers see the same files by the same paths. The home of Dask."""
+"""Run the passes on a Dask cluster whose workers see the same files under the same paths. The only user of Dask."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from gpuload.packing.passes import Span
 
 CONNECT_S = 10
-"""Seconds that a scheduler has to answer."""
+"""Timeout in seconds for the scheduler to answer."""
 
 
 def connect(address: str) -> closing[Client]:
-    """Return a client of a scheduler, which is closed at the end of a with-block.
+    """Yield a client of a scheduler, closed at the end of the with-block.
 
     Raises
     ------
@@ -52,9 +52,9 @@ class Cluster:
     job
         The plan.
     client
-        Of the scheduler.
+        Client of the scheduler.
     num_threads
-        Threads of a task; None takes one per core of the worker's machine.
+        Threads per task; None takes one per core of the worker's machine.
     """
 
     def __init__(self, job: Job, client: Client, num_threads: int | None) -> None:
@@ -75,7 +75,7 @@ class Cluster:
         return self._each(partial(_digest_span, self._job, self._num_threads, tuple(file_rows)), spans)
 
     def _each(self, task: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-        """Yield the results of a task over items as they come; the first error cancels the rest."""
+        """Yield the results of a task over items as they complete; the first error cancels the rest."""
         from distributed import as_completed
 
         futures = self._client.map(task, list(items), pure=False)

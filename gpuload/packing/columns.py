@@ -1,8 +1,8 @@
-"""A matrix that lies by columns -> the same cells by rows, in a passing store: an external transposition.
+"""Convert a CSC matrix to the same cells by rows, in a temporary store: an external transposition.
 
-The values of a cell are then all over the file, so rows cannot be read from it. Slices of genes are read one after the
-other, and their elements put together by the bucket of rows that they go to, as the first pass of packing does; in a
-bucket they are appended to their rows, gene after gene. Memory is bounded as it is there.
+The values of a cell are scattered over such a file, so rows cannot be read from it. Slices of genes are read one after
+the other, and their elements grouped by their target bucket of rows, as in the first pass of packing; within a bucket
+they are appended to their rows, gene by gene. Memory is bounded as it is there.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
     from gpuload.store import Store
 
 CHUNK = 1 << 16
-"""Elements per chunk of the passing store."""
+"""Elements per chunk of the temporary store."""
 
 _WHOLE = "whole"
-"""The file that says that a passing store is."""
+"""The file that marks a temporary store as complete."""
 
 _CELL_NBYTES = 4
-"""Bytes of the number of a cell, in parts."""
+"""Bytes of a cell number, in parts."""
 
 _NO_LENGTH = np.empty(0, dtype=np.int64)
 
 
 def by_rows(store: Store, layer: str, folder: str, memory: int, num_threads: int | None) -> str:
-    """Make a store of cells x genes of one of genes x cells; what an earlier run has finished is not done again.
+    """Transpose a store of genes x cells; work finished by an earlier run is not repeated.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def by_rows(store: Store, layer: str, folder: str, memory: int, num_threads: int
     folder
         Where to work.
     memory
-        Most bytes for what holds elements.
+        Limit on memory for elements, in bytes.
     num_threads
         As of `rows.RowReader`.
 

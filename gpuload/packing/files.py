@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place, brought to the disk, then renamed."""
+"""Write files atomically and durably: under a temporary name, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 PARTIAL = ".partial"
-"""Ending of what is not finished."""
+"""Suffix of unfinished files."""
 
 
 def write_whole(path: str, pieces: Iterable[Any]) -> int:
-    """Write bytes as a file that appears whole, on the disk, or not at all; return their number."""
+    """Write bytes as a file that appears complete and synced, or not at all; return their number."""
     passing = f"{path}.{os.getpid()}{PARTIAL}"
     with open(passing, "wb") as file:
         for piece in pieces:
@@ -30,13 +30,13 @@ def write_whole(path: str, pieces: Iterable[Any]) -> int:
 
 
 def sync_folders(folder: str) -> None:
-    """Bring the entries of a folder, and of all below it, to the disk."""
+    """Sync a folder, and all folders below it, to disk."""
     for path, _, _ in os.walk(folder):
         sync_folder(path)
 
 
 def sync_folder(folder: str) -> None:
-    """Bring the entries of a folder to the disk."""
+    """Sync a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -45,7 +45,7 @@ def sync_folder(folder: str) -> None:
 
 
 def remove_partial(folder: str) -> None:
-    """Remove the files below a folder that were not finished."""
+    """Remove the unfinished files below a folder."""
     for at, _, names in os.walk(folder):
         for name in names:
             if name.endswith(PARTIAL):

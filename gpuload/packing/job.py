@@ -1,13 +1,13 @@
-"""What is to be packed, cut into tasks: a pure plan, and the order of the rows on disk.
+"""What is to be packed, split into tasks: a pure plan, and the order of the rows on disk.
 
     rows of the sources ──slices──▶ parts, each cut by bucket ──buckets──▶ shards of the target
 
-A slice is a run of consecutive rows of the sources, read at one time. A bucket is a run of whole shards of the target,
-made at one time, so tasks never share a file. Elements are counted through the target in its order (of a dense matrix
-too); a row that lies across the edge of two buckets is in both, each with its part of it.
+A slice is a run of consecutive rows of the sources, read at once. A bucket is a run of whole shards of the target,
+made at once, so tasks never share a file. Elements are numbered through the target in its order (for a dense matrix
+too); a row that crosses the boundary between two buckets is in both, each with its part of it.
 
-The order is a true random permutation, drawn at once and kept on disk; `Job` is small, and may be sent to another
-machine that sees the same files. Each matrix of the same cells is a job of its own, and all have one order.
+The order is a true random permutation, drawn at once and kept on disk; a `Job` is small, and may be sent to another
+machine that sees the same files. Each matrix of the same cells is a separate job; all share one order.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from gpuload.store import Store
 
 MAX_SHARD_NBYTES = 64 << 20
-"""Decoded bytes of an array in a shard: some thousand files for a hundred million cells."""
+"""Decoded bytes of an array in a shard: gives some thousand files for a hundred million cells."""
 
 MIN_SLICE = 1 << 22
-"""Elements: a smaller slice gains nothing, unless the memory asks for it."""
+"""Elements: smaller slices gain nothing, unless memory is limited."""
 
 MAX_SLICES = 256
-"""Slices into which sources are cut, unless the memory asks for more."""
+"""Slices into which sources are split, unless memory requires more."""
 
 MAX_COLUMNS_16 = 1 << 16
-"""Up to so many genes, column numbers take 2 bytes."""
+"""Largest number of genes for which column numbers take 2 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class Origin:
     paths
         The sources.
     layer, join
-        Their matrix, and how their genes are joined; as of `formats.open_store`.
+        The matrix in the sources, and how their genes are joined; as for `formats.open_store`.
     member
         Its place in the target: ``"X"``, ``"layers/spliced"``.
     folder
-        Where the work on all matrices lies: the order, the target while it is made.
+        Working folder of all matrices: the order, and the unfinished target.
     own
-        Where the work on this one lies: its parts, its marks, the offsets of its rows.
+        Working folder of this matrix: its parts, its marks, its row offsets.
     """
 
     paths: tuple[str, ...]
@@ -72,7 +72,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done; the same for the same sources and settings.
+    """The plan; the same for the same sources and settings.
 
     Attributes
     ----------
@@ -81,15 +81,15 @@ class Job:
     kind
         ``"csr"`` or ``"dense"``.
     n_obs, n_vars, n_elements
-        Sizes of the target; elements are stored values.
+        Shape of the target; elements are stored values.
     is_wide
-        Whether values are read as float64: float32 cannot hold all that the sources may.
+        Whether values are read as float64, because float32 may not hold them all.
     codec
-        Of the target's chunks.
+        Codec of the target's chunks.
     chunk, shard, bucket
-        Elements of each; a shard holds whole chunks, a bucket whole shards.
+        Size of each in elements; a shard holds whole chunks, a bucket whole shards.
     slices : (n_slices + 1,)
-        Rows of the sources at which slices begin and end.
+        Boundaries of the slices, in rows of the sources.
     """
 
     origin: Origin
@@ -121,7 +121,7 @@ class Job:
 
     @property
     def result(self) -> str:
-        """The target while it is made."""
+        """The unfinished target."""
         return os.path.join(self.origin.folder, STORE)
 
     @property
@@ -131,12 +131,12 @@ class Job:
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
-        """For each row of the target its row of the sources: (n_obs,), on disk."""
+        """For each row of the target, its row in the sources: (n_obs,), on disk."""
         return _load(_file(self.origin.folder, "order"))
 
     @cached_property
     def place(self) -> NDArray[np.int64]:
-        """For each row of the sources its row of the target: (n_obs,), on disk."""
+        """For each row of the sources, its row in the target: (n_obs,), on disk."""
         return _load(_file(self.origin.folder, "place"))
 
     @cached_property
@@ -149,17 +149,17 @@ class Job:
         return number * self.bucket, min((number + 1) * self.bucket, self.n_elements)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is loaded where it is used."""
+        """Leave out what is loaded on use."""
         return {name: value for name, value in vars(self).items() if name not in ("order", "place", "offsets")}
 
 
 def has_order(folder: str) -> bool:
-    """Return whether an order of the rows is on the disk, in the folder of the work."""
+    """Return whether an order of the rows is on disk, in the working folder."""
     return os.path.exists(_file(folder, "order"))
 
 
 def write_order(folder: str, order: NDArray[np.int64]) -> None:
-    """Bring an order of the rows to the disk."""
+    """Write an order of the rows to disk."""
     place = np.empty_like(order)
     place[order] = np.arange(order.size)
     _save(_file(folder, "place"), place)
@@ -172,7 +172,7 @@ def has_offsets(origin: Origin) -> bool:
 
 
 def read_lengths(origin: Origin) -> NDArray[np.int64] | None:
-    """Return what `write_offsets` was given by an earlier run; None where there was none."""
+    """Return what an earlier run gave to `write_offsets`, or None."""
     if not has_offsets(origin):
         return None
     lengths: NDArray[np.int64] = np.diff(_load(_file(origin.own, "offsets")))[_load(_file(origin.folder, "place"))]
@@ -180,7 +180,7 @@ def read_lengths(origin: Origin) -> NDArray[np.int64] | None:
 
 
 def write_offsets(origin: Origin, lengths: NDArray[np.int64]) -> None:
-    """Bring the offsets of rows in their order to the disk; `lengths` are the elements of each row of the sources."""
+    """Write the offsets of the ordered rows to disk; `lengths` are the elements of each row of the sources."""
     ends = np.cumsum(lengths[_load(_file(origin.folder, "order"))])
     _save(_file(origin.own, "offsets"), np.concatenate([[0], ends]))
 
@@ -195,20 +195,20 @@ def plan_job(
     memory: int,
     is_wide: bool,
 ) -> Job:
-    """Cut the work into tasks that fit into the memory.
+    """Split the work into tasks that fit into memory.
 
     Parameters
     ----------
     store
         The sources.
     origin, codec, is_wide
-        As of `Job`.
+        As for `Job`.
     lengths : (n_obs,) int64
-        Elements that each row of the sources has in the target.
+        Number of elements of each row of the sources in the target.
     cells
-        Rows per chunk, on average where they are sparse.
+        Rows per chunk (on average, if sparse).
     memory
-        Most bytes for what holds cells.
+        Limit on memory for cells, in bytes.
 
     Raises
     ------
@@ -217,7 +217,7 @@ def plan_job(
     """
     n_elements, n_vars, reading = int(lengths.sum()), store.n_vars, np.maximum(lengths, row_lengths(store))
     nbytes = (8 if is_wide else 4) + (2 if n_vars <= MAX_COLUMNS_16 else 4)
-    room = memory // (8 * nbytes)  # two slices, or buckets, at one time, each held about three times over
+    room = memory // (8 * nbytes)  # two slices or buckets at a time, each held about three times
     longest = int(reading.max(initial=0))
     if longest > room:
         raise PlanError(
@@ -226,7 +226,7 @@ def plan_job(
     unit = max(1, n_vars) if store.kind == "dense" else 1
     chunk = max(1, round(cells * n_elements / max(1, store.n_obs)))
     if store.kind == "dense":
-        chunk = max(cells, ALIGNMENT // (4 * unit)) * unit  # not less than a page, which is read anyway
+        chunk = max(cells, ALIGNMENT // (4 * unit)) * unit  # at least a page, which is read anyway
     chunk = max(unit, min(chunk, room // unit * unit))
     n_chunks = max(1, min(room, MAX_SHARD_NBYTES // nbytes) // chunk)
     n_chunks = min(n_chunks, max(1, -(-n_elements // chunk)))
@@ -238,14 +238,14 @@ def plan_job(
 
 
 def row_lengths(store: Store) -> NDArray[np.int64]:
-    """Return the stored values of each row, (n_obs,): all columns where the matrix is dense."""
+    """Return the number of stored values of each row, (n_obs,): all columns if the matrix is dense."""
     if store.kind == "dense":
         return np.repeat([m.n_vars for m in store.matrices], store.file_rows).astype(np.int64)
     return np.concatenate([np.diff(m.indptr) for m in store.matrices])  # type: ignore[union-attr]
 
 
 def cut_rows(offsets: NDArray[np.int64], n_elements: int) -> tuple[int, ...]:
-    """Return the edges of runs of rows of at most so many elements, but at least one row: rising, from 0 to the end."""
+    """Return boundaries of runs of at least one row and at most so many elements: increasing, from 0 to the end."""
     n_rows, edges = offsets.size - 1, [0]
     while edges[-1] < n_rows:
         end = int(np.searchsorted(offsets, offsets[edges[-1]] + n_elements, side="right")) - 1
@@ -254,15 +254,15 @@ def cut_rows(offsets: NDArray[np.int64], n_elements: int) -> tuple[int, ...]:
 
 
 def draw_order(n: int, seed: int, labels: NDArray[np.int64] | None, *, is_kept: bool) -> NDArray[np.int64]:
-    """Return an order of n rows, (n,): as they are, at random, or label by label and at random within each.
+    """Return an order of n rows, (n,): unchanged, random, or grouped by label and random within each group.
 
-    Every permutation is as likely as any other (Knuth's shuffle, PCG64); rows without a label (-1) come last.
+    Every permutation is equally likely (Knuth's shuffle, PCG64); rows without a label (-1) come last.
     """
     if is_kept:
         return np.arange(n, dtype=np.int64)
     order = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed))).permutation(n)
     if labels is not None:
-        by_label = labels[order].astype(np.uint64)  # -1 is the greatest
+        by_label = labels[order].astype(np.uint64)  # -1 becomes the largest
         order = order[np.argsort(by_label, kind="stable")]
     return order
 

@@ -1,9 +1,9 @@
-"""The matrices of the same cells that are packed, each opened and its work planned.
+"""The matrices to pack, all of the same cells: each is opened and its work planned.
 
 Requirements this module answers
 --------------------------------
-- All matrices have the same cells; X and its layers have the same genes, also where those of files are joined.
-- Matrices that lie by columns are transposed first, file by file; the others are read where they are.
+- All matrices have the same cells; X and its layers have the same genes, even if those of files are joined.
+- CSC matrices are transposed first, file by file; the others are read in place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gpuload.store import Store
 
 _SAMPLE_ROWS = 1_000
-"""Rows of which the disk that is needed is estimated."""
+"""Rows from which the disk space needed is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Wanted:
     layers
         Layers, ``"X"`` and ``"raw.X"`` among them; the first becomes X.
     obsm
-        Names.
+        Names in obsm.
     join
-        How genes are joined that differ between files; as of `formats.open_store`.
+        How to join genes that differ between files; as for `formats.open_store`.
     codec, cells, memory
-        As of `job.plan_job`.
+        As for `job.plan_job`.
     num_threads
         As of `rows.RowReader`.
     """
@@ -66,8 +66,8 @@ class Wanted:
     num_threads: int | None
 
     def places(self) -> dict[str, str]:
-        """Return the place of each matrix in the target, and what `formats.open_store` calls it in the sources."""
-        layers = sorted(self.layers, key=lambda layer: layer != "X")  # that of the sources stays where it is
+        """Return the place of each matrix in the target, and its name in `formats.open_store`."""
+        layers = sorted(self.layers, key=lambda layer: layer != "X")  # X of the sources stays X
         found = {"X": layers[0]} | {workplace.member_at(layer): layer for layer in layers[1:]}
         return found | {f"{OBSM}{name}": f"{OBSM}{name}" for name in self.obsm}
 
@@ -79,13 +79,13 @@ class Matrix:
     Attributes
     ----------
     job
-        Its work.
+        Its plan.
     layer
-        What `formats.open_store` calls it in the sources.
+        Its name in `formats.open_store`.
     reader
-        Of the sources, or of passing stores where they lie by columns.
+        Reader of the sources, or of temporary stores if they are CSC.
     store
-        The sources by their own names.
+        The sources under their own names.
     """
 
     job: Job
@@ -94,28 +94,28 @@ class Matrix:
     store: Store
 
     def nbytes(self) -> int:
-        """Return the bytes of disk that its parts, and a target that did not shrink, take, by its first rows."""
+        """Return the disk space of its parts and of a target that did not compress, estimated from its first rows."""
         job = self.job
         itemsize = self.reader.read(0, min(job.slices[1], _SAMPLE_ROWS)).judge().dtype.itemsize
         return 2 * job.n_elements * (itemsize + (job.index_dtype.itemsize if job.kind == "csr" else 0))
 
 
 def open_matrices(wanted: Wanted, folder: str, stack: ExitStack) -> tuple[list[Matrix], list[NDArray[np.int64]]]:
-    """Open the matrices, X first, and plan their work in a folder; they are closed with the stack.
+    """Open the matrices, X first, and plan their work in a folder; the stack closes them.
 
     Returns
     -------
     list of Matrix
         The matrices.
     list of (n_obs,) int64
-        How many elements each row of the sources has in each of them.
+        Number of elements of each row of the sources, for each matrix.
 
     Raises
     ------
     StoreError, ReadError, CorruptDataError
-        As of `formats.open_store`; or matrices of the same cells do not fit together.
+        As for `formats.open_store`; or matrices of the same cells do not fit together.
     PlanError
-        The memory does not hold the longest row of one.
+        The memory does not hold the longest row of a matrix.
     """
     matrices: list[Matrix] = []
     lengths: list[NDArray[np.int64]] = []
@@ -145,7 +145,7 @@ def open_matrices(wanted: Wanted, folder: str, stack: ExitStack) -> tuple[list[M
 
 
 def _by_rows(wanted: Wanted, layer: str, own: str) -> list[str]:
-    """Return where the cells of files lie by rows: in themselves, or in passing stores where they lie by columns."""
+    """Return the stores from which rows can be read: the files themselves, or temporary stores for CSC ones."""
     found = []
     for number, file in enumerate(wanted.files):
         store = open_by_columns(file, layer=layer)
@@ -161,7 +161,7 @@ def _by_rows(wanted: Wanted, layer: str, own: str) -> list[str]:
 
 
 def _check_fit(first: Matrix, member: str, layer: str, store: Store) -> None:
-    """Refuse a matrix of other cells than the first, or a layer of other genes."""
+    """Refuse a matrix whose cells differ from the first one's, or a layer whose genes do."""
     for path, n_rows, n_rows_too in zip(store.paths, first.store.file_rows, store.file_rows, strict=True):
         if n_rows != n_rows_too:
             raise CorruptDataError(

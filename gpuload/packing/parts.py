@@ -1,6 +1,6 @@
-"""First pass: a slice of the sources -> a part, its rows cut and put together by the bucket that they go to.
+"""First pass: turn a slice of the sources into a part, with its rows split and grouped by target bucket.
 
-A part is kept in memory, or is a file: a line of JSON with what is known of it, then its arrays, one after the other.
+A part is kept in memory or as a file: a line of JSON that describes it, then its arrays, concatenated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ARRAYS = ("piece_edges", "element_edges", "dest", "length", "indices", "values"
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What is known of a part: its digest, and what its values are."""
+    """The summary of a part: its digest, and facts about its values."""
 
     digest: int
     judged: Judged
@@ -38,15 +38,15 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """What a part holds for one bucket, or for all, by bucket.
+    """The data of a part for one bucket or, by bucket, for all.
 
     Attributes
     ----------
     dest, length : (n_pieces,) int64
-        Where in the bucket each piece of a row goes, and its elements. Of a matrix that lies by columns, an element is
-        a piece, `dest` its row, and `length` empty.
+        Place in the bucket of each piece of a row, and its number of elements. For a CSC matrix each element is a
+        piece, `dest` is its row, and `length` is empty.
     indices : (n,) uint16 or int32
-        Column numbers, piece after piece; empty where the matrix is dense.
+        Column numbers, piece by piece; empty if the matrix is dense.
     values : (n,)
         Values, in the smallest dtype that holds those of the part.
     """
@@ -64,7 +64,7 @@ class Part:
     Attributes
     ----------
     summary
-        What is known of it.
+        Its summary.
     piece_edges, element_edges : (n_buckets + 1,) int64
         Pieces and elements at which the buckets begin and end.
     whole
@@ -77,7 +77,7 @@ class Part:
     whole: Segment
 
     def segment(self, bucket: int) -> Segment:
-        """Return what goes to a bucket."""
+        """Return the data of a bucket."""
         pieces, elements = (
             slice(int(edges[bucket]), int(edges[bucket + 1])) for edges in (self.piece_edges, self.element_edges)
         )
@@ -104,9 +104,9 @@ def make_part(job: Job, reader: RowReader, number: int) -> Part:
 
 
 def _pieces(job: Job, rows: Rows, start: int, stop: int) -> tuple[NDArray[np.int64], ...]:
-    """Cut rows at the edges of buckets: (first element in the rows, place in the bucket, elements), sorted by bucket.
+    """Split rows at bucket boundaries: (first element in the rows, place in the bucket, elements), sorted by bucket.
 
-    Also the pieces at which the buckets begin and end.
+    Also return the pieces at which the buckets begin and end.
     """
     size = job.bucket
     row_length = np.diff(rows.indptr)
@@ -124,7 +124,7 @@ def _pieces(job: Job, rows: Rows, start: int, stop: int) -> tuple[NDArray[np.int
 
 
 def part_path(job: Job, number: int) -> str:
-    """Return where a part is kept that is a file."""
+    """Return the path of a part that is a file."""
     return os.path.join(job.origin.own, PARTS, f"{number:06}")
 
 
@@ -136,7 +136,7 @@ def write_part(job: Job, reader: RowReader, number: int) -> None:
 
 
 def save_part(path: str, part: Part) -> None:
-    """Bring a part to the disk."""
+    """Write a part to disk."""
     arrays = [part.piece_edges, part.element_edges, part.whole.dest, part.whole.length]
     arrays += [part.whole.indices, part.whole.values]
     judged = part.summary.judged
@@ -149,7 +149,7 @@ def save_part(path: str, part: Part) -> None:
 
 
 class PartFile:
-    """A part on disk; nothing of it is held but what `segment` returns.
+    """A part on disk; nothing of it stays in memory except what `segment` returns.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ class PartFile:
             at += np.dtype(dtype).itemsize * size
 
     def segment(self, bucket: int) -> Segment:
-        """Return what goes to a bucket."""
+        """Return the data of a bucket."""
         pieces = self._read("piece_edges", bucket, 2)
         elements = self._read("element_edges", bucket, 2)
         first, n = int(pieces[0]), int(pieces[1] - pieces[0])
@@ -183,12 +183,12 @@ class PartFile:
 
     def _read(self, name: str, start: int, n: int) -> NDArray[Any]:
         dtype, at, size = self._places[name]
-        count = n if size else 0  # what the parts of a kind of matrix do not have is not there for any bucket
+        count = n if size else 0  # arrays that this kind of matrix lacks are empty for every bucket
         return np.fromfile(self._path, dtype=dtype, count=count, offset=at + start * dtype.itemsize)
 
 
 def summed_up(parts: Iterable[Part | PartFile]) -> tuple[int, Judged]:
-    """Return the digest of all parts, and what their values are."""
+    """Return the digest of all parts, and facts about their values."""
     digest, judged = 0, Judged()
     for part in parts:
         digest = (digest + part.summary.digest) % (1 << 64)

@@ -1,4 +1,4 @@
-"""The passes over the cells, on this machine: sources -> parts -> shards, and the target read back."""
+"""The passes over the cells, on this machine: sources -> parts -> shards, then reading the target back."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from gpuload.packing.job import Job
 
 AT_ONE_TIME = 2
-"""Tasks at one time: while one waits for the disk or moves rows, the other's chunks are decoded or encoded."""
+"""Concurrent tasks: while one waits for the disk or moves rows, the other's chunks are decoded or encoded."""
 
 Span = tuple[int, int]
 """First row, and end."""
 
 
 class Workers(Protocol):
-    """What carries out the tasks of a pass, in any order; yields whenever one is done."""
+    """Runs the tasks of a pass, in any order; yields whenever one is done."""
 
     def write_parts(self, numbers: Sequence[int]) -> Iterator[Any]:
-        """Bring parts to the disk."""
+        """Write parts to disk."""
 
     def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Iterator[Any]:
-        """Bring the shards of buckets to the disk."""
+        """Write the shards of buckets to disk."""
 
     def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Iterator[int]:
-        """Read rows of the target back, and yield the digests of each span."""
+        """Read rows of the target back, and yield the digest of each span."""
 
 
 class Local:
@@ -47,11 +47,11 @@ class Local:
     job
         The plan.
     reader
-        Of the sources.
+        Reader of the sources.
     num_threads
         As of `rows.RowReader`.
     parts
-        Where parts are kept in memory, by number; None: on disk.
+        Parts kept in memory, by number; None: on disk.
     """
 
     def __init__(self, job: Job, reader: RowReader, num_threads: int | None, parts: dict[int, Part] | None) -> None:
@@ -108,7 +108,7 @@ def digest_span(reader: RowReader, span: Span, file_rows: Sequence[int]) -> int:
 
 
 def each(task: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-    """Yield the results of a task over items, a few at one time; the first error ends it."""
+    """Yield the results of a task over items, a few concurrently; the first error ends it."""
     executor = ThreadPoolExecutor(AT_ONE_TIME, thread_name_prefix="gpuload-pack-task")
     try:
         yield from executor.map(task, items)

@@ -1,4 +1,4 @@
-"""Rows of a store, read by the engine: what every pass begins with."""
+"""Read rows of a store with the engine: the first step of every pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _NO_COLUMNS = np.empty(0, dtype=np.uint16)
 _NAN_REST = np.uint64((1 << 29) - 1)
-"""Bits of a float64 that float32 has not."""
+"""Mantissa bits of a float64 that float32 lacks."""
 
 _EXACT = 1 << 53
 """Largest integer up to which float64 holds every integer."""
@@ -34,7 +34,7 @@ _EXACT = 1 << 53
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What is known of some values.
+    """Facts about some values.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Judged:
     are_single: bool = True
 
     def joined(self, other: Judged) -> Judged:
-        """Return what is known of both together."""
+        """Return the facts about both together."""
         return Judged(
             max(self.largest, other.largest),
             self.are_counts and other.are_counts,
@@ -75,11 +75,11 @@ class Rows:
     Attributes
     ----------
     indptr : (n_rows + 1,) int64
-        Row offsets; of dense rows too.
+        Row offsets, also for dense rows.
     indices : (nnz,) uint16 or int32
-        Column numbers; empty where the rows are dense.
+        Column numbers; empty if the rows are dense.
     values : (nnz,) float32 or float64
-        All values, dense rows one after the other.
+        All values, with dense rows concatenated.
     """
 
     indptr: NDArray[np.int64]
@@ -88,7 +88,7 @@ class Rows:
 
     @property
     def bits(self) -> NDArray[Any]:
-        """The values as they lie in memory, (nnz,) uint32 or uint64."""
+        """The values' bits, (nnz,) uint32 or uint64."""
         return self.values.view(np.uint64 if self.values.itemsize == 8 else np.uint32)
 
     def digest(self, ids: NDArray[np.int64]) -> int:
@@ -96,9 +96,9 @@ class Rows:
         return int(digest_rows(ids, self.indptr, self.indices, self.bits))
 
     def judge(self) -> Judged:
-        """Return what is known of the values."""
+        """Return the facts about the values."""
         largest, are_counts, are_single = judge_values(self.values)
-        if are_single and self.values.itemsize == 8:  # a NaN may say more than float32 holds, as R's NA does
+        if are_single and self.values.itemsize == 8:  # a NaN's payload may not fit float32, as R's NA
             are_single = not np.any(self.bits[np.isnan(self.values)] & _NAN_REST)
         return Judged(float(largest), bool(are_counts), bool(are_single))
 
@@ -106,8 +106,8 @@ class Rows:
 class RowReader:
     """Threads that read and decode, and the files they read; open until `close`.
 
-    Where the genes of files were joined, rows are handed over with the joined ones: the numbers of their columns
-    rising where they are sparse, with zeros for what a file lacks where they are dense.
+    If the genes of files were joined, rows are returned with the joined genes: with increasing column numbers if
+    sparse, with zeros for missing genes if dense.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class RowReader:
     num_threads
         Threads that decode, and as many that encode; None takes one per core.
     is_wide
-        Whether values are read as float64; None: where float32 cannot hold all that the files may hold.
+        Whether to read values as float64; None: if float32 may not hold all of them.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RowReader:
         ReadError, CorruptDataError
             Bytes could not be read, or are wrong; or the files were changed meanwhile.
         StoreError
-            An integer is too large to be kept exactly.
+            An integer is too large to be stored exactly.
         """
         recipe = self._recipe(start, stop)
         resident = self._backend.load(recipe).result()
@@ -168,9 +168,9 @@ class RowReader:
         return _mapped(rows, alignment.maps, _map_start(recipe), self.store.n_vars)
 
     def count_kept(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return how many stored values of each of rows start..stop are of joined genes, (stop - start,).
+        """Return how many stored values of each of rows start..stop belong to joined genes, (stop - start,).
 
-        Reads the column numbers alone; errors as of `read`.
+        Reads only the column numbers; errors as for `read`.
         """
         recipe = self._recipe(start, stop)
         assert self.store.alignment is not None  # noqa: S101 - narrows the type; there is nothing to count without
@@ -179,7 +179,7 @@ class RowReader:
         return counts
 
     def read_indices(self, start: int, stop: int) -> NDArray[Any]:
-        """Return the column numbers of rows start..stop alone; errors as of `read`."""
+        """Return only the column numbers of rows start..stop; errors as for `read`."""
         return self._indices(self._recipe(start, stop))
 
     def _indices(self, recipe: Recipe) -> NDArray[Any]:
@@ -191,7 +191,7 @@ class RowReader:
         return self.store.recipe(np.array([[start, stop]], dtype=np.int64))
 
     def check_exact(self, judged: Judged) -> None:
-        """Raise StoreError where the sources hold integers that float64 may have rounded."""
+        """Raise StoreError if the sources hold integers that float64 may have rounded."""
         if judged.largest >= _EXACT and any(dtype.kind in "iu" for dtype in _dtypes(self.store)):
             raise StoreError(
                 f"{self.store.paths[0]}: it holds integers of {_EXACT} or more, which cannot be kept exactly; write "
@@ -212,12 +212,12 @@ class RowReader:
 
 
 def _map_start(recipe: Recipe) -> NDArray[np.int64]:
-    """Return where the map of each row begins, (n_rows,)."""
+    """Return the offset of each row's map, (n_rows,)."""
     return np.zeros(recipe.n_rows, dtype=np.int64) if recipe.map_start is None else recipe.map_start
 
 
 def _mapped(rows: Rows, maps: NDArray[np.int32], map_start: NDArray[np.int64], n_vars: int) -> Rows:
-    """Return rows with the columns that their maps give them, of which there are n_vars."""
+    """Return rows with their columns mapped to n_vars columns."""
     n_rows = rows.indptr.size - 1
     if rows.indices is _NO_COLUMNS:
         out = np.zeros((n_rows, n_vars), dtype=rows.values.dtype)

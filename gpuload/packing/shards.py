@@ -1,4 +1,4 @@
-"""Second pass: what all parts hold for a bucket -> shards of the target."""
+"""Second pass: assemble each bucket from all parts, and write it as shards of the target."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 
 def done_path(job: Job, bucket: int) -> str:
-    """Return the file that says that a bucket's shards are on the disk."""
+    """Return the file that marks a bucket's shards as being on disk."""
     return os.path.join(job.origin.own, DONE, f"{bucket:06}")
 
 
 def write_bucket(job: Job, bucket: int, segments: Iterable[Segment], dtype: np.dtype[Any], pool: Executor) -> None:
-    """Put a bucket's rows together, encode them, and bring their shards to the disk.
+    """Assemble a bucket's rows, encode them, and write their shards to disk.
 
     Parameters
     ----------
     job
         The plan.
     bucket
-        Number.
+        Number of the bucket.
     segments
-        What the parts hold for it, in any order.
+        The bucket's data from all parts, in any order.
     dtype
-        Of the target's values.
+        Dtype of the target's values.
     pool
-        Threads that encode.
+        Threads for encoding.
     """
     indices, values = new_bucket(job, bucket, dtype)
     for segment in segments:
@@ -53,14 +53,14 @@ def write_bucket(job: Job, bucket: int, segments: Iterable[Segment], dtype: np.d
 
 
 def new_bucket(job: Job, bucket: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return memory for the column numbers of a bucket (none where it is dense) and for its values."""
+    """Return memory for the column numbers of a bucket (none if it is dense) and for its values."""
     start, stop = job.bucket_edges(bucket)
     indices = np.empty(stop - start if job.kind == "csr" else 0, dtype=job.index_dtype)
     return indices, np.empty(stop - start, dtype=dtype)
 
 
 def write_shards(job: Job, bucket: int, indices: NDArray[Any], values: NDArray[Any], pool: Executor) -> None:
-    """Encode a bucket, bring its shards to the disk, and note that they are there."""
+    """Encode a bucket, write its shards to disk, and mark it as done."""
     start, _ = job.bucket_edges(bucket)
     arrays = {"": values} if job.kind == "dense" else {"data": values, "indices": indices}
     written = []
@@ -76,7 +76,7 @@ def write_shards(job: Job, bucket: int, indices: NDArray[Any], values: NDArray[A
 
 
 def _shard(job: Job, name: str, number: int, elements: NDArray[Any], pool: Executor) -> tuple[str, list[Any]]:
-    """Return where a shard goes, and its bytes."""
+    """Return a shard's path and its bytes."""
     codec = Codec(job.codec)
     chunks = [elements[first : first + job.chunk] for first in range(0, elements.size, job.chunk)]
     if chunks[-1].size < job.chunk:  # the format has no short chunks
@@ -90,7 +90,7 @@ def _shard(job: Job, name: str, number: int, elements: NDArray[Any], pool: Execu
 
 
 def write_matrix_metadata(job: Job, dtype: np.dtype[Any]) -> None:
-    """Describe the matrix whose shards are there, and write its row offsets."""
+    """Write the metadata of the matrix, once its shards are there, and its row offsets."""
     folder, codec = job.matrix, Codec(job.codec)
     if job.kind == "dense":
         rows, per_shard = max(1, job.chunk // max(1, job.n_vars)), job.shard // job.chunk

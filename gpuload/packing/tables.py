@@ -1,4 +1,4 @@
-"""obs and var of the target: columns of the sources in the new order, and where each row is from."""
+"""obs and var of the target: columns of the sources in the new order, and the origin of each row."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from gpuload.store import Store
 
 SOURCE_FILE, SOURCE_ROW = "source_file", "source_row"
-"""Columns of obs that say where a row is from."""
+"""Columns of obs that hold the origin of a row."""
 
 WITH_GENES = ("X", "raw/X")
-"""Matrices of the target that come with genes of their own; layers have those of X."""
+"""Matrices of the target that have genes of their own; layers have those of X."""
 
 _EMPTY = ("layers", "obsm", "obsp", "uns", "varm", "varp")
 _DICT = {"encoding-type": "dict", "encoding-version": "0.1.0"}
@@ -60,7 +60,7 @@ def chosen_columns(files: Sequence[str], wanted: Sequence[str] | None) -> list[s
 
 
 def check_columns(files: Sequence[str], names: Sequence[str]) -> None:
-    """Raise StoreError where a file lacks one of some columns of obs."""
+    """Raise StoreError if a file lacks one of some columns of obs."""
     for file in files:
         known = obs_columns(file)
         for name in names:
@@ -69,7 +69,7 @@ def check_columns(files: Sequence[str], names: Sequence[str]) -> None:
 
 
 def start_target(folder: str, members: Sequence[str]) -> None:
-    """Make the groups of an AnnData in which nothing lies but its matrices, at the places `members`."""
+    """Create the groups of an AnnData that hold nothing but its matrices, at the places `members`."""
     write_group(folder, {"encoding-type": "anndata", "encoding-version": "0.1.0"})
     for name in _EMPTY:
         write_group(os.path.join(folder, name), _DICT)
@@ -79,32 +79,32 @@ def start_target(folder: str, members: Sequence[str]) -> None:
 
 
 def var_of(member: str) -> str:
-    """Return the place in an AnnData of the genes of the matrix at a place."""
+    """Return the place in an AnnData of the genes of a matrix."""
     return "raw/var" if member.startswith("raw/") else "var"
 
 
 def write_obs(
     folder: str, files: Sequence[str], layer: str, names: Sequence[str], store: Store, order: NDArray[np.int64]
 ) -> None:
-    """Write the obs of the target, a column at a time, and compare each with what reads back.
+    """Write the obs of the target, one column at a time, and compare each with what reads back.
 
     Parameters
     ----------
     folder
         The target.
     files, layer
-        The sources, one by one, and which matrix of them is packed.
+        The sources, one by one, and the matrix of them that is packed.
     names
         Columns.
     store
-        The sources, as one.
+        The sources, combined.
     order : (n_obs,) int64
-        For each row of the target its row of the sources.
+        For each row of the target, its row in the sources.
 
     Raises
     ------
     StoreError
-        A column of a type that cannot be packed.
+        A column's type cannot be packed.
     CorruptDataError
         What was written does not read back.
     """
@@ -127,8 +127,8 @@ def write_obs(
 def write_var(folder: str, member: str, files: Sequence[str], layer: str, store: Store) -> None:
     """Write the var of a matrix of the target: that of the first file.
 
-    Where genes were joined it has the columns that all files have, and the values of a gene are those of the first file
-    that has it.
+    For joined genes it has the columns common to all files, and a gene's values are those of the first file that has
+    it.
 
     Parameters
     ----------
@@ -139,12 +139,12 @@ def write_var(folder: str, member: str, files: Sequence[str], layer: str, store:
     files, layer
         The sources, one by one, and which matrix of them it is.
     store
-        The sources, as one.
+        The sources, combined.
 
     Raises
     ------
     StoreError
-        A column of a type that cannot be packed.
+        A column's type cannot be packed.
     """
     var = os.path.join(folder, var_of(member))
     columns = frames.gene_columns(files[0], layer) if store.alignment is None else _joined(files, layer, store)
@@ -158,7 +158,7 @@ def write_var(folder: str, member: str, files: Sequence[str], layer: str, store:
 
 
 def _joined(files: Sequence[str], layer: str, store: Store) -> dict[str, Any]:
-    """Return the columns of var that all files have, for the joined genes."""
+    """Return the columns of var common to all files, for the joined genes."""
     parts = [frames.gene_columns(path, layer) for path in files]
     names = [name for name in parts[0] if all(name in part for part in parts)]
     if not names:
@@ -179,14 +179,14 @@ def _not_as_written(folder: str, what: str) -> CorruptDataError:
 
 
 def source_rows(store: Store, start: int, stop: int, file_rows: Sequence[int]) -> NDArray[np.int64]:
-    """Return, for rows start..stop of a packed store, their rows over all sources, of so many rows each."""
+    """Return the rows, counted over sources of `file_rows` rows each, of rows start..stop of a packed store."""
     first = np.cumsum(file_rows) - np.array(file_rows)
     file, row = (store.obs[name].values[start:stop] for name in (SOURCE_FILE, SOURCE_ROW))  # noqa: PD011 - no frame
     return np.asarray(first[file] + row)
 
 
 def _provenance(name: str, store: Store, order: NDArray[np.int64]) -> Any:
-    """Return a column that says where rows are from; None for any other."""
+    """Return a column with the origin of rows; None for any other."""
     if name not in (SOURCE_FILE, SOURCE_ROW):
         return None
     first = np.cumsum(store.file_rows) - np.array(store.file_rows)
@@ -200,7 +200,7 @@ def _provenance(name: str, store: Store, order: NDArray[np.int64]) -> Any:
 def _cell_names(files: Sequence[str], layer: str) -> NDArray[np.bytes_]:
     """Return the names of all cells as UTF-8.
 
-    Where files have names in common, the number of the file is added to all names: ``"AAACCTG-1-0"``.
+    If files have names in common, the file's number is appended to all names: ``"AAACCTG-1-0"``.
     """
     parts = [
         np.array([str(name).encode() for name in frames.cell_names(path, layer)], dtype=np.bytes_) for path in files
@@ -212,7 +212,7 @@ def _cell_names(files: Sequence[str], layer: str) -> NDArray[np.bytes_]:
 
 
 def _is_same(values: Any, other: Any) -> bool:
-    """Return whether two columns hold the same, missing values included."""
+    """Return whether two columns are equal, missing values included."""
     if isinstance(values, pd.Categorical):
         return isinstance(other, pd.Categorical) and values.equals(other)
     if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":

@@ -1,4 +1,4 @@
-"""The jobs carried out: the passes in their order, the tables, the proof that nothing was lost."""
+"""Run the jobs: the passes in order, the tables, and the proof that nothing was lost."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ if TYPE_CHECKING:
     from gpuload.packing.rows import Judged
 
 _SHARES = (0.55, 0.25, 0.2)
-"""Parts of the time that the passes take, for the progress."""
+"""Fraction of the time that each pass takes, for progress."""
 
 _STEP = 0x9E3779B97F4A7C15
-"""Odd: what the digest of one matrix is multiplied by before that of the next is added."""
+"""Odd factor: the digest of one matrix is multiplied by it before that of the next is added."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What was packed.
+    """The result of packing.
 
     Attributes
     ----------
     path
         The target.
     n_obs, n_vars
-        Its cells and genes.
+        Number of its cells and genes.
     nbytes
         Its size on disk.
     dtype, index_dtype
-        Of the values of X, and of its column numbers (None where it is dense).
+        Dtypes of the values of X, and of its column numbers (None if it is dense).
     dtypes
-        Of the values of every matrix, by its place in the target: ``{"X": "uint8", "obsm/X_pca": "float32"}``.
+        Dtype of the values of every matrix, by its place in the target: ``{"X": "uint8", "obsm/X_pca": "float32"}``.
     digest
-        Of all matrices, as 16 hexadecimal digits: of the sources, and of what was read back. That of a matrix is the
-        sum of the digests of its rows.
+        Digest of all matrices, of the sources and of what was read back alike, as 16 hexadecimal digits. A matrix's
+        is the sum of its rows' digests.
     n_resumed
         Tasks of the passes that an earlier run had finished.
     """
@@ -72,22 +72,22 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """The jobs, and what they are carried out with.
+    """The jobs, and the resources that they run with.
 
     Attributes
     ----------
     matrices
         What is packed, X first.
     files, columns
-        The sources one by one, and which columns of their obs are kept.
+        The sources one by one, and the columns of their obs to keep.
     memory
-        Bytes for what holds cells.
+        Memory for cells, in bytes.
     client
-        Of a Dask scheduler whose workers do the passes; None: this process's threads do.
+        Client of a Dask scheduler whose workers run the passes; None: this process's threads do.
     num_threads
         As of `gpuload.pack`.
     told
-        Is told which part is done.
+        Called with the fraction of work done.
     """
 
     matrices: Sequence[Matrix]
@@ -99,7 +99,7 @@ class Work:
     told: Callable[[float], None]
 
     def carry_out(self, target: str) -> Packed:
-        """Make the target in the jobs' folder, and verify it.
+        """Make the target in the working folder, and verify it.
 
         Raises
         ------
@@ -139,7 +139,7 @@ class Work:
         )
 
     def _pass(self, matrix: Matrix, at: float) -> tuple[Workers, tuple[int, Judged]]:
-        """Bring the shards of a matrix to the disk; return who did it, its digest, and what its values are."""
+        """Write the shards of a matrix to disk; return what ran the passes, its digest, and facts about its values."""
         job, share = matrix.job, self._share(matrix)
         own = job.origin.own
         is_begun = any(os.listdir(os.path.join(own, name)) for name in (PARTS, DONE))
@@ -154,11 +154,11 @@ class Work:
         return workers, summed
 
     def _share(self, matrix: Matrix) -> float:
-        """Return which part of the work a matrix is."""
+        """Return the fraction of the work that a matrix is."""
         return (1 + matrix.job.n_elements) / sum(1 + other.job.n_elements for other in self.matrices)
 
     def _write_tables(self) -> None:
-        """Write all of the target but its matrices."""
+        """Write all of the target except its matrices."""
         first = self.matrices[0]
         folder = first.job.result
         tables.start_target(folder, [matrix.job.origin.member for matrix in self.matrices])
@@ -192,7 +192,7 @@ class Work:
             )
 
     def _count(self, done: Iterator[Any], n: int, at: float, share: float) -> list[Any]:
-        """Return what n tasks yield, and tell meanwhile how far they are; they are a share of all, from `at` on."""
+        """Pass on the results of n tasks, reporting progress; they are a fraction of all work, starting at `at`."""
         results = []
         for result in done:
             results.append(result)

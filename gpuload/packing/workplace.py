@@ -1,4 +1,4 @@
-"""The folder beside the target in which it is made, and the rename that lets it appear."""
+"""The working folder beside the target in which it is made, and the rename that publishes it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PARTS, DONE, STORE, LOCK = "parts", "done", "store", "lock"
-"""What the folder holds: parts of the first pass, marks of finished buckets, the target, and who is at work."""
+"""Contents of the folder: parts of the first pass, marks of finished buckets, the target, and the lock."""
 
 _PLAN = "plan.json"
 
 
 def member_at(layer: str) -> str:
-    """Return the place in an AnnData of a matrix that is called as `formats.open_store` calls it."""
+    """Return the place in an AnnData of a matrix, given its name in `formats.open_store`."""
     if layer == "raw.X":
         return "raw/X"
     return layer if layer == "X" or layer.startswith(OBSM) else f"layers/{layer}"
 
 
 def layer_at(member: str) -> str:
-    """Return what `formats.open_store` calls the matrix at a place."""
+    """Return the name in `formats.open_store` of the matrix at a place."""
     return "raw.X" if member == "raw/X" else member.removeprefix("layers/")
 
 
 def target_path(target: str | os.PathLike[str]) -> str:
-    """Return the path of a target; an address is refused."""
+    """Return the path of a target; refuse an address."""
     if "://" in os.fspath(target):
         raise PlanError(
             f"target={os.fspath(target)!r}: it is an address, and targets are folders on this machine; give a path, "
@@ -44,7 +44,7 @@ def target_path(target: str | os.PathLike[str]) -> str:
 
 
 def check_target(target: str, files: Sequence[str], *, overwrite: bool) -> None:
-    """Refuse a target that cannot appear, or would replace what it must not."""
+    """Refuse a target that cannot be created, or would replace what it must not."""
     parent = os.path.dirname(target)
     if not os.path.isdir(parent):
         raise ReadError(f"{parent}: there is no such folder to put the target into; make it first.")
@@ -61,7 +61,7 @@ def check_target(target: str, files: Sequence[str], *, overwrite: bool) -> None:
 
 
 def check_disk(folder: str, needed: int) -> None:
-    """Raise ReadError where the disk has not room for so many bytes, what the folder holds already included."""
+    """Raise ReadError if the disk lacks room for so many bytes, counting what the folder already holds."""
     parent = os.path.dirname(folder)
     free = shutil.disk_usage(parent).free + size_of(folder)
     if needed > free:
@@ -73,21 +73,21 @@ def check_disk(folder: str, needed: int) -> None:
 
 @contextmanager
 def at_work(folder: str, plan: bytes) -> Iterator[None]:
-    """Make the folder, or go on in it where it holds work of the same plan; nobody else works there meanwhile.
+    """Create the folder, or resume in it if it holds work of the same plan; nobody else works there meanwhile.
 
-    Where an error comes before there is anything to go on with, the folder goes again.
+    If an error comes before there is anything to resume, the folder is removed.
 
     Parameters
     ----------
     folder
-        Where to work.
+        The working folder.
     plan
-        All that decides what the target is.
+        Everything that determines the target.
 
     Raises
     ------
     ReadError
-        Somebody else works there.
+        Another process works there.
     """
     os.makedirs(folder, exist_ok=True)
     with locked(os.path.join(folder, LOCK)):
@@ -114,7 +114,7 @@ def _is_of(folder: str, plan: bytes) -> bool:
 
 
 def begin(folder: str) -> None:
-    """Make the folder, or empty it, and make those within."""
+    """Create the folder, or empty it, and create its subfolders."""
     os.makedirs(folder, exist_ok=True)
     clear(folder)
     for name in (PARTS, DONE, STORE):
@@ -122,13 +122,13 @@ def begin(folder: str) -> None:
 
 
 def begin_matrix(own: str) -> None:
-    """Make the folders for the work on one matrix, where they are not there yet."""
+    """Create the folders for the work on one matrix, if they do not exist."""
     for name in (PARTS, DONE):
         os.makedirs(os.path.join(own, name), exist_ok=True)
 
 
 def clear(folder: str) -> None:
-    """Remove everything but the lock; the plan first, so that what is left is of none."""
+    """Remove everything but the lock; the plan first, so that the remains belong to no plan."""
     names = sorted(os.listdir(folder), key=lambda name: name != _PLAN)
     for name in names:
         path = os.path.join(folder, name)
@@ -139,7 +139,7 @@ def clear(folder: str) -> None:
 
 
 def publish(folder: str, target: str) -> None:
-    """Let the target appear, in place of one that is there, and remove the folder."""
+    """Publish the target, replacing an existing one, and remove the folder."""
     store = os.path.join(folder, STORE)
     sync_folders(store)
     if os.path.lexists(target):
@@ -150,13 +150,13 @@ def publish(folder: str, target: str) -> None:
 
 
 def size_of(folder: str) -> int:
-    """Return the bytes of all files below a folder; 0 where there is none."""
+    """Return the bytes of all files below a folder; 0 if it does not exist."""
     return sum(os.path.getsize(os.path.join(at, name)) for at, _, names in os.walk(folder) for name in names)
 
 
 @contextmanager
 def translated(target: str) -> Iterator[None]:
-    """Translate what the system says about files, once, at the edge."""
+    """Translate the system's errors about files, in one place."""
     try:
         yield
     except GpuloadError:

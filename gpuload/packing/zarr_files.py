@@ -1,7 +1,7 @@
 """AnnData in zarr version 3, file by file: metadata, shards, and the small arrays of its tables.
 
-What is written here is read by anndata and zarr as any other store is; neither is needed to write it. Chunks within a
-shard begin at multiples of 4 KiB, so that reads that pass by the page cache need no more than what they want.
+The result is read by anndata and zarr like any other store; neither is needed to write it. Chunks within a shard begin
+at multiples of 4 KiB, so that reads that bypass the page cache need no more than what they want.
 
 References
 ----------
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ALIGNMENT = 4096
-"""Bytes: chunks in shards begin at multiples of it."""
+"""Alignment in bytes of chunks in shards."""
 
 ZSTD_LEVEL, LZ4_LEVEL = 3, 5
 
 _LONGEST_NAME = 255
-"""Bytes that the name of a folder may have, on every file system that Linux commonly has."""
+"""Longest folder name in bytes on all common Linux file systems."""
 
 TABLE_CHUNK = 1 << 17
 """Elements per chunk of a table's column."""
@@ -54,9 +54,9 @@ _NULLABLE = {"i": "nullable-integer", "u": "nullable-integer", "b": "nullable-bo
 class Codec:
     """How chunks are encoded.
 
-    zstd is bare where elements are whole numbers, since byte shuffle gains nothing there (measured, see
-    benchmarks/results/pack.jsonl), and in blosc with byte shuffle where they are floats. lz4 is in blosc: zarr's
-    standard knows those frames, and bare LZ4 it does not.
+    zstd is used bare for whole numbers, since byte shuffle gains nothing there (measured, see
+    benchmarks/results/pack.jsonl), and in blosc with byte shuffle for floats. lz4 is used in blosc: zarr's standard
+    defines those frames, but not bare LZ4.
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ class Codec:
     name: str
 
     def steps(self, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
-        """Return the codecs that make bytes of elements and shrink them, in zarr's words."""
+        """Return the codecs that serialise and compress elements, as zarr metadata."""
         order: dict[str, Any] = {"name": "bytes"}
         if dtype.itemsize > 1:
             order["configuration"] = {"endian": "little"}
@@ -85,7 +85,7 @@ class Codec:
         return [order, {"name": "blosc", "configuration": configuration}]
 
     def encode(self, chunk: NDArray[Any]) -> Any:
-        """Return a chunk's bytes as they are stored."""
+        """Return the stored bytes of a chunk."""
         plain = chunk.view(np.uint8).reshape(-1).data
         if self.name == "none":
             return plain
@@ -117,7 +117,7 @@ def shard_pieces(chunks: Sequence[Any], n_places: int) -> Iterator[Any]:
 
 
 def write_group(folder: str, attributes: Mapping[str, Any]) -> None:
-    """Make a group."""
+    """Create a group."""
     os.makedirs(folder, exist_ok=True)
     _write_json(folder, {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
 
@@ -130,7 +130,7 @@ def write_sharded_metadata(
     shard_shape: Sequence[int],
     codec: Codec,
 ) -> None:
-    """Describe an array whose shards are there."""
+    """Write the metadata of an array whose shards are there."""
     index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     configuration = {
         "chunk_shape": list(chunk_shape),
@@ -178,16 +178,16 @@ def write_column(folder: str, values: Any, where: str, cure: str = _LEAVE_OUT) -
     Parameters
     ----------
     folder
-        Where.
+        Its folder.
     values
         A NumPy or pandas array: numbers, booleans, strings, or categories; some may be missing.
     where, cure
-        What errors call it, and what to do.
+        Its name in errors, and what to do.
 
     Raises
     ------
     StoreError
-        It is of another type.
+        Its type is not supported.
     """
     if isinstance(values, pd.Categorical):
         attributes = {"encoding-type": "categorical", "encoding-version": "0.2.0", "ordered": bool(values.ordered)}
@@ -231,14 +231,14 @@ def _write_text(folder: str, values: NDArray[np.object_], where: str, cure: str)
 def start_table(
     folder: str, columns: Sequence[str], index: Sequence[Any] | NDArray[Any], name: str, where: str
 ) -> None:
-    """Write the index of a table, and describe it and the columns that are to come.
+    """Write the index of a table, and the metadata of it and the columns to come.
 
-    It lies under its own name, but where a column has that.
+    The index is stored under its own name, unless a column has that.
 
     Raises
     ------
     StoreError
-        A name that no folder can have; `where` is what it calls the table.
+        A name is not possible as a folder; `where` is the table's name in the error.
     """
     name = "_index" if name in columns else name
     for taken in (name, *columns):

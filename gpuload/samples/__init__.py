@@ -2,11 +2,11 @@
 
     training_set = SampleSet(partition["train"], labels, "data/")            # data/<ID>.pt
     torch.utils.data.DataLoader(training_set, batch_size=64, shuffle=True, num_workers=6)
-    SampleLoader(training_set, batch_size=64, shuffle=True, num_workers=6)   # threads; the next batches are under way
+    SampleLoader(training_set, batch_size=64, shuffle=True, num_workers=6)   # threads; the next batches are in flight
 
-Files of one tensor (.pt, .npy, .safetensors) are not deserialised: where a file's description of its tensor is byte for
-byte one that was seen before, its values are copied to their place by a thread that holds no GIL. What is described
-otherwise is read by the format's own library.
+Files of one tensor (.pt, .npy, .safetensors) are not deserialised: if a file's description of its tensor is identical,
+byte for byte, to one seen before, a thread copies its values to their place without the GIL. Any other file is read
+with the format's own library.
 """
 
 from __future__ import annotations

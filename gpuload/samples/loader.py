@@ -1,4 +1,4 @@
-"""Batches of samples, fetched and decoded by threads; the next ones are under way."""
+"""Batches of samples, fetched and decoded by threads ahead of time."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gpuload.samples")
 
 _PURPOSE = 41
-"""Tells this order from others of the same seed."""
+"""Separates this order from others with the same seed."""
 
 _Queue = SimpleQueue["tuple[_Batch, int, NDArray[np.uint8] | None] | None"]
-"""Samples to be read: of which batch and row, and their bytes where they are here already; None is the end."""
+"""A sample to read: its batch and row, and its bytes if they are here already; None is the end."""
 
 
 class SampleLoader:
     """Batches ``(X, y)`` of a `SampleSet`; iterate over it once per epoch.
 
     Of the options of PyTorch's DataLoader it takes ``batch_size``, ``shuffle``, ``num_workers`` (at least 1),
-    ``drop_last`` and ``collate_fn``. Its workers are threads, so ``persistent_workers`` and ``worker_init_fn`` have no
-    meaning; `prefetch` stands for ``prefetch_factor``, and batches are not pinned.
+    ``drop_last`` and ``collate_fn``. Its workers are threads, so ``persistent_workers`` and ``worker_init_fn`` do not
+    apply; `prefetch` replaces ``prefetch_factor``, and batches are not pinned.
 
     Parameters
     ----------
@@ -54,34 +54,34 @@ class SampleLoader:
     batch_size, shuffle, drop_last
         As in PyTorch.
     num_workers
-        Threads that decode, and read where samples are files.
+        Threads that decode; if samples are files, they also read.
     collate_fn
-        As in PyTorch: makes a batch of the list of its ``(X, y)``, for samples that cannot be stacked.
+        As in PyTorch: makes a batch from a list of ``(X, y)``, for samples that cannot be stacked.
     prefetch
-        Batches under way besides the consumer's; None takes enough for `in_flight` samples.
+        Batches in flight besides the consumer's; None takes enough for `in_flight` samples.
     in_flight
-        Samples under way at a time at least, each with a thread that waits for it where they are objects of a remote;
-        more hide its latency.
+        Minimum number of samples in flight, each with a waiting thread if they are objects of a remote; more hide its
+        latency.
     seed
-        The order depends on (seed, epoch) and nothing else.
+        The order depends only on (seed, epoch).
     on_error
-        What becomes of a sample that cannot be read or decoded: ``"raise"``, after the batches before it; or
-        ``"skip"``, which makes its batch smaller, and notes why in `skipped`.
+        How to treat a sample that cannot be read or decoded: ``"raise"``, after the batches before it; or ``"skip"``,
+        which makes its batch smaller, and records the reason in `skipped`.
     max_skipped
-        Share of the samples that may be skipped in an epoch, one at least, before an error is raised all the same.
+        Share of the samples, at least one, that may be skipped in an epoch before an error is raised anyway.
 
     Attributes
     ----------
     skipped
-        Why samples were skipped, by their IDs. They are tried again in the next epoch.
+        Why samples were skipped, by ID. They are tried again in the next epoch.
     stats
-        Bytes, seconds and waits since the loader was made: reads are of whole samples, and what a copy took is in
+        Bytes, seconds and waits since the loader was made: reads are of whole samples, and copying time is in
         ``take_s``.
 
     Raises
     ------
     PlanError
-        An option that cannot be carried out.
+        An option is invalid.
     """
 
     def __init__(
@@ -121,15 +121,15 @@ class SampleLoader:
         return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be the beginning of `epoch`."""
+        """Start the next iteration at the beginning of `epoch`."""
         self._epoch, self._step = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place after the last batch handed over."""
+        """Return the position after the last batch returned."""
         return {"epoch": self._epoch, "step": self._step, "seed": self.seed, "n": len(self.samples)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let the next iteration go on after the batches of a state."""
+        """Resume the next iteration after the batches of a state."""
         mine = {"seed": self.seed, "n": len(self.samples)}
         differing = [name for name, value in mine.items() if state[name] != value]
         if differing:
@@ -140,10 +140,10 @@ class SampleLoader:
         self._epoch, self._step = state["epoch"], state["step"]
 
     def verdict(self) -> str:
-        """Return in one sentence what holds the consumer up, over what was handed over so far.
+        """Return one sentence on what holds the consumer up, over the batches so far.
 
-        It begins with ``"store-bound"``, ``"decode-bound"``, ``"copy-bound"`` or ``"consumer-bound"``, and says how
-        long the consumer waited; ``loader.stats.reset()`` begins anew.
+        It begins with ``"store-bound"``, ``"decode-bound"``, ``"copy-bound"`` or ``"consumer-bound"``, and tells how
+        long the consumer waited; ``loader.stats.reset()`` starts afresh.
         """
         return self.stats.verdict_so_far()
 
@@ -155,7 +155,7 @@ class SampleLoader:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Hand over the batches that are left of an epoch, in order; then the next iteration is the next epoch."""
+        """Yield the remaining batches of an epoch, in order; the next iteration is then the next epoch."""
         order = self.order(self._epoch)
         batches = iter(range(self._step, len(self)))
         under_way: deque[_Batch] = deque()
@@ -201,10 +201,9 @@ class SampleLoader:
 
 
 class _Crew:
-    """Threads that fetch, and others that decode: networks are waited for by many, and processors shared by few.
+    """Threads that fetch, and others that decode: many can wait for a network, but few share the processors.
 
-    Each takes its samples from a queue until it finds that there are no more; what it makes of one, or why it cannot
-    be had, it gives to the sample's batch.
+    Each takes samples from a queue until there are no more, and gives the result or the error to the sample's batch.
     """
 
     def __init__(self, samples: SampleSet, n_requests: int, n_threads: int, stats: Stats) -> None:
@@ -222,7 +221,7 @@ class _Crew:
             self._wanted.put((batch, row, None))
 
     def close(self) -> None:
-        """Begin nothing more, and wait a moment for what is under way."""
+        """Start nothing more, and wait briefly for work in progress."""
         for queue in (self._wanted, self._fetched):
             with suppress(Empty):
                 while True:
@@ -245,7 +244,7 @@ def _fetch(samples: SampleSet, wanted: _Queue, fetched: _Queue, stats: Stats) ->
             fetched.put((batch, row, _get_item(samples, batch, row, stats)))
         except BaseException as error:  # noqa: BLE001 - raised where the batch is waited for
             batch.note_fault(row, error)
-        del task, batch  # nothing is kept alive while this thread waits
+        del task, batch  # keep nothing alive while this thread waits
     wanted.put(None)  # for the next thread
 
 
@@ -261,14 +260,14 @@ def _place(samples: SampleSet, fetched: _Queue, stats: Stats) -> None:
 
 
 class _Batch:
-    """A batch on its way; the first of its samples to arrive says what memory it needs.
+    """A batch in progress; the first of its samples to arrive determines what memory it needs.
 
     Attributes
     ----------
     ids
-        Of its samples, row by row.
+        IDs of its samples, row by row.
     number
-        Of those that the loader hands over; a timeline's.
+        Its number among those that the loader returns; for a timeline.
     """
 
     def __init__(
@@ -292,12 +291,12 @@ class _Batch:
         self._is_there = threading.Event()
 
     def place(self, row: int, data: NDArray[np.uint8]) -> None:
-        """Take the bytes of a sample."""
+        """Accept the bytes of a sample."""
         self._whole[row] = self._read(row, self.ids[row], data)
         self._count()
 
     def note_fault(self, row: int, fault: BaseException) -> None:
-        """Take note that a sample cannot be had."""
+        """Record that a sample is not available."""
         self._faults[row] = fault
         self._count()
 
@@ -308,14 +307,14 @@ class _Batch:
                 self._is_there.set()
 
     def result(self, most_faults: int) -> tuple[Any, dict[Any, GpuloadError]]:
-        """Wait for all samples; return (X, y), or what the caller's function makes of them, and what was left out.
+        """Wait for all samples; return (X, y), or the result of the user's function, and what was left out.
 
-        Where nothing could be had, there is None instead of a batch.
+        If no sample is available, the batch is None.
 
         Raises
         ------
         ReadError, CorruptDataError
-            More samples than may be cannot be had.
+            More samples than allowed are not available.
         """
         self._is_there.wait()
         faults: dict[Any, GpuloadError] = {}
@@ -330,7 +329,7 @@ class _Batch:
             return self._assembled([self._whole[row] for row in kept], kept), faults
 
     def _assembled(self, whole: list[Any], kept: list[int]) -> Any:
-        """Return a batch of the samples of some rows; those that are None lie in the memory of the batch."""
+        """Return a batch of the samples of some rows; those that are None are already in the batch's memory."""
         labels = [self._samples.label(self.ids[row]) for row in kept]
         memory = self._memory
         if self._collate_fn is not None:
@@ -338,18 +337,18 @@ class _Batch:
         labels = default_collate(labels)
         if memory is not None and all(sample is None for sample in whole):
             return (memory if len(kept) == len(memory) else memory[kept]), labels
-        if memory is not None:  # some were described otherwise
+        if memory is not None:  # some had other descriptions
             whole = [memory[row] if sample is None else sample for row, sample in zip(kept, whole, strict=True)]
         return default_collate(whole), labels
 
     def _read(self, row: int, id_: Any, data: NDArray[np.uint8]) -> Any:
-        """Read a sample into its row and return None; or return it, where it has another form than the batch."""
+        """Read a sample into its row and return None; or return it, if its form differs from the batch's."""
         if self._collate_fn is not None:
             return self._decode(id_, data)
         try:
             span = self._samples.span(data)
         except CorruptDataError:
-            span = None  # it is told below, with its ID
+            span = None  # reported below, with its ID
         sample = None
         if span is None:
             sample = self._decode(id_, data)

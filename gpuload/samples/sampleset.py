@@ -28,33 +28,33 @@ class SampleSet:
     Parameters
     ----------
     ids
-        IDs, in the order of the numbers that stand for them; some may be given more than once.
+        IDs, in the order of their indices; repetitions are allowed.
     labels
-        Label of each ID; None hands over ``(X, ID)``.
+        Label of each ID; None returns ``(X, ID)``.
     source
-        A folder, an address (``s3://bucket/prefix``), or a `gpuload.remote.Remote`; the sample of an ID is under
+        A folder, an address (``s3://bucket/prefix``), or a `gpuload.remote.Remote`; the sample of an ID is at
         ``ID + suffix``.
     decode
         ``"pt"`` (one tensor, as torch.save writes it), ``"npy"``, ``"safetensors"`` (one tensor), ``"bytes"`` (a uint8
         tensor); or a function from a uint8 array to a sample.
     suffix
-        What follows the ID; None takes ``"." + decode``, and nothing for bytes and functions.
+        Suffix after the ID; None takes ``"." + decode``, and nothing for bytes and functions.
     in_flight
-        Samples fetched at a time for a batch that a DataLoader's worker asks for.
+        Concurrent fetches for a batch that a DataLoader's worker requests.
 
     Raises
     ------
     PlanError
-        An option that cannot be carried out, or an ID without a label.
+        An option is invalid, or an ID has no label.
     ReadError
-        There is no such source.
+        The source does not exist.
 
     Notes
     -----
-    It needs no base class: PyTorch's DataLoader takes it as it is, with any number of workers, and asks it for whole
-    batches (``__getitems__``), whose samples are then fetched concurrently. Where samples are at an address and this
-    process has read anything from one before, the workers need ``multiprocessing_context="spawn"``: in a forked one it
-    is an error.
+    It needs no base class: PyTorch's DataLoader accepts it as it is, with any number of workers, and requests whole
+    batches (``__getitems__``), whose samples are then fetched concurrently. If samples are at an address and this
+    process has already read anything from one, the workers need ``multiprocessing_context="spawn"``: a forked worker
+    raises an error.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class SampleSet:
 
     @property
     def is_remote(self) -> bool:
-        """Whether samples come over a network, so that many have to be under way at a time."""
+        """Whether samples come over a network, so that many must be in flight at a time."""
         return isinstance(self._source, RemoteSamples)
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return len(self.ids)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Return (X, y) of a sample, by its number; X is the caller's own."""
+        """Return (X, y) of a sample, by index; the caller owns X."""
         id_ = self.ids[index]
         return self.decode(id_, self.fetch(id_)), self.label(id_)
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, Any]]:
-        """Return (X, y) of several samples, in the order asked for; they are fetched concurrently."""
-        if self._pool is None or self._pool[0] != os.getpid():  # threads do not come along into a worker
+        """Return (X, y) of several samples, in the order requested; they are fetched concurrently."""
+        if self._pool is None or self._pool[0] != os.getpid():  # threads do not survive a fork into a worker
             self._pool = os.getpid(), DaemonThreads(self._in_flight, "gpuload-samples")
         return self._pool[1].map(self.__getitem__, indices)
 
@@ -108,7 +108,7 @@ class SampleSet:
         return {**self.__dict__, "_pool": None}
 
     def label(self, id_: Any) -> Any:
-        """Return the label of an ID, or the ID where there are no labels."""
+        """Return the label of an ID, or the ID if there are no labels."""
         return id_ if self.labels is None else self.labels[id_]
 
     def fetch(self, id_: Any) -> NDArray[np.uint8]:
@@ -120,7 +120,7 @@ class SampleSet:
         return None if self._descriptions is None else self._descriptions.find(data)
 
     def decode(self, id_: Any, data: NDArray[np.uint8]) -> Any:
-        """Return the sample that its bytes are; what cannot be decoded is a CorruptDataError that names the ID."""
+        """Decode a sample from its bytes; raise CorruptDataError, naming the ID, if that fails."""
         try:
             if callable(self._decode):
                 return self._decode(data)

@@ -1,4 +1,4 @@
-"""Where samples lie: files of a folder, or objects of a remote; each is read whole."""
+"""Sources of samples: files of a folder, or objects of a remote; each is read whole."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class FolderSamples:
 
 
 class RemoteSamples:
-    """Objects of a remote, read whole, with patience."""
+    """Objects of a remote, read whole, with retries."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
         self._patience = Patience()
 
     def read(self, key: str) -> NDArray[np.uint8]:
-        """Return all bytes of an object; asked for again where the remote is busy."""
+        """Return all bytes of an object; retry while the remote is busy."""
         return np.frombuffer(self._patience.ask(lambda: self._get(key)), dtype=np.uint8)
 
     def _get(self, key: str) -> Any:

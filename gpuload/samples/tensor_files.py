@@ -1,7 +1,7 @@
-"""Files of one tensor: where in a file its values lie, found without deserialising it.
+"""Files of one tensor: find a file's values without deserialising it.
 
-The first file is read by the format's own library, and its description of the tensor is kept, if the values are found
-to be a stretch of the file's bytes. A file whose description is the same, byte for byte, needs no library.
+The first file is read with the format's own library, and its description of the tensor is kept, if the values turn out
+to be a contiguous range of the file's bytes. A file with an identical description, byte for byte, needs no library.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 FORMATS = ("pt", "npy", "safetensors", "bytes")
 
 _MOST = 64
-"""Descriptions kept; samples of ever new shapes are left to the library, which is faster than a search of many."""
+"""Descriptions kept; samples of ever new shapes are left to the library, which is faster than searching many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where the values of a file's tensor lie."""
+    """Location of the values of a file's tensor."""
 
     start: int
     nbytes: int
@@ -45,7 +45,7 @@ class Descriptions:
         self._known: dict[bytes, tuple[torch.dtype, tuple[int, ...], int, bool]] = {}
 
     def find(self, data: NDArray[np.uint8]) -> Span | None:
-        """Return where the values of a file's tensor lie, or None where its own library has to read it."""
+        """Return the location of the values of a file's tensor, or None if its own library must read it."""
         if self._decode == "bytes":
             return Span(0, data.size, torch.uint8, (data.size,))
         described = getattr(self, f"_describe_{self._decode}")(data)
@@ -62,19 +62,19 @@ class Descriptions:
         return Span(start, nbytes, dtype, shape)
 
     def _learn(self, header: bytes, start: int, data: NDArray[np.uint8]) -> bool:
-        """Let the format's library read a file; return whether its values are the bytes from `start` on."""
+        """Read a file with the format's library; return whether its values are the bytes from `start` on."""
         if len(self._known) >= _MOST:
             return False
         try:
             values = load(self._decode, data)
-        except Exception:  # noqa: BLE001  (it will be said where the sample is read)
+        except Exception:  # noqa: BLE001 - reported where the sample is read
             return False
         if not isinstance(values, torch.Tensor) or not values.is_contiguous() or values.is_sparse:
             return False
         raw = bytes_of(values)
         if not np.array_equal(raw, data[start : start + raw.size]):
             return False
-        has_sum = self._decode == "pt" and _pt_sum_is_right(data, start, raw.size)  # torch can be told to write none
+        has_sum = self._decode == "pt" and _pt_sum_is_right(data, start, raw.size)  # torch can be told to write no crc
         self._known[header] = (values.dtype, tuple(values.shape), raw.size, has_sum)
         return True
 
@@ -92,7 +92,7 @@ class Descriptions:
         return (data[:length].tobytes(), length) if length <= data.size else None
 
     def _describe_pt(self, data: NDArray[np.uint8]) -> tuple[bytes, int] | None:
-        """Return a tensor's pickle and the place of its storage: the first and the fifth entry of a zip file."""
+        """Return a tensor's pickle and the location of its storage: the first and the fifth entry of a zip file."""
         for header in list(self._known):  # seldom more than one
             (n_pickle,) = struct.unpack("<I", header[:4])
             found = _pt_entry(data, 0, b"/data.pkl")
@@ -115,7 +115,7 @@ class Descriptions:
 
 
 def _pt_entry(data: NDArray[np.uint8], place: int, name: bytes) -> int | None:
-    """Return where the contents of a zip file's entry begin, if an entry of that name begins at `place`."""
+    """Return where the contents of a zip entry begin, if an entry of that name begins at `place`."""
     head = data[place : place + 30].tobytes()
     if len(head) < 30 or head[:4] != b"PK\x03\x04":
         return None
@@ -126,7 +126,7 @@ def _pt_entry(data: NDArray[np.uint8], place: int, name: bytes) -> int | None:
 
 
 def _pt_sum_is_right(data: NDArray[np.uint8], start: int, nbytes: int) -> bool:
-    """Return whether the crc that follows an entry is that of its contents."""
+    """Return whether the crc that follows an entry matches its contents."""
     after = data[start + nbytes : start + nbytes + 8].tobytes()
     return after[:4] == b"PK\x07\x08" and int.from_bytes(after[4:], "little") == zlib.crc32(
         data[start : start + nbytes].data
@@ -134,7 +134,7 @@ def _pt_sum_is_right(data: NDArray[np.uint8], start: int, nbytes: int) -> bool:
 
 
 def load(decode: str, data: NDArray[np.uint8]) -> Any:
-    """Return what a file holds, by its format's own library."""
+    """Read a file with its format's own library."""
     if decode == "pt":
         return torch.load(io.BytesIO(data.tobytes()), weights_only=True)
     if decode == "npy":
