@@ -2,8 +2,8 @@
 
     python pipelines/add_labels.py drug_metadata.parquet plate*.h5ad --by drug --columns moa-broad moa-fine
 
-The table is a .csv, .tsv or .parquet file. Only obs is written to, so a file of 30 GB is done in seconds; a column that
-is there already is replaced. Cells whose label the table lacks get none.
+The table is a .csv, .tsv or .parquet file. Only obs is written, so a file of 30 GB takes seconds; an existing column is
+replaced. Cells whose label the table lacks get no value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_table(path: Path, by: str, columns: list[str]) -> pd.DataFrame:
         table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, sep=_separator(path))
     except ImportError as error:
         raise gpuload.MissingDependencyError("pyarrow", path.name, "parquet") from error
-    except ValueError as error:  # what pandas and pyarrow say of a file that is none
+    except ValueError as error:  # pandas' and pyarrow's errors on an invalid file
         said = str(error).partition("\n")[0]
         raise gpuload.StoreError(f"{path}: it is no table: {said}. Check the file.") from error
     for name in (by, *columns):
@@ -44,7 +44,7 @@ def _separator(path: Path) -> str:
 
 
 def add_columns(path: Path, by: str, table: pd.DataFrame) -> int:
-    """Write the columns of a table into a file's obs; return how many of its cells the table knows."""
+    """Write the columns of a table into a file's obs; return how many of its cells have a label in the table."""
     with h5py.File(path, "r+") as file:
         obs = file.get("obs")
         if not isinstance(obs, h5py.Group) or "column-order" not in obs.attrs:

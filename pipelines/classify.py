@@ -2,19 +2,19 @@
 
     python pipelines/classify.py screen --make 100000
 
-Classifiers of cell line, drug and mechanism of action (broad and fine), all at once, are trained on all plates but one,
-each on the same cells in another order: streaming, streaming through a shuffle buffer, block shuffling, class-balanced
-and true random. Then they are asked about the plate that none has seen. The paper's finding is that block shuffling is
-as good as true random order, which takes far longer to read, and that streaming is worse on drugs and mechanisms.
-docs/howto/programs.md tells what was found here.
+Classifiers of cell line, drug and mechanism of action (broad and fine) are trained jointly on all plates but one, each
+on the same cells in a different order: streaming, streaming through a shuffle buffer, block shuffling, class-balanced
+and true random. They are then evaluated on the held-out plate. The paper finds that block shuffling is as good as true
+random order, which takes far longer to read, and that streaming is worse on drugs and mechanisms.
+docs/howto/programs.md gives the results found here.
 
-On the small synthetic screen a shuffle buffer holds many drugs, where the paper's held a part of one drug's run: there
-streaming through a buffer comes off better than in the paper.
+On the small synthetic screen a shuffle buffer holds many drugs, whereas the paper's held part of one drug's run: there,
+streaming through a buffer does better than in the paper.
 
-The way of a cell is `Cells` in classify_data.py, then `train` and `evaluate`. A run that was killed goes on from its
-last checkpoint, and gives what it would have given: start the same command again. With another number of processes it
-goes on too, on the cells that are left; minibatches are then of another size over all processes, so the scores are not
-quite the same.
+To follow a cell, read `Cells` in classify_data.py, then `train` and `evaluate`. To resume a killed run from its last
+checkpoint, start the same command again; the results are those of an uninterrupted run. With another number of
+processes it also resumes, on the remaining cells; the total minibatch size is then different, so the scores differ
+slightly.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 N_POINTS = 200
-"""Points of a loss curve at least, each the mean over as many minibatches; of one of these entropy is measured."""
+"""Minimum number of points of a loss curve, each the mean over equally many minibatches; entropy is measured on one."""
 
 UNLABELLED = -1
 
@@ -81,7 +81,7 @@ examples:
 
 
 class Classifier(torch.nn.Module):
-    """A linear layer for each label, on the values themselves or on what a trunk of two hidden layers makes of them."""
+    """A linear layer for each label, on the values themselves or on the output of a trunk of two hidden layers."""
 
     def __init__(self, n_genes: int, n_classes: dict[str, int], n_hidden: int) -> None:
         super().__init__()
@@ -101,14 +101,14 @@ class Classifier(torch.nn.Module):
 
 
 def classifier(kind: str, loader: gpuload.Loader, labels: Sequence[str], seed: int) -> Classifier:
-    """Return a model that knows nothing, the same for the same seed."""
+    """Return an untrained model, the same for the same seed."""
     torch.manual_seed(seed)
     n_classes = {name: loader.categories[name].size for name in labels}
     return Classifier(loader.n_vars, n_classes, 512 if kind == "mlp" else 0).to(loader.device)
 
 
 def total_loss(scores: Sequence[torch.Tensor], batch: dict[str, torch.Tensor], labels: Sequence[str]) -> torch.Tensor:
-    """Return the sum over labels of the mean cross entropy over the cells that have one."""
+    """Return the sum over labels of the mean cross entropy over the labelled cells."""
     total = torch.zeros((), device=scores[0].device)
     for name, scored in zip(labels, scores, strict=True):
         codes = batch[name].long()
@@ -130,28 +130,28 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """Prefix of its files."""
         return f"{self.model}-{self.order}-{self.seed}"
 
 
 def runs_of(args: argparse.Namespace) -> list[Run]:
-    """Return all trainings that are asked for."""
+    """Return all requested trainings."""
     return [Run(model, order, seed) for model in args.models for order in args.orders for seed in range(args.seeds)]
 
 
 def train(run: Run, loader: gpuload.Loader, args: argparse.Namespace) -> tuple[Classifier, Log]:
-    """Train for the epochs, from the start or from a checkpoint."""
+    """Train for all epochs, from the start or from a checkpoint."""
     model = classifier(run.model, loader, args.labels, run.seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     cells = CellDataset(loader)
     checkpoint = Checkpoint(args.out / f"{run.name}.pt")
     log = checkpoint.load(model, optimizer, cells)
     epochs_left = args.epochs - 1 - loader.state_dict()["epoch"]
-    n_steps = log.n_steps + loader.n_batches_left + epochs_left * len(loader)  # of other lengths where processes change
+    n_steps = log.n_steps + loader.n_batches_left + epochs_left * len(loader)  # varies with the number of processes
     together = DistributedDataParallel(model) if n_processes() > 1 else model
     device = torch.device(loader.device)
     every = max(1, min(n_steps // N_POINTS, args.save_every))
-    loss_since = torch.zeros((), device=device)  # left there: a look at each would stop a GPU each time
+    loss_since = torch.zeros((), device=device)  # kept on the device: reading each loss would synchronise the GPU
     board = tensorboard(board_folder(run, args), log.n_steps)
     clock = Clock(log)
     n_saved = log.n_steps
@@ -170,7 +170,7 @@ def train(run: Run, loader: gpuload.Loader, args: argparse.Namespace) -> tuple[C
             if log.n_steps % every and log.n_steps < n_steps:
                 continue
             n_since = log.n_steps - (log.loss[-1][0] if log.loss else 0)
-            log.loss.append((log.n_steps, float(loss_since) / n_since))  # waits for a GPU, so that the clock is right
+            log.loss.append((log.n_steps, float(loss_since) / n_since))  # waits for the GPU: the clock is right
             loss_since.zero_()
             with clock.paused():
                 log.note_entropy(loader, batch)
@@ -186,13 +186,13 @@ def train(run: Run, loader: gpuload.Loader, args: argparse.Namespace) -> tuple[C
 
 
 def board_folder(run: Run, args: argparse.Namespace) -> Path | None:
-    """Return where a run's TensorBoard log goes, if one is wanted."""
+    """Return the folder of a run's TensorBoard log, if requested."""
     return args.out / "tensorboard" / run.name if args.tensorboard else None
 
 
 @torch.inference_mode()
 def evaluate(model: Classifier, cells: Cells) -> tuple[dict[str, float], int]:
-    """Return the macro-F1 of each label on the held-out cells, and how many these are; each process looks at a part."""
+    """Return the macro-F1 of each label on the held-out cells, and their number; each process evaluates a part."""
     with cells.open_test() as loader:
         model.to(loader.device)
         n_cells = torch.zeros((), dtype=torch.int64, device=loader.device)
@@ -217,9 +217,9 @@ def evaluate(model: Classifier, cells: Cells) -> tuple[dict[str, float], int]:
 
 
 def check_cells(cells: Cells) -> None:
-    """Refuse what cannot be learned or cannot be opened, before anything is kept or forgotten."""
+    """Refuse what cannot be learned or opened, before anything is kept or deleted."""
     orders = cells.args.orders
-    order = "balanced" if "balanced" in orders else orders[0]  # it takes a column more than the others
+    order = "balanced" if "balanced" in orders else orders[0]  # it needs one column more than the others
     with cells.open_train(order, seed=0) as loader:
         if not len(loader):
             raise gpuload.PlanError("there are no cells to learn from; see --plate and --test.")
@@ -229,9 +229,9 @@ def check_cells(cells: Cells) -> None:
 
 
 def loader_rate(cells: Cells, order: str, max_seconds: float) -> float:
-    """Return cells per second of an order's loader, nothing done with them, over an epoch or as much as there is time.
+    """Return cells per second of an order's loader alone, over an epoch or as much of it as time permits.
 
-    The whole of it is timed, the wait for the first minibatch too; but an iteration before has compiled what there is.
+    All of it is timed, including the wait for the first minibatch; but an earlier iteration has compiled the kernels.
     """
     with cells.open_train(order, seed=0) as loader:
         dataset = CellDataset(loader)
@@ -245,7 +245,7 @@ def loader_rate(cells: Cells, order: str, max_seconds: float) -> float:
 
 
 def result_of(run: Run, cells: Cells) -> dict[str, Any]:
-    """Return what a run gave: as it was written where it is over, else after carrying it out."""
+    """Return the result of a run: as stored if it is finished, else after running it."""
     path = cells.args.out / f"{run.name}.json"
     if path.exists():
         return dict(json.loads(path.read_text()))
@@ -292,7 +292,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_options(found: argparse.ArgumentParser) -> None:
-    """Add the options that classify_lightning.py has too."""
+    """Add the options shared with classify_lightning.py."""
     add = found.add_argument
     add("paths", nargs="+", metavar="PATH", help=".h5ad files, zarr stores, or a folder of them, read as one")
     add("--make", type=int, metavar="CELLS", help="first write a synthetic screen of so many cells into the folder")
@@ -325,16 +325,16 @@ def add_options(found: argparse.ArgumentParser) -> None:
 
 
 def leave_cores_to_load() -> None:
-    """Let PyTorch take half of this process's cores: where it takes all, it and the loader hinder each other."""
+    """Let PyTorch use half of this process's cores: if it takes all, it and the loader slow each other down."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2 // n_processes()))
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train in every order, compare and tell."""
+    """Train in every order, compare and report."""
     leave_cores_to_load()
     if args.make and not process():
         write_screen(Path(args.paths[0]), args.make)
-    wait_for_all()  # for the screen
+    wait_for_all()  # until the screen is written
     cells = find_cells(args)
     check_cells(cells)
     prepare(args)

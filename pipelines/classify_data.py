@@ -1,4 +1,4 @@
-"""The cells of pipelines/classify.py: those to learn from, in each order, and those of the held-out plates."""
+"""The cells of pipelines/classify.py: the training cells, in each order, and those of the held-out plates."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells, told apart into those to learn from and those of the held-out plates."""
+    """The cells, split into training cells and those of the held-out plates."""
 
     args: argparse.Namespace
     is_train: Any
     test_rows: Any
 
     def train_settings(self, order: str, seed: int) -> dict[str, Any]:
-        """Return the settings, for `gpuload.open_loader`, of the cells to learn from in one of the `ORDERS`."""
+        """Return the settings of `gpuload.open_loader` for the training cells in one of the `ORDERS`."""
         inner: dict[str, Any] = {
             "streaming": gpuload.Sequential(),
             "buffer": gpuload.Sequential(shuffle_fetch=True),
@@ -36,11 +36,11 @@ class Cells:
         return {**self._settings(), "sampler": sampler, "block_size": block_size, "seed": seed}
 
     def open_train(self, order: str, seed: int) -> gpuload.Loader:
-        """Open the cells to learn from, dealt to all processes."""
+        """Open the training cells, distributed over all processes."""
         return gpuload.open_loader(**self.train_settings(order, seed))
 
     def open_test(self) -> gpuload.Loader:
-        """Open this process's part of the held-out cells: none is in two parts."""
+        """Open this process's part of the held-out cells; parts are disjoint."""
         mine = np.array_split(self.test_rows, n_processes())[process()]
         in_order = {"sampler": gpuload.Subset(mine), "shuffle": False, "rank": 0, "world_size": 1}
         return gpuload.open_loader(**self._settings(), **in_order)
@@ -59,14 +59,14 @@ class Cells:
 
 
 def find_cells(args: argparse.Namespace) -> Cells:
-    """Tell the held-out plates' cells from the others'."""
+    """Separate the held-out plates' cells from the others."""
     split = gpuload.split(args.paths, {"train": ..., "test": args.test}, by=args.plate)
     say(f"to learn from: {split.counts['train']:,} cells; held out: {split.counts['test']:,} of {', '.join(args.test)}")
     return Cells(args, split.part == split.names.index("train"), split["test"])
 
 
 def write_screen(folder: Path, n_cells: int, **sizes: Any) -> None:
-    """Write a synthetic screen, a file for each plate, made by `gpuload.synthetic_screen.screen_plates`."""
+    """Write a synthetic screen, one file per plate, from `gpuload.synthetic_screen.screen_plates`."""
     import anndata
 
     from gpuload.synthetic_screen import screen_plates

@@ -2,9 +2,9 @@
 
     python pipelines/classify_lightning.py screen --orders block --seeds 1
 
-What Lightning takes over is the loop, processes and devices, precision, checkpoints and logs; the cells come from a
-`gpuload.lightning.CellDataModule`. On the CPU, in one process, the scores are those of classify.py to the last bit.
-Checkpoints and settings are its own, below DIR/lightning: the same command goes on from the last checkpoint.
+Lightning provides the loop, processes and devices, precision, checkpoints and logs; the cells come from a
+`gpuload.lightning.CellDataModule`. On the CPU, in one process, the scores equal those of classify.py to the last bit.
+Checkpoints and settings are separate, below DIR/lightning: the same command resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def fit(run: classify.Run, cells: classify.Cells) -> classify.Classifier:
     """Train, from the start or from Lightning's last checkpoint."""
     args = cells.args
     module = CellDataModule(train=cells.train_settings(run.order, run.seed))
-    module.setup("fit")  # to see genes and classes; the trainer opens it anew in each of its processes
+    module.setup("fit")  # to learn genes and classes; the trainer opens it again in each of its processes
     model = classify.classifier(run.model, module.loader("train"), args.labels, run.seed)
     folder = args.out / "lightning" / run.name
     saver = pl.callbacks.ModelCheckpoint(
@@ -84,13 +84,13 @@ def fit(run: classify.Run, cells: classify.Cells) -> classify.Classifier:
         enable_model_summary=False,
     )
     last = folder / "last.ckpt"
-    goes_on = last.exists() and not args.fresh  # of a process that is faster than the first, which removes it
+    goes_on = last.exists() and not args.fresh  # as seen by a process faster than the first, which removes it
     trainer.fit(Learner(model, args.labels, args.lr), module, ckpt_path=last if goes_on else None)
     return model
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line: that of classify.py, without what Lightning's loop does not do."""
+    """Return the command line: that of classify.py, without what Lightning's loop does not support."""
     found = argparse.ArgumentParser(
         prog="classify_lightning.py",
         description="Train the classifiers of classify.py in Lightning's loop.",
@@ -102,9 +102,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Forget earlier runs where asked, and refuse to go on with other settings than theirs; the first process does.
+    """Delete earlier runs if requested, and refuse to resume with other settings; only the first process does so.
 
-    Lightning starts the others from within the first one's training, so these come here when all is settled.
+    Lightning starts the others from within the first one's training, so they get here when all is settled.
     """
     folder = args.out / "lightning"
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train in every order, and tell the scores."""
+    """Train in every order, and report the scores."""
     classify.leave_cores_to_load()
     is_first = pl.utilities.rank_zero_only.rank == 0
     if args.make and is_first:
@@ -144,5 +144,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", module="lightning|torch")  # what they say to one another
+    warnings.filterwarnings("ignore", module="lightning|torch")  # warnings that these raise about each other
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The table and the picture of pipelines/classify.py: what each order gave, beside what the paper found."""
+"""The table and the figure of pipelines/classify.py: each order's results beside the paper's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ORDERS = {
     "balanced": "class-balanced",
     "random": "true random",
 }
-"""What they are called, by the word that chooses them."""
+"""Display names, by option."""
 
 COLORS = dict(zip(ORDERS, ("#c44e52", "#dd8452", "#4c72b0", "#55a868", "#8c8c8c"), strict=True))
 
@@ -31,8 +31,8 @@ PAPER = {
 """Macro-F1 of cell line, drug, broad and fine mechanism on Tahoe-100M's plate 14, means of two runs; and cells/s.
 
 From the CSV files of scDataset's repository (training_experiments/): linear heads on raw counts of 62,710 genes, 94
-million cells once, Adam at 1e-5, minibatches of 64, blocks of 16, 256 minibatches to a fetch. The speeds are of a run
-at 1e-3, in training, loading and all. For class-balanced order none are published.
+million cells once, Adam at 1e-5, minibatches of 64, blocks of 16, 256 minibatches per fetch. The speeds are of a run
+at 1e-3, training and loading included. For class-balanced order none are published.
 """
 
 PAPER_TITLE = "paper: linear, Tahoe-100M"
@@ -44,11 +44,11 @@ def summary(results: Sequence[Mapping[str, Any]], loaders: Mapping[str, float], 
     Parameters
     ----------
     results
-        Of the runs.
+        Results of the runs.
     loaders
         Cells per second of an order's loader alone; may lack some.
     n_train
-        Cells to learn from.
+        Number of training cells.
     """
     rows = []
     for model, order in dict.fromkeys((r["model"], r["order"]) for r in results):
@@ -68,16 +68,16 @@ def summary(results: Sequence[Mapping[str, Any]], loaders: Mapping[str, float], 
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], mixes: Sequence[str]) -> str:
-    """Return the summary as text, and below it what the paper found.
+    """Return the summary as text, followed by the paper's findings.
 
     Parameters
     ----------
     rows
-        As `summary` returns them.
+        As returned by `summary`.
     labels
-        What was learned.
+        The labels learned.
     mixes
-        Columns whose entropy in the minibatches is to be told.
+        Columns whose entropy in the minibatches is reported.
     """
     from gpuload.cli.text import table
 
@@ -140,7 +140,7 @@ def _draw_losses(axis: Any, results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _of_paper(labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the paper's figures as rows of a summary, where as many labels are learned as there."""
+    """Return the paper's figures as rows of a summary, if the same number of labels is learned."""
     return [
         {
             "model": PAPER_TITLE,

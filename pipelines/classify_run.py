@@ -1,4 +1,4 @@
-"""What keeps the trainings of pipelines/classify.py: their processes, settings, logs, checkpoints and clocks."""
+"""The infrastructure of pipelines/classify.py's trainings: processes, settings, logs, checkpoints and clocks."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 
 PATIENCE = timedelta(minutes=10)
-"""How long processes wait for each other, when they meet and at each step, before one says that another is missing."""
+"""How long processes wait for each other, on joining and at each step, before one reports that another is missing."""
 
 
 def process() -> int:
-    """Return which of the training processes this is."""
+    """Return the rank of this training process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def n_processes() -> int:
-    """Return how many training processes there are."""
+    """Return the number of training processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def join_processes(device: str) -> None:
-    """Meet the other processes, where torchrun started several; each takes the GPU of its local number."""
+    """Join the other processes, if torchrun started several; each takes the GPU of its local rank."""
     is_gpu = device != "cpu" and torch.cuda.is_available()
     if is_gpu:
         rank = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else rank)  # or each is shown its own card only
+        torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else rank)  # or each process sees only its own GPU
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     try:
@@ -66,36 +66,36 @@ def join_processes(device: str) -> None:
 def _starts() -> str:
     """Return how often these processes were started before.
 
-    torchrun's store outlives a restart. Without a part of it for each start, a process finds there the address of one
-    that was killed, and both wait for a call of the other, or one calls where nobody is. On several machines each has
-    its own count, which is of no use.
+    torchrun's store outlives a restart. Without a separate prefix for each start, a process finds there the address of
+    a killed one, and both wait for each other, or one connects where nobody listens. On several machines each has its
+    own count, which is of no use.
     """
     is_one_machine = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_machine else "any"
 
 
 def wait_for_all() -> None:
-    """Return when every process has come here."""
+    """Wait until every process has arrived here."""
     if n_processes() > 1:
         dist.barrier()
 
 
 def say(text: str) -> None:
-    """Print, on the first process."""
+    """Print, on the first process only."""
     if not process():
         print(text, flush=True)
 
 
 @dataclass
 class Log:
-    """What a run has gone through; goes into its checkpoints.
+    """The progress of a run; stored in its checkpoints.
 
     Attributes
     ----------
     n_steps, n_cells
-        Done; cells on all processes together.
+        Steps and cells done; cells are summed over all processes.
     seconds, waited_s
-        For training, and of these for minibatches.
+        Training time, and the part of it spent waiting for minibatches.
     loss
         (step, mean loss since the point before).
     entropy
@@ -110,20 +110,20 @@ class Log:
     entropy: dict[str, list[float]] = field(default_factory=dict)
 
     def note_entropy(self, loader: gpuload.Loader, batch: dict[str, torch.Tensor]) -> None:
-        """Note how mixed a minibatch is, by each of its columns of categories; but not of a short one."""
+        """Record how mixed a minibatch is, by each of its categorical columns; skip short ones."""
         if len(batch["X"]) == loader.batch_size:
             for name, categories in loader.categories.items():
                 self.entropy.setdefault(name, []).append(entropy_bits(batch[name].cpu().numpy(), categories.size))
 
 
 class Checkpoint:
-    """The place on disk of a run that is not over."""
+    """The checkpoint of an unfinished run on disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, cells: CellDataset, log: Log) -> None:
-        """Write all that it takes to go on, in place of what was there; the first process does, for all."""
+        """Write everything needed to resume, replacing the previous checkpoint; the first process does so for all."""
         if process():
             return
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "cells": cells.state_dict()}
@@ -132,10 +132,10 @@ class Checkpoint:
         os.replace(unfinished, self.path)
 
     def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, cells: CellDataset) -> Log:
-        """Go on from it where there is one."""
+        """Resume from it if it exists."""
         if not self.path.exists():
             return Log()
-        # On a GPU, Adam would look at its counts of steps there, and wait for it, at each step.
+        # On a GPU, Adam would read its step counts there at each step, and so synchronise each time.
         state = torch.load(self.path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -144,14 +144,14 @@ class Checkpoint:
 
 
 class Clock:
-    """Keeps a log's seconds, of which pauses take none."""
+    """Counts a log's seconds, except for pauses."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._last = 0.0
 
     def arrivals(self, cells: CellDataset, n_steps: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the minibatches that are left of `n_steps`, epoch after epoch."""
+        """Yield the remaining minibatches of `n_steps`, epoch after epoch."""
         self._last = time.perf_counter()
         while self._log.n_steps < n_steps:
             for batch in cells:
@@ -161,7 +161,7 @@ class Clock:
                 self._tick()
 
     def paused(self) -> Clock:
-        """Return a with-block whose time does not count."""
+        """Return a with-block whose time is not counted."""
         self._tick()
         return self
 
@@ -172,7 +172,7 @@ class Clock:
         self._last = time.perf_counter()
 
     def _tick(self) -> float:
-        """Count the seconds since the last tick, and return them."""
+        """Add the seconds since the last tick, and return them."""
         now = time.perf_counter()
         since, self._last = now - self._last, now
         self._log.seconds += since
@@ -180,17 +180,17 @@ class Clock:
 
 
 class NoBoard:
-    """In place of a TensorBoard log where none is wanted."""
+    """A stand-in for a TensorBoard log that is not wanted."""
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Forget it."""
+        """Discard it."""
 
     def close(self) -> None:
         """Do nothing."""
 
 
 def tensorboard(folder: Path | None, n_steps: int) -> Any:
-    """Return a TensorBoard log, on the first process, if a folder is given; what it holds after `n_steps` is void."""
+    """Return a TensorBoard log, on the first process, if a folder is given; entries after `n_steps` are discarded."""
     if folder is None or process():
         return NoBoard()
     try:
@@ -201,20 +201,20 @@ def tensorboard(folder: Path | None, n_steps: int) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file of JSON, whole or not at all."""
+    """Write a JSON file atomically."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(value, indent=1) + "\n")
     unfinished.replace(path)
 
 
 NOT_SETTINGS = ("make", "out", "orders", "models", "seeds", "save_every", "loader_seconds", "tensorboard", "fresh")
-"""Options that may differ when runs go on."""
+"""Options that may change when runs resume."""
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Make the results' folder, and refuse to go on there with other settings than those of its runs.
+    """Create the results' folder, and refuse to resume there with other settings than those of its runs.
 
-    To be called when it is known that the cells can be read: wrong settings that are kept would refuse the right ones.
+    Call it only when the cells are known to be readable: stored wrong settings would refuse the right ones.
     """
     path = args.out / "settings.json"
     if not process():
@@ -229,18 +229,18 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def forget(*old: Path) -> None:
-    """Remove what earlier runs have left."""
+    """Remove the results of earlier runs."""
     for path in old:
         path.unlink()
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that must be the same when runs go on."""
+    """Return the options that must not change when runs resume."""
     return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
 
 
 def check_settings(path: Path, args: argparse.Namespace) -> None:
-    """Refuse other settings than those that a file keeps, if there is one."""
+    """Refuse settings that differ from those stored in a file, if it exists."""
     settings = settings_of(args)
     before = json.loads(path.read_text()) if path.exists() else settings
     for name, value in settings.items():

@@ -2,11 +2,11 @@
 
     python pipelines/concurrent_loading.py s3://bucket/pictures --loader ours --in-flight 256 --batch-size 256 --train
 
-Loaders: ``vanilla``, a PyTorch dataset that asks for one object at a time, in worker processes; ``threads`` and
-``asyncio``, the same with the objects of a batch asked for concurrently, as the paper does it; ``ours``, `gpuload`'s
-loader of samples, in one process, whose requests and decoding hold no GIL; ``dali``, the same with DALI decoding.
+Loaders: ``vanilla``, a PyTorch dataset that requests one object at a time, in worker processes; ``threads`` and
+``asyncio``, the same with the objects of a batch requested concurrently, as in the paper; ``ours``, `gpuload`'s sample
+loader, in one process, whose requests and decoding do not hold the GIL; ``dali``, the same with DALI decoding.
 
-The way of a picture is `decode`, and the loaders in `LOADERS`; what follows them is a model, clocks and words.
+To follow a picture, read `decode` and the loaders in `LOADERS`; the rest is a model, timing and messages.
 
 References
 ----------
@@ -64,14 +64,14 @@ N_CLASSES = 10
 
 
 def decode(jpeg: np.ndarray | bytes) -> torch.Tensor:
-    """Return the middle of a picture: (3, 224, 224) uint8."""
+    """Return the centre of a picture: (3, 224, 224) uint8."""
     picture = imagecodecs.jpeg8_decode(jpeg)
     top, left = (picture.shape[0] - CROP) // 2, (picture.shape[1] - CROP) // 2
     return torch.from_numpy(picture[top : top + CROP, left : left + CROP].transpose(2, 0, 1).copy())
 
 
 class Profile:
-    """When each task was, of all threads; worker processes append theirs to a file, for their clock is the same."""
+    """When each task ran, for all threads; worker processes append theirs to a file, as they share the clock."""
 
     def __init__(self, folder: str) -> None:
         self.stats = Stats()
@@ -80,12 +80,12 @@ class Profile:
         self._loader: SampleLoader | None = None
 
     def watch(self, loader: SampleLoader) -> None:
-        """Take the tasks of a loader in too."""
+        """Include the tasks of a loader."""
         self._loader = loader
         loader.stats.keep_spans()
 
     def spans(self) -> list[Span]:
-        """Return all tasks; a loader's waits are in those of the loop, which counts the batches too."""
+        """Return all tasks; a loader's waits are covered by those of the loop, which also counts the batches."""
         theirs = self._loader.stats.take_spans() if self._loader is not None else []
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         mine = self.stats.take_spans()
@@ -100,7 +100,7 @@ class Profile:
 
 
 def note(log: Path | None, timer: str, start: float) -> None:
-    """Append a task to a log, where there is one; so short a line is written at once, and beside no other."""
+    """Append a task to a log, if there is one; so short a line is written at once and never interleaved."""
     if log is not None:
         line = json.dumps([timer, threading.get_native_id(), start, time.perf_counter()])
         with log.open("ab", buffering=0) as file:
@@ -108,7 +108,7 @@ def note(log: Path | None, timer: str, start: float) -> None:
 
 
 class Pictures(torch.utils.data.Dataset):
-    """Pictures by number, asked for one at a time with boto3, or read from a folder.
+    """Pictures by index, requested one at a time with boto3, or read from a folder.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ class Pictures(torch.utils.data.Dataset):
     names
         Keys below it.
     log
-        Where to note when pictures were read and decoded.
+        Where to record when pictures were read and decoded.
     """
 
     def __init__(self, place: str, names: list[str], log: Path | None = None) -> None:
@@ -125,7 +125,7 @@ class Pictures(torch.utils.data.Dataset):
         self._client: Any = None
 
     def __len__(self) -> int:
-        """Pictures."""
+        """Number of pictures."""
         return len(self._names)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
@@ -145,7 +145,7 @@ class Pictures(torch.utils.data.Dataset):
         return self._connected().get_object(Bucket=bucket, Key=f"{prefix}/{name}")["Body"].read()  # type: ignore[no-any-return]
 
     def _connected(self) -> Any:
-        if self._client is None:  # a connection does not come along into a worker process
+        if self._client is None:  # connections do not survive a fork into a worker process
             import boto3
             from botocore.config import Config
 
@@ -154,7 +154,7 @@ class Pictures(torch.utils.data.Dataset):
 
 
 class ThreadedPictures(Pictures):
-    """The same; those of a batch are asked for by threads."""
+    """The same, with the pictures of a batch requested by threads."""
 
     def __init__(self, place: str, names: list[str], in_flight: int, log: Path | None = None) -> None:
         super().__init__(place, names, log)
@@ -169,7 +169,7 @@ class ThreadedPictures(Pictures):
 
 
 class AsyncPictures(ThreadedPictures):
-    """The same; those of a batch are awaited in an event loop, which runs each in a thread, as the paper's does."""
+    """The same, with the pictures of a batch awaited in an event loop, each in a thread, as in the paper."""
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
         """Return a batch."""
@@ -207,7 +207,7 @@ def by_asyncio(names: list[str], args: argparse.Namespace, profile: Profile | No
 
 
 def ours(names: list[str], args: argparse.Namespace, profile: Profile | None = None) -> Iterator[Any]:
-    """Batches ahead, in this process."""
+    """Batches ahead of time, in this process."""
     samples = SampleSet(names, {name: label_of(name) for name in names}, source_of(args.place), decode)
     loader = SampleLoader(
         samples, args.batch_size, shuffle=True, drop_last=True, num_workers=args.threads, in_flight=args.in_flight
@@ -219,7 +219,7 @@ def ours(names: list[str], args: argparse.Namespace, profile: Profile | None = N
 
 
 def dali(names: list[str], args: argparse.Namespace, profile: Profile | None = None) -> Iterator[Any]:
-    """Bytes ahead, in this process; DALI's threads decode (on a GPU, its decoder for JPEG)."""
+    """Bytes ahead of time, in this process; DALI's threads decode (on a GPU, its JPEG decoder)."""
     from nvidia.dali import fn, pipeline_def, types
 
     samples = SampleSet(names, {name: label_of(name) for name in names}, source_of(args.place), "bytes")
@@ -251,7 +251,7 @@ def dali(names: list[str], args: argparse.Namespace, profile: Profile | None = N
         pictures, labels = built.run()
         both = (
             torch.from_dlpack(part.as_tensor()).clone() for part in (pictures, labels)
-        )  # DALI uses its memory again
+        )  # DALI reuses its memory
         yield next(both), next(both).reshape(-1)
 
 
@@ -259,12 +259,12 @@ LOADERS = {"vanilla": vanilla, "threads": threads, "asyncio": by_asyncio, "ours"
 
 
 def label_of(name: str) -> int:
-    """Return the class that `write_pictures` gave a picture."""
+    """Return the class that `write_pictures` assigned to a picture."""
     return int(Path(name).stem) % N_CLASSES
 
 
 def source_of(place: str) -> Any:
-    """Return where samples are: a remote, or a folder."""
+    """Return the source of the samples: a remote, or a folder."""
     return open_remote(place) if "://" in place else place
 
 
@@ -274,7 +274,7 @@ def names_in(place: str) -> list[str]:
 
 
 class Block(nn.Module):
-    """Two convolutions around which their input is led, as [2] has them."""
+    """Two convolutions with a skip connection, as in [2]."""
 
     def __init__(self, n_in: int, n_out: int, stride: int) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Block(nn.Module):
         self.around = nn.Identity() if is_same else short
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what comes out."""
+        """Return the output."""
         return torch.relu(self.body(x) + self.around(x))
 
 
@@ -303,7 +303,7 @@ def resnet18(width: int) -> nn.Module:
 
 
 class Trainer:
-    """A model and its optimizer, with the settings of [1]; pictures are made smaller by taking every n-th pixel."""
+    """A model and its optimizer, with the settings of [1]; pictures are subsampled by taking every n-th pixel."""
 
     def __init__(self, width: int, every: int) -> None:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -312,12 +312,12 @@ class Trainer:
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1, weight_decay=1e-4)
 
     def moved(self, pictures: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch as the model takes it, where the model is."""
+        """Return a batch in the model's input form, on its device."""
         small = pictures[:, :, :: self._every, :: self._every].to(self._device).float() / 255 - 0.5
         return small, labels.to(self._device)
 
     def step(self, small: torch.Tensor, labels: torch.Tensor) -> float:
-        """Learn from a batch; return the loss."""
+        """Train on a batch; return the loss."""
         loss = nn.functional.cross_entropy(self._model(small), labels)
         self._optimizer.zero_grad()
         loss.backward()
@@ -326,7 +326,7 @@ class Trainer:
 
 
 def run(args: argparse.Namespace, profile: Profile | None = None) -> dict[str, float]:
-    """Load batches, and train on them where asked; return pictures per second, seconds, waits."""
+    """Load batches, training on them if requested; return pictures per second, seconds, waits."""
     stats = Stats() if profile is None else profile.stats
     torch.manual_seed(args.seed)
     trainer = Trainer(args.width, args.every) if args.train else None
@@ -370,7 +370,7 @@ def run(args: argparse.Namespace, profile: Profile | None = None) -> dict[str, f
 
 
 def profiled(args: argparse.Namespace) -> dict[str, float]:
-    """Do the same, and draw who did what when."""
+    """Do the same, and draw a timeline."""
     with tempfile.TemporaryDirectory() as folder:
         profile = Profile(folder)
         found = run(args, profile)
@@ -382,7 +382,7 @@ def profiled(args: argparse.Namespace) -> dict[str, float]:
 
 
 def cpu_s() -> float:
-    """Return the processor seconds that this process and its workers have taken so far."""
+    """Return the CPU seconds that this process and its workers have used so far."""
     spent = time.process_time()
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in children.read_text().split():

@@ -2,11 +2,11 @@
 
     python pipelines/growing_store.py s3://bucket/train --root /local/samples --budget 200GiB
 
-Fetcher processes download ahead of training, within the budget. Each epoch trains on what is there when it begins; what
-was used makes room for what was not. Samples are read from the local disk by threads that hold no GIL, straight into
-the batch's memory. The program may be killed at any moment and started again.
+Fetcher processes download ahead of training, within the budget. Each epoch trains on what is there when it begins; used
+samples make room for unused ones. Threads read samples from the local disk without the GIL, straight into the batch's
+memory. The program may be killed at any moment and restarted.
 
-The way of a sample is `train`; the rest is clocks, words, and samples to try it with (``--make``).
+To follow a sample, read `train`; the rest is timing, messages, and samples to try it with (``--make``).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 i
 """
 
 N_FEATURES = 256
-"""Values after the first that say something about it; the others are noise, which no compression makes smaller."""
+"""Values after the first that predict it; the others are noise, which no compression shrinks."""
 
 
 def train(store: SampleStore, args: argparse.Namespace, meter: StallMeter) -> list[Epoch]:
-    """Train for some epochs, each on what is in the store when it begins."""
+    """Train for some epochs, each on the contents of the store when it begins."""
     torch.manual_seed(args.seed)
     model = torch.nn.Linear(N_FEATURES, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
@@ -78,7 +78,7 @@ def train(store: SampleStore, args: argparse.Namespace, meter: StallMeter) -> li
 
 @dataclass
 class Epoch:
-    """What an epoch took and gave."""
+    """Time and results of an epoch."""
 
     number: int
     generation: int
@@ -92,13 +92,13 @@ class Epoch:
     held: int = 0
 
     def add(self, nbytes: int, loss: float) -> None:
-        """Note a step."""
+        """Record a step."""
         self.nbytes += nbytes
         self.losses.append(loss)
         self.resident = max(self.resident, resident_nbytes())
 
     def end(self, store: SampleStore) -> None:
-        """Note what the store has come to."""
+        """Record the state of the store."""
         self.seconds = time.perf_counter() - self.began
         self.coverage, self.held = store.coverage().unique, store.held_nbytes
 
@@ -116,26 +116,26 @@ class Epoch:
 
 
 class StallMeter:
-    """Measures for how long other threads keep the training thread from going on.
+    """Measure for how long other threads hold up the training thread.
 
-    For some milliseconds a step the training thread does nothing but look at the clock, as a training thread that is
-    all Python would: two looks far apart mean that it lost the interpreter in between, or the processor. The kernel
-    tells which: who waits for a lock leaves the processor by itself, and who is interrupted does not. Where it waited
-    for the interpreter, its holder may have been off the processor too, on a machine that is busy with other programs;
-    so of such a wait no more is laid to this program than all its threads together worked in that time.
+    For some milliseconds per step the training thread does nothing but read the clock, as pure Python training code
+    would: two readings far apart mean that it lost the GIL in between, or the processor. The kernel tells which: a
+    thread that waits for a lock yields the processor voluntarily, a preempted one does not. If it waited for the GIL,
+    its holder may have been preempted too, on a machine busy with other programs; so no more of such a wait is
+    attributed to this program than the CPU time of all its threads together.
 
     Parameters
     ----------
     seconds
-        Length of each look.
+        Length of each measurement.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.waits_s: list[float] = []
-        """Times without the interpreter."""
+        """Times without the GIL."""
         self.held_s: list[float] = []
-        """Of each at most how much another thread of this program worked."""
+        """Upper bound, for each, on how much another thread of this program worked."""
         self.longest_interrupt_s = 0.0
         """Longest time without the processor."""
         self.watched_s = 0.0
@@ -145,7 +145,7 @@ class StallMeter:
         switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
         before = worked = (
             time.process_time()
-        )  # two looks ago: the interpreter may be lost between one clock and the other
+        )  # two readings ago: the GIL may be lost between one clock and the other
         start = last = time.perf_counter()
         end = start + (self._seconds if seconds is None else seconds)
         while last < end:
@@ -172,20 +172,20 @@ class StallMeter:
 
 
 def resident_nbytes() -> int:
-    """Return the resident memory of this process, without that of files."""
+    """Return the resident memory of this process, without file-backed pages."""
     pages = Path("/proc/self/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
 def forget_files(folder: Path) -> None:
-    """Take files out of the page cache, so that they are read from the disk."""
+    """Evict files from the page cache, so that they are read from disk."""
     for path in folder.rglob("*.*"):
         with suppress(FileNotFoundError), path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def make_samples(folder: Path, n: int, nbytes: int, seed: int) -> None:
-    """Write samples whose first value follows from the next ones, and whose bytes are noise."""
+    """Write samples whose first value depends on the next ones, and whose bytes are noise."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = np.random.default_rng(seed).standard_normal(N_FEATURES, dtype=np.float32) / N_FEATURES**0.5
     for i in range(n):
@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def figures(epochs: list[Epoch], stats: dict[str, float], before: int, meter: StallMeter) -> dict[str, object]:
-    """Return what a training gave as numbers."""
+    """Return the results of a training as numbers."""
     return {
         "n_samples_by_epoch": [epoch.n_samples for epoch in epochs],
         "bytes_per_s_by_epoch": [round(epoch.speed) for epoch in epochs],
@@ -291,7 +291,7 @@ def figures(epochs: list[Epoch], stats: dict[str, float], before: int, meter: St
 
 
 def say_result(epochs: list[Epoch], stats: dict[str, float], before: int) -> None:
-    """Print what a training gave."""
+    """Print the results of a training."""
     batches_mb = stats["peak_batches_nbytes"] / 1e6
     grown = (max(epoch.resident for epoch in epochs) - before) / 1e6
     print(f"loss: {epochs[0].losses[0]:.4f} at first, {np.mean(epochs[-1].losses):.4f} in the last epoch")

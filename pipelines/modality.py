@@ -13,7 +13,7 @@ proteins (70); each cell's 300 scores are standardised; kernel ridge regression 
 one half of the batches and on the other, for five shufflings of the batches; the mean of the ten models, back through
 the SVD of the proteins, and nothing below 0.
 
-One word chooses what does it: `ours` (gpuload's estimators, fed minibatch by minibatch from disk: the matrix is never
+One word selects the engine: `ours` (gpuload's estimators, fed minibatch by minibatch from disk: the matrix is never
 in memory), `sklearn` (on the whole matrix in memory) or `cuml` (the same on a GPU). The recipe itself is `ProteinModel`
 in modality_model.py, for use from Python too: fit, predict, score, save, load.
 """
@@ -60,14 +60,14 @@ examples:
 
 
 def model_of(args: argparse.Namespace) -> ProteinModel:
-    """Return the model that the command line asks for."""
+    """Return the model selected on the command line."""
     return ProteinModel(
         args.engine, solver=args.solver, n_landmarks=args.landmarks, device=args.device, random_state=args.seed
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Make what is to be made, predict, compare, write and draw."""
+    """Make example files if requested, predict, compare, write and draw."""
     first = args.paths[0]
     out = args.out or (first.parent if first.suffix in (".h5ad", ".h5mu", ".zarr") else first)
     if args.model:
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def device_peak_mib(device: str) -> float | None:
-    """Return the most device memory that PyTorch, in which our arithmetic is done, has held; None on the CPU."""
+    """Return the peak device memory of PyTorch, which runs our arithmetic; None on the CPU."""
     if device == "cpu":
         return None
     import torch
@@ -137,7 +137,7 @@ def device_peak_mib(device: str) -> float | None:
 
 
 def card(device: str) -> str | None:
-    """Return the name of a GPU; None on the CPU, and where PyTorch, which cuML does not need, sees none."""
+    """Return the name of a GPU; None on the CPU, and if PyTorch, which cuML does not need, sees none."""
     if device == "cpu":
         return None
     import torch
@@ -157,7 +157,7 @@ def compare(
     *,
     has_baselines: bool,
 ) -> list[Row]:
-    """Return what each method gave on the cells whose proteins are known, and print it, with where it ran."""
+    """Return each method's results on the cells with known proteins, and print them with the device used."""
     wanted = cells.wanted[measured]
     engine = model.engine
     rows = [Row(f"KRR, {engine.name}", seconds, measures_of(predicted[measured], wanted), engine.device)]
@@ -176,7 +176,7 @@ def compare(
 
 
 def predict_new(args: argparse.Namespace, out: Path) -> None:
-    """Predict the proteins of cells by a model that was saved."""
+    """Predict the proteins of cells with a saved model."""
     if len(args.paths) != 1:
         raise gpuload.PlanError(f"--model: expected one file of cells, not {len(args.paths)}.")
     model = ProteinModel.load(args.model, engine="ours", device=args.device)
@@ -248,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def is_memory_full(error: Exception) -> bool:
-    """Return whether the host's memory or a GPU's was too small, for which PyTorch has an error of its own."""
+    """Return whether host or GPU memory ran out; PyTorch has its own error for the latter."""
     torch = sys.modules.get("torch")
     return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
 

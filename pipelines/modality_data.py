@@ -1,4 +1,4 @@
-"""What pipelines/modality.py reads and writes: cells with genes, some of which have their proteins measured too."""
+"""Input and output of pipelines/modality.py: cells with genes, some of which also have measured proteins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GENES, PROTEINS = "rna", "prot"
-"""What MuData usually calls the modalities."""
+"""MuData's usual names of the modalities."""
 
 METHOD = "gpuload_krr"
 
@@ -36,27 +36,27 @@ class Cells:
     Attributes
     ----------
     genes
-        What `gpuload.open_loader` opens, and with which settings, to read the genes of all of them.
+        The argument and settings of `gpuload.open_loader` that read the genes of all cells.
     names : (n,)
-        Of the cells, as they lie there.
+        Names of the cells, in file order.
     rows : (n_train,) int64
-        Those to learn from.
+        The cells to train on.
     proteins : (n_train, n_proteins) float32
-        Measured in these.
+        Their measured proteins.
     batch : (n_train,) str
-        Batches of these.
+        Their batches.
     test : (n_test,) int64
-        Those to predict for.
+        The cells to predict for.
     wanted : (n_test, n_proteins) float32
-        What was measured in these; NaN where nothing was.
+        Their measured proteins; NaN if not measured.
     protein_names
-        Of the proteins.
+        Names of the proteins.
     noise_free
-        Of synthetic cells to predict for, the proteins without noise.
+        For synthetic cells to predict for, the proteins without noise.
     about
-        The `uns` that a prediction takes along.
+        The `uns` to include in a prediction.
     mudata
-        The .h5mu file that they are from, and the names of its modalities.
+        The .h5mu file of the cells, and the names of its modalities.
     """
 
     genes: Mapping[str, Any]
@@ -81,7 +81,7 @@ def read_cells(
     layer: str | None = None,
     is_counts: bool = False,
 ) -> Cells:
-    """Read everything about the cells but their genes.
+    """Read everything about the cells except their genes.
 
     Parameters
     ----------
@@ -90,9 +90,9 @@ def read_cells(
         var["feature_types"] tells GEX and ADT apart; or two: genes, and proteins of the same cells or of some of them,
         found by name.
     batch
-        Column of obs; where there is none, all cells are of one batch.
+        Column of obs; without one, all cells are one batch.
     test
-        Batches to hold out. Without them, what is to be predicted is what was not measured.
+        Batches to hold out. Without them, predict what was not measured.
     modalities
         Of a MuData: genes, proteins.
     layer
@@ -123,7 +123,7 @@ def read_cells(
 
 
 class Table:
-    """An AnnData on disk: .h5ad, zarr, or a modality inside an .h5mu file; only what is asked for is read."""
+    """An AnnData on disk: .h5ad, zarr, or a modality inside an .h5mu file; only what is requested is read."""
 
     def __init__(self, path: Path, member: str = "", layer: str | None = None) -> None:
         if not path.exists():
@@ -157,14 +157,14 @@ class Table:
                 yield file.get(self._member) if self._member else file
 
     def _frame(self, group: Any, name: str) -> pd.DataFrame:
-        """Return obs or var; of AnnData before 0.7, where they are not groups, through anndata."""
+        """Return obs or var; for AnnData before 0.7, where they are not groups, with anndata."""
         if hasattr(group[name], "keys"):
             return read_elem(group[name])
         return getattr(anndata.read_h5ad(self.path, backed="r"), name)
 
     @property
     def address(self) -> str:
-        """Return what `open_loader` calls it."""
+        """Return its name for `open_loader`."""
         return f"{self.path}/{self._member}" if self._member else str(self.path)
 
     def has_layer(self, name: str) -> bool:
@@ -305,7 +305,7 @@ def _held_out(batches: NDArray[np.str_], test: Sequence[str]) -> NDArray[np.bool
 
 
 def _found(folder: Path, name: str) -> Path:
-    """Return the one file or store of a folder that is called so, whatever stands before it."""
+    """Return the one file or store of a folder with this name, whatever precedes it."""
     found = [*folder.glob(f"*{name}.zarr"), *folder.glob(f"*{name}.h5ad")]
     if not found:
         raise gpuload.ReadError(
@@ -320,7 +320,7 @@ def _found(folder: Path, name: str) -> Path:
 
 
 def _matched(genes: Table, proteins: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the cells that both have: their numbers among the genes, ascending, and among the proteins."""
+    """Return the cells common to both: their numbers among the genes, ascending, and among the proteins."""
     for table in (genes, proteins):
         if not table.obs.index.is_unique:
             raise gpuload.StoreError(
@@ -352,10 +352,10 @@ def _gene_settings(tables: Sequence[Table], is_counts: bool) -> dict[str, Any]:
 
 
 def write_prediction(folder: Path, predicted: NDArray[np.float32], cells: Cells) -> list[Path]:
-    """Write what was predicted as Open Problems wants it; of a MuData, also a copy of it with the prediction inside.
+    """Write predictions in Open Problems' format; for a MuData, also a copy of it with the predictions inside.
 
-    The copy has them as a data frame, ``mdata["rna"].obsm["prot_predicted"]``: of all its cells, NaN of those that
-    nothing was predicted for.
+    The copy has them as a data frame, ``mdata["rna"].obsm["prot_predicted"]``: for all its cells, with NaN for those
+    without a prediction.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "prediction.h5ad"]

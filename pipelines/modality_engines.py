@@ -1,7 +1,7 @@
-"""What does the arithmetic of pipelines/modality.py: gpuload's estimators, scikit-learn or cuML.
+"""Arithmetic of pipelines/modality.py: gpuload's estimators, scikit-learn or cuML.
 
-Each takes the same parameters and gives the same arrays of NumPy: scores and components of the genes' SVD, and the mean
-of the ten regressions as one.
+All take the same parameters and return the same NumPy arrays: scores and components of the genes' SVD, and the mean of
+the ten regressions as one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 MOST_AT_ONCE = 12_000
-"""Rows of a kernel matrix that LAPACK may factorise in one call: some builds of OpenBLAS crash on 16,000."""
+"""Largest kernel matrix, in rows, that LAPACK may factorise in one call: some OpenBLAS builds crash on 16,000."""
 
 
 class Engine:
-    """Ours: nothing is held that is as long as the matrix, but the scores.
+    """Ours: apart from the scores, nothing as long as the matrix is held in memory.
 
     Attributes
     ----------
@@ -41,14 +41,14 @@ class Engine:
         self.seed: int = params["random_state"]
 
     def warm_up(self) -> None:
-        """Let a GPU compile its kernels and load its libraries, which else the first fit would wait for."""
+        """Compile kernels and load libraries on a GPU, which would otherwise delay the first fit."""
         X = np.eye(2, dtype=np.float32)
         with self.open({"paths": X}) as cells:
             estimators.TruncatedSVD(1).fit(cells)
         estimators.KernelRidge(device=self.device).fit(X, X)
 
     def open(self, settings: Mapping[str, Any], **more: Any) -> gpuload.Loader:
-        """Open cells in the order in which they lie."""
+        """Open cells in file order."""
         common = {"shuffle": False, "batch_size": 2048, "fetch_factor": 2, "rank": 0, "world_size": 1}
         return gpuload.open_loader(**{**common, "device": self.params["device"], **more, **settings})
 
@@ -66,7 +66,7 @@ class Engine:
     def regress(
         self, X: NDArray[np.float32], y: NDArray[np.float32], batch: NDArray[Any]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return the mean of the ten models as one: rows to take the kernel with, and their coefficients."""
+        """Return the mean of the ten models as one: rows for the kernel, and their coefficients."""
         model = estimators.KernelRidge(
             self.params["alpha"],
             gamma=self.params["gamma"],
@@ -79,19 +79,19 @@ class Engine:
         return model.X_fit_, model.dual_coef_
 
     def n_rounds(self, batch: NDArray[Any]) -> int:
-        """Return the rounds that these batches allow: of one batch there are no halves."""
+        """Return the rounds possible with these batches: one batch has no halves."""
         return int(self.params["n_rounds"]) if np.unique(batch).size > 1 else 0
 
     def is_exact(self, n: int) -> bool:
-        """Return whether so many cells are to be solved exactly."""
+        """Return whether to solve for so many cells exactly."""
         solver = self.params["solver"]
         return bool(solver == "exact" or (solver == "auto" and n <= self.params["n_landmarks"]))
 
 
 class SklearnEngine(Engine):
-    """scikit-learn, tuned: kernel="rbf" rather than an RBF object, which goes a slower way.
+    """scikit-learn, tuned: kernel="rbf" rather than an RBF object, which is slower.
 
-    Of many cells the kernel is that of landmarks (Nystroem, then Ridge): the exact one does not fit into memory.
+    For many cells the kernel uses landmarks (Nystroem, then Ridge): the exact one does not fit into memory.
     """
 
     name = "sklearn"
@@ -126,13 +126,13 @@ class SklearnEngine(Engine):
         return np.asarray(scores, dtype=np.float32), np.asarray(svd.components_, dtype=np.float32), names
 
     def matrix(self, X: Any) -> Any:
-        """Return the matrix as the SVD wants it."""
+        """Return the matrix in the form that the SVD requires."""
         return X
 
     def regress(
         self, X: NDArray[np.float32], y: NDArray[np.float32], batch: NDArray[Any]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return the mean of the ten models as one: rows to take the kernel with, and their coefficients."""
+        """Return the mean of the ten models as one: rows for the kernel, and their coefficients."""
         halves = self.halves(batch)
         if not self.is_exact(len(X)):
             return self.by_landmarks(X, y, halves)
@@ -143,7 +143,7 @@ class SklearnEngine(Engine):
         return X, (total / len(halves)).astype(np.float32)
 
     def check_size(self, n: int) -> None:
-        """Refuse a kernel matrix that scikit-learn cannot factorise: it asks LAPACK to in one call."""
+        """Refuse a kernel matrix too large for scikit-learn, which factorises it in one LAPACK call."""
         if n > MOST_AT_ONCE:
             raise gpuload.PlanError(
                 f"engine='sklearn', solver='exact': a model of {n:,} cells, and OpenBLAS may crash on more than "
@@ -182,7 +182,7 @@ class SklearnEngine(Engine):
 
 
 class CumlEngine(SklearnEngine):
-    """cuML: the imports differ, sparse input is made dense, all is exact, and gamma is said."""
+    """cuML: other imports, dense input, exact solutions only, and an explicit gamma."""
 
     name = "cuml"
 
@@ -194,7 +194,7 @@ class CumlEngine(SklearnEngine):
         try:
             import cupy
 
-            if not cupy.cuda.runtime.getDeviceCount():  # cuml itself imports without a GPU, and fails at the first fit
+            if not cupy.cuda.runtime.getDeviceCount():  # cuml imports without a GPU, and fails only at the first fit
                 raise RuntimeError("CuPy sees no GPU")
             import cuml  # noqa: F401
         except Exception as error:
@@ -223,13 +223,13 @@ class CumlEngine(SklearnEngine):
         return KernelRidge(alpha=self.params["alpha"], kernel="rbf", gamma=self.params["gamma"], output_type="numpy")
 
     def matrix(self, X: Any) -> Any:
-        """Return a dense matrix on the GPU, by columns: cuML's SVD takes no other, and would make it on the host."""
+        """Return a dense matrix on the GPU in Fortran order: cuML's SVD would convert any other, on the host."""
         from cupyx.scipy.sparse import csr_matrix as csr_on_gpu
 
         return csr_on_gpu(X).toarray(order="F")
 
     def check_size(self, n: int) -> None:
-        """Refuse nothing: cuSOLVER factorises what fits into memory."""
+        """Accept everything: cuSOLVER factorises whatever fits into memory."""
 
     def is_exact(self, n: int) -> bool:
         """Return True: cuML has no landmarks."""

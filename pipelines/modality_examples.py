@@ -1,4 +1,4 @@
-"""Cells that anyone may have, as files for pipelines/modality.py: synthetic ones, and some hundred real ones."""
+"""Freely available cells as files for pipelines/modality.py: synthetic ones, and some hundred real ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_synthetic(folder: Path, n_train: int, seed: int) -> None:
-    """Write files as the competition's, their numbers from `gpuload.synthetic_cite`."""
+    """Write files in the competition's format, with numbers from `gpuload.synthetic_cite`."""
     from tqdm import tqdm
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def write_synthetic(folder: Path, n_train: int, seed: int) -> None:
 
 
 def write_real(folder: Path) -> None:
-    """Write 400 real blood cells in Open Problems' form: two experiments, their shared genes and proteins.
+    """Write 400 real blood cells in Open Problems' format: two experiments, their shared genes and proteins.
 
     A quarter of the cells of each is held out. Genes are log1p of counts per 10,000, proteins log ratios.
     """

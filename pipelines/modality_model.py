@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 class ProteinModel:
     """The recipe as one model: genes in, proteins out.
 
-    What it has learnt are arrays of NumPy, the same whichever engine found them: what was fitted on a GPU is saved,
-    loaded and used to predict on a machine without one.
+    What it learns are NumPy arrays, the same for every engine: a model fitted on a GPU can be saved, loaded and used
+    to predict on a machine without one.
 
     Parameters
     ----------
     engine
         ``"ours"``, ``"sklearn"`` or ``"cuml"``.
     n_gene_components, n_protein_components
-        Of the two SVDs; at most as many as there are cells, genes or proteins.
+        Sizes of the two SVDs; limited by the number of cells, genes or proteins.
     gamma
-        That of a length scale of 10. The widely copied GPU version leaves it out, and gets 1 / 300 instead.
+        Corresponds to a length scale of 10. The widely copied GPU version omits it, and gets 1 / 300 instead.
     alpha
-        Strength of the penalty.
+        Regularisation strength.
     n_rounds
-        Shufflings of the batches, two models each. Of one batch there is one model.
+        Number of shufflings of the batches, two models each. With a single batch there is one model.
     solver, n_landmarks
-        ``"exact"``, ``"nystrom"`` (by so many landmarks), or ``"auto"``: exact up to so many cells.
+        ``"exact"``, ``"nystrom"`` (with this many landmarks), or ``"auto"``: exact up to this many cells.
     device
-        Of ours: ``"cpu"``, ``"cuda:0"`` or ``"auto"``.
+        Device of ours: ``"cpu"``, ``"cuda:0"`` or ``"auto"``.
     random_state
         Seed.
 
@@ -61,9 +61,9 @@ class ProteinModel:
     X_fit_, dual_coef_
         Of the mean of the ten models: `gpuload.estimators.KernelRidge`'s.
     scores_ : (n, n_gene_components) float32
-        Standardised, of all cells fitted, those without proteins too; not saved.
+        Standardised, for all cells fitted, including those without proteins; not saved.
     seconds_
-        That the steps of fitting took; not saved.
+        Duration of the steps of fitting; not saved.
     """
 
     LEARNT: ClassVar = (
@@ -128,8 +128,8 @@ class ProteinModel:
         batch : (n,), optional
             Batches of the cells with proteins; else the AnnData's obs["batch"], else all are one batch.
         rows : (n,), optional
-            Which of the cells have the proteins given; the others help to find the components. None: all, or those
-            that the AnnData of the proteins names.
+            Indices of the cells that have the given proteins; the others help to find the components. None: all, or
+            those named by the proteins' AnnData.
         """
         settings, known = _opened(genes), _known(genes, proteins, batch, rows)
         if not np.isfinite(known.proteins).all():
@@ -150,14 +150,14 @@ class ProteinModel:
         self.protein_components_ = np.asarray(svd.components_, dtype=np.float32)
         y = np.asarray(svd.transform(known.proteins), dtype=np.float32)
         first = chosen[0] if len(chosen) else 0
-        is_run = np.array_equal(chosen, np.arange(first, first + len(chosen)))  # of which a copy would be a waste
+        is_run = np.array_equal(chosen, np.arange(first, first + len(chosen)))  # copying these would be a waste
         X = self.scores_[first : first + len(chosen)] if is_run else self.scores_[chosen]
         self.X_fit_, self.dual_coef_ = self.engine.regress(X, y, known.batch)
         self.seconds_ = {"SVD of the genes, read from disk": middle - start, "regression": time.perf_counter() - middle}
         return self
 
     def predict(self, genes: Any) -> Any:
-        """Predict the proteins of cells, given as to `fit`; their genes are found by name.
+        """Predict the proteins of cells, given as to `fit`; their genes are matched by name.
 
         Returns
         -------
@@ -184,7 +184,7 @@ class ProteinModel:
         return np.asarray(np.maximum(model.predict(scores) @ self.protein_components_, 0))
 
     def score(self, genes: Any, proteins: Any = None) -> float:
-        """Return the coefficient of determination, the mean over proteins, of cells given as to `fit`."""
+        """Return the coefficient of determination, averaged over proteins, for cells given as to `fit`."""
         known, found = _known(genes, proteins, None, None), self.predict(genes)
         found = np.asarray(found.X if hasattr(found, "obs_names") else found)
         found = found if known.rows is None else found[known.rows]
@@ -193,7 +193,7 @@ class ProteinModel:
         return float(np.mean(1 - left[spread > 0] / spread[spread > 0]))
 
     def save(self, path: str | Path) -> None:
-        """Write parameters and what was learnt to an .npz file, without pickles."""
+        """Write parameters and learned arrays to an .npz file, without pickles."""
         self._check_fitted()
         learnt = {name: np.asarray(getattr(self, name)) for name in self.LEARNT}
         learnt = {name: found.astype(str) if found.dtype == object else found for name, found in learnt.items()}
@@ -202,9 +202,9 @@ class ProteinModel:
 
     @classmethod
     def load(cls, path: str | Path, **params: Any) -> Self:
-        """Return what `save` wrote; `params` are set anew, as ``engine="ours", device="cpu"`` without a GPU."""
-        with Path(path).open("rb") as file:  # what the system refuses it says itself
-            if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle, and advise to load it unsafely
+        """Load what `save` wrote; `params` override, as in ``engine="ours", device="cpu"`` without a GPU."""
+        with Path(path).open("rb") as file:  # the system's errors are clear by themselves
+            if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle, and suggest loading it unsafely
                 raise gpuload.CorruptDataError(
                     f"{path}: not a saved ProteinModel: no .npz file, or one that was cut short. Give the file that "
                     "ProteinModel.save or --save has written, or fit and save the model again."

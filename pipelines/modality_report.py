@@ -1,4 +1,4 @@
-"""What pipelines/modality.py is compared with: simpler methods on the same scores, measures, and the pictures."""
+"""Baselines for pipelines/modality.py: simpler methods on the same scores, metrics, and the figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PUBLISHED = (
     ("linear model", None, 0.4716, False),
     ("mean", None, 0.6570, False),
 )
-"""Method, seconds of its whole run where they are known, RMSE, and whether it is this recipe.
+"""Method, seconds of its whole run if known, RMSE, and whether it is this recipe.
 
 On the competition's cells, which are not those of any other run: seconds from the notebooks of the post that brought
 the winning entry to a GPU, with reading; errors from the competition's table, those notebooks and DANCE. A later
@@ -41,16 +41,16 @@ References
 
 @dataclass(frozen=True)
 class Row:
-    """What a method gave.
+    """The result of a method.
 
     Attributes
     ----------
     name
-        Of the method.
+        Name of the method.
     seconds
-        For the scores of the genes and the method itself; None: not measured.
+        Time for the gene scores and the method itself; None: not measured.
     measures
-        As `measures_of` returns them.
+        As returned by `measures_of`.
     device
         Where the method itself ran.
     """
@@ -67,9 +67,9 @@ class Row:
 def baselines(
     train: NDArray[np.float32], proteins: NDArray[np.float32], test: NDArray[np.float32], device: str
 ) -> Iterator[tuple[str, str, float, NDArray[np.float32]]]:
-    """Predict by simpler methods from the same scores: (name, device, seconds, (n, n_proteins)).
+    """Predict with simpler methods from the same scores: (name, device, seconds, (n, n_proteins)).
 
-    The network is trained on `device`, all else is NumPy's.
+    The network is trained on `device`; everything else uses NumPy.
     """
     shape = len(test), proteins.shape[1]
     yield "zeros", "cpu", 0.0, np.zeros(shape, dtype=np.float32)
@@ -146,9 +146,9 @@ def correlations(a: NDArray[np.float32], b: NDArray[np.float32], axis: int) -> N
 
 
 def draw_methods(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Draw error against time: of what was measured here, and of what was published on the competition's cells.
+    """Draw error against time: as measured here, and as published for the competition's cells.
 
-    Zeros are left to the table: far above all others, they would press these together.
+    Zeros appear only in the table: far above all others, they would compress the scale.
     """
     figure = _figure((11, 4.6))
     here, there = figure.subplots(1, 2, width_ratios=(1.25, 1))
@@ -165,7 +165,7 @@ def draw_methods(path: Path, rows: Sequence[Row], title: str) -> None:
 
 
 def _draw_error_and_time(axes: Any, points: Sequence[tuple[str, float | None, float, bool]]) -> None:
-    """Draw points where the seconds are known, and lines across where they are not or mean nothing."""
+    """Draw points where the seconds are known, and horizontal lines where they are not, or are meaningless."""
     times = [seconds for _, seconds, _, _ in points if seconds]
     axes.set(xlabel="seconds, reading included", ylabel="RMSE over cells and proteins", xscale="log")
     axes.set_xlim(min(times) / 2, max(max(times) * 3, min(times) * 50))
@@ -181,7 +181,7 @@ def _draw_error_and_time(axes: Any, points: Sequence[tuple[str, float | None, fl
         axes.plot([start, end], [error, error], color=color, linewidth=0.5, linestyle="-" if seconds else ":")
         if seconds:
             axes.plot([seconds], [error], "o", color=color)
-        height = max(error, height + step)  # so that names do not lie on each other
+        height = max(error, height + step)  # so that names do not overlap
         taken = f", {seconds:,.{0 if seconds >= 10 else 1}f} s" if seconds else ""
         axes.annotate(
             f"{name}: {error:.3f}{taken}", (1, error), (1.06, height), va="center", fontsize=7, color=color,
@@ -194,7 +194,7 @@ def _draw_error_and_time(axes: Any, points: Sequence[tuple[str, float | None, fl
 def draw_proteins(
     path: Path, predicted: NDArray[np.float32], wanted: NDArray[np.float32], names: Sequence[str], n_shown: int = 12
 ) -> None:
-    """Draw what was predicted of proteins against what was measured: from the best predicted one to the worst."""
+    """Draw predicted against measured proteins, from the best predicted one to the worst."""
     found = correlations(predicted, wanted, 0)
     order = np.argsort(-found)
     shown = order[np.linspace(0, len(order) - 1, min(n_shown, len(order))).round().astype(int)]

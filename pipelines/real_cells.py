@@ -1,4 +1,4 @@
-"""Fetch real cells that anyone may have: they ship inside packages, as the data of their tests and examples.
+"""Fetch freely available real cells, shipped inside packages as data for tests and examples.
 
     python pipelines/real_cells.py real-cells
 
@@ -7,8 +7,8 @@
 - `pbmc_5k_protein_v3.h5ad`, `pbmc_10k_protein_v3.h5ad`: 200 blood cells each with genes (16,581 and 16,727) and surface
   proteins (29 and 14), counts; out of scvi-tools' source distribution (BSD-3-Clause).
 
-pip fetches the archives from whatever index this machine is set up with; nothing is installed, and no archive is
-unpacked whose checksum is another. What is there already is not fetched again.
+pip fetches the archives from whatever index this machine is configured for; nothing is installed, and only archives
+with the expected checksum are unpacked. Existing files are not fetched again.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Shipped:
     package, is_source, sha256
         Name and version; which archive of it; the archive's checksum.
     members
-        What to take out of it: the path in there, by the name of the file to make.
+        What to extract: the path in the archive, by the name of the file to make.
     convert
-        Makes an .h5ad file (the second path) of what was taken out (the first); None where it is one.
+        Makes an .h5ad file (the second path) from the extracted data (the first); None if they are one already.
     """
 
     package: str
@@ -92,12 +92,12 @@ SETS = {
 
 
 def fetch(name: str, folder: Path) -> list[Path]:
-    """Return the files of one of the `SETS` in a folder, downloaded where they are not there yet.
+    """Return the files of one of the `SETS` in a folder, downloading missing ones.
 
     Raises
     ------
     DownloadError
-        No index can be reached, or what came is not what is expected.
+        No index can be reached, or the download is not what is expected.
     """
     shipped = SETS[name]
     paths = [folder / member for member in shipped.members]

@@ -2,11 +2,11 @@
 
     python pipelines/train_dali.py cells.h5ad --label cell_line
 
-gpuload reads blocks of cells in shuffled order, decodes, normalises and densifies them. On a GPU KvikIO, nvCOMP and
-CuPy do that in the card's memory, and DALI and PyTorch go on there. Without a GPU native threads do it in host memory,
-and every line below is the same.
+gpuload reads blocks of cells in shuffled order, decodes, normalises and densifies them. On a GPU, KvikIO, nvCOMP and
+CuPy do so in the card's memory, and DALI and PyTorch continue there. Without a GPU, native threads do it in host
+memory, and every line below is the same.
 
-The way of a cell is `open_cells`, `minibatches`, `train`, `evaluate`; what follows them are clocks and words.
+To follow a cell, read `open_cells`, `minibatches`, `train`, `evaluate`; the rest is timing and messages.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 i
 """
 
 HELD_OUT_EVERY = 10
-"""Cells whose row number is a multiple of it are held out. Files lie sorted, so there are some of every kind."""
+"""Cells whose row number is a multiple of this are held out. Files are sorted, so every kind is represented."""
 
 UNLABELLED = -1
-"""Code of a cell without a label, as gpuload hands it over. The loss leaves it out; in training, held-out cells too."""
+"""gpuload's code for an unlabelled cell. The loss ignores it; in training, held-out cells have it too."""
 
 QUEUED = 2
-"""Minibatches that DALI prepares ahead: one while the model works on another. gpuload loads further ahead by itself."""
+"""Minibatches that DALI prepares ahead: one while the model works on another. gpuload itself loads further ahead."""
 
 MASKED_RUNS = 16
-"""Runs of neighbouring genes that are hidden in a cell."""
+"""Runs of adjacent genes that are masked in a cell."""
 
 REPORT_S = 2.0
-"""Seconds from one report to the next."""
+"""Seconds between reports."""
 
 
 def open_cells(args: argparse.Namespace) -> gpuload.Loader:
@@ -77,7 +77,7 @@ def open_cells(args: argparse.Namespace) -> gpuload.Loader:
         seed=args.seed,
         obs=[args.label],
         genes=read_names(args.genes) if args.genes else None,
-        # Here and not in DALI, because the gather takes the logarithm of the stored values alone.
+        # Here rather than in DALI, because the gather takes the logarithm of the stored values only.
         transform=gpuload.Transform(target_sum=1e4, log1p=True),
         device=choose_device(args.device),
     )
@@ -90,8 +90,8 @@ def open_cells(args: argparse.Namespace) -> gpuload.Loader:
 def minibatches(loader: gpuload.Loader, *, masked: float, seed: int) -> CellIterator:
     """Return the loader's minibatches through a DALI pipeline: dicts of tensors on the loader's device.
 
-    The pipeline hides the share `masked` of each cell's genes, in runs at random places, lest the model lean on a few
-    of them. This is the place for augmentations of your own.
+    The pipeline masks the fraction `masked` of each cell's genes, in runs at random places, lest the model rely on a
+    few of them. This is the place for your own augmentations.
     """
     device_id = torch.device(loader.device).index  # None on the CPU, as DALI wants it
 
@@ -112,7 +112,7 @@ def minibatches(loader: gpuload.Loader, *, masked: float, seed: int) -> CellIter
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What a training took and gave. The clock starts with the first minibatch, which waits for an empty pipeline."""
+    """Time and results of a training. The clock starts with the first minibatch, which waits for an empty pipeline."""
 
     n_cells: int
     seconds: float
@@ -121,11 +121,11 @@ class Training:
 
 
 def train(model: torch.nn.Module, loader: gpuload.Loader, args: argparse.Namespace) -> Training:
-    """Train for the epochs, or the seconds if they are over sooner, and report on the way."""
+    """Train for the epochs, or until time is up, reporting on the way."""
     device = torch.device(loader.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     n_batches = args.epochs * len(loader)
-    losses = torch.zeros(n_batches, device=device)  # left there: a look at each would stop the GPU each time
+    losses = torch.zeros(n_batches, device=device)  # kept on the device: reading each loss would synchronise the GPU
     batches = Arrivals(minibatches(loader, masked=args.mask, seed=args.seed), args.epochs, device)
     n_cells, n_reported, reported_s = 0, 0, 0.0
     for n_done, batch in enumerate(batches, 1):
@@ -143,7 +143,7 @@ def train(model: torch.nn.Module, loader: gpuload.Loader, args: argparse.Namespa
         n_cells += len(labels)
         is_last = n_done == n_batches or batches.elapsed_s() >= args.seconds
         if is_last or batches.elapsed_s() - reported_s >= REPORT_S:
-            loss_now = float(losses[n_reported:n_done].mean())  # waits for the GPU, so that the clock is right
+            loss_now = float(losses[n_reported:n_done].mean())  # synchronises the GPU, so that the clock is right
             n_reported, reported_s = n_done, batches.elapsed_s()
             say_progress(n_done / n_batches, n_cells, reported_s, batches.waited_s(), loss_now)
             if not math.isfinite(loss_now):
@@ -191,8 +191,8 @@ def classifier(n_genes: int, n_classes: int, n_hidden: int) -> torch.nn.Module:
 class Arrivals:
     """Minibatches of some epochs, and the time that the device waited for them.
 
-    The host runs ahead of a GPU, so its clock tells nothing of that. There two events on the stream mark the end of the
-    step before and the arrival of the minibatch.
+    The host runs ahead of a GPU, so its clock cannot tell. There, two events on the stream mark the end of the previous
+    step and the arrival of the minibatch.
     """
 
     def __init__(self, batches: CellIterator, n_epochs: int, device: torch.device) -> None:
@@ -238,7 +238,7 @@ class Arrivals:
 
 
 def choose_device(wanted: str) -> str:
-    """Return the device to open the files on, made PyTorch's own before anything touches CUDA."""
+    """Return the device to open the files on, made PyTorch's current one before anything touches CUDA."""
     n_processes = os.environ.get("WORLD_SIZE", "1")
     if n_processes != "1":
         raise gpuload.PlanError(
@@ -266,13 +266,13 @@ def read_names(path: str) -> list[str]:
 
 
 def say_progress(done: float, n_cells: int, seconds: float, waited_s: float, loss: float) -> None:
-    """Print a line on how the training goes."""
+    """Print a line on the progress of training."""
     speed = f"{per(n_cells, seconds):9,.0f} cells/s"
     print(f"{done:5.0%}  {seconds:6.1f} s  {speed}  waited {per(waited_s, seconds):4.0%}  loss {loss:.4f}", flush=True)
 
 
 def say_result(done: Training, loader: gpuload.Loader) -> None:
-    """Print what a training gave."""
+    """Print the results of a training."""
     tenth = max(1, len(done.losses) // 10)
     first, last = done.losses[:tenth].mean(), done.losses[-tenth:].mean()
     print(f"loss: {first:.4f} in the first tenth of the minibatches, {last:.4f} in the last")
@@ -287,7 +287,7 @@ def per(amount: float, seconds: float) -> float:
 
 
 def number(kind: Callable[[str], Any], least: float, most: float = math.inf) -> Callable[[str], Any]:
-    """Return a reader of options that are numbers from `least` to `most`."""
+    """Return a parser of numeric options from `least` to `most`."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -295,7 +295,7 @@ def number(kind: Callable[[str], Any], least: float, most: float = math.inf) -> 
             raise argparse.ArgumentTypeError(f"{text}: expected a number from {least} to {most}")
         return value
 
-    read.__name__ = "number"  # argparse's message on what is none says it
+    read.__name__ = "number"  # used in argparse's message on invalid numbers
     return read
 
 
@@ -340,14 +340,14 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def block_size(text: str) -> int | str:
-    """Return an option that is a number of cells, or in words that `gpuload.open_loader` understands."""
+    """Parse an option that is a number of cells, or a word that `gpuload.open_loader` understands."""
     return int(text) if text.isdecimal() else text
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train, evaluate and tell."""
+    """Train, evaluate and report."""
     torch.manual_seed(args.seed)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))  # the other cores load
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))  # leaves the other cores for loading
     with closing(open_cells(args)) as loader:
         n_classes = len(loader.categories[args.label])
         print(f"{loader.n_obs:,} cells x {loader.n_vars:,} genes, {n_classes} classes of {args.label}, {loader.device}")

@@ -2,8 +2,8 @@
 
     python pipelines/train_scvi.py cells.h5ad --batch-key plate --out scvi
 
-scvi-tools takes a LightningDataModule in place of an AnnData. `Cells` is one: gpuload's own, and what SCVI wants to
-know of the data (`registry`) and of each minibatch (`on_before_batch_transfer`). The rest is SCVI as its users know it.
+scvi-tools accepts a LightningDataModule in place of an AnnData. `Cells` is one: gpuload's own, plus what SCVI must
+know about the data (`registry`) and each minibatch (`on_before_batch_transfer`). The rest is SCVI as its users know it.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 i
 """
 
 HELD_OUT_RUN = 64
-"""Neighbouring cells that are held out together; of ten such runs one is. Runs are read in one go."""
+"""Adjacent cells that are held out together, one such run in ten. Runs are read in one go."""
 
 ONE_FOR_ALL = np.array([0])
-"""The batches or labels that scvi-tools gives cells of which it was told none."""
+"""scvi-tools' default batch and label of cells for which none is given."""
 
 
 class Cells(CellDataModule):
-    """Cells as SCVI takes them.
+    """Cells in the form that SCVI takes.
 
     Parameters
     ----------
     paths
         .h5ad files of raw counts with the same genes.
     batch_key
-        obs column whose effect on the counts SCVI is to take out; None where there is none.
+        obs column whose effect on the counts SCVI removes; None if there is none.
     **settings
         More arguments of `gpuload.open_loader`.
     """
@@ -75,7 +75,7 @@ class Cells(CellDataModule):
 
     @property
     def registry(self) -> dict[str, Any]:
-        """What scvi-tools notes of an AnnData when it sets it up."""
+        """What scvi-tools records of an AnnData on setup."""
         nothing: dict[str, Any] = {"data_registry": {}, "state_registry": {}, "summary_stats": {}}
         return {
             "scvi_version": scvi.__version__,
@@ -204,5 +204,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", module="scvi|lightning|torch|anndata")  # what they say to one another
+    warnings.filterwarnings("ignore", module="scvi|lightning|torch|anndata")  # warnings about each other
     sys.exit(main())
