@@ -1,4 +1,4 @@
-"""The matrix of what is compared with what, and each rival's settings with the reason for them."""
+"""The matrix of comparisons, and each rival's settings with their reasons."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ SCDATASET_BLOCK = 16
 """Block size of scDataset's main result (its paper, 16 x 256): minibatches about as diverse as random ones."""
 
 ANNBATCH_CHUNK = 32
-"""Rows annbatch reads together; its store is shuffled beforehand, so this does not cost diversity."""
+"""Rows that annbatch reads together; its store is shuffled beforehand, so this costs no diversity."""
 
 ANNBATCH_DEFAULT = 512
-"""Rows that annbatch's loader reads together unless told otherwise; on its own store they cost no diversity either."""
+"""annbatch's default for rows read together; on its own store this costs no diversity either."""
 
 N_FILES = 20
-"""Files among which the arms of several files find the cells."""
+"""Number of files over which the multi-file arms spread the cells."""
 
 
 def arms(batch_size: int = 64, fetch_factor: int = 256) -> list[Arm]:
-    """Return every arm, those that are compared with one another beside one another."""
+    """Return every arm; those compared with one another are adjacent."""
     return [
         *_dense(batch_size, fetch_factor),
         *_log1p(batch_size, fetch_factor),
@@ -63,7 +63,7 @@ def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
 
 
 def _log1p(batch_size: int, fetch_factor: int) -> list[Arm]:
-    """Shuffled, normalised and log1p, dense float32: what most models are given."""
+    """Shuffled, normalised and log1p, dense float32: the usual model input."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense", "log1p": True}
     blocks = {**common, "order": "blocks"}
     return [
@@ -117,7 +117,7 @@ def _collection(batch_size: int, fetch_factor: int, output: str) -> list[Arm]:
 
 
 def _streaming(batch_size: int, fetch_factor: int) -> list[Arm]:
-    """In the order of the file, dense."""
+    """In file order, dense."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense", "order": "streaming"}
     return [
         Arm("gpuload/dense/streaming", "streaming", "gpuload_torch", common),
@@ -143,7 +143,7 @@ def _random(batch_size: int, fetch_factor: int) -> list[Arm]:
 
 
 def _files(batch_size: int, fetch_factor: int) -> list[Arm]:
-    """Shuffled, dense, the same cells in several files; scDataset reads such through an AnnCollection."""
+    """Shuffled, dense, the same cells in several files; scDataset reads these through an AnnCollection."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense", "order": "blocks"}
     common["n_files"] = N_FILES
     scdataset = {**common, "block_size": SCDATASET_BLOCK}
@@ -155,7 +155,7 @@ def _files(batch_size: int, fetch_factor: int) -> list[Arm]:
 
 
 def _ours(batch_size: int, fetch_factor: int) -> list[Arm]:
-    """What only gpuload is asked: its other front, overlap with the consumer, memory over epochs."""
+    """What only gpuload is tested on: its other frontend, overlap with the consumer, memory over epochs."""
     chunk = {
         "batch_size": batch_size,
         "fetch_factor": fetch_factor,

@@ -1,7 +1,7 @@
-"""What one measurement is told: a rival, its settings, a file, and how long to measure.
+"""The specification of one measurement: a rival, its settings, a file, and how long to measure.
 
-A job crosses a process boundary as JSON, and may be carried out by another Python than the runner's, so this module
-needs the standard library only.
+A job crosses a process boundary as JSON, and may be run by another Python than the runner's, so this module uses the
+standard library only.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 LABEL = "plate"
-"""The obs column that every rival hands over with the values, and whose diversity in the minibatches is measured."""
+"""The obs column that every rival returns with the values, and whose diversity in minibatches is measured."""
 
 TARGET_SUM = 1e4
-"""What the values of a cell add up to where an arm normalises (`log1p` in its settings)."""
+"""Target sum of a cell's values if an arm normalises (`log1p` in its settings)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Arm:
     Attributes
     ----------
     name
-        What the results call it, ``rival/output/order``.
+        Its name in the results, ``rival/output/order``.
     group
-        What it is compared with: arms of one group do the same work.
+        Arms of one group do the same work and are compared with one another.
     rival
         Module in `benchmarks.rivals`.
     settings
@@ -55,15 +55,15 @@ class Job:
     path
         The .h5ad file.
     work_dir
-        Where a rival keeps what it made of the file once (a converted store).
+        Where a rival keeps a one-time conversion of the file.
     seconds
-        Time to measure for at least, in whole fetches.
+        Minimum time to measure, in whole fetches.
     cache
-        ``"warm"``: the file is read once before; ``"cold"``: its pages are evicted before.
+        ``"warm"``: the file is read once beforehand; ``"cold"``: its pages are evicted beforehand.
     n_epochs
         Epochs of a ``"memory"`` measurement.
     seed
-        Of the rival's order; each round has its own.
+        Seed of the rival's order; each round has its own.
     """
 
     arm: Arm

@@ -1,6 +1,6 @@
-"""Where a number comes from: commit, versions, machine, memory and processor time of this process; and its record.
+"""Provenance of a number: commit, versions, machine, memory and CPU time of this process; and its record.
 
-Standard library only, but for what is asked of a GPU, and Linux: everything is read from /proc.
+Standard library only, except for GPU facts; Linux only: everything is read from /proc.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def describe() -> dict[str, Any]:
-    """Return the machine as results state it: processor, cores this process may use, memory, kernel."""
+    """Return a description of the machine for results: processor, available cores, memory, kernel."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     models = {line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")}
     memory_kib = _status_kib(Path("/proc/meminfo"), "MemTotal")
@@ -35,7 +35,7 @@ def describe() -> dict[str, Any]:
 
 
 def card() -> dict[str, Any]:
-    """Return the first GPU as results state it: its name and memory, and the versions of driver and runtime."""
+    """Return a description of the first GPU for results: name, memory, and versions of driver and runtime."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -49,7 +49,7 @@ def card() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with ``+changes`` where it has uncommitted ones; "unknown" outside git."""
+    """Return the commit of this checkout, with ``+changes`` if it has uncommitted ones; "unknown" outside git."""
     folder = Path(__file__).parent
     head = _git(folder, "rev-parse", "--short=12", "HEAD")
     if head is None:
@@ -58,7 +58,7 @@ def commit() -> str:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the installed version of each package, and of Python; "none" where one is not installed."""
+    """Return the installed version of each package, and of Python; "none" if it is not installed."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -69,7 +69,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def origin(packages: Iterable[str]) -> dict[str, Any]:
-    """Return what every record says of where it is from, read with the file in the page cache."""
+    """Return the provenance common to all records, for a file read from the page cache."""
     return {
         "commit": commit(),
         "machine": describe(),
@@ -80,19 +80,19 @@ def origin(packages: Iterable[str]) -> dict[str, Any]:
 
 
 def add_records(path: Path | None, records: Iterable[Mapping[str, Any]]) -> None:
-    """Add records to a file, each as a line of JSON; None is a file that nobody asked for."""
+    """Append records to a file as lines of JSON; None is a file that was not requested."""
     if path is not None:
         with path.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def resident_mib() -> float:
-    """Return the memory that this process and its children hold now."""
+    """Return the current memory of this process and its children."""
     return sum(_status_kib(path, "VmRSS") for path in _status_files()) / 1024
 
 
 def peak_mib() -> float:
-    """Return the most memory that this process has held (and its living children), since `reset_peak` where that works.
+    """Return the peak memory of this process (and its living children), since `reset_peak` where that works.
 
     VmHWM, not getrusage's ru_maxrss: the latter survives exec, so a child would report its parent's peak.
     """
@@ -100,7 +100,7 @@ def peak_mib() -> float:
 
 
 def reset_peak() -> bool:
-    """Let the peak start anew from what is held now; return whether the kernel allows it."""
+    """Reset the peak to the current memory; return whether the kernel allows it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -109,7 +109,7 @@ def reset_peak() -> bool:
 
 
 def cpu_s() -> float:
-    """Return the processor time of this process, its threads and its children that live."""
+    """Return the CPU time of this process, its threads and its living children."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     return own.ru_utime + own.ru_stime + sum(cpu_s_of(pid) for pid in _children())
 
@@ -128,7 +128,7 @@ def _children() -> list[int]:
     for path in Path("/proc/self/task").glob("*/children"):
         try:
             children += map(int, path.read_text().split())
-        except OSError:  # the thread ended meanwhile
+        except OSError:  # the thread has ended
             continue
     return children
 
@@ -138,16 +138,16 @@ def _status_files() -> list[Path]:
 
 
 def _status_kib(path: Path, name: str) -> int:
-    """Return a size in KiB from a file of ``name: size kB`` lines; 0 where it is not there."""
+    """Return a size in KiB from a file of ``name: size kB`` lines; 0 if it is missing."""
     try:
         lines = path.read_text().splitlines()
-    except OSError:  # the process ended meanwhile
+    except OSError:  # the process has ended
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def cpu_s_of(pid: int) -> float:
-    """Return the processor seconds that a process has taken so far; 0 where it is gone."""
+    """Return the CPU seconds used by a process so far; 0 if it is gone."""
     try:
         # The name in parentheses may hold spaces, so count fields after it: utime and stime are the 12th and 13th.
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

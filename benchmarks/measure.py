@@ -1,10 +1,10 @@
-"""Carry out one measurement, in a process of its own.
+"""Run one measurement, in a process of its own.
 
-``python -m benchmarks.measure JOB RESULT`` reads a job (JSON) and writes a result (JSON). May be run by another Python
-than the runner's, so beside the rival it needs NumPy and h5py only.
+``python -m benchmarks.measure JOB RESULT`` reads a job (JSON) and writes a result (JSON). It may be run by another
+Python than the runner's, so besides the rival it requires NumPy and h5py only.
 
-The order of things: import, compile, bring the page cache into the stated state, then open the loader (the clock of the
-first batch starts), compare the first batches with what h5py reads, run until the first fetches are over, and only then
+Steps: import, compile, bring the page cache into the specified state, then open the loader (which starts the clock of
+the first batch), compare the first batches with what h5py reads, and run until the first fetches are over. Only then
 time whole fetches: from the first batch of one fetch to the first batch of another, so that neither a filled buffer nor
 a stall counts twice.
 """
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from benchmarks.rivals import Loading
 
 N_CHECKED = 2
-"""Batches compared with the file before anything is timed."""
+"""Number of batches compared with the file before any timing."""
 
 WARM_UP_FETCHES = 2
-"""Fetches handed over before the clock starts: the first waits for an empty pipeline, the next may find it too full."""
+"""Fetches consumed before the clock starts: the first waits for an empty pipeline, the next may find it too full."""
 
 
 class WrongRowsError(AssertionError):
-    """A loader handed over rows that differ from the file's; it is not timed."""
+    """A loader returned rows that differ from the file's; it is not timed."""
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Carry out one measurement and return all that is known about it."""
+    """Run one measurement and return all its results."""
     rival = importlib.import_module(f"benchmarks.rivals.{job.arm.rival}")
     prepared = rival.prepare(job) if hasattr(rival, "prepare") else {}
     if hasattr(rival, "warm_up"):
@@ -128,7 +128,7 @@ def _time_epoch(job: Job, loading: Loading, sleep_s: float = 0.0) -> dict[str, A
 
 
 def memory(job: Job, batches: Batches) -> dict[str, Any]:
-    """Run whole epochs and note the peak and what is held at the end of each."""
+    """Run whole epochs and record the peak and current memory at the end of each."""
     batches.close()
     peaks, held = [], []
     start, n_cells = time.perf_counter(), 0
@@ -156,7 +156,7 @@ KINDS: dict[str, Callable[[Job, Batches], dict[str, Any]]] = {
 
 
 class Batches:
-    """An endless row of minibatches over as many epochs as it takes, which knows where a fetch begins."""
+    """An endless series of minibatches over as many epochs as needed, which knows where fetches begin."""
 
     def __init__(self, loading: Loading, batches_per_fetch: int) -> None:
         self.loading = loading
@@ -164,24 +164,24 @@ class Batches:
         self._batches = self._endless(loading, batches_per_fetch)
 
     def next(self) -> tuple[bool, Mapping[str, Any]]:
-        """Return whether a fetch begins, and the next minibatch."""
+        """Return whether a fetch begins here, and the next minibatch."""
         begins, batch = next(self._batches)
         self.rows.append(np.array(batch["rows"]))  # a copy: a view may keep a rival's whole minibatch alive
         return begins, batch
 
     def close(self) -> None:
-        """End the iteration, and give what still loads the time to stop: its memory is not to be counted twice."""
+        """End the iteration, and wait for loading to stop, so that its memory is not counted twice."""
         self._batches.close()
         time.sleep(0.5)
 
     def skip_fetches(self, n_fetches: int) -> None:
-        """Hand over whatever is left of this fetch, `n_fetches` more, and the first batch of the next."""
+        """Yield the rest of this fetch, `n_fetches` more, and the first batch of the next."""
         while n_fetches >= 0:
             begins, _ = self.next()
             n_fetches -= begins
 
     def time_fetches(self, seconds: float) -> dict[str, Any]:
-        """Time whole fetches for at least so long; starts and ends at the arrival of a fetch's first batch."""
+        """Time whole fetches for at least this long; starts and ends when a fetch's first batch arrives."""
         self.rows.clear()
         n_cells = n_batches = n_fetches = 0
         cpu_start, start = machine.cpu_s(), time.perf_counter()
@@ -210,7 +210,7 @@ class Batches:
 
 
 def set_cache(path: Path, state: str) -> None:
-    """Bring a file, or those of a folder, into the page cache, or evict them."""
+    """Load a file, or those of a folder, into the page cache, or evict them."""
     for each in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
         with each.open("rb") as file:
             if state == "cold":
@@ -224,12 +224,12 @@ def set_cache(path: Path, state: str) -> None:
 def check_rows(batches: Batches, path: Path, opened: float, *, is_log1p: bool = False) -> float:
     """Compare the first batches with what h5py reads; return the seconds from opening to the first batch.
 
-    Normalised ones may differ by some units in the last place of float32, in which rivals compute.
+    Normalised values may differ by some units in the last place of float32, in which rivals compute.
 
     Raises
     ------
     WrongRowsError
-        A value, or the label, is not the file's.
+        A value, or the label, differs from the file's.
     """
     first_batch_s = None
     with h5py.File(path) as file:
@@ -259,7 +259,7 @@ def to_numpy(X: Any) -> NDArray[np.float32]:
 
 
 def read_rows(X: h5py.Group, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Read rows of a stored CSR matrix, densely, one by one."""
+    """Read rows of a stored CSR matrix as dense rows, one by one."""
     indptr = X["indptr"][:]
     dense = np.zeros((rows.size, int(X.attrs["shape"][1])), dtype=np.float32)
     for place, row in enumerate(rows):
@@ -275,7 +275,7 @@ def label_codes(file: h5py.File) -> NDArray[np.int64]:
 
 
 def diversity(rows: list[NDArray[np.int64]], job: Job) -> dict[str, Any]:
-    """Return the mean entropy of the label in the minibatches that were timed, in bits; short ones do not count."""
+    """Return the mean entropy of the label in the timed minibatches, in bits; short ones do not count."""
     with h5py.File(job.path) as file:
         codes = label_codes(file)
     full = [codes[batch] for batch in rows if batch.size == job.arm.settings["batch_size"]]
@@ -291,7 +291,7 @@ def entropy_bits(codes: NDArray[np.int64]) -> float:
 
 
 def main() -> None:
-    """Carry out the job in the file named first; write the result to the file named second."""
+    """Run the job in the first file; write the result to the second."""
     job_path, result_path = map(Path, sys.argv[1:3])
     result_path.write_text(json.dumps(measure(Job.from_json(job_path.read_text()))))
 

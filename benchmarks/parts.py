@@ -1,4 +1,4 @@
-"""The cells of a benchmark's file in several files, as atlases are published; written through anndata, once."""
+"""The cells of a benchmark's file split into several files, as atlases are published; written once, with anndata."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def files(job: Job) -> list[Path]:
-    """Return the files that an arm reads: the job's, or the `n_files` of its settings, made of that where they lack."""
+    """Return the files that an arm reads: the job's, or the `n_files` of its settings, made from it if missing."""
     n_files = job.arm.settings.get("n_files", 1)
     if n_files == 1:
         return [job.path]
@@ -26,7 +26,7 @@ def files(job: Job) -> list[Path]:
 
 
 def _split(path: Path, n_files: int, folder: Path) -> None:
-    """Write neighbouring cells into a file each, under another name until all are there."""
+    """Write adjacent cells into one file each, under a temporary name until all are done."""
     import anndata
 
     unfinished = folder.with_name(f"{folder.name}.part")

@@ -3,8 +3,8 @@
 ``python -m benchmarks.report benchmarks/results/NAME.jsonl [OTHER.jsonl ...] --plot rivals.png --readme README.md
 --details benchmarks/README.md``
 
-The first file is drawn and makes the README's table; of each other one, which is of another machine or of other files,
-the README has a few tasks. Nothing is measured here, and no number in the README is written by hand: the tables stand
+The first file is plotted and makes the README's table; the README shows a few tasks of each further one, which is of
+another machine or other files. Nothing is measured here, and no number in the README is written by hand: the tables are
 between two marker lines and are replaced.
 """
 
@@ -36,12 +36,12 @@ GROUPS = {
     "overlap": "with a consumer that sleeps as long as the loader needs",
     "memory": "three whole epochs",
 }
-"""The groups in the order of the report, and what their arms have in common."""
+"""The groups in report order, and what their arms have in common."""
 
 REFERENCE = {"dense": "gpuload/dense/chunk", "log1p": "gpuload/log1p/chunk", "csr": "gpuload/csr/chunk"}
-"""Where a group has more than one arm of ours, the one that the others are compared with.
+"""For groups with more than one arm of ours, the one that the others are compared with.
 
-Elsewhere it is the one with a rival's own settings, where there is such, or else the first.
+Otherwise it is the one with a rival's own settings if there is one, or else the first.
 """
 
 RATIOS = (
@@ -63,7 +63,7 @@ RATIOS = (
     ("gpuload/dense/16", "scdataset/dense/16", 3.0),
     ("gpuload-dali/dense/chunk", "gpuload/dense/chunk", 0.4),
 )
-"""Goals: an arm, another, and how many times as fast the first is to be."""
+"""Goals: an arm, another one, and the required speed-up of the first."""
 
 HEADLINE_RIVALS = ("scDataset", "scDataset, rows by mask", "annbatch (converted store)", "SciPy, all in RAM")
 
@@ -87,13 +87,13 @@ HEADLINE = (
     ("in file order, dense", "gpuload/dense/streaming", ("scdataset/dense/streaming", "", "", "")),
     ("true random order, dense", "gpuload/dense/1", ("scdataset/dense/1", "", "", "")),
 )
-"""The README's table: a task, our arm, and that of each rival in the order above."""
+"""The README's table: a task, our arm, and each rival's, in the order above."""
 
 DRAWN = ("shuffled, dense float32", "shuffled, CSR")
 """The tasks of the README's picture."""
 
 ALSO = (*DRAWN, "the same cells in 20 files")
-"""The tasks of the README's tables but the first."""
+"""The tasks of the README's tables after the first."""
 
 LIMITS = (
     ("gpuload/overlap/chunk", "overlap_ratio", 1.15),
@@ -102,14 +102,14 @@ LIMITS = (
     ("gpuload/dense/3-chunks", "peak_mib", 1.3e9 / 2**20),
     ("gpuload/dense/chunk", "first_batch_s", 1.5),
 )
-"""Goals: an arm, a figure of it, and the most that it may be."""
+"""Goals: an arm, one of its figures, and the upper limit."""
 
 ENTROPY_GOALS = (
     ("gpuload/dense/chunk", "scipy-in-ram/dense", 0.99),
     ("gpuload/dense/3-chunks", "scipy-in-ram/dense", 0.99),
     ("gpuload/csr/2-chunks", "annbatch/csr", 0.99),
 )
-"""Goals: an arm, one in random order, and the fraction of its minibatch entropy that is to be reached."""
+"""Goals: an arm, one in random order, and the required fraction of its minibatch entropy."""
 
 COLUMNS = (
     "arm",
@@ -124,20 +124,20 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What all rounds of one arm say.
+    """The results of all rounds of one arm.
 
     Attributes
     ----------
     cells_per_s, lowest, highest
         Median and range over the rounds.
     entropy_bits
-        Mean entropy of the label in a minibatch; None where it was not measured.
+        Mean entropy of the label in a minibatch; None if it was not measured.
     peak_mib, first_batch_s
         Medians; None where not measured.
     parts
-        What the peak memory is made of, in words; empty where not measured.
+        The components of the peak memory, as text; empty if not measured.
     n_rounds, n_failed
-        Measurements that succeeded, and that did not.
+        Number of successful and of failed measurements.
     """
 
     name: str
@@ -189,7 +189,7 @@ def _summary(name: str, group: str, records: list[dict[str, Any]]) -> Summary:
 
 
 def table(records: Iterable[dict[str, Any]]) -> str:
-    """Return a Markdown table: per arm the median, the range, and how many times faster our arm of the group is."""
+    """Return a Markdown table: per arm the median, the range, and the speed-up of our arm of the group."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
     summaries = summarise(records)
     for group, title in GROUPS.items():
@@ -202,7 +202,7 @@ def table(records: Iterable[dict[str, Any]]) -> str:
 
 
 def _ours(rival: Summary, members: Sequence[Summary]) -> Summary | None:
-    """Return the arm of ours that a rival is compared with."""
+    """Return our arm that a rival is compared with."""
     by_name = {member.name: member for member in members}
     if rival.group in REFERENCE:
         return by_name.get(REFERENCE[rival.group])
@@ -210,7 +210,7 @@ def _ours(rival: Summary, members: Sequence[Summary]) -> Summary | None:
 
 
 def headline(records: Iterable[dict[str, Any]], tasks: Sequence[str] = ()) -> str:
-    """Return a short Markdown table: one row per task, or some of them, our cells/s and how many times the others'."""
+    """Return a short Markdown table: one row per task, or some of them, with our cells/s and our speed-ups."""
     by_name = {summary.name: summary for summary in summarise(records)}
     lines = ["| task | gpuload, cells/s | " + " | ".join(HEADLINE_RIVALS) + " |"]
     lines.append("| --- | ---: |" + " ---: |" * len(HEADLINE_RIVALS))
@@ -229,7 +229,7 @@ def _times(rate: float, other: Summary | None) -> str:
 
 
 def goals(records: Iterable[dict[str, Any]]) -> str:
-    """Return a Markdown table of the goals that these records can decide, with what was reached."""
+    """Return a Markdown table of the goals that these records cover, with the values reached."""
     by_name = {summary.name: summary for summary in summarise(records) if summary.n_rounds}
     lines = ["| goal | wanted | reached | met |", "| --- | ---: | ---: | :---: |"]
     for name, other, wanted in RATIOS:
@@ -251,7 +251,7 @@ def goals(records: Iterable[dict[str, Any]]) -> str:
 
 
 def _parts(records: list[dict[str, Any]]) -> str:
-    """Return the parts of the last record's peak memory, in MiB, as words."""
+    """Return the components of the last record's peak memory, in MiB, as text."""
     if not records or "parts_nbytes" not in records[-1]:
         return ""
     record = records[-1]
@@ -288,7 +288,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def conditions(records: list[dict[str, Any]]) -> str:
-    """Return one sentence that says on what, where and in which state the numbers were measured."""
+    """Return one sentence on what the numbers were measured with, where, and in which state."""
     last = next(record for record in reversed(records) if "error" not in record)
     file, machine = last["file"], last["machine"]
     arms = [record for record in records if record["arm"].get("rival", "").startswith("gpuload")]
@@ -341,12 +341,12 @@ def _draw(panel: Any, title: str, members: dict[str, Summary]) -> None:
 
 
 def replace_between_markers(text: str, content: str) -> str:
-    """Return the text with what stands between the marker lines replaced.
+    """Return the text with everything between the marker lines replaced.
 
     Raises
     ------
     ValueError
-        The markers are not there, once each and in this order.
+        The markers do not each occur once, in this order.
     """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -356,7 +356,7 @@ def replace_between_markers(text: str, content: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; write the picture and the README where asked."""
+    """Print the table; write the figure and the README if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+", help="JSON lines of run_rivals, a file a machine")
     parser.add_argument("--plot", type=Path, help="write the picture here (PNG, SVG or PDF)")

@@ -249,9 +249,7 @@ def dali(names: list[str], args: argparse.Namespace, profile: Profile | None = N
     built.build()
     while True:
         pictures, labels = built.run()
-        both = (
-            torch.from_dlpack(part.as_tensor()).clone() for part in (pictures, labels)
-        )  # DALI reuses its memory
+        both = (torch.from_dlpack(part.as_tensor()).clone() for part in (pictures, labels))  # DALI reuses its memory
         yield next(both), next(both).reshape(-1)
 
 

@@ -143,9 +143,7 @@ class StallMeter:
     def spin(self, seconds: float | None = None) -> None:
         """Watch the clock."""
         switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-        before = worked = (
-            time.process_time()
-        )  # two readings ago: the GIL may be lost between one clock and the other
+        before = worked = time.process_time()  # two readings ago: the GIL may be lost between one clock and the other
         start = last = time.perf_counter()
         end = start + (self._seconds if seconds is None else seconds)
         while last < end:
