@@ -3,15 +3,14 @@
 ``python -m benchmarks.run_concurrent FOLDER [--make 1024] [--full] [--out benchmarks/results/concurrent.jsonl]
 [--plot benchmarks/results/concurrent.png]``
 
-FOLDER holds the pictures. The object store is `benchmarks.s3server` on this machine, at a median of 130 ms to the first
-byte, as in the paper's measurements. It takes some of the processors' time from what it serves: the records have it
-beside the program's own, both per picture, because the rates of arms that leave no processor idle are in the ratio of
-their sums. With ``--apart`` the server has a core of its own, as if it were another machine, and the program has the
-others, wherever it reads. ``disk`` is a local disk whose pictures are in the page cache, as the server's are always;
-``cold disk`` is the same disk after they were evicted. Each arm is a process of its own; the settings of the paper are
-batches of 256 and 4 workers. Without ``--full`` the grid of workers and requests in flight is smaller, which the
-records say. Where the arm trains, it does so on a ResNet-18 of an eighth of the width, on every eighth pixel: more
-would measure the processor.
+FOLDER holds the pictures. The object store is `benchmarks.s3server` on this machine, with a median of 130 ms to the
+first byte, as in the paper. It takes CPU time from the program that it serves: the records give its CPU time per
+picture beside the program's, because the rates of arms that leave no processor idle are in the ratio of their sums.
+With ``--apart`` the server has a core of its own, as if it were another machine, and the program has the others,
+wherever it reads. ``disk`` is a local disk with the pictures in the page cache, as the server's always are; ``cold
+disk`` is the same disk after they were evicted. Each arm runs in its own process; the paper's settings are batches of
+256 and 4 workers. Without ``--full`` the grid of workers and requests in flight is smaller, which the records say. An
+arm that trains uses a ResNet-18 of an eighth of the width, on every eighth pixel: more would measure the processor.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Its name in the table."""
         parts = [self.place, self.loader]
         parts += [f"{self.workers} workers"] if self.loader in ("vanilla", "threads", "asyncio") else []
         parts += [f"{self.in_flight} in flight"] if self.loader != "vanilla" and self.place == "store" else []
@@ -65,7 +64,7 @@ class Arm:
 
 
 def arms(*, is_full: bool) -> list[Arm]:
-    """Return what is measured."""
+    """Return the arms to measure."""
     local = [Arm("disk", "vanilla", 4, 1), Arm("disk", "ours", 0, 1), Arm("disk", "dali", 0, 1)]
     local += [Arm("cold disk", "ours", 0, 1)]
     training = [
@@ -90,9 +89,9 @@ def arms(*, is_full: bool) -> list[Arm]:
 
 def measure(arm: Arm, folder: Path, server: Running, batch_size: int, batches: int) -> dict[str, Any]:
     """Run the program on one arm."""
-    # Where requests go one by one, a first round of batches, one from each worker, is all that can be waited for.
+    # If requests go one by one, there is only time to wait for a first round of batches, one from each worker.
     is_slow = arm.place == "store" and max(1, arm.workers) * arm.in_flight < 16
-    # Workers begin together, so their first batches come together too: two rounds of them pass before the clock runs.
+    # Workers begin together, so their first batches arrive together: two rounds pass before the clock starts.
     n, warm_up = (max(1, arm.workers), 0) if is_slow else (batches, max(2, 2 * arm.workers))
     set_cache(folder, "cold" if arm.place == "cold disk" else "warm")
     place = f"s3://{folder.parent.name}/{folder.name}" if arm.place == "store" else str(folder)
@@ -110,13 +109,13 @@ def measure(arm: Arm, folder: Path, server: Running, batch_size: int, batches: i
 
 
 def n_gets(server: Running) -> int:
-    """Return how many objects were read so far."""
+    """Return the number of objects read so far."""
     return sum(n for kind, n in server.counts().items() if kind.startswith("GET"))
 
 
 @contextmanager
 def kept_apart(server: Running) -> Iterator[None]:
-    """Leave one core to the server alone, and the others to what this thread starts."""
+    """Reserve one core for the server, and leave the others to what this thread starts."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("--apart: this process may use one core only; leave it out.")
@@ -170,12 +169,12 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def python_path() -> str:
-    """Return PYTHONPATH with this checkout before it, for the program."""
+    """Return a PYTHONPATH that begins with this checkout, for the program."""
     return os.pathsep.join([str(PROGRAM.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the arms in turn, print a table, add to the results where asked."""
+    """Measure the arms in turn, print a table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_concurrent", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="BUCKETS/BUCKET/NAME: its grandparent is what the server serves")
     parser.add_argument("--make", type=int, metavar="N", help="first write N pictures")

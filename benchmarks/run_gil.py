@@ -2,12 +2,12 @@
 
 ``python -m benchmarks.run_gil [--mib 64] [--seconds 3] [--out benchmarks/results/gil.jsonl]``
 
-A thread notes the time every 50 us; meanwhile the main thread reads one array of float32 from a file in the page cache.
-The switch interval is so long that the first thread goes on only where the reader lets go of the interpreter by itself.
-The longest gap over the time of the call is what the reader holds without letting go: 1 for a call that holds it
-throughout. Of all calls the smallest share counts, because a busy machine only makes gaps longer. Ways whose package is
-not installed are left out, so several interpreters may add to one file of results. Nothing is said of speed: some ways
-have read the next sample before they are asked for it.
+A thread records the time every 50 us while the main thread reads one float32 array from a file in the page cache. The
+switch interval is so long that the first thread continues only when the reader itself releases the GIL. The longest gap
+over the time of the call is the fraction that the reader holds the GIL at a stretch: 1 for a call that holds it
+throughout. The smallest fraction over all calls counts, because a busy machine only makes gaps longer. Ways whose
+package is not installed are left out, so several interpreters may append to one results file. Speed is not reported:
+some ways have read the next sample before it is requested.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ LEAST_CALLS = 5
 PACKAGES = ("numpy", "torch", "safetensors", "nvidia-dali-cuda130", "tensorflow-cpu")
 
 Read: TypeAlias = "Callable[[], Any]"
-"""Reads the values once; may be called again and again."""
+"""Reads the values once; may be called repeatedly."""
 
 
 def by_preadv(folder: Path, values: np.ndarray) -> Read:
-    """os.preadv into memory that is there: what gpuload's stores do."""
+    """os.preadv into existing memory, as gpuload's stores do."""
     path = folder / "values.bin"
     values.tofile(path)
     file, buffer = os.open(path, os.O_RDONLY), np.empty_like(values)
@@ -167,11 +167,11 @@ WAYS = {
     "DALI readers.tfrecord": ("nvidia.dali", by_dali),
     "tf.data TFRecord": ("tensorflow", by_tensorflow),
 }
-"""Package that each way needs, and what makes it ready to be called again and again."""
+"""The package that each way needs, and the function that prepares it for repeated calls."""
 
 
 def measure(read: Callable[[], Any], seconds: float) -> tuple[float, int]:
-    """Return the smallest share of a call in which the interpreter was held at one go, and the number of calls."""
+    """Return the smallest fraction of a call for which the GIL was held at a stretch, and the number of calls."""
     ticks: list[float] = []
     stop = threading.Event()
 
@@ -204,7 +204,7 @@ def measure(read: Callable[[], Any], seconds: float) -> tuple[float, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure each way, print a table, add to the results where asked."""
+    """Measure each way, print a table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_gil", description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=float, default=64, help="size of the array (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=3, help="least time for each way (default %(default)s)")

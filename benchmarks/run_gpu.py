@@ -2,9 +2,8 @@
 
 ``python -m benchmarks.run_gpu [--file cells.h5ad] [--out benchmarks/results/gpu.jsonl]``
 
-Each arm runs in a process of its own, `--rounds` times, in turns. Without `--file` one of Tahoe's shape is made. A
-record says driver, card, the path that bytes took by KvikIO's own counters, and whether the page cache was cold or
-warm.
+Each arm runs in its own process, `--rounds` times, in turns. Without `--file` a file of Tahoe's shape is made. A record
+gives driver, card, the I/O path by KvikIO's own counters, and whether the page cache was cold or warm.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ PACKAGES = (
 )
 
 BLOCK_SIZE = "8 chunks"
-"""Some 195 cells. A block ends inside a chunk, which is decoded for it too: an eighth as often as with one chunk."""
+"""Some 195 cells. A chunk cut by the end of a block is decoded whole: an eighth as often as with one-chunk blocks."""
 
 PREFETCH = 2
 """Fetches that load ahead of the consumer."""
 
 SHORTEST_S = 10.0
-"""Seconds below which no arm is begun."""
+"""Seconds below which no arm is started."""
 
 STEP_S = 1.3e-3
 """A short training step per 1,024 cells; the GPU must wait for input less than 5 % of the time from here on."""
@@ -72,7 +71,7 @@ class Options:
 
 
 def ceiling_h2d(options: Options) -> dict[str, Any]:
-    """Copy page-locked memory to the device: what no path through the host can beat."""
+    """Copy page-locked memory to the device: the upper limit of every path through the host."""
     del options
     import cupy
 
@@ -82,7 +81,7 @@ def ceiling_h2d(options: Options) -> dict[str, Any]:
 
 
 def ceiling_fill(options: Options) -> dict[str, Any]:
-    """Set device memory: what no dense minibatch is written faster than."""
+    """Set device memory: the upper limit of writing dense minibatches."""
     import cupy
 
     out, stream = cupy.empty(1 << 30, dtype=np.uint8), cupy.cuda.Stream(non_blocking=True)
@@ -92,7 +91,7 @@ def ceiling_fill(options: Options) -> dict[str, Any]:
 
 
 def ceiling_decode(options: Options) -> dict[str, Any]:
-    """Let nvCOMP alone decode a part of the file's chunks, again and again."""
+    """Let nvCOMP alone decode part of the file's chunks, repeatedly."""
     import cupy
 
     from gpuload.backends.cuda.nvcomp import Nvcomp
@@ -149,7 +148,7 @@ def ceiling_decode(options: Options) -> dict[str, Any]:
 def loader(
     options: Options, *, output: str = "dense", epoch: int = 0, step_s: float = 0.0, **more: Any
 ) -> dict[str, Any]:
-    """Time minibatches as torch tensors on the device, whole fetches, by a clock that waits for the device."""
+    """Time minibatches as torch tensors on the device, in whole fetches, with a clock that waits for the device."""
     import torch
 
     import gpuload
@@ -159,8 +158,8 @@ def loader(
     settings["prefetch"] = PREFETCH
     set_cache(options.file, options.cache)
     with gpuload.open_loader(options.file, device="cuda", obs=["plate"], output=output, **settings, **more) as opened:
-        # From the end of the first fetch, for which an empty pipeline was waited for, over an even number of fetches,
-        # which load in pairs.
+        # Start at the end of the first fetch, which waits for an empty pipeline, and take an even number of fetches,
+        # as they load in pairs.
         first, n_fetches = options.fetch_factor, len(opened) // options.fetch_factor
         if n_fetches < 4:
             raise ValueError(
@@ -273,7 +272,7 @@ def _rate(launch: Callable[[], object], stream: Any, nbytes: int) -> dict[str, A
 
 
 def _step_of(seconds: float) -> tuple[Callable[[], None], float]:
-    """Return what keeps the GPU at work for about a step's time, and how long it does when nothing else runs."""
+    """Return work that keeps the GPU busy for about a step's time, and its duration when nothing else runs."""
     import torch
 
     weight = torch.rand(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -305,7 +304,7 @@ def _n_vars(file: Path) -> int:
 
 
 def _make_file(path: Path, n_obs: int) -> Path:
-    """Write cells of Tahoe's shape as anndata does with gzip, once, compressed by all cores."""
+    """Write cells of Tahoe's shape as anndata does with gzip, once, compressed on all cores."""
     if not path.exists():
         import anndata
         import h5py

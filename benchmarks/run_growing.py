@@ -3,9 +3,9 @@
 ``python -m benchmarks.run_growing FOLDER [--out benchmarks/results/growing.jsonl]``
 
 FOLDER gets the samples, incompressible tensors, and the store. The remote is a folder, or `benchmarks.s3server` on this
-machine, which takes some of the processors' time from what it serves. Each arm is a process of its own; arms alternate,
-round by round. What counts: bytes of tensors per second in the best epoch, how long another thread of the program kept
-the training thread from the interpreter, and by how much the process grew.
+machine, which takes CPU time from the program that it serves. Each arm runs in its own process; arms alternate, round
+by round. The results are bytes of tensors per second in the best epoch, how long another thread of the program kept the
+training thread from the GIL, and how much the process grew.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ARMS = {
     "folder, watched": ("--meter-ms", "6"),
     "object store": (),
 }
-"""What is measured, and the program's options; only one arm spends time on watching the interpreter."""
+"""The arms, and the program's options for each; only one arm spends time on monitoring the GIL."""
 
 
 def measure(name: str, folder: Path, url: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _say(found: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the arms in turn, print a line each, add to the results where asked."""
+    """Measure the arms in turn, print a line each, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_growing", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--samples", type=int, default=600, help="default: %(default)s")

@@ -3,9 +3,9 @@
 ``python -m benchmarks.run_migration [--cells 20000] [--rounds 3] [--python annbatch=/path/to/python] [--out FILE]``
 
 Every round runs each script once. An arm's first epoch is compared with the file, cell by cell (as a set), and not
-timed: it also compiles, converts, opens files and fills the page cache. Timed is the next epoch, without training. The
+timed: it also compiles, converts, opens files and fills the page cache. The next epoch is timed, without training. The
 scripts for samples by ID time themselves, from their second epoch on. Scripts whose library the interpreter lacks are
-left out and said so; --python names another one for a script.
+reported and left out; --python names another interpreter for a script.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCRIPTS = {
     "samples by ID, PyTorch": ("pipelines/tutorial_before.py", "torch"),
     "samples by ID, gpuload": ("pipelines/tutorial_after.py", "gpuload"),
 }
-"""Each arm's program, and the library that it is written with."""
+"""Each arm's program, and the library that it uses."""
 
 PACKAGES = ("torch", "anndata", "scdataset", "annbatch", "lamindb", "numpy", "numba")
 
@@ -48,7 +48,7 @@ SAMPLE_SHAPE = (4, 4, 8)
 
 
 def digest(rows: Iterable[tuple[Any, Any]]) -> str:
-    """Return a digest of cells as a set: of the counts and code of each, whatever their order."""
+    """Return a digest of cells as a set: of the counts and code of each, in any order."""
     found = []
     for X, code in rows:
         codes, counts = np.asarray(code, np.int64), np.asarray(X, np.float32)
@@ -57,7 +57,7 @@ def digest(rows: Iterable[tuple[Any, Any]]) -> str:
 
 
 def make_cells(path: Path, n_cells: int, n_genes: int) -> None:
-    """Write the file that all read, and beside it what an epoch of it is."""
+    """Write the file that all read, and beside it the expected digest of an epoch."""
     import anndata
 
     from gpuload.synthetic import tahoe_shaped
@@ -86,7 +86,7 @@ def make_samples(folder: Path, n_samples: int) -> None:
 
 
 def measure(arm: str, place: Path) -> dict[str, float]:
-    """Run one arm's program on what was made at a place; return its figures.
+    """Run one arm's program on the data at a place; return its figures.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def measure(arm: str, place: Path) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure every arm whose library is there; print a line each, add to the results where asked."""
+    """Measure every arm whose library is installed; print a line each, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_migration", description=__doc__.splitlines()[0])
     parser.add_argument("--cells", type=int, default=20_000)
     parser.add_argument("--genes", type=int, default=2_000)
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _can_run(arm: str, python: str) -> bool:
-    """Return whether an arm's library is there; say where it is not."""
+    """Return whether an arm's library is installed; report if it is not."""
     needed = SCRIPTS[arm][1]
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({needed!r}) is None)"
     is_there = not subprocess.run([python, "-c", code], cwd=ROOT, check=False).returncode

@@ -13,8 +13,8 @@ its peak memory is its own:
 - ``ours, GPU``: ours there; ``ours, GPU, exact``: the same without landmarks, as was published;
 - ``cuml``: cuML alone, exact, the matrix read by our loader.
 
-The last three need a GPU, and are left out where there is none. What it compiles and loads at first is not in the
-seconds, but in the record (`warm_up_s`).
+The last three need a GPU, and are left out without one. Initial compiling and loading is not included in the seconds,
+but recorded separately (`warm_up_s`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ GPU_ARMS = {
 
 
 def load_program() -> Any:
-    """Return the pipeline as a module; its other files lie beside it."""
+    """Return the pipeline as a module; its other files are beside it."""
     if str(PROGRAM.parent) not in sys.path:
         sys.path.insert(0, str(PROGRAM.parent))
     spec = importlib.util.spec_from_file_location("modality", PROGRAM)
@@ -74,7 +74,7 @@ def load_program() -> Any:
 
 
 def measure(name: str, folder: Path, landmarks: int, pictures: Path | None = None) -> dict[str, Any]:
-    """Run the recipe as an arm does; seconds, peak memory and error; with ours also simpler methods."""
+    """Run the recipe as the arm specifies: seconds, peak memory and error; for ours, simpler methods too."""
     program, arm = load_program(), {**ARMS, **GPU_ARMS}[name]
     settings = {"solver": arm.solver, "n_landmarks": landmarks, "device": arm.device}
     model = program.ProteinModel(arm.regressions, **settings)
@@ -134,7 +134,7 @@ def _can_run(name: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the arms in turn, print a table, add to the results where asked."""
+    """Measure the arms in turn, print a table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_modality", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--make", type=int, metavar="CELLS", help="first write synthetic files")

@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.run_open FOLDER [--cells 100000000] [--files 14] [--out benchmarks/results/open.jsonl]``
 
-FOLDER gets the files, unless it has them: the metadata are those of Tahoe-100M's form (62,710 genes, some 1,500 values
-a cell, gzip, chunks of some 24 cells, so 8 million chunks in all), and every chunk is stored, but all of them hold
-zeros: nothing that opening reads is smaller than it would be. All files have the same contents. Each opening is in a
-process of its own and with one obs column; the first ones find no index, the others do.
+FOLDER gets the files, unless it has them. Their metadata are like Tahoe-100M's (62,710 genes, some 1,500 values a cell,
+gzip, chunks of some 24 cells, so 8 million chunks in all), and every chunk is stored, but all of them hold zeros: what
+opening reads has its real size. All files have the same contents. Each opening is in its own process and with one obs
+column; the first ones find no index, the others do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PACKAGES = ("numpy", "h5py")
 
 
 def write_file(path: Path, n_obs: int) -> None:
-    """Write one file: row offsets, obs and var as they would be, chunks of zeros."""
+    """Write one file: realistic row offsets, obs and var, and chunks of zeros."""
     import h5py
 
     counts = np.random.default_rng(0).poisson(MEAN_VALUES, n_obs)
@@ -58,7 +58,7 @@ def write_file(path: Path, n_obs: int) -> None:
 
 
 def opening(paths: list[str]) -> dict[str, Any]:
-    """Open the files once, and take a minibatch; seconds and bytes."""
+    """Open the files once, and take a minibatch; return seconds and bytes."""
     import gpuload
 
     before, start = machine.peak_mib(), time.perf_counter()
@@ -79,7 +79,7 @@ def opening(paths: list[str]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the files, measure, print a table, add to the results where asked."""
+    """Make the files, measure, print a table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_open", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cells", type=int, default=100_000_000, help="in all files (default: %(default)s)")
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     for path in paths[1:]:
         if not path.exists():
             shutil.copyfile(paths[0], path)
-    time.sleep(3)  # a file that has just been changed gets no index
+    time.sleep(3)  # a recently changed file gets no index
     for path in paths:
         path.read_bytes()
     for has_index in (False, True):

@@ -3,9 +3,9 @@
 ``python -m benchmarks.run_pack --file cells.h5ad [--annbatch-python PATH] [--out benchmarks/results/pack.jsonl]``
 
 Both make a shuffled, sharded zarr store of the same file, in turns, each time in a fresh process whose imports are done
-before the clock starts. gpuload also brings all to the disk and reads it back; annbatch does neither, and keeps of obs
-one column and the row numbers. Codecs are timed one thread at a time on chunks of the file's own cells. Page cache
-warm. Rates on a GPU are none of this: there they would have to be measured with a GPU.
+before the clock starts. gpuload also syncs everything to disk and reads it back; annbatch does neither, and keeps only
+one column of obs and the row numbers. Codecs are timed on one thread, on chunks of the file's own cells. Page cache
+warm. None of this applies to rates on a GPU: these would have to be measured with one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WANTED = 1.5
-"""Least speed of packing, as a multiple of annbatch's pre-shuffle."""
+"""Required speed of packing, as a multiple of annbatch's pre-shuffle."""
 
 PACKAGES = ("numba", "numpy", "imagecodecs", "anndata", "zarr")
 RIVAL_PACKAGES = ("annbatch", "zarrs", "zarr", "anndata", "numpy", "scipy")
@@ -55,7 +55,7 @@ def pack_gpuload(file: Path, folder: Path, memory: str) -> dict[str, Any]:
 
 
 def pack_annbatch(file: Path, folder: Path, memory: str) -> dict[str, Any]:
-    """Convert and shuffle a file with annbatch's defaults, which know no bound of memory."""
+    """Convert and shuffle a file with annbatch's defaults, which do not limit memory."""
     del memory
     from benchmarks.job import Arm, Job
     from benchmarks.rivals import annbatch_store
@@ -70,7 +70,7 @@ PACKERS = {"gpuload": (pack_gpuload, PACKAGES), "annbatch": (pack_annbatch, RIVA
 
 
 def measure(name: str, file: Path, memory: str) -> dict[str, Any]:
-    """Pack once, here, into a folder beside the file that goes again."""
+    """Pack once, in this process, into a temporary folder beside the file."""
     pack, packages = PACKERS[name]
     load = os.getloadavg()[0]
     with TemporaryDirectory(dir=file.parent) as folder:
@@ -80,7 +80,7 @@ def measure(name: str, file: Path, memory: str) -> dict[str, Any]:
 
 
 def in_turns(pythons: dict[str, str], file: Path, memory: str, rounds: int) -> list[dict[str, Any]]:
-    """Measure each packer once a round, in a process of its own; return all that came of it."""
+    """Measure each packer once a round, in a process of its own; return all results."""
     results = []
     for number in range(rounds):
         for name in sorted(pythons, reverse=bool(number % 2)):
@@ -135,7 +135,7 @@ def _rates(
     encode: Callable[[NDArray[Any]], Any],
     decode: Callable[[Any], Any],
 ) -> dict[str, Any]:
-    """Time a codec on arrays cut into chunks of a length; the best of three counts."""
+    """Time a codec on arrays split into chunks of a length; the best of three counts."""
     found: dict[str, Any] = {}
     encode_s = decode_s = 0.0
     for name, array in arrays.items():
@@ -156,7 +156,7 @@ def _seconds(function: Callable[[Any], Any], items: list[Any]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, add to the results where asked; 1 where packing is slower than wanted."""
+    """Measure, print, and append to the results if requested; return 1 if packing is slower than required."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_pack", description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, required=True, help="the .h5ad file; stores are made beside it")
     parser.add_argument("--annbatch-python", default=sys.executable, help="a Python that has annbatch")
