@@ -2,13 +2,13 @@
 
 ``python -m benchmarks.run_parquet FOLDER [--cells 20000] [--files 20] [--out benchmarks/results/parquet.jsonl]``
 
-FOLDER gets the files, unless it has them: synthetic cells of Tahoe-100M's shape (`gpuload/synthetic.py`) as datasets
-writes them, 1,000 rows a row group, snappy, each row after its [CLS] pair; all files have the same contents.
+FOLDER gets the files, unless it has them: synthetic cells of Tahoe-100M's shape (`gpuload/synthetic.py`) in its layout:
+1,000 rows per row group, snappy, each row beginning with its [CLS] pair; all files have the same contents.
 
 - ``decode``: both columns of a row group, read from the page cache and decoded, on one thread, by gpuload's decoder and
-  by pyarrow's ``read_row_group``, in turn; what they give is compared first.
-- ``open``: all files, without what is kept of them and with it, each in a process of its own.
-- ``plan``: what a store of `--groups` row groups takes to build and hold, and to plan a fetch over; made up, no file.
+  by pyarrow's ``read_row_group``, in turn; their results are compared first.
+- ``open``: all files, without and with what is kept of them, each in a process of its own.
+- ``plan``: building and holding a store of `--groups` row groups, and planning a fetch over it; no real files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def write_file(path: Path, n_obs: int) -> None:
     from gpuload.synthetic import tahoe_shaped
 
     X, obs, _ = tahoe_shaped(n_obs)
-    indptr = X.indptr + np.arange(n_obs + 1)  # a pair more in each row
+    indptr = X.indptr + np.arange(n_obs + 1)  # one pair more in each row
     is_pair = np.zeros(int(indptr[-1]), dtype=bool)
     is_pair[indptr[:-1]] = True
     genes, values = np.ones(is_pair.size, dtype=np.int64), np.full(is_pair.size, -2, dtype=np.float32)
@@ -152,7 +152,7 @@ def _made_up(number: int) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the files, measure, print what came of it, add to the results where asked."""
+    """Make the files, measure, print the results, and append to the results file if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_parquet", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cells", type=int, default=20_000, help="of each file (default: %(default)s)")
@@ -170,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     for path in paths:
         if not path.exists():
             write_file(path, options.cells) if path == paths[0] else shutil.copyfile(paths[0], path)
-    time.sleep(3)  # of a file that has just been changed nothing is kept
+    time.sleep(3)  # nothing is kept of a recently changed file
     records = [*decoding(paths[0], options.rounds), *_openings(options, paths)]
     records.append({"case": "plan", "groups": options.groups, **planning(options.groups)})
     origin = machine.origin(PACKAGES)
@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _openings(options: argparse.Namespace, paths: list[Path]) -> Iterator[dict[str, Any]]:
-    """Yield a record for each opening; the first of each kind also compiles, or makes what is kept, and is left out."""
+    """Yield a record for each opening but the first of each kind, which also compiles, or makes what is kept."""
     command = [sys.executable, "-m", "benchmarks.run_parquet", str(options.folder), "--open", *map(str, paths)]
     for arm, place in (("nothing kept", "off"), ("kept", str(options.folder / "index"))):
         for number in range(4):

@@ -2,13 +2,12 @@
 
 ``python -m benchmarks.run_plans [--cells 100000000] [--rival-cells 10000000] [--out benchmarks/results/plans.jsonl]``
 
-A store without data: only the sizes of files and the columns of obs exist. Every measurement has a process of its own;
-gpuload's and scDataset's alternate, round by round. A plan is measured as a loader carries it out: bind the sampler to
-the cells, then plan fetch after fetch, 64 x 256 cells each; scDataset makes an epoch's row numbers at once. Where a
-sampler plans more than `--fetches` fetches, those planned stand for the rest: they are the first ones, in order.
-scDataset's weighted draws of 100 million cells take many minutes and 5 GB, so it is given fewer cells, which its cost
-per cell does not depend on, or in its favour. The times that count are those of the processor: a busy machine changes
-them little.
+The store has no data: only the sizes of files and the columns of obs exist. Every measurement has its own process;
+gpuload's and scDataset's alternate, round by round. Planning is measured as a loader does it: bind the sampler to the
+cells, then plan fetch after fetch, 64 x 256 cells each; scDataset makes an epoch's row numbers at once. If a sampler
+plans more than `--fetches` fetches, the first ones, in order, stand for the rest. scDataset's weighted draws of 100
+million cells take many minutes and 5 GB, so it is given fewer cells; its cost per cell does not depend on that, or
+benefits from it. CPU times count: a busy machine changes them little.
 """
 
 from __future__ import annotations
@@ -137,13 +136,13 @@ def gpuload_plan(case: str, n_cells: int) -> Callable[[], Any]:
 
 
 def measure_gpuload(case: str, n_cells: int, n_fetches: int) -> dict[str, float]:
-    """Return the cost of binding and of planning, per cell of the epoch, and the memory at its highest."""
+    """Return the cost of binding and of planning, per cell of the epoch, and the peak memory."""
     make = gpuload_plan(case, n_cells)
     with _Cost() as bound:
         plan = make()
         plan.strategy.describe()
         n_rows = plan.n_rows
-    with _Cost() as first:  # what an epoch costs once is in it
+    with _Cost() as first:  # includes the once-per-epoch cost
         plan.fetch(0)
     indices = range(1, min(n_fetches, plan.n_fetches))
     with _Cost() as later:
@@ -165,11 +164,11 @@ def measure_gpuload(case: str, n_cells: int, n_fetches: int) -> dict[str, float]
 
 
 def measure_scdataset(case: str, n_cells: int, n_fetches: int) -> dict[str, float]:
-    """Return the same of scDataset's strategy, as one worker process of a loader carries it out each epoch."""
+    """Return the same for scDataset's strategy, as one worker process of a loader runs it each epoch."""
     del n_fetches
     from scdataset import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, Streaming
 
-    data = range(n_cells)  # all that a strategy asks of a collection is its length
+    data = range(n_cells)  # a strategy only needs the length of a collection
     make: Callable[[], Any]
     if case == "class":
         labels = labels_of(n_cells, N_CLASSES, is_sorted=False)
@@ -196,7 +195,7 @@ def measure_scdataset(case: str, n_cells: int, n_fetches: int) -> dict[str, floa
 
 
 class _Cost:
-    """Processor time, wall time and memory of what is run inside; the peak is that over what was held before."""
+    """CPU time, wall time and memory of a with-block; the peak is relative to the memory held before."""
 
     def __enter__(self) -> Self:
         self.is_exact = machine.reset_peak()
@@ -240,7 +239,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def measure_apart(arm: str, case: str, n_cells: int, n_fetches: int) -> dict[str, Any]:
-    """Carry out one measurement in a process of its own."""
+    """Run one measurement in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.run_plans", "--measure", arm, case]
     command += ["--cells", str(n_cells), "--fetches", str(n_fetches)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[1])
@@ -248,7 +247,7 @@ def measure_apart(arm: str, case: str, n_cells: int, n_fetches: int) -> dict[str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the chosen cases in turn, print the table, add to the results where asked."""
+    """Measure the chosen cases in turn, print the table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_plans", description=__doc__.splitlines()[0])
     parser.add_argument("--cells", type=int, default=100_000_000)
     parser.add_argument("--rival-cells", type=int, default=10_000_000, help="cells for scDataset (default %(default)s)")

@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.run_ranks --file cells.h5ad [--out benchmarks/results/ranks.jsonl]``
 
-Page cache warm. In every round each arm is measured once; the rounds start at different arms. Each rank is a process of
-its own. All open the file, hand over an epoch untimed, and wait for each other; then each hands over whole epochs. An
-arm's speed is the cells of all its ranks over the time from the first rank's start to the last rank's end. Before that,
-each rank's rows of an epoch are compared with those of the others: disjoint, of equal number, together the whole file.
+Page cache warm. Every round measures each arm once; rounds start at different arms. Each rank is a separate process.
+All open the file, run an untimed epoch, and wait for each other; then each runs whole epochs. An arm's speed is the
+cells of all its ranks over the time from the first rank's start to the last rank's end. Before that, the ranks' rows of
+an epoch are checked: disjoint, of equal number, together the whole file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PACKAGES = ("numba", "numpy", "imagecodecs")
 
 
 def one_rank(job: dict[str, Any]) -> None:
-    """Be one rank: say when ready, wait for the word, hand over epochs, say what was done and when."""
+    """Act as one rank: report ready, wait for the start, run epochs, report what was done and when."""
     import gpuload
 
     settings = {"rank": job["rank"], "world_size": job["world_size"], "num_threads": job["num_threads"]}
@@ -94,7 +94,7 @@ def measure(job: dict[str, Any], work_dir: Path) -> dict[str, Any]:
 
 
 def check_rows(rows: list[np.ndarray], n_obs: int) -> None:
-    """Raise where ranks hand over unequally many rows, a row twice, or not all but what cannot be dealt."""
+    """Raise if ranks return unequally many rows, a row twice, or fewer than can be dealt equally."""
     found = np.concatenate(rows)
     if (
         len({r.size for r in rows}) > 1
@@ -105,7 +105,7 @@ def check_rows(rows: list[np.ndarray], n_obs: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure all arms in turn, print their medians, add to the results where asked."""
+    """Measure all arms in turn, print their medians, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_ranks", description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, help="the .h5ad file")
     parser.add_argument("--out", type=Path, help="JSON lines are added to this file")

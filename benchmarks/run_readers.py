@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.run_readers FOLDER [--out benchmarks/results/readers.jsonl]``
 
-FOLDER gets the same incompressible samples twice: one .npy file each, and as shards of TFRecord files. Each arm hands
-over shuffled minibatches, as arrays in host memory; an epoch is compared with the samples before any is timed, and also
-fills the page cache. Arms whose package is not installed are left out, so several interpreters may add to one file of
-results. Processor seconds are those of the process and of its workers.
+FOLDER gets the same incompressible samples twice: as one .npy file each, and as shards of TFRecord files. Each arm
+returns shuffled minibatches, as arrays in host memory; one epoch is first compared with the samples, which also
+fills the page cache. Arms whose package is not installed are left out, so several interpreters may append to one
+results file. CPU seconds are those of the process and its workers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ N_THREADS = 2
 PACKAGES = ("gpuload", "numpy", "torch", "nvidia-dali-cuda130", "tensorflow-cpu")
 
 Epoch: TypeAlias = "Callable[[int], Iterator[Any]]"
-"""Gives the minibatches of an epoch, by its number."""
+"""Returns the minibatches of an epoch, by its number."""
 
 
 def make(folder: Path, n_samples: int, n_values: int) -> np.ndarray:
-    """Write the samples in both forms, where they are not there yet, and return the first value of each."""
+    """Write the samples in both forms, if they do not exist, and return the first value of each."""
     samples = np.random.default_rng(0).standard_normal((n_samples, n_values), dtype=np.float32)
     if not folder.exists():
         (folder / "npy").mkdir(parents=True)
@@ -115,17 +115,17 @@ ARMS = {
     "DALI, TFRecord": ("nvidia.dali", by_dali),
     "tf.data, TFRecord": ("tensorflow", by_tensorflow),
 }
-"""Package that each arm needs, and what gives its epochs."""
+"""The package that each arm needs, and the function that makes its epochs."""
 
 
 def cpu_s() -> float:
-    """Return the processor seconds of this process and of those that it has waited for."""
+    """Return the CPU seconds of this process and of the children it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def measure(epoch: Epoch, wanted: np.ndarray, seconds: float) -> dict[str, float]:
-    """Compare an epoch with the samples, then time epochs; return bytes per second, and processor seconds per GB."""
+    """Compare an epoch with the samples, then time epochs; return bytes per second, and CPU seconds per GB."""
     found = np.sort(np.concatenate([batch[:, 0] for batch in epoch(0)]))
     assert np.array_equal(found, wanted), "an epoch has other samples than were written"
     nbytes, number, start, start_cpu = 0, 0, time.perf_counter(), cpu_s()
@@ -137,7 +137,7 @@ def measure(epoch: Epoch, wanted: np.ndarray, seconds: float) -> dict[str, float
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the arms in turn, print a line each, add to the results where asked."""
+    """Measure the arms in turn, print a line each, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_readers", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--samples", type=int, default=256, help="default: %(default)s")

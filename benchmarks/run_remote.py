@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.run_remote --file cells.h5ad [--latency-ms 30] [--out benchmarks/results/remote.jsonl]``
 
-The object store is `benchmarks.s3server` on this machine, so it takes some of the processors' time from the loader that
-it serves. Arms: ``local``, the file on disk, page cache warm; ``remote``, the file in the store; ``cached``, the same
-with a `SampleStore` that keeps its blocks. Each has two epochs: before it is timed, the first minibatches of each epoch
-are compared with those of the local file.
+The object store is `benchmarks.s3server` on this machine, so it takes CPU time from the loader that it serves. Arms:
+``local``, the file on disk, page cache warm; ``remote``, the file in the store; ``cached``, the same with a
+`SampleStore` that keeps its blocks. Each runs two epochs; beforehand, the first minibatches of each epoch are compared
+with those of the local file.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def check(path: Path, server: Running) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the arms in turn, print a table, add to the results where asked."""
+    """Measure the arms in turn, print a table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_remote", description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, required=True)
     parser.add_argument("--latency-ms", type=float, default=30.0, help="median; default: %(default)s")

@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.run_rivals --file cells.h5ad [--out benchmarks/results/rivals.jsonl]``
 
-Arms alternate: every round measures each arm once, in a fresh process, one at a time, and each round starts at another
-arm, so that what disturbs the machine disturbs all alike. One JSON line is written per measurement, at once, so a
-broken run keeps what it has.
+Arms alternate: every round measures each arm once, in a fresh process, one at a time, and each round starts at a
+different arm, so that disturbances of the machine affect all alike. One JSON line is written per measurement, at once,
+so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ NEEDED = {
     "anndata_annloader": ("anndata", "torch"),
     "scipy_ram": ("anndata", "torch"),
 }
-"""What each rival imports; one whose imports are not there is skipped and said so."""
+"""What each rival imports; a rival whose imports are missing is reported and skipped."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the chosen arms; return 0, or 1 where a measurement failed."""
+    """Run the chosen arms; return 0, or 1 if a measurement failed."""
     options = _parse(arguments)
     chosen = [arm for arm in arms(options.batch_size, options.fetch_factor) if _is_wanted(arm, options.only)]
     if not chosen:
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Return what results say of the file: its name, never where it lies."""
+    """Return what results record about the file: its name, never its location."""
     with h5py.File(path) as file:
         X = file["X"]
         return {
@@ -129,7 +129,7 @@ def _python(arm: Arm, annbatch_python: str) -> str:
 
 
 def _can_run(arm: Arm, annbatch_python: str) -> bool:
-    """Return whether the rival's packages are there, in the Python that would run it."""
+    """Return whether the rival's packages are installed in the Python that would run it."""
     python = _python(arm, annbatch_python)
     if python == sys.executable:
         return all(_has_module(name) for name in NEEDED[arm.rival])
@@ -143,12 +143,12 @@ def _can_run(arm: Arm, annbatch_python: str) -> bool:
 def _has_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the package that should hold it is missing
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def _run(arm: Arm, number: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Carry out one measurement in a fresh process; a failure is a record too."""
+    """Run one measurement in a fresh process; a failure is a record too."""
     job = Job(
         arm=arm,
         path=options.file.resolve(),
@@ -181,12 +181,12 @@ def _run(arm: Arm, number: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _last_words(text: str) -> str:
-    """Return the end of what a process said: its exception, and the notes that packages add below it."""
+    """Return the end of a process's output: its exception, and the notes that packages add below it."""
     return " / ".join(text.strip().splitlines()[-3:]) or "ended without a word"
 
 
 def _line(number: int, arm: Arm, record: dict[str, Any]) -> str:
-    """Return one line for people who watch."""
+    """Return one line of progress."""
     if "error" in record:
         return f"round {number}  {arm.name:34s}  FAILED: {record['error']}"
     return f"round {number}  {arm.name:34s}  {record['cells_per_s']:9,.0f} cells/s  peak {record['peak_mib']:6,.0f} MiB"

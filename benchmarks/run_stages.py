@@ -37,7 +37,7 @@ def table(rates: list[Rate]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the chosen stages, print the table, add to the results where asked."""
+    """Measure the chosen stages, print the table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_stages", description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
     parser.add_argument("--out", type=Path, help="JSON lines are added to this file")

@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.run_tune --file cells.h5ad [--out benchmarks/results/tune.jsonl]``
 
-Page cache warm, one process. First `gpuload.tune.tune` says what is best; then every setting that mixes well enough and
-fits into the memory is timed by itself through `gpuload.open_loader`, whole fetches after a warm-up, in turns that
-alternate, the advised one among them. The best turn of each counts: what else runs on the machine only slows down.
+Page cache warm, one process. First `gpuload.tune.tune` gives its advice; then every setting that mixes well enough and
+fits into memory, the advised one among them, is timed separately through `gpuload.open_loader`, in whole fetches after
+a warm-up, in alternating turns. The best turn of each counts: anything else on the machine only slows it down.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpuload.outlook import BLOCK_SIZES
 from gpuload.tune import PREFETCHES, Bench, Wish, tune
 
 WANTED = 0.9
-"""Least speed of the advised setting, as a part of the best of the sweep."""
+"""Required speed of the advised setting, as a fraction of the best of the sweep."""
 
 PACKAGES = ("numba", "numpy")
 
@@ -72,7 +72,7 @@ def rate(path: Path, setting: dict[str, Any], seconds: float, epoch: int) -> dic
 
 
 def sweep(path: Path, settings: list[dict[str, Any]], turns: int, seconds: float) -> list[dict[str, Any]]:
-    """Time settings in turns that alternate; return them, the fastest first."""
+    """Time settings in alternating turns; return them, the fastest first."""
     rows: list[dict[str, Any]] = [{"setting": setting, "turns": []} for setting in settings]
     for turn in range(turns):
         for row in rows:
@@ -84,7 +84,7 @@ def sweep(path: Path, settings: list[dict[str, Any]], turns: int, seconds: float
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Tune, sweep, compare; print the table, add to the results where asked."""
+    """Tune, sweep, compare; print the table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_tune", description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
     parser.add_argument("--out", type=Path, help="a JSON line is added to this file")
