@@ -55,10 +55,10 @@ def decode(
         In the order in which they were applied.
     mask
         Bit k set: filter k was skipped for this chunk.
+    stored : (n,) uint8
         The stored bytes.
-        The bytes in the file.
+    nbytes
         Decoded size; -1 if only the codecs know it.
-        Decoded size; -1 where only the codecs know it.
     itemsize
         Bytes per element.
 
