@@ -4,7 +4,7 @@
     for batch in loader:
         batch.X, batch.obs["cell_type"], batch.rows
 
-Importing this package imports NumPy and nothing else that is optional or slow.
+Importing this package imports NumPy but no optional or slow dependency.
 """
 
 from __future__ import annotations
@@ -131,130 +131,127 @@ def open_loader(
     storage_options: Mapping[str, Any] | None = None,
     settings: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Loader:
-    """Open .h5ad files, or cells in memory, as an endless supply of epochs of minibatches.
+    """Open single-cell data, on disk, remote or in memory, as a loader of shuffled minibatches.
 
     Parameters
     ----------
     paths
-        One .h5ad file, or several; rows are numbered through in the order given. A folder of files stands for them in
-        the order of their names. Other forms are told by their contents: zarr stores, 10x .h5 files (genes by name or
-        id), MuData (``"cells.h5mu/rna"`` or `modality` names the modality where there are several), folders of
-        BioNeMo-SCDL, dense .npy, the CSR matrices of scipy.sparse.save_npz (best with ``compressed=False``), and
-        Parquet files whose rows are cells, with a list of gene numbers (``genes`` or ``indices``) and one of values
-        (``expressions``, ``data`` or ``values``). A pattern (``"train-*.parquet"``) stands for what fits it. Large
-        files are opened faster from the second time on: chunk addresses and row offsets are kept in a hidden file
-        beside them, or in the user's cache folder; the environment variable GPULOAD_INDEX names another folder or is
-        ``off``. In place of a file: an AnnData, a SciPy CSR matrix or a 2-D NumPy array, which is read where it lies (a
-        dense one that is not in C order from one copy), so do not write into it meanwhile. A plain matrix has no obs,
-        and its genes are called ``"0"``, ``"1"``, ... Of a backed AnnData, X and raw.X are read from its file. A
-        mapping names modalities of the same cells: ``{"rna": adata, "prot": "prot.h5ad"}``.
-        An address (``s3://``, ``gs://``, ``az://``, ``http(s)://``) of an HDF5 or Parquet file, or of a folder of zarr,
-        is read over the network, by ranges of bytes, many requests at a time; a web server must know ranges. A folder
-        of files, or a pattern, may be an address where what is there can be listed, which a web server cannot.
+        One .h5ad file or several, whose rows are numbered consecutively in the order given. A folder stands for its
+        files, sorted by name. Other formats are recognised by content: zarr stores, 10x .h5 files (genes by name or
+        id), MuData (``"cells.h5mu/rna"`` or `modality` selects one of several modalities), BioNeMo-SCDL folders, dense
+        .npy, CSR matrices saved by scipy.sparse.save_npz (preferably with ``compressed=False``), and Parquet files with
+        one cell per row: a list of gene indices (``genes`` or ``indices``) and a list of values (``expressions``,
+        ``data`` or ``values``). A pattern (``"train-*.parquet"``) stands for the files that match it. Large files open
+        faster from the second time on: chunk addresses and row offsets are kept in a hidden file beside them, or in the
+        user's cache folder; the environment variable GPULOAD_INDEX names another folder, or is ``off`` to disable this.
+        In place of a file: an AnnData, a SciPy CSR matrix or a 2-D NumPy array, read in place (a dense array not in C
+        order is copied once), so do not modify it while the loader is open. A plain matrix has no obs, and its genes
+        are named ``"0"``, ``"1"``, ... X and raw.X of a backed AnnData are read from its file. A mapping names
+        modalities of the same cells: ``{"rna": adata, "prot": "prot.h5ad"}``. A URL (``s3://``, ``gs://``, ``az://``,
+        ``http(s)://``) of an HDF5 or Parquet file or a zarr store is read over the network with many concurrent
+        byte-range requests, which a web server must support. A URL may also be a folder of files or a pattern where
+        objects can be listed, which a web server does not allow.
     batch_size
         Cells per minibatch.
     block_size
-        Consecutive cells read together, the unit of shuffling on disk; 1 is true random sampling; ``"chunk"`` snaps
-        the edges to the file's own chunks, which is faster; ``"2 chunks"`` and so on join neighbours, which is faster
-        still until every chunk's checksum was verified, and less mixed. None: that of the sampler, where it is a
-        ``BlockShuffle(block_size)``; else 16.
+        Consecutive cells read together, the unit of shuffling on disk. 1 is true random sampling; ``"chunk"`` aligns
+        blocks with the file's chunks, which is faster; ``"2 chunks"`` and so on join adjacent chunks, which is faster
+        still until every chunk's checksum has been verified, but mixes less. None: the block size of the sampler if it
+        is a ``BlockShuffle(block_size)``, else 16.
     fetch_factor
-        Minibatches per fetch: ``batch_size * fetch_factor`` cells are resident at one time and shuffled among each
-        other.
+        Minibatches per fetch: ``batch_size * fetch_factor`` cells are loaded together and shuffled in memory.
     shuffle
-        False hands the cells over as they lie in the files.
+        If False, return the cells in file order.
     sampler
-        Which cells an epoch has, and in which order: a value such as ``gpuload.ClassBalanced("cell_type")``,
-        ``Weighted``, ``Subset``, ``PairedControl``, ``Grouped`` or ``Mixture``; or a function of your own, see
-        `gpuload.Custom`. None takes every cell once, in shuffled blocks (``BlockShuffle(block_size)``) or, with
-        ``shuffle=False``, in order (``Sequential()``). Samplers read in blocks of `block_size` cells too; ``"chunk"``
-        is there the number of cells that a chunk holds on average. Columns that a sampler names need not be in `obs`.
+        Which cells an epoch contains, and in which order: for example ``gpuload.ClassBalanced("cell_type")``,
+        ``Weighted``, ``Subset``, ``PairedControl``, ``Grouped`` or ``Mixture``, or your own function (see
+        `gpuload.Custom`). None takes every cell once, in shuffled blocks (``BlockShuffle(block_size)``) or, with
+        ``shuffle=False``, in order (``Sequential()``). Samplers also read in blocks of `block_size` cells; for them
+        ``"chunk"`` means the average number of cells per chunk. Columns that a sampler uses need not be in `obs`.
     seed
-        At least 0. The order depends on (seed, epoch), on the sizes above and on the ranks, and on nothing else. Give
-        all ranks the same.
+        Random seed, at least 0. The order depends only on the seed, the epoch, the sizes above and the ranks. Use the
+        same seed on all ranks.
     drop_last
-        Leave out the last minibatch of an epoch where it is short; on each rank.
+        Whether each rank drops the last minibatch of an epoch if it is incomplete.
     rank, world_size
-        Which of how many training processes this is. Each hands over its own part of every epoch: equally many
-        minibatches of equal sizes on all ranks, other cells on each, dealt anew in each epoch. None: as
-        torch.distributed says where it is initialised, else as torchrun's environment says, else 0 of 1.
+        Rank of this training process, and the number of processes. Every rank gets its own shard of the epoch, with the
+        same number of minibatches of the same sizes; shards are redrawn each epoch. None: taken from torch.distributed
+        if initialised, else from torchrun's environment, else 0 of 1.
     uneven
-        What to do with the last cells where they cannot be dealt equally: ``"pad"`` hands over fewer than `world_size`
-        cells twice in an epoch; ``"drop"`` leaves out fewer than `world_size`.
+        What to do when the cells do not divide evenly among the ranks: ``"pad"`` repeats, or ``"drop"`` leaves out,
+        fewer than `world_size` cells per epoch.
     obs
-        Columns of obs, one or several, to hand over with each minibatch: numbers and booleans as they are; of text and
-        categories codes, int64, which `Loader.categories` tells the meaning of, -1 where the value is missing.
+        One or several obs columns to return with each minibatch. Numbers and booleans are returned as they are; strings
+        and categoricals as int64 codes into `Loader.categories`, -1 for missing values.
     categories
-        What codes are to stand for: ``{"cell_type": ["B cell", "T cell"]}``, or ``train.categories`` for another loader
-        whose codes are to be those of the loader `train`; otherwise they follow from the files that are opened, and the
-        same code means something else in other files. A cell of none of them has code -1. A column that is not named
-        keeps its own; samplers and `where` take columns as the files have them.
+        Fixed categories per column: ``{"cell_type": ["B cell", "T cell"]}``, or ``train.categories`` to use the codes
+        of the loader `train`. Otherwise codes are derived from the opened files, so the same code may mean something
+        else in other files. Cells in none of the categories get code -1. Columns not named here keep their own
+        categories; samplers and `where` use the columns as stored.
     layer
-        ``"X"``, ``"raw.X"``, or the name of a layer. Several: the first is ``batch.X``, and ``batch.layers[name]`` are
-        the others, with the same choice of `genes` (raw.X has genes of its own), `output` and `dtype`.
+        ``"X"``, ``"raw.X"``, or the name of a layer. Of several, the first becomes ``batch.X`` and the others
+        ``batch.layers[name]``, with the same `genes` (raw.X has its own genes), `output` and `dtype`.
     obsm
-        Names of matrices of obsm, handed over as ``batch.obsm[name]``: dense float32.
+        Keys of obsm, returned as dense float32 ``batch.obsm[name]``.
     modality
-        Which modality of .h5mu files, or which members of a mapping; all of a mapping where it is left out. Of several,
-        `layer`, `obsm`, `obs` and `genes` are of the first, and ``batch.modalities[name]`` are the X of the others, all
-        their genes, with the same `output` and `dtype`. Their cells must have the same names in the same order.
+        Modalities of .h5mu files, or members of a mapping (by default all of them). Of several, `layer`, `obsm`, `obs`
+        and `genes` refer to the first, and ``batch.modalities[name]`` holds the X of each of the others with all of its
+        genes and the same `output` and `dtype`. All must have the same cell names in the same order.
     genes
-        Names, handed over in the order given, or a mask over all genes, in the order of the file; None takes all.
+        Gene names, returned in the order given, or a boolean mask over all genes, in file order; None takes all.
     join
-        What to do where files have other genes, or have them in another order: None refuses them; ``"inner"`` hands
-        over the genes that all files have, in the order of the first; ``"outer"`` those of any, in the order in which
-        they first appear, 0 where a file lacks them, and columns of obs that only some files have are missing in the
-        others (-1; NaN of numbers, which are float64 then); a list of names those. Genes are found by name, and the
-        files stay as they are. `genes` chooses among those that are joined. Each modality is joined by its own names; a
-        list is of the first.
+        How to combine files whose genes, or gene orders, differ. None raises an error; ``"inner"`` takes the genes
+        common to all files, in the order of the first; ``"outer"`` those of any file, in order of first appearance,
+        filling absent genes with 0 and obs columns absent from some files with missing values (-1, or NaN for numbers,
+        which become float64); a list of names takes those genes. Genes are matched by name; the files are not modified.
+        `genes` selects from the joined genes. Each modality is joined on its own names; a list applies to the first.
     where
-        Which cells are wanted, by columns of obs: ``"cell_type == 'T cell' and pct_mito < 0.1"``. Known are ==, !=, <,
-        <=, >, >=, in, and, or, not, isna(column) and notna(column); columns whose name is no Python name stand in
-        backticks. Missing values are equal to nothing. The columns need not be in `obs`, and X is not read. It is
-        ``sampler=Subset(mask, sampler)``: whatever the sampler, the other cells are never read; rows keep their
-        numbers over all cells, and labels and weights of a sampler are over all cells.
+        Filter on obs columns: ``"cell_type == 'T cell' and pct_mito < 0.1"``. Supports ==, !=, <, <=, >, >=, in, and,
+        or, not, isna(column) and notna(column); quote a column whose name is not a Python identifier in backticks.
+        Missing values equal nothing. The columns need not be in `obs`, and the filter does not read X. Equivalent to
+        ``sampler=Subset(mask, sampler)``: with any sampler, the other cells are never read, rows keep their numbers
+        over all cells, and a sampler's labels and weights cover all cells.
     transform
-        Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``: of X and the
-        further layers; other modalities and obsm stay as they are. A mapping says it for each, by the name of a layer
-        or further modality: ``{"X": gpuload.Transform(), "prot": None}``.
+        Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``. Applies to X
+        and the other layers; other modalities and obsm are left unchanged. A mapping sets it per layer or other
+        modality: ``{"X": gpuload.Transform(), "prot": None}``.
     output
-        ``"dense"``: (n, n_vars) arrays; ``"csr"``: CSR matrices of float32.
+        ``"dense"`` for (n, n_vars) arrays, or ``"csr"`` for float32 CSR matrices.
     dtype
-        ``"float32"`` or, for dense output, ``"float16"`` or ``"bfloat16"``. NumPy and CuPy have no bfloat16: its
-        minibatches are uint16 arrays of the bits, which the PyTorch front hands over as torch.bfloat16.
+        ``"float32"`` or, for dense output, ``"float16"`` or ``"bfloat16"``. NumPy and CuPy have no bfloat16, so its
+        minibatches are uint16 arrays of the bit patterns, which the PyTorch front returns as torch.bfloat16.
     device
-        ``"cpu"``; ``"cuda:0"``; ``"cuda"``, the GPU of this process under torchrun, else the first; or ``"auto"``, a
-        GPU where one can be used, else the CPU, for which what is said below of a GPU means nothing; it is logged.
+        ``"cpu"``; ``"cuda:0"``; ``"cuda"``, this process's GPU under torchrun, else the first; or ``"auto"``, a usable
+        GPU if there is one, else the CPU, on which the GPU settings below have no effect; the choice is logged.
     prefetch
-        Fetches loading ahead of the consumer.
+        Fetches to load ahead of the consumer.
     num_threads
-        Native threads that read and decode, and as many that make minibatches of it; None takes one of each per core
-        that this process may use. On a GPU, threads that only read; None takes what KvikIO is set to, or 8, and 4 where
-        bytes go through page-locked memory.
+        Native threads that read and decode, and as many again that assemble minibatches; None: one of each per core
+        available to this process. On a GPU, threads that only read; None: KvikIO's setting, or 8, and 4 when reading
+        through page-locked memory.
     verify
-        When the file's checksums are verified: ``"once"`` per stored chunk since the file was opened, before anything
-        from that chunk is handed over (later only as much of it is inflated as is needed); ``"always"``, each time;
-        ``"never"``, which stops inflating at the last byte needed from the start.
+        When to verify the file's checksums: ``"once"`` per stored chunk after the file is opened, before any of its
+        data is returned (later reads inflate only as much of the chunk as they need); ``"always"``, on every read;
+        ``"never"``, which inflates only as much as needed from the start.
     device_memory
-        Most device memory to take, in bytes or as ``"20GiB"``; None: no bound but the GPU's.
+        Maximum device memory to use, in bytes or as ``"20GiB"``; None: limited only by the GPU.
     device_cache
-        Device memory, of that, for stored chunks as they are on disk: what fits is read from disk in the first epoch
-        only. None: none.
+        Part of it used to cache stored chunks in their on-disk form; chunks that fit are read from disk only in the
+        first epoch. None: no cache.
     io
-        Of a GPU, how bytes get there: ``"kvikio"`` (GPUDirect Storage where the machine has it), ``"pinned"`` (through
-        page-locked host memory), or ``"auto"``: the first reads go either way in turn, the rest the faster one, which
-        is logged. ``"kvikio"`` reads objects of S3 and web servers by KvikIO's own client too, where that can reach
-        them.
+        How bytes reach the GPU: ``"kvikio"`` (GPUDirect Storage if available), ``"pinned"`` (through page-locked host
+        memory), or ``"auto"``, which alternates for the first reads, then uses the faster and logs the choice.
+        ``"kvikio"`` also reads S3 and HTTP objects with KvikIO's own client if it can reach them.
     cache
-        Of addresses: a store that keeps what is read, so that later epochs are read from the local disk; a
-        `gpuload.cache.SampleStore` over a `gpuload.cache.BlockRemote`, whose credentials are then those that count.
+        For URLs: a local store of what has been read, so that later epochs read from local disk; a
+        `gpuload.cache.SampleStore` over a `gpuload.cache.BlockRemote`, whose credentials are then used.
     storage_options
-        Of addresses: credentials and the like, where they are not to be taken from the environment:
-        ``{"anonymous": True}`` for public buckets, ``{"profile": "lab"}``, ``{"endpoint": "http://..."}``; see
+        For URLs: credentials and other client options that should not come from the environment: ``{"anonymous":
+        True}`` for public buckets, ``{"profile": "lab"}``, ``{"endpoint": "http://..."}``; see
         `gpuload.remote.ObjectRemote`.
     settings
-        A settings file, as ``gpuload tune`` writes it, or what it holds: stands for every argument above that is not
-        given. What is given wins, also where it equals the default.
+        A settings file written by ``gpuload tune``, or its contents: supplies every argument above that is not given.
+        Arguments given take precedence, even if they equal the default.
 
     Returns
     -------
@@ -264,9 +261,9 @@ def open_loader(
     Raises
     ------
     PlanError
-        A setting that cannot be carried out; found before any file is opened where that is possible.
+        A setting is invalid; detected before any file is opened where possible.
     StoreError, ReadError, CorruptDataError
-        A file that is not what it should be; see `gpuload.errors`.
+        A file is not as expected; see `gpuload.errors`.
     DeviceError
         The device cannot be used.
     """
