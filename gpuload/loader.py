@@ -1,6 +1,6 @@
-"""The one engine: asks the plan, keeps fetches in flight, hands over batches, knows its state.
+"""The one engine: follows the plan, keeps fetches in flight, yields batches and tracks its state.
 
-It owns the arrows between plan, store and backend, and nothing else: no file, no device, no arithmetic on values.
+It connects plan, store and backend, and does nothing else: no file or device access, no arithmetic on values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A fetch on its way: places of its rows in the residents, row numbers and obs, all in the order of hand-over."""
+    """A fetch in flight: positions of its rows in the residents, row numbers and obs, all in output order."""
 
     positions: NDArray[np.int32]
     rows: NDArray[np.int64]
@@ -47,7 +47,7 @@ class _Load:
 
 @dataclass(slots=True, eq=False)
 class _Take:
-    """A minibatch on its way: all of it but the matrices."""
+    """A minibatch in flight: everything but the matrices."""
 
     rows: NDArray[np.int64]
     obs: Mapping[str, Any]
@@ -57,7 +57,7 @@ class _Take:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A place in an epoch: `step` minibatches of `plan` were handed over."""
+    """A position in an epoch: `step` minibatches of `plan` have been yielded."""
 
     plan: Plan
     step: int = 0
@@ -65,28 +65,28 @@ class _Place:
 
 
 AHEAD_NBYTES = 256 << 20
-"""Minibatches made ahead of the consumer take about so much memory, but for two that there are at least."""
+"""Approximate memory for minibatches made ahead of the consumer; at least two are made regardless."""
 
 
 class Loader:
-    """Minibatches of cells; iterate over it once per epoch. Made by `gpuload.open_loader`.
+    """An iterable over minibatches of cells, one epoch per iteration. Made by `gpuload.open_loader`.
 
-    Each ``iter()`` starts the next epoch (the first is 0), also after an early ``break``. One iteration lives at a
-    time: a second ``iter()`` ends the first, which raises PlanError when it is asked for more. Use it in a
-    with-statement, or call `close`, to give back threads, memory and files.
+    Each ``iter()`` starts the next epoch (the first is 0), even after an early ``break``. Only one iterator is active
+    at a time: a second ``iter()`` ends the first, which then raises PlanError on ``next()``. Use the loader in a
+    with-statement, or call `close`, to release threads, memory and files.
 
-    `state_dict` says where the consumer is, and `load_state_dict` goes on there, in another process too.
+    `state_dict` records the consumer's position, and `load_state_dict` resumes there, also in another process.
 
     Parameters
     ----------
     tables
-        ``"X"``, whose store alone has obs, and further matrices of the same cells.
+        ``"X"``, whose store alone has obs, and other matrices of the same cells.
     backend
-        Where bytes land.
+        Where data is loaded to.
     plan
-        The order; its epoch is replaced by that of each iteration.
+        The order; its epoch is replaced for each iteration.
     prefetch
-        Fetches loading ahead of the consumer.
+        Fetches to load ahead of the consumer.
     """
 
     def __init__(self, tables: Mapping[str, Table], backend: Backend, plan: Plan, prefetch: int) -> None:
@@ -114,56 +114,56 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """Minibatches of a whole epoch on this rank, and on every other."""
+        """Return the number of minibatches in a full epoch, the same on every rank."""
         if self._plan.is_per_rank:  # which may give another number in each epoch
             return (self._now or self._next).plan.n_batches
         return self._plan.n_batches
 
     @property
     def rank(self) -> int:
-        """Which of the training processes this is."""
+        """Rank of this training process."""
         return self._plan.rank
 
     @property
     def world_size(self) -> int:
-        """How many training processes share the epoch."""
+        """Number of training processes that share each epoch."""
         return self._plan.world_size
 
     @property
     def n_obs(self) -> int:
-        """Cells in all files together, also those that ``where=`` or the sampler leave out; rows are numbers below."""
+        """Cells in all files, including those excluded by ``where=`` or the sampler; row numbers are less than this."""
         return self._store.n_obs
 
     @property
     def epoch_n_obs(self) -> int:
-        """Cells that all ranks together hand over in a whole epoch: those of ``where=`` and of the sampler.
+        """Cells per full epoch over all ranks, as selected by ``where=`` and the sampler.
 
-        With those that ``uneven="pad"`` hands over twice, and without those that ``uneven="drop"`` or `drop_last`
-        leaves out. A sampler may draw a cell more than once.
+        Counts twice the cells that ``uneven="pad"`` repeats, and omits those that ``uneven="drop"`` or `drop_last`
+        drops. A sampler may draw a cell more than once.
         """
         plan = (self._now or self._next).plan if self._plan.is_per_rank else self._plan
         return plan.n_rows * plan.world_size
 
     @property
     def n_batches_left(self) -> int:
-        """Minibatches that this rank's epoch still has: the live one, or one left before its end, else the next.
+        """Minibatches left in this rank's epoch: the active one, or one left early, else the next.
 
-        Right after a state of the middle of an epoch was loaded, with another `world_size` too: what is yet to come.
+        Correct also right after loading a mid-epoch state, even one saved with another `world_size`.
         """
         place = self._now or self._next
         return place.plan.n_batches - place.step
 
     @property
     def store(self) -> Store:
-        """What is read: the sizes and names of the files, and the obs columns over all of their cells.
+        """The underlying store: names and sizes of the files, and the obs columns of all their cells.
 
-        For what works on the cells rather than on minibatches, such as `gpuload.split`. The loader closes it.
+        For functions that work on cells rather than minibatches, such as `gpuload.split`. Closed by the loader.
         """
         return self._store
 
     @property
     def n_vars(self) -> int:
-        """Genes handed over."""
+        """Number of genes in a minibatch."""
         return self._form.n_cols
 
     @property
@@ -183,23 +183,23 @@ class Loader:
 
     @property
     def tables(self) -> Mapping[str, Table]:
-        """What is handed over, by name: ``"X"``, ``"layers/<name>"``, ``"obsm/<name>"``, ``"modalities/<name>"``.
+        """The matrices by name: ``"X"``, ``"layers/<name>"``, ``"obsm/<name>"``, ``"modalities/<name>"``.
 
-        ``loader.tables["modalities/prot"].var_names`` are the names of a matrix's columns, and its ``form`` says how it
-        is handed over.
+        ``loader.tables["modalities/prot"].var_names`` holds the column names of a matrix, and its ``form`` the output
+        format.
         """
         return self._tables
 
     @property
     def obs_dtypes(self) -> Mapping[str, np.dtype[Any]]:
-        """The dtype of each obs column handed over: int64 for codes, as losses want them, else the file's."""
+        """The dtype of each obs column in a minibatch: int64 for codes, as loss functions expect, else the file's."""
         return {name: _handed_over(column, slice(0)).dtype for name, column in self._store.obs.items()}
 
     @property
     def obs(self) -> pd.DataFrame:
-        """The columns of `obs` of all cells, those too that ``where=`` or the sampler leave out; made anew each time.
+        """The `obs` columns of all cells, including those excluded by ``where=`` or the sampler; built on each access.
 
-        A row is a cell, numbered as in ``batch.rows``: ``loader.obs.loc[batch.rows]`` are those of a minibatch.
+        Indexed by row number, as in ``batch.rows``: ``loader.obs.loc[batch.rows]`` selects the cells of a minibatch.
         """
         import pandas as pd
 
@@ -213,17 +213,17 @@ class Loader:
 
     @property
     def categories(self) -> Mapping[str, NDArray[np.object_]]:
-        """What the codes of each categorical or string column stand for: ``categories[name][code]``."""
+        """The categories of each categorical or string column: ``categories[name][code]``."""
         return {name: column.categories for name, column in self._store.obs.items() if column.categories is not None}
 
     @property
     def device(self) -> str:
-        """Where batches lie."""
+        """The device that holds the minibatches."""
         return self._backend.device
 
     @property
     def io_mode(self) -> str:
-        """The path that bytes take: ``"posix"``; of a GPU ``"gds"``, ``"compat"``, ``"pinned"`` or ``"remote"``."""
+        """The I/O path: ``"posix"``; on a GPU ``"gds"``, ``"compat"``, ``"pinned"`` or ``"remote"``."""
         return self._backend.io_mode
 
     @property
@@ -232,33 +232,33 @@ class Loader:
         return self._backend.stats
 
     def use_stream(self, number: int) -> None:
-        """Name the CUDA stream (its cudaStream_t) on which minibatches are used, for what is handed over from now on.
+        """Set the CUDA stream (a cudaStream_t) on which subsequent minibatches are used.
 
-        Minibatches are ready for work on it, and their memory is used again only after what was given to it before the
-        last reference was dropped. The PyTorch front names torch's current stream before each minibatch. Without it,
-        and without a front, it is CuPy's current stream. On the CPU nothing happens.
+        Minibatches are ready for work on that stream, and their memory is reused only after the work enqueued there
+        before the last reference was dropped. The PyTorch front sets torch's current stream before each minibatch. By
+        default, without a front, it is CuPy's current stream. No effect on the CPU.
         """
         self._backend.use_stream(number)
 
     def to_device(self, host: NDArray[Any]) -> Any:
-        """Return a host array where minibatches lie."""
+        """Return a host array on the device of the minibatches."""
         return self._backend.asarray(host)
 
     def memory(self) -> dict[str, int]:
-        """Return the most bytes held at one time since the loader was opened, by what they were for.
+        """Return the peak memory use in bytes since the loader was opened, by purpose.
 
-        ``"residents"``: decoded fetches, the consumer's and those that load. ``"minibatches"``: those under way, those
-        that the consumer holds, and those kept for reuse. ``"scratch"``: working memory of the threads. ``"metadata"``:
-        row offsets, chunk addresses and obs columns. What Python and its packages take is not among them.
+        ``"residents"``: decoded fetches, both in use and loading. ``"minibatches"``: those in progress, held by the
+        consumer, or kept for reuse. ``"scratch"``: working memory of the threads. ``"metadata"``: row offsets, chunk
+        addresses and obs columns. Excludes memory used by Python and its packages.
         """
         metadata = sum(table.store.metadata_nbytes for table in self._tables.values())
         return {**self._backend.memory(), "metadata": metadata}
 
     def queues(self) -> dict[str, int]:
-        """Return how much is under way ahead of the consumer now, and how much of it is ready; from any thread.
+        """Return how much is queued ahead of the consumer, and how much of it is ready; callable from any thread.
 
-        ``"fetches"`` that load or wait, ``"fetches_ready"``, ``"minibatches"`` that are being made of one that is
-        ready, and ``"minibatches_ready"``. Where the consumer always finds some ready, it is not held up.
+        ``"fetches"`` loading or waiting, ``"fetches_ready"``, ``"minibatches"`` being made from a ready fetch, and
+        ``"minibatches_ready"``. A consumer that always finds some ready is not held up.
         """
         loads, takes = list(self._ahead[0]), list(self._ahead[1])
         return {
@@ -269,36 +269,36 @@ class Loader:
         }
 
     def verdict(self) -> str:
-        """Return in one sentence what holds the consumer up, over what was handed over so far.
+        """Return the bottleneck so far, in one sentence.
 
         It begins with ``"store-bound"``, ``"decode-bound"``, ``"copy-bound"`` or ``"consumer-bound"``, and says how
-        long the consumer waited; ``loader.stats.reset()`` begins anew.
+        long the consumer waited; ``loader.stats.reset()`` starts over.
         """
         return self.stats.verdict_so_far()
 
     @property
     def cache_nbytes(self) -> tuple[int, int] | None:
-        """Bytes so far that came from local blocks, and those that did not; None without a ``cache=``."""
+        """Bytes so far read from local blocks, and bytes that were not; None without a ``cache=``."""
         sources = [source for table in self._tables.values() for source in table.store.sources]
         counts = {id(near): near.counts() for s in sources if (near := getattr(s, "near", None)) is not None}
         return (sum(c[0] for c in counts.values()), sum(c[1] for c in counts.values())) if counts else None
 
     @property
     def hit_ratio(self) -> float | None:
-        """Share of the bytes so far that came from local blocks; None without a ``cache=``."""
+        """Fraction of the bytes so far read from local blocks; None without a ``cache=``."""
         if (counts := self.cache_nbytes) is None:
             return None
         return counts[0] / sum(counts) if sum(counts) else 1.0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of `epoch` (at least 0); one that lives goes on as it is.
+        """Set the epoch of the next iteration (at least 0); an active iteration is not affected.
 
-        Where a state of that very epoch was loaded, its place is kept.
+        If a state of that same epoch was loaded, its position is kept.
 
         Raises
         ------
         PlanError
-            `epoch` is negative or no whole number.
+            `epoch` is negative or not an integer.
         """
         epoch = check_whole("epoch", epoch, 0)
         if epoch != self._next.plan.epoch:
@@ -307,39 +307,39 @@ class Loader:
             self._now = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place up to which the consumer has received minibatches.
+        """Return the position up to which the consumer has received minibatches.
 
-        That of the live iteration; after a ``break``, or an error, the place where it was left; after the end of an
-        epoch the start of the next. What was loaded ahead does not count. The state of any one rank stands for all
-        ranks at that step.
+        During an iteration, its position; after a ``break`` or an error, where it stopped; after the end of an epoch,
+        the start of the next. Prefetched data does not count. The state of any one rank is valid for all ranks at that
+        step.
 
         Returns
         -------
         dict
-            New each time; plain ints, strings, lists and dicts, so JSON and every checkpoint keep it. ``"epoch"`` and
-            ``"step"`` (minibatches, since the last change of `world_size`), ``"world_size"``, ``"history"`` and
-            ``"fingerprint"``; see `gpuload.state`.
+            A new dict of plain ints, strings, lists and dicts, which JSON and any checkpoint format can store:
+            ``"epoch"`` and ``"step"`` (minibatches since the last change of `world_size`), ``"world_size"``,
+            ``"history"`` and ``"fingerprint"``; see `gpuload.state`.
         """
         place = self._now or self._next
         return make_state(place.plan, place.step, self._fingerprint)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration hand over what was not yet handed over when the state was taken; end a live one.
+        """Resume from a state: the next iteration yields what was left when it was taken.
 
-        Prefetch, threads, device, genes, output and the number of ranks may be others than they were. With another
-        `world_size`, what none of the ranks had handed over is dealt anew, once over all ranks; so all of them must
-        have been at the state's step.
+        Ends an active iteration. Prefetch, threads, device, genes, output and the number of ranks may differ from when
+        the state was taken. With another `world_size`, the remaining cells are divided anew over all ranks, each cell
+        once; so all ranks must have been at the state's step.
 
         Parameters
         ----------
         state
-            Of `state_dict`, on any rank.
+            The result of `state_dict` on any rank.
 
         Raises
         ------
         PlanError
-            It is no state; it is of other data or settings, each of which is named; or a sampler that deals the rows
-            itself is to go on with another `world_size` in the middle of an epoch.
+            It is not a state; it belongs to other data or settings (the message names each); or a sampler that assigns
+            rows to ranks itself would have to resume mid-epoch with another `world_size`.
         """
         epoch, step, world_size, history = check_state(state, self._fingerprint)
         theirs = replace(self._plan, epoch=epoch, rank=0, world_size=world_size, history=history)
@@ -367,7 +367,7 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Start the next epoch, or go on where a loaded state says."""
+        """Start the next epoch, or resume from a loaded state."""
         if self._is_closed:
             raise PlanError("the loader was closed; open it again with open_loader().")
         if os.getpid() != self._process:  # threads do not come along: what is asked of them would never be done
@@ -382,7 +382,7 @@ class Loader:
         return batches
 
     def close(self) -> None:
-        """End a living iteration; stop the threads; close the files. May be called twice."""
+        """End an active iteration, stop the threads and close the files. May be called more than once."""
         self._is_closed = True
         try:
             self._end_live()
@@ -409,7 +409,7 @@ class Loader:
         return _Place(replace(self._plan, epoch=epoch))
 
     def _epoch(self, start: _Place) -> Generator[Batch, None, None]:
-        """Yield the minibatches from a place on, and keep account of where the consumer is."""
+        """Yield the minibatches from a position on, tracking where the consumer is."""
         if self._next is start:  # an iterator of which nothing is asked uses up no epoch
             self._next = self._start_of(start.plan.epoch + 1)
         self._now = now = _Place(start.plan, start.step)
@@ -421,7 +421,7 @@ class Loader:
             self._now = None
 
     def _batches(self, now: _Place) -> Generator[Batch, None, None]:
-        """Yield the minibatches from a place on, in order, with loads and takes under way ahead of the consumer."""
+        """Yield the minibatches from a position on, in order, with loads and takes in flight ahead of the consumer."""
         plan = now.plan
         ahead = self._takes_ahead
         first, n_passed = divmod(now.step, plan.fetch_factor) if now.step < plan.n_batches else (plan.n_fetches, 0)
@@ -465,9 +465,9 @@ class Loader:
             takes.clear()
 
     def _start_load(self, plan: Plan, index: int, n_passed: int) -> _Load:
-        """Start to load a fetch for the minibatches after the first `n_passed`.
+        """Start loading a fetch for the minibatches after the first `n_passed`.
 
-        Its obs columns are gathered whole, and minibatches are slices of them.
+        Its obs columns are gathered whole; minibatches hold slices of them.
         """
         stores = [table.store for table in self._tables.values()]
         for store in stores:
@@ -501,7 +501,7 @@ class Loader:
 
 
 class _Iteration:
-    """The minibatches of an epoch; one that was ended before it was over says so, rather than that it is over."""
+    """Iterator over an epoch's minibatches; if ended early, it raises PlanError rather than StopIteration."""
 
     __slots__ = ("__weakref__", "_batches", "_is_cut_off")
 
@@ -524,18 +524,18 @@ class _Iteration:
             raise
 
     def close(self) -> None:
-        """End it, as a generator is ended."""
+        """Close it, like a generator."""
         self._batches.close()
 
     def end(self) -> None:
-        """End it, to its consumer's surprise."""
+        """End it from outside; its consumer will get a PlanError."""
         is_cut_off = inspect.getgeneratorstate(self._batches) != inspect.GEN_CLOSED
         self._batches.close()
         self._is_cut_off = is_cut_off
 
 
 def _handed_over(column: ObsColumn, rows: Any) -> NDArray[Any]:
-    """Return some cells' values of a column as minibatches have them."""
+    """Return a column's values at `rows`, as in minibatches."""
     values: NDArray[Any] = column.values[rows]  # noqa: PD011 - no frame of pandas
     return values if column.categories is None else values.astype(np.int64)
 
@@ -550,7 +550,7 @@ def _grouped(names: list[str], matrices: list[Any]) -> dict[str, dict[str, Any]]
 
 
 def _close(backend: Backend, stores: list[Store]) -> None:
-    """Stop the backend's threads before its files: a descriptor must not be closed under a read."""
+    """Stop the backend's threads before closing the files: a descriptor must not be closed during a read."""
     for store in stores:
         store.end_waits()
     try:
