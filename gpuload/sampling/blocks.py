@@ -1,4 +1,4 @@
-"""The plain strategies: all rows, as they lie in the files or in shuffled blocks."""
+"""The plain strategies: all rows, in file order or in shuffled blocks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sequential:
-    """Rows in the order of the files, as with ``shuffle=False``.
+    """Take rows in file order, as with ``shuffle=False``.
 
     Parameters
     ----------
     shuffle_fetch
-        Permute the rows of each fetch: streaming through a shuffle buffer of ``batch_size * fetch_factor`` cells, which
-        is filled anew when it is empty. A minibatch is no more diverse than its stretch of the file.
+        Permute the rows of each fetch, like streaming through a shuffle buffer of ``batch_size * fetch_factor`` cells
+        that is refilled when empty. A minibatch is no more diverse than its stretch of the file.
 
     Raises
     ------
@@ -43,7 +43,7 @@ class Sequential:
             raise PlanError(f"Sequential(shuffle_fetch={self.shuffle_fetch!r}): expected True or False.")
 
     def over(self, cells: Cells) -> Sequential:
-        """Return itself: it needs to know nothing of the cells."""
+        """Return itself: it does not depend on the cells."""
         del cells
         return self
 
@@ -63,23 +63,23 @@ class Sequential:
 
 @dataclass(frozen=True, eq=False)
 class BlockShuffle:
-    """Quasi-random order: blocks of consecutive rows in random order, rows permuted within each fetch.
+    """Take blocks of consecutive rows in random order, with rows permuted within each fetch (quasi-random order).
 
-    Every row stands in an epoch once. The class counts of a minibatch spread wider than those of independent draws
-    where neighbours in the file are alike; `gpuload.diversity` says by how much.
+    Every row occurs once per epoch. If neighbours in the file are alike, the class counts of a minibatch vary more than
+    those of independent draws; `gpuload.diversity` says by how much.
 
     Parameters
     ----------
     block_size
         Rows per block, at least 1; 1 is true random sampling.
     edges : (n_blocks + 1,) int64, optional
-        Row edges of the blocks where they are not to be of equal size (snapped to storage chunks), from 0 to the number
-        of cells of the loader, also inside a `Subset`; `block_size` is then not used.
+        Row edges of blocks of unequal size (such as storage chunks), from 0 to the number of cells of the loader, even
+        inside a `Subset`; `block_size` is then ignored.
 
     Raises
     ------
     PlanError
-        `block_size` is no whole number of at least 1. Blocks of whole chunks are ``open_loader(block_size="chunk")``.
+        `block_size` is not an integer of at least 1. Blocks of whole chunks are ``open_loader(block_size="chunk")``.
 
     References
     ----------
@@ -131,7 +131,7 @@ class BlockShuffle:
 
 
 def plain(cells: Cells) -> Strategy:
-    """Return what the loader does without a sampler: its own blocks in random order, or the order of the files."""
+    """Return the strategy used without a sampler: the loader's blocks in random order, or file order."""
     if not cells.shuffle:
         return Sequential()
     return BlockShuffle(cells.block_size, cells.edges)

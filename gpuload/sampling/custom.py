@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Custom:
-    """A strategy of the user's own: a function that gives each rank its blocks of rows for an epoch.
+    """Order an epoch by your own function, which returns the blocks of rows for each rank.
 
-    The blocks of a rank are read in the order given, as many to a fetch as ``batch_size * fetch_factor`` cells make,
-    and the cells of a fetch are shuffled. Every rank's blocks are asked for on every rank, so that all hand over
-    equally many cells (``uneven="drop"``: as many as the shortest rank has; ``"pad"``: as the longest, the others
-    beginning anew). A plain function given as ``sampler=`` is taken for this.
+    The blocks of a rank are read in the order given, ``batch_size * fetch_factor`` cells to a fetch, and the cells of a
+    fetch are shuffled. Every rank asks for the blocks of all ranks, so that all yield equally many cells
+    (``uneven="drop"``: as many as the shortest rank has; ``"pad"``: as many as the longest, the others starting over).
+    A plain function passed as ``sampler=`` is wrapped in `Custom`.
 
     Parameters
     ----------
     function
-        ``function(epoch_seed, rank, world_size) -> blocks``. `epoch_seed` is a whole number from 0 to 2**64 - 1 that
-        is made of the loader's seed and the epoch: another one every epoch. `blocks` is an array of whole numbers,
-        shape (n, 2): half-open ranges of rows over all paths; they may overlap. It must depend on its arguments only,
-        for it is asked in every process, and again when an epoch is resumed.
+        ``function(epoch_seed, rank, world_size) -> blocks``. `epoch_seed` is an integer from 0 to 2**64 - 1 derived
+        from the loader's seed and the epoch, different in every epoch. `blocks` is an integer array of shape (n, 2):
+        half-open ranges of rows over all paths, which may overlap. The function must depend only on its arguments: it
+        is called in every process, and again when an epoch is resumed.
 
     Raises
     ------
     PlanError
-        It is no function, or gives no such array. An epoch that was begun with another number of ranks cannot be
+        It is not a function, or does not return such an array; or an epoch begun with another number of ranks is
         resumed.
 
     Examples
     --------
-    Cells in windows of 1,000, each window from one end of the data to the other, begun at a place that changes:
+    Windows of 1,000 cells, read in file order from a starting point that changes with the epoch:
 
     >>> import numpy as np
     >>> def windows(epoch_seed, rank, world_size, n_cells=100_000, width=1000):
@@ -56,7 +56,7 @@ class Custom:
     >>> windows(epoch_seed=2, rank=0, world_size=50).tolist()
     [[98000, 99000], [48000, 49000]]
 
-    It is used as ``gpuload.open_loader("cells.h5ad", sampler=windows)``.
+    Use it as ``gpuload.open_loader("cells.h5ad", sampler=windows)``.
     """
 
     function: Callable[[int, int, int], Any]
@@ -70,7 +70,7 @@ class Custom:
             )
 
     def over(self, cells: Cells) -> Strategy:
-        """Return the function as a strategy; it is not asked yet."""
+        """Return the function as a strategy, without calling it yet."""
         del cells
         return Given(self.function)
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ClassBalanced:
-    """All classes of a column equally often, whatever their sizes.
+    """Draw all classes of a column equally often, whatever their sizes.
 
-    The class of every cell of an epoch is drawn independently, each class with the same chance; so the class counts of
-    minibatches are multinomial. The cells of a class come in shuffled blocks, pass after pass: no cell is shown once
-    more before all of its class were shown. Cells with a missing label are not drawn.
+    The class of each cell of an epoch is drawn independently and uniformly, so the class counts of minibatches are
+    multinomial. The cells of a class come in shuffled blocks, pass after pass: no cell is repeated before every cell of
+    its class has been drawn. Cells with a missing label are not drawn.
 
     Parameters
     ----------
@@ -44,12 +44,12 @@ class ClassBalanced:
     Raises
     ------
     PlanError
-        A name or number is not what it should be; when bound, all labels are missing.
+        A name or number is invalid; or, when bound, all labels are missing.
 
     Notes
     -----
-    Blocks are ``block_size`` cells that are neighbours *among the cells of their class*; where classes lie mixed in
-    the file, they span more of it.
+    A block is ``block_size`` cells that are consecutive *among the cells of their class*; if classes are interleaved in
+    the file, it spans a longer stretch of the file.
 
     References
     ----------
@@ -87,26 +87,26 @@ class ClassBalanced:
 
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """Each cell with a chance in proportion to its weight.
+    """Draw each cell with probability proportional to its weight.
 
-    With replacement, a weight of every cell of the epoch is drawn independently, by how much all cells of that weight
-    weigh together; where there are more than 1,024 different weights, cells whose weights differ by less than 1/16 are
-    one stratum, and within it drawn by systematic sampling. So the counts of the strata in minibatches are multinomial,
-    and a cell is drawn in proportion to its weight, to within 2**-32 of the total. The cells of a stratum come in
-    shuffled blocks, pass after pass; no cell comes twice in a pass. Classes that share a weight are not told apart: to
-    have the counts of classes multinomial as well, use `ClassBalanced`.
+    With replacement, cells of equal weight form a stratum, and each cell's stratum is drawn independently with
+    probability proportional to the stratum's total weight. With more than 1,024 distinct weights, a stratum holds cells
+    whose weights differ by less than 1/16, drawn within it by systematic sampling. So the counts of the strata in
+    minibatches are multinomial, and a cell is drawn in proportion to its weight, to within 2**-32 of the total. The
+    cells of a stratum come in shuffled blocks, pass after pass; no cell is repeated within a pass. Classes that share a
+    weight are not distinguished; for multinomial class counts use `ClassBalanced`.
 
-    Without replacement, an epoch has `num_samples` different cells, chosen by Efraimidis and Spirakis's exponential
-    keys [1]_ (each next one with a chance in proportion to its weight among those not yet chosen), then shuffled in
-    blocks; class counts spread as with `BlockShuffle`.
+    Without replacement, an epoch has `num_samples` distinct cells, chosen with the exponential keys of Efraimidis and
+    Spirakis [1]_ (each successive cell with probability proportional to its weight among those not yet chosen), then
+    shuffled in blocks; class counts vary as with `BlockShuffle`.
 
     Parameters
     ----------
     weights : (n_obs,) array of numbers
-        Finite, none below 0; over all cells of the loader, in the order of the paths, also inside a `Subset`. They
-        need not sum to 1. Cells of weight 0 (or below 2.3e-308) are never drawn.
+        Finite and non-negative, one for each cell of the loader, in the order of the paths, even inside a `Subset`.
+        They need not sum to 1. Cells of weight 0 (or below 2.3e-308) are never drawn.
     num_samples
-        Cells per epoch, over all ranks; None: as many as there are cells (without replacement: cells of a weight above
+        Cells per epoch, over all ranks; None: the number of cells (without replacement, of cells with a weight above
         0).
     replace
         Whether a cell may be drawn more than once in an epoch.
@@ -114,8 +114,8 @@ class Weighted:
     Raises
     ------
     PlanError
-        Weights are negative, not finite, all 0, or not one per cell; or more cells are wanted without replacement than
-        have a weight above 0.
+        Weights are negative, not finite, all 0, or not one per cell; or, without replacement, `num_samples` exceeds the
+        number of cells with a weight above 0.
 
     References
     ----------
@@ -156,25 +156,25 @@ class Weighted:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Parts of the data, each with a share of every minibatch, whatever their sizes.
+    """Draw from several parts of the data in fixed proportions, whatever their sizes.
 
-    The part of every cell of an epoch is drawn independently by the shares; the cells of a part come in shuffled
-    blocks, pass after pass. A cell may be in several parts, or in none, and is then not drawn.
+    The part of each cell of an epoch is drawn independently according to the shares; the cells of a part come in
+    shuffled blocks, pass after pass. A cell may be in several parts; a cell in none is never drawn.
 
     Parameters
     ----------
     shares
-        ``{path: share}``, with paths as given to ``open_loader`` or the names of the files where these differ; or a
-        list of pairs (path or mask, share), a mask being a boolean array with one entry per cell. Shares are above 0
-        and need not sum to 1.
+        ``{path: share}``, with paths as given to ``open_loader``, or file names if these are unique; or a list of (path
+        or mask, share) pairs, where a mask is a boolean array with one entry per cell. Shares are above 0 and need not
+        sum to 1.
     num_samples
         Cells per epoch, over all ranks; None: as many as there are cells.
 
     Raises
     ------
     PlanError
-        A share is not a finite number above 0; a path is not one of the loader's; a mask is not of the length of the
-        data; a part has no cells.
+        A share is not a finite number above 0; a path is not one of the loader's; a mask has the wrong length; a part
+        has no cells.
 
     References
     ----------

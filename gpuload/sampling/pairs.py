@@ -1,4 +1,4 @@
-"""Perturbed cells, each with a control cell that is like it in all that matters but the perturbation."""
+"""Perturbed cells, each paired with a matched control cell."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PairedControl:
-    """Every perturbed cell once an epoch, with a control cell of the same batch and cell type.
+    """Pair every perturbed cell, once per epoch, with a control cell of the same batch and cell type.
 
-    The first half of a minibatch are perturbed cells, in shuffled blocks; the second half are their controls, in the
-    same order (`gpuload.split_pairs` gives the halves). The controls of a group, over all files, are drawn in shuffled
-    blocks, so that each is shown equally often, to within one, before any is shown once more; other ones each epoch.
-    Cells with a missing label in `column` or in a column that they are matched by are left out.
+    The first half of a minibatch holds perturbed cells, in shuffled blocks; the second half their controls, in the same
+    order (`gpuload.split_pairs` returns the halves). The controls of a group, over all files, are drawn in shuffled
+    blocks, pass after pass, so that each is used equally often, to within one; the pairing changes each epoch. Cells
+    with a missing label in `column` or in a column they are matched on are left out.
 
-    With `size`, perturbed cells come in sets of one perturbation and of one value of each column of `match`, side by
-    side, and so do their controls: ``perturbed.X.reshape(-1, size, n_vars)`` are the sets of a minibatch.
+    With `size`, perturbed cells come in contiguous sets that share the perturbation and the value of each `match`
+    column, and so do their controls: ``perturbed.X.reshape(-1, size, n_vars)`` gives the sets of a minibatch.
 
     Parameters
     ----------
@@ -50,18 +50,18 @@ class PairedControl:
     control
         The value of that column that marks controls, or a list of such values.
     match
-        The columns in which a cell and its control agree.
+        The columns on which a cell and its control are matched.
     fallback
-        Fewer of these columns, for cells whose group has no controls; empty: such a group is an error.
+        A smaller set of these columns to match on for cells whose group has no controls; if empty, such a group is an
+        error.
     size, remainder
-        Perturbed cells per set, and what becomes of those that make no whole set, as for `gpuload.Grouped`; None: the
-        perturbed cells are shuffled one by one.
+        Perturbed cells per set, and how to treat incomplete sets, as for `gpuload.Grouped`. None: no sets.
 
     Raises
     ------
     PlanError
-        `batch_size` is odd, or no multiple of twice `size`; no group of perturbed cells has `size` of them; there are
-        no controls, or no other cells; a group of cells has no controls, not even with `fallback`.
+        `batch_size` is odd, or not a multiple of twice `size`; no group of perturbed cells has `size` cells; there are
+        no controls, or no other cells; a group of cells has no controls, even with `fallback`.
     """
 
     column: str
@@ -277,23 +277,23 @@ class _PairOrder:
 
 
 def split_pairs(batch: Any) -> tuple[Any, Any]:
-    """Return the two halves of a minibatch of `PairedControl`: the perturbed cells, and their controls.
+    """Split a minibatch of `PairedControl` into the perturbed cells and their controls.
 
     Parameters
     ----------
     batch : Batch or dict
-        A minibatch of a loader, or what the PyTorch or DALI front makes of it (a dict of tensors).
+        A minibatch of a loader, or of its PyTorch or DALI front (a dict of tensors).
 
     Returns
     -------
     perturbed, controls
-        Of the same kind, each of half as many cells; the i-th control belongs to the i-th perturbed cell. Slices of the
-        batch's arrays where these are dense.
+        Of the same type as `batch`, each with half the cells; the i-th control belongs to the i-th perturbed cell.
+        Dense arrays are slices of the batch's arrays.
 
     Raises
     ------
     PlanError
-        The minibatch has an odd number of cells, or is of another kind.
+        The minibatch has an odd number of cells, or is of another type.
     """
     if isinstance(batch, Batch):
         half = _half(len(batch))

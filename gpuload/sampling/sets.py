@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Sets of `size` cells of one class, handed over side by side; the sets are shuffled.
+    """Keep sets of `size` cells of one class together, and shuffle the sets.
 
     Each epoch the cells of a class, in shuffled blocks, are cut into sets, and the sets are shuffled over all classes
-    (neighbouring sets of a class together, where a block holds several). A minibatch holds ``batch_size / size`` sets;
+    (if a block holds several, adjacent sets of a class stay together). A minibatch holds ``batch_size / size`` sets;
     with ``size=batch_size`` all its cells are of one class. Cells with a missing label are in no set.
 
     Parameters
@@ -40,14 +40,14 @@ class Grouped:
     size
         Cells per set; `batch_size` must be a multiple.
     remainder
-        What becomes of a class's last cells that make no whole set: ``"drop"`` leaves them out, other ones each epoch;
-        ``"fill"`` tops the set up with other cells of the class, which so are shown twice in the epoch (only a class
-        of fewer than `size` cells has a cell twice in one set).
+        How to treat a class's last, incomplete set: ``"drop"`` leaves its cells out, different ones each epoch;
+        ``"fill"`` completes it with other cells of the class, which then occur twice in the epoch (a cell is repeated
+        within a set only in classes of fewer than `size` cells).
 
     Raises
     ------
     PlanError
-        `batch_size` is no multiple of `size`; no class has `size` cells; a name or number is not what it should be.
+        `batch_size` is not a multiple of `size`; no class has `size` cells; a name or number is invalid.
     """
 
     column: str | Sequence[str] | NDArray[Any]

@@ -1,4 +1,4 @@
-"""Some of the cells only: for splits, and for a sampler within a split."""
+"""Restriction to some of the cells: for splits, and for a sampler within a split."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """Some of the cells only; the others are never read.
+    """Restrict the epoch to some of the cells; the others are never read.
 
     Parameters
     ----------
     rows
-        Row numbers over all paths, whole and different, in any order; or a mask, a boolean array with one entry per
-        cell.
+        Distinct integer row numbers over all paths, in any order; or a boolean mask with one entry per cell.
     inner
-        What is done with them: another sampler, or None for what the loader does without one (``shuffle``,
-        ``block_size``). Blocks are cut from the chosen cells numbered through. Labels, weights, masks and rows of the
-        inner sampler are over all cells of the loader; so Subsets inside one another hold what all of them hold.
+        Sampler applied to these cells; None: the loader's default (``shuffle``, ``block_size``). Blocks are cut from
+        the chosen cells, numbered consecutively. Labels, weights, masks and rows of the inner sampler refer to all
+        cells of the loader, so nested Subsets select their intersection.
 
     Raises
     ------
     PlanError
-        Rows are outside the data, given twice, or none; a mask is not of the length of the data.
+        Rows are out of range, repeated, or empty; or a mask has the wrong length.
     """
 
     rows: Sequence[int] | NDArray[Any]
