@@ -105,7 +105,7 @@ class _Stream:
 
 
 def output_names(loader: Loader) -> list[str]:
-    """Return the names of what `cells` gives, in order.
+    """Return the names of the outputs of `cells`, in order.
 
     ``"X"`` and the further matrices, as in `Loader.tables`; the obs columns; ``"rows"``.
     """
@@ -202,7 +202,7 @@ class CellIterator:
         minibatches into it. None hands them on as they are: on the CPU without a copy, the tensors lie over the
         loader's memory; on a GPU the tensors lie over DALI's, into which each minibatch is copied once.
     output_names
-        Names of the outputs, each once, where they are others than those that `output_names` gives.
+        Distinct names of the outputs, if other than those of `output_names`.
 
     Raises
     ------
@@ -248,11 +248,11 @@ class CellIterator:
         self._has_ended = False
 
     def __len__(self) -> int:
-        """Minibatches of a whole epoch on this rank, and on every other."""
+        """Return the number of minibatches in a full epoch, the same on every rank."""
         return len(self._loader)
 
     def __iter__(self) -> CellIterator:
-        """Return the iterator itself, reset where the epoch has ended."""
+        """Return the iterator itself, reset if the epoch has ended."""
         self.reset()
         return self
 
@@ -276,7 +276,7 @@ class CellIterator:
             self._has_ended = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place up to which you have received minibatches, whatever the pipeline has taken ahead.
+        """Return the position up to which you have received minibatches, whatever the pipeline has prefetched.
 
         States of a loader, of this iterator and of `gpuload.torch.CellDataset` are of one kind: each can go on from
         another's. See `Loader.state_dict`.
@@ -286,7 +286,7 @@ class CellIterator:
         return {**copy.deepcopy(self._start), "step": self._start["step"] + self._n_received}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next minibatch be the first that was not received when the state was taken.
+        """Resume from a state, at the first minibatch not yet received when it was taken.
 
         Raises
         ------

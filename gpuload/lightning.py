@@ -32,18 +32,18 @@ _PARTS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "
 
 
 class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types without Lightning
-    """Loaders of the parts of a data set, as Lightning's Trainer takes them.
+    """A LightningDataModule that opens a loader for each part of a data set.
 
     Each part is a dict of arguments of `gpuload.open_loader` (``"paths"`` among them), or a `gpuload.Loader`, or None.
-    Loaders of dicts are opened in each training process when its stage is set up, and closed when it is torn down.
-    Minibatches are dicts of tensors, as `gpuload.torch.CellDataset` gives them.
+    Loaders given as dicts are opened in each training process at the setup of their stage, and closed at its teardown.
+    Minibatches are dicts of tensors, as yielded by `gpuload.torch.CellDataset`.
 
     Parameters
     ----------
     train, val, test, predict
-        The parts. Where a dict does not say otherwise, `rank` and `world_size` are the trainer's, `device` is the one
-        that the trainer's strategy gives this process, and all parts but `train` come in the order of the files, with
-        the `categories` of `train` once that was opened here: a code means the same in all of them.
+        The parts. Unless a dict says otherwise, `rank` and `world_size` are the trainer's, `device` is the one that the
+        trainer's strategy assigns to this process, and all parts except `train` come in file order, with the
+        `categories` of `train` once that has been opened here, so that codes mean the same in all parts.
 
     Raises
     ------
@@ -54,11 +54,11 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
     -----
     The epoch is the trainer's: the order of epoch 3 is the same after a restart as without one.
 
-    Checkpoints hold the place in the training epoch, so a run resumed with ``ckpt_path`` gets the minibatches that it
-    had not yet had, and no others. With another number of processes in the middle of an epoch, what is left is dealt
-    anew to them, and the epoch has another number of minibatches than the later ones. Lightning counts the minibatches
-    of an epoch once and cuts all later epochs off there; so this takes a
-    ``Trainer(reload_dataloaders_every_n_epochs=1)``, which counts them for each epoch, and is refused without.
+    Checkpoints store the position in the training epoch, so a run resumed with ``ckpt_path`` gets exactly the
+    minibatches it had not yet seen. If a run resumes mid-epoch with another number of processes, the remaining cells
+    are divided anew among them, and this epoch has a different number of minibatches than later ones. Lightning counts
+    the minibatches of an epoch once and truncates all later epochs to it, so this requires
+    ``Trainer(reload_dataloaders_every_n_epochs=1)``, which counts them each epoch, and is refused without it.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
     def setup(self, stage: str | None = None) -> None:
         """Open the loaders of a stage: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``, or None for all.
 
-        Those that are open for the same process and device stay open, so it may be called before the trainer does, for
-        example to see `Loader.n_vars` and `Loader.categories`.
+        Loaders already open for the same process and device stay open, so you may call it before the trainer does, for
+        example to read `Loader.n_vars` and `Loader.categories`.
 
         Raises
         ------
@@ -115,7 +115,7 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
                 self._load(state)
 
     def teardown(self, stage: str | None = None) -> None:
-        """Close the loaders of a stage that `setup` opened; the place in the training epoch is still known."""
+        """Close the loaders of a stage that `setup` opened; the position in the training epoch is kept."""
         for part in _PARTS_OF.get(str(stage), _PARTS):
             self._close(part)
 
@@ -150,14 +150,14 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
         return _Epochs(self._dataset("predict"), self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the training epoch, as `Loader.state_dict` does; Lightning puts it into checkpoints."""
+        """Return the position in the training epoch, as `Loader.state_dict` does; Lightning saves it in checkpoints."""
         if "train" in self._open:
             return {"train": self._open["train"][1].state_dict()}
         state = self._to_load or self._left
         return {} if state is None else {"train": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let training go on where a state says, at once or when the loader is opened.
+        """Resume training from a state, at once or when the loader is opened.
 
         Raises
         ------

@@ -44,19 +44,19 @@ MAX_PARTS = (1 << 15) - 1
 class Split(Mapping[str, "NDArray[np.int64]"]):
     """The rows of each part, by name: ``split["train"]`` is an (n,) int64 array of global row numbers, ascending.
 
-    Made by `gpuload.split`. ``str(split)`` says how near the parts came to what was wanted.
+    Made by `gpuload.split`. ``str(split)`` says how close the parts are to the requested shares.
 
     Attributes
     ----------
     part : (n_obs,) int8 or int16
-        Number of the part of each cell, by the order of the names; -1: in no part.
+        Index of each cell's part in the order of the names; -1 if it is in none.
     groups
         The groups in each part, by name; empty where cells were dealt one by one.
     files
         Name, without folders, and cells of each file.
     settings
-        What it was made with, as JSON values: ``"shares"``, ``"by"``, ``"stratify"``, ``"seed"``; and ``"aims"``, the
-        cells that a share asks for.
+        The settings it was made with, as JSON values: ``"shares"``, ``"by"``, ``"stratify"``, ``"seed"``; and
+        ``"aims"``, the cells that a share asks for.
     """
 
     names: tuple[str, ...]
@@ -106,7 +106,7 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
         return "\n".join([*lines, *([f"in no part: {n_out:,} cells"] if n_out else [])])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the split to a file (NumPy's .npz, compressed, no pickles); what was there is replaced as a whole."""
+        """Save the split to a compressed .npz file (no pickles), atomically replacing an existing file."""
         path = os.fspath(path)
         about = {
             "gpuload_split": VERSION,
@@ -127,16 +127,16 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], cells: Any = None, *, layer: str = "X") -> Split:
-        """Read a split that `save` wrote, and check that it is of the cells given, if any.
+        """Load a split written by `save`, and check that it belongs to `cells`, if given.
 
         Raises
         ------
         ReadError
             The file cannot be opened.
         StoreError
-            It is no split, or of a version that this gpuload does not know.
+            It is not a split, or its version is not supported by this gpuload.
         PlanError
-            It is of other cells; see `check`.
+            It belongs to other cells; see `check`.
         """
         path = os.fspath(path)
         try:
@@ -169,7 +169,7 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
         return split
 
     def check(self, cells: Any, *, layer: str = "X") -> None:
-        """Raise PlanError where cells are not those that were split: files of other names, order or numbers of cells.
+        """Raise PlanError if the files differ from those that were split, in name, order or number of cells.
 
         Parameters
         ----------
@@ -199,29 +199,28 @@ def split(
     seed: int = 0,
     layer: str = "X",
 ) -> Split:
-    """Deal cells, or whole groups of cells, to named parts.
+    """Split cells, or whole groups of cells, into named parts.
 
     Parameters
     ----------
     cells
-        What `open_loader` takes, or a loader or store that holds the columns named below. Of a loader all cells are
-        split, also those that its ``where=`` or sampler leaves out.
+        Anything `open_loader` accepts, or a loader or store that holds the columns named below. All cells of a loader
+        are split, including those excluded by its ``where=`` or sampler.
     shares
-        For each part its share of the cells, above 0 and at most 1; or a list of groups that are in it and in no other;
-        or ``...`` for what is left, in at most one part. Shares are of what the lists leave. Where they add up to less
-        than 1 and there is no ``...``, the rest of the cells is in no part.
-        For example ``{"train": 0.8, "val": 0.2}``, ``{"train": ..., "test": ["plate14"]}``,
-        ``{"train": ..., "val": 0.1, "test": ["plate14"]}``.
+        For each part, its share of the cells, above 0 and at most 1; or a list of groups assigned to it exclusively; or
+        ``...`` for the remainder, in at most one part. Shares are fractions of the cells not in listed groups. If they
+        sum to less than 1 and there is no ``...``, the remaining cells are in no part. For example ``{"train": 0.8,
+        "val": 0.2}``, ``{"train": ..., "test": ["plate14"]}``, ``{"train": ..., "val": 0.1, "test": ["plate14"]}``.
     by
-        Columns of obs whose values are the groups (of several columns: the tuples of their values), which are kept
-        whole. Cells without a value are in no part: nobody knows whose they are. None: cells are dealt one by one.
+        Obs columns whose values (for several columns, tuples of values) define groups that are kept whole. Cells with a
+        missing value are in no part, since their group is unknown. None: cells are assigned one by one.
     stratify
-        Columns of obs of whose values each part shall have its share: met to within one cell by cells, and by groups as
-        near as a greedy deal comes. Cells without a value count as one more class.
+        Obs columns to stratify by: each part gets its share of every class, to within one cell when splitting by cells,
+        and as closely as a greedy assignment allows when splitting by groups. Missing values count as one more class.
     seed
-        At least 0; another seed deals otherwise.
+        Random seed, at least 0.
     layer
-        A matrix that the files have; of it only the number of rows is used.
+        A matrix present in the files; only its number of rows is used.
 
     Returns
     -------
@@ -231,18 +230,18 @@ def split(
     Raises
     ------
     PlanError
-        Shares that cannot be dealt, or columns or groups that are not there.
+        The shares are invalid, or a column or group does not exist.
     StoreError, ReadError, CorruptDataError
         As `open_loader`.
 
     Notes
     -----
-    By cells, each part has its share rounded to whole cells. By groups, the largest group is dealt first; it goes to
-    one of the parts that have room for it, with a chance in proportion to that room, or, where none has, to the one
-    with most room. So no part is further from its share than the largest group is large, and with many groups the last
-    ones, which are the smallest, fill the parts up. The nearest of up to 16 such deals is taken. A part that is left
-    empty gets the smallest group of the part with most groups. Stratified, each goes where the sum over classes and
-    parts of (cells - share)^2 / share grows least.
+    By cells, each part gets its share rounded to whole cells. By groups, groups are assigned from the largest to the
+    smallest; each goes to one of the parts with room for it, with probability proportional to that room, or, if none
+    has room for it, to the one with the most room. So no part is further from its share than the size of the largest
+    group, and with many groups the last, smallest ones fill up the parts. The closest of up to 16 such assignments is
+    taken. A part left empty gets the smallest group of the part with the most groups. When stratified, each group goes
+    where it least increases the sum over classes and parts of (cells - share)^2 / share.
     """
     wanted = _checked_shares(shares)
     names = list(wanted)
@@ -312,7 +311,7 @@ def _is_share(value: Any) -> bool:
 
 
 class _Opened:
-    """The store of what was given; closed again where it was opened here."""
+    """The store of the given cells; closed on exit if it was opened here."""
 
     def __init__(self, cells: Any, layer: str, columns: tuple[str, ...]) -> None:
         self._is_ours = not isinstance(cells, (Loader, Store))

@@ -1,6 +1,6 @@
 """PyTorch front: a `Loader` as an IterableDataset. The home of torch.
 
-It only turns arrays into tensors over the same memory: no shuffling, sharding, prefetching or batching here.
+It only wraps arrays as tensors that share their memory: no shuffling, sharding, prefetching or batching here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Minibatch(dict[str, torch.Tensor]):
-    """What is handed over: a dict, which a DataLoader must not stack with others."""
+    """A minibatch: a dict that a DataLoader must not collate with others."""
 
 
 def _refuse_to_stack(batches: Any, **_: Any) -> None:
@@ -42,36 +42,36 @@ default_collate_fn_map[_Minibatch] = _refuse_to_stack
 
 
 class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
-    """Minibatches of a loader as dicts of tensors.
+    """An IterableDataset over a loader's minibatches, as dicts of tensors.
 
-    Use it alone, or with ``DataLoader(dataset, batch_size=None)``. Each iteration is the loader's next epoch.
+    Use it directly, or with ``DataLoader(dataset, batch_size=None)``. Each iteration is the loader's next epoch.
 
     Parameters
     ----------
     loader
         Made by `gpuload.open_loader`.
     dtype
-        None keeps the loader's; ``torch.bfloat16`` (or its name) converts each dense minibatch of float32, but for
-        obsm, which costs one more pass over it; ``open_loader(dtype="bfloat16")`` makes it so from the start.
+        None keeps the loader's dtype; ``torch.bfloat16`` (or its name) converts each dense float32 minibatch except
+        obsm, at the cost of an extra pass over it; ``open_loader(dtype="bfloat16")`` produces it directly.
 
     Yields
     ------
     dict
-        ``"X"``: (n, n_vars) tensor over the loader's memory (no copy), or a sparse CSR tensor where the loader's
-        output is ``"csr"``; ``"layers/<name>"``, ``"obsm/<name>"`` and ``"modalities/<name>"``: the further matrices,
-        as in `Loader.tables`; one tensor of shape (n,) for each obs column, under its name, on the same device;
-        ``"rows"``: (n,) int64 global row numbers, in host memory.
+        ``"X"``: (n, n_vars) tensor that shares the loader's memory (no copy), or a sparse CSR tensor if the loader's
+        output is ``"csr"``; ``"layers/<name>"``, ``"obsm/<name>"`` and ``"modalities/<name>"``: the other matrices, as
+        in `Loader.tables`; one (n,) tensor per obs column, under its name, on the same device; ``"rows"``: (n,) int64
+        global row numbers, in host memory.
 
     Raises
     ------
     PlanError
-        `dtype` cannot be had; an obs column is named as one of the other entries; or the dataset is iterated in a
+        `dtype` is not supported; an obs column has the name of another entry; or the dataset is iterated in a
         DataLoader worker.
 
     Notes
     -----
-    PyTorch wants the columns of a CSR row to rise. On the CPU rows that break this are mended; on a GPU they are handed
-    over as the file has them.
+    PyTorch expects strictly increasing column indices within each CSR row. On the CPU, rows that violate this are
+    sorted and their duplicates summed; on a GPU they are passed on as stored.
     """
 
     def __init__(self, loader: Loader, dtype: torch.dtype | str | None = None) -> None:
@@ -92,22 +92,22 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         return self._loader
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of `epoch`; see `Loader.set_epoch`."""
+        """Set the epoch of the next iteration; see `Loader.set_epoch`."""
         self._loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place up to which minibatches were taken; see `Loader.state_dict`.
+        """Return the position up to which minibatches have been taken; see `Loader.state_dict`.
 
-        PyTorch's DataLoader takes none ahead without workers, and torchdata's StatefulDataLoader calls this itself.
+        Without workers, PyTorch's DataLoader does not prefetch, and torchdata's StatefulDataLoader calls this itself.
         """
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on where a state says; see `Loader.load_state_dict`."""
+        """Resume the next iteration from a state; see `Loader.load_state_dict`."""
         self._loader.load_state_dict(state)
 
     def __len__(self) -> int:
-        """Minibatches of a whole epoch on this rank, and on every other."""
+        """Return the number of minibatches in a full epoch, the same on every rank."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -144,7 +144,7 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
 
 
 def gpu_for(loader: Loader) -> str | None:
-    """Return where a training step moves minibatches: torch's GPU, where there is one and they lie in host memory."""
+    """Return ``"cuda"`` if minibatches are in host memory and torch has a GPU to move them to, else None."""
     return "cuda" if loader.device == "cpu" and torch.cuda.is_available() else None
 
 
@@ -155,7 +155,7 @@ _NO_WORKERS = (
 
 
 def _torch_dtype(dtype: torch.dtype | str | None, loader: Loader) -> torch.dtype | None:
-    """Return the dtype to convert to, or None where minibatches have it already."""
+    """Return the dtype to convert to, or None if minibatches already have it."""
     if dtype is None or str(dtype).removeprefix("torch.") == loader.dtype:
         return None
     if str(dtype).removeprefix("torch.") != "bfloat16":
@@ -177,7 +177,7 @@ def _use_up_beta_warning() -> None:
 
 
 def _tensor(array: Any) -> torch.Tensor:
-    """Return a tensor over an array's memory, on whichever device it lies."""
+    """Return a tensor that shares an array's memory, on whichever device."""
     if isinstance(array, np.ndarray):
         return torch.from_numpy(array)
     return from_dlpack(array.__dlpack__(stream=-1))  # made on the stream on which torch reads it: nothing to wait for

@@ -55,7 +55,8 @@ class PairedControl:
         A smaller set of these columns to match on for cells whose group has no controls; if empty, such a group is an
         error.
     size, remainder
-        Perturbed cells per set, and how to treat incomplete sets, as for `gpuload.Grouped`. None: no sets.
+        Perturbed cells per set, and how to treat incomplete sets, as for `gpuload.Grouped`. None: no sets; perturbed
+        cells are shuffled individually.
 
     Raises
     ------
