@@ -1,7 +1,7 @@
-"""What the stages did: bytes, seconds, waits of the consumer, and which stage holds it up.
+"""Pipeline statistics: bytes, seconds, consumer waits, and which stage is the bottleneck.
 
-Cheap enough to be always on: a few additions per task of some milliseconds. The times of single tasks are kept on
-request only.
+Cheap enough to be always on: a few additions per task of some milliseconds. Times of individual tasks are recorded
+only on request.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ COUNTERS = (
 TIMERS = ("plan_s", "read_s", "decode_s", "take_s", "wait_s")
 
 KEPT_WAITS, _KEPT_SPANS = 10_000, 1_000_000
-"""Waits kept for percentiles, and spans of a timeline: the latest."""
+"""Maximum numbers of waits (for percentiles) and of timeline spans to keep; the latest are kept."""
 WAITED_LITTLE = 0.05
-"""Up to this share of its time a consumer's waits are its own affair."""
+"""A consumer that waits at most this share of its time is itself the bottleneck."""
 
 
 class Span(NamedTuple):
-    """A task of a stage: the timer that it counts for, its thread, and when it was, by `time.perf_counter`.
+    """One task of a stage: its timer, its thread, and its start and stop on the `time.perf_counter` clock.
 
-    And the number of its batch, counted from the first that was handed over; None where a task is of many, or it is
-    not known.
+    `batch` counts from the first minibatch delivered; None if the task serves several or its batch is unknown.
     """
 
     timer: str
@@ -54,24 +53,24 @@ class Stats:
     Attributes
     ----------
     read_nbytes, decoded_nbytes
-        Bytes read from the source, and bytes that the decoders made of them.
+        Bytes read from the source, and bytes after decoding.
     n_chunks, n_chunks_partial
-        Stored chunks decoded, and how many of them only as far as was needed.
+        Stored chunks decoded, and how many of them only as far as needed.
     n_chunks_cached
-        How many of them were not read, because device memory held them.
+        How many of them were not read because device memory held them.
     n_rows, n_batches, n_fetches
-        Handed over (rows and minibatches), made resident (fetches).
+        Rows and minibatches delivered; fetches made resident.
     plan_s
         Seconds the consumer's thread spent planning fetches.
     read_s, decode_s, take_s
-        Seconds of work, added up over threads, spent reading, decoding and gathering.
+        Seconds spent reading, decoding and gathering, summed over threads.
     wait_s
         Seconds the consumer waited for a minibatch.
 
     Parameters
     ----------
     n_cores
-        Cores that the stages can use; None: those of this process.
+        Cores available to the stages; None: those available to this process.
     """
 
     read_nbytes: int
@@ -97,18 +96,18 @@ class Stats:
         self.reset()
 
     def reset(self) -> None:
-        """Set every total to 0."""
+        """Reset all totals to 0."""
         for name in COUNTERS:
             setattr(self, name, 0)
         for name in TIMERS:
             setattr(self, name, 0.0)
         self._waits.clear()
         self._waited_s = 0.0
-        self._asked_s: float | None = None  # when a minibatch was first waited for, and the last was there
+        self._asked_s: float | None = None  # start of the first wait for a minibatch; end of the last is below
         self._given_s = 0.0
 
     def add(self, **amounts: float) -> None:
-        """Add to totals, by name; safe from any thread."""
+        """Add to totals by name; thread-safe."""
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
@@ -118,7 +117,7 @@ class Stats:
                 self._waited_s = 0.0
 
     def spent(self, timer: str, start: float, *, batch: int | None = None, **amounts: float) -> None:
-        """Add the time since `start`, of a batch where its number is known, to a timer, and amounts to totals."""
+        """Add the time since `start` to a timer and `amounts` to totals; `batch` labels the span."""
         stop = time.perf_counter()
         self.add(**{timer: stop - start}, **amounts)
         if timer == "wait_s":
@@ -137,9 +136,9 @@ class Stats:
 
     @contextmanager
     def noted(self, name: str, *, batch: int | None = None) -> Iterator[None]:
-        """Keep the time of a with-block for a timeline, where one is kept; no total counts it.
+        """Record a with-block as a timeline span, if spans are being kept; adds to no total.
 
-        For what the consumer does: ``"to_device_s"`` and ``"step_s"`` have lanes of their own.
+        For the consumer's own work: ``"to_device_s"`` and ``"step_s"`` have lanes of their own.
         """
         start = time.perf_counter()
         try:
@@ -149,35 +148,35 @@ class Stats:
                 self._spans.append(Span(name, threading.get_ident(), start, time.perf_counter(), batch))
 
     def keep_spans(self) -> None:
-        """Keep the times of single tasks from now on."""
+        """Start recording the times of individual tasks."""
         self._spans = deque(maxlen=_KEPT_SPANS)
 
     def take_spans(self) -> list[Span]:
-        """Return the tasks since `keep_spans`, and keep none from now on."""
+        """Return the tasks recorded since `keep_spans`, and stop recording."""
         spans, self._spans = list(self._spans or ()), None
         return spans
 
     def waits(self) -> dict[str, float]:
-        """Return percentiles of the consumer's waits for a minibatch, in seconds; of the last 10,000."""
+        """Return percentiles of the consumer's last 10,000 waits for a minibatch, in seconds."""
         return percentiles(self._waits.copy())
 
     @staticmethod
     def verdict(totals: Mapping[str, float], seconds: float, n_cores: int) -> str:
-        """Return in one line what holds the consumer up.
+        """Return a one-line summary of the bottleneck.
 
         Parameters
         ----------
         totals
-            Of `as_dict`, or the differences of two of them.
+            From `as_dict`, or the difference between two of its results.
         seconds
-            Time in which they came about.
+            Wall time over which the totals accumulated.
         n_cores
-            Cores that the stages could use.
+            Cores available to the stages.
         """
         share = totals["wait_s"] / seconds
         if share <= WAITED_LITTLE:
             return f"consumer-bound: it waited {share:.1%} of its time"
-        # Reads over a network wait in many threads at a time: what they held up is at most what the cores did not do.
+        # Network reads wait in many threads at once: charge them at most the core time not spent on other work.
         worked = totals["decode_s"] + totals["take_s"]
         held = {
             "store": min(totals["read_s"], max(0.0, n_cores * seconds - worked)),
@@ -189,7 +188,7 @@ class Stats:
         return f"{bound}-bound: the consumer waited {share:.1%} of its time; cores busy with each: {parts}"
 
     def verdict_so_far(self) -> str:
-        """Return in one line what held the consumer up from the first minibatch asked for to the last handed over."""
+        """Return the `verdict` from the first minibatch requested to the last delivered."""
         totals, asked_s, given_s = self.as_dict(), self._asked_s, self._given_s
         if asked_s is None or not totals["n_batches"] or given_s <= asked_s:
             return "nothing was handed over yet"
@@ -209,6 +208,6 @@ class Stats:
 
 
 def percentiles(waits: Iterable[float]) -> dict[str, float]:
-    """Return the 50th, 95th and 99th percentile of waits, in seconds; 0 where there are none."""
+    """Return the 50th, 95th and 99th percentiles of waits, in seconds; 0 if there are none."""
     rising = sorted(waits)
     return {f"p{p}_s": rising[min(len(rising) - 1, len(rising) * p // 100)] if rising else 0.0 for p in (50, 95, 99)}

@@ -1,7 +1,7 @@
-"""Frozen values that cross a stage boundary. Pure data: no I/O, no device, no policy.
+"""Immutable values passed between stages. Pure data: no I/O, no device, no policy.
 
 `Fetch` goes from the plan to the store, `Recipe` from the store to the backend, `Form` from the settings to the
-backend, `Batch` from the loader to the consumer. A recipe is struct-of-arrays, not a list of objects, so that one
+backend, `Batch` from the loader to the consumer. A recipe is a struct of arrays, not a list of objects, so that one
 native call can carry out thousands of reads and decodes without touching Python.
 """
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """What is done to a cell's values on their way into a minibatch; fused into the gather.
+    """Normalization of a cell's values, fused into the gather of a minibatch.
 
-    Equals scanpy's ``normalize_total(target_sum=...)`` followed by ``log1p``: the values of a cell are scaled so that
-    their total over *all* stored genes is `target_sum` (before any selection of genes), then ``log(1 + x)`` is taken.
-    A cell whose total is 0 is left as it is. Totals and values are computed in float64 and rounded once: what is handed
-    over as float32 is right to a unit in the last place.
+    Equals scanpy's ``normalize_total(target_sum=...)`` followed by ``log1p``: a cell's values are scaled so that their
+    total over *all* stored genes (before any gene selection) is `target_sum`, then ``log(1 + x)`` is taken. A cell
+    whose total is 0 is not scaled. Totals and values are computed in float64 and rounded once: float32 results are
+    accurate to a unit in the last place.
 
     Parameters
     ----------
@@ -63,19 +63,19 @@ class Transform:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form in which rows are handed over: which columns, what arithmetic, which container.
+    """The form in which rows are delivered: columns, arithmetic and container.
 
     Attributes
     ----------
     output
         ``"dense"`` or ``"csr"``.
     dtype
-        ``"float32"``; or, dense only, ``"float16"`` or ``"bfloat16"`` (bits, as uint16).
+        ``"float32"``; or, dense only, ``"float16"`` or ``"bfloat16"`` (as uint16 bit patterns).
     n_cols
-        Width of what is handed over.
+        Number of output columns.
     columns : (n_vars,) int32, optional
-        For every stored column its place in the output, or -1 where it is not wanted; where files have other columns,
-        the maps of all files one after the other (`Recipe.map_start`). None keeps all.
+        Output position of each stored column, or -1 to drop it; if files differ in their columns, the concatenated
+        maps of all files (see `Recipe.map_start`). None keeps all.
     transform
         Arithmetic on the values, or None.
     """
@@ -89,7 +89,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetch:
-    """Rows that are resident at one time, and the order in which they are handed over.
+    """Rows resident at one time, and the order in which they are delivered.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class Fetch:
         Half-open global row ranges in ascending order; disjoint and not adjacent. The resident holds their rows in
         this order.
     positions : (n_rows,) int32
-        Row numbers within the resident, in the order of hand-over; each at least once.
+        Row numbers within the resident, in delivery order; each at least once.
     """
 
     ranges: NDArray[np.int64]
@@ -105,44 +105,44 @@ class Fetch:
 
     @property
     def n_rows(self) -> int:
-        """Number of rows handed over; above the number of resident rows where some are drawn more than once."""
+        """Number of rows delivered; exceeds the number of resident rows if some are drawn more than once."""
         return int(self.positions.size)
 
     def rows(self) -> NDArray[np.int64]:
-        """Return the global row number of every resident row, ascending."""
+        """Return the global row numbers of the resident rows, ascending."""
         return expand_ranges(self.ranges)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayRead:
-    """What must be read and decoded of one stored array, in struct-of-arrays form.
+    """The reads and decodes of one stored array, as a struct of arrays.
 
-    An extent is one contiguous byte range of the source, read by one call; it holds one or more stored chunks, in the
-    order of their offsets; a chunk holds one or more pieces that are wanted, in the order of their place in the chunk.
-    Every chunk occurs once. Elements are counted in items of the array's dtype.
+    An extent is one contiguous byte range of the source, read in one call. It holds one or more stored chunks in
+    offset order; a chunk holds one or more wanted pieces in order of position. Every chunk occurs once. Elements are
+    items of the array's dtype.
 
     Attributes
     ----------
     layout
-        Where the array lies and how its chunks are encoded.
+        Where the array is stored and how its chunks are encoded.
     target
-        Which array of the resident is filled: ``"data"``, ``"indices"`` or ``"X"``.
+        The resident's array to fill: ``"data"``, ``"indices"`` or ``"X"``.
     limit
-        Column numbers must be below it; -1 where the elements are values.
+        Exclusive upper bound on column numbers; -1 if the elements are values.
     extent_offset, extent_nbytes : (n_extents,) int64
         Byte ranges of the source.
     extent_chunks : (n_extents + 1,) int64
         Chunks of extent e are ``extent_chunks[e]:extent_chunks[e + 1]``.
     chunk_id, chunk_offset, chunk_nbytes : (n_chunks,) int64
-        Number of the chunk in the layout, its first byte in the source, its stored size; size 0 is an absent chunk,
-        which decodes to the fill value.
+        The chunk's number in the layout, its first byte in the source, and its stored size; size 0 means an absent
+        chunk, which decodes to the fill value.
     chunk_mask : (n_chunks,) uint32
-        HDF5's filter mask: bit k set means that filter k was skipped for this chunk.
+        HDF5 filter mask: a set bit k means that filter k was skipped for this chunk.
     chunk_pieces : (n_chunks + 1,) int64
         Pieces of chunk c are ``chunk_pieces[c]:chunk_pieces[c + 1]``.
     piece_src, piece_dest, piece_width, piece_rows : (n_pieces,) int64
         A piece is `piece_rows` runs of `piece_width` elements: the first at `piece_src` in the decoded chunk and
-        `piece_dest` in the resident's array, the following `layout.src_stride` and `layout.dest_stride` elements
+        `piece_dest` in the resident's array, each next one `layout.src_stride` and `layout.dest_stride` elements
         further on.
     """
 
@@ -164,11 +164,11 @@ class ArrayRead:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read from the source."""
+        """Number of bytes to read from the source."""
         return int(self.extent_nbytes.sum())
 
     def parts(self, nbytes: int) -> list[tuple[int, int]]:
-        """Return the extents of each part of about `nbytes` decoded bytes, to be worked on together: (first, last)."""
+        """Split the extents into parts of about `nbytes` decoded bytes; return each as half-open ``(start, stop)``."""
         work = self.extent_nbytes
         if not self.layout.is_raw:
             decoded = np.append(0, np.cumsum(self.layout.decoded_nbytes(self.chunk_id)))
@@ -180,20 +180,20 @@ class ArrayRead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """All that must be done to make one fetch resident. Pure data.
+    """Everything needed to make one fetch resident. Pure data.
 
     Attributes
     ----------
     kind
         ``"csr"`` or ``"dense"``.
     n_rows, n_vars
-        Shape of the resident; of files with other columns, the most that one has.
+        Shape of the resident; if files differ in their columns, `n_vars` is the largest number.
     indptr : (n_rows + 1,) int64, optional
-        Row offsets of the resident, for CSR, and for dense rows of unequal widths.
+        Row offsets of the resident, for CSR and for dense rows of unequal widths.
     reads
-        The arrays to read; for several files, several per target.
+        The arrays to read; with several files, several per target.
     map_start : (n_rows,) int64, optional
-        Where the map of each resident row begins in `Form.columns`; None: at its start.
+        Where each resident row's column map begins in `Form.columns`; None: at its start.
     """
 
     kind: str
@@ -205,11 +205,11 @@ class Recipe:
 
     @property
     def nnz(self) -> int:
-        """Stored values of the resident; for dense data all its elements."""
+        """Number of stored values of the resident; for dense data, all its elements."""
         return self.n_rows * self.n_vars if self.indptr is None else int(self.indptr[-1])
 
     def row_offsets(self) -> NDArray[np.int64]:
-        """Return `indptr`, also of dense rows of one width."""
+        """Return `indptr`, computed for dense rows of equal width."""
         return np.arange(self.n_rows + 1, dtype=np.int64) * self.n_vars if self.indptr is None else self.indptr
 
 
@@ -220,18 +220,18 @@ class Batch:
     Attributes
     ----------
     X : (n, n_vars) array or CSR matrix
-        Values, on the loader's device; owned by the consumer, who may keep it or write into it.
+        Values, on the loader's device; owned by the consumer, who may keep or modify it.
     obs
         The chosen columns of obs, each of shape (n,): int32 codes for categorical and string columns (-1 = missing),
         values otherwise.
     rows : (n,) int64
-        Global row numbers, in the order of the paths given.
+        Global row numbers, counted over the given paths in order.
     layers
-        The further layers asked for, by name, as X.
+        The additional layers requested, by name, as X.
     obsm
-        The matrices of obsm asked for, by name: (n, k) float32 arrays.
+        The obsm matrices requested, by name: (n, k) float32 arrays.
     modalities
-        The further modalities asked for, by name, as X.
+        The additional modalities requested, by name, as X.
     """
 
     X: Any
@@ -245,7 +245,7 @@ class Batch:
         return int(self.rows.size)
 
     def matrices(self) -> dict[str, Any]:
-        """Return ``"X"`` and all further matrices, named as in `Loader.tables`: ``"layers/<name>"`` and so on."""
+        """Return ``"X"`` and all other matrices, named as in `Loader.tables`: ``"layers/<name>"`` and so on."""
         found = {"X": self.X}
         for group in ("layers", "obsm", "modalities"):
             found |= {f"{group}/{name}": matrix for name, matrix in getattr(self, group).items()}
@@ -253,79 +253,79 @@ class Batch:
 
 
 class Column(Protocol):
-    """One column of obs: int32 codes where `categories` is given (-1 = missing), else numbers or booleans."""
+    """One column of obs: int32 codes if `categories` is given (-1 = missing), else numbers or booleans."""
 
     @property
     def values(self) -> NDArray[Any]:
-        """Shape (n_obs,)."""
+        """Codes or values, shape (n_obs,)."""
 
     @property
     def categories(self) -> NDArray[np.object_] | None:
-        """What the codes stand for."""
+        """The categories that the codes index, or None."""
 
 
 class Source(Protocol):
-    """Where bytes lie: a file, an object, a buffer in memory."""
+    """A source of bytes: a file, an object or a buffer in memory."""
 
     @property
     def name(self) -> str:
-        """What errors call it: a path or an address."""
+        """Name used in error messages: a path or an address."""
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
 
     @property
     def memory(self) -> NDArray[np.uint8] | None:
-        """The bytes themselves, to be read only, where they lie in host memory; else None."""
+        """The bytes themselves, read-only, if they are in host memory; else None."""
 
     @property
     def has_files(self) -> bool:
-        """Whether the bytes lie in files that have descriptors; else `read_into` must be used."""
+        """Whether the bytes are in files with descriptors; if not, use `read_into`."""
 
     @property
     def ranges(self) -> RangeReader | None:
-        """Who reads many ranges at a time, where each takes long (over a network); else None."""
+        """Reader of many ranges at once, if each read takes long (over a network); else None."""
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return, for each offset, the number of the file it is in, the byte in that file, and the file's size.
+        """Return each offset's file number, its position in that file, and the file's size.
 
-        A source of one file has number 0 for all. No range of bytes that is read lies in two files.
+        A source of one file returns number 0 for all. No byte range that is read spans two files.
         """
 
     def where_is(self, offset: int) -> tuple[str, int]:
-        """Return what errors call the file at an offset, and the byte in it."""
+        """Return the name for error messages of the file at an offset, and the position in it."""
 
     def hold(self, numbers: Sequence[int]) -> AbstractContextManager[list[int]]:
-        """Keep files open for positional reads, and give their descriptors; a few dozen at a time."""
+        """Keep files open for positional reads and yield their descriptors; a few dozen at a time."""
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
-        """Fill `buffer` from byte `offset` on; return the bytes got, fewer only at the end or on a fault."""
+        """Fill `buffer` starting at byte `offset`; return the bytes read, fewer only at the end or on a fault."""
 
     def check_unchanged(self) -> None:
-        """Raise ReadError where the bytes are no longer those that were opened."""
+        """Raise ReadError if the source has changed since it was opened."""
 
     def close(self) -> None:
-        """Give back what is held open; later reads are errors."""
+        """Release open resources; later reads are errors."""
 
 
 class RangeReader(Protocol):
-    """Reads many ranges of a source at a time, each of which takes long.
+    """Reads many ranges of a slow source concurrently.
 
     Attributes
     ----------
     max_gap, max_extent
-        Limits of coalescing that suit it, in bytes; see `layout.plan_read`.
+        Suitable coalescing limits, in bytes; see `layout.plan_read`.
     """
 
     max_gap: int
     max_extent: int
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Keep no copy of bytes that have turned out to be damaged, so that they are read anew."""
+        """Drop any copy of bytes found to be damaged, so that they are read again."""
 
     def end(self) -> None:
-        """Let reads that are under way fail soon, and later ones at once; from any thread."""
+        """Make reads in progress fail soon and later ones at once; callable from any thread."""
 
     def read_many(
         self,
@@ -334,24 +334,24 @@ class RangeReader(Protocol):
         place: NDArray[np.int64],
         buffer: NDArray[np.uint8],
     ) -> None:
-        """Read byte ranges whole.
+        """Read byte ranges in full.
 
         Parameters
         ----------
         offset, nbytes, place : (n,) int64
-            First byte in the source, length, and place in the buffer, of each range; none lies in two files.
+            First byte in the source, length, and position in the buffer of each range; none spans two files.
         buffer : (m,) uint8
-            Where the bytes go.
+            Destination.
 
         Raises
         ------
         ReadError
-            One of them cannot be had.
+            A range cannot be read.
         """
 
 
 def expand_ranges(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the integers of half-open ranges, shape (n, 2), one range after the other."""
+    """Return the integers in half-open ranges, shape (n, 2), concatenated."""
     lengths = ranges[:, 1] - ranges[:, 0]
     ends = np.cumsum(lengths)
     shift = ranges[:, 0] - (ends - lengths)
