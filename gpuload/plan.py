@@ -1,14 +1,13 @@
-"""Which rows, in which order, on which rank: a pure function of (strategy, seed, epoch, rank, world_size, sizes).
+"""The order of rows on each rank: a pure function of (strategy, seed, epoch, rank, world_size, sizes).
 
-NumPy only; knows no file and no device.
+NumPy only; independent of files and devices.
 
 Requirements this module answers
 --------------------------------
 - The same settings give the same order in any process, on any machine, with any NumPy (see `gpuload.permute`).
-- Ranks are disjoint and are dealt equally many rows, so equally many minibatches: none ever waits for one that has
-  finished.
-- Resume is arithmetic: fetch i of an epoch is computed without the fetches before it. With another number of ranks,
-  what no rank has handed over is dealt anew; the plan carries the history that says what that is.
+- Ranks are disjoint and get equally many rows, hence minibatches: no rank ever waits for one that has finished.
+- Resuming is arithmetic: fetch i of an epoch is computed without the fetches before it. If the number of ranks
+  changes, the rows not yet delivered are dealt again; the plan carries the history that determines them.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ if TYPE_CHECKING:
     from gpuload.sampling import Strategy
 
 _BLOCKS, _ROWS = 1, 2
-"""Purposes that keep the keys of the block order and of the permutations within fetches apart."""
+"""Key words that separate the random keys of the block order from those of the permutations within fetches."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The order of one epoch, dealt to ranks, cut into fetches and minibatches.
+    """The order of one epoch, dealt to ranks and split into fetches and minibatches.
 
-    The blocks, in their shuffled order, are concatenated. In each round every rank takes the next
-    ``batch_size * fetch_factor`` rows, rank 0 first: that is a fetch (an edge may fall inside a block). The last round
-    is cut into equal parts. Each fetch is permuted and cut into minibatches. So every minibatch has `batch_size` rows
-    but the last of the epoch, whatever the blocks, and all ranks have equally many of the same sizes.
+    The blocks are concatenated in shuffled order. In each round every rank takes the next
+    ``batch_size * fetch_factor`` rows, rank 0 first: that is a fetch (a boundary may fall inside a block). The last
+    round is split equally. Each fetch is permuted and split into minibatches. So every minibatch but the last of the
+    epoch has `batch_size` rows, whatever the blocks, and all ranks have equally many of the same sizes.
 
     Parameters
     ----------
     file_rows
-        Rows per file, in the order of the files; blocks of equal size never span two files.
+        Rows per file, in file order; blocks of equal size never span two files.
     batch_size
         Rows per minibatch.
     fetch_factor
@@ -60,17 +59,17 @@ class Plan:
     strategy
         Which rows, in which order.
     seed, epoch
-        What the order depends on, both at least 0.
+        Seeds of the order, both at least 0.
     drop_last
-        Leave out the last minibatch of each rank where it is short.
+        Drop the last minibatch of each rank if it is short.
     rank, world_size
-        Which part of each round is this plan's, of how many.
+        This plan's part of each round, and the number of parts.
     uneven
-        Where the rows cannot be dealt equally: ``"drop"`` leaves out the last ones, fewer than `world_size`; ``"pad"``
-        deals as many of the first ones again.
+        What to do if the rows cannot be dealt equally: ``"drop"`` drops the last ones, fewer than `world_size`;
+        ``"pad"`` repeats the first ones instead.
     history
-        What was handed over in this epoch before `world_size` ranks went on: pairs (number of ranks, minibatches that
-        each of them handed over), the oldest first. What is left, in its order, is dealt as a whole epoch would be.
+        What was delivered in this epoch before continuing with `world_size` ranks: pairs (number of ranks, minibatches
+        delivered by each), oldest first. The remaining rows, in order, are dealt like a whole epoch.
     """
 
     file_rows: tuple[int, ...]
@@ -87,12 +86,12 @@ class Plan:
 
     @property
     def n_batches(self) -> int:
-        """Minibatches of this rank, and of every other."""
+        """Number of minibatches of each rank."""
         return -(-self.n_rows // self.batch_size)
 
     @cached_property
     def n_rows(self) -> int:
-        """Rows that this rank hands over, and every other."""
+        """Number of rows that each rank delivers."""
         if self.is_per_rank:
             counts = [_n_rows(blocks) for blocks in self._rank_blocks]
             n_rows = min(counts) if self.uneven == "drop" else max(counts)
@@ -107,12 +106,12 @@ class Plan:
 
     @property
     def n_fetches(self) -> int:
-        """Fetches of this rank."""
+        """Number of fetches of this rank."""
         return -(-self.n_batches // self.fetch_factor)
 
     @property
     def is_per_rank(self) -> bool:
-        """Whether the strategy deals the rows to ranks itself, so that another number of ranks is another epoch."""
+        """Whether the strategy deals rows to ranks itself, so that changing the number of ranks changes the epoch."""
         return getattr(self.strategy, "per_rank", None) is not None
 
     @property
@@ -127,7 +126,7 @@ class Plan:
 
     @cached_property
     def _rank_blocks(self) -> list[NDArray[np.int64]]:
-        """The blocks that the strategy itself deals to each rank."""
+        """Blocks that the strategy itself deals to each rank."""
         (epoch_seed,) = random_keys(1, self.seed, self.epoch, _BLOCKS)
         per_rank: Any = self.strategy.per_rank  # type: ignore[attr-defined]
         blocks = [per_rank(int(epoch_seed), rank, self.world_size) for rank in range(self.world_size)]
@@ -135,7 +134,7 @@ class Plan:
 
     @cached_property
     def _left(self) -> _Left:
-        """What is to be dealt: the whole order, or what the history has left of it."""
+        """The part of the order still to be dealt: all of it, or what the history leaves."""
         if self.is_per_rank:
             return _Left(np.empty(0, np.int64), 0, _n_rows(self._rank_blocks[self.rank]))
         left = _Left(np.empty(0, np.int64), 0, self.strategy.n_rows(self.file_rows))
@@ -144,7 +143,7 @@ class Plan:
         return left
 
     def fetch(self, index: int) -> Fetch:
-        """Return the index-th fetch of this rank; independent of all others."""
+        """Return this rank's fetch number `index`, computed independently of all others."""
         if self.is_per_rank:
             start = index * self._fetch_rows
             size = min(self._fetch_rows, self.n_rows - start)
@@ -157,7 +156,7 @@ class Plan:
         places = self._arrange(self._left, start, size, key)
         if places is None:
             mixed = permuted_table(size, key)
-            if n_resident == size:  # none drawn twice
+            if n_resident == size:  # no row is drawn twice
                 return Fetch(ranges, mixed.astype(np.int32))
             rows = np.sort(expand_ranges(drawn))[mixed]
         else:
@@ -165,18 +164,18 @@ class Plan:
         return Fetch(ranges, np.searchsorted(expand_ranges(ranges), rows).astype(np.int32))
 
     def fetches(self) -> Iterator[Fetch]:
-        """Return all fetches of this rank, in order."""
+        """Return an iterator over all fetches of this rank, in order."""
         return map(self.fetch, range(self.n_fetches))
 
     def _deal(self, left: _Left, world_size: int) -> tuple[int, int]:
-        """Return the whole rounds, and the rows of each rank's part of the last one."""
+        """Return the number of full rounds, and each rank's rows in the last one."""
         unit = getattr(self.strategy, "unit", 1)
         n_rounds, rest = divmod(left.size, world_size * self._fetch_rows)
         n_last = (rest // unit // world_size if self.uneven == "drop" else -(-rest // unit // world_size)) * unit
         return n_rounds, n_last // self.batch_size * self.batch_size if self.drop_last else n_last
 
     def _part(self, left: _Left, index: int, rank: int, world_size: int) -> tuple[int, int]:
-        """Return at which place of what is left a fetch of a rank starts, and its rows; past the end it wraps."""
+        """Return the start of a rank's fetch within `left`, and its number of rows; it wraps past the end."""
         n_rounds, n_last = self._deal(left, world_size)
         size = self._fetch_rows if index < n_rounds else n_last
         return index * world_size * self._fetch_rows + rank * size, size
@@ -202,7 +201,7 @@ class Plan:
         return int(key)
 
     def _left_after(self, left: _Left, segment: int, world_size: int, steps: int) -> _Left:
-        """Return what is left when each of `world_size` ranks has handed over `steps` minibatches."""
+        """Return what is left after each of `world_size` ranks has delivered `steps` minibatches."""
         n_rounds, n_last = self._deal(left, world_size)
         if steps * self.batch_size >= n_rounds * self._fetch_rows + n_last:
             return _Left(left.loose[:0], left.stop, left.stop)  # the epoch was over
@@ -220,7 +219,7 @@ class Plan:
         return left.after(stop, left.places(rest))
 
     def _handed_over(self, left: _Left, segment: int, index: int, rank: int, world_size: int) -> NDArray[np.int64]:
-        """Return the places of a fetch, counted from its start, in the order of hand-over."""
+        """Return the positions of a fetch, counted from its start, in delivery order."""
         start, size = self._part(left, index, rank, world_size)
         key = self._key(segment, index, rank, world_size)
         places = self._arrange(left, start, size, key)
@@ -232,12 +231,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Left:
-    """Places of an order that are yet to be dealt: loose ones, then start..stop.
+    """Positions of an order still to be dealt: `loose`, then ``start:stop``.
 
     Attributes
     ----------
     loose : (n,) int64
-        Ascending; all below `start`. What an interrupted round has left.
+        Left over from an interrupted round; ascending, all below `start`.
     """
 
     loose: NDArray[np.int64]
@@ -249,12 +248,12 @@ class _Left:
         return self.loose.size + self.stop - self.start
 
     def places(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index-th places."""
+        """Return the positions at `index`."""
         n_loose = self.loose.size
         return np.concatenate([self.loose[index[index < n_loose]], index[index >= n_loose] - n_loose + self.start])
 
     def ranges(self, order: RowOrder, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the row ranges at the start-th to stop-th place, shape (n, 2)."""
+        """Return the row ranges of entries ``start:stop``, shape (n, 2)."""
         n_loose = self.loose.size
         parts = []
         if start < n_loose:
@@ -268,7 +267,7 @@ class _Left:
         return np.concatenate(parts)
 
     def after(self, index: int, loose: NDArray[np.int64]) -> _Left:
-        """Return `loose` and all from the index-th place on."""
+        """Return `loose` followed by all entries from `index` on."""
         n_passed = max(0, index - self.loose.size)
         return _Left(np.concatenate([loose, self.loose[index:]]), self.start + n_passed, self.stop)
 
@@ -278,7 +277,7 @@ def _n_rows(ranges: NDArray[np.int64]) -> int:
 
 
 def _check_blocks(given: Any, rank: int, n_rows: int) -> NDArray[np.int64]:
-    """Return what a user's own sampler gave for a rank as non-empty blocks, or say what is wrong with it."""
+    """Validate the output of a user-defined sampler for a rank, and return its non-empty blocks."""
     blocks = np.asarray(given)
     if blocks.size == 0:
         return np.empty((0, 2), dtype=np.int64)
@@ -298,13 +297,13 @@ def _check_blocks(given: Any, rank: int, n_rows: int) -> NDArray[np.int64]:
 
 
 def chunks_per_block(block_size: int | str) -> int | None:
-    """Return how many storage chunks a block is: 1 for ``"chunk"``, 2 for ``"2 chunks"``; None for anything else."""
+    """Return the storage chunks per block: 1 for ``"chunk"``, 2 for ``"2 chunks"``; None for anything else."""
     found = re.fullmatch(r"([1-9]\d*) chunks", block_size) if isinstance(block_size, str) else None
     return int(found[1]) if found else 1 if block_size == "chunk" else None
 
 
 def check_sizes(batch_size: int, block_size: int | str, fetch_factor: int, prefetch: int, seed: int) -> None:
-    """Raise PlanError where a setting makes no plan; called before any file is opened."""
+    """Raise PlanError if a setting is invalid; called before any file is opened."""
     sizes = {"batch_size": batch_size, "fetch_factor": fetch_factor, "prefetch": prefetch}
     if chunks_per_block(block_size) is None:
         sizes["block_size"] = block_size  # type: ignore[assignment]

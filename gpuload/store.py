@@ -1,9 +1,9 @@
 """What is on disk: matrices that turn row ranges into recipes, and obs columns.
 
-Metadata in host memory, never bulk bytes.
+Holds metadata in host memory, never bulk data.
 
-A `Store` is one or more files seen as one table of cells; above it nobody hears of files. It is frozen, and safe to
-share between threads.
+A `Store` presents one or more files as one table of cells; the layers above know nothing of files. It is immutable and
+safe to share between threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 CONTIGUOUS_BLOCK = 64 << 10
-"""Bytes of unchunked storage that ``block_size="chunk"`` takes for a chunk."""
+"""Bytes of contiguous storage that ``block_size="chunk"`` treats as one chunk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,24 +39,24 @@ class ObsColumn:
     Attributes
     ----------
     values : (n_obs,)
-        int32 codes where `categories` is given (-1 = missing), else numbers or booleans.
+        int32 codes if `categories` is given (-1 = missing), else numbers or booleans.
     categories : (n_categories,) object, optional
-        What the codes stand for.
+        Category of each code.
     """
 
     values: NDArray[np.generic]
     categories: NDArray[np.object_] | None = None
 
     def coded_as(self, categories: NDArray[np.object_]) -> ObsColumn:
-        """Return a column of categories with the codes of others; -1 for a cell of none of them."""
-        assert self.categories is not None  # noqa: S101 - narrows the type; of numbers it is not asked
+        """Return this categorical column recoded to `categories`; -1 for cells in none of them."""
+        assert self.categories is not None  # noqa: S101 - narrows the type; never called on numbers
         place = {category: code for code, category in enumerate(categories)}
         codes = np.array([place.get(category, -1) for category in self.categories] + [-1], dtype=np.int32)
         return ObsColumn(codes[self.values], categories)
 
     @classmethod
     def missing(cls, n_obs: int) -> ObsColumn:
-        """Return a column of which no cell has a value."""
+        """Return a column whose values are all missing."""
         return cls(np.full(n_obs, -1, dtype=np.int32), np.empty(0, dtype=object))
 
 
@@ -71,7 +71,7 @@ class CsrMatrix:
     data, indices
         Layouts of the values and the column numbers; their chunk grids may differ.
     n_vars
-        Columns.
+        Number of columns.
     """
 
     indptr: NDArray[np.int64]
@@ -117,9 +117,9 @@ class CsrMatrix:
         ]
 
     def chunk_edges(self) -> NDArray[np.int64]:
-        """Return row edges snapped to the chunk grid of `data`: rising, from 0 to n_rows.
+        """Return row edges snapped to the chunk grid of `data`: increasing, from 0 to n_rows.
 
-        A row that lies across a chunk's edge goes to the block before it, which then needs only the head of the next
+        A row that crosses a chunk boundary belongs to the block before it, which then needs only the head of the next
         chunk.
         """
         if self.data.edges is not None:
@@ -157,7 +157,7 @@ class DenseMatrix:
     def plan_reads(
         self, ranges: NDArray[np.int64], first_row: NDArray[np.int64], indptr: NDArray[np.int64] | None = None
     ) -> list[ArrayRead]:
-        """Plan the reads of row ranges; parameters as for `CsrMatrix.plan_reads`, `indptr` for unequal widths only."""
+        """Plan the reads of row ranges, as `CsrMatrix.plan_reads` does; `indptr` is for unequal widths only."""
         if not self.n_vars:
             return []
         if indptr is None:
@@ -166,7 +166,7 @@ class DenseMatrix:
         return [replace(read, piece_dest=read.piece_dest + indptr[first_row[0]])]
 
     def chunk_edges(self) -> NDArray[np.int64]:
-        """Return row edges snapped to the chunk grid: rising, from 0 to n_rows."""
+        """Return row edges snapped to the chunk grid: increasing, from 0 to n_rows."""
         row_nbytes = max(1, self.n_vars * self.X.dtype.itemsize)
         step = max(1, CONTIGUOUS_BLOCK // row_nbytes) if not self.X.is_chunked else self.X.chunk_shape[0]
         return np.unique(np.append(np.arange(0, self.n_rows, step, dtype=np.int64), self.n_rows))
@@ -187,21 +187,21 @@ class Store:
     Attributes
     ----------
     matrices
-        One per file, all of one kind; of one width too where there is no `alignment`.
+        One per file, all of one kind; without an `alignment`, also of one width.
     paths
-        The files' names, for errors.
+        File names, for error messages.
     var_names : (n_vars,) object
         Gene names.
     obs
         The chosen columns.
     sources
-        What is held open.
+        Open sources.
     var_ids : (n_vars,) object, optional
-        What genes are called besides, where the file has both names and ids; genes may be chosen by either.
+        Alternative gene names, if the file has both names and ids; genes may be chosen by either.
     alignment
-        Where the columns of each matrix go; None: all have the genes `var_names`.
+        Maps the columns of each matrix to genes; None if all matrices have the genes `var_names`.
     joined : (data, indices), optional
-        The arrays of all matrices as one each, where that can be.
+        The `data` and `indices` arrays of all matrices joined into one each, if possible.
     """
 
     matrices: tuple[Matrix, ...]
@@ -220,41 +220,41 @@ class Store:
 
     @property
     def n_obs(self) -> int:
-        """Cells over all files."""
+        """Number of cells in all files."""
         return sum(self.file_rows)
 
     @property
     def n_vars(self) -> int:
-        """Genes."""
+        """Number of genes."""
         return int(self.var_names.size)
 
     @property
     def file_rows(self) -> tuple[int, ...]:
-        """Cells per file."""
+        """Number of cells per file."""
         return tuple(m.n_rows for m in self.matrices)
 
     @property
     def nbytes_per_row(self) -> float:
-        """Bytes of a resident row on the CPU, on average: 4 a value, of CSR also 2 (to 65,536 genes) or 4 a column."""
+        """Mean bytes of a resident row on the CPU: 4 per value, plus 2 (up to 65,536 genes) or 4 per CSR column."""
         is_narrow = max(m.n_vars for m in self.matrices) <= 1 << 16
         return (4.0 if self.kind == "dense" else 6.0 if is_narrow else 8.0) * self.values_per_row
 
     @property
     def values_per_row(self) -> float:
-        """Values of a row, on average: those stored, or where X is dense one for each gene."""
+        """Mean number of values per row: those stored, or one per gene if X is dense."""
         n = sum(m.n_rows * m.n_vars if isinstance(m, DenseMatrix) else int(m.indptr[-1]) for m in self.matrices)
         return n / self.n_obs if self.n_obs else 0.0
 
     @property
     def metadata_nbytes(self) -> int:
-        """Bytes of row offsets, chunk addresses and obs columns in host memory."""
+        """Size of row offsets, chunk addresses and obs columns in host memory, in bytes."""
         offsets = sum(m.indptr.nbytes for m in self.matrices if isinstance(m, CsrMatrix))
         chunks = sum(layout.index_nbytes for m in self.matrices for layout in m.layouts)
         chunks += sum(array.layout.edges.nbytes for array in self.joined or () if array.layout.edges is not None)
         return offsets + chunks + sum(column.values.nbytes for column in self.obs.values())
 
     def recipe(self, ranges: NDArray[np.int64]) -> Recipe:
-        """Return what must be read and decoded to make rows resident.
+        """Return the recipe that makes rows resident.
 
         Parameters
         ----------
@@ -278,7 +278,7 @@ class Store:
     def _plan_reads(
         matrices: Sequence[Matrix], parts: Sequence[NDArray[np.int64]], indptr: NDArray[np.int64] | None
     ) -> list[ArrayRead]:
-        """Plan the reads of parts of some matrices, one after the other."""
+        """Plan the reads matrix by matrix."""
         reads: list[ArrayRead] = []
         row = 0
         for matrix, part in zip(matrices, parts, strict=True):
@@ -296,7 +296,7 @@ class Store:
         parts: Sequence[NDArray[np.int64]],
         indptr: NDArray[np.int64],
     ) -> list[ArrayRead]:
-        """Plan the reads of parts of files by their numbers, all at once."""
+        """Plan the reads of all files at once; `numbers` are the files, `parts` their row ranges."""
         if not numbers:
             return []
         rows = np.concatenate(parts)
@@ -317,12 +317,12 @@ class Store:
         ]
 
     def columns(self, chosen: NDArray[np.int32] | None = None) -> NDArray[np.int32] | None:
-        """Return `Form.columns`: the place of every stored column in the output, or -1; None keeps all as they are.
+        """Return `Form.columns`: the output position of every stored column, or -1; None keeps all unchanged.
 
         Parameters
         ----------
         chosen : (n_vars,) int32, optional
-            The place of every gene in the output, or -1; None takes all.
+            Output position of every gene, or -1; None takes all.
         """
         maps = None if self.alignment is None else self.alignment.maps
         if maps is None or chosen is None:
@@ -330,12 +330,12 @@ class Store:
         return np.where(maps < 0, np.int32(-1), chosen[maps])
 
     def chunk_edges(self, every: int = 1) -> NDArray[np.int64]:
-        """Return row edges snapped to storage chunks, over all files: rising, from 0 to n_obs.
+        """Return row edges snapped to storage chunks, over all files: increasing, from 0 to n_obs.
 
         Parameters
         ----------
         every
-            Chunks between two edges; the last ones of a file may be fewer.
+            Chunks between consecutive edges; there may be fewer at the end of a file.
         """
         edges, start = [np.zeros(1, dtype=np.int64)], 0
         for matrix in self.matrices:
@@ -344,7 +344,7 @@ class Store:
         return np.unique(np.concatenate(edges))
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return name (without folders) and sizes of each file, as JSON values."""
+        """Return the name (without folders) and sizes of each file, as JSON values."""
         return [
             {
                 "name": os.path.basename(path),
@@ -356,7 +356,7 @@ class Store:
         ]
 
     def end_waits(self) -> None:
-        """Let reads fail that wait for a network, so that who closes a backend does not wait for them."""
+        """Make reads that wait for a network fail, so that closing a backend does not wait for them."""
         for source in self.sources:
             if source.ranges is not None:
                 source.ranges.end()
@@ -367,20 +367,20 @@ class Store:
             source.close()
 
     def check_unchanged(self) -> None:
-        """Raise ReadError where a file was changed in place since it was opened."""
+        """Raise ReadError if a file was changed in place since it was opened."""
         for source in self.sources:
             source.check_unchanged()
 
     @staticmethod
     def _within(ranges: NDArray[np.int64], lo: int, hi: int) -> NDArray[np.int64]:
-        """Return the parts of ranges inside lo..hi, counted from lo."""
+        """Return the parts of ranges inside ``lo:hi``, relative to `lo`."""
         first = int(np.searchsorted(ranges[:, 1], lo, side="right"))
         last = int(np.searchsorted(ranges[:, 0], hi, side="left"))
         return np.asarray(ranges[first:last].clip(lo, hi) - lo)
 
     @staticmethod
     def _files_of(ranges: NDArray[np.int64], file_start: NDArray[np.int64]) -> list[int]:
-        """Return the numbers of the files that ranges touch: there may be thousands, of which a fetch needs few."""
+        """Return the numbers of the files that ranges touch; of possibly thousands, a fetch needs few."""
         first = np.searchsorted(file_start, ranges[:, 0], side="right") - 1
         stop = np.searchsorted(file_start, ranges[:, 1], side="left")
         numbers: list[int] = np.unique(expand_ranges(np.stack([first, stop], axis=1))).tolist()
@@ -389,7 +389,7 @@ class Store:
     def _resident_indptr(
         self, matrices: Sequence[Matrix], parts: Sequence[NDArray[np.int64]], n_rows: int
     ) -> NDArray[np.int64] | None:
-        """Return the row offsets of a resident; None of a dense one whose rows are all of one width."""
+        """Return the row offsets of a resident; None if it is dense and its rows have equal width."""
         if self.kind == "dense" and len({m.n_vars for m in self.matrices}) == 1:
             return None
         indptr = np.zeros(n_rows + 1, dtype=np.int64)
@@ -405,7 +405,7 @@ class Store:
         return np.cumsum(indptr, out=indptr)
 
     def _map_start(self, numbers: list[int], parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64] | None:
-        """Return where the map of each resident row begins; None where all follow one."""
+        """Return where each resident row's column map begins; None if all rows share one."""
         if self.alignment is None or not self.alignment.starts.any():
             return None
         n_rows = [int((part[:, 1] - part[:, 0]).sum()) for part in parts]
@@ -413,25 +413,25 @@ class Store:
 
 
 UNCOMPARED = "uncompared"
-"""In place of a way to join genes: they are not looked at, and nothing but rows and obs is of use."""
+"""Value of `join` that skips comparing genes; only the rows and obs of the result are usable."""
 
 
 def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, cure: str = JOIN) -> Store:
-    """Return several stores as one, rows numbered through in the order given.
+    """Concatenate stores into one; rows are numbered consecutively in the order given.
 
     Parameters
     ----------
     stores
-        The parts; none was joined before.
+        The parts; none already joined.
     join
-        None where all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
+        None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
     cure
-        What to do where they have not.
+        Advice for the error message if genes differ.
 
     Raises
     ------
     StoreError
-        Kinds or types of obs columns differ; genes differ, or cannot be joined.
+        Matrix kinds or types of obs columns differ; genes differ, or cannot be joined.
     """
     first = stores[0]
     for store in stores[1:]:
@@ -461,7 +461,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
 def _joined(
     matrices: tuple[Matrix, ...],
 ) -> tuple[tuple[Matrix, ...], tuple[JoinedArray, JoinedArray] | None]:
-    """Return matrices over the tables of joined arrays, and these; where they are not alike, as they are, and None."""
+    """Join the arrays of matrices; return matrices backed by them, and them, or `matrices` and None if not alike."""
     csr = [m for m in matrices if isinstance(m, CsrMatrix) and m.n_vars == matrices[0].n_vars]
     if len(matrices) < 2 or len(csr) < len(matrices):
         return matrices, None
@@ -501,12 +501,12 @@ def _check_genes(first: Store, other: Store, cure: str) -> None:
 
 
 def _of_one_kind(columns: list[ObsColumn]) -> list[ObsColumn]:
-    """Return columns of which those without any value are of the kind of the others; NaN are missing numbers."""
+    """Convert columns without any value to the kind of the others; missing numbers are NaN."""
     numbers = [c for c in columns if c.categories is None]
     has_no_value = [c.categories is not None and not c.categories.size for c in columns]
     if not numbers or not any(has_no_value) or len(numbers) + sum(has_no_value) < len(columns):
         return columns
-    if all(c.values.dtype == bool for c in numbers):  # become codes, as nullable booleans do
+    if all(c.values.dtype == bool for c in numbers):  # converted to codes, as nullable booleans are
         truths = np.array([False, True], dtype=object)
         return [c if c.categories is not None else ObsColumn(c.values.astype(np.int32), truths) for c in columns]
     return [
