@@ -1,14 +1,14 @@
-"""Where bytes lie, when they lie in many files: one address space over all of them.
+"""A byte source over many files: one address space for all of them.
 
-A store of zarr keeps every chunk, or every shard of chunks, in a file of its own. To those who plan and read, a
-`FolderSource` is one source: each file has a place in one row of addresses, so far from its neighbours that no extent
-reaches from one into the next.
+A zarr store keeps every chunk, or every shard of chunks, in a file of its own. For planning and reading, a
+`FolderSource` is one source: each file has its range in a single address space, so far from its neighbours that no
+extent spans two files.
 
 Requirements this module answers
 --------------------------------
-- Far fewer files are open at a time than a process may have, however many there are and however many sources.
-- None is closed while it is read.
-- A file is the one that was found when the store was opened, or reading it is an error.
+- Far fewer files are open at a time than a process may have, however many files and sources there are.
+- No file is closed while it is being read.
+- Reading a file that is not the one found when the store was opened is an error.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_IDLE = 128
-"""Files that are kept open though nobody reads them, over all sources of the process; 1,024 may be open by default."""
+"""Limit on idle files kept open, over all sources of the process; by default a process may open 1,024."""
 
 APART = MAX_GAP + MAX_EXTENT
-"""Bytes of addresses between two files: more than any coalescing reads over."""
+"""Minimum gap between the addresses of two files, in bytes: more than coalescing ever bridges."""
 
 PAGE = 4096
-"""Every file begins at a multiple of it, so that what is aligned in the file is aligned in the address space."""
+"""Every file begins at a multiple of this, so that alignment in a file carries over to the address space."""
 
 
 def bases_of(nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the address of the first byte of each of some files, by their sizes, in one row of addresses."""
+    """Return the base addresses of files of the given sizes in one address space."""
     room = -(-(nbytes + APART) // PAGE) * PAGE
     return np.asarray(np.cumsum(room) - room)
 
 
 class FolderSource:
-    """Files under one folder as one row of bytes, opened when they are first read.
+    """Files under one folder as one address space; each is opened on first read.
 
     Parameters
     ----------
     root
-        The folder; what errors call the source.
+        The folder; also the source's name in error messages.
     names
-        The files, relative to the folder.
+        File paths, relative to the folder.
     nbytes, stamps : (n,) int64
-        Size and time of last change (ns) of each, as they were found.
+        Size and modification time (ns) of each file when it was found.
 
     Attributes
     ----------
     base : (n,) int64
-        Address of the first byte of each file: rising, multiples of 4096.
+        Address of the first byte of each file: increasing, multiples of 4096.
     opened
-        The files that are open now; kept by those who open them.
+        The files now open; maintained by `_OpenFiles`.
     """
 
     memory = None
@@ -74,7 +74,7 @@ class FolderSource:
 
     def __init__(self, root: str, names: Sequence[str], nbytes: NDArray[np.int64], stamps: NDArray[np.int64]) -> None:
         self.name = root
-        self._root = os.path.abspath(root)  # the current folder may become another
+        self._root = os.path.abspath(root)  # the working directory may change
         self._names = names
         self._nbytes = nbytes
         self._stamps = stamps
@@ -85,11 +85,11 @@ class FolderSource:
         self.opened: dict[int, _Open] = {}
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the number of the file at each address, the byte in that file, and the file's size."""
+        """Return the file number at each address, the position in that file, and the file's size."""
         return find_files(self.base, self._nbytes, offset)
 
     def where_is(self, offset: int) -> tuple[str, int]:
-        """Return the path of the file at an address, and the byte in it."""
+        """Return the path of the file at an address, and the position in it."""
         if not self.base.size:
             return self.name, offset
         number, at, _ = locate_byte(self, offset)
@@ -97,12 +97,12 @@ class FolderSource:
 
     @contextmanager
     def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Keep some files open, and give their descriptors.
+        """Keep files open and yield their descriptors.
 
         Raises
         ------
         ReadError
-            The source was closed; a file cannot be opened, or is not what it was.
+            The source was closed; a file cannot be opened, or has changed.
         """
         taken: list[int] = []
         descriptors = []
@@ -117,7 +117,7 @@ class FolderSource:
             _open_files.give_back(self, taken)
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
-        """Fill `buffer` from an address on; return the bytes got, fewer only at the end of the file there."""
+        """Fill `buffer` starting at an address; return the bytes read, fewer only at the end of that file."""
         if not self.base.size:
             return 0
         number, at, _ = locate_byte(self, offset)
@@ -125,11 +125,11 @@ class FolderSource:
             return read_at(descriptor, buffer, at, self._path(number))
 
     def check_unchanged(self) -> None:
-        """Raise ReadError where a file that is open was changed in place; others are looked at when they are opened."""
+        """Raise ReadError if an open file was changed in place; others are checked when they are opened."""
         _open_files.check(self)
 
     def check_file(self, number: int, descriptor: int) -> None:
-        """Raise ReadError where an open file is not what it was when the store was opened."""
+        """Raise ReadError if an open file has changed since the store was opened."""
         status = os.fstat(descriptor)
         if (status.st_size, status.st_mtime_ns) != (int(self._nbytes[number]), int(self._stamps[number])):
             raise ReadError(
@@ -138,7 +138,7 @@ class FolderSource:
             )
 
     def open_file(self, number: int) -> int:
-        """Return a new descriptor of a file; `hold` is for those who read."""
+        """Return a new descriptor of a file; to read, use `hold`."""
         if self.is_closed:
             raise ReadError(f"{self.name}: the loader was closed; open it again with open_loader().")
         path = self._path(number)
@@ -158,7 +158,7 @@ class FolderSource:
         return descriptor
 
     def close(self) -> None:
-        """Close the files that nobody reads now, the others when they are read; may be called twice."""
+        """Close idle files now and the others once they have been read; may be called twice."""
         self.is_closed = True
         _open_files.forget(self)
 
@@ -167,20 +167,20 @@ class FolderSource:
 
 
 class _OpenFiles:
-    """The open files of all sources of this process: some that are read now, and some that were read lately."""
+    """The open files of all sources of this process: those in use, and those used recently."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[int, int], _Open] = OrderedDict()
 
     def take(self, source: FolderSource, number: int) -> int:
-        """Return the descriptor of a file, which stays open until it is given back."""
+        """Return the descriptor of a file, which stays open until `give_back`."""
         key = source.key, number
         with self._lock:
             known = self._open.get(key)
             if known is not None:
                 return self._use(key, known)
-        descriptor = self._new(source, number)  # may take its time, so others are not kept waiting
+        descriptor = self._new(source, number)  # may be slow, so not under the lock
         with self._lock:
             known = self._open.get(key)
             if known is not None:
@@ -192,7 +192,7 @@ class _OpenFiles:
             return descriptor
 
     def give_back(self, source: FolderSource, numbers: Sequence[int]) -> None:
-        """Take back what `take` gave."""
+        """Release files obtained from `take`."""
         with self._lock:
             for number in numbers:
                 self._open[source.key, number].n_users -= 1
@@ -201,13 +201,13 @@ class _OpenFiles:
                 self._close_all_idle(source)
 
     def check(self, source: FolderSource) -> None:
-        """Have a source look at those of its files that are open."""
+        """Check the open files of a source for changes."""
         with self._lock:
             for number, known in source.opened.items():
                 source.check_file(number, known.descriptor)
 
     def forget(self, source: FolderSource) -> None:
-        """Close the files of a source, but for those that are read now."""
+        """Close the files of a source, except those in use."""
         with self._lock:
             self._close_all_idle(source)
 
@@ -252,7 +252,7 @@ class _OpenFiles:
 
 
 class _Open:
-    """An open file, and how many read it now."""
+    """An open file, and its number of current users."""
 
     __slots__ = ("descriptor", "n_users", "source")
 

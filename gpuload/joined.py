@@ -1,7 +1,7 @@
-"""Arrays of many files as one: a fetch that touches a hundred files is then planned, read and decoded as one of a file.
+"""Arrays of many files joined into one, so that a fetch from a hundred files is planned, read and decoded like any.
 
-The files have a place each in one row of addresses (`JoinedSource`), and their arrays, of one type and one pipeline of
-filters, lie one behind the other in one array, each from the beginning of a chunk on (`JoinedArray`).
+The files share one address space (`JoinedSource`). Their arrays, of one dtype and one filter pipeline, are concatenated
+into one array, each starting at a chunk boundary (`JoinedArray`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class JoinedSource:
-    """Open files as one row of bytes; they are checked and closed by those whose they are.
+    """Open files as one address space; their owners check and close them.
 
     Attributes
     ----------
     base : (n,) int64
-        Address of the first byte of each file: rising, multiples of 4096, and so far apart that no extent reaches from
-        one into the next.
+        Address of the first byte of each file: increasing, multiples of 4096, and so far apart that no extent spans
+        two files.
     """
 
     memory = None
@@ -48,43 +48,43 @@ class JoinedSource:
         self.nbytes = int(self.base[-1] + self._nbytes[-1])
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the number of the file at each address, the byte in that file, and the file's size."""
+        """Return the file number at each address, the position in that file, and the file's size."""
         return find_files(self.base, self._nbytes, offset)
 
     def where_is(self, offset: int) -> tuple[str, int]:
-        """Return the path of the file at an address, and the byte in it."""
+        """Return the path of the file at an address, and the position in it."""
         number, at, _ = locate_byte(self, offset)
         return self._sources[number].where_is(at)
 
     @contextmanager
     def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Give the descriptors of some files."""
+        """Yield the descriptors of the given files."""
         yield [self._sources[number].fileno() for number in numbers]
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
-        """Fill `buffer` from an address on; return the bytes got, fewer only at the end of the file there."""
+        """Fill `buffer` starting at an address; return the bytes read, fewer only at the end of that file."""
         number, at, _ = locate_byte(self, offset)
         return self._sources[number].read_into(buffer, at)
 
     def check_unchanged(self) -> None:
-        """Do nothing: the files are looked at one by one."""
+        """Do nothing: the files are checked individually."""
 
     def close(self) -> None:
-        """Do nothing: the files are closed one by one."""
+        """Do nothing: the files are closed individually."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedArray:
-    """The same 1-D array of several files as one.
+    """The same 1-D array of several files, joined into one.
 
     Attributes
     ----------
     layout
-        Of all of it.
+        Layout of the joined array.
     parts
-        Of each file, over the same tables.
+        Layout of each file's array, sharing the same tables.
     start : (n_files,) int64
-        Where the first element of each file lies.
+        Position of each file's first element.
     """
 
     layout: ArrayLayout
@@ -99,19 +99,19 @@ class JoinedArray:
         target: str,
         limit: int = -1,
     ) -> ArrayRead:
-        """Plan the reads of ranges of elements, each of the file of that number; see `layout.plan_read`."""
+        """Plan the reads of element ranges, range i within file ``files[i]``; see `layout.plan_read`."""
         return plan_read(self.layout, ranges + self.start[files][:, None], dest, target, limit)
 
 
 _JOINABLE = {"shuffle", "deflate", "lzf", "zstd", "fletcher32"}
-"""Filters whose chunks may differ in length: h5py chooses another one for every length of an array."""
+"""Filters that allow chunks of different lengths: h5py chooses the chunk length from the array's length."""
 
 _WRITERS = {"deflate", "lzf", "zstd"}
-"""Of these, those whose values (a level, a length) nobody needs who decodes."""
+"""Those whose values (a level, a length) are not needed for decoding."""
 
 
 def are_alike(layouts: Sequence[ArrayLayout]) -> bool:
-    """Return whether arrays of several local files differ in nothing but their length, and that of their chunks."""
+    """Return whether arrays of several local files differ only in their length and chunk length."""
     first = layouts[0]
     steps = _steps(first)
     return {name for name, _ in steps} <= _JOINABLE and all(
@@ -130,7 +130,7 @@ def _steps(layout: ArrayLayout) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def join_arrays(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedArray:
-    """Return arrays that are alike as one; the tables of the chunks are copied, for all to share."""
+    """Join arrays that are alike; the chunk tables are copied once and shared by all."""
     n_chunks = np.array([layout.chunk_offset.size for layout in layouts], dtype=np.int64)
     length = np.array([layout.chunk_shape[0] for layout in layouts], dtype=np.int64)
     first = np.append(0, np.cumsum(n_chunks))

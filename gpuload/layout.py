@@ -1,13 +1,13 @@
-"""Where a stored array lies and how its chunks are encoded: element ranges -> coalesced extents and decodes.
+"""Storage layout of an array, and planning of its reads: element ranges -> coalesced extents and decodes.
 
 Pure NumPy: nothing is read here.
 
 Requirements this module answers
 --------------------------------
-- Every stored chunk that a fetch needs is read once and decoded once, however many wanted ranges lie in it.
-- Neighbours in the file become one read; the gap that may be read over and the largest read are limits passed in.
-- Bytes that nobody wants are not read where the encoding allows it (no filters: exactly the wanted elements).
-- The result is struct-of-arrays; no Python object per chunk.
+- Every stored chunk that a fetch needs is read once and decoded once, however many wanted ranges it holds.
+- Neighbours in the file are coalesced into one read; callers set the largest gap to bridge and the largest read.
+- Unwanted bytes are not read if the encoding allows it (no filters: exactly the wanted elements).
+- The result is a struct of arrays; no Python object per chunk.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 MAX_GAP = 32 << 10
-"""Unwanted bytes between two chunks that are read over rather than paid for with a second call."""
+"""Largest gap of unwanted bytes between two chunks that is read rather than skipped with a second call."""
 MAX_EXTENT = 1 << 20
-"""Largest read in bytes, unless one chunk alone is larger; bounds a thread's read buffer."""
+"""Largest read in bytes, unless a single chunk is larger; bounds a thread's read buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """One step of a chunk's encoding, in the words of the HDF5 filter registry.
+    """One step of a chunk's encoding, named as in the HDF5 filter registry.
 
     Attributes
     ----------
@@ -54,30 +54,29 @@ class ArrayLayout:
     Attributes
     ----------
     source
-        Where the bytes are.
+        Where the bytes are stored.
     name
-        Path of the dataset within the file, for errors: ``"/X/data"``.
+        Path of the dataset within the file, for error messages: ``"/X/data"``.
     shape
         (n,) or (n_rows, n_cols), in elements.
     dtype
-        Of the stored elements, byte order included.
+        Dtype of the stored elements, byte order included.
     chunk_shape
-        Elements per chunk along each axis; the shape itself for contiguous storage; the most where `edges` is given.
+        Elements per chunk along each axis; `shape` itself for contiguous storage; the maximum if `edges` is given.
     chunk_offset, chunk_nbytes : (n_chunks,) int64
-        First byte and stored size of every chunk in C order of the chunk grid; size 0 is a chunk that was never
-        written.
+        First byte and stored size of every chunk in C order of the chunk grid; size 0 means never written.
     chunk_mask : (n_chunks,) uint32
         Filters skipped per chunk.
     filters
-        In the order of writing; decoding goes backwards.
+        In encoding order; decoding applies them in reverse.
     fill_value
         Value of chunks never written.
     is_chunked
-        Whether the file itself is chunked; contiguous storage is cut for reading only.
+        Whether the file itself is chunked; contiguous storage is split for reading only.
     edges : (n_chunks + 1,) int64, optional
-        Of a 1-D array whose chunks differ in length: the first element of each, and the end.
+        For a 1-D array with chunks of different lengths: the first element of each, and the end.
     first_chunks : (n_files,) int64, optional
-        Of arrays of several files that were joined to one: the first chunk of each.
+        For an array joined from several files: the first chunk of each file.
     """
 
     source: Source
@@ -94,14 +93,14 @@ class ArrayLayout:
     edges: NDArray[np.int64] | None = None
     first_chunks: NDArray[np.int64] | None = None
     verified: NDArray[np.uint8] = field(init=False)
-    """One byte per chunk: 1 once its checksum was found right since the file was opened. The one thing here that
-    changes."""
+    """One byte per chunk: 1 once its checksum has been verified since the file was opened. The only mutable field."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "verified", np.zeros(self.chunk_offset.size, dtype=np.uint8))
 
     def of_chunks(self, first: int, stop: int, like: ArrayLayout) -> ArrayLayout:
-        """Return the array of some of the chunks alone, over the same tables; else like another."""
+        """Return a layout of chunks ``first:stop`` that shares these tables; its other properties are those of `like`.
+        """
         of_these = slice(first, stop)
         part = replace(
             self,
@@ -118,7 +117,7 @@ class ArrayLayout:
         return part
 
     def number_in_file(self, chunk: int) -> int:
-        """Return the number that a chunk has in its own file."""
+        """Return a chunk's number within its own file."""
         if self.first_chunks is None:
             return chunk
         return chunk - int(self.first_chunks[np.searchsorted(self.first_chunks, chunk, side="right") - 1])
@@ -130,7 +129,7 @@ class ArrayLayout:
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of what is known per chunk."""
+        """Size of the per-chunk tables, in bytes."""
         known = (self.chunk_offset, self.chunk_nbytes, self.chunk_mask, self.verified, self.edges)
         return sum(a.nbytes for a in known if a is not None)
 
@@ -145,14 +144,14 @@ class ArrayLayout:
         return self.shape[-1]
 
     def decoded_nbytes(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the bytes of chunks of these numbers when they are decoded."""
+        """Return the decoded size in bytes of each of `chunks`, given by number."""
         if self.edges is None:
             return np.full(chunks.size, self.chunk_size * self.dtype.itemsize)
         return np.asarray((self.edges[chunks + 1] - self.edges[chunks]) * self.dtype.itemsize)
 
     @property
     def is_raw(self) -> bool:
-        """Whether stored bytes are the elements themselves, so that any part of a chunk can be read alone."""
+        """Whether chunks are stored unencoded, so that any part of one can be read alone."""
         return not self.filters
 
 
@@ -165,7 +164,7 @@ def plan_read(
     max_gap: int | None = None,
     max_extent: int | None = None,
 ) -> ArrayRead:
-    """Plan the reads and decodes that bring ranges of an array's first axis into a resident's array.
+    """Plan the reads and decodes that load ranges of an array's first axis into a resident's array.
 
     Parameters
     ----------
@@ -178,28 +177,28 @@ def plan_read(
     target
         Name of the resident's array.
     limit
-        Bound of the elements where they are column numbers, else -1.
+        Exclusive upper bound of the elements if they are column numbers, else -1.
     max_gap, max_extent
-        Limits of coalescing, in bytes; None takes those that suit the source.
+        Coalescing limits, in bytes; None takes those that suit the source.
 
     Returns
     -------
     ArrayRead
-        Every needed chunk once, extents in ascending order of their offset.
+        Every needed chunk once, extents in ascending order of offset.
     """
     pieces = _pieces_1d(layout, ranges, dest) if len(layout.shape) == 1 else _pieces_2d(layout, ranges, dest)
     return _coalesce(layout, target, limit, pieces, *_limits(layout, max_gap, max_extent))
 
 
 def _limits(layout: ArrayLayout, max_gap: int | None = None, max_extent: int | None = None) -> tuple[int, int]:
-    """Return the limits of coalescing that were given, or else those that suit the source."""
+    """Return the coalescing limits given, or else those that suit the source."""
     ranges = layout.source.ranges
     suited = (MAX_GAP, MAX_EXTENT) if ranges is None else (ranges.max_gap, ranges.max_extent)
     return suited[0] if max_gap is None else max_gap, suited[1] if max_extent is None else max_extent
 
 
 def select_chunks(read: ArrayRead, is_chosen: NDArray[np.bool_]) -> ArrayRead:
-    """Return a read of some of its chunks only, coalesced anew."""
+    """Return a read of only the chosen chunks, coalesced again."""
     chosen = np.flatnonzero(is_chosen)
     n_pieces = np.diff(read.chunk_pieces)
     is_piece = np.repeat(is_chosen, n_pieces)
@@ -234,7 +233,7 @@ class _Pieces:
 
 
 def _split(ranges: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], ...]:
-    """Cut ranges at multiples of `length`: (range number, multiple, start, stop) of every part."""
+    """Split ranges at multiples of `length`: (range number, multiple, start, stop) of every part."""
     first = ranges[:, 0] // length
     n_parts = (ranges[:, 1] - 1) // length - first + 1
     number = np.repeat(np.arange(len(ranges)), n_parts)
@@ -246,7 +245,7 @@ def _split(ranges: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], .
 
 
 def _split_at(ranges: NDArray[np.int64], edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
-    """Cut ranges at edges, of which some may be equal: as `_split`, with the number of the edge before each part."""
+    """Split ranges at edges, some possibly equal: like `_split`, with the number of the edge before each part."""
     first = np.searchsorted(edges, ranges[:, 0], side="right") - 1
     n_parts = np.searchsorted(edges, ranges[:, 1] - 1, side="right") - first
     number = np.repeat(np.arange(len(ranges)), n_parts)
@@ -270,7 +269,7 @@ def _pieces_1d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.
 
 
 def _pieces_2d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
-    """Cut row ranges into tiles; a tile as wide as the array is one run of elements, however many rows."""
+    """Split row ranges into tiles; a tile as wide as the array is one run of elements, however many rows."""
     n_cols = layout.shape[1]
     tile_rows, tile_cols = layout.chunk_shape
     number, tile_row, start, stop = _split(ranges, tile_rows)
@@ -328,7 +327,7 @@ def _coalesce(
 def _extents(
     offset: NDArray[np.int64], nbytes: NDArray[np.int64], max_gap: int, max_extent: int
 ) -> dict[str, NDArray[np.int64]]:
-    """Return the extents of chunks that ascend by offset, by the names that `ArrayRead` gives them."""
+    """Return the extents of chunks sorted by offset, keyed by their `ArrayRead` field names."""
     extent_chunks = _extent_edges(offset, nbytes, max_gap, max_extent)
     first, ends = extent_chunks[:-1], offset + nbytes
     extent_end = np.maximum.reduceat(ends, first) if first.size else ends
@@ -340,7 +339,7 @@ def _extents(
 
 
 def _raw_chunks(layout: ArrayLayout, pieces: _Pieces) -> tuple[_Pieces, NDArray[np.int64], NDArray[np.int64]]:
-    """Make every piece of unencoded storage a chunk of its own that holds just the wanted bytes."""
+    """Turn every piece of unencoded storage into a chunk of its own that holds only the wanted bytes."""
     itemsize = layout.dtype.itemsize
     span = (pieces.rows - 1) * layout.src_stride + pieces.width
     is_absent = layout.chunk_nbytes[pieces.chunk] == 0
@@ -352,11 +351,10 @@ def _raw_chunks(layout: ArrayLayout, pieces: _Pieces) -> tuple[_Pieces, NDArray[
 def _extent_edges(
     offset: NDArray[np.int64], nbytes: NDArray[np.int64], max_gap: int, max_extent: int
 ) -> NDArray[np.int64]:
-    """Return the edges that cut chunks, ascending by offset, into extents: (n_extents + 1,) int64.
+    """Return the edges that split chunks, sorted by offset, into extents: (n_extents + 1,) int64.
 
-    An extent ends where the gap to the next chunk is too wide, or where it would grow beyond `max_extent`. The second
-    rule is applied to runs of touching chunks by even cuts, so that no step depends on the one before and all is
-    vectorised.
+    An extent ends where the gap to the next chunk is too wide, or where it would exceed `max_extent`. The second rule
+    splits runs of chunks evenly, so that no step depends on the previous one and everything is vectorised.
     """
     if not offset.size:
         return np.zeros(1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What only `gpuload.open_loader` does: its settings checked, and bound to the cells once the files are open."""
+"""Helpers of `gpuload.open_loader`: they check its settings, and bind them to the cells once the files are open."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gpuload")
 
 _MOST_DECODED = 8
-"""Cells decoded for one that is handed over, beyond which it is said that the settings do not suit the file."""
+"""Cells decoded per cell delivered above which a warning says that the settings do not suit the file."""
 
 
 def check_memory(stores: Sequence[Store], batch_size: int, fetch_factor: int, prefetch: int) -> None:
-    """Refuse fetches that this machine cannot hold; being killed in the middle of an epoch explains nothing."""
+    """Raise PlanError if this machine cannot hold the fetches; being killed mid-epoch would explain nothing."""
     from gpuload.formats.arrays import memory_nbytes
 
     n_rows, n_held = min(batch_size * fetch_factor, stores[0].n_obs), prefetch + 1
@@ -42,7 +42,7 @@ def check_memory(stores: Sequence[Store], batch_size: int, fetch_factor: int, pr
 
 
 def check_dtype(dtype: Any, output: str) -> str:
-    """Return the name of a type of minibatches, NumPy's, PyTorch's or a name; or raise PlanError."""
+    """Return the name of a minibatch dtype, given as a NumPy or PyTorch dtype or a name; or raise PlanError."""
     try:
         name = str(np.dtype(dtype).name)
     except TypeError:
@@ -75,7 +75,7 @@ def check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray
 
 
 def coded(store: Store, name: str, categories: NDArray[np.object_] | None) -> ObsColumn:
-    """Return a column of obs, with the codes of other categories where these are given."""
+    """Return a column of obs, recoded to `categories` if given."""
     column = store.obs[name]
     if categories is None:
         return column
@@ -88,7 +88,7 @@ def coded(store: Store, name: str, categories: NDArray[np.object_] | None) -> Ob
 
 
 def check_sampler(sampler: Sampler | None, shuffle: bool) -> None:
-    """Refuse a sampler beside ``shuffle=False``, which says something else."""
+    """Raise PlanError for a sampler combined with ``shuffle=False``, which contradicts it."""
     if sampler is not None and not shuffle and not (isinstance(sampler, Subset) and sampler.inner is None):
         raise PlanError(
             f"shuffle=False with sampler={type(sampler).__name__}(...): the sampler says the order; drop one."
@@ -96,7 +96,7 @@ def check_sampler(sampler: Sampler | None, shuffle: bool) -> None:
 
 
 def block_size_for(sampler: Sampler | None, block_size: int | str | None) -> int | str:
-    """Return the block size that was given, or else the sampler's own, or else 16; refuse two that differ."""
+    """Return the block size given, else the sampler's own, else 16; raise PlanError if the two differ."""
     own = block_size_of(sampler)
     if own is None:
         return 16 if block_size is None else block_size
@@ -108,7 +108,7 @@ def block_size_for(sampler: Sampler | None, block_size: int | str | None) -> int
 def bind(
     sampler: Sampler | None, shuffle: bool, block_size: int | str, batch_size: int, fetch_factor: int, store: Store
 ) -> Strategy:
-    """Bind what was asked for to the cells of a store."""
+    """Bind the requested sampler and sizes to the cells of a store."""
     fetch_rows, edges = batch_size * fetch_factor, None
     n_chunks = chunks_per_block(block_size)
     if n_chunks is not None:
@@ -130,7 +130,7 @@ def bind(
 
 
 def _warn_of_large_chunks(block_size: int, fetch_rows: int, store: Store) -> None:
-    """Say where blocks are so small beside the stored chunks that most of what is decoded is for nothing."""
+    """Warn if blocks are so small relative to stored chunks that most decoded cells are wasted."""
     layouts = [matrix.layouts[0] for matrix in store.matrices if matrix.kind == "csr"]
     n_chunks = sum(layout.chunk_offset.size for layout in layouts if not layout.is_raw)
     if not n_chunks or not store.n_obs:

@@ -1,4 +1,4 @@
-"""Where bytes lie: a file on disk, or a buffer in memory. No format, no decoding."""
+"""Byte sources: a file on disk, or a buffer in memory. No format, no decoding."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class FileSource:
-    """A local file, held open by one descriptor for positional reads from any thread.
+    """A local file, held open through one descriptor for positional reads from any thread.
 
-    The descriptor stays with the file that was opened: replacing it by a rename leaves this source on the old bytes,
-    and a change in place is found by size and modification time before each fetch.
+    The descriptor stays with the file that was opened: if the file is replaced by a rename, this source keeps reading
+    the old bytes. A change in place is detected by size and modification time before each fetch.
 
     Parameters
     ----------
@@ -63,11 +63,11 @@ class FileSource:
         return self._fd
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
-        """Fill `buffer` from byte `offset` on; return the bytes got, fewer only at the end of the file."""
+        """Fill `buffer` starting at byte `offset`; return the bytes read, fewer only at the end of the file."""
         return read_at(self.fileno(), buffer, offset, self.name)
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return file number 0, the byte in it and its size, for each offset."""
+        """Return file number 0, the position in the file and its size, for each offset."""
         return np.zeros_like(offset), offset, np.full_like(offset, self.nbytes)
 
     def where_is(self, offset: int) -> tuple[str, int]:
@@ -76,11 +76,11 @@ class FileSource:
 
     @contextmanager
     def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Give the descriptor."""
+        """Yield the descriptor."""
         yield [self.fileno()] * len(numbers)
 
     def check_unchanged(self) -> None:
-        """Raise ReadError where the file was changed in place since it was opened."""
+        """Raise ReadError if the file was changed in place since it was opened."""
         stamp = self._stamp_of(os.fstat(self.fileno()))
         if stamp != self._stamp:
             raise ReadError(
@@ -96,12 +96,12 @@ class FileSource:
 
 
 def read_at(descriptor: int, buffer: NDArray[np.uint8], offset: int, name: str) -> int:
-    """Fill `buffer` from byte `offset` of an open file on; return the bytes got, fewer only at its end.
+    """Fill `buffer` from an open file, starting at byte `offset`; return the bytes read, fewer only at its end.
 
     Raises
     ------
     ReadError
-        The system failed to read.
+        The system call failed.
     """
     done = 0
     while done < buffer.size:
@@ -120,7 +120,7 @@ def read_at(descriptor: int, buffer: NDArray[np.uint8], offset: int, name: str) 
 def find_files(
     base: NDArray[np.int64], nbytes: NDArray[np.int64], offset: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return what `Source.locate` does, of files with these first addresses, rising, and sizes."""
+    """Implement `Source.locate` for files with these base addresses (increasing) and sizes."""
     if not base.size:
         return np.zeros_like(offset), offset, np.zeros_like(offset)
     number = np.searchsorted(base, offset, side="right") - 1
@@ -128,20 +128,20 @@ def find_files(
 
 
 def locate_byte(source: Source, offset: int) -> tuple[int, int, int]:
-    """Return the number of the file at an offset of a source, the byte in that file, and the file's size."""
+    """Return the file number at an offset of a source, the position in that file, and the file's size."""
     number, at, size = source.locate(np.array([offset], dtype=np.int64))
     return int(number[0]), int(at[0]), int(size[0])
 
 
 class BufferSource:
-    """Bytes in memory: an array that was given, or a part of a file.
+    """Bytes in memory: a given array, or part of a file.
 
     Parameters
     ----------
     name
-        What errors call it.
+        Name used in error messages.
     data : (nbytes,) uint8
-        The bytes; kept, not copied, until it is closed.
+        The bytes; referenced, not copied, until the source is closed.
     """
 
     has_files = False
@@ -153,7 +153,7 @@ class BufferSource:
         self.memory: NDArray[np.uint8] | None = data if data.flags.writeable else _of_one_type(data)
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return number 0, the byte and the size, for each offset."""
+        """Return file number 0, the position and the size, for each offset."""
         return np.zeros_like(offset), offset, np.full_like(offset, self.nbytes)
 
     def where_is(self, offset: int) -> tuple[str, int]:
@@ -162,11 +162,11 @@ class BufferSource:
 
     @contextmanager
     def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Give -1: no descriptor."""
+        """Yield -1: there is no descriptor."""
         yield [-1] * len(numbers)
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
-        """Fill `buffer` from byte `offset` on; return the bytes got."""
+        """Fill `buffer` starting at byte `offset`; return the bytes read."""
         if self.memory is None:
             raise ReadError(f"{self.name}: the loader was closed; open it again with open_loader().")
         part = self.memory[offset : offset + buffer.size]
@@ -174,15 +174,15 @@ class BufferSource:
         return int(part.size)
 
     def check_unchanged(self) -> None:
-        """Do nothing: there is nothing to tell a change by."""
+        """Do nothing: changes in memory cannot be detected."""
 
     def close(self) -> None:
-        """Let go of the bytes; may be called twice."""
+        """Release the bytes; may be called twice."""
         self.memory = None
 
 
 class _Bytes:
-    """The bytes of an array, which it keeps alive, under another description."""
+    """Exposes an array's bytes as writable, and keeps the array alive."""
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self._data = data
@@ -190,5 +190,5 @@ class _Bytes:
 
 
 def _of_one_type(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return read-only bytes as an array that is not marked so: the kernels, which only read it, know one type."""
+    """Return read-only bytes as an array not marked read-only, as the kernels, which only read it, know one type."""
     return np.asarray(_Bytes(data))
