@@ -1,7 +1,7 @@
-"""Dealing cells, or whole groups of cells, to parts by shares. NumPy only; knows no store and no file.
+"""Deals cells, or whole groups of cells, to parts by shares. NumPy only; independent of stores and files.
 
-Labels are what groups and classes are called: plain values (text, numbers, booleans), or tuples of them. What is dealt
-depends on labels and counts, never on the order in which they come, so files may be given in any order.
+Labels name groups and classes: plain values (text, numbers, booleans), or tuples of them. The deal depends on labels
+and counts, never on their order, so files may be given in any order.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from gpuload.types import Column
 
 N_TRIES = 16
-"""Deals of the groups, of which the one nearest to the shares is taken."""
+"""Number of random deals of the groups; the one nearest to the shares is used."""
 
 MAX_PLACED = 20_000
-"""Groups that are placed over all tries: with more groups there are fewer tries, which then are near anyway."""
+"""Limit on groups placed over all tries: more groups get fewer tries, as each then comes near the shares anyway."""
 
 _SPLIT = 11
-"""Purpose that keeps the keys apart from those of the orders."""
+"""Key word that separates these random keys from those of the orders."""
 
 Label = Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Classes:
-    """What each cell belongs to: (n_obs,) codes, -1 = nothing; a label and the number of cells for each code."""
+    """The class of each cell: (n_obs,) codes, -1 = none; the label and the number of cells of each code."""
 
     codes: NDArray[np.integer[Any]]
     labels: list[Label]
@@ -46,14 +46,14 @@ class Classes:
 
 
 def classes_of(columns: Sequence[Column], *, is_missing_one: bool = False) -> Classes:
-    """Return what each cell belongs to by one column, or by several together.
+    """Return the class of each cell by one column, or by several combined.
 
     Parameters
     ----------
     columns
-        At least one; of several, the labels are tuples of their values.
+        At least one; with several, labels are tuples of their values.
     is_missing_one
-        Whether cells without a value are a class of their own, labelled None; else they belong to nothing.
+        Whether cells without a value form a class of their own, labelled None; else they belong to none.
     """
     codes: NDArray[np.integer[Any]]
     codes, labels = _coded(columns[0], is_missing_one)
@@ -68,7 +68,7 @@ def classes_of(columns: Sequence[Column], *, is_missing_one: bool = False) -> Cl
 
 
 def _coded(column: Column, is_missing_one: bool) -> tuple[NDArray[np.integer[Any]], list[Label]]:
-    """Return the code of each cell, -1 = missing, and what the codes stand for."""
+    """Return the code of each cell, -1 = missing, and the labels of the codes."""
     if column.categories is not None:
         codes, labels = column.values, [label_of(value) for value in column.categories]
     else:
@@ -85,7 +85,7 @@ def _coded(column: Column, is_missing_one: bool) -> tuple[NDArray[np.integer[Any
 def _compact(
     codes: NDArray[np.integer[Any]], n: int
 ) -> tuple[NDArray[np.int64], NDArray[np.integer[Any]], NDArray[np.int64]]:
-    """Return those of n codes that occur, ascending; the place of each cell's among them, -1 for -1; their cells."""
+    """Return which of n codes occur, ascending; each cell's index among them, -1 for -1; their numbers of cells."""
     if n > max(1 << 20, codes.size):
         found, places, counts = np.unique(codes, return_inverse=True, return_counts=True)
         n_missing = int(found.size > 0 and found[0] < 0)
@@ -104,7 +104,7 @@ def _as_tuple(label: Label) -> tuple[Any, ...]:
 
 
 def label_of(value: Any) -> Label:
-    """Return a label as a plain value that JSON keeps, several as a tuple."""
+    """Return a label as a plain JSON-compatible value, or a tuple of them."""
     if isinstance(value, (list, tuple)):
         return tuple(label_of(v) for v in value)
     value = value.item() if isinstance(value, np.generic) else value
@@ -112,7 +112,7 @@ def label_of(value: Any) -> Label:
 
 
 def hash_of(label: Label) -> int:
-    """Return 64 bits that stand for a label (BLAKE2b, RFC 7693)."""
+    """Return a 64-bit hash of a label (BLAKE2b, RFC 7693)."""
     return int.from_bytes(blake2b(json.dumps(label).encode(), digest_size=8).digest(), "little")
 
 
@@ -120,7 +120,7 @@ def hash_of(label: Label) -> int:
 
 
 def targets(wanted: Mapping[str, Any]) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """Return the parts that are dealt, in the end -1 where some cells are to be in none, and their shares, of sum 1."""
+    """Return the parts to deal, with a final -1 if some cells are to be in none, and their shares, which sum to 1."""
     parts = [p for p, value in enumerate(wanted.values()) if not isinstance(value, list)]
     total = sum(value for value in wanted.values() if isinstance(value, float))
     shares = [1 - total if value is ... else value for value in wanted.values() if not isinstance(value, list)]
@@ -135,23 +135,23 @@ def deal_cells(wanted: Mapping[str, Any], n_obs: int, classes: Classes | None, s
     Parameters
     ----------
     wanted
-        Share (a float), or ``...`` for what is left, of each part.
+        Share of each part (a float), or ``...`` for the remainder.
     n_obs
-        Cells.
+        Number of cells.
     classes
-        Each part is to have its share of each of these; None: of the whole.
+        Each part gets its share of each of these; None: of the whole.
     seed
-        What the order of the cells depends on.
+        Seed of the order of the cells.
 
     Returns
     -------
     (n_obs,) int16
-        Part of each cell, -1 in none.
+        Part of each cell; -1 for none.
 
     Raises
     ------
     PlanError
-        A part would have no cell.
+        A part would get no cells.
     """
     parts, shares = targets(wanted)
     edges = np.cumsum(shares)[:-1]
@@ -178,7 +178,7 @@ def deal_cells(wanted: Mapping[str, Any], n_obs: int, classes: Classes | None, s
 
 
 def _cut(mixed: NDArray[np.uint64], edges: NDArray[np.float64], offset: float) -> NDArray[np.int16]:
-    """Cut cells, in the order of their hashes, at shares of their number; offset 0.5 rounds to the nearest."""
+    """Split cells, in hash order, at fractions of their number; offset 0.5 rounds to the nearest."""
     n = mixed.size
     places = np.minimum(np.floor(edges * n + (offset + 1e-9)).astype(np.int64), n)
     inside = places[places < n]
@@ -199,28 +199,27 @@ def deal_groups(
     Parameters
     ----------
     wanted
-        Share (a float) of the cells that are left when the lists are served, a list of labels, or ``...``, of each
-        part.
+        For each part, a list of labels, a share (a float) of the cells left after the lists are served, or ``...``.
     groups
-        What is kept whole; cells in no group are in no part.
+        Groups to keep whole; cells in no group are in no part.
     classes
-        Each part is to come near to its share of each of these; None: of the whole.
+        Each part gets close to its share of each of these; None: of the whole.
     by
-        What errors call the groups.
+        Name of the grouping in error messages.
     seed
-        What the deal depends on.
+        Seed of the deal.
 
     Returns
     -------
     (n_obs,) int16
-        Part of each cell, -1 in none.
+        Part of each cell; -1 for none.
     dict
         The labels of the groups in each part, sorted.
 
     Raises
     ------
     PlanError
-        A group that is not there or is asked for twice, or fewer groups than parts.
+        A group does not exist or is listed twice, or there are fewer groups than parts.
     """
     part_of = _named(wanted, groups, by)
     parts, shares = targets(wanted)
@@ -241,7 +240,7 @@ def deal_groups(
 
 
 def _named(wanted: Mapping[str, Any], groups: Classes, by: str) -> NDArray[np.int16]:
-    """Return the part of each group that was named, -1 for the others."""
+    """Return the part of each explicitly listed group, -1 for the others."""
     names, part_of = list(wanted), np.full(len(groups.labels), -1, dtype=np.int16)
     place = {label: i for i, label in enumerate(groups.labels)}
     for p, (name, value) in enumerate(wanted.items()):
@@ -264,20 +263,20 @@ def _deal(
     n_named: int,
     seed: int,
 ) -> NDArray[np.int64]:
-    """Deal groups; return for each the place of its part among `shares`.
+    """Deal groups; return the index into `shares` of each group's part.
 
     Parameters
     ----------
     sizes : (n,) int64
-        Cells of each group.
+        Cells per group.
     table : (n, n_columns) float64, optional
-        Cells of each group by class, where each class is to be shared out.
+        Cells per group by class, if each class is to be dealt by shares.
     hashes : (n,) uint64
-        Of the groups' labels, all different.
+        Hashes of the groups' labels, all different.
     shares : (n_parts,) float64
         Shares of the parts.
     n_named
-        So many of the first parts must not be empty.
+        The first `n_named` parts must not be empty.
     """
     best: tuple[float, NDArray[np.int64]] | None = None
     for key in random_keys(max(1, min(N_TRIES, MAX_PLACED // sizes.size)), seed, _SPLIT):
@@ -287,7 +286,7 @@ def _deal(
             order = np.lexsort((mixed, -sizes))
             placed = _fill(sizes[order].tolist(), (shares * sizes.sum()).tolist(), tosses[order].tolist())
         else:
-            order = np.lexsort((mixed, -sizes * (1 + tosses)))  # groups of like size: another order in each try
+            order = np.lexsort((mixed, -sizes * (1 + tosses)))  # shuffles groups of similar size in each try
             placed = _balance(table[order], shares)
         dealt = np.empty(sizes.size, dtype=np.int64)
         dealt[order] = placed
@@ -300,7 +299,7 @@ def _deal(
 
 
 def _fill(sizes: list[int], rooms: list[float], tosses: list[float]) -> list[int]:
-    """Place groups, the largest first, where there is room; see the notes of `split`."""
+    """Place groups, largest first, where there is room; see the notes of `split`."""
     slack = 1e-9 * sum(rooms)
     placed = []
     for size, toss in zip(sizes, tosses, strict=True):
@@ -311,7 +310,7 @@ def _fill(sizes: list[int], rooms: list[float], tosses: list[float]) -> list[int
             while mark >= chances[part] and part < len(rooms) - 1:
                 mark -= chances[part]
                 part += 1
-            while not chances[part]:  # rounding may lead past the last one that has room
+            while not chances[part]:  # rounding may overshoot the last part with room
                 part -= 1
         else:
             part = rooms.index(max(rooms))
@@ -321,13 +320,13 @@ def _fill(sizes: list[int], rooms: list[float], tosses: list[float]) -> list[int
 
 
 def _balance(table: NDArray[np.float64], shares: NDArray[np.float64]) -> list[int]:
-    """Place groups, in the order given, where the squared distance from the shares of the classes grows least."""
+    """Place each group, in the given order, where the squared distance from the class shares grows least."""
     wanted = shares[:, None] * table.sum(axis=0)
     held = np.zeros_like(wanted)
     placed = []
     for row in table:
         growth = ((2 * (held - wanted) + row) * row / wanted).sum(axis=1)
-        part = int(np.argmin(growth.round(6)))  # so that the order of summation decides no tie
+        part = int(np.argmin(growth.round(6)))  # keeps summation order from deciding ties
         held[part] += row
         placed.append(part)
     return placed
@@ -336,7 +335,7 @@ def _balance(table: NDArray[np.float64], shares: NDArray[np.float64]) -> list[in
 def _fill_empty(
     dealt: NDArray[np.int64], sizes: NDArray[np.int64], mixed: NDArray[np.uint64], n_named: int, n_parts: int
 ) -> None:
-    """Give each of the first parts that is empty the smallest group of the part with most; in place."""
+    """Give each empty part among the first `n_named` the smallest group of the part with most; in place."""
     for part in range(n_named):
         if np.any(dealt == part):
             continue
@@ -346,7 +345,7 @@ def _fill_empty(
 
 
 def _distance(dealt: NDArray[np.int64], table: NDArray[Any], shares: NDArray[np.float64], *, is_squared: bool) -> float:
-    """Return how far a deal is from the shares: the largest distance in cells, or the sum that `_balance` keeps low."""
+    """Return a deal's distance from the shares: the largest in cells, or the sum that `_balance` keeps low."""
     held = np.stack([np.bincount(dealt, weights=column, minlength=shares.size) for column in table.T], axis=1)
     wanted = shares[:, None] * table.sum(axis=0)
     far = (np.square(held - wanted) / wanted).sum() if is_squared else np.abs(held - wanted).max()
@@ -354,7 +353,7 @@ def _distance(dealt: NDArray[np.int64], table: NDArray[Any], shares: NDArray[np.
 
 
 def _table(groups: Classes, left: NDArray[np.int64], classes: Classes) -> NDArray[np.float64]:
-    """Return the cells of each group by class, in an order that depends on the labels alone, and in all."""
+    """Return the cells of each group by class, in an order that depends only on the labels, and in total."""
     n_classes = len(classes.labels)
     row_of = np.full(len(groups.labels) + 1, -1, dtype=np.int64)
     row_of[left] = np.arange(left.size)

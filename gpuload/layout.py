@@ -99,8 +99,7 @@ class ArrayLayout:
         object.__setattr__(self, "verified", np.zeros(self.chunk_offset.size, dtype=np.uint8))
 
     def of_chunks(self, first: int, stop: int, like: ArrayLayout) -> ArrayLayout:
-        """Return a layout of chunks ``first:stop`` that shares these tables; its other properties are those of `like`.
-        """
+        """Return a layout of chunks ``first:stop`` over the same tables, with the shapes and filters of `like`."""
         of_these = slice(first, stop)
         part = replace(
             self,

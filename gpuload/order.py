@@ -1,7 +1,7 @@
-"""Orders: the rows of one epoch, by place, as ranges of consecutive rows.
+"""Row orders: the rows of one epoch by position, as ranges of consecutive rows.
 
-100 million cells cost no start-up time: the order of blocks is computed by index (a block cipher on the number of the
-block), so nothing of the size of the data is ever held. Only unequal blocks (``"chunk"``) need a table.
+100 million cells cost no start-up time: the block order is computed by index (a block cipher on the block number), so
+nothing that grows with the data is ever held in memory. Only unequal blocks (``"chunk"``) need a table.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ if TYPE_CHECKING:
 
 
 class RowOrder(Protocol):
-    """The rows of one epoch, by place."""
+    """The rows of one epoch, by position."""
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the row ranges that stand at places start..stop of the order, shape (n, 2), in that order.
+        """Return the row ranges at positions ``start:stop``, shape (n, 2), in order.
 
         They may overlap and repeat: a strategy may draw a row more than once.
         """
 
     def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
-        """Return in which order the rows at places start..stop of one fetch are handed over.
+        """Return the order in which the rows at positions ``start:stop``, one fetch, are delivered.
 
-        Shape (stop - start,), a permutation that counts from `start`; None where they are to be mixed, all with all.
-        Where a fetch is put together from several stretches of the order (the last of an epoch that is padded, what an
-        interrupted round has left), each of whole units of the strategy, it is asked for places 0..n.
+        Shape (stop - start,), a permutation relative to `start`; None to shuffle all rows of the fetch. For a fetch
+        made of several stretches of the order, each of whole units of the strategy (the last of a padded epoch, or
+        what an interrupted round has left), positions ``0:n`` are requested.
         """
 
 
 class MixedFetches:
-    """A part of orders whose fetches are mixed, all rows with all."""
+    """Mixin for orders that shuffle all rows of a fetch."""
 
     def arrange(self, start: int, stop: int, key: int) -> None:
-        """Return None: the rows of a fetch are mixed."""
+        """Return None: the rows of a fetch are shuffled."""
 
 
 @dataclass(frozen=True)
 class FileOrder:
-    """Rows as they lie in the files; those of a fetch mixed where that is said."""
+    """Rows in file order; those of a fetch are shuffled if `is_mixed`."""
 
     is_mixed: bool = False
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the one range start..stop, shape (1, 2)."""
+        """Return the single range ``start:stop``, shape (1, 2)."""
         return np.array([[start, stop]], dtype=np.int64)
 
     def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
-        """Return the places as they are; None where they are to be mixed."""
+        """Return the identity permutation; None if `is_mixed`."""
         del key
         return None if self.is_mixed else np.arange(stop - start)
 
 
 class EqualBlocks(MixedFetches):
-    """Blocks of `block_size` rows in random order; the last block of each file may be short. Nothing is held per block.
+    """Blocks of `block_size` rows in random order; the last block of each file may be short. Holds nothing per block.
 
-    Place k of the shuffled order holds block ``perm[k]``. Before place k lie ``k * block_size`` rows less what the
-    short blocks among them lack; there is at most one short block per file, so the places of all of them are found
-    once, through the inverse permutation, and a row's place follows by one search among the files.
+    Position k of the shuffled order holds block ``perm[k]``. It is preceded by ``k * block_size`` rows, less what the
+    short blocks among them lack. Each file has at most one short block, so their positions are found once, through
+    the inverse permutation; locating a row then takes one search among the files.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class EqualBlocks(MixedFetches):
     block_size
         Rows per block.
     perm_words
-        What the permutation depends on.
+        Seed words of the permutation.
     """
 
     def __init__(self, file_rows: tuple[int, ...], block_size: int, perm_words: tuple[int, ...]) -> None:
@@ -103,7 +103,7 @@ class EqualBlocks(MixedFetches):
         return _trim(begin, end, skip, stop - start)
 
     def _locate(self, row: int) -> tuple[int, int]:
-        """Return the place of the block that holds the row-th row of the order, and its rows before that row."""
+        """Return the position of the block that holds row `row` of the order, and that row's offset within it."""
         passed = int(np.searchsorted(self._short_end, row, side="right"))
         return divmod(row + int(self._lack_before[passed]), self._size)
 
@@ -114,9 +114,9 @@ class UnequalBlocks(MixedFetches):
     Parameters
     ----------
     edges : (n_blocks + 1,) int64
-        Row edges of the blocks: rising, from 0 to the number of rows.
+        Row edges of the blocks: increasing, from 0 to the number of rows.
     perm_words
-        What the permutation depends on.
+        Seed words of the permutation.
     """
 
     def __init__(self, edges: NDArray[np.int64], perm_words: tuple[int, ...]) -> None:
@@ -136,7 +136,7 @@ class UnequalBlocks(MixedFetches):
 
 
 def _trim(begin: NDArray[np.int64], end: NDArray[np.int64], skip: int, n_rows: int) -> NDArray[np.int64]:
-    """Return the ranges less `skip` rows at their front and so much at their back that `n_rows` remain."""
+    """Drop `skip` rows from the front of ranges, and as many from the back that `n_rows` remain."""
     ranges = np.stack([begin, end], axis=1)
     ranges[0, 0] += skip
     ranges[-1, 1] -= int((ranges[:, 1] - ranges[:, 0]).sum()) - n_rows
@@ -144,9 +144,9 @@ def _trim(begin: NDArray[np.int64], end: NDArray[np.int64], skip: int, n_rows: i
 
 
 def merge_ranges(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the rows of ranges, which may overlap, as ranges that are ascending, disjoint and not adjacent: (m, 2).
+    """Merge ranges, possibly overlapping, into ascending, disjoint and non-adjacent ranges, shape (m, 2).
 
-    Starts and ends are sorted each for itself: before the k-th start all is over where the k-th end lies before it.
+    Starts and ends are sorted separately: if the k-th end precedes the next start, no range is open in between.
     """
     if len(ranges) < 2:
         return ranges.copy()

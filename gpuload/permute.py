@@ -1,8 +1,8 @@
-"""Random permutations and keys as integer arithmetic: the same in any process, on any machine, with any NumPy.
+"""Random permutations and keys from integer arithmetic: the same in any process, on any machine, with any NumPy.
 
-No global generator, and no ``Generator`` method whose stream NumPy does not promise to keep: keys come from
-``SeedSequence`` (a stated, stable algorithm), and everything after that is written out here. Seeds are mixed, never
-added: seed 1000 epoch 0 has nothing to do with seed 0 epoch 1.
+No global generator is used, and no ``Generator`` method, whose stream NumPy does not guarantee: keys come from
+``SeedSequence`` (a specified, stable algorithm), and everything after that is implemented here. Seeds are mixed, never
+added: seed 1000 epoch 0 is unrelated to seed 0 epoch 1.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     Keys = NDArray[np.uint64]
     Step = Callable[[Keys], Keys]
     StepEach = Callable[[Keys, Keys, Keys, Keys], Keys]
-    """Of elements, the two factors of their lengths, and the keys."""
+    """Arguments: elements, the two factors of their lengths, and keys."""
 
 MAX_TABLE = 1 << 20
-"""Up to this length a permutation is a table made by sorting random keys (exactly uniform); above it is computed by
+"""Up to this length a permutation is a table made by sorting random keys (exactly uniform); above, it is computed by
 index."""
 
 
 def random_keys(n: int, *words: int) -> NDArray[np.uint64]:
-    """Return n 64-bit keys that depend on every one of `words` (non-negative, below 2**64) and on nothing else.
+    """Return n 64-bit keys that depend on all of `words` (non-negative, below 2**64) and on nothing else.
 
     References
     ----------
@@ -40,13 +40,12 @@ def random_keys(n: int, *words: int) -> NDArray[np.uint64]:
 
 
 def hash64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a well mixed 64-bit hash of every element (a bijection).
+    """Return a well-mixed 64-bit hash of every element (a bijection).
 
     References
     ----------
     .. [1] Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
-    doi:10.1145/2660193.2660195
-       (the finalizer of SplitMix64).
+       doi:10.1145/2660193.2660195 (the finalizer of SplitMix64).
     """
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -55,29 +54,29 @@ def hash64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def permuted_table(n: int, key: int) -> NDArray[np.int64]:
-    """Return a random permutation of range(n) as a table, shape (n,): the order of n hashed keys."""
+    """Return a random permutation of range(n) as a table, shape (n,): the argsort of n hashed keys."""
     return np.argsort(hash64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)))  # no ties: the hash is a bijection
 
 
 class Permutation:
-    """A random permutation of range(n) whose every element can be computed alone.
+    """A random permutation of range(n) with random access: each element is computed independently.
 
     Up to `MAX_TABLE` elements it is a table; above, an unbalanced Feistel network of 8 rounds on the smallest power of
-    two that holds n, walked along its cycle until the value falls below n (fewer than two steps on average).
+    two that holds n, with cycle walking until the value falls below n (fewer than two steps on average).
 
     Parameters
     ----------
     n
         Length, at least 1.
     *words
-        What it depends on (seed, epoch, purpose ...).
+        Seed words (seed, epoch, purpose ...).
 
     References
     ----------
     .. [1] Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, doi:10.1007/3-540-45760-7_9 (cycle
-    walking).
+       walking).
     .. [2] Luby, Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", SIAM J. Comput.
-    1988.
+       1988.
     """
 
     ROUNDS = 8
@@ -91,13 +90,13 @@ class Permutation:
         self._high_bits = bits - self._low_bits
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the elements at `index`, each in [0, n); shape of `index`."""
+        """Return the elements at `index`, each in [0, n), in the shape of `index`."""
         if self._table is not None:
             return self._table[index]
         return self._walk(index, self._encipher)
 
     def find(self, value: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the places at which the values stand: ``p.find(p[i]) == i``."""
+        """Return the positions of values (the inverse): ``p.find(p[i]) == i``."""
         if self._table is not None:
             inverse = np.empty_like(self._table)
             inverse[self._table] = np.arange(self.n)
@@ -130,22 +129,22 @@ class Permutation:
 
 
 def permute_each(index: NDArray[np.int64], n: NDArray[np.int64], key: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return where `index` goes under a permutation of range(n), each element under a permutation of its own.
+    """Return the image of `index` under random permutations of range(n), a separate one for each element.
 
-    For many short permutations at once: nothing is held, and no Python is run per permutation.
+    For many short permutations at once: nothing is stored, and no Python runs per permutation.
 
     Parameters
     ----------
     index, n : (k,) int64
         Elements, and the lengths of their permutations; ``0 <= index < n < 2**32``.
     key : (k,) uint64
-        What each permutation depends on, well mixed; equal keys and lengths are one permutation.
+        Seed of each permutation, well mixed; equal keys and lengths give the same permutation.
 
     Notes
     -----
-    Up to 16 elements exactly uniform (Knuth's shuffle, one hash a swap); above, a Feistel network of 8 rounds of
-    additions modulo two factors whose product is just above n, and cycle walking: pairs of elements then stand as
-    often at any pair of places as chance has it, to within 3 %.
+    Up to 16 elements exactly uniform (Knuth's shuffle, one hash per swap); above, a Feistel network of 8 rounds of
+    additions modulo two factors whose product is just above n, with cycle walking: pairs of elements then occur at
+    any pair of positions as often as expected by chance, to within 3 %.
 
     References
     ----------
@@ -157,18 +156,18 @@ def permute_each(index: NDArray[np.int64], n: NDArray[np.int64], key: NDArray[np
 
 
 def find_each(value: NDArray[np.int64], n: NDArray[np.int64], key: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return what goes to `value`: the inverse of `permute_each`, of the same parameters."""
+    """Return the preimage of `value`: the inverse of `permute_each`, with the same parameters."""
     return _split_by_length(value, n, key, 1, _decipher_each)
 
 
 def deal_quotas(shares: NDArray[np.float64]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Return the tables of an alias draw: thresholds (k,) uint64 up to 2**32, and aliases (k,).
+    """Return the tables of the alias method: thresholds (k,) uint64 up to 2**32, and aliases (k,).
 
     Parameters
     ----------
     shares : (k,) float64
-        Probabilities up to a factor, none below 0, at least one above. They are kept to within 2**-32 of their sum; the
-        tables are made in whole numbers, so they are the same on any machine.
+        Probabilities up to a factor, none below 0, at least one above. They are preserved to within 2**-32 of their
+        sum; the tables are computed in integers, so they are the same on any machine.
 
     References
     ----------
@@ -202,10 +201,10 @@ def draw_each(
 
 
 def log_hash(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return the natural logarithms of hashes taken as numbers inside (0, 1); relative error below 1e-12.
+    """Return the natural logarithms of hashes taken as numbers in (0, 1), exclusive; relative error below 1e-12.
 
-    Made of additions, multiplications and divisions alone, which are the same on any machine; np.log is not. By the
-    series of atanh: ln m = 2 atanh((m - 1) / (m + 1)).
+    Uses only additions, multiplications and divisions, which give the same on any machine; np.log does not. The
+    series is that of atanh: ln m = 2 atanh((m - 1) / (m + 1)).
     """
     u = ((hashes >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     mantissa, exponent = np.frexp(u)
@@ -223,14 +222,14 @@ _32 = np.uint64(32)
 _SHORT = 16
 """Up to this length `permute_each` shuffles by swaps."""
 _STEP_KEYS = [np.uint64(key) for key in random_keys(_SHORT, 6)]
-"""Rounds and swaps of `permute_each`, told apart by a constant each."""
+"""A distinct constant for each round and swap of `permute_each`."""
 _ROUNDS = 8
 
 
 def _split_by_length(
     start: NDArray[np.int64], n: NDArray[np.int64], key: NDArray[np.uint64], direction: int, step: StepEach
 ) -> NDArray[np.int64]:
-    """Shuffle short ones by swaps, from the last on, or (`direction` 1) back from the first; encipher the others."""
+    """Shuffle short permutations by swaps, last to first, or (`direction` 1) undo first to last; encipher the rest."""
     x, length = start.astype(np.uint64), n.astype(np.uint64)
     short = np.flatnonzero(n <= _SHORT)
     if short.size:
@@ -245,7 +244,7 @@ def _split_by_length(
 
 
 def _swapped(x: NDArray[np.uint64], n: NDArray[np.uint64], key: NDArray[np.uint64], j: int) -> NDArray[np.uint64]:
-    """Swap j with a random element of 0..j, in the permutations that have an element j."""
+    """Swap j with a random element of 0..j (inclusive), in permutations that have an element j."""
     upper = np.uint64(j)
     other = _below(upper + np.uint64(1), key ^ _STEP_KEYS[j])
     return np.where(n <= upper, x, np.where(x == upper, other, np.where(x == other, upper, x)))

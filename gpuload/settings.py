@@ -1,8 +1,8 @@
 """Settings files: what `gpuload tune` writes and ``open_loader(settings=...)`` takes.
 
-A settings file is JSON: ``"settings"`` holds keyword arguments of `gpuload.open_loader`, and ``"measured"`` says what
-they were measured on, for people to read. What the caller gives always wins over the file, also where it equals the
-default. A word that is not known is refused: a misspelled setting must not silently be none.
+A settings file is JSON: ``"settings"`` holds keyword arguments of `gpuload.open_loader`, and ``"measured"`` records,
+for human readers, what they were measured on. The caller's arguments always override the file, even if they equal the
+default. Unknown names are rejected: a misspelled setting must not be silently ignored.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NOT_SAVED = ("paths", "settings", "sampler", "transform", "rank", "world_size", "cache", "storage_options")
-"""Arguments that a settings file cannot hold: values that JSON has not, and what differs between processes."""
+"""Arguments that a settings file cannot hold: values that JSON cannot represent, and those specific to a process."""
 
 _PARTS = {"settings", "measured"}
 
 
 def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function whose argument `settings` stands for those of its other keyword arguments that are not given.
+    """Wrap a function so that its argument `settings` supplies keyword arguments that are not given.
 
-    The function itself never sees more than its own arguments; `settings` reaches it as it was given.
+    The function itself sees only its own arguments; `settings` is passed on as given.
     """
     known = tuple(name for name in inspect.signature(function).parameters if name not in NOT_SAVED)
 
@@ -41,7 +41,7 @@ def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
         given: Any = kwargs
         saved = read_settings(given.get("settings"), known)
         sampler = given.get("sampler")
-        if sampler is not None:  # it says the order, and may say the block size, as if these had been given
+        if sampler is not None:  # it sets the order, perhaps the block size too, as if given
             saved.pop("shuffle", None)
         if block_size_of(sampler) is not None:
             saved.pop("block_size", None)
@@ -53,21 +53,21 @@ def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
 def read_settings(
     settings: str | os.PathLike[str] | Mapping[str, Any] | None, known: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return keyword arguments from a settings file, or from a mapping such as one holds, or None: none.
+    """Return keyword arguments from a settings file or an equivalent mapping; none if `settings` is None.
 
     Parameters
     ----------
     settings
-        A path; or what a settings file holds; or the keyword arguments alone.
+        A path; or the contents of a settings file; or the keyword arguments alone.
     known
-        Names that may occur.
+        Valid names.
 
     Raises
     ------
     ReadError
         The file cannot be read.
     PlanError
-        It is no settings file, or names a setting that is not known.
+        It is not a settings file, or names an unknown setting.
     """
     if settings is None:
         return {}
@@ -90,7 +90,7 @@ def read_settings(
 
 
 def write_settings(path: str | os.PathLike[str], settings: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
-    """Write a settings file, in place of one that may be there.
+    """Write a settings file, replacing an existing one.
 
     Raises
     ------

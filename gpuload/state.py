@@ -1,16 +1,16 @@
-"""What the state of a loader holds, and whether a state belongs to a loader.
+"""Contents of a loader's state, and the check that a state belongs to a loader.
 
-A state is a dict of plain ints, strings, lists and dicts, so that JSON, torch.save and every checkpoint keep it:
+A state is a dict of plain ints, strings, lists and dicts, so that JSON, torch.save and any checkpoint format keep it:
 
 ``"epoch"``, ``"step"``
-    Minibatches that each rank's consumer has received, of that epoch and since the last change of `world_size`.
+    The epoch, and the minibatches of it that each rank's consumer received since the last change of `world_size`.
 ``"world_size"``, ``"history"``
-    How many ranks there were; and before that, as pairs ``[world_size, steps]``, the oldest first.
+    The number of ranks; and earlier ones, as pairs ``[world_size, steps]``, oldest first.
 ``"fingerprint"``
-    All that decides the order but the above, and which matrices are handed over besides X. Not in it, so free to
-    differ: `rank` and `world_size`, `prefetch`, threads, device, genes, `join`, transform, output, folders.
+    Everything else that determines the order, and the matrices delivered besides X. Not included, so free to differ:
+    `rank` and `world_size`, `prefetch`, threads, device, genes, `join`, transform, output, folders.
 
-So the state of any one rank stands for all ranks at that step.
+So the state of any one rank is valid for all ranks at that step.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from gpuload.plan import Plan
 
 VERSION = 1
-"""Of states. It rises when the same state would mean another order."""
+"""Version of the state format; raised when the same state would mean a different order."""
 
 _PLACE = ("epoch", "step", "world_size", "history", "fingerprint")
 
 
 def fingerprint(plan: Plan, files: list[dict[str, Any]], further: list[str]) -> dict[str, Any]:
-    """Return what a state and a loader must agree in.
+    """Return the values that a state and a loader must have in common.
 
     Parameters
     ----------
     plan
-        Of the loader.
+        The loader's plan.
     files
-        Name and sizes of each file, in their order.
+        Name and sizes of each file, in order.
     further
-        The matrices that are handed over besides X, in their order.
+        The matrices delivered besides X, in order.
     """
     return {
         "version": VERSION,
@@ -51,12 +51,12 @@ def fingerprint(plan: Plan, files: list[dict[str, Any]], further: list[str]) -> 
         "drop_last": bool(plan.drop_last),
         "uneven": plan.uneven,
         "sampler": plan.strategy.describe(),
-        **({"further matrices": further} if further else {}),  # left out where there are none, as in older states
+        **({"further matrices": further} if further else {}),  # omitted if there are none, as in older states
     }
 
 
 def make_state(plan: Plan, step: int, made_with: dict[str, Any]) -> dict[str, Any]:
-    """Return the state after `step` minibatches of a plan; the caller's own."""
+    """Return the state after `step` minibatches of a plan; the caller owns it."""
     return {
         "epoch": plan.epoch,
         "step": step,
@@ -67,19 +67,19 @@ def make_state(plan: Plan, step: int, made_with: dict[str, Any]) -> dict[str, An
 
 
 def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
-    """Return a state's epoch, step, world_size and history.
+    """Validate a state, and return its epoch, step, world_size and history.
 
     Parameters
     ----------
     state
-        What `make_state` returned, also after a round trip through JSON.
+        The result of `make_state`, possibly after a round trip through JSON.
     wanted
-        The fingerprint of the loader that is to go on from it.
+        The fingerprint of the loader that is to resume from it.
 
     Raises
     ------
     PlanError
-        It is no state; or its data or settings are others, each of which is named.
+        It is not a state; or its data or settings differ, in which case each difference is named.
     """
     if not isinstance(state, dict) or not set(_PLACE) <= state.keys() or not isinstance(state["fingerprint"], dict):
         found = f"a dict with {sorted(map(str, state))}" if isinstance(state, dict) else type(state).__name__
@@ -115,10 +115,10 @@ def _copied(value: Any) -> Any:
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each difference in words."""
+    """Yield a description of each difference."""
     if found.get("version") != wanted["version"]:
         yield f"version {found.get('version')!r} of states, here {wanted['version']!r}"
-        return  # what else it holds may mean something else
+        return  # in another version, the other fields may have another meaning
     for name in dict.fromkeys((*wanted, *found)):
         if name == "files":
             yield from _file_differences(found.get("files"), wanted["files"])
@@ -141,7 +141,7 @@ def _named(file: Any) -> str:
 
 
 def _value_differences(name: str, found: Any, wanted: Any) -> Iterator[str]:
-    """Yield a setting's difference; of a sampler, those of its own settings where it is of the same name."""
+    """Yield how a setting differs; for samplers of the same name, how each of their settings differs."""
     if isinstance(found, dict) and isinstance(wanted, dict) and found.get("name") == wanted.get("name"):
         for part in dict.fromkeys((*wanted, *found)):
             if _copied(found.get(part)) != _copied(wanted.get(part)):

@@ -1,10 +1,10 @@
-"""The matrices of the same cells that are handed over, each with its store and its form: settings -> `Table`.
+"""The matrices delivered for the same cells, each with its store and form: settings -> `Table`.
 
 Requirements this module answers
 --------------------------------
-- The first matrix decides the order; every other has its cells in the same places.
-- A transform fits counts: one alone is for X and its layers; other modalities are transformed only where that is said.
-- Whatever cannot be carried out is refused before any file is opened where that is possible.
+- The first matrix defines the order of the cells; every other has them at the same positions.
+- Transforms are for counts: a single one applies to X and its layers; other modalities need one explicitly.
+- Invalid settings are rejected before any file is opened if possible.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Table:
     Attributes
     ----------
     store
-        Where it lies.
+        Where it is stored.
     form
-        What its rows are handed over as.
+        Form in which its rows are delivered.
     var_names : (form.n_cols,) object
-        Names of the columns handed over; ``"0"``, ``"1"``, ... where they have none.
+        Names of the delivered columns; ``"0"``, ``"1"``, ... if they have none.
     """
 
     store: Store
@@ -47,25 +47,25 @@ class Table:
 
     @property
     def nbytes_per_row(self) -> float:
-        """Bytes of a row handed over, on average: 4 per column, or 8 for each value where it is CSR."""
+        """Mean bytes per delivered row: 4 per column, or for CSR 8 per value."""
         return 4.0 * self.form.n_cols if self.form.output == "dense" else 8.0 * self.store.values_per_row
 
 
 def check_modalities(given: Any, paths: Any) -> tuple[str, ...]:
-    """Return the names of the modalities that are wanted, all of a mapping where none is given; or raise PlanError."""
+    """Return the names of the requested modalities, all of a mapping if none are given; or raise PlanError."""
     names = check_names("modality", given)
     return names or (check_names("paths", list(paths), least=1) if isinstance(paths, Mapping) else ())
 
 
 def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[str, ...]) -> Transforms:
-    """Return the transform or transforms that a user gave, or raise PlanError.
+    """Validate the transform or transforms given by the user, and return them; or raise PlanError.
 
     Parameters
     ----------
     transform
         As given.
     layers, modalities
-        The names that a mapping may have: all layers, and the modalities but the first.
+        Valid keys of a mapping: all layers, and all modalities but the first.
     """
     is_mapping = isinstance(transform, Mapping)
     for name, value in transform.items() if is_mapping else {"": transform}.items():
@@ -81,25 +81,25 @@ def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[s
 def make_tables(
     stores: Mapping[str, Store], layer: str, *, genes: Any, transform: Transforms, output: str, dtype: str
 ) -> dict[str, Table]:
-    """Return the tables of stores, by the same names.
+    """Return the tables of stores, under the same names.
 
     Parameters
     ----------
     stores
-        Of `formats.open_matrices`.
+        From `formats.open_matrices`.
     layer
-        The layer that is ``"X"``.
+        The layer used as ``"X"``.
     genes
-        Of X and its layers; see `open_loader`.
+        Genes of X and its layers; see `open_loader`.
     transform
-        Of X and its layers, or by the name of a layer or modality.
+        For X and its layers, or by name of a layer or modality.
     output, dtype
-        Of all but obsm, which is dense float32.
+        For all but obsm, which is dense float32.
 
     Raises
     ------
     PlanError
-        `genes` are not those of a store.
+        A store lacks some of `genes`.
     """
     tables: dict[str, Table] = {}
     for name, store in stores.items():
@@ -118,7 +118,7 @@ def make_tables(
 
 
 def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, NDArray[np.object_]]:
-    """Return the output column of every stored gene (-1 = not wanted; None = all) and the names of the chosen genes."""
+    """Return the output column of every stored gene (-1 = not chosen; None = all) and the names of the chosen genes."""
     if genes is None:
         return None, store.var_names
     if isinstance(genes, str):
