@@ -1,7 +1,7 @@
-"""Genes of files that do not agree: which are handed over, and where each file's columns go. Pure Python and NumPy.
+"""Alignment of files with different genes: which genes to deliver, and where columns go. Pure Python and NumPy.
 
-Nothing is rewritten: a file keeps its columns, and the kernels that gather rows look a column's place up in the map of
-the row's file, as they do for chosen genes.
+Nothing is rewritten: files keep their columns, and the gather kernels look up a column's position in the map of the
+row's file, as they do for chosen genes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ JOINS = ("inner", "outer")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alignment:
-    """What several tables of genes are as one.
+    """The joined genes of several gene tables.
 
     Attributes
     ----------
     var_names : (n_vars,) object
-        Genes of the whole.
+        The joined genes.
     maps : (n_mapped,) int32, optional
-        Place in `var_names` of every gene of a table, or -1, the tables one after the other and equal ones once. None:
-        the genes of each are `var_names`.
+        Index into `var_names` of every gene of a table, or -1; tables concatenated, equal ones stored once. None if
+        all tables equal `var_names`.
     starts : (n_tables,) int64
-        Where the map of each table begins in `maps`.
+        Where each table's map begins in `maps`.
     """
 
     var_names: NDArray[np.object_]
@@ -43,7 +43,7 @@ class Alignment:
 
 
 def check_join(join: object) -> str | tuple[str, ...] | None:
-    """Return what `align` takes for what a user gave, or raise PlanError."""
+    """Convert a user's `join` to the form that `align` takes, or raise PlanError."""
     if join is None or (isinstance(join, str) and join in JOINS):
         return join
     if isinstance(join, (str, bytes)) or not hasattr(join, "__iter__"):
@@ -65,18 +65,18 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
     names
         The genes of each table.
     paths
-        What errors call each.
+        Names of the tables in error messages.
     join
-        ``"inner"``: genes of all tables, in the order of the first; ``"outer"``: genes of any, in the order in which
-        they first appear; or the genes themselves, each of which some table has.
+        ``"inner"``: genes in all tables, in the order of the first; ``"outer"``: genes in any, in order of first
+        appearance; or a list of genes, each in at least one table.
 
     Raises
     ------
     StoreError
-        A table has a gene twice; no gene is in all tables; or no table has a gene that is given.
+        A table has a gene twice; no gene is in all tables; or a given gene is in no table.
     """
-    known: dict[str, int] = {}  # number of each gene, in the order in which they first appear
-    numbers: dict[bytes, int] = {}  # most files have the genes of another
+    known: dict[str, int] = {}  # number of each gene, in order of first appearance
+    numbers: dict[bytes, int] = {}  # most files share their genes with another
     which = [numbers.setdefault(_numbered(own, known).tobytes(), len(numbers)) for own in names]
     tables = [np.frombuffer(numbered, dtype=np.int32) for numbered in numbers]
     all_names = np.empty(len(known), dtype=object)
@@ -94,12 +94,12 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
 
 
 def _numbered(names: NDArray[np.object_], known: dict[str, int]) -> NDArray[np.int32]:
-    """Return the numbers of genes, which new ones are given here: there may be thousands of tables."""
+    """Return the numbers of genes, numbering new ones; fast, as there may be thousands of tables."""
     return np.fromiter((known.setdefault(name, len(known)) for name in names.tolist()), np.int32, names.size)
 
 
 def _check_once(table: NDArray[np.int32], names: NDArray[np.object_], path: str) -> None:
-    """Refuse a table that has a gene twice."""
+    """Raise StoreError if a table has a gene twice."""
     counts = np.bincount(table, minlength=names.size)
     is_twice = counts[table] > 1
     if is_twice.any():
@@ -113,7 +113,7 @@ def _check_once(table: NDArray[np.int32], names: NDArray[np.object_], path: str)
 def _joined(
     tables: Sequence[NDArray[np.int32]], known: dict[str, int], paths: Sequence[str], join: str | tuple[str, ...]
 ) -> NDArray[np.int64]:
-    """Return the numbers of the genes of the whole."""
+    """Return the numbers of the joined genes."""
     if isinstance(join, tuple):
         unknown = [name for name in join if name not in known]
         if unknown:

@@ -146,7 +146,7 @@ def _trim(begin: NDArray[np.int64], end: NDArray[np.int64], skip: int, n_rows: i
 def merge_ranges(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
     """Merge ranges, possibly overlapping, into ascending, disjoint and non-adjacent ranges, shape (m, 2).
 
-    Starts and ends are sorted separately: if the k-th end precedes the next start, no range is open in between.
+    Starts and ends are sorted separately: if the k-th end precedes the (k+1)-th start, no range is open in between.
     """
     if len(ranges) < 2:
         return ranges.copy()

@@ -1,9 +1,9 @@
-"""Which cells are wanted, as a short expression over columns of obs: ``"cell_type == 'T cell' and pct_mito < 0.1"``.
+"""Cell selection by a short expression over columns of obs: ``"cell_type == 'T cell' and pct_mito < 0.1"``.
 
-The expression is parsed as Python and walked: only comparisons, and/or/not, in, parentheses, literals, names of columns
-and isna/notna are known, so nothing in it is ever run. X is not read.
+The expression is parsed as Python and its tree walked: only comparisons, and/or/not, in, parentheses, literals, column
+names and isna/notna are allowed, so nothing in it is ever executed. X is not read.
 
-Missing values compare as in pandas: equal to nothing, unlike everything, neither above nor below.
+Missing values compare as in pandas: equal to nothing, unequal to everything, neither less nor greater.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from gpuload.types import Column
 
 MAX_LENGTH = 100_000
-"""Characters of an expression; a list of more values is better given as `Subset` of a mask."""
+"""Maximum number of characters of an expression; for a longer list of values, use `Subset` with a mask."""
 
 SLICE = 1 << 20
-"""Cells that are compared at one time, so that what is made on the way stays small."""
+"""Number of cells compared at a time, to keep temporaries small."""
 
 _COMPARE: dict[type[ast.cmpop], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.Eq: ("==", operator.eq),
@@ -56,13 +56,13 @@ class Where:
     Attributes
     ----------
     text
-        As given.
+        The expression as given.
     columns
-        Those that it names.
+        Columns named in it.
     tree
-        Its syntax.
+        Syntax tree.
     names
-        What stands for names in backticks.
+        Maps placeholders to the names given in backticks.
     """
 
     text: str
@@ -71,12 +71,12 @@ class Where:
     names: Mapping[str, str]
 
     def mask(self, obs: Mapping[str, Column]) -> NDArray[np.bool_]:
-        """Return which cells it holds for.
+        """Return a mask of the cells for which the expression is true.
 
         Parameters
         ----------
         obs
-            Columns by name, those of `columns` among them, over all cells.
+            Columns of all cells by name, including those in `columns`.
 
         Returns
         -------
@@ -85,8 +85,7 @@ class Where:
         Raises
         ------
         PlanError
-            A value is compared with a column that cannot hold it, no cell has a category that is named, or no cell is
-            left.
+            A value is compared with a column that cannot hold it, no cell has a named category, or no cells are left.
         """
         test = _Compiler(self, obs).test(self.tree)
         n_rows = next(iter(obs.values())).values.size
@@ -100,17 +99,17 @@ class Where:
 
 
 def parse(text: Any) -> Where:
-    """Parse an expression; nothing is opened yet.
+    """Parse an expression, without opening anything.
 
     Parameters
     ----------
     text
-        Columns are named plainly, or in backticks where their name is no Python name (```pct mito```); text is quoted.
+        The expression. Columns whose name is not a Python name go in backticks (```pct mito```); text is quoted.
 
     Raises
     ------
     PlanError
-        It is no such expression.
+        It is not a valid expression.
     """
     if not isinstance(text, str) or not text.strip():
         raise PlanError(
@@ -146,7 +145,7 @@ def parse(text: Any) -> Where:
 
 
 def _check(node: ast.expr, where: Where) -> Iterator[str]:
-    """Yield the columns under a node that is to be true or false; refuse what is not known."""
+    """Yield the columns under a boolean node; raise PlanError for unsupported syntax."""
     if isinstance(node, ast.BoolOp):
         for value in node.values:
             yield from _check(value, where)
@@ -188,13 +187,13 @@ def _check_comparison(node: ast.Compare, where: Where) -> Iterator[str]:
 
 
 def _literal(node: ast.expr, where: Where) -> Any:
-    """Return the value of a text, number or boolean."""
+    """Return the value of a text, number or boolean literal."""
     sign = 1
     inner = node
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         sign, inner = -1 if isinstance(node.op, ast.USub) else 1, node.operand
     if isinstance(inner, ast.Call) and ast.unparse(inner.func).startswith("np.") and len(inner.args) == 1:
-        return _literal(inner.args[0], where)  # as NumPy prints its own: np.str_('T cell')
+        return _literal(inner.args[0], where)  # the repr of a NumPy scalar: np.str_('T cell')
     if isinstance(inner, ast.Constant) and isinstance(inner.value, bool | int | float | str):
         if sign == 1 and inner is node:
             return inner.value
@@ -208,7 +207,7 @@ def _literal(node: ast.expr, where: Where) -> Any:
 
 
 def _is_of_bits(node: ast.expr) -> bool:
-    """Return whether a node is one of the operators that pandas users write for and, or, not."""
+    """Return whether a node is a bitwise operator, which pandas users write for and, or, not."""
     return isinstance(node, ast.BinOp | ast.UnaryOp) and isinstance(node.op, ast.BitAnd | ast.BitOr | ast.Invert)
 
 
@@ -228,7 +227,7 @@ def _shown(node: ast.expr, where: Where) -> str:
 
 
 class _Compiler:
-    """Turns a checked tree and columns into a test of a slice of the cells."""
+    """Compiles a checked tree and columns into a test of a slice of cells."""
 
     def __init__(self, where: Where, obs: Mapping[str, Column]) -> None:
         self._where = where
@@ -253,7 +252,7 @@ class _Compiler:
         return self._truth(node)
 
     def _column(self, node: ast.expr) -> tuple[str, Column]:
-        assert isinstance(node, ast.Name)  # noqa: S101 - narrows the type; checked when it was parsed
+        assert isinstance(node, ast.Name)  # noqa: S101 - narrows the type; checked when parsed
         name = self._where.names.get(node.id, node.id)
         return name, self._obs[name]
 
@@ -270,7 +269,7 @@ class _Compiler:
         self, left: ast.expr, op: ast.cmpop, right: ast.expr, node: ast.expr
     ) -> Callable[[slice], NDArray[np.bool_]]:
         if isinstance(op, ast.In | ast.NotIn):
-            assert isinstance(right, ast.List | ast.Tuple | ast.Set)  # noqa: S101 - checked when it was parsed
+            assert isinstance(right, ast.List | ast.Tuple | ast.Set)  # noqa: S101 - checked when parsed
             name, column = self._column(left)
             values = [_literal(value, self._where) for value in right.elts]
             self._check_values(name, column, values, "==")
@@ -296,11 +295,11 @@ class _Compiler:
         return lambda rows: np.asarray(compare(one.values[rows], two.values[rows]))
 
     def _check_values(self, name: str, column: Column, values: list[Any], sign: str) -> None:
-        """Refuse values that a column cannot hold, or that no cell has."""
+        """Raise PlanError for values that a column cannot hold, or that no cell has."""
         found = _kind(column)
         where = f"where={self._where.text!r:.200}: column {name!r} holds {found}"
         known = [] if column.categories is None or found != "text" else [str(c) for c in column.categories]
-        is_known = frozenset(known)  # there may be thousands of values, and of categories
+        is_known = frozenset(known)  # both values and categories may number in the thousands
         for value in values:
             kind = "text" if isinstance(value, str) else "a boolean" if isinstance(value, bool) else "a number"
             fits = {"text": "text", "a boolean": "booleans", "a number": "numbers"}[kind] == found
@@ -317,7 +316,7 @@ class _Compiler:
 
     @staticmethod
     def _lookup(column: Column, compare: Callable[[Any, Any], Any], value: Any) -> Callable[[slice], NDArray[np.bool_]]:
-        """Compare numbers as they are, and the categories once."""
+        """Compare numbers directly, and each category once."""
         values = column.values
         if column.categories is None:
             return lambda rows: np.asarray(compare(values[rows], value), dtype=bool)
@@ -328,7 +327,7 @@ class _Compiler:
 
 
 def _is_in(found: Any, wanted: frozenset[Any]) -> Any:
-    """Return whether values, or one category, are among others; as often as == says so."""
+    """Return whether values, or one category, are among `wanted`, as judged by ``==``."""
     if not isinstance(found, np.ndarray):
         return found in wanted
     if found.dtype.kind in "iub":
@@ -344,7 +343,7 @@ def _is_missing(column: Column, rows: slice) -> NDArray[np.bool_]:
 
 
 def _kind(column: Column) -> str:
-    """Return what a column holds, in a word."""
+    """Return what a column holds, in one word."""
     if column.categories is None:
         return "booleans" if column.values.dtype.kind == "b" else "numbers"
     kinds = {type(c) for c in column.categories}

@@ -1,8 +1,8 @@
-"""How many cells of one label a fetch and a minibatch hold: exact distributions. NumPy and SciPy only.
+"""Exact distributions of the number of cells of one label in a fetch and a minibatch. NumPy and SciPy only.
 
-What the expectations of `gpuload.diversity` are computed from. Everything concerns one label at a time, as an entropy
-is a sum over labels. Tails with a chance below 1e-19 are left out, by bounds that hold for every distribution [1]_, so
-that thousands of classes and fetches of a million cells take no longer than they must.
+The expectations of `gpuload.diversity` are computed from these. Everything concerns one label at a time, as entropy
+is a sum over labels. Tails with a probability below 1e-19 are omitted, by bounds that hold for every distribution
+[1]_, to keep thousands of classes and fetches of a million cells fast.
 
 References
 ----------
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LOG_TAIL = 45.0
-"""What is left out of a distribution has a chance of at most ``2 * exp(-45)``, 6e-20."""
+"""The omitted tails of a distribution have a probability of at most ``2 * exp(-45)``, 6e-20."""
 
 
 _NOISE = 1e-16
-"""Below it, chances that come out of an FFT are rounding."""
+"""Probabilities from an FFT below this are rounding errors."""
 
 _TABLE = 1 << 22
-"""Entries of a table that costs less than sorting."""
+"""Up to this many entries, a table costs less than sorting."""
 
 
 _SLICE_CELLS = 1 << 20
-"""Cells whose labels are counted at one time."""
+"""Number of cells whose labels are counted at a time."""
 
 
 class InBatch:
-    """Mean of ``X log2 X`` for the number X of a label's cells in a minibatch, given that in its fetch.
+    """Mean of ``X log2 X`` for the number X of a label's cells in a minibatch, given their number in its fetch.
 
-    ``X ~ Hypergeometric(fetch, cells, batch_size)``; computed once for each number of cells that is asked for, over the
-    values of X within Bernstein's bound of its mean [1]_.
+    ``X ~ Hypergeometric(fetch, cells, batch_size)``; computed once per requested number of cells, over the values of X
+    within Bernstein's bound of its mean [1]_.
     """
 
     def __init__(self, fetch: int, batch_size: int) -> None:
@@ -55,16 +55,16 @@ class InBatch:
         self._known = np.full(fetch + 1, np.nan)
 
     def mean(self, cells: NDArray[np.int64], chance: NDArray[np.float64]) -> float:
-        """Return the mean over numbers of cells in the fetch, each with its chance."""
+        """Return the mean over numbers of cells in the fetch, weighted by their probabilities."""
         new = np.unique(cells[np.isnan(self._known[cells])])
         for some in np.array_split(new, -(-new.size // 256) or 1):
-            part = np.abs(some / self._fetch - 0.5).min(initial=0.5)  # the largest variance is that next to one half
+            part = np.abs(some / self._fetch - 0.5).min(initial=0.5)  # variance is largest nearest to one half
             reach = _reach(1, self._batch_size * (0.25 - part**2))
             self._known[some] = self._given(some[:, None], min(self._batch_size, 2 * math.ceil(reach) + 2) + 1)
         return float(chance @ self._known[cells])
 
     def _given(self, cells: NDArray[np.int64], width: int) -> NDArray[np.float64]:
-        """Return the means for numbers of cells of shape (n, 1), over `width` values of X each."""
+        """Return the means for numbers of cells, shape (n, 1), each over `width` values of X."""
         fetch, batch, log_factorial = self._fetch, self._batch_size, self._log_factorial
         first = (cells * batch // fetch - width // 2).clip(0, batch + 1 - width)
         x = first + np.arange(width)
@@ -78,10 +78,10 @@ class InBatch:
 def fetch_cuts(
     fetch: int, block_size: int, most: int, short: Sequence[int] = ()
 ) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Return how a fetch is cut from the concatenated blocks, each way as likely: whole blocks, and ranges within one.
+    """Return the equally likely ways to cut a fetch from concatenated blocks: (whole blocks, ranges within a block).
 
-    Fetches begin at multiples of their size, so at every common multiple within a block, also with the lengths of
-    `short` blocks that went before; at most `most` are returned.
+    Fetches begin at multiples of their size, hence at all multiples, within a block, of the divisor common to it, the
+    block size and the lengths of preceding `short` blocks; at most `most` are returned.
     """
     step = math.gcd(fetch, block_size, *short)
     offsets = range(0, block_size, step * -(-(block_size // step) // most))
@@ -98,7 +98,7 @@ def fetch_cuts(
 def pure_cells(
     share: float, block_size: int, n_whole: int, ends: Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return how many cells of a label blocks of one label each (and parts of some) hold, and with what chance."""
+    """Return the possible numbers of a label's cells in single-label blocks (and parts of some), with probabilities."""
     blocks, chance = _binomial(n_whole, share)
     cells, chances = [], []
     for taken in product((0, 1), repeat=len(ends)):
@@ -110,7 +110,7 @@ def pure_cells(
 
 
 def _binomial(n: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return values of ``Bin(n, share)`` and their chances, within Bernstein's bound of its tails."""
+    """Return the values of ``Bin(n, share)`` within Bernstein's tail bound, and their probabilities."""
     from scipy.special import gammaln, xlog1py, xlogy
 
     reach = _reach(1, n * share * (1 - share))
@@ -120,20 +120,20 @@ def _binomial(n: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.float
 
 
 def _reach(step: float, variance: float) -> float:
-    """Return how far a sum of independent terms, each within `step` of its mean, strays, but for ``2 exp(-45)``."""
+    """Bound the deviation of a sum of independent terms, each within `step` of its mean, but for ``2 exp(-45)``."""
     third = _LOG_TAIL * step / 3
     return third + math.sqrt(third**2 + 2 * _LOG_TAIL * variance)
 
 
 def block_edges(rows: Sequence[int], block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return first and last (exclusive) cell of every block; blocks end with their file."""
+    """Return the first and last (exclusive) cell of every block; blocks end with their file."""
     file_start = np.cumsum([0, *rows])
     starts = np.concatenate([np.arange(lo, hi, block_size) for lo, hi in pairwise(file_start.tolist())])
     return starts, np.append(starts[1:], file_start[-1])
 
 
 class Composition:
-    """How many cells of each label there are in ranges of cells, as a table of (label, cells) with weights.
+    """Numbers of cells of each label in ranges of cells, as a weighted table of (label, cells).
 
     Parameters
     ----------
@@ -142,12 +142,12 @@ class Composition:
     starts, stops : (n_ranges,) int64
         Ascending, disjoint, not empty.
     size
-        Cells of a range; shorter ones are stretched to it, and weigh less.
+        Cells per range; shorter ranges are stretched to it, with less weight.
     """
 
     def __init__(self, codes: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64], size: int) -> None:
         self.n_one_label = 0
-        """Cells in ranges of one label."""
+        """Number of cells in single-label ranges."""
         length = stops - starts
         per_slice = max(1, _SLICE_CELLS // size) if size > 1 else starts.size
         found = [
@@ -162,7 +162,7 @@ class Composition:
     def _count(
         self, codes: NDArray[Any], starts: NDArray[np.int64], length: NDArray[np.int64], size: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return ``(label + 1) * (size + 1) + cells`` of some ranges, each value once, and how many cells they span."""
+        """Return the distinct ``(label + 1) * (size + 1) + cells`` of some ranges, and how many cells each spans."""
         if size == 1:
             self.n_one_label += starts.size
             found, n = np.unique(codes[starts], return_counts=True)
@@ -178,7 +178,7 @@ class Composition:
         is_one = np.repeat(n_runs == 1, n_runs)
         self.n_one_label += int(cells[is_one].sum())
         n_labels = int(label.max()) + 1
-        key, place = np.unique(block[~is_one] * n_labels + label[~is_one], return_inverse=True)  # one label, many runs
+        key, place = np.unique(block[~is_one] * n_labels + label[~is_one], return_inverse=True)  # merges runs of a label
         block = np.concatenate([block[is_one], key // n_labels])
         label = np.concatenate([label[is_one], key % n_labels])
         cells = np.concatenate([cells[is_one], np.bincount(place, cells[~is_one], key.size)])
@@ -192,14 +192,14 @@ class Composition:
         return key, table[key]
 
     def of_label(self, code: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return numbers of cells of a label in a range, from 0 on, and the chance of each."""
+        """Return the possible numbers of a label's cells in a range, starting with 0, and their probabilities."""
         part = slice(*self._first[code + 1 : code + 3].tolist()) if code + 2 < self._first.size else slice(0)
         weight = self._weight[part]
         return np.append(0, self._cells[part]), np.append(max(0.0, 1 - weight.sum()), weight)
 
 
 def sum_cells(label: int, terms: Sequence[tuple[Composition, int]]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return how many cells of a label so many independent draws of each kind of range add up to, with what chance."""
+    """Return the distribution of a label's cells over n independent draws of each kind of range: (values, chances)."""
     from scipy.fft import irfft, next_fast_len, rfft
 
     drawn = [(*composition.of_label(label), n) for composition, n in terms if n]

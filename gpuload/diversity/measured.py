@@ -1,4 +1,4 @@
-"""Diversity as it is: the entropy of a label in minibatches that were handed over."""
+"""Measured diversity: the entropy of a label in delivered minibatches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entropy_bits(labels: ArrayLike, n_classes: int) -> float:
     Parameters
     ----------
     labels : (n,) integers
-        Codes from -1 (missing, which counts as one more class) to ``n_classes - 1``.
+        Codes from -1 (missing, counted as an additional class) to ``n_classes - 1``.
     n_classes
         Number of classes.
 
@@ -33,7 +33,7 @@ def entropy_bits(labels: ArrayLike, n_classes: int) -> float:
     Raises
     ------
     PlanError
-        A code is outside its range.
+        A code is out of range.
     """
     codes = np.asarray(labels)
     if codes.size and not (codes.min() >= -1 and codes.max() < n_classes):
@@ -44,7 +44,7 @@ def entropy_bits(labels: ArrayLike, n_classes: int) -> float:
 
 
 class MinibatchEntropy:
-    """Mean and spread of the entropy of a label over minibatches; add one after the other.
+    """Mean and spread of a label's entropy over minibatches, accumulated by `add`.
 
     Parameters
     ----------
@@ -84,22 +84,22 @@ class MinibatchEntropy:
 
 
 def measure_entropy(loader: Loader, column: str, n_batches: int) -> MinibatchEntropy:
-    """Return mean and spread of the entropy of a label over minibatches that a loader hands over.
+    """Measure the mean and spread of a label's entropy over a loader's minibatches.
 
     Parameters
     ----------
     loader
-        Opened with the column in `obs`. It is iterated from its next epoch on, over as many epochs as it takes, which
+        Opened with the column in `obs`. It is iterated from its next epoch on, over as many epochs as needed, which
         then count as begun.
     column
-        Of categories, texts, whole numbers or booleans.
+        A column of categories, texts, whole numbers or booleans.
     n_batches
-        Minibatches to measure. Short ones (the last of an epoch) are passed over.
+        Minibatches to measure. Short ones (the last of an epoch) are skipped.
 
     Raises
     ------
     PlanError
-        The loader does not hand the column over, it holds fractions, or no minibatch is full.
+        The loader does not deliver the column, it holds fractions, or no minibatch is full.
     """
     check_at_least_one(n_batches=n_batches)
     if column not in loader.obs_dtypes:

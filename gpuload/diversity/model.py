@@ -1,4 +1,4 @@
-"""Diversity from the shares of a label alone: exact expectations under the model of one label a block, and bounds.
+"""Diversity from label shares alone: exact expectations under the model of one label per block, and bounds.
 
 The formulas and their sources are in the docstring of `gpuload.diversity`.
 """
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 _MAX_OFFSETS = 64
-"""Places within a block at which a fetch may begin that are looked at; where there are more, evenly spaced ones."""
+"""Limit on positions within a block at which a fetch may begin; if there are more, an evenly spaced subset is used."""
 
 
 def label_shares(codes: ArrayLike) -> NDArray[np.float64]:
-    """Return the share of each class that occurs among label codes (missing is a class), in the order of the codes."""
+    """Return the share of each class that occurs among label codes (missing is a class), in code order."""
     counts = np.bincount(np.asarray(codes) + 1)
     counts = counts[counts > 0]
     shares: NDArray[np.float64] = counts / max(1, counts.sum())
@@ -29,17 +29,17 @@ def label_shares(codes: ArrayLike) -> NDArray[np.float64]:
 
 
 def label_entropy(p: ArrayLike) -> float:
-    """Return the entropy of label shares in bits: what no minibatch exceeds on average."""
+    """Return the entropy of label shares in bits: an upper bound on the mean entropy of minibatches."""
     return plug_in_bits(_checked_shares(p))
 
 
 def iid_entropy(p: ArrayLike, batch_size: int) -> float:
-    """Return the exact expected plug-in entropy of `batch_size` independent draws: true random order.
+    """Return the exact expected plug-in entropy of `batch_size` independent draws, as in true random order.
 
     Parameters
     ----------
     p : (n_classes,)
-        Share of each class; must add up to 1.
+        Share of each class; must sum to 1.
     batch_size
         Cells per minibatch.
 
@@ -62,15 +62,15 @@ def iid_entropy(p: ArrayLike, batch_size: int) -> float:
 
 
 def expected_entropy(p: ArrayLike, *, batch_size: int, block_size: int, fetch_factor: int) -> float:
-    """Return the exact expected plug-in entropy of a minibatch of block shuffling over long label runs.
+    """Return the exact expected plug-in entropy of a minibatch under block shuffling of long label runs.
 
     Parameters
     ----------
     p : (n_classes,)
-        Share of each class; must add up to 1.
+        Share of each class; must sum to 1.
     batch_size, block_size, fetch_factor
-        As in `gpuload.open_loader`. Where `block_size` does not divide a fetch, fetches begin and end within blocks;
-        the result is then the mean over where (over 64 evenly spaced places, where there are more).
+        As in `gpuload.open_loader`. If `block_size` does not divide a fetch, fetches begin and end within blocks, and
+        the result is the mean over the possible positions (over 64 evenly spaced ones if there are more).
 
     Returns
     -------
@@ -99,15 +99,15 @@ def expected_entropy(p: ArrayLike, *, batch_size: int, block_size: int, fetch_fa
 
 
 def entropy_bounds(p: ArrayLike, *, batch_size: int, block_size: int, fetch_factor: int) -> tuple[float, float]:
-    """Return rigorous bounds in bits of the expected minibatch entropy of block shuffling.
+    """Return rigorous bounds in bits on the expected minibatch entropy under block shuffling.
 
-    The lower one holds however the labels lie on disk, the upper one for label runs of at least a block, in a file of
-    which a fetch is a small part.
+    The lower bound holds for any order of labels on disk, the upper one for label runs of at least a block, in a file
+    of which a fetch is a small part.
 
     Parameters
     ----------
     p : (n_classes,)
-        Share of each class; must add up to 1.
+        Share of each class; must sum to 1.
     batch_size, block_size, fetch_factor
         As in `gpuload.open_loader`.
 
@@ -118,9 +118,9 @@ def entropy_bounds(p: ArrayLike, *, batch_size: int, block_size: int, fetch_fact
 
     Notes
     -----
-    ``-x log x`` is concave. Lower: of all ways to take a minibatch's cells from blocks, the least mixed is to take as
-    many whole blocks as fit in (and one block's part for the rest). Upper: cells of their own are more mixed than any
-    that share blocks, and a fetch more than a minibatch of it.
+    ``-x log x`` is concave. Lower: the least mixed way to take a minibatch's cells from blocks is to take as many
+    whole blocks as fit (and part of one for the rest). Upper: independent cells are more mixed than cells that share
+    blocks, and a fetch is more mixed than a minibatch of it.
     """
     check_at_least_one(batch_size=batch_size, block_size=block_size, fetch_factor=fetch_factor)
     shares = _checked_shares(p)
@@ -136,11 +136,11 @@ def entropy_bounds(p: ArrayLike, *, batch_size: int, block_size: int, fetch_fact
 
 
 def closed_form(p: ArrayLike, *, batch_size: int, block_size: int) -> tuple[float, float]:
-    """Return bounds in bits by formula alone: ``(H(p) - log2(1 + (K - 1) * block_size / batch_size), H(p))``.
+    """Return closed-form bounds in bits: ``(H(p) - log2(1 + (K - 1) * block_size / batch_size), H(p))``.
 
-    Wider than `entropy_bounds` and valid wherever those are, for every `fetch_factor`; K is the number of classes that
-    occur. Where `block_size` does not divide `batch_size`, ``block_size / batch_size`` stands for the sum of squares
-    of the shares that a minibatch's blocks have in it.
+    Wider than `entropy_bounds`, and valid under the same conditions for every `fetch_factor`; K is the number of
+    classes that occur. If `block_size` does not divide `batch_size`, ``block_size / batch_size`` stands for the sum of
+    squared shares of the blocks in a minibatch.
 
     Raises
     ------
@@ -158,9 +158,9 @@ def closed_form(p: ArrayLike, *, batch_size: int, block_size: int) -> tuple[floa
 def first_order_entropy(p: ArrayLike, n_draws: float) -> float:
     """Return the first-order approximation ``H(p) - (K - 1) / (2 n ln 2)`` of the mean entropy of n independent draws.
 
-    Warning: it is an approximation for n well above the number of classes K, and no bound. With ``n_draws=batch_size /
-    block_size`` it is meant for ``fetch_factor=1``, and lies above the truth for many settings in use (14 plates,
-    minibatches of 64, blocks of 4: 3.19 bits against 3.09) and below zero for large blocks. Use `entropy_bounds`.
+    Warning: this is an approximation for n well above the number of classes K, not a bound. With ``n_draws=batch_size /
+    block_size`` it is meant for ``fetch_factor=1``; it exceeds the true value for many common settings (14 plates,
+    minibatches of 64, blocks of 4: 3.19 bits against 3.09) and is negative for large blocks. Use `entropy_bounds`.
 
     Raises
     ------
@@ -174,7 +174,7 @@ def first_order_entropy(p: ArrayLike, n_draws: float) -> float:
 
 
 def plug_in_bits(weights: NDArray[Any]) -> float:
-    """Return the entropy in bits of weights that need not add up to 1."""
+    """Return the entropy in bits of weights that need not sum to 1."""
     weights = weights[weights > 0]
     share = weights / weights.sum() if weights.size else weights
     return max(0.0, float(-(share * np.log2(share)).sum()))
@@ -191,7 +191,7 @@ def _checked_shares(p: ArrayLike) -> NDArray[np.float64]:
 
 
 def check_at_least_one(**sizes: int) -> None:
-    """Raise PlanError where one of some named sizes is below 1."""
+    """Raise PlanError if any of the named sizes is below 1."""
     for name, size in sizes.items():
         if size < 1:
             raise PlanError(f"{name}={size!r}: expected at least 1.")

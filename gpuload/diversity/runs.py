@@ -1,4 +1,4 @@
-"""Diversity from the labels as they lie in a file: each block's true composition counts, without a model.
+"""Diversity from the labels in file order: uses each block's true composition, without a model.
 
 The formulas and their sources are in the docstring of `gpuload.diversity`.
 """
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 TOLERANCE_BITS = 0.05
-"""Where the model is further off than this, it is said to fail; published measurements agree to within it."""
+"""The model is reported to fail if its error exceeds this; published measurements agree to within it."""
 
 _MAX_RUN_OFFSETS = 8
-"""Places within a block at which a fetch may begin that are looked at: fewer than the model's, as each takes longer."""
+"""Limit on positions within a block at which a fetch may begin: fewer than the model's, as each takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunsEntropy:
-    """Expected entropy of minibatches of block shuffling over the labels of a file as they lie there; see the maker.
+    """Expected minibatch entropy under block shuffling of a file's labels; returned by `entropy_of_runs`.
 
     Attributes
     ----------
     bits
-        Expected entropy: exact for blocks drawn independently of each other (a fetch that is a small part of the
-        file), for one block a fetch, and for a fetch that is the whole file; between them a straight line in the
-        variance, which is off by far less than `upper - lower`.
+        Expected entropy: exact for independently drawn blocks (a fetch that is a small part of the file), for one
+        block per fetch, and for a fetch of the whole file; in between, interpolated linearly in the variance, with an
+        error far below `upper - lower`.
     lower, upper
-        Rigorous bounds, for the places in a block that are looked at: blocks drawn independently, and every fetch a
-        picture of the whole file.
+        Rigorous bounds, for the positions in a block considered: blocks drawn independently, and every fetch composed
+        like the whole file.
     model_bits
-        What `expected_entropy` says, which knows the shares of the labels only.
+        Result of `expected_entropy`, which takes only the label shares.
     one_label_share
-        Share of the cells that lie in blocks of one label.
+        Share of cells in single-label blocks.
     fetch_share
-        Share of the file that a fetch holds.
+        Share of the file held by a fetch.
     """
 
     bits: float
@@ -57,11 +57,11 @@ class RunsEntropy:
 
     @property
     def model_holds(self) -> bool:
-        """Whether the model is off by no more than `TOLERANCE_BITS`."""
+        """Whether the model's error is at most `TOLERANCE_BITS`."""
         return abs(self.bits - self.model_bits) <= TOLERANCE_BITS
 
     def explain(self) -> str:
-        """Return in a sentence whether the model's assumptions hold, and what breaks them."""
+        """Return a sentence on whether the model's assumptions hold, and if not, why."""
         if self.model_holds:
             return f"one label a block describes these labels to within {TOLERANCE_BITS} bits."
         causes = []
@@ -82,19 +82,19 @@ def entropy_of_runs(
     fetch_factor: int,
     file_rows: Sequence[int] | None = None,
 ) -> RunsEntropy:
-    """Return the expected entropy of a label in minibatches of block shuffling, from the labels as they lie in a file.
+    """Return the expected entropy of a label in minibatches under block shuffling, from the labels in file order.
 
-    No assumption of one label a block: each block's true composition counts.
+    Does not assume one label per block: each block's true composition is used.
 
     Parameters
     ----------
     codes : (n,) integers
-        Label of every cell, in the order of the file; -1 = missing, which is a class.
+        Label of every cell, in file order; -1 = missing, which is a class.
     batch_size, block_size, fetch_factor
         As in `gpuload.open_loader`; a fetch is at most the whole file.
     file_rows
-        Cells of each file, where `codes` are those of several: blocks end with a file. A short block counts as one of
-        full length and the same shares, drawn as much more rarely; fetches after it begin anywhere in a block.
+        Cells per file, if `codes` cover several: blocks end with a file. A short block counts as a full one with the
+        same shares, drawn proportionally less often; fetches after it begin anywhere in a block.
 
     Raises
     ------
@@ -103,12 +103,11 @@ def entropy_of_runs(
 
     Notes
     -----
-    Where `block_size` does not divide a fetch, the mean is over 8 evenly spaced places where a fetch may begin in a
-    block. The cells of class k in a fetch are a sum over its blocks; its distribution is the power of the
-    characteristic function of one block's count, by FFT. Then as in `expected_entropy`. Blocks of a file are drawn
-    without replacement, which spreads the sum less (Hoeffding 1963): the variance shrinks by
-    ``(n_blocks - blocks per fetch) / (n_blocks - 1)``, and the entropy moves as much of the way from `lower` to
-    `upper`.
+    If `block_size` does not divide a fetch, the mean is over 8 evenly spaced positions in a block at which a fetch may
+    begin. The number of cells of class k in a fetch is a sum over its blocks; its distribution is computed by FFT, as
+    a power of the characteristic function of one block's count. The rest is as in `expected_entropy`. Blocks of a file
+    are drawn without replacement, which lowers the variance of the sum (Hoeffding 1963) by the factor
+    ``(n_blocks - blocks per fetch) / (n_blocks - 1)``; the entropy moves from `lower` towards `upper` accordingly.
     """
     check_at_least_one(batch_size=batch_size, block_size=block_size, fetch_factor=fetch_factor)
     labels = np.asarray(codes)
@@ -138,9 +137,9 @@ def entropy_of_runs(
 def _runs_totals(
     labels: NDArray[Any], rows: Sequence[int], shares: NDArray[np.float64], batch_size: int, block_size: int, fetch: int
 ) -> tuple[float, float, int]:
-    """Return the sum over labels of the mean of ``X log2 X``, and the cells in blocks of one label.
+    """Return two sums over labels of the mean of ``X log2 X``, and the number of cells in single-label blocks.
 
-    Twice the sum: for blocks drawn independently, and for fetches that hold of each label its share in the files.
+    The sums are for blocks drawn independently, and for fetches that hold each label's share in the files.
     """
     in_batch = InBatch(fetch, batch_size)
     starts, stops = block_edges(rows, block_size)
@@ -148,7 +147,7 @@ def _runs_totals(
     whole = Composition(labels, starts, stops, block_size)
     within = {end for _, _, ends in cuts for end in ends}
     parts = {}
-    for lo, hi in within:  # of a short block the same part of its length
+    for lo, hi in within:  # of a short block, the same fraction
         first = starts + lo * (stops - starts) // block_size
         last = stops - (block_size - hi) * (stops - starts) // block_size
         parts[lo, hi] = Composition(labels, first, last, hi - lo)
@@ -164,9 +163,9 @@ def _runs_totals(
 
 
 def _cuts(fetch: int, block_size: int, lengths: NDArray[np.int64]) -> list[tuple[float, int, list[tuple[int, int]]]]:
-    """Return how a fetch is cut from blocks of these lengths, with the chance of each way.
+    """Return the ways to cut a fetch from blocks of these lengths, with the probability of each.
 
-    Up to the first short block, which comes anywhere, fetches begin as they would without; then anywhere in a block.
+    Before the first short block, whose position is random, fetches begin as if there were none; after it, anywhere.
     """
     short = lengths[lengths < block_size].tolist()
     kinds = [(1, ()), (len(short), tuple(set(short)))]
@@ -175,14 +174,14 @@ def _cuts(fetch: int, block_size: int, lengths: NDArray[np.int64]) -> list[tuple
 
 
 def fetch_entropy(codes: ArrayLike, batch_size: int) -> float:
-    """Return the exact expected entropy in bits of the minibatches of one fetch, over all ways to mix its cells.
+    """Return the exact expected entropy in bits of the minibatches of one fetch, over all shuffles of its cells.
 
     Parameters
     ----------
     codes : (n,) integers
         Labels of the fetch's cells, -1 = missing.
     batch_size
-        Cells per minibatch; at most n counts.
+        Cells per minibatch; capped at n.
 
     Raises
     ------
