@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 DONE, FAILED, WRONG_USE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
 COMMANDS = {
-    "demo": "train on quasi-random minibatches from files on disk, in three orders, and compare them",
-    "inspect": "show how a file is stored, and which block_size and fetch_factor suit it",
-    "tune": "find the fastest settings for a file on this machine, and write them to a file",
-    "bench": "measure cells per second, stage by stage, against what the machine can do",
-    "pack": "write files as one pre-shuffled, verified store that is read fastest, and that anndata opens",
-    "doctor": "show what is installed, which path bytes will take, and how to get a faster one",
+    "demo": "train on minibatches from files on disk, read in three orders, and compare the results",
+    "inspect": "show how a file is stored, and recommend block_size and fetch_factor",
+    "tune": "find the fastest settings for a file on this machine, and save them",
+    "bench": "measure cells per second, stage by stage, against the machine's limits",
+    "pack": "write files to one shuffled, verified store that reads fastest and opens in anndata",
+    "doctor": "check the installation, show the I/O path, and say how to get a faster one",
 }
 
 EPILOG = """\
 examples:
-  gpuload demo                                     the whole way, from files to a trained model, in under three minutes
-  gpuload inspect atlas.h5ad --label cell_type     what is in the file, and how to read it
-  gpuload tune atlas.h5ad --label cell_type        the fastest settings for it on this machine
+  gpuload demo                                     from files to a trained model in under three minutes
+  gpuload inspect atlas.h5ad --label cell_type     what the file holds, and how best to read it
+  gpuload tune atlas.h5ad --label cell_type        its fastest settings on this machine
   gpuload bench atlas.h5ad --label cell_type       how fast this machine reads it
-  gpuload pack atlas.h5ad atlas.zarr               a shuffled copy of it that is read fastest
-  gpuload doctor                                   what is missing for a faster path
+  gpuload pack atlas.h5ad atlas.zarr               a shuffled copy that reads fastest
+  gpuload doctor                                   what a faster path needs
 
 exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted
 
-Each command explains itself: gpuload COMMAND --help
+For help on a command: gpuload COMMAND --help
 """
 
 
@@ -153,7 +153,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser; only the command found in `argv` is imported and given its options."""
     parser = argparse.ArgumentParser(
         prog="gpuload",
-        description="Single-cell data from .h5ad files on disk to shuffled minibatches.",
+        description="Load single-cell data from .h5ad files on disk as shuffled minibatches.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

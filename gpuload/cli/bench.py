@@ -33,23 +33,23 @@ if TYPE_CHECKING:
     from gpuload.torch import CellDataset
 
 EPILOG = """\
-A warm-up fetch comes first, so compiling and the first page faults are not counted; then --repeats rounds of --seconds
-each. The file is soon in the page cache; to learn about the disk, drop the cache first and give --repeats 1.
+A warm-up fetch runs first, so that compilation and the first page faults are not counted; then --repeats rounds of
+--seconds each. The file soon sits in the page cache; to measure the disk, drop the cache first and use --repeats 1.
 
-Each stage's rate is that of one thread while the others work, and stands beside a ceiling measured on the spot with one
-thread and nothing else running: pread of the same byte ranges into memory used again; a library decoding chunks of this
-very file; writing zeros into memory used again. "all stages at their ceilings" is the cells per second that would give
-on all cores. On a GPU there are no ceilings here, and no rates of decoding and gathering: the host only launches them.
+Each stage's rate is per thread while the others work. Beside it stands a ceiling, measured on the spot with one thread
+and nothing else running: pread of the same byte ranges into a reused buffer; a library decoding chunks of the same
+file; writing zeros into a reused buffer. "all stages at their ceilings" is the cells per second this would give on all
+cores. On a GPU, ceilings and the rates of decoding and gathering are not reported: the host only launches that work.
 
 examples:
   gpuload bench atlas.h5ad
   gpuload bench atlas.h5ad --block-size chunk --label donor
   gpuload bench atlas.h5ad --output csr --seconds 10 --repeats 5 --json
-  gpuload bench atlas.h5ad --stream                           the order of the file, the fastest there is
+  gpuload bench atlas.h5ad --stream                           file order, the fastest
   gpuload bench atlas.h5ad --block-size 1                     true random order
-  gpuload bench s3://bucket/atlas.h5ad --timeline out.png     who did what when, as a picture
-  gpuload bench s3://bucket/atlas.h5ad --cache /local/blocks  later epochs from the local disk; the hits of each
-  gpuload bench atlas.h5ad --label donor --report out.html    all of it on one page, to look at or to send
+  gpuload bench s3://bucket/atlas.h5ad --timeline out.png     a picture of what ran when
+  gpuload bench s3://bucket/atlas.h5ad --cache /local/blocks  later epochs from local disk; hits per epoch
+  gpuload bench atlas.h5ad --label donor --report out.html    a one-page report, to read or share
 """
 
 PACKAGES = ("gpuload", "numpy", "numba", "h5py", "torch")
@@ -91,20 +91,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=text.positive,
         metavar="S",
-        help="seconds of the consumer for each minibatch, as if it trained; those in host memory go to a GPU first, "
-        "where there is one",
+        help="simulated training time per minibatch, in seconds; minibatches in host memory are first copied to a GPU, "
+        "if there is one",
     )
     group.add_argument(
         "--timeline",
         type=text.picture,
         metavar="FILE.png",
-        help="draw who did what when in the last repeat: reads, decodes, takes, waits, steps, minibatches, GPUs",
+        help="plot what ran when in the last repeat: reads, decodes, gathers, waits, steps, minibatches, GPUs",
     )
     bench_cache.add_arguments(group)
     group.add_argument(
         "--report",
         metavar="FILE.html",
-        help="write all of it as one page: stages against ceilings, memory, timeline, verdict, versions",
+        help="write a one-page report: stages against ceilings, memory, timeline, verdict, versions",
     )
     settings.add_arguments(parser)
     text.add_output_arguments(parser)

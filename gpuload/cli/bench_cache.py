@@ -50,9 +50,9 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cache",
         metavar="DIR",
-        help="read addresses through a store in this folder, which keeps what is read; tells of the hits of each epoch",
+        help="read remote files through a cache in this folder, and report its hits per epoch",
     )
-    group.add_argument("--cache-budget", metavar="SIZE", help="most bytes of that store (default: 200GiB)")
+    group.add_argument("--cache-budget", metavar="SIZE", help="size limit of that cache (default: 200GiB)")
 
 
 @contextmanager

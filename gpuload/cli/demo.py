@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from gpuload.cli.training import Task, Training
 
 EPILOG = """\
-Two data sets, each sorted on disk as real files are:
-  real       700 human blood cells with cell types, from scanpy's wheel, which pip downloads (2 MB); without a network
-             they are left out
-  synthetic  cells shaped like the Tahoe-100M atlas: 62,710 genes, about 1,500 stored values a cell, sorted by plate,
+Two data sets, each sorted on disk, as real files are:
+  real       700 human blood cells with cell types, from scanpy's wheel, which pip downloads (2 MB); skipped without a
+             network
+  synthetic  cells shaped like the Tahoe-100M atlas: 62,710 genes, about 1,500 stored values per cell, sorted by plate,
              cell line and drug; written by anndata with gzip, and read as they are
 
-Three orders, each through gpuload and DALI into a linear classifier in PyTorch:
-  streaming        as the cells lie in the file: the fastest, but minibatches hold one plate and one or two cell lines
+Three orders, each feeding a linear PyTorch classifier through gpuload and DALI:
+  streaming        file order: the fastest, but a minibatch holds one plate and one or two cell lines
   block shuffling  random blocks of neighbouring cells, mixed within a fetch of at most 5 % of the file
-  true random      every cell by itself: the yardstick, and slow
+  true random      every cell on its own: the reference, and slow
 
 Every order trains the same model on the same number of minibatches: one epoch of the synthetic cells and four of the
-few real ones, or less where the slowest order does not manage that in --seconds. What differs is how long it takes, how
-mixed the minibatches are, and how good the model is on held-out cells, which lie in files of their own. The results are
-in DIR: demo.png and demo.json. All of it runs on the CPU, also where there is a GPU (for one: pipelines/train_dali.py).
+few real ones, or fewer if the slowest order cannot finish within --seconds. What differs is the time taken, how well
+the minibatches are mixed, and the accuracy on held-out cells, which are in separate files. Results are written to
+demo.png and demo.json. The demo runs on the CPU even if there is a GPU; to use one, see pipelines/train_dali.py.
 
 examples:
   gpuload demo
@@ -99,27 +99,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=text.whole_number,
         default=50_000,
         metavar="N",
-        help="cells of the synthetic file (default: 50000)",
+        help="cells in the synthetic file (default: 50000)",
     )
     parser.add_argument(
         "--seconds",
         type=text.positive,
         default=15.0,
         metavar="S",
-        help="most seconds of training per order (default: 15)",
+        help="training time limit per order, in seconds (default: 15)",
     )
     parser.add_argument(
         "--data",
         type=Path,
         default=Path("demo-data"),
         metavar="DIR",
-        help="where the files are kept for the next time (default: demo-data)",
+        help="folder to keep the data files in for reuse (default: demo-data)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where demo.png and demo.json go (default: the data folder)"
+        "--out", type=Path, metavar="DIR", help="folder for demo.png and demo.json (default: the data folder)"
     )
-    parser.add_argument("--no-real", action="store_true", help="leave out the real cells: no network is used")
-    parser.add_argument("--fresh", action="store_true", help="make the files anew")
+    parser.add_argument("--no-real", action="store_true", help="skip the real cells; no network is used")
+    parser.add_argument("--fresh", action="store_true", help="regenerate the data files")
     text.add_output_arguments(parser)
     parser.set_defaults(run=run)
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     import argparse
 
 EPILOG = """\
-Nothing is changed, and no heavy package is imported but those that are asked whether they see a GPU. The exit code is 1
-where something that gpuload needs is missing or broken.
+Nothing is changed, and the only heavy packages imported are those queried for a GPU. The exit code is 1 if something
+that gpuload requires is missing or broken.
 
 examples:
   gpuload doctor
-  gpuload doctor --json > report.json          to go with a bug report
+  gpuload doctor --json > report.json          to attach to a bug report
 """
 
 REQUIRED = ("numpy", "scipy", "pandas", "numba", "h5py", "anndata", "imagecodecs", "tqdm")

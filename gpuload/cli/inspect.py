@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 EPILOG = """\
-Only metadata is read, and some fetches to learn this machine's pace: a file of a terabyte takes seconds.
+Only metadata is read, plus a few fetches to calibrate speed on this machine: a terabyte file takes seconds.
 
-"decoded per wanted" is how many bytes lie in the chunks that must be touched for each byte of the cells that a fetch
-holds: HDF5 stores an array in chunks, and a chunk is inflated from its beginning even for one cell. The entropy of a
-label (--label) is that of the minibatches which the loader would hand over from this very file, with the labels as
-they lie in it, beside that of true random order.
+"decoded per wanted" is the number of bytes in the chunks that a fetch touches per byte of the cells it returns: HDF5
+stores an array in chunks, and a chunk is inflated from its start even for one cell. The entropy of a label (--label)
+is that of the minibatches the loader would return from this very file, as the labels lie in it, compared with true
+random order.
 
-"cells/s" is by a cost model, not timed: the bytes that planned fetches read and inflate (once every checksum was
-verified) and the cells gathered, each at the engine's pace on this machine's CPU, over all threads. It does not know
-how fast a disk is; gpuload tune times real reads.
+"cells/s" comes from a cost model, not from timing: the bytes that planned fetches read and inflate (once every checksum
+has been verified) and the cells gathered, each at the engine's speed on this machine's CPU, over all threads. It does
+not account for disk speed; gpuload tune times real reads.
 
 examples:
   gpuload inspect atlas.h5ad
@@ -57,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=text.fraction,
         default=advice.MAX_LOSS,
         metavar="X",
-        help="part of true random order's entropy that may be lost (default: 0.01)",
+        help="fraction of true random order's entropy that may be lost (default: 0.01)",
     )
     parser.add_argument(
         "--plot",
         type=text.picture,
         metavar="FILE.png",
-        help="draw the label along the file, cells per chunk, and entropy against cells/s; needs --label",
+        help="plot the label along the file, cells per chunk, and entropy against cells/s; requires --label",
     )
     text.add_output_arguments(parser)
     parser.set_defaults(run=run)

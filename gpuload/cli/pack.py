@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     import argparse
 
 EPILOG = """\
-The target is a sharded zarr v3 store that anndata.read_zarr opens. Its rows are in true random order, so that large
-blocks of neighbours are as mixed as random cells; obs says in source_file and source_row where each is from. All is
-read back and compared before the target appears. After an interruption, also kill -9, the same command goes on.
+DST becomes a sharded zarr v3 store that anndata.read_zarr opens. By default its rows are in true random order, so that
+a large block of neighbours is as mixed as random cells; obs records where each row came from, in source_file and
+source_row. Everything is read back and compared before DST appears. After an interruption, even kill -9, the same
+command resumes.
 
 examples:
   gpuload pack plate1.h5ad plate2.h5ad atlas.zarr
@@ -28,40 +29,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     parser.epilog = EPILOG
     parser.add_argument(
-        "paths", type=text.path, nargs="+", metavar="SRC", help="a file or folder; several are packed as one table"
+        "paths", type=text.path, nargs="+", metavar="SRC", help="input file or folder; several are packed as one table"
     )
-    parser.add_argument("target", type=text.path, metavar="DST", help="the folder to make")
+    parser.add_argument("target", type=text.path, metavar="DST", help="store to create, a folder")
     parser.add_argument(
-        "--layer", action="append", help="a matrix: X, raw.X or the name of a layer; may be given again (default: X)"
+        "--layer", action="append", help="matrix to pack: X, raw.X or a layer's name; repeatable (default: X)"
     )
-    parser.add_argument("--obsm", action="append", metavar="NAME", help="a matrix of obsm to pack too; again for more")
+    parser.add_argument("--obsm", action="append", metavar="NAME", help="obsm matrix to pack as well; repeatable")
     settings.add_join_argument(parser)
-    parser.add_argument(
-        "--obs", action="append", metavar="COL", help="a column of obs to keep; again for more (default: all)"
-    )
+    parser.add_argument("--obs", action="append", metavar="COL", help="obs column to keep; repeatable (default: all)")
     order = parser.add_argument_group("order").add_mutually_exclusive_group()
-    order.add_argument("--group-by", metavar="COL", help="rows of one label together, shuffled among each other")
-    order.add_argument("--keep-order", action="store_true", help="rows as they lie in the sources")
-    parser.add_argument("--seed", type=int, default=0, help="of the order (default: 0)")
+    order.add_argument("--group-by", metavar="COL", help="group rows by this obs column, shuffled within each group")
+    order.add_argument("--keep-order", action="store_true", help="keep the row order of the sources")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the order (default: 0)")
     group = parser.add_argument_group("storage")
     group.add_argument(
         "--codec",
         choices=("lz4", "zstd", "none"),
         default="lz4",
-        help="lz4, the fastest to read; zstd, the smallest; none (default: lz4)",
+        help="lz4 reads fastest, zstd is smallest (default: lz4)",
     )
     group.add_argument(
         "--block-size", type=text.whole_number, default=64, metavar="N", help="cells per chunk (default: 64)"
     )
-    group.add_argument("--overwrite", action="store_true", help="replace a store that is there, once the new is whole")
-    group = parser.add_argument_group("work")
+    group.add_argument("--overwrite", action="store_true", help="replace an existing store once the new one is whole")
+    group = parser.add_argument_group("resources")
     group.add_argument(
-        "--memory", default="2GiB", metavar="SIZE", help="most memory for what holds cells (default: 2GiB)"
+        "--memory", default="2GiB", metavar="SIZE", help="memory limit for buffers of cells (default: 2GiB)"
     )
     group.add_argument(
-        "--threads", type=text.whole_number, metavar="N", help="threads that decode and encode (default: one per core)"
+        "--threads", type=text.whole_number, metavar="N", help="decoding and encoding threads (default: one per core)"
     )
-    group.add_argument("--scheduler", metavar="ADDRESS", help="of a Dask scheduler whose workers do the passes")
+    group.add_argument("--scheduler", metavar="ADDRESS", help="Dask scheduler whose workers do the packing")
     text.add_output_arguments(parser)
     parser.set_defaults(run=run)
 

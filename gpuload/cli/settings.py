@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=16,
         metavar="N",
         help=(
-            "consecutive cells read together; 1 is true random order, 'chunk' the file's own chunks, '2 chunks' pairs "
-            "of them (default: 16)"
+            "consecutive cells to read together: 1 for true random order, 'chunk' for the file's own chunks, "
+            "'2 chunks' for pairs of them (default: 16)"
         ),
     )
     group.add_argument(
@@ -53,53 +53,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=text.whole_number,
         default=256,
         metavar="N",
-        help="minibatches resident at one time (default: 256)",
+        help="minibatches per fetch, held in memory together (default: 256)",
     )
-    group.add_argument("--stream", action="store_true", help="the order of the file, not shuffled")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="what the order depends on (default: 0)")
-    group.add_argument("--drop-last", action="store_true", help="leave out a short last minibatch")
-    group.add_argument("--genes", metavar="FILE", help="only the genes named in this text file, one a line")
+    group.add_argument("--stream", action="store_true", help="read in file order, without shuffling")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the order (default: 0)")
+    group.add_argument("--drop-last", action="store_true", help="drop a short last minibatch")
+    group.add_argument("--genes", metavar="FILE", help="load only the genes named in this text file, one per line")
     group.add_argument(
-        "--target-sum", type=text.positive, metavar="X", help="scale the values of every cell to this total"
+        "--target-sum", type=text.positive, metavar="X", help="scale the values of each cell to this total"
     )
-    group.add_argument("--log1p", action="store_true", help="take log(1 + x) of the values")
+    group.add_argument("--log1p", action="store_true", help="apply log(1 + x) to the values")
     group.add_argument(
-        "--prefetch", type=text.whole_number, default=2, metavar="N", help="fetches loading ahead (default: 2)"
+        "--prefetch", type=text.whole_number, default=2, metavar="N", help="fetches to load ahead (default: 2)"
     )
     group.add_argument(
         "--num-threads", type=text.whole_number, metavar="N", help="native threads (default: one per usable core)"
     )
-    group.add_argument(
-        "--device-memory", metavar="SIZE", help="most GPU memory to take, such as 20GiB (default: no bound)"
-    )
+    group.add_argument("--device-memory", metavar="SIZE", help="GPU memory limit, such as 20GiB (default: no limit)")
     group.add_argument(
         "--io",
         choices=("auto", "kvikio", "pinned"),
         default="auto",
-        help="how bytes get to a GPU (default: the faster way)",
+        help="how data reaches the GPU (default: auto, whichever is faster)",
     )
     group.add_argument(
-        "--device-cache", metavar="SIZE", help="GPU memory, of that, to keep stored chunks in (default: none)"
+        "--device-cache",
+        metavar="SIZE",
+        help="GPU memory, within --device-memory, to cache stored chunks in (default: none)",
     )
     group.add_argument(
         "--verify",
         choices=("once", "always", "never"),
         default="once",
-        help="when checksums are verified (default: once)",
+        help="when to verify checksums (default: once)",
     )
 
 
 def add_minibatch_arguments(group: argparse._ActionsContainer) -> None:
     """Add the options for a minibatch's form and device."""
     add_batch_size_argument(group)
-    group.add_argument(
-        "--output", choices=("dense", "csr"), default="dense", help="container of a minibatch (default: dense)"
-    )
+    group.add_argument("--output", choices=("dense", "csr"), default="dense", help="minibatch format (default: dense)")
     group.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
         default="float32",
-        help="of a dense minibatch (default: float32)",
+        help="data type of dense minibatches (default: float32)",
     )
     group.add_argument("--device", default="auto", help="cpu, cuda:0 or auto (default: auto)")
 
@@ -116,7 +114,7 @@ def add_join_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--join",
         metavar="HOW",
-        help="of files whose genes differ: inner, those of all; outer, those of any; or a text file, one gene a line",
+        help="for files whose genes differ: inner (genes in all), outer (genes in any) or a text file, one gene a line",
     )
 
 

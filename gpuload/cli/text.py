@@ -181,8 +181,8 @@ def say_of_compiling(*, is_quiet: bool) -> None:
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that every command has."""
     group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
-    group.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    group.add_argument("--json", action="store_true", help="print the result as JSON")
+    group.add_argument("--quiet", action="store_true", help="show no progress on stderr")
 
 
 def add_path_arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,12 +192,10 @@ def add_path_arguments(parser: argparse.ArgumentParser) -> None:
         type=path,
         nargs="+",
         metavar="PATH",
-        help="an .h5ad file, or any other that is read; several are one table of cells",
+        help="an .h5ad file or other supported input; several are read as one table",
     )
-    parser.add_argument("--layer", default="X", help="the matrix: X, raw.X or the name of a layer (default: X)")
-    parser.add_argument(
-        "--label", metavar="COL", help="obs column whose mix in the minibatches is to be judged, for example plate"
-    )
+    parser.add_argument("--layer", default="X", help="matrix to read: X, raw.X or a layer's name (default: X)")
+    parser.add_argument("--label", metavar="COL", help="obs column to assess minibatch mixing by, such as plate")
 
 
 def picture(text: str) -> str:

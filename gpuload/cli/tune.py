@@ -26,13 +26,13 @@ LEAST_NBYTES = 1_000_000
 """Less memory than any loader takes."""
 
 EPILOG = """\
-Candidates that mix too little (by --label, with the labels as they lie in the file), need too much memory or promise
-too little are left out by planning alone; the rest is timed in turns. The settings file holds keyword arguments of
-gpuload.open_loader, and what they were measured on:
+Candidates that mix too little (by --label, as its values lie in the file), need too much memory or look too slow are
+ruled out by planning alone; the rest are timed in turn. The settings file holds keyword arguments for
+gpuload.open_loader, and a record of what they were measured on:
 
   loader = gpuload.open_loader("atlas.h5ad", settings="settings.json")
 
-What is given there besides wins over the file.
+Arguments given explicitly override the file.
 
 examples:
   gpuload tune atlas.h5ad --label drug --out settings.json
@@ -46,22 +46,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     text.add_path_arguments(parser)
     settings.add_join_argument(parser)
-    group = parser.add_argument_group("wishes")
+    group = parser.add_argument_group("requirements")
     group.add_argument(
-        "--memory", metavar="SIZE", help="most memory for the loader, such as 8GiB (default: half of what is available)"
+        "--memory", metavar="SIZE", help="memory limit for the loader, such as 8GiB (default: half of available memory)"
     )
     group.add_argument(
         "--min-entropy",
         type=text.fraction,
         default=0.98,
         metavar="X",
-        help="least entropy of the label in minibatches, as a part of true random order's (default: 0.98)",
+        help="minimum label entropy of minibatches, relative to true random order (default: 0.98)",
     )
     settings.add_minibatch_arguments(group)
     group.add_argument(
-        "--seconds", type=text.positive, default=20.0, metavar="S", help="about how long to time (default: 20)"
+        "--seconds",
+        type=text.positive,
+        default=20.0,
+        metavar="S",
+        help="approximate time for timing runs (default: 20)",
     )
-    group.add_argument("--out", metavar="FILE", help="write the settings here, as JSON")
+    group.add_argument("--out", metavar="FILE", help="write the settings to this file, as JSON")
     text.add_output_arguments(parser)
     parser.set_defaults(run=run)
 
