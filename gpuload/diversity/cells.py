@@ -178,7 +178,7 @@ class Composition:
         is_one = np.repeat(n_runs == 1, n_runs)
         self.n_one_label += int(cells[is_one].sum())
         n_labels = int(label.max()) + 1
-        key, place = np.unique(block[~is_one] * n_labels + label[~is_one], return_inverse=True)  # merges runs of a label
+        key, place = np.unique(block[~is_one] * n_labels + label[~is_one], return_inverse=True)  # merges runs
         block = np.concatenate([block[is_one], key // n_labels])
         label = np.concatenate([label[is_one], key % n_labels])
         cells = np.concatenate([cells[is_one], np.bincount(place, cells[~is_one], key.size)])

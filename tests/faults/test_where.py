@@ -61,6 +61,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
         ("isna(a > 1)", ("one column",)),
         ("isna(a) > 1", ("not known",)),
         ("a.isna()", ("not known",)),
+        ("a == str('x')", ("str('x')", "not known")),
         ("(" * 300 + "a" + ")" * 300, ("cannot be read",)),
         ("not " * 5000 + "a", ("",)),
         ("a == " + "-" * 5000 + "1", ("",)),

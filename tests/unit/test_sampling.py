@@ -61,6 +61,7 @@ def cells(**more: Any) -> Cells:
         (lambda: PairedControl("a", 0, remainder="x"), "PairedControl(remainder='x'): expected 'drop' or 'fill'."),
         (lambda: ClassBalanced(3), "ClassBalanced(column=3): expected the name of an obs column, or a list of names."),
         (lambda: ClassBalanced([]), "ClassBalanced(column=[]): expected at least one name."),
+        (lambda: ClassBalanced(np.zeros((6, 1))), "ClassBalanced: labels of shape (6, 1); expected one per cell."),
         (lambda: ClassBalanced({"a"}), "ClassBalanced(column={'a'}): expected the name of an obs column, or a list of"),
         (lambda: ClassBalanced(["a", "a"]), "ClassBalanced(column=['a', 'a']): 'a' is given twice; give every name"),
         (lambda: ClassBalanced("a", 0), "ClassBalanced(num_samples=0): expected a whole number of at least 1."),

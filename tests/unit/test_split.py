@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -224,6 +225,7 @@ def test_saved_and_loaded(paths: list[Path], tmp_path: Path, wanted: Any, settin
         assert loaded.groups == split.groups
         assert str(loaded) == str(split)
         assert loaded.part.dtype == split.part.dtype
+    assert replace(split, files=tuple((f"other-{name}", n) for name, n in split.files)) != split
     with gpuload.open_loader(paths) as loader:
         assert gpuload.Split.load(str(path), loader) == split
 
