@@ -103,7 +103,7 @@ class Stats:
             setattr(self, name, 0.0)
         self._waits.clear()
         self._waited_s = 0.0
-        self._asked_s: float | None = None  # start of the first wait for a minibatch; end of the last is below
+        self._asked_s: float | None = None  # start of the first wait for a minibatch; `_given_s` is the end of the last
         self._given_s = 0.0
 
     def add(self, **amounts: float) -> None:

@@ -235,7 +235,7 @@ class Store:
 
     @property
     def nbytes_per_row(self) -> float:
-        """Mean bytes of a resident row on the CPU: 4 per value, plus 2 (up to 65,536 genes) or 4 per CSR column."""
+        """Mean bytes of a resident row on the CPU: 4 per value; CSR adds 2 (up to 65,536 genes) or 4 for its column."""
         is_narrow = max(m.n_vars for m in self.matrices) <= 1 << 16
         return (4.0 if self.kind == "dense" else 6.0 if is_narrow else 8.0) * self.values_per_row
 
