@@ -73,11 +73,13 @@ def test_columns_that_only_some_files_have(tmp_path: Path, where: str) -> None:
     columns = ["donor", "clone", "n_umi", "is_doublet"]
     expected = anndata.concat(parts, join="outer", fill_value=0).obs[columns].reset_index(drop=True)
     with gpuload.open_loader(given, join="outer", obs=columns, **SMALL) as loader:
+        assert loader.categories["is_doublet"].tolist() == [False, True]
         for name in columns:
             for mine, theirs in zip(loader.obs[name], expected[name], strict=True):
                 assert (pd.isna(mine) and pd.isna(theirs)) or mine == theirs, name
         for batch in loader:
             assert batch.obs["n_umi"].dtype == np.float64
+            assert batch.obs["is_doublet"].dtype == np.int64
             np.testing.assert_array_equal(batch.obs["n_umi"], expected["n_umi"].to_numpy()[batch.rows])
             np.testing.assert_array_equal(batch.obs["clone"] < 0, expected["clone"].isna().to_numpy()[batch.rows])
         rows = [batch.rows for batch in gpuload.open_loader(given, join="outer", where="n_umi > 3", **SMALL)]
