@@ -1,13 +1,13 @@
-"""DALI front: a `Loader` as an external source of a pipeline, or through DALI's dynamic mode. The home of nvidia.dali.
+"""DALI front: a `Loader` as an external source of a pipeline, or via DALI's dynamic mode. Only here: nvidia.dali.
 
-It only hands arrays to DALI: no shuffling, sharding, prefetching or batching here. DALI calls the source in the thread
-that runs the pipeline, and all the source does is to take a ready minibatch from the loader.
+It only passes arrays to DALI: no shuffling, sharding, prefetching or batching here. DALI calls the source in the thread
+that runs the pipeline, and the source merely takes a ready minibatch from the loader.
 
-A DALI pipeline copies what it is fed. On a GPU it does so on the stream on which minibatches are made: DALI waits for
-its own copies, but not for memory that it is only shown (``no_copy``), nor does it tell when it has read that. Where
-nothing is to be computed (`CellIterator` without a pipeline), minibatches on the CPU go through DALI's dynamic mode
-instead, whose tensors lie over the loader's memory and keep it as long as they live. That mode is experimental, so what
-is relied upon is tried first, and where it does not hold a pipeline copies.
+A DALI pipeline copies its input, on a GPU on the stream on which minibatches are made: DALI waits for its own copies,
+but not for memory passed without a copy (``no_copy``), and does not report when it has finished reading it. If there is
+nothing to compute (`CellIterator` without a pipeline), CPU minibatches go through DALI's dynamic mode instead, whose
+tensors share the loader's memory and keep it alive. That mode is experimental, so this behaviour is checked first, with
+a copying pipeline as the fallback.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _DALI_TYPES = {
 
 
 class _Source:
-    """An iterable of tuples of arrays, one epoch per ``iter()``, as `fn.external_source` wants it.
+    """An iterable over tuples of arrays, one epoch per ``iter()``, as `fn.external_source` expects.
 
     Parameters
     ----------
     loader
-        Of the minibatches.
+        Yields the minibatches.
     stream
-        On which they are handed over to a GPU pipeline.
+        Stream on which a GPU pipeline receives them.
     """
 
     def __init__(self, loader: Loader, stream: _Stream | None = None) -> None:
@@ -71,7 +71,7 @@ class _Source:
         self._stream = stream
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        # Nothing else here keeps a minibatch that was taken, so that its memory comes back with the last use of it.
+        # No other reference to a minibatch is kept here, so that its memory is released after its last use.
         yield from map(self._outputs, iter(functools.partial(self._next, iter(self._loader)), None))
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
@@ -85,19 +85,19 @@ class _Source:
 
 
 class _Stream:
-    """The CUDA stream on which minibatches are handed over: PyTorch's current one where it is used, else the default.
+    """The CUDA stream on which DALI receives minibatches: PyTorch's current stream if CUDA is in use there, else 0.
 
-    They are made there, and DALI copies them there. So it is done with their memory where the loader believes it to be.
+    Minibatches are made and copied by DALI on this one stream, so the loader's stream-ordered memory reuse is safe.
     """
 
     def __init__(self) -> None:
         self._number = 0
 
-    def __cuda_stream__(self) -> tuple[int, int]:  # asked by DALI for each minibatch
+    def __cuda_stream__(self) -> tuple[int, int]:  # DALI calls this for each minibatch
         return 0, self._number
 
     def follow(self, loader: Loader) -> None:
-        """Have the loader's next minibatch made on the stream of this moment."""
+        """Make the loader produce its next minibatch on the stream that is current now."""
         torch = sys.modules.get("torch")
         is_used = torch is not None and torch.cuda.is_initialized()
         self._number = torch.cuda.current_stream(loader.device).cuda_stream if torch is not None and is_used else 0
@@ -107,7 +107,7 @@ class _Stream:
 def output_names(loader: Loader) -> list[str]:
     """Return the names of the outputs of `cells`, in order.
 
-    ``"X"`` and the further matrices, as in `Loader.tables`; the obs columns; ``"rows"``.
+    ``"X"`` and the other matrices, as in `Loader.tables`; the obs columns; ``"rows"``.
     """
     return [*loader.tables, *loader.obs_dtypes, "rows"]
 
@@ -123,22 +123,22 @@ def cells(loader: Loader) -> list[Any]:
     Returns
     -------
     list of DataNode
-        ``X`` (a sample is a row of n_vars) and the further matrices, one scalar per cell for each obs column, and the
-        row number, in the order of `output_names`.
+        ``X`` (each sample is a row of n_vars values) and the other matrices, one scalar per cell for each obs column,
+        and the row number, in the order of `output_names`.
 
     Raises
     ------
     PlanError
-        The loader's output is CSR, which DALI has no type for.
+        The loader's output is CSR, for which DALI has no type.
 
     Notes
     -----
     At the end of an epoch the pipeline raises StopIteration; ``pipeline.reset()`` starts the next. The last minibatch
-    may be short, which DALI hands on as it is.
+    may be short; DALI passes it on as it is.
 
-    DALI copies each minibatch once, into memory of its own: on a GPU on the stream that it is made on, PyTorch's
-    current one in the thread that runs the pipeline, or the default one. On the CPU, a pipeline with
-    ``exec_dynamic=False`` copies it twice more on its way to PyTorch. The loader loads ahead by itself, so
+    DALI copies each minibatch once, into its own memory: on a GPU, on the stream on which it was made (PyTorch's
+    current stream in the thread that runs the pipeline, or the default one). On the CPU, a pipeline with
+    ``exec_dynamic=False`` copies it twice more on its way to PyTorch. The loader prefetches by itself, so
     ``prefetch_queue_depth=1`` is enough; each further step holds one more minibatch in memory.
     """
     dtypes = _output_dtypes(loader)
@@ -158,7 +158,7 @@ def cells(loader: Loader) -> list[Any]:
 
 
 def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
-    """Return the dtypes of what `output_names` names, or say why DALI cannot be given it."""
+    """Return the dtypes of the outputs in `output_names`; raise PlanError if DALI does not support one."""
     if loader.output != "dense":
         raise PlanError(
             "output='csr': DALI has no sparse type; open the loader with output='dense', or use "
@@ -174,7 +174,7 @@ def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
 
 
 def cell_pipeline(loader: Loader) -> Pipeline:
-    """Return a built pipeline on the loader's device that hands on what `cells` gives, unchanged."""
+    """Return a pipeline on the loader's device that returns the outputs of `cells` unchanged."""
     device_id = None if loader.device == "cpu" else int(loader.device.rpartition(":")[2])
 
     @pipeline_def(batch_size=loader.batch_size, device_id=device_id, num_threads=1, prefetch_queue_depth=1)  # type: ignore[untyped-decorator]
@@ -185,13 +185,13 @@ def cell_pipeline(loader: Loader) -> Pipeline:
 
 
 class CellIterator:
-    """Minibatches through DALI into PyTorch; iterates like ``DALIGenericIterator``.
+    """Iterate over minibatches as PyTorch tensors via DALI, with the interface of ``DALIGenericIterator``.
 
-    Each step gives a list with one dict of tensors on the loader's device, named as in `output_names`. At the end of
-    an epoch StopIteration is raised and `reset` (called by a new ``iter()`` too) starts the next; the last short
-    minibatch is delivered. A tensor that is kept is never overwritten.
+    Each step returns a list with one dict of tensors on the loader's device, named as in `output_names`. An epoch ends
+    with StopIteration, and `reset` (also called by a new ``iter()``) starts the next; a last, short minibatch is
+    delivered. A tensor that you keep is never overwritten.
 
-    Take the state from here, not from the loader: a pipeline takes minibatches ahead of you.
+    Take the state from here, not from the loader: a pipeline prefetches minibatches.
 
     Parameters
     ----------
@@ -199,24 +199,24 @@ class CellIterator:
         Made by `gpuload.open_loader` with dense output.
     pipeline
         A pipeline whose outputs are those of `cells(loader)`, augmented as you like, in the same order; DALI copies
-        minibatches into it. None hands them on as they are: on the CPU without a copy, the tensors lie over the
-        loader's memory; on a GPU the tensors lie over DALI's, into which each minibatch is copied once.
+        minibatches into it. None leaves them unchanged: on the CPU the tensors share the loader's memory, without a
+        copy; on a GPU they share DALI's memory, into which each minibatch is copied once.
     output_names
-        Distinct names of the outputs, if other than those of `output_names`.
+        Distinct names of the outputs, if they differ from those of `output_names`.
 
     Raises
     ------
     PlanError
-        The loader's output is CSR, or an obs column has a dtype or name that cannot be handed over; or `output_names`
-        are not as many as the outputs, or not all different.
+        The loader's output is CSR; an obs column has a dtype or name that DALI cannot take; or `output_names` has the
+        wrong length or duplicates.
     MissingDependencyError
         torch is not installed.
 
     Notes
     -----
-    On the CPU and without a pipeline, the tensors are made by DALI's dynamic mode
-    (``nvidia.dali.experimental.dynamic``, DALI 2.0 or newer). Where that mode is missing, or does not share and keep
-    the memory, a plain pipeline copies each minibatch, which the logger ``"gpuload"`` says once.
+    On the CPU and without a pipeline, DALI's dynamic mode makes the tensors (``nvidia.dali.experimental.dynamic``, DALI
+    2.0 or newer). If that mode is missing, or does not share the memory and keep it alive, a plain pipeline copies each
+    minibatch, and the logger ``"gpuload"`` says so once.
     """
 
     def __init__(self, loader: Loader, pipeline: Pipeline | None = None, output_names: list[str] | None = None) -> None:
@@ -252,7 +252,7 @@ class CellIterator:
         return len(self._loader)
 
     def __iter__(self) -> CellIterator:
-        """Return the iterator itself, reset if the epoch has ended."""
+        """Return the iterator itself, after a reset if the epoch has ended."""
         self.reset()
         return self
 
@@ -269,17 +269,16 @@ class CellIterator:
         return batch
 
     def reset(self) -> None:
-        """Start the next epoch, after StopIteration; before that, change nothing."""
+        """Start the next epoch after StopIteration; before that, do nothing."""
         if self._has_ended:
-            self._start, self._n_received = self._loader.state_dict(), 0  # before the pipeline takes any ahead
+            self._start, self._n_received = self._loader.state_dict(), 0  # before the pipeline prefetches
             self._iterator.reset()
             self._has_ended = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position up to which you have received minibatches, whatever the pipeline has prefetched.
+        """Return the position up to which you have received minibatches, regardless of what the pipeline prefetched.
 
-        States of a loader, of this iterator and of `gpuload.torch.CellDataset` are of one kind: each can go on from
-        another's. See `Loader.state_dict`.
+        States of a loader, this iterator and `gpuload.torch.CellDataset` are interchangeable. See `Loader.state_dict`.
         """
         if self._start is None or self._has_ended:
             return self._loader.state_dict()
@@ -291,7 +290,7 @@ class CellIterator:
         Raises
         ------
         PlanError
-            As `Loader.load_state_dict`; or minibatches of the epoch are already on their way through the pipeline.
+            As `Loader.load_state_dict`; or minibatches of this epoch are already in the pipeline.
         """
         if self._start is not None and not self._has_ended:
             raise PlanError(
@@ -302,7 +301,7 @@ class CellIterator:
 
 
 class _DynamicIterator:
-    """What `CellIterator` needs of a ``DALIGenericIterator``, without a pipeline."""
+    """The part of ``DALIGenericIterator`` that `CellIterator` uses, without a pipeline."""
 
     def __init__(self, source: _Source, names: list[str], as_tensor: Callable[[NDArray[Any]], Any]) -> None:
         self._source = source
@@ -316,17 +315,17 @@ class _DynamicIterator:
         return [dict(zip(self._names, map(self._as_tensor, next(self._epoch)), strict=True))]
 
     def reset(self) -> None:
-        """Let the next minibatch be the first of the next epoch."""
+        """Start the next epoch at the next minibatch."""
         self._epoch = None
 
 
 def _dynamic_mode(dtypes: Iterable[np.dtype[Any]]) -> Callable[[NDArray[Any]], Any] | None:
-    """Return what makes a torch tensor of an array by DALI's dynamic mode; None where it cannot be relied upon."""
+    """Return a function that converts an array to a torch tensor by DALI's dynamic mode; None if it is unreliable."""
     try:
         import nvidia.dali.experimental.dynamic as ndd
 
         def as_tensor(array: NDArray[Any]) -> Any:
-            return ndd.as_tensor(array).torch()  # a tensor, not a batch: as_batch starts an operator to make one
+            return ndd.as_tensor(array).torch()  # not as_batch, which runs an operator to make a batch
 
         copied = [dtype.name for dtype in dtypes if not _is_shared_and_kept(as_tensor, dtype)]
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -339,7 +338,7 @@ def _dynamic_mode(dtypes: Iterable[np.dtype[Any]]) -> Callable[[NDArray[Any]], A
 
 
 def _is_shared_and_kept(as_tensor: Callable[[NDArray[Any]], Any], dtype: np.dtype[Any]) -> bool:
-    """Return whether a tensor lies over an array's own memory and keeps it alive."""
+    """Return whether the tensor of an array shares its memory and keeps it alive."""
     owner = np.zeros((2, 3), dtype=dtype)
     place = owner.ctypes.data
     is_alive = weakref.ref(owner)
