@@ -1,20 +1,20 @@
-"""Queues of rows, one per stratum, and orders that draw from them. The mathematics of lawful, block-wise draws.
+"""Queues of rows, one per stratum, and orders that draw from them: exact sampling that is read in blocks.
 
-A stratum is a class, a weight, a component: rows that are as likely as one another. Which stratum stands at a place of
-an epoch is drawn independently, by a hash of (key, place); so the numbers of each stratum in a minibatch are those of
-independent draws, exactly. Which row of the stratum that is, its queue says: the stratum's rows in file order, cut into
-blocks, the blocks shuffled, pass after pass. So the rows that a fetch needs of a stratum lie beside one another in the
-file, and no row is shown once more before all of its stratum were shown.
+A stratum (a class, a weight, a mixture component) is a set of equally likely rows. The stratum at each position of an
+epoch is drawn independently, by a hash of (key, position), so the counts of each stratum in a minibatch have exactly
+the distribution of independent draws. The row is the next in the stratum's queue: the stratum's rows in file order, cut
+into blocks, with the blocks shuffled anew in each pass. So the rows of a stratum that a fetch needs are adjacent in the
+file, and no row repeats before all rows of its stratum have been drawn.
 
-Everything is found by place, without the places before it: passes and blocks by division, permutations by a cipher per
-(stratum, pass). Only how many places of each stratum came before a place must be counted; that is noted on a coarse
-grid, as far as an epoch has come.
+Everything is random access by position: passes and blocks by division, permutations by a cipher per (stratum, pass).
+Only the number of earlier positions of each stratum must be counted; the counts are recorded on a coarse grid, as far
+as the epoch has progressed.
 
 References
 ----------
 .. [1] Cochran, "Sampling Techniques", 3rd edition, 1977, chapters 5 (strata) and 8 (systematic sampling).
 .. [2] Madow, "On the theory of systematic sampling, II", Ann. Math. Statist. 1949, doi:10.1214/aoms/1177729988 (with
-   unequal probabilities: equidistant points on the running total).
+   unequal probabilities: equidistant points on the cumulative sum).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from gpuload.sampling.rows import RowList
 
 GRID = 1 << 16
-"""Places between two notes of the counts, at least; more where there are so many strata that notes would take room."""
+"""Minimum number of positions between recorded counts; more if many strata would make the records large."""
 
 _SLICE = 1 << 14
-"""Places drawn at a time: arrays of so many numbers stay in the processor's caches."""
+"""Positions drawn at a time: arrays of this size stay in the processor's caches."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-"""2**64 divided by the golden ratio: multiples of it, modulo 2**64, are spread evenly however many are taken."""
+"""2**64 divided by the golden ratio: any number of its multiples, modulo 2**64, are evenly spread."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,13 +52,13 @@ class Unlike:
     Attributes
     ----------
     running : (n_rows,) float64
-        Running total of the rows' weights, over all strata.
+        Cumulative sum of the rows' weights, over all strata.
     draw_edges : (n_strata + 1,) int64
-        Stratum s is drawn from draw_edges[s + 1] - draw_edges[s] times in a pass; so few times that no row is drawn
-        twice, and so many that the points of a pass, on the running total, are less than twice as far apart as any row
-        is wide (but where there are two rows only).
+        Each pass takes draw_edges[s + 1] - draw_edges[s] draws from stratum s: few enough that no row is drawn twice,
+        and enough that the points of a pass, on the cumulative sum, are less than twice as far apart as any row is wide
+        (except with only two rows).
     first : (n_draws,) integer
-        The index of the row that holds the point of each draw where the first point of the pass is at 0.
+        Index of the row that each draw hits if the first point of the pass is at 0.
     """
 
     running: NDArray[np.float64]
@@ -75,12 +75,11 @@ class Queues:
     rows
         Rows sorted by stratum, in file order within each.
     edges : (n_strata + 1,) int64
-        Stratum s has the rows at index edges[s]..edges[s + 1]; at least one.
+        Stratum s has the rows at indices edges[s]..edges[s + 1]; at least one.
     block_size
         Draws per block.
     unlike
-        What decides how often each row comes, where rows of one stratum weigh differently. Without it, every row once
-        in a pass.
+        The weights, if rows of one stratum differ in weight. None: every row once per pass.
     """
 
     rows: RowList
@@ -90,18 +89,18 @@ class Queues:
 
     @property
     def n_strata(self) -> int:
-        """Strata."""
+        """Number of strata."""
         return self.edges.size - 1
 
     def take(self, stratum: NDArray[np.int64], place: NDArray[np.int64], key: int) -> NDArray[np.int64]:
-        """Return the rows that stand at places of the queues, shape (n,) int64.
+        """Return the rows at positions of the queues, shape (n,) int64.
 
         Parameters
         ----------
         stratum, place : (n,) int64
-            Queue, and place in it, from 0 on without end. Cheapest where neighbours stand side by side.
+            Queue, and position in it, from 0 and unbounded. Cheapest if neighbouring positions are adjacent.
         key
-            What the shuffling depends on.
+            Seed of the shuffling.
         """
         if not stratum.size:
             return np.empty(0, dtype=np.int64)
@@ -116,7 +115,7 @@ class Queues:
         return self.rows.take(self.edges[stratum] + index)
 
     def digest(self) -> str:
-        """Return what stands for the rows and their weights in a state's fingerprint."""
+        """Return a digest of the rows and their weights, for a state's fingerprint."""
         running = None if self.unlike is None else self.unlike.running
         return digest(self.rows.starts, self.rows.ends, self.edges, running)
 
@@ -128,9 +127,9 @@ class Queues:
         owner: NDArray[np.int64],
         keys: NDArray[np.uint64],
     ) -> NDArray[np.int64]:
-        """Return the draw of a pass, in file order, that stands at a place of the pass once its blocks are shuffled.
+        """Return, for each position in a pass with shuffled blocks, the index of its draw in file order.
 
-        As in `gpuload.order.EqualBlocks`: before a place lie whole blocks, less what a short one among them lacks.
+        As in `gpuload.order.EqualBlocks`: full blocks precede a position, less what a short one among them lacks.
         """
         size = self.block_size
         n_blocks = -(-draws[heads] // size)
@@ -154,11 +153,11 @@ class Queues:
         owner: NDArray[np.int64],
         key: int,
     ) -> NDArray[np.int64]:
-        """Return which row each draw of a pass hits: equidistant points on the running weights of its stratum.
+        """Return the row that each draw of a pass hits: equidistant points on its stratum's cumulative weights.
 
-        `stratum` and `turn` are those of each pass among the draws, and `owner` is the pass of each draw. The first
-        point of a pass is random; those of the passes after it move on by the golden ratio, so that over the passes
-        each row is hit as evenly as may be.
+        `stratum` and `turn` hold one entry per pass among the draws, and `owner` the pass of each draw. The first
+        pass of a stratum starts at a random point; each later pass advances it by the golden ratio, so that rows are
+        hit as evenly as possible over the passes.
         """
         low, step = spacing(unlike.running, self.edges, unlike.draw_edges)
         offset = hash64(hash64(stratum.astype(np.uint64)) ^ np.uint64(key)) + turn.astype(np.uint64) * _GOLDEN
@@ -172,16 +171,16 @@ class Queues:
 
 
 class DrawnOrder(MixedFetches):
-    """Places whose strata are drawn independently, each the next of its stratum's queue.
+    """An order that draws the stratum of each position independently, and takes the next row of its queue.
 
     Parameters
     ----------
     queues
         The rows of each stratum.
     shares
-        How likely each stratum is.
+        Probability of each stratum.
     key_words
-        What the order depends on.
+        The words that seed the order.
     """
 
     def __init__(self, queues: Queues, shares: Shares, key_words: tuple[int, ...]) -> None:
@@ -196,7 +195,7 @@ class DrawnOrder(MixedFetches):
         self._last: tuple[int, NDArray[np.integer]] | None = None
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at places start..stop as ranges, shape (n, 2)."""
+        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
         before, drawn = self._before(start), self._drawn(start, stop)
         order = np.argsort(drawn, kind="stable")
         stratum = drawn[order].astype(np.int64)
@@ -207,7 +206,7 @@ class DrawnOrder(MixedFetches):
         return as_ranges(rows)
 
     def _before(self, place: int) -> NDArray[np.int64]:
-        """Return how many places of each stratum come before a place."""
+        """Return the number of positions of each stratum before a position."""
         cell, rest = divmod(place, self._step)
         while len(self._noted) <= cell:
             self._noted.append(self._noted[-1] + self._count(self._cell(len(self._noted) - 1)))
@@ -217,7 +216,7 @@ class DrawnOrder(MixedFetches):
         return np.asarray(np.bincount(drawn, minlength=self._queues.n_strata), dtype=np.int64)
 
     def _drawn(self, start: int, stop: int) -> NDArray[np.integer]:
-        """Return the strata of places start..stop."""
+        """Return the strata of positions start..stop."""
         parts = []
         while start < stop:
             cell, rest = divmod(start, self._step)
@@ -226,7 +225,7 @@ class DrawnOrder(MixedFetches):
         return np.concatenate(parts)
 
     def _cell(self, cell: int) -> NDArray[np.integer]:
-        """Return the strata of the places between two notes; the last ones asked for are kept."""
+        """Return the strata of the positions in one grid cell; the last result is cached."""
         if self._last is None or self._last[0] != cell:
             start, stop = cell * self._step, (cell + 1) * self._step
             edges = [*range(start, stop, _SLICE), stop]
@@ -236,7 +235,7 @@ class DrawnOrder(MixedFetches):
 
 
 class Shares:
-    """How likely each stratum is, made ready for drawing; parameters as for `gpuload.permute.deal_quotas`."""
+    """The probability of each stratum, prepared for drawing; parameters as for `gpuload.permute.deal_quotas`."""
 
     def __init__(self, shares: NDArray[np.float64]) -> None:
         self._tables = deal_quotas(shares)
@@ -247,20 +246,20 @@ class Shares:
         return draw_each(hashes, *self._tables).astype(self._dtype)
 
     def digest(self) -> str:
-        """Return what stands for the shares in a state's fingerprint."""
+        """Return a digest of the shares, for a state's fingerprint."""
         return digest(*self._tables)
 
 
 def spacing(
     running: NDArray[np.float64], edges: NDArray[np.int64], draw_edges: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return for each stratum where its running weights begin, and how far apart the points of a pass are."""
+    """Return, for each stratum, the start of its cumulative weights and the distance between the points of a pass."""
     totals = np.concatenate([[0.0], running[edges[1:] - 1]])
     return totals[:-1], np.diff(totals) / np.diff(draw_edges)
 
 
 def _heads(*numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where runs of equal numbers begin, and for each place the run that it is in."""
+    """Return the start of each run of equal numbers, and the run of each element."""
     is_head = np.ones(numbers[0].size, dtype=bool)
     is_head[1:] = False
     for each in numbers:
