@@ -1,4 +1,4 @@
-"""Weights of cells: into strata of like weight for draws with replacement, or into a choice without."""
+"""Weighted sampling of cells: strata of similar weight with replacement, or a choice of cells without."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from gpuload.sampling.rows import RowList
 
 MAX_DISTINCT = 1024
-"""Up to so many different weights, each is a stratum of its own."""
+"""Up to this many distinct weights, each is its own stratum."""
 
 _LEAST = np.finfo(np.float64).tiny
-"""Weights below it are taken for 0."""
+"""Weights below this count as 0."""
 
 _STEP_BITS = 48
-"""Bits of a number that are left out: what remains are sign, exponent and the next 4."""
+"""Bits of a float64 that are dropped, which leaves the sign, the exponent and 4 bits of the mantissa."""
 
 
 def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
-    """Return the weights of the cells; raise PlanError where they are not what weights must be."""
+    """Return the weights of the cells; raise PlanError if they are invalid."""
     weights = np.asarray(given)
     if weights.ndim != 1 or weights.dtype.kind not in "biuf":
         raise PlanError(
@@ -56,12 +56,12 @@ def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
 
 
 def count_above_0(weights: NDArray[Any]) -> int:
-    """Return how many cells can be drawn."""
+    """Return the number of cells that can be drawn."""
     return sum(int(np.count_nonzero(part >= _LEAST)) for _, part in _slices(weights))
 
 
 def weight_queues(weights: NDArray[Any], block_size: int) -> tuple[Queues, NDArray[np.float64]]:
-    """Return the cells sorted by weight, and how much the cells of each stratum weigh together, up to a factor."""
+    """Return the cells sorted by weight, and the total weight of each stratum, up to a constant factor."""
     distinct = _few_distinct(weights)
     if distinct is not None:
         rows, edges = _sort(weights, lambda part: np.searchsorted(distinct, part), distinct.size, None)
@@ -83,7 +83,7 @@ def weight_queues(weights: NDArray[Any], block_size: int) -> tuple[Queues, NDArr
         np.cumsum(part, out=part)
         total = float(part[-1])
     masses = np.diff(running[edges[1:] - 1], prepend=0.0)
-    # No weight exceeds 17/16 of the least of its stratum; points further apart than that hit no cell twice.
+    # No weight exceeds 17/16 of the lowest in its stratum; points further apart than that never hit a cell twice.
     draws = np.maximum(1, np.floor(masses / (17 / 16))).astype(np.int64)
     draw_edges = np.concatenate([[0], np.cumsum(draws)])
     unlike = Unlike(running, draw_edges, _first_hits(running, edges, draw_edges))
@@ -96,7 +96,7 @@ def _sort(
     n_strata: int,
     sorted_weights: NDArray[np.float64] | None,
 ) -> tuple[RowList, NDArray[np.int64]]:
-    """Return the cells of a weight above 0 sorted by stratum, and the edges of the strata; fill `sorted_weights`."""
+    """Return the cells of positive weight sorted by stratum, and the edges of the strata; fill `sorted_weights`."""
     codes = np.empty(weights.size, dtype=np.int16)
     for start, part in _slices(weights):
         codes[start : start + part.size] = np.where(part >= _LEAST, stratum_of(part), -1)
@@ -107,10 +107,10 @@ def _sort(
 def _first_hits(
     running: NDArray[np.float64], edges: NDArray[np.int64], draw_edges: NDArray[np.int64]
 ) -> NDArray[np.integer]:
-    """Return the index of the row that each draw of a pass hits where the first point is at 0.
+    """Return the index of the row that each draw of a pass hits if the first point is at 0.
 
-    A row is hit by the points below its end that are not below its start; how many are below its end says a division,
-    which rounding may put wrong by one, and a look at the points. That is faster than a search for each.
+    A row is hit by the points in [start, end). The number of points below an end comes from a division, corrected by
+    comparison with the points, as rounding may make it off by one. That is faster than a search for each point.
     """
     low, step = spacing(running, edges, draw_edges)
     n_draws = np.diff(draw_edges)
@@ -132,7 +132,7 @@ def _first_hits(
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """Each epoch a choice of different cells by weight, in shuffled blocks."""
+    """A strategy that chooses distinct cells by weight for each epoch, in shuffled blocks."""
 
     weights: NDArray[Any]
     n_samples: int
@@ -140,7 +140,7 @@ class Chosen:
     about: dict[str, Any]
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the cells of one epoch, over all ranks."""
+        """Return the number of cells in one epoch, over all ranks."""
         del file_rows
         return self.n_samples
 
@@ -156,10 +156,10 @@ class Chosen:
         return {**self.about, "num_samples": self.n_samples, "block_size": self.block_size}
 
     def _choose(self, key: np.uint64) -> NDArray[np.int64]:
-        """Return the rows with the `n_samples` least exponential keys, ascending.
+        """Return the rows with the `n_samples` smallest exponential keys, ascending.
 
-        In two walks over the cells, so that no key is held: the first counts keys by their leading bits, which tells
-        where the last one wanted lies; the second takes those before.
+        Makes two passes over the cells so as not to store the keys: the first counts keys by their leading bits, which
+        locates the last one wanted; the second takes the keys up to it.
         """
         counts = np.zeros(1 << (64 - _STEP_BITS), dtype=np.int64)
         for _, keys in self._keys(key):
@@ -189,7 +189,7 @@ def _slices(weights: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.float64]]]:
 
 
 def _few_distinct(weights: NDArray[Any]) -> NDArray[np.float64] | None:
-    """Return the different weights above 0, ascending; None where they are many."""
+    """Return the distinct weights above 0, ascending; None if there are more than `MAX_DISTINCT`."""
     found = np.empty(0)
     for _, part in _slices(weights):
         found = np.union1d(found, part[part >= _LEAST])
@@ -199,5 +199,5 @@ def _few_distinct(weights: NDArray[Any]) -> NDArray[np.float64] | None:
 
 
 def _step(numbers: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the leading bits of numbers of at least 0: they rise with them, by one with every 1/16."""
+    """Return the leading bits of non-negative numbers: monotonic, with 16 steps per power of two."""
     return (numbers.view(np.uint64) >> np.uint64(_STEP_BITS)).astype(np.int64)
