@@ -1,7 +1,7 @@
-"""Lists of rows, and rows sorted by group: as runs of consecutive rows where that is smaller, else as a table.
+"""Lists of rows, and rows sorted by group: stored as runs of consecutive rows if that is smaller, else as a table.
 
-Files are often sorted by plate or cell line; then 100 million rows sorted by class are some thousand runs. Everything
-is made in slices, so that what is held meanwhile is small beside the result.
+Files are often sorted by plate or cell line; then 100 million rows sorted by class are a few thousand runs. Everything
+is computed in slices, so that temporary memory is small compared with the result.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SLICE = 1 << 15
-"""Rows worked on at a time: arrays of so many numbers stay in the processor's caches."""
+"""Rows processed at a time: arrays of this size stay in the processor's caches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowList:
-    """Rows in an order of their own, by index.
+    """Rows in any order, by index.
 
     Attributes
     ----------
     starts : (n_runs,) int64
-        First row of each run; or, where `ends` is None, every row: uint32 or int64.
+        First row of each run; if `ends` is None, every row, uint32 or int64.
     ends : (n_runs,) int64, optional
-        Index behind each run's last row.
+        Index after each run's last row.
     """
 
     starts: NDArray[np.integer]
@@ -39,7 +39,7 @@ class RowList:
 
     @property
     def n_rows(self) -> int:
-        """Rows in all."""
+        """Number of rows."""
         return self.starts.size if self.ends is None else int(self.ends[-1]) if self.ends.size else 0
 
     def take(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -51,13 +51,13 @@ class RowList:
         return np.asarray(last + self._run_lengths(run) + index, dtype=np.int64)
 
     def slice(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at index start..stop, int64."""
+        """Return the rows at indices start..stop, int64."""
         if self.ends is None:
             return self.starts[start:stop].astype(np.int64)
         return self.take(np.arange(start, stop))
 
     def map_ranges(self, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row ranges that stand at ranges of the index, in their order, shape (n, 2)."""
+        """Return the row ranges at ranges of the index, in their order, shape (n, 2)."""
         ranges = ranges[ranges[:, 0] < ranges[:, 1]]
         if self.ends is None:
             return as_ranges(self.take(expand_ranges(ranges)))
@@ -72,11 +72,11 @@ class RowList:
         return np.stack([begin, end], axis=1)
 
     def slices(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Return all rows, slice by slice, each with the index of its first."""
+        """Return an iterator over slices of all rows, each with the index of its first row."""
         return ((start, self.slice(start, min(start + SLICE, self.n_rows))) for start in range(0, self.n_rows, SLICE))
 
     def rank(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many rows of this list, which must be ascending, lie before each of `rows`."""
+        """Return the number of rows of this list, which must be ascending, that are less than each of `rows`."""
         if self.ends is None:
             return np.searchsorted(self.starts, rows, side="left")
         run = np.searchsorted(self.starts, rows, side="right")
@@ -86,12 +86,12 @@ class RowList:
         return np.asarray(np.where(run > 0, ends[run - 1] + np.minimum(into, lengths[run - 1]), 0))
 
     def _run_lengths(self, run: NDArray[np.int64]) -> NDArray[np.int64]:
-        assert self.ends is not None  # noqa: S101 - narrows the type; called where there are runs
+        assert self.ends is not None  # noqa: S101 - narrows the type; only called for runs
         return np.asarray(self.ends[run] - np.where(run > 0, self.ends[run - 1], 0))
 
 
 def row_list(rows: NDArray[np.integer]) -> RowList:
-    """Return rows as a list, in whichever form is smaller."""
+    """Return rows as a `RowList`, in whichever form is smaller."""
     n_runs = int(rows.size and 1) + int(np.count_nonzero(rows[1:] != rows[:-1] + 1))
     if _runs_are_smaller(n_runs, rows.size):
         return list_of_runs(as_ranges(rows.astype(np.int64)))
@@ -115,12 +115,12 @@ def list_of_mask(mask: NDArray[np.bool_]) -> RowList:
 
 
 def list_of_runs(ranges: NDArray[np.int64]) -> RowList:
-    """Return the rows of ranges, one range after the other."""
+    """Return the rows of ranges, in the order of the ranges."""
     return RowList(np.ascontiguousarray(ranges[:, 0]), np.cumsum(ranges[:, 1] - ranges[:, 0]))
 
 
 def join(lists: list[RowList]) -> RowList:
-    """Return several lists, one after the other, as one."""
+    """Return the concatenation of several lists."""
     as_runs = [x for x in lists if x.ends is not None]
     if len(as_runs) == len(lists):
         shifts = np.cumsum([0, *(x.n_rows for x in as_runs)])
@@ -142,22 +142,22 @@ def group_rows(
     n_groups: int,
     moved: tuple[NDArray[Any], NDArray[Any]] | None = None,
 ) -> tuple[RowList, NDArray[np.int64]]:
-    """Return rows sorted by group, in their own order within it, and the edges of the groups.
+    """Return rows sorted by group, in their original order within each, and the edges of the groups.
 
     Parameters
     ----------
     codes
-        Gives the groups of rows start..stop: numbers below `n_groups`; rows with a number below 0 are in no group.
+        Returns the groups of rows start..stop: numbers below `n_groups`, negative for rows in no group.
     n_rows, n_groups
         Sizes.
     moved : ((n_rows,), (n_sorted,)), optional
-        Values of the rows, and an array that they are written to, sorted as the rows are: in passing, which is
-        faster than to fetch them afterwards.
+        Values of the rows, and an array to write them to in sorted order: doing so here is faster than gathering them
+        afterwards.
 
     Returns
     -------
     RowList, (n_groups + 1,) int64
-        Group g has the rows at index edges[g]..edges[g + 1].
+        Group g has the rows at indices edges[g]..edges[g + 1].
     """
     counts = np.zeros(n_groups + 1, dtype=np.int64)
     n_runs, last = 0, None
@@ -178,13 +178,13 @@ def group_rows(
 
 
 def group_of(edges: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
-    """Return the group of each index start..stop, where group g has the index edges[g]..edges[g + 1]."""
+    """Return the group of each index start..stop, where group g has the indices edges[g]..edges[g + 1]."""
     first, last = np.searchsorted(edges, (start, stop - 1), side="right") - 1
     return np.repeat(np.arange(first, last + 1), np.diff(edges[first : last + 2].clip(start, stop)))
 
 
 def as_ranges(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return rows as ranges, in their order: one range for each run of consecutive rows, shape (n, 2)."""
+    """Return rows as ranges, in the same order: one for each run of consecutive rows, shape (n, 2)."""
     if not rows.size:
         return np.empty((0, 2), dtype=np.int64)
     first = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1] + 1]))
@@ -231,7 +231,7 @@ def _group_table(
 
 
 def _order(numbers: NDArray[np.int64], largest: int) -> NDArray[np.int64]:
-    """Return the order that sorts numbers from 0 to `largest`, stably; by 16 bits at a time, of which NumPy is fast."""
+    """Return the stable argsort of numbers from 0 to `largest`, 16 bits at a time: NumPy radix-sorts 16-bit numbers."""
     order = np.argsort(numbers.astype(np.uint16), kind="stable")
     for shift in range(16, largest.bit_length(), 16):
         order = order[np.argsort((numbers >> shift).astype(np.uint16)[order], kind="stable")]
