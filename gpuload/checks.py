@@ -1,4 +1,4 @@
-"""What users give in numbers, sizes and choices: told apart from what is none, in one way everywhere."""
+"""Validation of numbers, sizes, names and choices given by users, consistent throughout the package."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _UNITS["k"] = 1000
 
 
 def is_whole(value: object, least: int) -> TypeGuard[int]:
-    """Return whether a value is a whole number of at least so much, Python's or NumPy's; True and False are none."""
+    """Return whether a value is a Python or NumPy integer, not a boolean, of at least `least`."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
 
 
 def check_whole(name: str, value: object, least: int, also: str = "") -> int:
-    """Return a whole number of at least so much; raise PlanError, which says what `also` would do, for all else."""
+    """Return a whole number of at least `least`; otherwise raise PlanError, naming `also` as further valid values."""
     if not is_whole(value, least):
         raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{also}.")
     return int(value)
 
 
 def check_seed(seed: object) -> int:
-    """Return a seed; raise PlanError where it is none."""
+    """Return a seed; raise PlanError if it is invalid."""
     if not is_whole(seed, 0) or seed >= 1 << 64:
         raise PlanError(f"seed={seed!r}: expected a whole number from 0 to 2**64 - 1.")
     return int(seed)
 
 
 def check_seconds(name: str, value: Any, *, may_be_0: bool = True) -> float:
-    """Return a number of seconds; raise PlanError where it is none, is NaN, or is too small."""
+    """Return a number of seconds; raise PlanError if it is not a number, is NaN, or is too small."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not (value > 0 or (may_be_0 and value == 0)):
         bound = "of at least 0" if may_be_0 else "above 0"
@@ -45,7 +45,7 @@ def check_seconds(name: str, value: Any, *, may_be_0: bool = True) -> float:
 
 
 def check_share(name: str, value: Any) -> float:
-    """Return a share from 0 to 1; raise PlanError for all else."""
+    """Return a share from 0 to 1; raise PlanError for anything else."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= 1:
         raise PlanError(f"{name}={value!r}: expected a share from 0 to 1.")
@@ -53,26 +53,26 @@ def check_share(name: str, value: Any) -> float:
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Raise PlanError where a value is none of the choices."""
+    """Raise PlanError if a value is not among the choices."""
     if value not in choices:
         raise PlanError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}.")
 
 
 def check_names(name: str, given: Any, *, least: int = 0, what: str = "a name", sampler: str = "") -> tuple[str, ...]:
-    """Return one name or several as a tuple; raise PlanError for all else, for too few, and for one given twice.
+    """Return one or several names as a tuple; raise PlanError for anything else, too few, or duplicates.
 
     Parameters
     ----------
     name
-        Of the argument, for the error.
+        Name of the argument, for the error message.
     given
-        As given: one text, or several in an order that is the same each time, in every process; so no set.
+        The value given: one string, or several in an order that is the same in every process, so not a set.
     least
-        Fewer names are an error.
+        Minimum number of names.
     what
-        What a name is of, in the error.
+        What is named, for the error message.
     sampler
-        The sampler whose argument it is.
+        The sampler that takes the argument.
     """
     said = f"{sampler}({name}={given!r})" if sampler else f"{name}={given!r}"
     is_ordered = hasattr(given, "__iter__") and hasattr(given, "__len__") and not isinstance(given, (set, frozenset))
@@ -88,21 +88,21 @@ def check_names(name: str, given: Any, *, least: int = 0, what: str = "a name", 
 
 
 def check_obs_names(name: str, given: Any, *, least: int = 0, sampler: str = "") -> tuple[str, ...]:
-    """Return one or several names of obs columns as a tuple; errors as of `check_names`."""
+    """Return one or several names of obs columns as a tuple; raises as `check_names` does."""
     return check_names(name, given, least=least, what="the name of an obs column", sampler=sampler)
 
 
 def parse_nbytes(name: str, value: object, *, least: int = 1) -> int:
-    """Return the bytes that are meant by a number of them, or by text such as ``"20GiB"``, ``"1.5 TB"`` or ``"64M"``.
+    """Parse a number of bytes, given as a number or as text such as ``"20GiB"``, ``"1.5 TB"`` or ``"64M"``.
 
     Parameters
     ----------
     name
-        Of the argument, for the error.
+        Name of the argument, for the error message.
     value
-        As given.
+        The value given.
     least
-        Fewer are an error.
+        Minimum number of bytes.
 
     Raises
     ------

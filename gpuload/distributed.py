@@ -1,6 +1,6 @@
-"""Which of how many training processes this is.
+"""Rank and world size of this training process.
 
-No package is imported for it: torch.distributed is asked only where the program itself has set it up.
+Imports no package: torch.distributed is queried only if the program itself has initialised it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from gpuload.errors import PlanError
 
 
 def rank_and_world_size(rank: int | None = None, world_size: int | None = None) -> tuple[int, int]:
-    """Return this process's rank and how many there are.
+    """Return this process's rank and the number of processes.
 
     Parameters
     ----------
     rank, world_size
-        Both, or neither. Neither: those of torch.distributed's default group where that is initialised; else those of
-        the environment variables ``RANK`` and ``WORLD_SIZE``, which torchrun sets; else 0 and 1.
+        Both, or neither. If neither: those of torch.distributed's default group if it is initialised; else the
+        environment variables ``RANK`` and ``WORLD_SIZE``, as set by torchrun; else 0 and 1.
 
     Raises
     ------

@@ -1,16 +1,16 @@
-"""Everything that gpuload raises on purpose.
+"""The exceptions that gpuload raises deliberately.
 
     GpuloadError
-    ├─ PlanError(ValueError)            settings that make no plan
+    ├─ PlanError(ValueError)            invalid settings
     ├─ StoreError(ValueError)           not a file we can read: missing key, wrong encoding, unsupported filter
     ├─ ReadError(OSError)               bytes could not be read: path, offset, wanted, got
-    │  └─ BusyError                     ... now; trying again may help
-    ├─ CorruptDataError(ValueError)     bytes were read and are wrong: checksum, column out of range, indptr not rising
+    │  └─ BusyError                     ... now; retrying may help
+    ├─ CorruptDataError(ValueError)     bytes were read and are wrong: checksum, column out of range, decreasing indptr
     ├─ DeviceError(RuntimeError)        the device refused: out of memory, no such device, failed launch
     └─ MissingDependencyError(ImportError)   names the package, the feature and the pip command
 
-Each class is also the built-in kind of its failure, so code that knows nothing of gpuload can catch it. A message is
-one sentence: which argument or file, what was found, what is allowed, what to do.
+Each class also derives from the matching built-in exception, so code that does not know gpuload can catch it. A message
+is one sentence: which argument or file, what was found, what is allowed, what to do.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class GpuloadError(Exception):
-    """Base of every error that gpuload raises on purpose."""
+    """Base class of all errors that gpuload raises deliberately."""
 
 
 class PlanError(GpuloadError, ValueError):
-    """Settings that make no plan: sizes, names and options that cannot be carried out."""
+    """Invalid settings: sizes, names or options that cannot be carried out."""
 
 
 class StoreError(GpuloadError, ValueError):
@@ -38,19 +38,19 @@ class ReadError(GpuloadError, OSError):
 
 
 class BusyError(ReadError):
-    """Bytes could not be had now (429, 5xx, reset, timeout, short body); trying again may help."""
+    """Bytes could not be read now (429, 5xx, reset, timeout, short body); retrying may help."""
 
 
 class CorruptDataError(GpuloadError, ValueError):
-    """Bytes were read and are wrong: bad checksum, column number out of range, indptr not rising."""
+    """Bytes were read and are wrong: bad checksum, column number out of range, decreasing indptr."""
 
 
 class DeviceError(GpuloadError, RuntimeError):
-    """The device refused: not there, out of memory, failed launch."""
+    """The device refused: no such device, out of memory, failed launch."""
 
 
 class MissingDependencyError(GpuloadError, ImportError):
-    """A package that the wanted feature needs is not installed."""
+    """A package required by the requested feature is not installed."""
 
     def __init__(self, package: str, feature: str, extra: str) -> None:
         super().__init__(
@@ -60,11 +60,11 @@ class MissingDependencyError(GpuloadError, ImportError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, or what it is, as a part of a sentence."""
+    """Return an error's message, or else its kind, as part of a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def listing(names: Sequence[str], at_most: int = 30, none: str = "no columns") -> str:
-    """Return names as a part of a sentence."""
+    """Return names as part of a sentence."""
     shown = ", ".join(map(repr, names[:at_most])) or none
     return shown if len(names) <= at_most else f"{shown} and {len(names) - at_most} more"

@@ -1,13 +1,14 @@
-"""What a block size and a fetch factor would cost and give in a file: by planning fetches, without reading one.
+"""Predicts the cost and mixing of a block size and a fetch factor for a file, by planning fetches without reading any.
 
-Two things pull in opposite ways. Long blocks and blocks snapped to the file's chunks cost the least: every chunk is
-inflated for few cells or many. Short blocks mix the best. The engine's own planner says what a fetch would read and
-inflate and which labels its minibatches would hold, so an outlook is a count; only the seconds per byte are measured.
+There is a trade-off. Long blocks and blocks snapped to the file's chunks cost the least, as a chunk is inflated whether
+few or many of its cells are wanted. Short blocks mix the best. The engine's own planner tells what a fetch would read
+and inflate and which labels its minibatches would hold, so an outlook is a count; only the seconds per byte are
+measured.
 
-The cost of a cell, in seconds of a thread: bytes to read, bytes to decode once every checksum was verified (a chunk of
-nothing but gzip is inflated up to the last byte that is needed, others whole), and one cell to gather, each at the
-engine's own pace on this machine. Cells per second are threads over that: no account is taken of what a disk can
-bear, and of planning. `gpuload.tune` times real reads instead.
+The cost of a cell, in thread-seconds: bytes to read, bytes to decode once every checksum has been verified (a chunk
+with only gzip is inflated up to the last byte needed, others whole), and one cell to gather, each at the engine's own
+pace on this machine. Cells per second are the threads divided by that; the disk's limit and planning are ignored.
+`gpuload.tune` times real reads instead.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ if TYPE_CHECKING:
     from gpuload.types import ArrayRead
 
 BLOCK_SIZES: tuple[int | str, ...] = (1, 4, 8, 16, 32, 64, "chunk", "2 chunks", "4 chunks")
-"""Candidates."""
+"""Candidate block sizes."""
 
 MAX_FETCH_FACTOR = 256
-"""Beyond it minibatches are hardly more diverse (docstring of `gpuload.diversity`); the default of `open_loader`.
+"""Above this, minibatches are hardly more diverse (docstring of `gpuload.diversity`); the default of `open_loader`.
 
 It also bounds how long a consumer waits at the start of an epoch: for one fetch, with nothing loaded before it. A fetch
-may hold the whole file: that is true random order.
+may hold the whole file, which gives true random order.
 """
 
 DEFAULT_BLOCK_SIZE = 16
-"""That of `gpuload.open_loader`."""
+"""The default of `gpuload.open_loader`."""
 
 BLOCKS_PER_FETCH = 64
-"""What is asked for where no label is given: several times the number of donors or plates in many studies."""
+"""Required if no label is given: several times the number of donors or plates in many studies."""
 
 EXACT_CELLS = 4_000_000
-"""Up to here every block's labels are counted; of larger files those of some planned fetches."""
+"""Up to this many cells every block's labels are counted; for larger files, those of some planned fetches."""
 
 EXACT_LABELS = 1_000
-"""The same of labels: each takes up to a millisecond, for every setting that is compared."""
+"""The same limit on labels: each takes up to a millisecond per setting compared."""
 
 _PLANNED_FETCHES = 4
 _PLANNED_CELLS = 1 << 13
@@ -66,26 +67,26 @@ _CALIBRATION_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a block size and a fetch factor would cost and give.
+    """Predicted cost and mixing of a block size and a fetch factor.
 
     Attributes
     ----------
     block_size
         Cells, "chunk" or "N chunks".
     fetch_factor
-        Minibatches a fetch.
+        Minibatches per fetch.
     cells_per_block
         Mean length of a block.
     amplification
-        Bytes to decode (read, where storage is not encoded) per byte wanted, while checksums are to be verified.
+        Bytes to decode (to read, if storage is not encoded) per byte wanted, while checksums are being verified.
     read_nbytes, decoded_nbytes
-        Bytes per cell to read, and to decode (to copy, where storage is not encoded) once they were verified.
+        Bytes per cell to read, and to decode (to copy, if storage is not encoded) once checksums have been verified.
     entropy_bits
-        Expected entropy of the label in minibatches, as it lies in the file; NaN without a label.
+        Expected entropy of the label in minibatches, given its order in the file; NaN without a label.
     cells_per_s
-        By the cost model in the module's docstring; NaN where no pace was given.
+        From the cost model in the module docstring; NaN if no pace was given.
     holds_all
-        A fetch holds the whole file.
+        Whether a fetch holds the whole file.
     """
 
     block_size: int | str
@@ -99,31 +100,31 @@ class Outlook:
     holds_all: bool = False
 
     def blocks(self, batch_size: int) -> float:
-        """Return the blocks of a fetch; infinitely many where it holds the whole file, which is true random order."""
+        """Return the blocks per fetch; infinite if it holds the whole file, which is true random order."""
         return float("inf") if self.holds_all else batch_size * self.fetch_factor / self.cells_per_block
 
     def mixes(self, batch_size: int, least_bits: float) -> bool:
-        """Return whether minibatches are mixed enough: by the label's entropy or, without a label, by the blocks."""
+        """Return whether minibatches are mixed enough, by the label's entropy or, without a label, by the blocks."""
         if np.isnan(self.entropy_bits):
             return self.blocks(batch_size) >= BLOCKS_PER_FETCH
         return self.entropy_bits >= least_bits
 
     def is_worse(self, other: Outlook, batch_size: int) -> bool:
-        """Return whether it is both slower and less mixed than another."""
+        """Return whether this is both slower and less mixed than `other`."""
         return self.cells_per_s < other.cells_per_s and is_less_mixed(
             (self.entropy_bits, self.blocks(batch_size)), (other.entropy_bits, other.blocks(batch_size))
         )
 
 
 def is_less_mixed(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Compare two pairs of the label's entropy and the blocks of a fetch; these count where there is no label."""
+    """Compare two pairs (entropy of the label, blocks per fetch); the blocks count if there is no label."""
     (bits, blocks), (other_bits, other_blocks) = one, other
     return blocks < other_blocks if np.isnan(bits) else bits < other_bits
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds of one thread of the engine on this machine: per byte read and decoded, per cell gathered."""
+    """Seconds that one engine thread takes on this machine per byte read, per byte decoded and per cell gathered."""
 
     read_s: float
     decode_s: float
@@ -131,7 +132,7 @@ class Pace:
     threads: int
 
     def cells_per_s(self, outlook: Outlook) -> float:
-        """Return the cells per second that all threads would hand over."""
+        """Return the cells per second that all threads would deliver."""
         seconds = outlook.read_nbytes * self.read_s + outlook.decoded_nbytes * self.decode_s + self.take_s
         return self.threads / seconds if seconds > 0 else float("nan")
 
@@ -146,7 +147,7 @@ class Outlooks:
     batch_size
         Cells per minibatch.
     label
-        Column of obs whose mix matters, or None.
+        Column of obs to mix well, or None.
 
     Raises
     ------
@@ -178,11 +179,11 @@ class Outlooks:
         return self._shuffles[block_size]
 
     def largest(self) -> int:
-        """Return the largest fetch factor that is of use: that of the whole file, and at most `MAX_FETCH_FACTOR`."""
+        """Return the largest useful fetch factor: that of the whole file, at most `MAX_FETCH_FACTOR`."""
         return max(1, min(-(-self.store.n_obs // self._batch_size), MAX_FETCH_FACTOR))
 
     def sizes(self, fetch_factor: int) -> tuple[int | str, ...]:
-        """Return the block sizes to choose from; where a fetch holds the whole file all are the same."""
+        """Return the candidate block sizes; if a fetch holds the whole file, all are equivalent."""
         holds_all = self._batch_size * fetch_factor >= self.store.n_obs
         return (DEFAULT_BLOCK_SIZE,) if holds_all else BLOCK_SIZES
 
@@ -191,7 +192,7 @@ class Outlooks:
         return Plan(self.store.file_rows, self._batch_size, fetch_factor, self.shuffle(block_size), 0, epoch)
 
     def of(self, block_size: int | str, fetch_factor: int, pace: Pace | None = None) -> Outlook:
-        """Return the outlook for a block size and a fetch factor, with its speed at a pace."""
+        """Return the outlook for a block size and a fetch factor, with its speed if `pace` is given."""
         store, plan = self.store, self.plan(block_size, fetch_factor)
         whole = read = decoded = 0
         wanted = 0.0
@@ -244,7 +245,7 @@ class Outlooks:
         return float(np.mean(bits))
 
     def why_not_model(self, block_size: int, fetch_factor: int) -> str:
-        """Return in a sentence whether one label a block would describe the labels in this file."""
+        """Return a sentence on whether the model of one label per block describes this file."""
         assert self._codes is not None  # noqa: S101 - narrows the type; there is a label
         if self._n_labels > EXACT_LABELS:
             return f"{self._n_labels:,} labels are too many to compare with the model of one label a block."
@@ -255,7 +256,7 @@ class Outlooks:
 
 
 def label_codes(column: ObsColumn, called: str) -> NDArray[Any]:
-    """Return the code of each cell's label, (n_obs,); whole numbers are labels too, and fractions are a PlanError."""
+    """Return the label code of each cell, (n_obs,); whole numbers are labels too, fractions raise PlanError."""
     if column.categories is not None:
         return column.values
     if column.values.dtype.kind not in "biu":
@@ -265,7 +266,7 @@ def label_codes(column: ObsColumn, called: str) -> NDArray[Any]:
 
 
 def needed_nbytes(read: ArrayRead) -> int:
-    """Return the bytes to decode, or to copy where storage is not encoded, once checksums were verified."""
+    """Return the bytes to decode, or to copy if storage is not encoded, once checksums have been verified."""
     layout = read.layout
     itemsize = layout.dtype.itemsize
     if layout.is_raw:
@@ -278,7 +279,7 @@ def needed_nbytes(read: ArrayRead) -> int:
 
 
 def _whole_nbytes(read: ArrayRead) -> int:
-    """Return the bytes that a read makes the backend decode, or read where storage is not encoded."""
+    """Return the bytes that a read makes the backend decode, or read if storage is not encoded."""
     layout = read.layout
     return read.nbytes if layout.is_raw else int(layout.decoded_nbytes(read.chunk_id).sum())
 
@@ -286,7 +287,7 @@ def _whole_nbytes(read: ArrayRead) -> int:
 def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: str, num_threads: int | None) -> Loader:
     """Return a loader over a store that stays open when the loader is closed; it verifies no checksums.
 
-    So it works at the pace of all epochs but the first, in which each chunk is verified once.
+    It thus runs at the pace of all epochs but the first, in which each chunk is verified once.
     """
     backend = open_backend(device, num_threads=num_threads, verify="never")
     try:
@@ -297,7 +298,7 @@ def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: st
 
 
 def measure_pace(outlooks: Outlooks, threads: int, fetch_factor: int) -> Pace:
-    """Return the pace of the engine on the CPU: some fetches are read, one after the other, after one for warming up.
+    """Measure the pace of the engine on the CPU by reading some fetches in sequence, after a warm-up fetch.
 
     Raises
     ------
@@ -315,7 +316,7 @@ def measure_pace(outlooks: Outlooks, threads: int, fetch_factor: int) -> Pace:
             resident = backend.load(store.recipe(fetch.ranges)).result()
             for row in range(0, fetch.n_rows, plan.batch_size):
                 backend.take_rows(resident, fetch.positions[row : row + plan.batch_size], form).result()
-            if before is None:  # kernels are compiled and pages are there
+            if before is None:  # kernels are compiled and pages are resident
                 before, start = backend.stats.as_dict(), time.perf_counter()
                 continue
             n_cells += fetch.n_rows

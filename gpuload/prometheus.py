@@ -1,12 +1,12 @@
-"""Totals of loaders and sample stores for Prometheus. The home of prometheus_client.
+"""Exports totals of loaders and sample stores to Prometheus. The only module that imports prometheus_client.
 
     from gpuload.prometheus import export
 
     with export(train=loader, samples=store, port=9100):
         ...
 
-Nothing is measured for it: what the stages have counted anyway is read when it is asked for. All that is exported to
-one registry is one collector there, because a metric may stand in its text only once.
+This adds no measurements: the stages' own counts are read when scraped. All exports to one registry share one
+collector, because a metric may occur only once in the exposition text.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ _HITS = "Share of the bytes that came from local blocks, of loaders that have a 
 
 
 class Export:
-    """What is being exported; made by `export`. Use it in a with-statement, or call `close`."""
+    """An active export, returned by `export`. Use it in a with-statement, or call `close`."""
 
     def __init__(self, collector: _Collector, sources: dict[str, Any]) -> None:
         self._collector, self._sources = collector, sources
         self._server: tuple[Any, threading.Thread] | None = None
         self.port: int | None = None
-        """Where the text is served, if it is."""
+        """Port on which the metrics are served, or None."""
 
     def serve(self, port: int, address: str) -> None:
-        """Serve the registry's text."""
+        """Serve the registry's metrics."""
         try:
             self._server = prometheus_client.start_http_server(port, address, self._collector.registry)
         except OSError as error:
@@ -92,7 +92,7 @@ class Export:
         self.port = self._server[0].server_port
 
     def close(self) -> None:
-        """End the export, and the server; may be called twice."""
+        """End the export and stop the server; may be called twice."""
         self._collector.leave(self._sources)
         server, self._server = self._server, None
         if server is not None:
@@ -110,16 +110,16 @@ class Export:
 def export(
     *, port: int | None = None, address: str = "127.0.0.1", registry: Any = None, **sources: Loader | SampleStore
 ) -> Export:
-    """Export totals under names of one's own, until it is closed or they are forgotten.
+    """Export totals under names of your choice, until the export is closed or the sources are garbage-collected.
 
     Parameters
     ----------
     port, address
-        Where to serve them over HTTP; 0 is any free port. None serves nothing, for programs that have a server.
+        Where to serve them over HTTP; 0 takes any free port. None serves nothing, for programs with their own server.
     registry
-        A ``prometheus_client.CollectorRegistry``; None is the one that the library uses by default.
+        A ``prometheus_client.CollectorRegistry``; None takes the library's default.
     **sources
-        Loaders and stores. The name is the label ``loader`` or ``store`` of their metrics.
+        Loaders and stores. The name becomes the label ``loader`` or ``store`` of their metrics.
 
     Returns
     -------
@@ -128,7 +128,7 @@ def export(
     Raises
     ------
     PlanError
-        A source is neither; its name is taken in that registry; or the port is.
+        A source is neither; its name is already used in that registry; or the port is in use.
     MissingDependencyError
         prometheus_client is not installed; raised when this module is imported.
     """
@@ -150,7 +150,7 @@ def export(
 
 
 class _Collector:
-    """All that is exported to one registry."""
+    """Collects all exports to one registry."""
 
     def __init__(self, registry: Any) -> None:
         self.registry = registry
@@ -158,7 +158,7 @@ class _Collector:
         self._sources: dict[str, weakref.ref[Any]] = {}
 
     def join(self, sources: dict[str, Any]) -> None:
-        """Take sources in."""
+        """Add sources."""
         with self._lock:
             for name in sources:
                 known = self._sources.get(name)
@@ -167,7 +167,7 @@ class _Collector:
             self._sources |= {name: weakref.ref(source) for name, source in sources.items()}
 
     def leave(self, names: dict[str, Any]) -> None:
-        """Let go of sources."""
+        """Remove sources."""
         with self._lock:
             for name in names:
                 self._sources.pop(name, None)
@@ -212,7 +212,7 @@ def _family(kind: Any, name: str, words: str, label: str, totals: dict[str, Any]
 
 
 def _stats_of(source: Any) -> dict[str, Any] | None:
-    """Return the totals of a store; None of one that was closed, and of a loader."""
+    """Return the totals of a store; None for a closed store, and for a loader."""
     if not isinstance(source, SampleStore):
         return None
     try:
@@ -222,7 +222,7 @@ def _stats_of(source: Any) -> dict[str, Any] | None:
 
 
 def _name(key: str) -> str:
-    """Return a total's name as Prometheus has them: the unit last."""
+    """Return a total's name by Prometheus convention: the unit last."""
     key = key.removeprefix("n_")
     for ours, theirs in (("_nbytes", "_bytes"), ("_s", "_seconds")):
         if key.endswith(ours):

@@ -1,9 +1,9 @@
-"""Threads that wait for others: for networks and disks. Who stops waiting for them is not held up by them.
+"""Daemon threads for calls that block on networks and disks, without holding up whoever stops waiting for them.
 
-A request cannot be called back once it is under way, and may take until its timeout. Neither the end of a loader nor
-that of the interpreter should wait so long. So these threads are daemons, and are waited for a moment only; what they
-wait for has a bound of its own, after which they end by themselves. They must hold nothing that others need, and write
-to nothing that may be used for something else by then.
+A request in progress cannot be cancelled, and may take until its timeout. Neither closing a loader nor exiting the
+interpreter should wait that long. So these threads are daemons, and are joined only briefly; their calls have timeouts
+of their own, after which they end by themselves. They must hold nothing that others need, and not write to anything
+that may have been reused by then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE_S = 1.0
-"""Time for which those who end are waited for: what goes well takes less."""
+"""How long to wait for ending threads: normal calls take less."""
 
 _here = threading.local()
 
@@ -29,20 +29,20 @@ _Task = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...]]
 
 
 def is_over() -> bool:
-    """Return whether what this thread does is waited for no more, so that it should not try anything again."""
+    """Return whether nobody waits for this thread's work any more, so that it should not retry anything."""
     ended: threading.Event | None = getattr(_here, "ended", None)
     return ended is not None and ended.is_set()
 
 
 class DaemonThreads:
-    """Threads that carry out calls; started when they are needed, ended by `close` or when nobody refers to this.
+    """A pool of daemon threads, started on demand and ended by `close` or when the pool is garbage-collected.
 
     Parameters
     ----------
     n
-        Threads at most.
+        Maximum number of threads.
     name
-        How the names of the threads begin.
+        Prefix of the thread names.
     """
 
     def __init__(self, n: int, name: str) -> None:
@@ -55,7 +55,7 @@ class DaemonThreads:
         weakref.finalize(self, _end, self._tasks, self._ended)
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Have a thread call a function.
+        """Call a function in one of the threads.
 
         Raises
         ------
@@ -79,7 +79,7 @@ class DaemonThreads:
         return future
 
     def map(self, function: Callable[[Any], T], values: Iterable[Any]) -> list[T]:
-        """Return what a function returns for each value, in order; where one fails, no further call is begun."""
+        """Return a function's result for each value, in order; if a call fails, no further calls are started."""
         under_way = [self.submit(function, value) for value in values]
         try:
             return [future.result() for future in under_way]
@@ -88,7 +88,7 @@ class DaemonThreads:
                 future.cancel()
 
     def close(self, wait_s: float = PATIENCE_S) -> None:
-        """Begin no further call, and wait a moment for those that are under way; may be called twice, by anybody."""
+        """Start no more calls, and wait briefly for those in progress; may be called twice, from any thread."""
         with self._lock:
             self._ended.set()
             _cancel(self._tasks)
@@ -100,9 +100,9 @@ class DaemonThreads:
 
 
 def call_aside(function: Callable[..., T], *args: Any) -> T:
-    """Return what a function returns that cannot be interrupted; in the main thread it can be, then.
+    """Call an uninterruptible function so that the main thread can be interrupted meanwhile; return its result.
 
-    Signals are heard by the main thread between two steps of Python. So there another thread makes the call.
+    The main thread handles signals only between Python bytecodes, so there the call is made by another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return function(*args)
@@ -124,13 +124,13 @@ def _work(tasks: SimpleQueue[_Task | None], idle: threading.Semaphore, ended: th
             return
         if task[0].set_running_or_notify_cancel():
             _carry_out(*task)
-        del task  # nothing is kept alive while this thread waits
+        del task  # keeps nothing alive while this thread waits
 
 
 def _carry_out(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         result = function(*args)
-    except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+    except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
         future.set_exception(error)
     else:
         future.set_result(result)
@@ -142,7 +142,7 @@ def _end(tasks: SimpleQueue[_Task | None], ended: threading.Event) -> None:
 
 
 def _cancel(tasks: SimpleQueue[_Task | None]) -> None:
-    """Take what has not begun out of a queue."""
+    """Remove and cancel the tasks in a queue."""
     while True:
         try:
             task = tasks.get_nowait()
@@ -150,4 +150,4 @@ def _cancel(tasks: SimpleQueue[_Task | None]) -> None:
             return
         if task is not None:
             task[0].cancel()
-            task[0].set_running_or_notify_cancel()  # who waits is told
+            task[0].set_running_or_notify_cancel()  # notifies waiters

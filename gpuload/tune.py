@@ -1,11 +1,11 @@
-"""The fastest settings for a file on this machine, by timing real reads for some seconds.
+"""Finds the fastest settings for a file on this machine by timing real reads for some seconds.
 
-What an outlook (`gpuload.outlook`) says of every candidate is enough to leave out those that mix too little, need too
-much memory, or are far too slow. The rest is timed, and so is what `gpuload.open_loader` takes where nothing is given,
-which no advice may be both slower and less mixed than. It goes through the engine as a user would run it: minibatches
-handed over, from the first of one fetch to the first of another, so that neither a filled pipeline nor a stall counts
-twice. Every candidate has several turns, which alternate, and its best one counts: what else runs on the machine only
-slows down. Checksums are not verified meanwhile, so the pace is that of all epochs but the first.
+The outlook (`gpuload.outlook`) of each candidate suffices to rule out those that mix too little, need too much memory,
+or are far too slow. The rest are timed, along with the defaults of `gpuload.open_loader`: the result is never both
+slower and less mixed than those. Timing runs the engine as a user would: it counts minibatches delivered from the first
+of one fetch to the first of another, so that neither a filled pipeline nor a stall counts twice. Candidates take
+several turns in alternation, and each one's best counts, as other load on the machine can only slow it down. Checksums
+are not verified meanwhile, so the speed is that of all epochs but the first.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ if TYPE_CHECKING:
     from gpuload.store import Store
 
 MIN_ENTROPY = 0.98
-"""Least entropy of the label in minibatches as a part of that in true random order, unless another is asked for."""
+"""Default minimum entropy of the label in minibatches, as a fraction of that in true random order."""
 
 PREFETCHES = (1, 2, 4)
-"""Fetches loading ahead that are tried."""
+"""Candidate numbers of fetches to load ahead."""
 
 SAME = 0.03
-"""Speeds that differ by less are the same: then the settings that take less memory, and fewer threads."""
+"""Speeds that differ by less count as equal; settings with less memory, then fewer threads, are then preferred."""
 
 WORTH_TIMING = 0.6
-"""Least predicted speed, as a part of the best predicted, of what is timed."""
+"""Minimum predicted speed of a timed candidate, as a fraction of the best predicted."""
 
 _MOST_TIMED = 6
 _SEMIFINALISTS, _FINALISTS = 3, 3
 _NEIGHBOURS = 4
 _DEFAULTS = 3
-"""Most turns of the default where it is not among the semifinalists and finalists."""
+"""Maximum turns of the default settings if they are not among the semifinalists and finalists."""
 
 _HELD_BATCHES = 12
-"""Minibatches in memory at one time, under way, with the consumer and kept for reuse."""
+"""Minibatches in memory at one time: in progress, with the consumer, and kept for reuse."""
 
 _THREAD_NBYTES = 16 << 20
-"""Scratch of a thread: stored and decoded chunks."""
+"""Scratch memory of a thread, for stored and decoded chunks."""
 
 _CALIBRATION_CELLS = 2_048
 _WHOLE_FETCHES = 2
@@ -68,22 +68,22 @@ _WHOLE_FETCHES = 2
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Settings that were timed.
+    """One timed combination of settings.
 
     Attributes
     ----------
     block_size, fetch_factor, num_threads, prefetch
         As in `gpuload.open_loader`.
     memory_nbytes
-        Bytes that the loader takes at most, by reckoning.
+        Estimated maximum memory of the loader, in bytes.
     entropy_bits
         Expected entropy of the label in minibatches; NaN without a label.
     cells_per_s
-        Of its best turn; 0 before the first.
+        Speed in the best turn; 0 before the first.
     repeats
         Cells per second of every turn.
     n_blocks
-        Of a fetch, by which trials are compared without a label; infinitely many where it holds the whole file.
+        Blocks per fetch, used to compare trials without a label; infinite if a fetch holds the whole file.
     """
 
     block_size: int | str
@@ -102,18 +102,18 @@ class Trial:
 
     @property
     def key(self) -> tuple[int | str, int, int, int]:
-        """What tells it from others."""
+        """The values that identify the trial."""
         return self.block_size, self.fetch_factor, self.num_threads, self.prefetch
 
     def is_worse(self, other: Trial) -> bool:
-        """Return whether it is both slower and less mixed than another."""
+        """Return whether this is both slower and less mixed than `other`."""
         mix, other_mix = (self.entropy_bits, self.n_blocks), (other.entropy_bits, other.n_blocks)
         return self.cells_per_s < other.cells_per_s and is_less_mixed(mix, other_mix)
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What tuning found.
+    """The result of tuning.
 
     Attributes
     ----------
@@ -122,9 +122,9 @@ class Tuned:
     measured
         What they were measured on, and how; for the settings file.
     best
-        The trial that the settings are those of.
+        The trial with these settings.
     trials
-        All of them, the fastest first.
+        All trials, fastest first.
     """
 
     settings: dict[str, Any]
@@ -135,20 +135,20 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is asked for.
+    """The requirements for tuning.
 
     Attributes
     ----------
     memory_nbytes
-        Most memory that a loader may take.
+        Maximum memory of a loader, in bytes.
     label
-        Column of obs whose mix matters; None asks for many blocks a fetch.
+        Column of obs to mix well; None requires many blocks per fetch instead.
     min_entropy
-        Least entropy of the label in minibatches, as a part of that in true random order.
+        Minimum entropy of the label in minibatches, as a fraction of that in true random order.
     batch_size, layer, join, output, dtype, device
         As in `gpuload.open_loader`.
     seconds
-        About how long to time; each trial takes at least two whole fetches.
+        Approximate timing budget; each trial takes at least two whole fetches.
     """
 
     memory_nbytes: int
@@ -164,21 +164,21 @@ class Wish:
 
 
 def tune(paths: Any, wish: Wish, progress: Callable[[float], None] = lambda _: None) -> Tuned:
-    """Return the fastest settings for files that mix well enough and keep to the memory.
+    """Return the fastest settings for files that mix well enough and fit into the memory.
 
     Parameters
     ----------
     paths
         As for `gpuload.open_loader`.
     wish
-        What is asked for.
+        The requirements.
     progress
-        Called with the part of the work that is done, from 0 to 1.
+        Called with the fraction of the work done, from 0 to 1.
 
     Raises
     ------
     PlanError
-        There are no cells; or no candidate fits into the memory, or mixes well enough. The message says what would.
+        There are no cells; or no candidate fits into the memory or mixes well enough. The message says what would.
     StoreError, ReadError, CorruptDataError, DeviceError
         As for `gpuload.open_loader`.
     """
@@ -202,9 +202,9 @@ def tune(paths: Any, wish: Wish, progress: Callable[[float], None] = lambda _: N
 
 
 def choose(trials: Iterable[Trial], default: Trial | None = None) -> Trial:
-    """Return the fastest trial or, of those that are as fast, that with the least memory and the fewest threads.
+    """Return the fastest trial or, among equally fast ones, that with the least memory, then the fewest threads.
 
-    Never one that is both slower and less mixed than `default`.
+    Never returns one that is both slower and less mixed than `default`.
     """
     listed = list(trials)
     fastest = max(t.cells_per_s for t in listed)
@@ -214,7 +214,7 @@ def choose(trials: Iterable[Trial], default: Trial | None = None) -> Trial:
 
 
 class _Turns:
-    """The trials and their turns, each as long as they can be within the seconds asked for."""
+    """The trials and their turns, which are as long as the timing budget allows."""
 
     def __init__(
         self, bench: Bench, trials: Iterable[Trial], seconds: float, progress: Callable[[float], None]
@@ -225,21 +225,21 @@ class _Turns:
         self._seconds, self._n_done = seconds / self._n_turns, 0
 
     def trials(self) -> list[Trial]:
-        """Return all of them, the fastest first."""
+        """Return all trials, fastest first."""
         return sorted(self._by_key.values(), key=lambda trial: -trial.cells_per_s)
 
     @property
     def default(self) -> Trial | None:
-        """The trial of what `gpuload.open_loader` takes where nothing is given, if that is allowed."""
+        """The trial of the defaults of `gpuload.open_loader`, if they are allowed."""
         return self._by_key.get(self._bench.default)
 
     def fastest(self, n: int) -> list[Trial]:
-        """Return the fastest so far, and the default, which has as many turns as they."""
+        """Return the `n` fastest so far, and the default, which gets as many turns."""
         trials = self.trials()
         return trials[:n] + [trial for trial in trials[n:] if trial is self.default]
 
     def take(self, trials: Iterable[Trial]) -> None:
-        """Give each of some trials a turn."""
+        """Give each of the trials a turn."""
         for trial in trials:
             known = self._by_key.get(trial.key, trial)
             rate = self._bench.time(known, len(known.repeats), self._seconds)
@@ -249,7 +249,7 @@ class _Turns:
 
 
 def _settings(best: Trial, wish: Wish) -> dict[str, Any]:
-    """Return keyword arguments: what was tuned, and what else was asked for and is no default."""
+    """Return keyword arguments: the tuned settings, and the requested ones that are not defaults."""
     tuned = {
         "batch_size": wish.batch_size,
         "block_size": best.block_size,
@@ -262,7 +262,7 @@ def _settings(best: Trial, wish: Wish) -> dict[str, Any]:
 
 
 class Bench:
-    """A store, and how settings for it are reckoned and timed."""
+    """Estimates and times settings for a store."""
 
     def __init__(self, store: Store, wish: Wish) -> None:
         self._store, self._wish = store, wish
@@ -271,18 +271,18 @@ class Bench:
         self.outlooks = Outlooks(store, wish.batch_size, wish.label)
         self.cores = len(os.sched_getaffinity(0))
         self.least_bits = wish.min_entropy * self.outlooks.random_bits
-        """Least entropy that is asked for; NaN without a label."""
+        """Required minimum entropy; NaN without a label."""
         self.default = (DEFAULT_BLOCK_SIZE, self.outlooks.largest(), self.cores, PREFETCHES[1])
-        """Key of the trial of what `gpuload.open_loader` takes where nothing is given."""
+        """Key of the trial of the defaults of `gpuload.open_loader`."""
 
     def usual(self) -> dict[str, int]:
-        """Return threads and prefetch that candidates are compared with."""
+        """Return the threads and prefetch with which candidates are compared."""
         return {"num_threads": self.cores, "prefetch": PREFETCHES[1]}
 
     def first_trials(self) -> list[Trial]:
-        """Return what is worth timing: with a thread per core and the usual prefetch, the most promising first.
+        """Return the trials worth timing, with a thread per core and the usual prefetch, most promising first.
 
-        The default is among them wherever it mixes well enough and the memory holds it.
+        They include the default if it mixes well enough and fits into the memory.
         """
         wish = self._wish
         factors = self.fetch_factors()
@@ -298,12 +298,12 @@ class Bench:
         return trials[:n] + [trial for trial in trials[n:] if trial.key == self.default]
 
     def fetch_factors(self) -> list[int]:
-        """Return the fetch factors to try, the largest first: what the memory and the file allow, and parts of it.
+        """Return the fetch factors to try, largest first: what the memory and the file allow, and fractions of it.
 
         Raises
         ------
         PlanError
-            The memory does not hold even fetches of one minibatch.
+            Not even fetches of one minibatch fit into the memory.
         """
         wish = self._wish
         usual = PREFETCHES[1]
@@ -319,7 +319,7 @@ class Bench:
         return sorted({most, max(1, most // 2), max(1, most // 4), max(1, most // 16)}, reverse=True)
 
     def memory_nbytes(self, fetch_factor: int, num_threads: int, prefetch: int) -> int:
-        """Return the bytes that a loader takes at most: fetches, minibatches, scratch and metadata."""
+        """Return the maximum memory of a loader in bytes: fetches, minibatches, scratch and metadata."""
         wish = self._wish
         n_cells = min(wish.batch_size * fetch_factor, self._store.n_obs)
         row = self._store.n_vars * np.dtype("uint16" if wish.dtype == "bfloat16" else wish.dtype).itemsize
@@ -328,7 +328,7 @@ class Bench:
         return int(fetches + _HELD_BATCHES * batch + num_threads * _THREAD_NBYTES + self._store.metadata_nbytes)
 
     def neighbours(self, trial: Trial) -> list[Trial]:
-        """Return a trial with other numbers of threads and other prefetch, where the memory allows."""
+        """Return variants of a trial with other numbers of threads and other prefetch that fit into the memory."""
         threads = [(n, trial.prefetch) for n in (max(1, self.cores // 2), 2 * self.cores)]
         found = []
         for n_threads, prefetch in (*threads, *((trial.num_threads, n) for n in PREFETCHES)):
@@ -339,7 +339,7 @@ class Bench:
         return found
 
     def time(self, trial: Trial, turn: int, seconds: float) -> float:
-        """Return cells per second, from the first minibatch of a fetch to that of another; a turn, an epoch."""
+        """Return cells per second from the first minibatch of a fetch to that of another; each turn is an epoch."""
         plan = self.outlooks.plan(trial.block_size, trial.fetch_factor)
         options = {"device": self._wish.device, "num_threads": trial.num_threads}
         with closing(open_part(self._store, plan, self._form, trial.prefetch, **options)) as loader:  # type: ignore[arg-type]

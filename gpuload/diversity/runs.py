@@ -107,7 +107,7 @@ def entropy_of_runs(
     begin. The number of cells of class k in a fetch is a sum over its blocks; its distribution is computed by FFT, as
     a power of the characteristic function of one block's count. The rest is as in `expected_entropy`. Blocks of a file
     are drawn without replacement, which lowers the variance of the sum (Hoeffding 1963) by the factor
-    ``(n_blocks - blocks per fetch) / (n_blocks - 1)``; the entropy moves from `lower` towards `upper` accordingly.
+    ``(n_blocks - blocks per fetch) / (n_blocks - 1)``; the entropy's distance from `upper` shrinks by the same factor.
     """
     check_at_least_one(batch_size=batch_size, block_size=block_size, fetch_factor=fetch_factor)
     labels = np.asarray(codes)
