@@ -495,7 +495,11 @@ def test_shards_that_are_encoded_as_a_whole_or_nested_are_refused(tmp_path: Path
         ("nested", {"serializer": nested}, ("shards within shards",)),
     ):
         path = tmp_path / f"{name}.zarr"
-        writers.dense(path, chunks=(40, N_VARS), **options)
+        try:
+            writers.dense(path, chunks=(40, N_VARS), **options)
+        except NotImplementedError:  # zarr 3.1.3 writes no shards within shards
+            assert name == "nested"
+            continue
         assert_refused("StoreError", path, str(path), "/X", *words)
 
 
