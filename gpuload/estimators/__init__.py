@@ -1,4 +1,4 @@
-"""Estimators in scikit-learn's shape over matrices too large to hold: fed minibatch by minibatch, from a loader too.
+"""Estimators with scikit-learn's interface for matrices too large for memory, fed by minibatches, also from a loader.
 
 svd = TruncatedSVD(300).fit(gpuload.open_loader("gex.h5ad", shuffle=False, batch_size=2048))
 """

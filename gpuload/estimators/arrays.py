@@ -1,7 +1,7 @@
-"""The three array libraries that the estimators work over, behind the few operations that differ between them.
+"""A common interface to the three array libraries of the estimators, for the few operations that differ between them.
 
-A second home of torch and CuPy beside their front and their backend: linear algebra here is on whole arrays, with no
-stream and no buffer of ours.
+Like their front and backend, this module uses torch and CuPy directly: linear algebra here works on whole arrays,
+without streams or buffers of ours.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Engine:
     name
         ``"numpy"``, ``"torch"`` or ``"cupy"``.
     xp
-        Its module: what is called alike in all three is called on it.
+        Its module, for functions with the same name in all three.
     put
-        Bring an array of any of the three to the device, with a dtype (``"float32"`` or ``"float64"``).
+        Copy an array of any of the three to the device, with a dtype (``"float32"`` or ``"float64"``).
     host
-        Bring an array back as NumPy.
+        Copy an array to the host as NumPy.
     of_bits
-        Make numbers of bfloat16 bits (uint16): bfloat16 where the library has it, else float32.
+        Convert bfloat16 bits (uint16) to numbers: bfloat16 if the library supports it, else float32.
     device
-        Where it works: ``"cpu"`` or ``"cuda:<number>"``.
+        Its device: ``"cpu"`` or ``"cuda:<number>"``.
     """
 
     name: str
@@ -54,45 +54,45 @@ class Engine:
     device: str
 
     def orthonormal(self, columns: Any) -> Any:
-        """Return an orthonormal basis of what the columns span, (n, k) of (n, k)."""
+        """Return an orthonormal basis of the span of the columns, (n, k) of (n, k)."""
         return self.xp.linalg.qr(columns)[0]
 
     def eigh(self, symmetric: Any) -> tuple[Any, Any]:
-        """Return eigenvalues, ascending, and eigenvectors."""
+        """Return the eigenvalues, ascending, and eigenvectors."""
         values, vectors = self.xp.linalg.eigh(symmetric)
         return values, vectors
 
     def cholesky(self, positive: Any) -> Any:
-        """Return the lower factor of a positive matrix; ``xp.linalg.LinAlgError`` where it is none."""
+        """Return the lower factor of a positive matrix; raise ``xp.linalg.LinAlgError`` if it is not positive."""
         if self.name != "cupy":
             return self.xp.linalg.cholesky(positive)
         from cupyx import errstate
 
-        with errstate(linalg="raise"):  # or CuPy does not look, and returns what means nothing
+        with errstate(linalg="raise"):  # by default CuPy does not check, and returns garbage
             return self.xp.linalg.cholesky(positive)
 
     def solve_lower(self, lower: Any, right: Any) -> Any:
-        """Return ``inv(lower) @ right`` of a lower triangular matrix."""
+        """Return ``inv(lower) @ right`` for a lower triangular matrix."""
         if self.name == "torch":
             return self.xp.linalg.solve_triangular(lower, right, upper=False)
         return _triangular(self.name)(lower, right, lower=True, check_finite=False)
 
     def solve_lower_transposed(self, lower: Any, right: Any) -> Any:
-        """Return ``inv(lower.T) @ right`` of a lower triangular matrix."""
+        """Return ``inv(lower.T) @ right`` for a lower triangular matrix."""
         if self.name == "torch":
             return self.xp.linalg.solve_triangular(lower.T, right, upper=True)
         return _triangular(self.name)(lower, right, lower=True, trans=1, check_finite=False)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """Return an array of zeros, made on the device."""
+        """Return an array of zeros, allocated on the device."""
         if self.name == "torch":
             return self.xp.zeros(shape, dtype=getattr(self.xp, dtype), device=self.device)
         return self.xp.zeros(shape, dtype=dtype)
 
     def on_stream(self, loader: Loader) -> AbstractContextManager[Any]:
-        """Return a with-block in which a loader, and CuPy, make minibatches for the stream that torch works on now.
+        """Return a context manager that makes a loader, and CuPy, produce minibatches on torch's current stream.
 
-        On any other one their memory could be written anew while torch still reads it.
+        On any other stream their memory could be overwritten while torch is still reading it.
         """
         if self.name != "torch" or "cpu" in (self.device, loader.device):
             return nullcontext()
@@ -104,31 +104,31 @@ class Engine:
 
 
 def open_engine(name: str, device: str, *, has_choice: bool = False) -> Engine:
-    """Return the array library of that name.
+    """Open an array library on a device.
 
     Parameters
     ----------
     name
-        ``"numpy"``, ``"torch"``, ``"cupy"``, or ``"auto"``: torch where it is installed (its BLAS is the faster one on
-        CPUs, and has no trouble with large factorisations), else NumPy.
+        ``"numpy"``, ``"torch"``, ``"cupy"``, or ``"auto"``: torch if installed (its BLAS is faster on CPUs, and handles
+        large factorisations), else NumPy.
     device
-        As of `gpuload.open_loader`; ``"auto"``: the GPU that a loader takes, where the library can use it too.
+        As in `gpuload.open_loader`; ``"auto"``: the GPU that a loader takes, if the library can use it too.
     has_choice
-        Whether torch, or NumPy in its place, may work on the CPU where torch cannot use that GPU.
+        Whether torch, or NumPy in its place, may fall back to the CPU if torch cannot use that GPU.
 
     Returns
     -------
     Engine
-        Among its attributes ``device``, ``"cpu"`` or ``"cuda:<number>"``.
+        Its ``device`` is resolved to ``"cpu"`` or ``"cuda:<number>"``.
 
     Raises
     ------
     PlanError
-        There is no such library or device, or the one cannot work on the other.
+        There is no such library or device, or the library does not support the device.
     DeviceError
         The library cannot use that GPU.
     MissingDependencyError
-        It is not installed.
+        The library is not installed.
     """
     if name not in (*ENGINES, "auto"):
         raise PlanError(f"engine={name!r}: expected 'auto', 'numpy', 'torch' or 'cupy'.")
@@ -149,7 +149,7 @@ def open_engine(name: str, device: str, *, has_choice: bool = False) -> Engine:
 
 
 def multiplies_bfloat16(device: str) -> bool:
-    """Return whether a device has instructions that multiply bfloat16: all GPUs that we support, and some CPUs."""
+    """Return whether a device multiplies bfloat16 natively: all GPUs that we support, and some CPUs."""
     if device != "cpu":
         return True
     try:
@@ -171,7 +171,7 @@ def _triangular(name: str) -> Callable[..., Any]:
 
 
 def float32_of_bits(bits: Any) -> Any:
-    """Return the numbers that bfloat16 bits (uint16, NumPy or CuPy) stand for, exactly."""
+    """Convert bfloat16 bits (uint16, NumPy or CuPy) to float32, exactly."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
@@ -226,14 +226,14 @@ def _cupy(number: int) -> Engine:
 
 
 def _native(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array in C order and in a type that torch has too: of this machine's byte order, and no objects."""
+    """Return an array in C order with a dtype that torch supports too: native byte order, no objects."""
     if array.dtype == object:
         return np.ascontiguousarray(array, dtype=np.float64)
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
 
 
 def to_host(array: Any) -> NDArray[Any]:
-    """Return an array of any of the three as NumPy."""
+    """Copy an array of any of the three libraries to NumPy."""
     if isinstance(array, np.ndarray):
         return array
     if hasattr(array, "detach"):

@@ -1,4 +1,4 @@
-"""What the estimators share: scikit-learn's interface, without scikit-learn."""
+"""Base of the estimators: scikit-learn's interface, without scikit-learn."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Estimator:
-    """Parameters as given to the constructor, what was learnt in attributes that end in an underscore.
+    """Base class: parameters as given to the constructor, learned state in attributes that end in an underscore.
 
-    ``get_params`` and ``set_params`` are scikit-learn's, so that clones, pipelines and grid searches work.
+    ``get_params`` and ``set_params`` follow scikit-learn, so that clones, pipelines and grid searches work.
     """
 
     _kind = "transformer"
@@ -61,7 +61,7 @@ class Estimator:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.get_params().items())})"
 
     def __sklearn_tags__(self) -> Any:
-        """Return scikit-learn's description of the estimator; it asks, so it is there."""
+        """Return scikit-learn's tags of the estimator; only scikit-learn calls this, so it is installed."""
         from sklearn.utils import InputTags, Tags, TargetTags, TransformerTags
         from sklearn.utils._tags import RegressorTags
 
@@ -75,7 +75,7 @@ class Estimator:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write parameters and what was learnt to an .npz file, without pickles."""
+        """Write parameters and learned state to an .npz file, without pickles."""
         learnt = {k: v for k, v in vars(self).items() if k.endswith("_") and not k.startswith("_")}
         if not learnt:
             raise PlanError(f"{type(self).__name__} is not fitted; call fit first.")
@@ -85,12 +85,12 @@ class Estimator:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Return what `save` wrote.
+        """Load an estimator written by `save`.
 
         Raises
         ------
         CorruptDataError
-            The file is not one that this class's `save` wrote.
+            The file was not written by this class's `save`.
         """
         try:
             with np.load(path, allow_pickle=False) as stored:
@@ -106,7 +106,7 @@ class Estimator:
         return self
 
     def _opened(self, X: Any) -> Engine:
-        """Return what does the arithmetic: on `device`, else where a loader's minibatches lie."""
+        """Return the array library for `X`: on `device`, or else where a loader's minibatches are."""
         if self.device is not None:
             return open_engine(self.engine, self.device)
         device = X.device if isinstance(X, Loader) and self.engine != "numpy" else "cpu"
@@ -115,7 +115,7 @@ class Estimator:
     def _checked(
         self, X: Any, engine: Engine, *, is_fitted: bool = False, of_bits: Callable[[Any], Any] = float32_of_bits
     ) -> Passes:
-        """Return the matrix to go through; where `is_fitted`, of the width that was fitted."""
+        """Return the passes over a matrix, checked against the fitted width if `is_fitted`."""
         if is_fitted and not hasattr(self, "n_features_in_"):
             raise _not_fitted(type(self).__name__)
         passes = Passes(X, engine, of_bits)
@@ -134,7 +134,7 @@ class Estimator:
 
 
 def _not_fitted(name: str) -> Exception:
-    """Return scikit-learn's own error where it is installed: its tools look for it."""
+    """Return scikit-learn's own error if installed, since its tools look for it."""
     message = f"{name} is not fitted; call fit first."
     try:
         from sklearn.exceptions import NotFittedError

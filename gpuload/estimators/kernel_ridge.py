@@ -1,4 +1,4 @@
-"""Kernel ridge regression, exact or by landmarks, for more cells than a kernel matrix in float64 would allow."""
+"""Kernel ridge regression, exact or by landmarks, for more cells than a float64 kernel matrix would allow."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 PANEL = 3072
-"""Columns factorised at one time: one large call to LAPACK's potrf crashes with some builds of OpenBLAS."""
+"""Columns factorised at a time: one large call to LAPACK's potrf crashes with some builds of OpenBLAS."""
 
 _JITTER = 1e-6
 
 _GRAM_PANEL = 512
-"""Columns of a symmetric matrix that are added up at one time, from the diagonal down: little is made twice over."""
+"""Columns of a symmetric matrix accumulated at a time, from the diagonal down, so that little is computed twice."""
 
 
 class KernelRidge(Estimator):
-    """Ridge regression in the space of a Gaussian kernel ``exp(-gamma * |x - y|**2)``, for one or many targets.
+    """Ridge regression with a Gaussian kernel ``exp(-gamma * |x - y|**2)``, for one or many targets.
 
-    As `sklearn.kernel_ridge.KernelRidge` with ``kernel="rbf"``. ``solver="exact"`` factorises the kernel matrix of all
-    rows (float32, in place: 4 bytes per pair). ``solver="nystrom"`` takes `n_landmarks` rows as landmarks, goes through
-    all rows once, whitened minibatch by minibatch, and holds nothing that grows with the rows.
+    Like `sklearn.kernel_ridge.KernelRidge` with ``kernel="rbf"``. ``solver="exact"`` factorises the kernel matrix of
+    all rows (float32, in place: 4 bytes per pair). ``solver="nystrom"`` takes `n_landmarks` landmark rows, makes one
+    pass over all rows, whitening each minibatch, and holds nothing that grows with the number of rows.
 
-    With `n_rounds`, it is an ensemble: in each round the groups of rows (batches, donors) are shuffled and cut into two
-    halves, one model is fitted to each, and predictions are the mean of all. Both solvers give it as one set of
-    coefficients, so that it predicts as fast as a single model.
+    With `n_rounds`, it is an ensemble: in each round the groups of rows (batches, donors) are shuffled and split into
+    two halves, one model is fitted to each, and predictions are averaged over all. Both solvers reduce it to one set of
+    coefficients, so it predicts as fast as a single model.
 
     Parameters
     ----------
     alpha
-        Strength of the penalty.
+        Regularisation strength.
     gamma
-        Width of the kernel; None: 1 / number of features.
+        Kernel coefficient; None: 1 / number of features.
     solver
         ``"auto"`` (exact up to `n_landmarks` rows, else landmarks), ``"exact"`` or ``"nystrom"``.
     n_landmarks
-        Landmarks, drawn at random.
+        Number of landmarks, drawn at random.
     n_rounds
-        Rounds of the ensemble; 0: one model of all rows.
+        Rounds of the ensemble; 0: a single model of all rows.
     engine, device
-        As of `TruncatedSVD`.
+        See `TruncatedSVD`.
     random_state
         Seed of landmarks and halves.
 
     Attributes
     ----------
     X_fit_ : (m, n_features) float32
-        Rows that the kernel is taken with.
+        Rows at which the kernel is evaluated.
     dual_coef_ : (m, n_targets) float32
-        What their kernels are weighted by; of shape (m,) where y had one dimension.
+        Dual coefficients; of shape (m,) if y was one-dimensional.
     n_features_in_
-        Columns of X.
+        Number of columns of X.
 
     References
     ----------
@@ -102,14 +102,14 @@ class KernelRidge(Estimator):
         X : (n, n_features) array, SciPy sparse matrix, or `gpuload.Loader`
             Features of the cells.
         y : (n,) or (n, n_targets)
-            What is to be predicted, in the order of the rows.
+            Targets, in the order of the rows.
         groups : (n,), optional
-            Label of each row's group; with `n_rounds` at least two groups are needed.
+            Group label of each row; with `n_rounds` at least two groups are needed.
 
         Raises
         ------
         PlanError
-            Parameters, shapes or values that make no regression.
+            Parameters, shapes or values do not define a regression.
         DeviceError
             `engine` cannot use `device`.
         """
@@ -140,7 +140,7 @@ class KernelRidge(Estimator):
         return out[:, 0] if self.dual_coef_.ndim == 1 else out
 
     def score(self, X: Any, y: ArrayLike) -> float:
-        """Return the coefficient of determination of the predictions, the mean over targets."""
+        """Return the coefficient of determination of the predictions, averaged over targets."""
         found = self.predict(X).astype(np.float64)
         wanted = _checked_targets(y, len(found)).astype(np.float64)
         left = ((wanted - found) ** 2).sum(axis=0)
@@ -164,7 +164,7 @@ class KernelRidge(Estimator):
             )
 
     def _halves(self, groups: ArrayLike | None, n_rows: int) -> list[NDArray[np.bool_]]:
-        """Return which rows each model of the ensemble is fitted to."""
+        """Return the rows that each model of the ensemble is fitted to, as masks."""
         if not self.n_rounds:
             return [np.ones(n_rows, dtype=bool)]
         labels, codes = np.unique(np.zeros(n_rows) if groups is None else np.asarray(groups), return_inverse=True)
@@ -201,12 +201,12 @@ class KernelRidge(Estimator):
         m = min(self.n_landmarks, passes.n_rows)
         chosen = np.sort(np.random.default_rng(self.random_state).permutation(passes.n_rows)[:m])
         known = engine.put(_rows_of(engine, passes, chosen), "float32")
-        exactly = engine.put(known, "float64")  # in float32 it need not be positive, however small the errors
+        exactly = engine.put(known, "float64")  # in float32 rounding errors can make it indefinite, however small
         kernel = _kernel(engine, exactly, exactly, self._gamma())
         kernel[range(m), range(m)] += _JITTER * m
         lower = engine.put(cholesky(engine, kernel), "float32")
         del kernel
-        # A model is a sum over the parts of the rows that no half tears apart.
+        # A model is a sum over parts of the rows that lie entirely inside or outside each half.
         part_of, members = np.unique(np.stack(halves, axis=1), axis=0, return_inverse=True)
         members = members.reshape(-1)
         kind, panels = "float32" if len(part_of) > 1 else "float64", list(_panels(m, _GRAM_PANEL))
@@ -248,7 +248,7 @@ def _checked_targets(y: ArrayLike, n_rows: int) -> NDArray[np.float32]:
 
 
 def _rows_of(engine: Engine, passes: Passes, chosen: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return chosen rows, given in ascending order, by one pass."""
+    """Return chosen rows, given in ascending order, in one pass."""
     out = np.empty((chosen.size, passes.n_columns), dtype=np.float32)
     for rows, part in passes:
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
@@ -261,7 +261,7 @@ def _rows_of(engine: Engine, passes: Passes, chosen: NDArray[np.int64]) -> NDArr
 def _kernel(engine: Engine, A: Any, B: Any, gamma: float) -> Any:
     """Return the Gaussian kernel of all pairs of rows, (len(A), len(B)).
 
-    Both are moved to about 0 first: far from it the difference of squares has no digit left in float32.
+    Both are shifted to about 0 first: far from it the difference of squares loses all its digits in float32.
     """
     centre = B[:BATCH_SIZE].mean(0)
     A, B = A - centre, B - centre
@@ -275,7 +275,7 @@ def _kernel(engine: Engine, A: Any, B: Any, gamma: float) -> Any:
 
 
 def _kernel_matrix(engine: Engine, X: Any, gamma: float, alpha: float) -> Any:
-    """Return the kernel of all rows plus alpha on the diagonal; only what lies below the diagonal panels is set."""
+    """Return the kernel of all rows plus alpha on the diagonal; entries above the diagonal panels are not set."""
     n = len(X)
     K = engine.zeros((n, n), "float32")
     for start in range(0, n, BATCH_SIZE):
@@ -286,9 +286,9 @@ def _kernel_matrix(engine: Engine, X: Any, gamma: float, alpha: float) -> Any:
 
 
 def cholesky(engine: Engine, A: Any, panel: int = PANEL) -> Any:
-    """Return the lower Cholesky factor of a positive matrix, made in its place, panel by panel.
+    """Return the lower Cholesky factor of a positive matrix, computed in place, panel by panel.
 
-    Only the lower half of A is read; what lies above the diagonal is undefined in the result, but zero inside the
+    Only the lower half of A is read; above the diagonal the result is undefined, except for zeros inside the
     diagonal panels.
 
     Raises
@@ -314,7 +314,7 @@ def cholesky(engine: Engine, A: Any, panel: int = PANEL) -> Any:
 
 
 def _solve(engine: Engine, lower: Any, right: Any, panel: int = PANEL) -> Any:
-    """Return ``inv(L @ L.T) @ right``, panel by panel; above the panels of L nothing is read."""
+    """Return ``inv(L @ L.T) @ right``, panel by panel; entries above the diagonal panels of L are not read."""
     panels = list(_panels(len(lower), panel))
     right = engine.xp.clone(right) if engine.name == "torch" else right.copy()
     for lo, hi in panels:

@@ -1,4 +1,4 @@
-"""Passes over cells: one matrix, whichever form it has, as dense minibatches."""
+"""Passes over cells: a matrix of any form, as dense minibatches."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from gpuload.estimators.arrays import Engine
 
 BATCH_SIZE = 2048
-"""Rows that are dense at one time: a matrix product of that many is as fast as of more."""
+"""Rows made dense at a time: a matrix product of this many is as efficient as of more."""
 
 
 class Passes:
-    """A matrix of cells that can be gone through again and again, some rows at a time.
+    """A matrix of cells that can be iterated over repeatedly, some rows at a time.
 
     Parameters
     ----------
     X : (n, p) array, SciPy sparse matrix, or Loader
-        A `Loader` gives its own minibatches (dense or CSR), each pass one epoch; it must hand over every row.
+        A `Loader` yields its own minibatches (dense or CSR), one epoch per pass; it must deliver every row.
     engine
-        What works on them.
+        Array library for the minibatches.
     of_bits
-        Makes numbers of a loader's bfloat16 bits; see `Engine.of_bits`.
+        Converts a loader's bfloat16 bits to numbers; see `Engine.of_bits`.
 
     Attributes
     ----------
     n_rows, n_columns
         Its shape.
     is_bfloat16
-        Whether its values have no more precision than that.
+        Whether its values have only bfloat16 precision.
     """
 
     def __init__(self, X: Any, engine: Engine, of_bits: Callable[[Any], Any] = float32_of_bits) -> None:
@@ -71,13 +71,13 @@ class Passes:
             self._X = np.asarray(X) if not hasattr(X, "detach") and not hasattr(X, "get") else X
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
-        """Go through all rows once: (row numbers, (m, n_columns) dense array)."""
+        """Iterate over all rows once: (row numbers, (m, n_columns) dense array)."""
         return self.some(1.0)
 
     def some(self, share: float) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
-        """Go through a share of the rows, or somewhat more: as `__iter__`.
+        """Iterate over at least a fraction of the rows; yields as `__iter__`.
 
-        Of a loader these are its first minibatches, else minibatches spread over the matrix.
+        A loader yields its first minibatches, any other matrix minibatches spread over it.
         """
         for rows, part in self._parts(share):
             if isinstance(part, np.ndarray) and part.dtype.kind not in "biu" and not _is_finite(part):
@@ -109,7 +109,7 @@ class Passes:
 
 
 def _is_finite(part: NDArray[np.generic]) -> bool:
-    """Return whether all is finite; a sum tells in most cases, and takes no memory."""
+    """Return whether all values are finite; usually the sum tells, without extra memory."""
     if part.dtype.kind != "f":
         part = part.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Truncated SVD of a matrix that is never held: some passes over minibatches."""
+"""Truncated SVD of a matrix that is never in memory as a whole, in a few passes over minibatches."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ if TYPE_CHECKING:
 
 
 SAMPLE_ROWS = 20
-"""A pass over a share of the rows takes so many for each column of the basis at least."""
+"""A pass over a fraction of the rows takes at least this many per column of the basis."""
 
 
 class TruncatedSVD(Estimator):
     """The leading singular vectors and values of a matrix of cells, found in a few passes over its rows.
 
-    As `sklearn.decomposition.TruncatedSVD` (the matrix is not centred), but no more of the matrix than a minibatch is
-    ever in memory. Each pass but the last adds up ``X.T @ (X @ Q)`` over minibatches, which turns a basis Q of
-    `n_components` + `n_oversamples` columns towards the leading singular vectors; the last one takes them from
-    ``X @ Q``, which is also what `fit_transform` returns, turned: so it needs no pass more.
+    Like `sklearn.decomposition.TruncatedSVD` (the matrix is not centred), but with at most a minibatch of the matrix in
+    memory. Each pass but the last accumulates ``X.T @ (X @ Q)`` over minibatches, which turns a basis Q of
+    `n_components` + `n_oversamples` columns towards the leading singular vectors; the last one computes them from
+    ``X @ Q``, which `fit_transform` rotates and returns, without a further pass.
 
     Parameters
     ----------
     n_components
-        Singular vectors wanted.
+        Number of singular vectors.
     n_passes
-        Passes over the matrix; each brings the result nearer to the exact one. Four suffice for cells.
+        Passes over the matrix; each improves the accuracy. Four suffice for cells.
     n_oversamples
-        Further columns of the basis.
+        Additional columns of the basis.
     sample
-        Share of the rows, above 0, that all passes go over but the last two: what they find is corrected by those. Of
-        an array these are minibatches spread over it; of a loader the first ones, in its own order. Where it is few
-        rows beside the width of the basis, all are taken; 1 takes all always.
+        Fraction of the rows, above 0, used by all passes but the last two, which correct the result. For an array these
+        are minibatches spread over it; for a loader the first ones, in its own order. If they are few rows compared
+        with the width of the basis, all rows are used; 1 always uses all.
     precision
-        ``"float32"``; ``"mixed"``: bfloat16 in all passes but the last, which only turn the basis; ``"bfloat16"``: in
-        all, which leaves about three digits (for either the engine must be torch). ``"auto"``: where the device
+        ``"float32"``; ``"mixed"``: bfloat16 in all passes but the last, as they only turn the basis; ``"bfloat16"``: in
+        all passes, which leaves about three digits (both need torch as the engine). ``"auto"``: if the device
         multiplies bfloat16 natively, which is faster, bfloat16 for a loader of such values
-        (``open_loader(dtype="bfloat16")``) and mixed for all else.
+        (``open_loader(dtype="bfloat16")``) and mixed for everything else.
     engine
-        ``"auto"``, ``"numpy"``, ``"torch"`` or ``"cupy"``: what does the arithmetic.
+        ``"auto"``, ``"numpy"``, ``"torch"`` or ``"cupy"``: the array library.
     device
-        Where: as of `gpuload.open_loader`. None: where the minibatches of the loader lie that is given to `fit` or
-        `transform`, but of NumPy and of what is no loader the CPU.
+        As in `gpuload.open_loader`. None: where the minibatches of the loader given to `fit` or `transform` are; for
+        NumPy, and for input that is not a loader, the CPU.
     random_state
-        Seed of the first basis; the result is a pure function of it.
+        Seed of the initial basis; the result is a pure function of it.
 
     Attributes
     ----------
     components_ : (n_components, n_features) float32
-        Right singular vectors; in each, the entry of the greatest magnitude is positive.
+        Right singular vectors; the entry of largest magnitude in each is positive.
     singular_values_ : (n_components,) float32
-        Descending.
+        Singular values, descending.
     n_features_in_
-        Columns of the matrix fitted.
+        Number of columns of the matrix fitted.
 
     References
     ----------
@@ -104,7 +104,7 @@ class TruncatedSVD(Estimator):
         Raises
         ------
         PlanError
-            A parameter cannot be carried out, or the matrix is too small for it, or holds what is no number.
+            A parameter is invalid, or the matrix is too small for it or holds NaN or infinite values.
         DeviceError
             `engine` cannot use `device`.
         """
@@ -113,12 +113,12 @@ class TruncatedSVD(Estimator):
         return self
 
     def fit_transform(self, X: Any, y: Any = None) -> NDArray[np.float32]:
-        """Fit, and return X in the space of the components, (n, n_components) float32; see `fit`."""
+        """Fit, and return X projected onto the components, (n, n_components) float32; see `fit`."""
         del y
         return self._fit(X, keeps_scores=True)
 
     def _fit(self, X: Any, *, keeps_scores: bool) -> NDArray[np.float32]:
-        """Find the singular vectors; return the scores of all rows, or none."""
+        """Find the singular vectors; return the scores of all rows if `keeps_scores`, else an empty array."""
         engine = self._opened(X)
         passes = self._checked(X, engine, of_bits=engine.of_bits)
         early, last = self._dtypes(engine, is_stored=passes.is_bfloat16)
@@ -161,7 +161,7 @@ class TruncatedSVD(Estimator):
         return image
 
     def _check(self, n: int, p: int) -> None:
-        """Raise PlanError where a parameter cannot be carried out on a matrix of n x p."""
+        """Raise PlanError if a parameter is invalid for a matrix of n x p."""
         for name in ("n_components", "n_passes"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected a whole number of at least 1.")
@@ -173,7 +173,7 @@ class TruncatedSVD(Estimator):
             )
 
     def _dtypes(self, engine: Engine, *, is_stored: bool) -> tuple[str, str]:
-        """Return the precision of all passes but the last, and that of the last; `is_stored`: X is bfloat16."""
+        """Return the precision of all passes but the last, and of the last; `is_stored`: X is bfloat16."""
         if self.precision not in ("auto", "float32", "mixed", "bfloat16"):
             raise PlanError(f"precision={self.precision!r}: expected 'auto', 'float32', 'mixed' or 'bfloat16'.")
         if self.precision in ("mixed", "bfloat16") and engine.name != "torch":
@@ -191,9 +191,9 @@ class TruncatedSVD(Estimator):
         }[precision]
 
     def transform(self, X: Any) -> NDArray[np.float32]:
-        """Return X in the space of the components: ``X @ components_.T``, (n, n_components) float32."""
+        """Return X projected onto the components: ``X @ components_.T``, (n, n_components) float32."""
         engine = self._opened(X)
-        passes = self._checked(X, engine, is_fitted=True)  # of bfloat16 bits it makes float32, in which this is
+        passes = self._checked(X, engine, is_fitted=True)  # converts bfloat16 bits to float32, the precision used here
         to = engine.put(np.ascontiguousarray(self.components_.T), "float32")
         out = np.empty((passes.n_rows, len(self.components_)), dtype=np.float32)
         for rows, part in passes:
@@ -201,7 +201,7 @@ class TruncatedSVD(Estimator):
         return out
 
     def inverse_transform(self, X: Any) -> NDArray[np.float32]:
-        """Return what the components make of (n, n_components) scores: ``X @ components_``."""
+        """Reconstruct rows from (n, n_components) scores: ``X @ components_``."""
         scores = np.asarray(X, dtype=np.float32)
         if scores.ndim != 2 or scores.shape[1] != len(self.components_):
             raise PlanError(f"X has shape {scores.shape}; expected (n, {len(self.components_)}) scores.")
