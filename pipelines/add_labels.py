@@ -1,4 +1,4 @@
-"""Add columns to the obs of .h5ad files from a table with a row for each label: mechanisms of drugs, say.
+"""Add columns to the obs of .h5ad files from a table with one row per label, such as the mechanisms of drugs.
 
     python pipelines/add_labels.py drug_metadata.parquet plate*.h5ad --by drug --columns moa-broad moa-fine
 
@@ -73,12 +73,12 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__.splitlines()[0],
         epilog="exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use",
     )
-    parser.add_argument("table", type=Path, help=".csv, .tsv or .parquet")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".h5ad, which get the columns")
+    parser.add_argument("table", type=Path, help="table to read: .csv, .tsv or .parquet")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".h5ad files to add the columns to")
     parser.add_argument(
-        "--by", required=True, metavar="COLUMN", help="of obs and of the table, by which rows are found"
+        "--by", required=True, metavar="COLUMN", help="column of both obs and the table to match rows by"
     )
-    parser.add_argument("--columns", required=True, nargs="+", metavar="COLUMN", help="of the table, to add")
+    parser.add_argument("--columns", required=True, nargs="+", metavar="COLUMN", help="columns of the table to add")
     args = parser.parse_args(arguments)
     try:
         table = read_table(args.table, args.by, args.columns)

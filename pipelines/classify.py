@@ -71,9 +71,9 @@ EPILOG = """\
 exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted
 
 examples:
-  python pipelines/classify.py screen --make 100000         (writes a synthetic screen, a file per plate, to screen/)
+  python pipelines/classify.py screen --make 100000         (first writes a synthetic screen to screen/)
   python pipelines/classify.py plate*.h5ad --test plate14 --labels cell_line drug --models linear mlp --values log1p
-  torchrun --nproc-per-node 2 pipelines/classify.py screen  (minibatches of --batch-size on each process)
+  torchrun --nproc-per-node 2 pipelines/classify.py screen  (each process uses minibatches of --batch-size)
 """
 
 
@@ -281,47 +281,64 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     found = argparse.ArgumentParser(
         prog="classify.py",
-        description="Train classifiers of cells in several orders, and compare them on plates that none has seen.",
+        description="Train classifiers of cells in several orders, and compare them on held-out plates.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(found)
     found.add_argument("--loader-seconds", type=float, default=3, metavar="S",
-        help="to time each order's loader alone (default: 3)")  # fmt: skip
+        help="seconds to time each order's loader alone (default: 3)")  # fmt: skip
     return found
 
 
 def add_options(found: argparse.ArgumentParser) -> None:
     """Add the options shared with classify_lightning.py."""
     add = found.add_argument
-    add("paths", nargs="+", metavar="PATH", help=".h5ad files, zarr stores, or a folder of them, read as one")
-    add("--make", type=int, metavar="CELLS", help="first write a synthetic screen of so many cells into the folder")
-    add("--out", type=Path, default=Path("classify"), metavar="DIR", help="where results go (default: %(default)s)")
+    add("paths", nargs="+", metavar="PATH", help=".h5ad files, zarr stores, or a folder of them; read as one table")
+    add("--make", type=int, metavar="CELLS", help="first write a synthetic screen of this many cells to the folder")
+    add("--out", type=Path, default=Path("classify"), metavar="DIR", help="folder for results (default: %(default)s)")
     labels = ["cell_line", "drug", "moa_broad", "moa_fine"]
-    add("--labels", nargs="+", default=labels, metavar="COLUMN", help=f"what to learn (default: {' '.join(labels)})")
-    add("--plate", default="plate", metavar="COLUMN", help="whose values are held out (default: %(default)s)")
-    add("--test", nargs="+", default=["plate_14"], metavar="PLATE", help="plates held out (default: plate_14)")
-    add("--balance", default="drug", metavar="COLUMN", help="of class-balanced order (default: %(default)s)")
-    add("--genes", metavar="FILE", help="only the genes named in this text file, one a line (default: all)")
+    add(
+        "--labels",
+        nargs="+",
+        default=labels,
+        metavar="COLUMN",
+        help=f"obs columns to predict (default: {' '.join(labels)})",
+    )
+    add("--plate", default="plate", metavar="COLUMN", help="obs column of the plates (default: %(default)s)")
+    add("--test", nargs="+", default=["plate_14"], metavar="PLATE", help="plates to hold out (default: plate_14)")
+    add(
+        "--balance",
+        default="drug",
+        metavar="COLUMN",
+        help="obs column to balance in balanced order (default: %(default)s)",
+    )
+    add("--genes", metavar="FILE", help="use only the genes named in this text file, one per line (default: all)")
     add("--values", choices=("counts", "log1p"), default="counts",
-        help="counts as they are, or log1p of counts per 10,000 (default: %(default)s)")  # fmt: skip
+        help="raw counts, or log1p of counts per 10,000 (default: %(default)s)")  # fmt: skip
     add("--orders", nargs="+", choices=ORDERS, default=list(ORDERS), metavar="ORDER",
-        help=f"some of {' '.join(ORDERS)} (default: all)")  # fmt: skip
+        help=f"orders to compare: any of {', '.join(ORDERS)} (default: all)")  # fmt: skip
     add("--models", nargs="+", choices=("linear", "mlp"), default=["linear"],
-        help="linear heads, or a trunk of two layers of 512 below them (default: linear)")  # fmt: skip
+        help="linear heads, or the same on a trunk of two layers of 512 (default: linear)")  # fmt: skip
     add("--seeds", type=whole_number, default=3, metavar="N",
-        help="trainings of each model and order (default: %(default)s)")  # fmt: skip
+        help="training runs per model and order (default: %(default)s)")  # fmt: skip
     add("--epochs", type=whole_number, default=1, metavar="N", help="passes over the cells (default: %(default)s)")
-    add("--batch-size", type=int, default=64, metavar="N", help="cells in a minibatch (default: %(default)s)")
-    add("--block-size", type=int, default=16, metavar="N", help="cells read together (default: %(default)s)")
-    add("--fetch-factor", type=int, default=256, metavar="N", help="minibatches mixed (default: %(default)s)")
+    add("--batch-size", type=int, default=64, metavar="N", help="cells per minibatch (default: %(default)s)")
+    add(
+        "--block-size",
+        type=int,
+        default=16,
+        metavar="N",
+        help="consecutive cells to read together (default: %(default)s)",
+    )
+    add("--fetch-factor", type=int, default=256, metavar="N", help="minibatches per fetch (default: %(default)s)")
     add("--lr", type=positive, default=1e-3, metavar="R", help="learning rate of Adam (default: %(default)s)")
-    add("--bf16", action="store_true", help="let the model compute in bfloat16 where that does no harm")
+    add("--bf16", action="store_true", help="train in bfloat16 mixed precision")
     add("--device", default="cpu", help="cpu, cuda or auto (default: %(default)s)")
     add("--save-every", type=whole_number, default=1000, metavar="STEPS",
-        help="between checkpoints (default: %(default)s)")  # fmt: skip
-    add("--tensorboard", action="store_true", help="write losses and scores for TensorBoard too")
-    add("--fresh", action="store_true", help="forget what earlier runs have left in --out")
+        help="steps between checkpoints (default: %(default)s)")  # fmt: skip
+    add("--tensorboard", action="store_true", help="also write losses and scores for TensorBoard")
+    add("--fresh", action="store_true", help="discard what earlier runs left in --out")
 
 
 def leave_cores_to_load() -> None:

@@ -1,4 +1,4 @@
-"""Load JPEG pictures from an object store as fast as from the local disk: the ConcurrentDataloader experiment, rebuilt.
+"""Load JPEG images from an object store as fast as from local disk: the ConcurrentDataloader experiment, rebuilt.
 
     python pipelines/concurrent_loading.py s3://bucket/pictures --loader ours --in-flight 256 --batch-size 256 --train
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 EPILOG = """\
-Addresses are read with the credentials of the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). The first three
-loaders need boto3, dali needs nvidia-dali.
+Credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). The vanilla, threads and asyncio
+loaders require boto3; dali requires nvidia-dali.
 
 examples:
   python pipelines/concurrent_loading.py /tmp/pictures --make 512
@@ -407,21 +407,27 @@ def main(arguments: list[str] | None = None) -> int:
         prog="concurrent_loading.py", description=__doc__.splitlines()[0], epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("place", help="an address such as s3://bucket/pictures, or a folder")
-    parser.add_argument("--loader", choices=tuple(LOADERS), default="ours", help="default: %(default)s")
-    parser.add_argument("--make", type=whole_number, metavar="N", help="write N pictures into the folder, and end")
-    parser.add_argument("--batch-size", type=whole_number, default=256, help="default: %(default)s")
-    parser.add_argument("--batches", type=whole_number, default=8, help="batches that are timed; default: %(default)s")
-    parser.add_argument("--warm-up", type=int, default=1, help="batches before them; default: %(default)s")
-    parser.add_argument("--workers", type=int, default=4, help="processes of the first three; default: %(default)s")
-    parser.add_argument("--in-flight", type=whole_number, default=64, help="requests at a time; default: %(default)s")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="that decode, of dali")
-    parser.add_argument("--train", action="store_true", help="train a ResNet-18 on the pictures")
-    parser.add_argument("--width", type=int, default=16, help="its channels (the original: 64); default: %(default)s")
-    parser.add_argument("--every", type=int, default=4, help="it sees every n-th pixel; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeline", metavar="FILE.png", help="draw who did what when, warm-up included")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("place", help="folder, or an address such as s3://bucket/pictures")
+    parser.add_argument("--loader", choices=tuple(LOADERS), default="ours", help="loader to run; default: %(default)s")
+    parser.add_argument("--make", type=whole_number, metavar="N", help="write N images to the folder, and exit")
+    parser.add_argument("--batch-size", type=whole_number, default=256, help="images per batch; default: %(default)s")
+    parser.add_argument("--batches", type=whole_number, default=8, help="batches to time; default: %(default)s")
+    parser.add_argument("--warm-up", type=int, default=1, help="untimed batches before them; default: %(default)s")
+    parser.add_argument(
+        "--workers", type=int, default=4, help="worker processes of the boto3 loaders; default: %(default)s"
+    )
+    parser.add_argument("--in-flight", type=whole_number, default=64, help="concurrent requests; default: %(default)s")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="decoding threads of ours and dali"
+    )
+    parser.add_argument("--train", action="store_true", help="train a ResNet-18 on the images")
+    parser.add_argument(
+        "--width", type=int, default=16, help="channels of the ResNet (originally 64); default: %(default)s"
+    )
+    parser.add_argument("--every", type=int, default=4, help="feed it every n-th pixel; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="random seed; default: %(default)s")
+    parser.add_argument("--timeline", metavar="FILE.png", help="plot what ran when, warm-up included")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     args = parser.parse_args(arguments)
     try:
         if args.make:

@@ -34,7 +34,7 @@ except ImportError as missing:
     sys.exit(f"growing_store.py: {missing}. From the checkout, pip install '.[torch,remote]' installs what it needs.")
 
 EPILOG = """\
-Samples are .npy files of one shape, of float32: the first value is what the model learns to tell from the others.
+Samples are float32 .npy files of one shape; the model learns to predict the first value from the others.
 
 examples:
   python pipelines/growing_store.py /tmp/remote --make 400 --root /tmp/store --budget 256MiB
@@ -196,31 +196,33 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="growing_store.py",
-        description="Train on a set that grows from epoch to epoch.",
+        description="Train on a data set that grows from epoch to epoch.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("remote", help="a folder, or an address such as s3://bucket/prefix")
-    add("--root", required=True, help="the folder of the local store")
-    add("--budget", default="200GiB", metavar="SIZE", help="most bytes of it (default: 200GiB)")
-    add("--policy", default="coverage", help="coverage, fifo, lru or random: what goes first (default: coverage)")
-    add("--mode", default="uniform", help="uniform, fresh-first or inverse-visits (default: uniform)")
-    add("--epochs", type=whole_number, default=5, metavar="N")
-    add("--batch-size", type=int, default=32, metavar="N")
-    add("--samples", type=int, metavar="N", help="of an epoch at most; the others may be replaced meanwhile")
-    add("--min-samples", type=int, default=32, metavar="N", help="wait for so many before an epoch (default: 32)")
-    add("--threads", type=int, default=4, metavar="N", help="threads that read (default: 4)")
-    add("--processes", type=int, default=1, metavar="N", help="processes that download (default: 1)")
-    add("--in-flight", type=int, default=16, metavar="N", help="downloads at a time in each (default: 16)")
+    add("remote", help="folder, or an address such as s3://bucket/prefix")
+    add("--root", required=True, help="folder of the local store")
+    add("--budget", default="200GiB", metavar="SIZE", help="size limit of the store (default: 200GiB)")
+    add("--policy", default="coverage", help="eviction: coverage, fifo, lru or random (default: coverage)")
+    add("--mode", default="uniform", help="sampling: uniform, fresh-first or inverse-visits (default: uniform)")
+    add("--epochs", type=whole_number, default=5, metavar="N", help="epochs to train (default: 5)")
+    add("--batch-size", type=int, default=32, metavar="N", help="samples per minibatch (default: 32)")
+    add("--samples", type=int, metavar="N", help="limit an epoch to N samples; the others may be replaced meanwhile")
+    add("--min-samples", type=int, default=32, metavar="N", help="wait for this many before each epoch (default: 32)")
+    add("--threads", type=int, default=4, metavar="N", help="reader threads (default: 4)")
+    add("--processes", type=int, default=1, metavar="N", help="fetcher processes (default: 1)")
+    add("--in-flight", type=int, default=16, metavar="N", help="concurrent downloads per process (default: 16)")
     add("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    add("--anonymous", action="store_true", help="sign no request: a public bucket")
-    add("--meter-ms", type=float, default=6.0, metavar="MS", help="length of a look of the stall meter (default: 6)")
-    add("--cold", action="store_true", help="read each epoch from the disk, not from the page cache")
-    add("--make", type=int, default=0, metavar="N", help="first write N samples into the remote, a folder")
-    add("--sample-bytes", type=int, default=1 << 20, metavar="N", help="size of those (default: 1 MiB)")
-    add("--json", action="store_true", help="print the figures as JSON")
-    add("--seed", type=int, default=0)
+    add("--anonymous", action="store_true", help="send unsigned requests, for a public bucket")
+    add(
+        "--meter-ms", type=float, default=6.0, metavar="MS", help="length of each probe by the stall meter (default: 6)"
+    )
+    add("--cold", action="store_true", help="read each epoch from disk, not from the page cache")
+    add("--make", type=int, default=0, metavar="N", help="first write N samples to the remote, which must be a folder")
+    add("--sample-bytes", type=int, default=1 << 20, metavar="N", help="size of those samples (default: 1 MiB)")
+    add("--json", action="store_true", help="print the results as JSON")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     return parser.parse_args(argv)
 
 

@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 EPILOG = """\
 exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use
 
-On a GPU kernels are compiled and libraries loaded before the clock starts; how long that took is said.
+On a GPU, kernels are compiled and libraries loaded before the clock starts; that time is reported separately.
 
 examples:
   python pipelines/modality.py demo --make 4000            (a small synthetic set, written to demo/)
   python pipelines/modality.py real --real                 (400 real blood cells, downloaded to real/)
-  python pipelines/modality.py competition --make 66175    (the competition's exact shape: some minutes to make)
+  python pipelines/modality.py competition --make 66175    (the competition's exact shape; takes minutes to make)
   python pipelines/modality.py FOLDER --engine sklearn
   python pipelines/modality.py cite.h5mu --counts --batch donor --test donor8 --save model.npz
   python pipelines/modality.py new_cells.h5ad --counts --model model.npz
@@ -204,28 +204,43 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = found.add_argument
-    add("paths", nargs="+", type=Path, metavar="PATH", help="a folder, an .h5mu file, or one or two AnnData")
-    add("--out", type=Path, metavar="DIR", help="where prediction.h5ad, modality.json and pictures go (default: there)")
-    add("--engine", choices=ENGINES, default="ours", help="what does the arithmetic (default: %(default)s)")
-    add("--make", type=int, metavar="CELLS", help="first write synthetic files with so many training cells")
-    add("--real", action="store_true", help="first write real ones, 400 cells, which are downloaded")
-    add("--batch", default="batch", metavar="COLUMN", help="of obs (default: %(default)s)")
     add(
-        "--test", nargs="+", default=[], metavar="BATCH", help="held out; else the cells without proteins are predicted"
+        "paths",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="a folder, an .h5mu file, or one or two AnnData files or stores",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for prediction.h5ad, modality.json and plots (default: the input's)",
+    )
+    add("--engine", choices=ENGINES, default="ours", help="implementation to compute with (default: %(default)s)")
+    add("--make", type=int, metavar="CELLS", help="first write synthetic files with this many training cells")
+    add("--real", action="store_true", help="first download and write 400 real cells")
+    add("--batch", default="batch", metavar="COLUMN", help="obs column of batches (default: %(default)s)")
+    add(
+        "--test",
+        nargs="+",
+        default=[],
+        metavar="BATCH",
+        help="batches to hold out (default: predict the cells without proteins)",
     )
     add("--modalities", nargs=2, default=[GENES, PROTEINS], metavar=("GENES", "PROTEINS"),
-        help="of a MuData (default: rna prot)")  # fmt: skip
-    add("--layer", help="of genes and proteins (default: X, or normalized where there is no X)")
-    add("--counts", action="store_true", help="the values are counts: normalise genes, take log ratios of proteins")
+        help="modalities of a MuData (default: rna prot)")  # fmt: skip
+    add("--layer", help="layer of genes and proteins (default: X, or normalized if there is no X)")
+    add("--counts", action="store_true", help="treat values as counts: normalise genes, take log ratios of proteins")
     add("--solver", choices=("auto", "exact", "nystrom"), default="auto",
-        help="by landmarks (auto, above --landmarks cells) or exact")  # fmt: skip
-    add("--landmarks", type=int, default=4000, help="landmarks of the regression (default: %(default)s)")
+        help="nystrom uses landmarks; auto does above --landmarks cells (default: auto)")  # fmt: skip
+    add("--landmarks", type=int, default=4000, help="landmarks for the regression (default: %(default)s)")
     add("--device", default="cpu",
-        help="of ours, and of the network beside it: cpu, cuda:0 or auto (default: %(default)s)")  # fmt: skip
-    add("--seed", type=int, default=0)
-    add("--no-baselines", action="store_true", help="only the recipe itself")
-    add("--save", type=Path, metavar="FILE", help="keep the model")
-    add("--model", type=Path, metavar="FILE", help="predict by a model that was kept; nothing is fitted")
+        help="device of ours and the baseline network: cpu, cuda:0 or auto (default: %(default)s)")  # fmt: skip
+    add("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    add("--no-baselines", action="store_true", help="run only the recipe itself")
+    add("--save", type=Path, metavar="FILE", help="save the model to this file")
+    add("--model", type=Path, metavar="FILE", help="predict with a saved model, without fitting")
     return found
 
 

@@ -137,11 +137,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="real_cells.py",
-        description="Fetch real cells out of packages: 700 and 10,000 with genes, 400 with genes and surface proteins.",
-        epilog="exit codes: 0 done, 1 something could not be had, 2 wrong use",
+        description="Fetch real cells from packages: 700 and 10,000 with genes, 400 with genes and surface proteins.",
+        epilog="exit codes: 0 done, 1 something could not be fetched, 2 wrong use",
     )
-    parser.add_argument("folder", type=Path, help="where the .h5ad files go")
-    parser.add_argument("--only", nargs="+", choices=SETS, default=list(SETS), metavar="SET", help=f"of {list(SETS)}")
+    parser.add_argument("folder", type=Path, help="folder for the .h5ad files")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=SETS,
+        default=list(SETS),
+        metavar="SET",
+        help=f"sets to fetch: any of {', '.join(SETS)} (default: all)",
+    )
     args = parser.parse_args(arguments)
     code = 0
     for name in args.only:

@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 EPILOG = """\
-Every tenth cell is held out: it is read with its neighbours, but the model does not learn from it. At the end the model
-is asked for the labels of held-out cells.
+Every tenth cell is held out: it is read along with its neighbours, but not used for training. Afterwards the model is
+evaluated on held-out cells.
 
-On a CPU two runs with the same settings give the same model, unless --seconds ends them at different minibatches.
-`gpuload inspect FILE` advises on the settings; `gpuload doctor` says what is missing for a faster path.
+On a CPU, two runs with the same settings give the same model, unless --seconds stops them at different minibatches.
+`gpuload inspect FILE` recommends settings; `gpuload doctor` says what a faster path needs.
 
 examples:
   python pipelines/train_dali.py cells.h5ad --label cell_line
   python pipelines/train_dali.py plate1.h5ad plate2.h5ad --label drug --epochs 3 --genes highly_variable.txt
   python pipelines/train_dali.py cells.h5ad --label cell_line --batch-size 1024 --fetch-factor 64 --hidden 512 --bf16
-  torchrun --nproc-per-node 1 pipelines/train_dali.py cells.h5ad --label cell_line     (on the card of LOCAL_RANK)
+  torchrun --nproc-per-node 1 pipelines/train_dali.py cells.h5ad --label cell_line     (on the GPU of LOCAL_RANK)
 
 exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted
 """
@@ -310,32 +310,42 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     at_least_1 = number(int, 1)
     add = parser.add_argument
     add("paths", nargs="+", metavar="FILE", help="an .h5ad file; several with the same genes are read as one")
-    add("--label", required=True, metavar="COLUMN", help="obs column to learn, for example cell_line")
+    add("--label", required=True, metavar="COLUMN", help="obs column to predict, such as cell_line")
     add("--device", default="auto", help="cpu, cuda:0 or auto (default: auto)")
     add("--epochs", type=at_least_1, default=1, metavar="N", help="passes over the cells (default: 1)")
-    add("--seconds", type=number(float, 0), default=math.inf, metavar="S", help="train no longer (default: no limit)")
-    add("--batch-size", type=at_least_1, default=64, metavar="N", help="cells in a minibatch (default: 64)")
+    add(
+        "--seconds",
+        type=number(float, 0),
+        default=math.inf,
+        metavar="S",
+        help="training time limit in seconds (default: none)",
+    )
+    add("--batch-size", type=at_least_1, default=64, metavar="N", help="cells per minibatch (default: 64)")
     add(
         "--block-size",
         type=block_size,
         default="chunk",
         metavar="N",
-        help="cells in a row that are read together, or 'chunk': those of a chunk of the file (default: chunk)",
+        help="consecutive cells to read together, or 'chunk' for the file's own chunks (default: chunk)",
     )
-    add("--fetch-factor", type=at_least_1, default=256, metavar="N", help="minibatches mixed at a time (default: 256)")
-    add("--genes", metavar="FILE", help="only the genes named in this text file, one a line (default: all)")
-    add("--mask", type=number(float, 0, 1), default=0.1, metavar="P", help="share of genes to hide (default: 0.1)")
-    add("--hidden", type=number(int, 0), default=0, metavar="N", help="width of a hidden layer (default: 0: none)")
+    add("--fetch-factor", type=at_least_1, default=256, metavar="N", help="minibatches per fetch (default: 256)")
+    add("--genes", metavar="FILE", help="use only the genes named in this text file, one per line (default: all)")
+    add("--mask", type=number(float, 0, 1), default=0.1, metavar="P", help="fraction of genes to mask (default: 0.1)")
+    add(
+        "--hidden", type=number(int, 0), default=0, metavar="N", help="width of a hidden layer; 0 for none (default: 0)"
+    )
     add("--lr", type=number(float, 0, 1), default=1e-3, metavar="R", help="learning rate of Adam (default: 0.001)")
-    add("--bf16", action="store_true", help="let the model compute in bfloat16 where that does no harm")
+    add("--bf16", action="store_true", help="train in bfloat16 mixed precision")
     add(
         "--held-out",
         type=number(int, 0),
         default=2_000,
         metavar="N",
-        help="held-out cells to test the model on; ten times as many are read for it (default: 2000)",
+        help="held-out cells to evaluate on; ten times as many are read (default: 2000)",
     )
-    add("--seed", type=number(int, 0), default=0, metavar="N", help="of order, masks and model (default: 0)")
+    add(
+        "--seed", type=number(int, 0), default=0, metavar="N", help="random seed of order, masks and model (default: 0)"
+    )
     return parser.parse_args(argv)
 
 

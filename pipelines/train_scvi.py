@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 EPILOG = """\
-The files hold raw counts. One tenth of the cells, in runs of neighbours, is held out; SCVI's loss on them is printed
-beside that on the others. With --out the folder gets the model (scvi.model.SCVI.load reads it) and latent.npy, one row
-for each cell, in the order of the files.
+The files hold raw counts. A tenth of the cells, in runs of neighbours, is held out; SCVI's loss on them is printed
+beside that on the rest. With --out, the folder receives the model (load it with scvi.model.SCVI.load) and latent.npy,
+one row per cell, in file order.
 
 exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted
 """
@@ -165,16 +165,16 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("paths", nargs="+", metavar="FILE", help="an .h5ad file of counts; several with the same genes are read as one")
-    add("--batch-key", metavar="COLUMN", help="obs column whose effect is to be taken out, for example plate")
-    add("--genes", metavar="FILE", help="only the genes named in this text file, one a line (default: all)")
-    add("--layer", default="X", help="where the counts are: X, raw.X or a layer (default: X)")
+    add("--batch-key", metavar="COLUMN", help="obs column of the batch effect to correct for, such as plate")
+    add("--genes", metavar="FILE", help="use only the genes named in this text file, one per line (default: all)")
+    add("--layer", default="X", help="matrix of counts: X, raw.X or a layer's name (default: X)")
     add("--epochs", type=int, default=10, metavar="N", help="passes over the cells (default: 10)")
-    add("--batch-size", type=int, default=128, metavar="N", help="cells in a minibatch (default: 128)")
+    add("--batch-size", type=int, default=128, metavar="N", help="cells per minibatch (default: 128)")
     add("--latent", type=int, default=10, metavar="N", help="dimensions of the latent space (default: 10)")
     add("--lr", type=float, default=1e-3, metavar="R", help="learning rate of Adam (default: 0.001)")
-    add("--accelerator", default="auto", help="as Lightning's: auto, cpu or gpu (default: auto)")
-    add("--seed", type=int, default=0, metavar="N", help="of the order and the model (default: 0)")
-    add("--out", type=Path, metavar="FOLDER", help="where the model and the latent space are written")
+    add("--accelerator", default="auto", help="Lightning accelerator: auto, cpu or gpu (default: auto)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed of order and model (default: 0)")
+    add("--out", type=Path, metavar="FOLDER", help="folder to write the model and the latent space to")
     return parser.parse_args(argv)
 
 

@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeline",
         type=text.picture,
         metavar="FILE.png",
-        help="plot what ran when in the last repeat: reads, decodes, gathers, waits, steps, minibatches, GPUs",
+        help="plot what ran when in the last repeat: read, decode, take, wait, step, minibatches, GPUs",
     )
     bench_cache.add_arguments(group)
     group.add_argument(
