@@ -1,4 +1,4 @@
-"""Make the README's figures from the results: a Markdown table and a picture.
+"""Make the README's table and plot from the results.
 
 ``python -m benchmarks.report benchmarks/results/NAME.jsonl [OTHER.jsonl ...] --plot rivals.png --readme README.md
 --details benchmarks/README.md``
@@ -358,10 +358,10 @@ def replace_between_markers(text: str, content: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; write the figure and the README if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="+", help="JSON lines of run_rivals, a file a machine")
-    parser.add_argument("--plot", type=Path, help="write the picture here (PNG, SVG or PDF)")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON lines from run_rivals, one file per machine")
+    parser.add_argument("--plot", type=Path, help="write the plot to this file (PNG, SVG or PDF)")
     parser.add_argument("--readme", type=Path, help=f"write the short table between {BEGIN} and {END} in this file")
-    parser.add_argument("--details", type=Path, help="write all that is printed between the same lines in this file")
+    parser.add_argument("--details", type=Path, help="write all printed output between the same lines in this file")
     options = parser.parse_args(arguments)
     runs = [[json.loads(line) for line in path.read_text().splitlines() if line] for path in options.results]
     content = "\n\n".join(f"{conditions(run)}\n\n{table(run)}\n\n{goals(run)}" for run in runs)

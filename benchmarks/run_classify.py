@@ -1,4 +1,4 @@
-"""Measure what the order of cells does to a classifier, beside the scDataset paper's figures.
+"""Measure how the order of cells affects a classifier, next to the scDataset paper's results.
 
 ``python -m benchmarks.run_classify FOLDER [--out benchmarks/results/classify.jsonl]``
 
@@ -104,13 +104,13 @@ def thinned(points: list[Any], n: int = 50) -> list[Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Make the screen, run the parts, print their tables, add to the results where asked."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_classify", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="folder of the screens")
     parser.add_argument(
-        "--cells", type=int, default=80_000, help="of the screen, where it is made (default: %(default)s)"
+        "--cells", type=int, default=80_000, help="cells of a screen that is made (default: %(default)s)"
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="further options of the program")
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file; a picture comes beside it")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="further options for classify.py")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file; a plot is written beside it")
     options = parser.parse_args(arguments)
     start = time.perf_counter()
     for part in options.only:

@@ -1,4 +1,4 @@
-"""Measure `pipelines/concurrent_loading.py`: pictures from an object store far away, and from the local disk.
+"""Measure `pipelines/concurrent_loading.py`: images from a distant object store and from local disk.
 
 ``python -m benchmarks.run_concurrent FOLDER [--make 1024] [--full] [--out benchmarks/results/concurrent.jsonl]
 [--plot benchmarks/results/concurrent.png]``
@@ -176,19 +176,23 @@ def python_path() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_concurrent", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="BUCKETS/BUCKET/NAME: its grandparent is what the server serves")
-    parser.add_argument("--make", type=int, metavar="N", help="first write N pictures")
-    parser.add_argument("--latency-ms", type=float, default=130.0, help="median; default: %(default)s")
-    parser.add_argument("--latency-sigma", type=float, default=0.3, help="of its logarithm; default: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=256, help="default: %(default)s")
-    parser.add_argument("--batches", type=int, default=8, help="that are timed; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--full", action="store_true", help="the whole grid: some 15 minutes")
-    parser.add_argument("--apart", action="store_true", help="a core for the server alone, the others for the program")
-    parser.add_argument("--only", help="arms whose name holds this")
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what this run has measured")
-    parser.add_argument("--of", type=Path, metavar="FILE.jsonl", help="measure nothing, and draw these records instead")
+    parser.add_argument("folder", type=Path, help="BUCKETS/BUCKET/NAME; the server serves its grandparent")
+    parser.add_argument("--make", type=int, metavar="N", help="first write N images")
+    parser.add_argument("--latency-ms", type=float, default=130.0, help="median latency; default: %(default)s")
+    parser.add_argument(
+        "--latency-sigma", type=float, default=0.3, help="standard deviation of its logarithm; default: %(default)s"
+    )
+    parser.add_argument("--batch-size", type=int, default=256, help="images per batch; default: %(default)s")
+    parser.add_argument("--batches", type=int, default=8, help="batches to time; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=1, help="measurements of each arm; default: %(default)s")
+    parser.add_argument("--full", action="store_true", help="run the whole grid, which takes about 15 minutes")
+    parser.add_argument(
+        "--apart", action="store_true", help="reserve one core for the server, the rest for the program"
+    )
+    parser.add_argument("--only", help="run only arms whose name contains this")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the results of this run")
+    parser.add_argument("--of", type=Path, metavar="FILE.jsonl", help="plot these records instead of measuring")
     options = parser.parse_args(arguments)
     if options.of:
         plot([json.loads(line) for line in options.of.read_text().splitlines()], options.plot)

@@ -1,4 +1,4 @@
-"""Measure for how long each way of reading a sample keeps other threads from Python's interpreter.
+"""Measure how long each way of reading a sample holds the GIL.
 
 ``python -m benchmarks.run_gil [--mib 64] [--seconds 3] [--out benchmarks/results/gil.jsonl]``
 
@@ -207,9 +207,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure each way, print a table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_gil", description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=float, default=64, help="size of the array (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=3, help="least time for each way (default %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument("--seconds", type=float, default=3, help="minimum time per way (default %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), help="ways to measure (default: all)")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     values = np.random.default_rng(0).standard_normal(int(options.mib * machine.MIB) // 4, dtype=np.float32)
     print("| way | share of a call held at one go | calls |\n| --- | ---: | ---: |")

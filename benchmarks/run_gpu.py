@@ -1,4 +1,4 @@
-"""Measure the CUDA backend on one GPU, beside its ceilings and annbatch.
+"""Measure the CUDA backend on one GPU against its ceilings and annbatch.
 
 ``python -m benchmarks.run_gpu [--file cells.h5ad] [--out benchmarks/results/gpu.jsonl]``
 
@@ -352,18 +352,29 @@ def _batched(starts: range, n: int) -> Iterator[range]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turns; print and add the records to the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--file", type=Path, help="the .h5ad file; else one is made")
+    parser.add_argument("--file", type=Path, help="the .h5ad file (default: make one)")
     parser.add_argument(
-        "--n-obs", type=int, default=400_000, help="cells of the file that is made (default: %(default)s)"
+        "--n-obs", type=int, default=400_000, help="cells in the file that is made (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu.jsonl"))
-    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=1024)
-    parser.add_argument("--fetch-factor", type=int, default=64)
-    parser.add_argument("--cache", choices=("warm", "cold"), default="warm")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for an arm (default: %(default)s)")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no arm is begun")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results/gpu.jsonl"),
+        help="append JSON lines to this file (default: %(default)s)",
+    )
+    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS), help="arms to run (default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each arm (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=1024, help="cells per minibatch (default: %(default)s)")
+    parser.add_argument("--fetch-factor", type=int, default=64, help="minibatches per fetch (default: %(default)s)")
+    parser.add_argument(
+        "--cache", choices=("warm", "cold"), default="warm", help="state of the page cache (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="time limit per arm, in seconds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, help="seconds after which no further arm starts (default: no limit)"
+    )
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if not n_gpus():

@@ -1,4 +1,4 @@
-"""Measure `pipelines/growing_store.py`: training on a local store that grows while it is trained on.
+"""Measure `pipelines/growing_store.py`: training on a local store that grows during training.
 
 ``python -m benchmarks.run_growing FOLDER [--out benchmarks/results/growing.jsonl]``
 
@@ -66,14 +66,14 @@ def _say(found: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a line each, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_growing", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--samples", type=int, default=600, help="default: %(default)s")
-    parser.add_argument("--sample-bytes", type=int, default=1 << 20, help="default: %(default)s")
-    parser.add_argument("--budget", default="400MiB", help="default: %(default)s")
-    parser.add_argument("--epochs", type=int, default=10, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument("folder", type=Path, help="folder for samples and store")
+    parser.add_argument("--samples", type=int, default=600, help="samples in the remote; default: %(default)s")
+    parser.add_argument("--sample-bytes", type=int, default=1 << 20, help="bytes per sample; default: %(default)s")
+    parser.add_argument("--budget", default="400MiB", help="size limit of the store; default: %(default)s")
+    parser.add_argument("--epochs", type=int, default=10, help="epochs per run; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each arm; default: %(default)s")
+    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS), help="arms to run (default: all)")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     samples = options.folder / "buckets" / "samples"
     if not samples.exists():

@@ -1,4 +1,4 @@
-"""Time the scripts of the migration page beside each other, on one file, each in a process of its own.
+"""Time the scripts of the migration page side by side on one file, each in its own process.
 
 ``python -m benchmarks.run_migration [--cells 20000] [--rounds 3] [--python annbatch=/path/to/python] [--out FILE]``
 
@@ -108,13 +108,17 @@ def measure(arm: str, place: Path) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure every arm whose library is installed; print a line each, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_migration", description=__doc__.splitlines()[0])
-    parser.add_argument("--cells", type=int, default=20_000)
-    parser.add_argument("--genes", type=int, default=2_000)
-    parser.add_argument("--samples", type=int, default=4_000, help="samples by ID (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
-    parser.add_argument("--python", action="append", default=[], metavar="ARM=PYTHON", help="interpreter of an arm")
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument("--cells", type=int, default=20_000, help="cells in the file (default %(default)s)")
+    parser.add_argument("--genes", type=int, default=2_000, help="genes in the file (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=4_000, help="samples to read by ID (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each script (default %(default)s)")
+    parser.add_argument(
+        "--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="scripts to run (default: all)"
+    )
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="ARM=PYTHON", help="interpreter for one arm; repeatable"
+    )
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--measure", nargs=2, metavar=("ARM", "PLACE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:

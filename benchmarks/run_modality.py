@@ -1,4 +1,4 @@
-"""Measure the modality pipeline: our streamed SVD beside scikit-learn's, and the whole recipe in both.
+"""Measure the modality pipeline: our streamed SVD against scikit-learn's, and the whole recipe with each.
 
 ``python -m benchmarks.run_modality FOLDER [--out benchmarks/results/modality.jsonl]``
 
@@ -136,13 +136,23 @@ def _can_run(name: str) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_modality", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--make", type=int, metavar="CELLS", help="first write synthetic files")
-    parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("folder", type=Path, help="folder of the competition's files")
+    parser.add_argument(
+        "--make", type=int, metavar="CELLS", help="first write synthetic files with this many training cells"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="measurements of each arm; default: %(default)s")
     here = {**ARMS, **(GPU_ARMS if n_gpus() else {})}
-    parser.add_argument("--only", nargs="+", choices=here, default=[name for name in here if _can_run(name)])
-    parser.add_argument("--landmarks", type=int, default=4000, help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file; pictures come beside it")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=here,
+        default=[name for name in here if _can_run(name)],
+        help="arms to run (default: all that can run here)",
+    )
+    parser.add_argument(
+        "--landmarks", type=int, default=4000, help="landmarks for the regression; default: %(default)s"
+    )
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file; plots are written beside it")
     parser.add_argument("--arm", choices=here, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.arm:

@@ -1,4 +1,4 @@
-"""Measure how long a data set of 100 million cells takes to open, before and after an index of it is kept.
+"""Measure how long a data set of 100 million cells takes to open, with and without a saved index.
 
 ``python -m benchmarks.run_open FOLDER [--cells 100000000] [--files 14] [--out benchmarks/results/open.jsonl]``
 
@@ -81,11 +81,13 @@ def opening(paths: list[str]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Make the files, measure, print a table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_open", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--cells", type=int, default=100_000_000, help="in all files (default: %(default)s)")
-    parser.add_argument("--files", type=int, default=14, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument("folder", type=Path, help="folder for the files")
+    parser.add_argument(
+        "--cells", type=int, default=100_000_000, help="cells in all files together (default: %(default)s)"
+    )
+    parser.add_argument("--files", type=int, default=14, help="number of files; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds; default: %(default)s")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--open", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.open:

@@ -1,4 +1,4 @@
-"""Packing against annbatch's own pre-shuffle, and what codecs cost.
+"""Measure packing against annbatch's own pre-shuffle, and the cost of codecs.
 
 ``python -m benchmarks.run_pack --file cells.h5ad [--annbatch-python PATH] [--out benchmarks/results/pack.jsonl]``
 
@@ -158,11 +158,13 @@ def _seconds(function: Callable[[Any], Any], items: list[Any]) -> float:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, and append to the results if requested; return 1 if packing is slower than required."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_pack", description=__doc__.splitlines()[0])
-    parser.add_argument("--file", type=Path, required=True, help="the .h5ad file; stores are made beside it")
-    parser.add_argument("--annbatch-python", default=sys.executable, help="a Python that has annbatch")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory", default="2GiB")
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument("--file", type=Path, required=True, help="the .h5ad file; stores are written beside it")
+    parser.add_argument(
+        "--annbatch-python", default=sys.executable, help="Python interpreter with annbatch (default: this one)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each packer (default: %(default)s)")
+    parser.add_argument("--memory", default="2GiB", help="memory limit for packing (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--one", choices=sorted(PACKERS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:

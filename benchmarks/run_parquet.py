@@ -1,4 +1,4 @@
-"""Measure Parquet whose rows are cells: decoding a row group beside pyarrow, opening, and planning over many groups.
+"""Measure Parquet with one row per cell: decoding row groups against pyarrow, opening, and planning over many groups.
 
 ``python -m benchmarks.run_parquet FOLDER [--cells 20000] [--files 20] [--out benchmarks/results/parquet.jsonl]``
 
@@ -154,12 +154,14 @@ def _made_up(number: int) -> Any:
 def main(arguments: list[str] | None = None) -> int:
     """Make the files, measure, print the results, and append to the results file if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_parquet", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--cells", type=int, default=20_000, help="of each file (default: %(default)s)")
-    parser.add_argument("--files", type=int, default=20, help="default: %(default)s")
-    parser.add_argument("--groups", type=int, default=100_000, help="made up, for planning (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=30, help="of decoding (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument("folder", type=Path, help="folder for the files")
+    parser.add_argument("--cells", type=int, default=20_000, help="cells per file (default: %(default)s)")
+    parser.add_argument("--files", type=int, default=20, help="number of files; default: %(default)s")
+    parser.add_argument(
+        "--groups", type=int, default=100_000, help="mock row groups for planning (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=30, help="decoding rounds (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--open", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.open:

@@ -1,4 +1,4 @@
-"""Measure what it costs to plan an epoch of 100 million cells, for every sampler, beside scDataset's strategies.
+"""Measure the cost of planning an epoch of 100 million cells for every sampler, next to scDataset's strategies.
 
 ``python -m benchmarks.run_plans [--cells 100000000] [--rival-cells 10000000] [--out benchmarks/results/plans.jsonl]``
 
@@ -249,13 +249,15 @@ def measure_apart(arm: str, case: str, n_cells: int, n_fetches: int) -> dict[str
 def main(arguments: list[str] | None = None) -> int:
     """Measure the chosen cases in turn, print the table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_plans", description=__doc__.splitlines()[0])
-    parser.add_argument("--cells", type=int, default=100_000_000)
+    parser.add_argument("--cells", type=int, default=100_000_000, help="cells per epoch (default %(default)s)")
     parser.add_argument("--rival-cells", type=int, default=10_000_000, help="cells for scDataset (default %(default)s)")
-    parser.add_argument("--fetches", type=int, default=600, help="fetches planned (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--without-rivals", action="store_true")
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument(
+        "--fetches", type=int, default=600, help="maximum number of fetches to plan (default %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each case (default %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases to run (default: all)")
+    parser.add_argument("--without-rivals", action="store_true", help="skip scDataset")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--measure", nargs=2, metavar=("ARM", "CASE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:

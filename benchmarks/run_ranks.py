@@ -1,4 +1,4 @@
-"""Measure two ranks on half the cores each beside one rank on all of them, on the same file.
+"""Measure two ranks on half the cores each against one rank on all cores, on the same file.
 
 ``python -m benchmarks.run_ranks --file cells.h5ad [--out benchmarks/results/ranks.jsonl]``
 
@@ -108,14 +108,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure all arms in turn, print their medians, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_ranks", description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, help="the .h5ad file")
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=20, help="epochs that are timed (default %(default)s)")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each arm (default %(default)s)")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs to time (default %(default)s)")
     parser.add_argument(
-        "--work-dir", type=Path, default=Path("."), help="where row numbers are kept for the comparison"
+        "--work-dir", type=Path, default=Path("."), help="folder for the row numbers to compare (default: .)"
     )
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--fetch-factor", type=int, default=32, help="of each rank (default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64, help="cells per minibatch (default %(default)s)")
+    parser.add_argument(
+        "--fetch-factor", type=int, default=32, help="minibatches per fetch of each rank (default %(default)s)"
+    )
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank:

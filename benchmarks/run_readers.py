@@ -1,4 +1,4 @@
-"""Time epochs over samples that are on this machine, by each way of ``docs/growing-data.md``.
+"""Time epochs over local samples, read in each way that ``docs/growing-data.md`` compares.
 
 ``python -m benchmarks.run_readers FOLDER [--out benchmarks/results/readers.jsonl]``
 
@@ -139,14 +139,14 @@ def measure(epoch: Epoch, wanted: np.ndarray, seconds: float) -> dict[str, float
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a line each, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_readers", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--samples", type=int, default=256, help="default: %(default)s")
-    parser.add_argument("--sample-bytes", type=int, default=1 << 18, help="default: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=32, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=5, help="least time for each arm (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument("folder", type=Path, help="folder for the samples")
+    parser.add_argument("--samples", type=int, default=256, help="number of samples; default: %(default)s")
+    parser.add_argument("--sample-bytes", type=int, default=1 << 18, help="bytes per sample; default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples per minibatch; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=5, help="minimum time per arm (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each arm; default: %(default)s")
+    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS), help="arms to run (default: all)")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     folder = options.folder / f"{options.samples}x{options.sample_bytes}"
     wanted = make(folder, options.samples, options.sample_bytes // 4)

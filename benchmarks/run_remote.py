@@ -1,4 +1,4 @@
-"""Measure the loader on a file in an object store, beside the same file on the local disk.
+"""Measure the loader on a file in an object store, against the same file on local disk.
 
 ``python -m benchmarks.run_remote --file cells.h5ad [--latency-ms 30] [--out benchmarks/results/remote.jsonl]``
 
@@ -96,11 +96,13 @@ def check(path: Path, server: Running) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_remote", description=__doc__.splitlines()[0])
-    parser.add_argument("--file", type=Path, required=True)
-    parser.add_argument("--latency-ms", type=float, default=30.0, help="median; default: %(default)s")
-    parser.add_argument("--latency-sigma", type=float, default=0.3, help="of its logarithm; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
+    parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
+    parser.add_argument("--latency-ms", type=float, default=30.0, help="median latency; default: %(default)s")
+    parser.add_argument(
+        "--latency-sigma", type=float, default=0.3, help="standard deviation of its logarithm; default: %(default)s"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each arm; default: %(default)s")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     os.environ["GPULOAD_INDEX"] = "off"  # so that each opening is a first one
     results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}

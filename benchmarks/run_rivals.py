@@ -1,4 +1,4 @@
-"""Run gpuload and its rivals side by side on one file.
+"""Benchmark gpuload and its rivals side by side on one file.
 
 ``python -m benchmarks.run_rivals --file cells.h5ad [--out benchmarks/results/rivals.jsonl]``
 
@@ -93,27 +93,29 @@ def describe_file(path: Path) -> dict[str, Any]:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_rivals", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--file", type=Path, required=True, help="the .h5ad file: CSR X, a categorical obs column 'plate'"
+        "--file", type=Path, required=True, help="the .h5ad file, with CSR X and a categorical obs column 'plate'"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "rivals.jsonl", help="JSON lines are added to this file")
+    parser.add_argument("--out", type=Path, default=RESULTS / "rivals.jsonl", help="append JSON lines to this file")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each arm (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="least time of a measurement (default %(default)s)")
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="arms or groups, as shell patterns")
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=6.0, help="minimum time per measurement (default %(default)s)")
     parser.add_argument(
-        "--fetch-factor", type=int, default=256, help="minibatches resident at one time (default %(default)s)"
+        "--only", nargs="+", default=["*"], metavar="PATTERN", help="arms or groups to run, as shell patterns"
     )
+    parser.add_argument("--batch-size", type=int, default=64, help="cells per minibatch (default %(default)s)")
+    parser.add_argument("--fetch-factor", type=int, default=256, help="minibatches per fetch (default %(default)s)")
     parser.add_argument(
-        "--cache", choices=("warm", "cold"), default="warm", help="state of the page cache before a measurement"
+        "--cache", choices=("warm", "cold"), default="warm", help="page cache before each measurement (default warm)"
     )
-    parser.add_argument("--epochs", type=int, default=3, help="epochs of the memory arms (default %(default)s)")
-    parser.add_argument("--work-dir", type=Path, help="where converted stores are kept (default: beside the file)")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds after which a measurement is given up")
-    parser.add_argument("--list", action="store_true", help="name the arms and stop")
+    parser.add_argument("--epochs", type=int, default=3, help="epochs for the memory arms (default %(default)s)")
+    parser.add_argument("--work-dir", type=Path, help="folder for converted stores (default: beside the file)")
+    parser.add_argument(
+        "--timeout", type=float, default=900.0, help="time limit per measurement, in seconds (default %(default)s)"
+    )
+    parser.add_argument("--list", action="store_true", help="list the arms and exit")
     parser.add_argument(
         "--annbatch-python",
         default=os.environ.get("ANNBATCH_PYTHON", sys.executable),
-        help="a Python of 3.12 or later that has annbatch and zarrs (default: $ANNBATCH_PYTHON, else this one)",
+        help="Python 3.12 or later with annbatch and zarrs (default: $ANNBATCH_PYTHON, else this one)",
     )
     options = parser.parse_args(arguments)
     options.work_dir = options.work_dir or options.file.resolve().parent

@@ -1,4 +1,4 @@
-"""Measure every stage of the engine against its ceiling.
+"""Measure each stage of the engine against its ceiling.
 
 ``python -m benchmarks.run_stages --file cells.h5ad [--out benchmarks/results/stages.jsonl]``
 
@@ -40,11 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure the chosen stages, print the table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_stages", description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
-    parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
-    parser.add_argument("--only", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--fetch-factor", type=int, default=256)
-    parser.add_argument("--block-size", default="chunk", help='rows, or "chunk" (default %(default)s)')
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument(
+        "--only", nargs="+", choices=STAGES, default=list(STAGES), help="stages to measure (default: all)"
+    )
+    parser.add_argument("--batch-size", type=int, default=64, help="cells per minibatch (default %(default)s)")
+    parser.add_argument("--fetch-factor", type=int, default=256, help="minibatches per fetch (default %(default)s)")
+    parser.add_argument("--block-size", default="chunk", help='rows to read together, or "chunk" (default %(default)s)')
     options = parser.parse_args(arguments)
     set_cache(options.file, "warm")
     block_size = options.block_size if options.block_size == "chunk" else int(options.block_size)

@@ -1,4 +1,4 @@
-"""Check the advice of ``gpuload tune`` against a full sweep of the settings it may choose from.
+"""Check the advice of ``gpuload tune`` against a full sweep of the settings it can choose.
 
 ``python -m benchmarks.run_tune --file cells.h5ad [--out benchmarks/results/tune.jsonl]``
 
@@ -87,14 +87,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Tune, sweep, compare; print the table, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_tune", description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
-    parser.add_argument("--out", type=Path, help="a JSON line is added to this file")
-    parser.add_argument("--label", default="drug")
-    parser.add_argument("--memory", default="2GiB")
-    parser.add_argument("--min-entropy", type=float, default=0.98)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=20.0, help="for tuning (default %(default)s)")
-    parser.add_argument("--sweep-seconds", type=float, default=1.0, help="least per turn (default %(default)s)")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="append a JSON line to this file")
+    parser.add_argument("--label", default="drug", help="obs column to assess mixing by (default %(default)s)")
+    parser.add_argument("--memory", default="2GiB", help="memory limit for the loader (default %(default)s)")
+    parser.add_argument(
+        "--min-entropy", type=float, default=0.98, help="minimum relative entropy (default %(default)s)"
+    )
+    parser.add_argument("--batch-size", type=int, default=64, help="cells per minibatch (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time for tuning (default %(default)s)")
+    parser.add_argument("--sweep-seconds", type=float, default=1.0, help="minimum time per turn (default %(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="turns per setting (default %(default)s)")
     options = parser.parse_args(arguments)
     set_cache(options.file, "warm")
     wish = Wish(

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.s3server --root DIR``: serve a folder of buckets until interrupted."""
+"""Serve a folder of buckets until interrupted: ``python -m benchmarks.s3server --root DIR``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from benchmarks.s3server.server import serve
 def main() -> int:
     """Read the options and serve."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.s3server", description=__doc__)
-    parser.add_argument("--root", type=Path, required=True, help="folder of buckets; it is made where it is not there")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one; the address is printed first")
-    parser.add_argument("--until-eof", action="store_true", help="end when standard input does: with the parent")
+    parser.add_argument("--root", type=Path, required=True, help="folder of buckets; created if missing")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="port; 0 picks a free one; the address is printed first")
+    parser.add_argument(
+        "--until-eof", action="store_true", help="exit when standard input closes, as when the parent ends"
+    )
     for field in fields(Faults):
         kind = int if isinstance(field.default, int) else float
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, metavar="X")
