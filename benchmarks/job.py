@@ -51,7 +51,7 @@ class Job:
     Attributes
     ----------
     arm
-        What is measured.
+        The arm to measure.
     path
         The .h5ad file.
     work_dir

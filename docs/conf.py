@@ -1,4 +1,4 @@
-"""How the documentation is built: ``make docs``, which is ``sphinx-build -W -n docs build/docs``.
+"""Sphinx configuration: ``make docs`` runs ``sphinx-build -W -n docs build/docs``.
 
 Two pages are written by a program before Sphinx reads the others: the benchmarks, from the records in
 ``benchmarks/results``, and the command line, from what ``gpuload COMMAND --help`` prints.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-# Notebooks run in a kernel of their own, which is to find this checkout.
+# Notebooks run in a kernel of their own, which must find this checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
@@ -59,7 +59,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 400
 nb_merge_streams = True
 
-default_role = "autolink"  # in docstrings: a link where there is something of that name, else emphasised
+default_role = "autolink"  # in docstrings: a link if the name resolves, otherwise emphasised
 templates_path = ["templates"]
 autosummary_generate = True
 autodoc_default_options = {"member-order": "bysource"}
@@ -73,11 +73,11 @@ numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False
 numpydoc_xref_param_type = False
 
-smartquotes = False  # of values in messages and options, which are to be copied
+smartquotes = False  # values in messages and options must stay copyable
 
 nitpicky = True
-# Types of other packages, and those of ours that are no part of the public interface, and its modules.
+# Types of other packages, our non-public types, and our modules.
 nitpick_ignore_regex = [("py:.*", r"(?!gpuload\.).*"), ("py:class", r"gpuload\..*"), ("py:obj", r"gpuload(\.[a-z_]+)+")]
 
 generated_pages.write(HERE / "generated")
-shutil.rmtree(HERE / "reference" / "generated", ignore_errors=True)  # it may have pages of names that are gone
+shutil.rmtree(HERE / "reference" / "generated", ignore_errors=True)  # may hold pages of removed names

@@ -1,4 +1,4 @@
-"""Draw docs/architecture.png: what happens to bytes on their way from a file to a minibatch.
+"""Draw docs/architecture.png: the path of bytes from a file to a minibatch.
 
 python docs/draw_architecture.py
 """
@@ -25,7 +25,7 @@ BOXES = (
     (2.6, -0.75, "plan", "which cells, when:\n(seed, epoch, rank)", ORDER),
     (5.2, -0.75, "fetch", "row ranges, and where\neach row will go", ORDER),
 )
-"""Left edge, bottom, title, what it is, colour."""
+"""Left edge, bottom, title, description, colour."""
 
 ARROWS = (
     ((2.1, 1.5), (2.6, 1.5)),

@@ -1,4 +1,4 @@
-"""What gpuload raises, read from its source: each message, with what it says to do."""
+"""Extract every error message of gpuload, and the remedy it suggests, from the source."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 PACKAGE = Path(gpuload.__file__).parent
 CLASSES = (PlanError, StoreError, ReadError, BusyError, CorruptDataError, DeviceError, MissingDependencyError)
 KINDS = [kind.__name__ for kind in CLASSES]
-"""The classes that say something, in the order of the page."""
+"""The error classes with messages, in the order of the page."""
 
 GAP = "…"
-"""Stands for what is put into a message when it is raised."""
+"""Placeholder for values inserted when the message is raised."""
 
 CURE = re.compile(r"; |[.?] (?=[A-Z…])|[:,] (?=expected |give |drop )|(?<=: )(?=expected )")
-"""Where the last part of a message begins: that which says what to do."""
+"""Where the last part of a message, the remedy, begins."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message: the class that it is raised with, its text, and the first and last line where that is done."""
+    """An error message: its class, its text, and the first and last line of the code that raises it."""
 
     kind: str
     text: str
@@ -45,7 +45,7 @@ class Message:
 
     @property
     def parts(self) -> tuple[str, str]:
-        """Return what was found, and what to do; the second is empty where the message does not say it."""
+        """Return the finding and the remedy; the latter is empty if the message suggests none."""
         if self.kind == MissingDependencyError.__name__:
             found, _, cure = self.text.partition("; install it with: ")
             return found, f"`{cure}`"
@@ -57,7 +57,7 @@ class Message:
 
 
 def fixed(text: str) -> str:
-    """Return the part of a message, or of a piece of one, that does not depend on the case."""
+    """Return the constant part of a message, or of a piece of one."""
     return text.replace(GAP, "").strip(" .,;:()=/")
 
 

@@ -1,4 +1,4 @@
-"""Write what comes from elsewhere: benchmarks from records, the command line from its help, errors from the source."""
+"""Generate pages: benchmarks from records, the command line from its help, errors from the source."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ TITLES = {
     "open": "Opening 100 million cells",
     "tune": "The tuner's advice beside a full sweep",
 }
-"""The records that have a heading of their own, in the order of the page; others follow under their file's name."""
+"""Records with a heading of their own, in the order of the page; others follow under their file's name."""
 
 TIMED = {
     "migration": "times these scripts beside each other on a file that it makes",
     "readers": "times epochs of both ways, and of PyTorch's worker processes, beside each other",
 }
-"""The records whose table stands in another page too, and what is said where there are none."""
+"""Records whose table also appears in another page, and the text used if there are none."""
 
 NOT_FIGURES = ("round", "load", "load_before", "load_after")
-"""Numbers in a record that say how it was made, and are no result."""
+"""Numbers in a record that describe how it was made, not results."""
 
 ORIGIN = ("commit", "time", "cache", "memory", "io_mode")
-"""Words in a record that say where it is from."""
+"""Strings in a record that describe its origin."""
 
 MAX_PARTS = 30
-"""Longer lists within a record are left to the record."""
+"""Longer lists within a record are not shown."""
 
 
 def is_installed(package: str) -> bool:
@@ -66,7 +66,7 @@ def is_installed(package: str) -> bool:
 
 
 def write(folder: Path) -> None:
-    """Write the pages, and what others include, into a folder; a file that would not change is left as it is."""
+    """Write the pages and include files into a folder, leaving unchanged files untouched."""
     folder.mkdir(exist_ok=True)
     contents = {
         "benchmarks.md": benchmarks_page(RESULTS),
@@ -168,7 +168,7 @@ def speeds_of_orders(results: Path) -> str:
 
 
 def _records(results: Path, name: str) -> list[dict[str, Any]]:
-    """Return a file of records; none where there is no file."""
+    """Return the records of a file; none if it does not exist."""
     path = results / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
 
@@ -279,7 +279,7 @@ def messages_page() -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return text as Markdown shows it as it is, with what is within backticks as code."""
+    """Escape text for Markdown, rendering what is within backticks as code."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*_<>\[\]|~])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)

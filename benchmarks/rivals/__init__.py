@@ -1,4 +1,4 @@
-"""One module per rival. Each is run in a process of its own, so one may pull in what another cannot bear.
+"""One module per rival. Each runs in its own process, so that their dependencies may conflict.
 
 A rival is a module with
 
@@ -9,13 +9,13 @@ A rival is a module with
     warm_up(job), optional
         Compile whatever is compiled at first use, on a toy; not timed.
     prepare(job) -> dict, optional
-        Make what the rival needs of the file once (a converted store, in ``job.work_dir``) and return what that took.
-        Must return quickly where it is there already.
+        Build once what the rival needs of the file (a converted store, in ``job.work_dir``) and return its cost.
+        Must return quickly if it exists already.
     stored(job) -> list of Path, optional
-        The files that it reads where that is not ``job.path``; they are brought into the stated state of the cache.
+        The files read instead of ``job.path``, if any; they are brought into the stated cache state.
 
-It must not do work for the rival that the rival's users would not do, nor less: a minibatch is the values as float32 in
-the wanted form, the label's codes and the row numbers.
+A module must do no more and no less work than the rival's users would: a minibatch is the values as float32 in the
+requested form, the label's codes and the row numbers.
 """
 
 from __future__ import annotations
@@ -36,4 +36,4 @@ class Loading(Protocol):
         """Iterate over the minibatches of the next epoch: ``X``, ``label`` and ``rows`` (row numbers in the file)."""
 
     def close(self) -> None:
-        """Give back files, threads and memory."""
+        """Release files, threads and memory."""
