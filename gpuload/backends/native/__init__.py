@@ -1,12 +1,12 @@
-"""Native kernels of the CPU backend, compiled by numba. The home of numba.
+"""Native kernels of the CPU backend, compiled by numba; the only package that imports numba.
 
 Every function here runs without the GIL and without allocating, on arrays that its caller owns. `inflate` (with
-`deflate` and `huffman`) decodes zlib streams, `frames` what else chunks are encoded with, `chunks` reads stored chunks
-and has them decoded by one of `decoders`, `parquet` decodes lists of Parquet, `rows` gathers resident rows into
-minibatches, `runs` moves and judges what is to be stored anew.
+`deflate` and `huffman`) decodes zlib streams, `frames` the other chunk encodings; `chunks` reads stored chunks and
+decodes them with one of `decoders`; `parquet` decodes lists of Parquet, `rows` gathers resident rows into minibatches,
+and `runs` moves and checks data that is rewritten.
 
-Compiled code is kept in the user's cache folder, under a digest of all sources of this package. numba's own key is the
-one file that holds a function; but a kernel has those that it calls compiled into it, and would outlive a change there.
+Compiled code is cached in the user's cache folder, under a digest of all sources of this package. numba keys its cache
+on the one file that defines a function, but a kernel inlines the functions it calls: it would outlive a change to them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from numba import config
 from gpuload.errors import PlanError
 
 _KERNELS_NBYTES = 1 << 20
-"""About as much as the compiled kernels take."""
+"""Approximate size of the compiled kernels."""
 
 PASSING = "gpuload-kernels-"
-"""How the name of a cache folder begins that goes when the process ends."""
+"""Name prefix of a temporary cache folder, removed when the process ends."""
 
 
 @cache
 def _passing_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder that goes when the process ends."""
+    """Return a folder that is removed when the process ends."""
     try:
         return tempfile.TemporaryDirectory(prefix=PASSING)
     except OSError as error:
@@ -43,7 +43,7 @@ def _passing_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def cache_folder() -> str:
-    """Return the folder of the compiled kernels, made if need be; a passing one where none can be written."""
+    """Return the folder of the compiled kernels, created if missing; a temporary one if it is not writable."""
     digest = hashlib.sha256()
     here = os.path.dirname(__file__)
     for name in sorted(os.listdir(here)):
@@ -69,7 +69,7 @@ def cache_folder() -> str:
 
 
 def _remove_empty(folder: str) -> None:
-    """Remove files that a crash of the machine left empty, on which numba would fail for ever."""
+    """Remove files that a machine crash left empty: numba would fail on them for ever."""
     for entry in os.scandir(folder):
         if entry.name.endswith((".nbi", ".nbc")) and not entry.stat().st_size:
             with contextlib.suppress(FileNotFoundError):  # another process was faster

@@ -1,7 +1,7 @@
-"""Functions by their address: those of libraries, called from native code, and native code that others call so.
+"""Calls by function address: library functions called from native code, and native functions called the same way.
 
-A kernel has all that it calls compiled into it, once for each combination of dtypes that it meets. What is called by
-its address is compiled once, and only where it is used.
+A kernel has everything it calls compiled into it, once for each combination of dtypes. A function called by address is
+compiled once, and only if it is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ I32, I64 = ir.IntType(32), ir.IntType(64)
 
 
 def caller(result: ir.Type, *parameters: ir.Type) -> Any:
-    """Return an intrinsic that calls a C function by its address; its arguments are a tuple of int64."""
+    """Return an intrinsic that calls a C function by address, with the arguments as a tuple of int64."""
 
     @intrinsic
     def call(_typing: Any, address: Any, arguments: Any) -> Any:
@@ -40,13 +40,13 @@ def caller(result: ir.Type, *parameters: ir.Type) -> Any:
 
 
 _compiling = threading.Lock()
-"""Held while a `Callback` is compiled: twice at a time, the code that one thread calls would be replaced."""
+"""Held while a `Callback` is compiled: a second compilation would replace code that another thread is calling."""
 
 
 class Callback:
-    """A function of int64 with an int64 result that is called by its address; compiled when that is first asked for.
+    """A function from int64s to int64 that is called by address, compiled when the address is first requested.
 
-    Like all kernels it is kept in the folder that `numba.config.CACHE_DIR` names when it is made.
+    Like all kernels, it is cached in the folder that `numba.config.CACHE_DIR` names when it is created.
     """
 
     def __init__(self, function: Callable[..., int], n_parameters: int) -> None:
@@ -56,7 +56,7 @@ class Callback:
 
     @property
     def address(self) -> int:
-        """Where the compiled function is."""
+        """Address of the compiled function."""
         if self._compiled.address is None:
             with _compiling:
                 if self._compiled.address is None:

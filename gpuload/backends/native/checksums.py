@@ -1,4 +1,4 @@
-"""Checksums that chunks carry, natively: adler32.
+"""Native checksums of stored chunks: adler32.
 
 References
 ----------
@@ -18,14 +18,14 @@ from gpuload.backends.native.words import load8, native
 
 _ADLER_BASE = 65_521
 _ADLER_VECTORS = 23
-"""Vectors whose prefix sums fit 16 bits: 255 * 23 * 22 / 2 < 65,536."""
+"""Number of vectors whose prefix sums fit in 16 bits: 255 * 23 * 22 / 2 < 65,536."""
 
 _I64 = ir.IntType(64)
 
 
 @intrinsic
 def _adler_sums(_typing: Any, address: Any, n_vectors: Any) -> Any:
-    """Sum at most `_ADLER_VECTORS` vectors of 32 bytes: the bytes (bits 0-31), and the bytes by rank from the end."""
+    """Sum at most `_ADLER_VECTORS` vectors of 32 bytes: plainly (bits 0-31), and weighted by rank from the end."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         narrow, lanes, wide = (ir.VectorType(ir.IntType(n_bits), 32) for n_bits in (8, 16, 32))
@@ -57,7 +57,7 @@ def adler32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
     left = np.int64(n)
     low, high = 1, 0
     while left >= 32:
-        for _ in range(64):  # both stay far below 2**63 for as long
+        for _ in range(64):  # both sums stay far below 2**63 for this long
             n_vectors = min(left >> 5, _ADLER_VECTORS)
             sums = _adler_sums(at, n_vectors)
             high += 32 * n_vectors * low + (sums >> 32)

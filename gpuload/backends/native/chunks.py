@@ -1,7 +1,7 @@
-"""Read extents and decode their chunks into the resident's arrays: two native calls for any number of chunks.
+"""Read extents and decode their chunks into the resident's arrays, in two native calls for any number of chunks.
 
-The stages are apart (`read_extents`, then `decode_chunks`) so that each can be timed and that bytes that come from
-elsewhere than a file can be decoded by the same code.
+The stages are separate (`read_extents`, then `decode_chunks`) so that each can be timed, and so that the same code
+decodes bytes that do not come from a file.
 
 References
 ----------
@@ -36,7 +36,7 @@ BAD_VALUE = -104
 BAD_CRC32C = -105
 
 NEVER, ONCE, ALWAYS = 0, 1, 2
-"""When a checksum is verified: not at all; the first time a chunk is decoded; every time."""
+"""When checksums are verified: never; the first time a chunk is decoded; every time."""
 
 MAX_EXACT = 1 << 24
 """Largest integer up to which float32 holds every integer."""
@@ -45,7 +45,7 @@ _pread = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, typ
 
 
 def describe(code: int) -> str:
-    """Return what a code of this module means, as a part of a sentence."""
+    """Return the meaning of a code of this module, as part of a sentence."""
     return {
         BAD_SIZE: "its decoded size is wrong",
         BAD_FLETCHER: "its fletcher32 checksum does not match",
@@ -62,16 +62,16 @@ def read_extents(fd: Any, offset: Any, nbytes: Any, place: Any, buffer: Any) -> 
     Parameters
     ----------
     fd : (n,) int32
-        Open descriptor of the file of each range.
+        Open file descriptor of each range.
     offset, nbytes, place : (n,) int64
-        First byte in its file, length, and place in the buffer, of each range.
+        Offset in its file, length, and offset in the buffer, of each range.
     buffer : (m,) uint8
-        Where the bytes go.
+        Receives the bytes.
 
     Returns
     -------
     int
-        n, or the number of the first range that could not be read whole.
+        n, or the index of the first range that could not be read completely.
     """
     base = buffer.ctypes.data
     for e in range(offset.size):
@@ -110,7 +110,7 @@ def fletcher32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compile
 
 @numba.njit(nogil=True, cache=True)
 def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
-    """Return whether the 4 bytes after n bytes are their fletcher32, in either of the byte orders that HDF5 accepts."""
+    """Return whether the 4 bytes after n bytes are their fletcher32, in either byte order that HDF5 accepts."""
     found = np.int64(0)
     for k in range(4):
         found |= np.int64(buf[pos + n + k]) << np.int64(8 * k)
@@ -120,7 +120,7 @@ def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - com
 
 
 def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:  # pragma: no cover - replaced below
-    """Copy n elements with conversion; return 0, `MAX_EXACT` where one was rounded, or an error."""
+    """Copy n elements with conversion; return 0, `MAX_EXACT` if one was rounded, or an error."""
     raise NotImplementedError
 
 
@@ -184,7 +184,7 @@ def copy_pieces(
     limit: int,
     out: Any,
 ) -> int:  # pragma: no cover - compiled
-    """Copy pieces lo..hi of one decoded chunk into the resident's array; returns as `copy_run`, the worst of all."""
+    """Copy pieces lo..hi of one decoded chunk into the resident's array; return the worst result of `copy_run`."""
     typed, out = borrowed(typed), borrowed(out)
     worst = 0
     for p in range(lo, hi):
@@ -210,7 +210,7 @@ def fill_pieces(
     limit: int,
     out: Any,
 ) -> int:  # pragma: no cover - compiled
-    """Write the fill value of a chunk that was never written; returns as `copy_run`."""
+    """Write the fill value for a chunk that was never written; return a code as `copy_run` does."""
     for p in range(lo, hi):
         for r in range(piece_rows[p]):
             start = piece_dest[p] + r * dest_stride
@@ -222,7 +222,7 @@ def fill_pieces(
 def items_needed(
     lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int
 ) -> Any:  # pragma: no cover - compiled
-    """Return from which to which element of the decoded chunk pieces lo..hi reach."""
+    """Return the range of elements of the decoded chunk that pieces lo..hi cover."""
     first, last = piece_src[lo], 0
     for p in range(lo, hi):
         first = min(first, piece_src[p])
@@ -232,7 +232,7 @@ def items_needed(
 
 @numba.njit(nogil=True, cache=True)
 def encoded_nbytes(c: int, chunk_nbytes: Any, chunk_mask: Any, steps: Any) -> int:  # pragma: no cover - compiled
-    """Return how long the codec's stream of chunk c is; 0 where there is no such chunk, or it is not encoded."""
+    """Return the length of chunk c's encoded stream; 0 if there is no such chunk or it is not encoded."""
     if c >= chunk_nbytes.size or (chunk_mask[c] >> np.uint32(steps[1])) & np.uint32(1):
         return 0
     has_fletcher = steps[2] >= 0 and not (chunk_mask[c] >> np.uint32(steps[2])) & np.uint32(1)
@@ -240,7 +240,7 @@ def encoded_nbytes(c: int, chunk_nbytes: Any, chunk_mask: Any, steps: Any) -> in
 
 
 @numba.njit(nogil=True, cache=True)
-def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
+def decode_chunks(  # noqa: PLR0911 - one return per error
     buffer: Any,
     chunk_place: Any,
     chunk_nbytes: Any,
@@ -269,7 +269,7 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
     out: Any,
     status: Any,
 ) -> int:  # pragma: no cover - compiled
-    """Decode chunks whose bytes lie in a buffer and copy the wanted pieces into the resident's array.
+    """Decode chunks held in a buffer and copy the wanted pieces into the resident's array.
 
     Parameters
     ----------
@@ -278,42 +278,42 @@ def decode_chunks(  # noqa: PLR0911 - one for each thing that may be wrong
     chunk_place, chunk_nbytes, chunk_id, chunk_mask, chunk_pieces, piece_src, piece_dest, piece_width, piece_rows
         As in `ArrayRead`; `chunk_place` counts from the start of `buffer`.
     strides : (2,) int64
-        Elements from row to row in a decoded chunk and in `out`.
+        Row strides, in elements, of a decoded chunk and of `out`.
     steps : (4,) int64
-        Places of shuffle, codec, fletcher32 and crc32c in the filter pipeline (the bit in the mask), or -1.
+        Positions of shuffle, codec, fletcher32 and crc32c in the filter pipeline (the bit in the mask), or -1.
     full_nbytes : int64
         Decoded size of each chunk.
     is_raw
         Whether chunks are parts of unencoded storage, of any size.
     verify
-        `NEVER`, `ONCE` or `ALWAYS`. Where nothing is left to verify, decoding stops at the last byte wanted.
+        `NEVER`, `ONCE` or `ALWAYS`. If nothing is left to verify, decoding stops at the last byte wanted.
     verified : uint8
-        Per chunk of the layout, whether its checksum was found right; set here.
+        Per chunk of the layout, whether its checksum has been found correct; set here.
     fill_value, limit
-        Value of chunks never written; columns of the matrix for column numbers, -1 for values.
+        Value of chunks never written; number of columns of the matrix for column numbers, -1 for values.
     decoders : (2,) int64
-        As `decoders.addresses_of`.
+        As returned by `decoders.addresses_of`.
     tables, addresses
-        Workspace of the inflater; the addresses of the libraries' functions, as `frames` orders them.
+        Workspace of the inflater; addresses of library functions, in the order that `frames` defines.
     first, second : uint8
-        Scratch for the largest of them; `first_typed`, `second_typed` are the same memory in the stored dtype. Where
-        there is a decoder of two, `first` has room for two chunks, in halves of whole elements.
+        Scratch for the largest chunk; `first_typed`, `second_typed` are the same memory in the stored dtype. With a
+        two-chunk decoder, `first` has room for two chunks, in halves of whole elements.
     out : float32, or uint16 or int32 for column numbers
         The resident's array, flat.
     status : (3,) int64
-        Out: decoded bytes; chunks decoded only in part; whether an integer was rounded.
+        Out: bytes decoded; number of partly decoded chunks; whether an integer was rounded.
 
     Returns
     -------
     int
-        Number of chunks, or, where one is bad, ``-1 - c`` for chunk c with the reason in ``status[0]``.
+        Number of chunks, or ``-1 - c`` if chunk c is bad, with the reason in ``status[0]``.
     """
     shuffle, codec, fletcher, crc = steps[0], steps[1], steps[2], steps[3]
     itemsize = first.size // first_typed.size
     half = first.size // 2 if decoders[1] != 0 else 0
     stored, plain, work = np.int64(buffer.ctypes.data), np.int64(first.ctypes.data), np.int64(second.ctypes.data)
     at_tables, at_addresses = np.int64(tables.ctypes.data), np.int64(addresses.ctypes.data)
-    ahead, got_ahead = -1, 0  # a chunk that has been inflated, into the second half, together with the one before it
+    ahead, got_ahead = -1, 0  # a chunk inflated together with the one before it, into the second half
     for c in range(chunk_id.size):
         lo, hi = chunk_pieces[c], chunk_pieces[c + 1]
         n, place, mask = chunk_nbytes[c], chunk_place[c], chunk_mask[c]

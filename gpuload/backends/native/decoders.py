@@ -1,7 +1,6 @@
-"""The codecs of stored chunks behind one signature, so that `decode_chunks` is compiled without any of them.
+"""The codecs of stored chunks behind one signature, so that `decode_chunks` compiles without any of them.
 
-Who reads gzip alone never waits for blosc to be compiled, and a codec is compiled once, not for each combination of
-dtypes.
+Reading only gzip never compiles blosc, and each codec is compiled once, not for every combination of dtypes.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 call_one = caller(I64, *[I64] * 10)
-"""Decode a chunk: address of its stored bytes and how many they are; address of its plain bytes and how many they are;
-first byte wanted and the one after the last; whether to verify checksums; addresses of scratch as large as the plain
-bytes, of the inflater's workspace and of the table of addresses. Returns how many bytes were decoded, or what is wrong.
-Where the plain bytes and the scratch are, there is room up to the next multiple of 8."""
+"""Decode a chunk. Arguments: address and number of its stored bytes; address and number of its decoded bytes; first
+byte wanted and the one after the last; whether to verify checksums; addresses of scratch as large as the decoded bytes,
+of the inflater's workspace and of the table of addresses. Returns the number of bytes decoded, or an error code. The
+decoded bytes and the scratch both have room up to the next multiple of 8."""
 
 call_two = caller(I64, *[I64] * 12)
-"""Decode two chunks by turns: for each the address of its stored bytes and how many they are, the address of its plain
-bytes, how many are wanted, whether to verify checksums; how many plain bytes each has, less than 2 GiB; address of the
-inflater's workspace. Returns what `call_one` would for each, the first in the high 32 bits."""
+"""Decode two chunks, interleaved. Arguments: for each chunk, address and number of its stored bytes, address of its
+decoded bytes, number wanted, whether to verify checksums; then the decoded size of each, below 2 GiB, and the address
+of the inflater's workspace. Returns the result of `call_one` for each, the first in the high 32 bits."""
 
 
 @intrinsic
@@ -144,10 +143,10 @@ _ONE = {
 _TWO = {"deflate": Callback(_zlib_two, 12)}
 
 CODECS = tuple(_ONE)
-"""Filters that are decoded natively, in the words of `ArrayLayout`; at most one of them to a pipeline."""
+"""Filters decoded natively, as `ArrayLayout` names them; a pipeline has at most one of them."""
 
 
 def addresses_of(codec: str, may_pair: bool) -> NDArray[np.int64]:
-    """Return where a codec's `call_one` and `call_two` are; 0 for what it lacks, or what is not asked for; (2,)."""
+    """Return the addresses for a codec's `call_one` and `call_two`, 0 if missing or not requested; (2,)."""
     one, two = _ONE.get(codec), _TWO.get(codec) if may_pair else None
     return np.array([one.address if one else 0, two.address if two else 0], dtype=np.int64)

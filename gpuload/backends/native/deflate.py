@@ -1,15 +1,15 @@
-"""Decode the blocks of deflate streams: one stream, or two by turns.
+"""Decode the blocks of deflate streams: one stream, or two interleaved.
 
-How it is fast on CSR `data` and `indices`, where matches are short, and going from symbol to symbol is what costs:
+Tuned for CSR `data` and `indices`, where matches are short and advancing from symbol to symbol is the bottleneck:
 
-- One look-up of 12 bits gives up to two literals, or up to two literals and a match length with its extra bits.
-- Two streams are decoded by turns (`_decode_two`), as a core can do more than one of them asks for: each look-up must
-  wait for the one before it. A step is always the same (two look-ups, a distance look-up, one store of literals and
-  match); what a symbol has no use for is masked to nothing, so there is no branch that the data make hard to foresee.
-- A stream of long matches is bound by copying instead. It is decoded alone (`_decode_one`), with branches, by steps
-  that refill a bit buffer by one unaligned load. A copy of up to 32 bytes is two loads and two stores, for any
-  distance: below 16 the first load is spread by a byte shuffle, and the second comes from a multiple of the distance.
-- Near the end of input or output, where whole words do not fit, another loop decodes symbol by symbol.
+- One 12-bit look-up yields up to two literals, or up to two literals and a match length with its extra bits.
+- Two streams are interleaved (`_decode_two`), since each look-up depends on the one before it and one stream leaves a
+  core partly idle. A step is always the same (two look-ups, a distance look-up, one store of literals and match); what
+  a symbol does not need is masked out, so there are no data-dependent branches that are hard to predict.
+- A stream of long matches is bound by copying instead. It is decoded alone (`_decode_one`), with branches, in steps
+  that refill a bit buffer with one unaligned load. A copy of up to 32 bytes is two loads and two stores, for any
+  distance: below 16, a byte shuffle spreads the first load, and the second comes from a multiple of the distance.
+- Near the end of input or output, where whole words do not fit, a separate loop decodes symbol by symbol.
 
 References
 ----------
@@ -68,33 +68,33 @@ BAD_DISTANCE = -4
 TOO_LONG = -6
 
 _GO_ON, _END_OF_BLOCK, _DONE = 0, 1, 2
-"""What a stream waits for, unless it has failed: a fast loop; the next block; nothing."""
+"""The next step of a stream that has not failed: a fast loop; the next block; none."""
 
 _IN_MARGIN = 16
-"""Input that a step of a fast loop may read: two refills, each of 8 bytes and past at most 7."""
+"""Bytes of input that a step of a fast loop may read: two refills, each of 8 bytes after at most 7."""
 
 _OUT_MARGIN = 288
-"""Output that a step of a fast loop may write: 4 literals, 258 bytes in pieces of 16 and what is left of the last."""
+"""Bytes of output that a step of a fast loop may write: 4 literals, and 258 bytes rounded up to pieces of 16."""
 
 
 @inline
 def _bits_at(place: int) -> int:  # pragma: no cover - compiled
-    """Return the bits from a place on, 57 or more of them; what is above is zero."""
+    """Return at least 57 bits from a bit position on, with zeros above them."""
     return shift_right(load64(shift_right(place, 3)), place & 7)
 
 
 @inline
 def _split(place: int) -> Any:  # pragma: no cover - compiled
-    """Return the next whole byte at a place, the bits before it, and how many there are."""
+    """Return the next whole byte at a bit position, the bits before it, and their number."""
     at, n = shift_right(place + 7, 3), -place & 7
     return at, shift_right(load8(at - 1), 8 - n) if n else 0, n
 
 
 @native
 def _look_up_rest(lit: int, entry: int, bits: int) -> Any:  # pragma: no cover - compiled
-    """Follow an entry that is neither literals nor a complete length.
+    """Resolve an entry that is neither literals nor a complete length.
 
-    Returns the entry that ends the symbol, how many bits more it used, and the match length, 0 for none.
+    Returns the entry that ends the symbol, the number of further bits it used, and the match length, 0 for none.
     """
     used = 0
     if entry >> 28 == KIND_SUB:
@@ -110,7 +110,7 @@ def _look_up_rest(lit: int, entry: int, bits: int) -> Any:  # pragma: no cover -
 
 @native
 def _look_up_dist_rest(lit: int, entry: int, bits: int) -> int:  # pragma: no cover - compiled
-    """Return the entry of a code in a sub-table, or the entry itself where there is none."""
+    """Return the entry of a code in a sub-table, or the entry itself if it has none."""
     if entry & DIST_SUB == 0:
         return entry
     return load32(
@@ -120,7 +120,7 @@ def _look_up_dist_rest(lit: int, entry: int, bits: int) -> int:  # pragma: no co
 
 @inline
 def _copy_match(w: int, out: int, distance: int, length: int) -> None:  # pragma: no cover - compiled
-    """Copy a match in pieces of 16 bytes, two at least."""
+    """Copy a match in pieces of 16 bytes, at least two."""
     row = w + COPY + 32 * min(distance, 16)
     shuffle16(out, out - distance, row)
     period = distance + load64(row + 16)
@@ -133,7 +133,7 @@ def _copy_match(w: int, out: int, distance: int, length: int) -> None:  # pragma
 
 @native
 def _copy_any(w: int, out: int, distance: int, length: int) -> None:  # pragma: no cover - compiled
-    """Do as `_copy_match`, by a call: for where it is rare."""
+    """Do as `_copy_match`, but not inlined: for rare cases."""
     _copy_match(w, out, distance, length)
 
 
@@ -146,11 +146,11 @@ def _decode_one(
     Only the low 6 bits of `n` count, so that whole entries can be subtracted from it. A step uses at most the 64 bits
     of a refill: two entries (12 each), a distance (15 + 13) and the look-up of the next entry (12).
 
-    Returns `_GO_ON` (out of room), `_END_OF_BLOCK` or an error, the bit at which it stopped, and the end of the output.
+    Returns `_GO_ON` (out of room), `_END_OF_BLOCK` or an error, the bit position reached, and the end of the output.
     """
     at, bits, n = _split(place)
     at_stop = shift_right(place_stop, 3)
-    entry = 0  # uses no bits, adds no literals: the first step looks up
+    entry = 0  # uses no bits and adds no literals: the first step does a look-up
     while at < at_stop and out < out_stop:
         bits |= shift_left(load64(at), n)
         at += 7 - ((n >> 3) & 7)
@@ -196,7 +196,7 @@ def _decode_one(
         distance = (far >> 16) + shift_right(low_bits(bits, far), far >> 8)
         bits = shift_right(bits, far)
         n -= far
-        entry = load32(lit + 4 * low_bits(bits, LIT_BITS))  # before the copy, which takes its time
+        entry = load32(lit + 4 * low_bits(bits, LIT_BITS))  # before the copy, to hide the latency
         if distance > out - first:
             return BAD_DISTANCE, 8 * at - (n & 63), out
         _copy_match(w, out, distance, length)
@@ -208,16 +208,16 @@ def _decode_one(
 def _step(w: int, lit: int, first: int, place: int, out: int, entry: int) -> Any:  # pragma: no cover - compiled
     """Decode up to four literals and the match after them, if there is one.
 
-    A stream's place is that of its next bit: so it has no bit buffer that must stay in registers, of which two streams
-    leave few. A load at that place gives 57 bits or more. A step uses at most so many: two entries (12 each), a
-    distance (8 + 13) and the look-up of the next entry (12), and loads again where a code is longer.
+    The position of a stream is that of its next bit, so it needs no bit buffer in registers, which two streams make
+    scarce. A load there gives at least 57 bits. A step uses no more: two entries (12 each), a distance (8 + 13) and the
+    look-up of the next entry (12); it loads again for a longer code.
 
-    Returns 0, `_END_OF_BLOCK` or an error, the place, the end of the output, and the entry that was looked up, but not
-    yet used.
+    Returns 0, `_END_OF_BLOCK` or an error, the position, the end of the output, and the entry looked up but not yet
+    used.
     """
     bits = shift_right(_bits_at(place), entry)
     length = (entry >> 8) & 255
-    second = load32(lit + 4 * low_bits(bits, LIT_BITS)) & ((length - 1) >> 63)  # nothing, where there is a length
+    second = load32(lit + 4 * low_bits(bits, LIT_BITS)) & ((length - 1) >> 63)  # zero if there is a length
     bits = shift_right(bits, second)
     length = ((entry | second) >> 8) & 255
     k = (entry >> 6) & 3
@@ -242,7 +242,7 @@ def _step(w: int, lit: int, first: int, place: int, out: int, entry: int) -> Any
                 return (_END_OF_BLOCK if entry >> 28 == KIND_END else BAD_CODE), place, out, 0
             store8(out, entry >> 16)
             return 0, place, out + 1, load32(lit + 4 * low_bits(bits, LIT_BITS))
-    far = load32(lit + TO_DIST + 4 * low_bits(bits, DIST_BITS)) & (-length >> 63)  # nothing, where there is no length
+    far = load32(lit + TO_DIST + 4 * low_bits(bits, DIST_BITS)) & (-length >> 63)  # zero if there is no length
     if far & DIST_OTHER:
         place += (used + far) & 63
         used = 0
@@ -258,7 +258,7 @@ def _step(w: int, lit: int, first: int, place: int, out: int, entry: int) -> Any
     source = out + k - distance
     if source < first:
         return BAD_DISTANCE, place, out, 0
-    if total > 16 or np.uint64(distance - 1) < np.uint64(total - 1):  # a distance of 0 is none
+    if total > 16 or np.uint64(distance - 1) < np.uint64(total - 1):  # distance 0 means none
         store32(out, literals)
         _copy_any(w, out + k, distance, length)
     else:
@@ -282,9 +282,9 @@ def _decode_two(
     out_2: int,
     out_stop_2: int,
 ) -> Any:  # pragma: no cover - compiled
-    """Decode symbols of a block of each of two streams by turns, while there is room for both.
+    """Decode symbols of one block of each of two streams, interleaved, while there is room for both.
 
-    Returns what `_decode_one` does, for each.
+    Returns the result of `_decode_one` for each.
     """
     entry, entry_2, code, code_2 = np.int64(0), np.int64(0), _GO_ON, _GO_ON
     while place < place_stop and out < out_stop and place_2 < place_stop_2 and out_2 < out_stop_2:
@@ -298,14 +298,14 @@ def _decode_two(
 
 
 @native
-def _decode_careful(  # noqa: PLR0911 - one for each way to end
+def _decode_careful(  # noqa: PLR0911 - one return per outcome
     lit: int, at: int, end: int, bits: int, n: int, first: int, out: int, out_end: int, enough: int
 ) -> Any:  # pragma: no cover - compiled
     """Decode symbols of a block one by one, never beyond input or output, until `enough` is reached.
 
-    Input that is at its end reads as zeros; a symbol that would use them is refused.
+    Input past its end reads as zeros; a symbol that would use them is rejected.
 
-    Returns `_GO_ON` (enough), `_END_OF_BLOCK` or an error, the place in the stream, and the end of the output.
+    Returns `_GO_ON` (enough), `_END_OF_BLOCK` or an error, the position in the stream, and the end of the output.
     """
     while out < enough:
         at, bits, n = refill(at, end, bits, n)
@@ -354,7 +354,7 @@ def _decode_careful(  # noqa: PLR0911 - one for each way to end
 
 @inline
 def _copy_stored(at: int, end: int, out: int, out_end: int, enough: int) -> Any:  # pragma: no cover - compiled
-    """Copy a block without compression; return 0 or an error, and the ends of what was read and written."""
+    """Copy an uncompressed block; return 0 or an error, and the ends of the input read and the output written."""
     if end - at < 4:
         return TRUNCATED, at, out
     length = load16(at)
@@ -380,21 +380,21 @@ def _copy_stored(at: int, end: int, out: int, out_end: int, enough: int) -> Any:
 def _advance(
     w: int, end: int, first: int, out_end: int, enough: int, code: int, place: int, out: int, lit: int, is_last: int
 ) -> Any:  # pragma: no cover - compiled
-    """Take a stream to where a fast loop can go on, or to its end.
+    """Advance a stream to where a fast loop can continue, or to its end.
 
     Parameters
     ----------
     w, end, first, out_end, enough
         Workspace; end of the input; start, end, and sufficient end of the output.
     code, place, out, lit, is_last
-        What the stream waits for; its next bit; end of what it wrote; the block's table, and whether it is the last.
+        The stream's next step; its next bit; end of its output; the block's table, and whether the block is the last.
 
     Returns
     -------
     tuple
-        The last five, where the code is now `_GO_ON`, `_DONE` or an error.
+        The last five, updated; the code is `_GO_ON`, `_DONE` or an error.
     """
-    # `_decode_one` has read up to 64 bits ahead of the place at which it stops for want of input.
+    # When `_decode_one` stops for lack of input, it has read up to 64 bits ahead of its position.
     place_stop, out_stop = 8 * (end - _IN_MARGIN) - 64, min(enough, out_end - _OUT_MARGIN)
     if code == _GO_ON and place < place_stop and out < out_stop:
         return code, place, out, lit, is_last
@@ -433,7 +433,7 @@ def decode_blocks(
 ) -> Any:  # pragma: no cover - compiled
     """Decode blocks up to the last one, or until `enough` is reached.
 
-    Returns 0 or an error, and the ends of what was read and written.
+    Returns 0 or an error, and the ends of the input read and the output written.
     """
     place_stop, out_stop = 8 * (end - _IN_MARGIN), min(enough, out_end - _OUT_MARGIN)
     code, place, out, lit, is_last = np.int64(_END_OF_BLOCK), 8 * at, first, w, np.int64(0)
@@ -458,7 +458,7 @@ def decode_both(
     out_end_2: int,
     enough_2: int,
 ) -> Any:  # pragma: no cover - compiled
-    """Do as `decode_blocks` for two streams, by turns while both go on; returns the results of both."""
+    """Do as `decode_blocks` for two streams, interleaved while both continue; return the results of both."""
     w_2 = w + NBYTES
     place_stop, out_stop = 8 * (end - _IN_MARGIN), min(enough, out_end - _OUT_MARGIN)
     place_stop_2, out_stop_2 = 8 * (end_2 - _IN_MARGIN), min(enough_2, out_end_2 - _OUT_MARGIN)

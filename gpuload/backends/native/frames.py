@@ -1,10 +1,10 @@
-"""Decoders and checksums of chunks that zarr and HDF5's plugins write: blosc, gzip, zstd, lz4, crc32, crc32c.
+"""Decoders and checksums of chunks written by zarr and HDF5 plugins: blosc, gzip, zstd, lz4, crc32, crc32c.
 
-What LZ4, zstd and c-blosc do is left to their own libraries, which are called here by their address, so that one native
-call decodes thousands of chunks without Python. Of blosc only the container is known here: so a chunk of which some
-rows are wanted is decoded, and its byte shuffle undone, only where they are.
+The LZ4, zstd and c-blosc libraries do their own decoding; they are called by address, so that one native call decodes
+thousands of chunks without Python. Only blosc's container is parsed here: if only some rows of a chunk are wanted, only
+the blocks that hold them are decoded, and only those rows unshuffled.
 
-Input is untrusted: whatever the bytes, nothing outside input and output is touched. The libraries called check theirs.
+Input is untrusted: whatever the bytes, nothing outside input and output is accessed. The libraries check theirs.
 
 References
 ----------
@@ -43,7 +43,7 @@ BAD_GZIP = -207
 BAD_CRC32 = -208
 
 LZ4, LZ4_PARTIAL, ZSTD, BLOSC, ZSTD_CONTEXT = range(5)
-"""Places in the table of addresses: three functions of LZ4 and zstd, one of c-blosc, and a context of zstd that one
+"""Positions in the table of addresses: three functions of LZ4 and zstd, one of c-blosc, and a zstd context that one
 thread uses at a time."""
 
 N_ADDRESSES = 5
@@ -58,7 +58,7 @@ _native = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 
 def describe(code: int) -> str:
-    """Return what a code of this module means, as a part of a sentence."""
+    """Return the meaning of a code of this module, as part of a sentence."""
     return {
         BAD_BLOSC: "its blosc container is malformed",
         BAD_BLOSC_SIZE: "its blosc header does not give the chunk's size",
@@ -78,7 +78,7 @@ _call_blosc = caller(I32, I64, I64, I64, I32)
 
 
 def _crc_tables(polynomial: int) -> NDArray[np.uint32]:
-    """Return what a byte does to a reflected CRC, and what it does 1 to 7 bytes later: (8, 256)."""
+    """Return tables of a byte's effect on a reflected CRC, at once and 1 to 7 bytes later: (8, 256)."""
     tables = np.zeros((8, 256), dtype=np.uint32)
     for byte in range(256):
         crc = byte
@@ -119,7 +119,7 @@ def _crc(tables: Any, address: int, n: int) -> int:  # pragma: no cover - compil
 
 @_native
 def crc32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
-    """Return the CRC-32 of gzip of buf[pos : pos + n] (uint8)."""
+    """Return the CRC-32 of buf[pos : pos + n] (uint8), as gzip uses it."""
     return _crc(_CRC32, np.int64(buf.ctypes.data) + pos, n)
 
 
@@ -139,9 +139,9 @@ def is_crc32c(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compile
 def unshuffle_items(
     src: Any, src_pos: int, dst: Any, dst_pos: int, n: int, itemsize: int, lo: int, hi: int
 ) -> None:  # pragma: no cover - compiled
-    """Undo the byte shuffle of n bytes, but only for the items from lo to hi; what follows the last whole item is kept.
+    """Undo the byte shuffle of n bytes for items lo..hi only; bytes after the last whole item are copied unchanged.
 
-    The items go to where they belong, so `dst` must have room for all.
+    Each item goes to its own position, so `dst` must have room for all of them.
     """
     n_items = n // itemsize
     if itemsize == 4 and dst_pos & 3 == 0 and dst.size & 3 == 0:
@@ -178,10 +178,10 @@ def unshuffle_items(
 
 
 @_native
-def gunzip(  # noqa: PLR0911 - one for each way to end
+def gunzip(  # noqa: PLR0911 - one return per outcome
     src: Any, src_pos: int, src_len: int, dst: Any, dst_len: int, need: int, tables: Any, verify: bool
 ) -> int:  # pragma: no cover - compiled
-    """Decode a gzip member into dst[:dst_len]; parameters and result as of `inflate_zlib`, or a code of this module."""
+    """Decode a gzip member into dst[:dst_len]; parameters and result as in `inflate_zlib`, or a code of this module."""
     at = np.int64(src.ctypes.data) + np.int64(src_pos)
     end = at + np.int64(src_len)
     if end - at < 18:
@@ -190,7 +190,7 @@ def gunzip(  # noqa: PLR0911 - one for each way to end
     if load16(at) != 0x8B1F or load8(at + 2) != 8 or flags & 0xE0:
         return BAD_GZIP
     at += 10
-    if flags & 4:  # further fields
+    if flags & 4:  # extra fields
         at += 2 + load16(at)
     for bit in (8, 16):  # a name, a comment
         if flags & bit:
@@ -221,7 +221,7 @@ def gunzip(  # noqa: PLR0911 - one for each way to end
 def decode_lz4(
     src: Any, src_pos: int, n: int, dst: Any, size: int, need: int, addresses: Any
 ) -> int:  # pragma: no cover - compiled
-    """Decode an LZ4 block after its decoded size (int32), as numcodecs frames it; parameters as of `decode_blosc`."""
+    """Decode an LZ4 block prefixed by its decoded size (int32), as in numcodecs; parameters as in `decode_blosc`."""
     at = np.int64(src.ctypes.data) + src_pos
     if n < 4 or load32(at) != size:
         return BAD_LZ4
@@ -233,17 +233,17 @@ def decode_lz4(
 def decode_zstd(
     src: Any, src_pos: int, n: int, dst: Any, size: int, addresses: Any
 ) -> int:  # pragma: no cover - compiled
-    """Decode a zstd frame; parameters as of `decode_blosc`."""
+    """Decode a zstd frame; parameters as in `decode_blosc`."""
     got = _zstd(np.int64(src.ctypes.data) + src_pos, n, np.int64(dst.ctypes.data), size, addresses)
     return got if got == size else BAD_ZSTD
 
 
 @_native
 def _lz4(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> int:  # pragma: no cover - compiled
-    """Decode a block of exactly `size` bytes, or the first `need` of them; return how many there are now."""
+    """Decode a block of exactly `size` bytes, or at least the first `need` of them; return the number decoded."""
     if max(n, size) > _MAX_NBYTES:
         return -1
-    if need < size - (size >> 3):  # else the whole is as fast
+    if need < size - (size >> 3):  # otherwise the whole block is as fast
         return _call_lz4_partial(addresses[LZ4_PARTIAL], (src, dst, n, need, size))
     got = _call_lz4(addresses[LZ4], (src, dst, n, size))
     return got if got == size else -1
@@ -251,22 +251,22 @@ def _lz4(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> in
 
 @_native
 def _zstd(src: int, n: int, dst: int, size: int, addresses: Any) -> int:  # pragma: no cover - compiled
-    """Decode a frame into `size` bytes; return how many there are now, or another number where that failed."""
+    """Decode a frame into `size` bytes; return the number decoded, or some other number on failure."""
     return _call_zstd(addresses[ZSTD], (addresses[ZSTD_CONTEXT], dst, size, src, n))
 
 
 @_native
-def decode_blosc(  # noqa: PLR0911 - one for each way to end
+def decode_blosc(  # noqa: PLR0911 - one return per outcome
     src: Any, src_pos: int, n: int, dst: Any, size: int, lo: int, hi: int, work: Any, tables: Any, addresses: Any
 ) -> int:  # pragma: no cover - compiled
-    """Decode at least the bytes lo..hi of a blosc container.
+    """Decode at least bytes lo..hi of a blosc container.
 
     Parameters
     ----------
     src : uint8
         Holds the container, src[src_pos : src_pos + n].
     dst : uint8
-        At least `size` bytes, the decoded size; bytes outside lo..hi are undefined afterwards.
+        At least `size` bytes, the decoded size; bytes outside lo..hi are left undefined.
     lo, hi
         Bytes wanted, 0 <= lo < hi <= size.
     work : uint8
@@ -277,7 +277,7 @@ def decode_blosc(  # noqa: PLR0911 - one for each way to end
     Returns
     -------
     int
-        Bytes decoded, or a code of this module.
+        Number of bytes decoded, or a code of this module.
     """
     base = np.int64(src.ctypes.data) + src_pos
     if n < 16 or load8(base) != 2:
@@ -361,7 +361,7 @@ def _block(
     tables: Any,
     addresses: Any,
 ) -> int:  # pragma: no cover - compiled
-    """Decode the streams of a block, each of `size` bytes of which the first `need` are wanted."""
+    """Decode the streams of a block, each of `size` bytes, of which the first `need` are wanted."""
     for _ in range(n_streams):
         if end - at < 4:
             return BAD_STREAM
