@@ -1,6 +1,6 @@
-"""Huffman codes of deflate streams, and the tables by which the inflater decodes them.
+"""Huffman codes of deflate streams, and the inflater's decoding tables.
 
-A workspace of `NBYTES` holds all tables of a stream; the functions take its address.
+A workspace of `NBYTES` bytes holds all tables of a stream; the functions take its address.
 
 References
 ----------
@@ -39,9 +39,9 @@ BAD_CODE = -3
 TRUNCATED = -5
 
 # Entry of the literal/length table, 32 bits. Bits 0-5: bits used. 6-7: number of literals. 8-15: match length, 0 for
-# none. 16-23 and 24-31: the literals. With 1 as the match length there are no literals, and bits 28-29 tell what it is:
-# nothing (no such code), the end of the block, a length (16-24: base, 25-27: number of extra bits), or the number
-# (16-24) of the sub-table that the next bits choose from.
+# none. 16-23 and 24-31: the literals. A match length of 1 means no literals, and bits 28-29 give the kind of entry:
+# invalid (no such code), end of block, a length (16-24: base, 25-27: number of extra bits), or the number (16-24) of
+# the sub-table that the next bits index.
 LIT_BITS = 12
 LIT_SUB_BITS = 15 - LIT_BITS
 _ONE_LITERAL = 1 << 6
@@ -50,29 +50,29 @@ OTHER = 1 << 8
 KIND_END, KIND_LENGTH, KIND_SUB = 1, 2, 3
 _MAX_LENGTH_IN_ENTRY = 255
 
-# Entry of the distance table, 32 bits. Bits 0-5: bits used, extra bits included. 8-11: bits of the code alone. 16-31:
-# base. With bit 15 set: no such code, or with bit 14 too, the number (16-31) of a sub-table.
+# Entry of the distance table, 32 bits. Bits 0-5: bits used, including extra bits. 8-11: bits of the code alone. 16-31:
+# base. Bit 15 set: no such code, or, if bit 14 is set too, the number (16-31) of a sub-table.
 DIST_BITS = 8
 DIST_SUB_BITS = 15 - DIST_BITS
 DIST_OTHER = 1 << 15
 DIST_SUB = 1 << 14
 
-# A code with sub-tables is complete, so each holds two of the 286 or 30 symbols or more.
+# A code with sub-tables is complete, so each sub-table holds at least two of the 286 or 30 symbols.
 _LIT_NBYTES = 4 * ((1 << LIT_BITS) + (143 << LIT_SUB_BITS))
 _DIST_NBYTES = 4 * ((1 << DIST_BITS) + (15 << DIST_SUB_BITS))
 
 TO_DIST = _LIT_NBYTES
-"""From a literal/length table to the distance table that goes with it, in bytes."""
+"""Offset of the distance table from its literal/length table, in bytes."""
 
 # Offsets in the workspace, in bytes.
 LIT = 0
 FIXED_LIT = LIT + _LIT_NBYTES + _DIST_NBYTES
-_SECOND = FIXED_LIT + _LIT_NBYTES + _DIST_NBYTES  # what may follow a literal
-_FOLLOW = _SECOND + (4 << LIT_BITS)  # the same as it is added to the literal's entry, for each number of bits left
+_SECOND = FIXED_LIT + _LIT_NBYTES + _DIST_NBYTES  # entries that may follow a literal
+_FOLLOW = _SECOND + (4 << LIT_BITS)  # the same as added to the literal's entry, per number of bits left
 _PRECODE = _FOLLOW + (4 << LIT_BITS)  # bits 0-2: bits used, 3-7: symbol
 _LENS = _PRECODE + 128  # code lengths of literals/lengths, then of distances
 _COUNT = _LENS + 320  # number of codes of each length, then the next code of each length, twice
-COPY = _COUNT + 3 * 128  # rows of 32 bytes by distance: shuffle (16), what adds up to a multiple of 16 or more (8)
+COPY = _COUNT + 3 * 128  # rows of 32 bytes by distance: shuffle (16), its complement to a multiple of 16 or more (8)
 _LENGTH_SYMBOL = COPY + 17 * 32  # base (16 bits) and number of extra bits (16) of each symbol
 _DIST_SYMBOL = _LENGTH_SYMBOL + 4 * 29
 _ORDER = _DIST_SYMBOL + 4 * 30  # order in which the lengths of the precode are stored
@@ -80,7 +80,7 @@ NBYTES = (_ORDER + 20 + 63) // 64 * 64
 
 
 def new_tables() -> NDArray[np.uint8]:
-    """Return a workspace for one thread, about 190 KB: tables for two streams, those that never change made."""
+    """Return a workspace for one thread, about 190 KB: tables for two streams, with the constant ones filled in."""
     both = np.zeros(2 * NBYTES, dtype=np.uint8)
     tables = both[:NBYTES]
     for distance in range(1, 17):
@@ -99,13 +99,13 @@ def new_tables() -> NDArray[np.uint8]:
 
 
 def _symbols(first: int, extra: Sequence[int]) -> list[int]:
-    """Return base and extra bits of symbols that cover all numbers from the first on (RFC 1951, 3.2.5)."""
+    """Return base and extra bits of symbols that cover all numbers from `first` on (RFC 1951, 3.2.5)."""
     return [first + sum(1 << x for x in extra[:s]) | x << 16 for s, x in enumerate(extra)]
 
 
 @inline
 def refill(at: int, end: int, bits: int, n: int) -> Any:  # pragma: no cover - compiled
-    """Top up the bit buffer to 56 bits or more, or to all that is left."""
+    """Refill the bit buffer to at least 56 bits, or with all remaining input."""
     if end - at >= 8:
         bits |= shift_left(load64(at), n)
         at += (63 - n) >> 3
@@ -122,7 +122,7 @@ def refill(at: int, end: int, bits: int, n: int) -> Any:  # pragma: no cover - c
 def _assign_codes(lens: int, n_symbols: int, count: int) -> Any:  # pragma: no cover - compiled
     """Count code lengths and set the first code of each (RFC 1951, 3.2.2).
 
-    Returns how many codes of 15 bits could be added (below 0: over-subscribed), and the greatest length.
+    Returns the number of 15-bit codes that could be added (below 0: over-subscribed), and the greatest length.
     """
     for b in range(16):
         store64(count + 8 * b, 0)
@@ -145,7 +145,7 @@ def _assign_codes(lens: int, n_symbols: int, count: int) -> Any:  # pragma: no c
 
 @inline
 def _next_code(next_codes: int, b: int) -> int:  # pragma: no cover - compiled
-    """Return the next code of b bits, first bit lowest, as it lies in the stream."""
+    """Return the next code of b bits, first bit lowest, as in the stream."""
     code = load64(next_codes + 8 * b)
     store64(next_codes + 8 * b, code + 1)
     return shift_right(reverse(code), 64 - b)
@@ -168,14 +168,14 @@ def _fill(table: int, first: int, step: int, n: int, entry: int) -> None:  # pra
 
 @inline
 def _clear(table: int, nbytes: int) -> None:  # pragma: no cover - compiled
-    """Set bytes, a multiple of 16, to zero."""
+    """Zero `nbytes`, a multiple of 16."""
     for k in range(0, nbytes, 16):
         store_pair(table + k, 0, 0)
 
 
 @inline
 def _single_entry(w: int, s: int) -> int:  # pragma: no cover - compiled
-    """Return the entry of a literal/length symbol without its number of bits."""
+    """Return the entry of a literal/length symbol, without its bit count."""
     if s < 256:
         return _ONE_LITERAL | s << 16
     if s == 256:
@@ -188,7 +188,7 @@ def _single_entry(w: int, s: int) -> int:  # pragma: no cover - compiled
 
 @inline
 def _fill_single(w: int, table: int, n: int, b: int, s: int, code: int) -> None:  # pragma: no cover - compiled
-    """Set the entries, of n, of a symbol; of a length one for every value of its extra bits, where they fit."""
+    """Set a symbol's entries in a table of n; for a length, one per value of its extra bits if they fit."""
     entry = _single_entry(w, s)
     extra = (entry >> 25) & 7
     length = (entry >> 16) & 511
@@ -201,9 +201,9 @@ def _fill_single(w: int, table: int, n: int, b: int, s: int, code: int) -> None:
 
 @native
 def _build_follow(w: int, lens: int, n_symbols: int, room: int) -> None:  # pragma: no cover - compiled
-    """Set, for every number of bits left up to `room`, what is added to a literal's entry.
+    """Set, for every number of bits left up to `room`, the value added to a literal's entry.
 
-    That is a literal, and what follows it, if that fits in the bits and is another literal or a length.
+    It stands for the literal and, if it fits in those bits and is a literal or a length, the symbol after it.
     """
     second = w + _SECOND
     _fill(second, 0, 1, 1 << room, OTHER)
@@ -222,7 +222,7 @@ def _build_follow(w: int, lens: int, n_symbols: int, room: int) -> None:  # prag
 
 @inline
 def _fill_literal(w: int, table: int, b: int, s: int, code: int) -> None:  # pragma: no cover - compiled
-    """Set the entries of a literal, joined with what follows."""
+    """Set the entries of a literal, joined with the symbol that follows."""
     to, step = table + 4 * code, 4 << b
     follow = w + _FOLLOW + (4 << (LIT_BITS - b))
     stop = follow + (4 << (LIT_BITS - b))
@@ -242,7 +242,7 @@ def _fill_literal(w: int, table: int, b: int, s: int, code: int) -> None:  # pra
 
 @inline
 def _sub_table(table: int, root_bits: int, sub_bits: int, code: int, flags: int, n_sub: int) -> Any:  # pragma: no cover
-    """Return the sub-table of a long code, made if it is the first with these bits, and how many there are now."""
+    """Return the sub-table of a long code, created if it is the first with this prefix, and their number."""
     root = table + 4 * low_bits(code, root_bits)
     if load32(root) == 0:
         store32(root, root_bits | flags | n_sub << 16)
@@ -285,7 +285,7 @@ def _build_lit(w: int, lens: int, n_symbols: int, table: int) -> int:  # pragma:
 
 @native
 def _build_dist(w: int, lens: int, n_symbols: int, table: int) -> int:  # pragma: no cover - compiled
-    """Build the distance table; return 0 or BAD_CODE. No code, or one of a single bit, will do (RFC 1951, 3.2.7)."""
+    """Build the distance table; return 0 or BAD_CODE. No code, or a single one of 1 bit, is valid (RFC 1951, 3.2.7)."""
     left, longest = _assign_codes(lens, n_symbols, w + _COUNT)
     if left < 0 or (left > 0 and longest > 1):
         return BAD_CODE
@@ -324,7 +324,7 @@ def _build_fixed(w: int) -> None:  # pragma: no cover - compiled
 
 @inline
 def _read_precode(w: int, n_codes: int, at: int, end: int, bits: int, n: int) -> Any:  # pragma: no cover - compiled
-    """Read the code of the code lengths; return 0 or an error, and the place in the stream."""
+    """Read the code of the code lengths; return 0 or an error, and the position in the stream."""
     lens = w + _LENS
     for s in range(19):
         store8(lens + s, 0)
@@ -350,7 +350,7 @@ def _read_precode(w: int, n_codes: int, at: int, end: int, bits: int, n: int) ->
 
 @inline
 def _read_lens(w: int, total: int, at: int, end: int, bits: int, n: int) -> Any:  # pragma: no cover - compiled
-    """Read the code lengths; return 0 or an error, and the place in the stream."""
+    """Read the code lengths; return 0 or an error, and the position in the stream."""
     lens = w + _LENS
     done = 0
     while done < total:
@@ -383,7 +383,7 @@ def _read_lens(w: int, total: int, at: int, end: int, bits: int, n: int) -> Any:
 def read_codes(w: int, at: int, end: int, bits: int, n: int) -> Any:  # pragma: no cover - compiled
     """Read the codes of a dynamic block (RFC 1951, 3.2.7) and build its tables.
 
-    Returns 0 or an error, and the place in the stream.
+    Returns 0 or an error, and the position in the stream.
     """
     at, bits, n = refill(at, end, bits, n)
     n_lit = (bits & 31) + 257

@@ -1,8 +1,8 @@
-"""Inflate zlib streams: the decoder that bounds how fast gzip-compressed HDF5 chunks are read on the CPU.
+"""Inflate zlib streams: the decoder that limits how fast gzip-compressed HDF5 chunks are read on the CPU.
 
-One call decodes one stream, or two, without the GIL and without allocating, for a native loop over hundreds of chunks,
-and can stop at the last byte wanted. Input is untrusted: whatever the bytes, a call ends, reads nothing outside its
-input, writes nothing outside its output, and accepts what zlib accepts.
+One call decodes one or two streams, without the GIL and without allocating, for a native loop over hundreds of chunks,
+and can stop at the last byte wanted. Input is untrusted: whatever the bytes, a call terminates, reads nothing outside
+its input, writes nothing outside its output, and accepts what zlib accepts.
 
 References
 ----------
@@ -27,11 +27,11 @@ TOO_SHORT = -7
 BAD_CHECKSUM = -8
 
 _LONG_MATCHES = 4
-"""Times by which a stream shrinks its bytes, from which on its matches are taken to be long."""
+"""Compression ratio above which a stream's matches are assumed to be long."""
 
 
 def describe(code: int) -> str:
-    """Return what a code of this module means, as a part of a sentence."""
+    """Return the meaning of a code of this module, as part of a sentence."""
     return {
         BAD_HEADER: "its zlib header is wrong",
         BAD_BLOCK: "a block of its deflate stream is of no known kind, or its length is wrong",
@@ -46,7 +46,7 @@ def describe(code: int) -> str:
 
 @native
 def _check_header(src: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
-    """Return 0, or what is wrong with a zlib header."""
+    """Check a zlib header; return 0 or an error code."""
     if n < 2:
         return TRUNCATED
     method, flags = np.int64(src[pos]), np.int64(src[pos + 1])
@@ -57,7 +57,7 @@ def _check_header(src: Any, pos: int, n: int) -> int:  # pragma: no cover - comp
 def _check_end(
     code: int, at: int, end: int, out: int, dst: Any, dst_pos: int, dst_len: int, need: int, verify: bool
 ) -> int:  # pragma: no cover - compiled
-    """Return what `inflate_zlib` does, after decoding has ended with a code, at a place of input and of output."""
+    """Return the result of `inflate_zlib`, given how and where decoding ended."""
     if code < 0:
         return code
     n = out - (np.int64(dst.ctypes.data) + dst_pos)
@@ -77,21 +77,21 @@ def inflate_zlib(
 ) -> int:  # pragma: no cover - compiled
     """Decode the zlib stream src[src_pos : src_pos + src_len] into dst[dst_pos : dst_pos + dst_len].
 
-    Nothing outside these ranges is read or written: neither array needs slack, and no alignment is needed. What lies in
-    `dst` after the bytes produced is undefined. What follows the end of the stream is ignored, as zlib does.
+    Nothing outside these ranges is read or written; neither array needs slack or alignment. The part of `dst` after the
+    bytes produced is undefined. Bytes after the end of the stream are ignored, as zlib does.
 
     Parameters
     ----------
     src, dst : uint8, contiguous
         Input and output, which must not overlap. The ranges must lie within them: this is not checked.
     src_pos, src_len, dst_pos, dst_len
-        Bytes.
+        Offsets and lengths, in bytes.
     need
-        Bytes wanted, at most `dst_len`. Without `verify`, decoding stops when it has them.
+        Bytes wanted, at most `dst_len`. Without `verify`, decoding stops once it has them.
     tables
         Workspace from `new_tables`, used by one thread at a time.
     verify
-        Decode the whole stream, and demand that it is exactly `dst_len` bytes of the right adler32.
+        Decode the whole stream, and require exactly `dst_len` bytes with the correct adler32.
 
     Returns
     -------
@@ -104,7 +104,7 @@ def inflate_zlib(
     at = np.int64(src.ctypes.data) + np.int64(src_pos)
     first = np.int64(dst.ctypes.data) + np.int64(dst_pos)
     end, out_end = at + np.int64(src_len), first + np.int64(dst_len)
-    # With `verify` never enough: decoding ends at the end of the stream, or where it would write past the output.
+    # With `verify`, `enough` is never reached: decoding ends with the stream, or before it would overrun the output.
     enough = out_end + 1 if verify else first + np.int64(need)
     code, at, out = decode_blocks(np.int64(tables.ctypes.data), at + 2, end, first, out_end, enough)
     return _check_end(code, at, end, out, dst, dst_pos, dst_len, need, verify)
@@ -112,7 +112,7 @@ def inflate_zlib(
 
 @native
 def are_by_turns(src_len: int, src_len_2: int, dst_len: int) -> bool:  # pragma: no cover - compiled
-    """Return whether two streams are decoded faster by turns than one after the other: if their matches are short."""
+    """Return whether two streams decode faster interleaved than one after the other: if their matches are short."""
     return _LONG_MATCHES * min(src_len, src_len_2) >= dst_len
 
 
@@ -133,14 +133,14 @@ def inflate_two(
     dst_len: int,
     tables: Any,
 ) -> Any:  # pragma: no cover - compiled
-    """Decode two zlib streams that give `dst_len` bytes each by turns; see `are_by_turns`.
+    """Decode two zlib streams of `dst_len` decoded bytes each, interleaved; see `are_by_turns`.
 
-    Parameters are those of `inflate_zlib`, for each stream; both lie in `src`, and are written to `dst`.
+    Parameters are those of `inflate_zlib`, for each stream; both are read from `src` and written to `dst`.
 
     Returns
     -------
     tuple of int
-        What `inflate_zlib` would return for each.
+        The result of `inflate_zlib` for each.
     """
     code, code_2 = _check_header(src, src_pos, src_len), _check_header(src, src_pos_2, src_len_2)
     if code < 0 or code_2 < 0:

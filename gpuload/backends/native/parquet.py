@@ -1,11 +1,11 @@
-"""Decode column chunks of Parquet that hold one list of numbers a row; find where their rows begin.
+"""Decode Parquet column chunks that hold one list of numbers per row, and find where their rows begin.
 
-A column chunk is a dictionary page, where there is one, and data pages after it. The levels at the front of a data page
-say where rows begin. So rows are found by reading the fronts of pages alone, as far as the codec lets a page be entered
-(`row_starts`, `page_rows`); and values are decoded without looking at levels, unless the first value of each row is to
-be left out, as models with a token for the cell write it (`decode_column`).
+A column chunk is an optional dictionary page followed by data pages. The levels at the front of a data page tell where
+rows begin, so rows are found by reading only the fronts of pages, if the codec can decompress a page in part
+(`row_starts`, `page_rows`). Values are decoded without looking at levels, unless the first value of each row is to be
+dropped, as written by models with a cell token (`decode_column`).
 
-Input is untrusted: whatever the bytes, a call ends, and nothing outside input and output is touched.
+Input is untrusted: whatever the bytes, a call terminates, and nothing outside input and output is accessed.
 
 References
 ----------
@@ -79,20 +79,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LEADER = 1
-"""Number that stands for the whole cell where the first value of each row is left out; its value is below 0."""
+"""Token number of the whole cell, if the first value of each row is dropped; its expression value is below 0."""
 
 SLACK = 16
-"""Bytes after a page's that may be read with its last ones."""
+"""Bytes after the end of a page that may be read together with its last ones."""
 
 FRONT = 16 << 10
-"""Bytes of a page that are read to find its levels."""
+"""Bytes at the front of a page that are read to find its levels."""
 
 _native = numba.njit(nogil=True, cache=True, error_model="numpy")
 _pread = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, types.uintp, types.int64))
 
 
 def new_spec(given: Sequence[int]) -> NDArray[np.int64]:
-    """Return the description of a column as the functions here take it."""
+    """Return the description of a column, as the functions here take it."""
     return np.array(given, dtype=np.int64)
 
 
@@ -111,27 +111,27 @@ def row_starts(
     addresses: Any,
     snappy: int,
 ) -> int:  # pragma: no cover - compiled
-    """Find where the rows of a column chunk in a file begin, reading no more of its pages than that takes.
+    """Find where the rows of a column chunk in a file begin, reading no more of its pages than necessary.
 
     Parameters
     ----------
     fd
-        Open descriptor.
+        Open file descriptor.
     offset, nbytes
-        The chunk.
+        Extent of the chunk.
     starts, found
         As for `page_rows`, for all pages.
     front : (FRONT + SLACK,) uint8
         Scratch.
     page : uint8
-        Scratch for a page as it is stored and `SLACK`; see `found`.
+        Scratch for a stored page and `SLACK`; see `found`.
     spec, whole, tables, addresses, snappy
         As for `page_rows`.
 
     Returns
     -------
     int
-        0, or 1 where `page` or `whole` is too small, or a code.
+        0, 1 if `page` or `whole` is too small, or a code.
     """
     found[:] = 0
     done = 0
@@ -154,7 +154,7 @@ def row_starts(
 
 
 @_native
-def page_rows(  # noqa: PLR0911 - one for each thing that may be wrong
+def page_rows(  # noqa: PLR0911 - one return per error
     src: Any,
     n: int,
     left: int,
@@ -166,7 +166,7 @@ def page_rows(  # noqa: PLR0911 - one for each thing that may be wrong
     addresses: Any,
     snappy: int,
 ) -> int:  # pragma: no cover - compiled
-    """Find the rows that begin in a page, of which there may be only the front.
+    """Find the rows that begin in a page, of which only the front may be given.
 
     Parameters
     ----------
@@ -177,19 +177,19 @@ def page_rows(  # noqa: PLR0911 - one for each thing that may be wrong
     spec
         The column.
     starts : (n_rows,) int64
-        Out: number of the first value of each row; the next row's where it has none.
+        Out: index of the first value of each row; that of the next row if it has none.
     found : (4,) int64
-        Rows and values found so far, brought up to date here. Out: bytes of the page with its header; those that
-        `whole` must have where all of the page is needed.
+        Rows and values found so far, updated here. Out: bytes of the page with its header; size required of `whole` if
+        the entire page is needed.
     whole : (FRONT + SLACK,) uint8, or more
-        Scratch for the page as it is decompressed.
+        Scratch for the decompressed page.
     tables, addresses, snappy
         As for `decode_column`.
 
     Returns
     -------
     int
-        0, or 1 where all of the page is needed, or a larger `whole`, or a code.
+        0, 1 if the entire page or a larger `whole` is needed, or a code.
     """
     page, cursors, place = np.empty(N_PAGE, dtype=np.int64), np.empty((2, 6), dtype=np.int64), np.zeros(4, np.int64)
     base, first = np.int64(src.ctypes.data), np.int64(whole.ctypes.data)
@@ -241,13 +241,13 @@ def _read(fd: int, to: int, n: int, offset: int) -> int:  # pragma: no cover - c
 
 @_native
 def scan_pages(src: Any, n: int, found: Any) -> int:  # pragma: no cover - compiled
-    """Walk through the pages of a chunk, src[:n].
+    """Scan the page headers of a chunk, src[:n], for the sizes of scratch memory.
 
     Parameters
     ----------
     found : (3,) int64
-        Out: most bytes that a page takes when it is decompressed; entries of the dictionary; most values of a data page
-        that are to be made plain first.
+        Out: size of the largest page, decompressed; entries of the dictionary; most values of a data page that must be
+        converted to plain encoding first.
 
     Returns
     -------
@@ -275,7 +275,7 @@ def scan_pages(src: Any, n: int, found: Any) -> int:  # pragma: no cover - compi
 
 @_native
 def _item(at: int, spec: Any) -> int:  # pragma: no cover - compiled
-    """Return a stored value as it is to be handed over, in its low bytes."""
+    """Return a stored value in output form, in the low bytes."""
     if spec[WIDTH] == 4:
         item = load32(at)
         if spec[IS_GENES]:
@@ -297,7 +297,7 @@ def _load(at: int, width: int) -> int:  # pragma: no cover - compiled
 
 @_native
 def _plain(at: int, n: int, spec: Any, to: int, width: int) -> None:  # pragma: no cover - compiled
-    """Hand over n values that lie one after the other."""
+    """Write n plain-encoded values to the output."""
     if not spec[IS_GENES]:
         copy_bytes(to, at, n * width)
         return
@@ -316,7 +316,7 @@ def _plain(at: int, n: int, spec: Any, to: int, width: int) -> None:  # pragma: 
 def _look_up(
     at: int, first: int, bits: int, n: int, entries: int, n_entries: int, to: int, width: int
 ) -> int:  # pragma: no cover - compiled
-    """Hand over the entries that n packed numbers name, from number `first` on; return the greatest of them."""
+    """Write the entries named by n bit-packed indices, from index `first` on; return the greatest index."""
     last, greatest = n_entries - 1, 0
     mask = (1 << bits) - 1
     if width == 4 and bits == 16:
@@ -350,7 +350,7 @@ def _look_up(
 
 
 @_native
-def _values(  # noqa: PLR0911 - one for each thing that may be wrong
+def _values(  # noqa: PLR0911 - one return per error
     at: int,
     end: int,
     n: int,
@@ -364,9 +364,9 @@ def _values(  # noqa: PLR0911 - one for each thing that may be wrong
     width: int,
     is_plain: bool,
 ) -> int:  # pragma: no cover - compiled
-    """Hand over the n values of a page, but for those at some places, which must be leaders.
+    """Write the n values of a page to the output, except the dropped ones, which must be leaders.
 
-    Returns how many, or a code. There are `SLACK` bytes after `end`.
+    Returns the number written, or a code. `SLACK` bytes after `end` must be readable.
     """
     if n == 0:
         return 0
@@ -437,7 +437,7 @@ def _values(  # noqa: PLR0911 - one for each thing that may be wrong
 
 
 @_native
-def decode_column(  # noqa: PLR0911 - one for each thing that may be wrong
+def decode_column(  # noqa: PLR0911 - one return per error
     src: Any,
     n: int,
     spec: Any,
@@ -461,22 +461,22 @@ def decode_column(  # noqa: PLR0911 - one for each thing that may be wrong
     spec
         The column.
     out : uint8
-        Is filled; values of another number are an error.
+        Filled completely; any other number of values is an error.
     width
-        Bytes of a value that is handed over: 4 of column numbers, else those of a stored one.
+        Bytes per output value: 4 for column numbers, else as stored.
     entries, buffer, plain : uint8
-        Scratch for the dictionary, of `width` bytes an entry, for a page and `SLACK`, and for the values of one that
-        are made plain, as far as `out` and the first values of rows have room for them; see `scan_pages`.
+        Scratch for the dictionary, at `width` bytes per entry; for a page and `SLACK`; and for a page's values
+        converted to plain, as far as `out` and the first values of rows have room for them; see `scan_pages`.
     starts, dropped : int64
-        Scratch of as many as a chunk has rows; of columns with a leader only.
+        Scratch with one element per row of the chunk; only for columns with a leader.
     tables, addresses, snappy
-        Workspace of the inflater; table of addresses as `frames` orders them and a place more; address of
+        Workspace of the inflater; table of addresses in the order that `frames` defines, plus one element; address of
         ``snappy_uncompress``, or 0.
 
     Returns
     -------
     int
-        Values, or a code.
+        Number of values, or a code.
     """
     page, cursors, place = np.empty(N_PAGE, dtype=np.int64), np.empty((2, 6), dtype=np.int64), np.zeros(4, np.int64)
     found, leader = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)
@@ -542,7 +542,7 @@ def decode_column(  # noqa: PLR0911 - one for each thing that may be wrong
                         dropped[n_dropped] = starts[row] - before
                         n_dropped += 1
         elif rows_before == 0:
-            found[0] = 1  # not counted, but there
+            found[0] = 1  # rows are present but not counted
         if n_values - n_dropped > room - n_out:
             return BAD_COUNT
         if is_other and n_values:

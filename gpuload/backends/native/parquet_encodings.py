@@ -1,12 +1,12 @@
-"""Values of a page of Parquet that are neither plain nor numbers of entries: made plain before they are handed over.
+"""Convert page values that are neither plain nor dictionary-encoded to plain encoding.
 
-Input is untrusted: whatever the bytes, a call ends, and nothing outside input and output is touched.
+Input is untrusted: whatever the bytes, a call terminates, and nothing outside input and output is accessed.
 
 References
 ----------
 .. [1] Apache Parquet format specification: "Encodings" (DELTA_BINARY_PACKED, BYTE_STREAM_SPLIT).
 .. [2] Lemire, Boytsov, "Decoding billions of integers per second through vectorization", Software: Practice and
-   Experience 2015, doi:10.1002/spe.2203 (differences packed into few bits).
+   Experience 2015, doi:10.1002/spe.2203 (bit-packed deltas).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gpuload.backends.native.words import load8, load64, shift_right, store16, s
 _native = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 _PER_WORD = 32
-"""A run of differences of one width holds a multiple of so many."""
+"""The number of deltas in a miniblock is a multiple of this."""
 
 
 @_native
 def make_plain(at: int, end: int, n: int, encoding: int, to: int, width: int) -> int:  # pragma: no cover - compiled
-    """Write n values of `width` bytes one after the other; return 0 or a code. 16 bytes after `end` may be read."""
+    """Write n values of `width` bytes contiguously; return 0 or a code. Up to 16 bytes after `end` may be read."""
     if encoding == BYTE_STREAM_SPLIT:
         return _join_streams(at, end, n, to, width)
     return _add_differences(at, end, n, to, width)
@@ -33,7 +33,7 @@ def make_plain(at: int, end: int, n: int, encoding: int, to: int, width: int) ->
 
 @_native
 def store(to: int, item: int, width: int) -> None:  # pragma: no cover - compiled
-    """Write the low bytes of a value."""
+    """Write the low `width` bytes of a value."""
     if width == 4:
         store32(to, item)
     elif width == 8:
@@ -44,7 +44,7 @@ def store(to: int, item: int, width: int) -> None:  # pragma: no cover - compile
 
 @_native
 def _join_streams(at: int, end: int, n: int, to: int, width: int) -> int:  # pragma: no cover - compiled
-    """Put values together of which the first bytes lie together, then the second ones, and so on."""
+    """Reassemble values stored as a stream of all first bytes, then all second bytes, and so on."""
     if end - at != n * width:
         return BAD_COUNT
     for k in range(n):
@@ -57,7 +57,7 @@ def _join_streams(at: int, end: int, n: int, to: int, width: int) -> int:  # pra
 
 @_native
 def _read_integer(at: int, end: int, width: int):  # pragma: no cover - compiled
-    """Return an integer with a sign, and the address after it, below 0 where there is none of that width."""
+    """Return a zigzag-encoded integer and the address after it, below 0 if there is none of that width."""
     if at < 0:
         return 0, at
     value, at = read_varint(at, end)
@@ -67,10 +67,10 @@ def _read_integer(at: int, end: int, width: int):  # pragma: no cover - compiled
 
 
 @_native
-def _add_differences(  # noqa: PLR0911 - one for each thing that may be wrong
+def _add_differences(  # noqa: PLR0911 - one return per error
     at: int, end: int, n: int, to: int, width: int
 ) -> int:  # pragma: no cover - compiled
-    """Add up integers of which the first is stored, and then by how much each is greater than the one before it."""
+    """Decode delta-encoded integers: the first value, then the difference of each from the one before."""
     n_block, at = read_varint(at, end)
     if at < 0:
         return BAD_COUNT

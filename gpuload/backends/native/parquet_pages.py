@@ -1,6 +1,6 @@
-"""Pages of Parquet: their headers, their compression, and the levels that say where rows begin.
+"""Parquet pages: their headers, their compression, and the levels that tell where rows begin.
 
-Input is untrusted: whatever the bytes, a call ends, and nothing outside input and output is touched.
+Input is untrusted: whatever the bytes, a call terminates, and nothing outside input and output is accessed.
 
 References
 ----------
@@ -38,18 +38,18 @@ SHORT_READ = -312
 TRUNCATED = -399
 
 CODECS = {"UNCOMPRESSED": 0, "SNAPPY": 1, "GZIP": 2, "ZSTD": 6, "LZ4": 7}
-"""Codecs that can be undone here, by pyarrow's names (LZ4 is what parquet.thrift calls LZ4_RAW), and their numbers."""
+"""Supported codecs, by pyarrow's names (LZ4 is what parquet.thrift calls LZ4_RAW), and their numbers."""
 
 NO_CODEC, SNAPPY, _GZIP, _ZSTD, _LZ4_RAW = 0, 1, 2, 6, 7
 DATA, DICTIONARY, DATA_V2 = 0, 2, 3
 PLAIN, PLAIN_DICTIONARY, _RLE, DELTA_BINARY_PACKED, RLE_DICTIONARY, BYTE_STREAM_SPLIT = 0, 2, 3, 5, 8, 9
 
 CODEC, WIDTH, MAX_DEF, DEF_EMPTY, IS_GENES, FIRST, HAS_LEADER, MAX_ROWS, IS_INTEGER = range(9)
-"""Places in the description of a column: codec; bytes of a stored value; definition level of a value, and of an empty
-list; whether it holds column numbers; which number is column 0; whether the first value of each row is left out; rows
-that a chunk has at most; whether its values are integers."""
+"""Positions in the description of a column: codec; bytes of a stored value; definition level of a value, and of an
+empty list; whether it holds column numbers; the number of column 0; whether the first value of each row is dropped;
+maximum rows of a chunk; whether its values are integers."""
 
-# What a page's header says.
+# Fields of a page's header.
 (
     TYPE,
     FULL,
@@ -73,14 +73,14 @@ _FIELDS[7, 1:3] = N, ENCODING
 _FIELDS[8, 1], _FIELDS[8, 4:8] = N, (ENCODING, DEF_NBYTES, REP_NBYTES, IS_PACKED)
 
 MAX_PAGE = 1 << 30
-"""Bytes of a page, and levels in one, at most."""
+"""Maximum bytes of a page, and levels in one."""
 
 _native = numba.njit(nogil=True, cache=True, error_model="numpy")
 _call_snappy = caller(I32, I64, I64, I64, I64)
 
 
 def describe(code: int) -> str:
-    """Return what a code of this module means, as a part of a sentence."""
+    """Return the meaning of a code of this module, as part of a sentence."""
     return {
         BAD_HEADER: "the header of a page is malformed",
         BAD_PAGE_SIZE: "its pages do not fit its size",
@@ -99,7 +99,7 @@ def describe(code: int) -> str:
 
 @_native
 def read_varint(at: int, end: int) -> Any:  # pragma: no cover - compiled
-    """Return a number and the address after it; an address below 0 where there is none."""
+    """Return a varint and the address after it, or an address below 0 if there is none."""
     value, shift = 0, 0
     while at < end and shift < 64:
         byte = load8(at)
@@ -112,8 +112,8 @@ def read_varint(at: int, end: int) -> Any:  # pragma: no cover - compiled
 
 
 @_native
-def _skip(at: int, end: int, kind: int) -> int:  # noqa: PLR0911 - one for each way to end # pragma: no cover - compiled
-    """Return the address after a value of thrift; of a struct, after all its fields."""
+def _skip(at: int, end: int, kind: int) -> int:  # noqa: PLR0911 - one return per outcome # pragma: no cover - compiled
+    """Return the address after a thrift value; for a struct, after all its fields."""
     depth = 0
     while True:
         if kind == 3:
@@ -203,7 +203,7 @@ def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - comp
 def decompress(
     at: int, n: int, to: int, size: int, codec: int, src: Any, dst: Any, tables: Any, addresses: Any, snappy: int
 ) -> int:  # pragma: no cover - compiled
-    """Decompress n bytes at an address in `src` into exactly `size` bytes at an address in `dst`; 0 or a code."""
+    """Decompress n bytes at an address in `src` to exactly `size` bytes at one in `dst`; return 0 or a code."""
     if codec == NO_CODEC:
         if n != size:
             return BAD_PAGE_SIZE
@@ -234,12 +234,12 @@ def decompress(
 
 @_native
 def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pragma: no cover - compiled
-    """Decompress the first `need` bytes of a block of snappy, or more, of which there may be only a front.
+    """Decompress at least the first `need` bytes of a snappy block, of which only the front may be given.
 
     Returns
     -------
     int
-        Bytes that are there now, at most `room`; fewer than `need` where the front ends too early; or a code below 0.
+        Bytes decompressed, at most `room`; fewer than `need` if the front ends too early; or a code below 0.
     """
     size, at = read_varint(at, end)
     if at < 0 or size < 0:
@@ -291,14 +291,14 @@ def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pr
     return out
 
 
-# A cursor over levels: where it stands, where they end, bits of each, levels left in its run, whether that is packed,
-# its level or next bit.
+# A cursor over levels: current address, end address, bits per level, levels left in the run, whether the run is packed,
+# the run's level or next bit.
 _AT, _END, _BITS, _LEFT, _PACKED, _STATE = range(6)
 
 
 @_native
 def start_levels(cursor: Any, at: int, end: int, greatest: int) -> None:  # pragma: no cover - compiled
-    """Put a cursor before the first of levels up to `greatest`."""
+    """Place a cursor at the start of levels of at most `greatest`."""
     bits = 0
     while greatest >> bits:
         bits += 1
@@ -307,7 +307,7 @@ def start_levels(cursor: Any, at: int, end: int, greatest: int) -> None:  # prag
 
 @_native
 def _next_run(cursor: Any) -> bool:  # pragma: no cover - compiled
-    """Enter the next run of levels; False where there is none."""
+    """Enter the next run of levels; return False if there is none."""
     at, end, bits = cursor[_AT], cursor[_END], cursor[_BITS]
     header, at = read_varint(at, end)
     if at < 0 or header < 0 or header >> 1 == 0 or header >> 1 > MAX_PAGE:
@@ -326,7 +326,7 @@ def _next_run(cursor: Any) -> bool:  # pragma: no cover - compiled
 
 @_native
 def _next_level(cursor: Any) -> int:  # pragma: no cover - compiled
-    """Return the next level; -1 where there is none."""
+    """Return the next level, or -1 if there is none."""
     if cursor[_LEFT] == 0 and not _next_run(cursor):
         return -1
     cursor[_LEFT] -= 1
@@ -342,12 +342,12 @@ def _next_level(cursor: Any) -> int:  # pragma: no cover - compiled
 
 @_native
 def is_one_run(cursor: Any, n: int, level: int) -> bool:  # pragma: no cover - compiled
-    """Enter the first run of levels, and return whether it is of at least n times one level."""
+    """Enter the first run of levels; return whether it repeats `level` at least n times."""
     return _next_run(cursor) and cursor[_PACKED] == 0 and cursor[_STATE] == level and cursor[_LEFT] >= n
 
 
 @_native
-def find_rows(  # noqa: PLR0911 - one for each thing that may be wrong
+def find_rows(  # noqa: PLR0911 - one return per error
     rep: int, rep_end: int, defs: int, def_end: int, n: int, spec: Any, cursors: Any, starts: Any, found: Any
 ) -> int:  # pragma: no cover - compiled
     """Find the rows that begin in a page of n levels.
@@ -355,11 +355,11 @@ def find_rows(  # noqa: PLR0911 - one for each thing that may be wrong
     Parameters
     ----------
     rep, rep_end, defs, def_end
-        Where repetition and definition levels lie.
+        Addresses of the repetition and definition levels.
     starts : int64
-        Out: number of the first value of each row, counted over the chunk; the next row's where it has none.
+        Out: index in the chunk of the first value of each row; that of the next row if it has none.
     found : (2,) int64
-        Rows and values found so far, brought up to date here.
+        Rows and values found so far, updated here.
 
     Returns
     -------
@@ -429,10 +429,10 @@ def find_rows(  # noqa: PLR0911 - one for each thing that may be wrong
 
 @_native
 def find_levels(at: int, end: int, page: Any, spec: Any, place: Any) -> int:  # pragma: no cover - compiled
-    """Find the levels of a data page whose bytes, decompressed where need be, lie at an address.
+    """Find the levels of a data page at an address, decompressed if necessary.
 
-    Returns where the values begin, or `TRUNCATED` where the levels reach beyond `end`, or another code; `place` gets
-    both ends of repetition and of definition levels.
+    Returns the address of the values, `TRUNCATED` if the levels extend beyond `end`, or another code; `place` receives
+    both ends of the repetition and of the definition levels.
     """
     if page[TYPE] == DATA_V2:
         place[0], place[1] = at, at + page[REP_NBYTES]

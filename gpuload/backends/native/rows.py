@@ -1,10 +1,10 @@
-"""Gather rows of a resident into a minibatch: one pass that selects columns, transforms, casts and densifies.
+"""Gather rows of a resident into a minibatch, in one pass that selects columns, transforms, casts and densifies.
 
-A row is made a tile of columns after the other in scratch memory that stays in the first cache, and stored from there.
-A minibatch that outgrows the caches is written past them: a plain store to memory that is not in cache reads it first.
-While such stores drain, the next tile is made.
+Each row is built one tile of columns at a time, in scratch memory that stays in the L1 cache, and stored from there. A
+minibatch larger than the caches is written with non-temporal stores: a plain store to memory that is not in cache reads
+it first. While these stores drain, the next tile is built.
 
-The large arrays are `borrowed` before they are handed to the functions that make a row.
+The large arrays are `borrowed` before they are passed to the functions that build a row.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STREAMED_NBYTES = 4 << 20
-"""Minibatches from this size on are written past the caches: the ring of them is larger than a last-level cache."""
+"""Minibatches from this size on bypass the caches: their ring is larger than a last-level cache."""
 
 TILE = 8192
-"""Columns that are made at a time: 32 kB of float32."""
+"""Columns built at a time: 32 kB of float32."""
 
 SLACK = LINE
-"""Bytes that scratch memory begins with at most, so that a row starts in it where it does in a cache line of `out`."""
+"""Maximum leading pad of scratch memory, in bytes, so that a row has the same offset in its cache line as in `out`."""
 
 _ONE, _SQRT_HALF, _BIAS = 0x3FF << 52, 0x3FE6A09E667F3BCD, 1023
-"""Bits of 1.0, of the square root of 1/2, and what is added to exponents."""
+"""Bits of 1.0 and of the square root of 1/2, and the exponent bias of float64."""
 
 _LN2 = 0.6931471805599453
 
 
 @numba.njit(nogil=True, cache=True)
 def store_row(to: int, at: int, nbytes: int, is_streamed: bool) -> None:  # pragma: no cover - compiled
-    """Copy a row, or a part of one, from one address to another; past the caches, but for its ends, if asked."""
+    """Copy a row, or part of one, from one address to another; if streamed, all but its ends bypass the caches."""
     if not is_streamed:
         copy_bytes(to, at, nbytes)
         return
@@ -64,12 +64,12 @@ def store_row(to: int, at: int, nbytes: int, is_streamed: bool) -> None:  # prag
 
 @numba.njit(nogil=True, cache=True)
 def _in_line(to: int, scratch: Any) -> int:  # pragma: no cover - compiled
-    """Return the element of a scratch row that lies in its cache line as address `to` does in its own."""
+    """Return the element of a scratch row at the same offset in its cache line as address `to`."""
     return ((to - np.int64(scratch.ctypes.data)) & (LINE - 1)) // scratch.itemsize
 
 
 def rounded(value: float, like: Any) -> tuple[Any, bool]:  # pragma: no cover - replaced below
-    """Return a value as an element of a minibatch, and whether that cannot hold it though it is finite.
+    """Return a value as an element of a minibatch, and whether it is finite but overflows.
 
     uint16 stands for the bits of a float16, int16 for those of a bfloat16.
     """
@@ -90,7 +90,7 @@ def _rounded(value: float, like: Any) -> Callable[..., tuple[Any, bool]]:  # pra
 
         def brain(value: float, like: Any) -> tuple[Any, bool]:
             bits = float_bits(np.float32(value))
-            if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):  # not a number: let no rounding make it infinite
+            if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):  # NaN: rounding must not make it infinite
                 return np.int16((bits >> np.uint32(16)) | np.uint32(0x40)), False
             nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
             return np.int16(nearest), False
@@ -105,10 +105,10 @@ def _rounded(value: float, like: Any) -> Callable[..., tuple[Any, bool]]:  # pra
 
 @numba.njit(nogil=True, cache=True)
 def row_scale(data: Any, start: int, stop: int, target_sum: float) -> float:  # pragma: no cover - compiled
-    """Return what scales a cell's values to add up to `target_sum`; 1 where that is 0 and for an empty cell."""
+    """Return the factor that scales a cell's values to sum to `target_sum`; 1 if that is 0 or the cell is empty."""
     if target_sum == 0.0:
         return 1.0
-    a = b = c = d = 0.0  # sums side by side: one alone would wait for each addition
+    a = b = c = d = 0.0  # independent sums: a single one would wait for each addition
     last = start + (stop - start) // 4 * 4
     for k in range(start, last, 4):
         a += np.float64(data[np.uint64(k)])
@@ -125,20 +125,20 @@ def row_scale(data: Any, start: int, stop: int, target_sum: float) -> float:  # 
 def log1p_row(values: Any, n: int, scale: float) -> None:  # pragma: no cover - compiled
     """Replace the first n values by log1p of them times `scale`, in float64, to within a unit in the last place.
 
-    Several at a time: y = 1 + x is 2**k m with m in [sqrt(1/2), sqrt(2)), and log1p(m - 1) / (m - 1) a polynomial that
-    interpolates it at Chebyshev's nodes (relative error below 4e-12; float32 has 6e-8). Where k = 0, x itself stands
-    for m - 1, so that nothing is lost for small x [1]_. Of a zero of either sign it makes 0.0.
+    Vectorizable: y = 1 + x is 2**k m with m in [sqrt(1/2), sqrt(2)), and log1p(m - 1) / (m - 1) is approximated by a
+    polynomial that interpolates it at Chebyshev nodes (relative error below 4e-12; float32 has 6e-8). If k = 0, x
+    itself is used for m - 1, so that no accuracy is lost for small x [1]_. A zero of either sign gives 0.0.
 
     References
     ----------
     .. [1] Muller, "Elementary Functions: Algorithms and Implementation", 3rd ed., 2016, doi:10.1007/978-1-4899-7983-4:
-       reduction of the range, and polynomials.
+       range reduction and polynomials.
     """
     is_plain = True
     for k in range(n):
         x = np.float64(values[np.uint64(k)]) * scale
         is_plain &= (x > -0.5) & (x < 1e300)
-    if not is_plain:  # negative, infinite, or no number
+    if not is_plain:  # negative, infinite, or NaN
         for k in range(n):
             values[np.uint64(k)] = np.float32(np.log1p(np.float64(values[np.uint64(k)]) * scale))
         return
@@ -175,25 +175,25 @@ def make_row(
     places: Any,
     values: Any,
 ) -> int:  # pragma: no cover - compiled
-    """Write a cell's values as a minibatch has them, and, where columns are chosen, the places they go to.
+    """Write a cell's values in minibatch form and, if columns are selected, the places they go to.
 
     Parameters
     ----------
     start, stop
-        Where the cell's values begin and end.
+        Range of the cell's values.
     indices, data
-        As for `densify_csr`; `indices` is empty where the row is dense.
+        As for `densify_csr`; `indices` is empty if the row is dense.
     columns : (n_vars,) int32
         Place of every stored column, -1 = not wanted; empty: all are wanted, and no places are written.
     target_sum, log1p
         The transform; 0 = no scaling.
     places, values : int32, float32
-        Written from their beginning on.
+        Out: written from their start.
 
     Returns
     -------
     int
-        How many values were written.
+        Number of values written.
     """
     n = stop - start
     if columns.size:
@@ -219,13 +219,13 @@ def make_row(
 
 @numba.njit(nogil=True, cache=True)
 def map_of(row: int, map_start: Any, columns: Any) -> Any:  # pragma: no cover - compiled
-    """Return the map of a resident row's columns; empty where there are none."""
+    """Return the column map of a resident row; empty if there are no maps."""
     return columns[map_start[row] :] if map_start.size else columns
 
 
 @numba.njit(nogil=True, cache=True)
 def add_row(indices: Any, values: Any, to: int, n_cols: int) -> None:  # pragma: no cover - compiled
-    """Write one cell as a dense row of float32 to an address, which stays in cache."""
+    """Write one cell as a dense float32 row to an address, through the caches."""
     row = numba.carray(float_pointer(to), n_cols)
     row[:] = 0
     for k in range(indices.size):
@@ -236,14 +236,14 @@ def add_row(indices: Any, values: Any, to: int, n_cols: int) -> None:  # pragma:
 def put_row(
     indices: Any, values: Any, to: int, n_cols: int, tile: int, is_streamed: bool, wide: Any, narrow: Any
 ) -> tuple[int, bool]:  # pragma: no cover - compiled
-    """Write one cell as a dense row to an address, a tile of columns after the other.
+    """Write one cell as a dense row to an address, one tile of columns at a time.
 
     Returns
     -------
     tile : int
-        Columns to make at a time from now on: all of them, once the columns of a row do not rise.
+        Columns to build at a time from now on: all of them, once a row's columns are not ascending.
     is_bad : bool
-        Whether the row holds a value that it cannot.
+        Whether the row holds a value that the dtype cannot represent.
     """
     is_bad, itemsize, like = False, narrow.itemsize, narrow.dtype.type(0)
     lo, first = 0, 0
@@ -274,7 +274,7 @@ def put_row(
             wide[place] = 0
             if itemsize < 4:
                 narrow[place] = 0
-        if is_falling:  # the row is made anew, and whole
+        if is_falling:  # rebuild the row, untiled
             tile, lo, first, is_bad = n_cols, 0, 0, False
         else:
             lo, first = hi, end
@@ -296,7 +296,7 @@ def densify_csr(
     narrow: Any,
     out: Any,
 ) -> int:  # pragma: no cover - compiled
-    """Write resident CSR rows into a dense array; values of a column that a row repeats are added up, then rounded.
+    """Write resident CSR rows into a dense array; duplicate columns of a row are summed, then rounded.
 
     Parameters
     ----------
@@ -305,24 +305,24 @@ def densify_csr(
     indptr, indices, data
         The resident: int64, uint16 or int32, float32; column numbers already checked.
     map_start : (n_rows,) int64
-        Where the map of each row begins in `columns`; empty: all rows follow one map.
+        Offset of each row's map in `columns`; empty: all rows share one map.
     columns : (n_vars,) int32
-        Place of every stored column, -1 = not wanted; the maps one after the other; empty: all, as they are.
+        Place of every stored column, -1 = not wanted; the maps concatenated; empty: all columns, unchanged.
     target_sum, log1p
         The transform; 0 = no scaling.
     scratch : (2 x values of the longest row,) float32
-        Empty where there is neither a transform nor a choice of columns.
+        Empty if there is neither a transform nor a column selection.
     wide : (n_cols + SLACK / 2,) float32
-        Scratch of zeros, and left so; a row starts in it at the same element as in `narrow`.
+        Zeroed scratch, left zeroed; a row starts at the same element as in `narrow`.
     narrow : (n_cols + SLACK / 2,) uint16 or int16
-        The same, for what is rounded; `wide` where `out` is float32.
+        The same, for rounded values; `wide` itself if `out` is float32.
     out : (n, n_cols) float32, uint16 (float16 bits) or int16 (bfloat16 bits)
-        Overwritten whole, row by row.
+        Overwritten completely, row by row.
 
     Returns
     -------
     int
-        -1, or the first row of `out` that holds a value which it cannot.
+        -1, or the first row of `out` with a value that its dtype cannot represent.
     """
     values, places = _parts(borrowed(scratch))
     indices, data, columns = borrowed(indices), borrowed(data), borrowed(columns)
@@ -359,7 +359,7 @@ def densify_csr(
 
 @numba.njit(nogil=True, cache=True)
 def _parts(scratch: Any) -> tuple[Any, Any]:  # pragma: no cover - compiled
-    """Return the halves of scratch memory: values and places of a row."""
+    """Return the two halves of scratch memory: values and places of a row."""
     half = scratch.size // 2
     return scratch[:half], scratch[half:].view(np.int32)
 
@@ -378,13 +378,13 @@ def gather_dense(
 ) -> int:  # pragma: no cover - compiled
     """Write resident dense rows into a dense array.
 
-    As `densify_csr`; X is float32, the rows one after the other, which begin where `indptr` says. Columns of `out` that
-    a row has nothing for are zero.
+    As `densify_csr`; X is float32, the rows concatenated, with offsets in `indptr`. Columns of `out` that a row lacks
+    are zero.
 
     Returns
     -------
     int
-        -1, or the first row of `out` that holds a value which it cannot.
+        -1, or the first row of `out` with a value that its dtype cannot represent.
     """
     values, places = _parts(borrowed(scratch))
     X, columns, out = borrowed(X), borrowed(columns), borrowed(out)
@@ -419,7 +419,7 @@ def gather_dense(
 def count_csr(
     positions: Any, indptr: Any, indices: Any, map_start: Any, columns: Any, out: Any
 ) -> int:  # pragma: no cover - compiled
-    """Write the row offsets of gathered CSR rows, and return the last, which may be more than int32 holds.
+    """Write the row offsets of gathered CSR rows, and return the last one, which may exceed int32.
 
     `out` is (n + 1,) int32; other parameters as for `densify_csr`.
     """
@@ -440,7 +440,7 @@ def count_csr(
 @numba.njit(nogil=True, cache=True)
 def _is_rising(indices: Any) -> bool:  # pragma: no cover - compiled
     is_rising = True
-    for k in range(1, indices.size):  # no early end: so it is done for many at once
+    for k in range(1, indices.size):  # no early exit, so that the loop vectorizes
         is_rising &= indices[np.uint64(k)] > indices[np.uint64(k - 1)]
     return is_rising
 
@@ -458,14 +458,14 @@ def gather_csr(
     out_indices: Any,
     out_data: Any,
 ) -> bool:  # pragma: no cover - compiled
-    """Write resident CSR rows one after the other.
+    """Gather resident CSR rows into one CSR matrix.
 
-    Into `out_indices` (int32) and `out_data` (float32), sized by `count_csr`.
+    `out_indices` (int32) and `out_data` (float32) are sized by `count_csr`.
 
     Returns
     -------
     bool
-        Whether the columns of every row rise, none repeated.
+        Whether the columns of every row are strictly ascending.
     """
     indices, data, columns = borrowed(indices), borrowed(data), borrowed(columns)
     out_indices, out_data = borrowed(out_indices), borrowed(out_data)

@@ -1,12 +1,12 @@
-"""What rewriting stored cells needs: runs of elements moved, values judged, rows counted by what they hold.
+"""Kernels for rewriting stored cells: move runs of elements, check values, and digest rows.
 
-The digest of a row does not depend on how its numbers are stored, nor a sum of digests on the order of the rows, so two
-stores hold the same rows where their sums agree (but for a chance of 2**-64).
+The digest of a row does not depend on how its numbers are stored, nor the sum of digests on the order of the rows, so
+two stores hold the same rows if their sums agree (with an error probability of 2**-64).
 
 References
 ----------
 .. [1] Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, doi:10.1145/2660193.2660195
-   (the mixing of 64 bits).
+   (64-bit mixing function).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HALF = np.uint64(32)
 
 @numba.njit(nogil=True, cache=True)
 def copy_runs(start: Any, length: Any, dest: Any, src: Any, out: Any) -> None:  # pragma: no cover - compiled
-    """Copy run k, of length[k] elements from start[k] on, to dest[k] on, converted to the dtype of `out`."""
+    """Copy each run k, length[k] elements from start[k] on, to dest[k] on, converted to the dtype of `out`."""
     for k in range(start.size):
         a, b, n = start[k], dest[k], length[k]
         for j in range(n):
@@ -33,7 +33,7 @@ def copy_runs(start: Any, length: Any, dest: Any, src: Any, out: Any) -> None:  
 
 @numba.njit(nogil=True, cache=True)
 def judge_values(values: Any) -> Any:  # pragma: no cover - compiled
-    """Return the largest magnitude (0 where there is none), and whether all are counts, and all exact as float32.
+    """Return the largest magnitude (0 if there are none), whether all are counts, and whether all are exact as float32.
 
     Counts are whole and not negative, nor a negative zero.
     """
@@ -54,13 +54,13 @@ def digest_rows(ids: Any, indptr: Any, indices: Any, bits: Any) -> int:  # pragm
     Parameters
     ----------
     ids : (n,) int64
-        What a row is called; two rows of one content are told apart by it.
+        Row identifiers, which distinguish rows of equal content.
     indptr : (n + 1,) int64
         Row offsets.
     indices : (nnz,) unsigned or int32
-        Column numbers; of length 0 where the rows are dense, as wide as `indptr` says.
+        Column numbers; empty if the rows are dense, with widths given by `indptr`.
     bits : (nnz,) uint32 or uint64
-        The values, as they lie in memory.
+        The bits of the values.
     """
     total = np.uint64(0)
     is_dense = indices.size == 0
@@ -81,16 +81,16 @@ def digest_rows(ids: Any, indptr: Any, indices: Any, bits: Any) -> int:  # pragm
 def digest_elements(
     first: int, indptr: Any, indices: Any, bits: Any, is_by_columns: bool
 ) -> int:  # pragma: no cover - compiled
-    """Return the sum, modulo 2**64, of the digests of elements, each by its row, its column and its value.
+    """Return the sum, modulo 2**64, of the digests of elements, each of its row, column and value.
 
     Parameters
     ----------
     first
-        Row of the matrix that `indptr` begins with; its column, where the elements lie by columns.
+        Row of the matrix at which `indptr` begins; its column if the elements are stored by columns.
     indptr, indices, bits
-        As of `digest_rows`; row numbers in place of column numbers, where the elements lie by columns.
+        As in `digest_rows`, with row numbers in place of column numbers if the elements are stored by columns.
     is_by_columns
-        Whether they do.
+        Whether the elements are stored by columns (CSC).
     """
     total = np.uint64(0)
     for r in range(indptr.size - 1):
@@ -106,14 +106,14 @@ def digest_elements(
 
 @numba.njit(nogil=True, cache=True)
 def count_rows(rows: Any, counts: Any) -> None:  # pragma: no cover - compiled
-    """Add to `counts` how often each row occurs."""
+    """Add the number of occurrences of each row to `counts`."""
     for k in range(rows.size):
         counts[np.uint64(rows[np.uint64(k)])] += 1
 
 
 @numba.njit(nogil=True, cache=True)
 def count_buckets(rows: Any, offsets: Any, size: int, counts: Any) -> None:  # pragma: no cover - compiled
-    """Add to `counts` how many elements go to each bucket of `size` elements; those of a row to all that it is in."""
+    """Add to `counts` the elements of each bucket of `size` elements; a row counts in every bucket it overlaps."""
     for k in range(rows.size):
         row = np.int64(rows[np.uint64(k)])
         for bucket in range(offsets[row] // size, (offsets[row + 1] - 1) // size + 1):
@@ -133,7 +133,7 @@ def sort_by_bucket(
     out_columns: Any,
     out_values: Any,
 ) -> None:  # pragma: no cover - compiled
-    """Put elements that lie by columns, from column `first` on, together by bucket, from each bucket's cursor on."""
+    """Group elements stored by columns, starting at column `first`, by bucket, writing from each bucket's cursor on."""
     for c in range(indptr.size - 1):
         for k in range(indptr[c], indptr[c + 1]):
             row = np.int64(rows[np.uint64(k)])
@@ -149,7 +149,7 @@ def sort_by_bucket(
 def place_elements(
     rows: Any, columns: Any, values: Any, first: int, cursor: Any, out_columns: Any, out_values: Any
 ) -> None:  # pragma: no cover - compiled
-    """Append elements to their rows, which begin at row `first` and at its cursor; what lies outside is left out."""
+    """Append elements to their rows, at the cursor of each row from `first` on; those outside the output are dropped."""
     for k in range(rows.size):
         row = np.int64(rows[k]) - first
         at = cursor[row]
@@ -163,7 +163,7 @@ def place_elements(
 def count_mapped(
     indptr: Any, indices: Any, maps: Any, map_start: Any, counts: Any
 ) -> None:  # pragma: no cover - compiled
-    """Set `counts` to how many columns of each row have a place in the map that begins at its `map_start`."""
+    """Set `counts` to the number of elements of each row that have a place in its map, which begins at `map_start`."""
     for r in range(counts.size):
         first, n = map_start[r], 0
         for k in range(indptr[r], indptr[r + 1]):
@@ -182,9 +182,9 @@ def map_rows(
     out_indices: Any,
     out_values: Any,
 ) -> None:  # pragma: no cover - compiled
-    """Give the elements of rows their places in the map of each row, and put each row in the order of its columns.
+    """Map the column numbers of each row through the row's map, and sort each row by column.
 
-    Elements without a place are left out; `out_indptr` counts those that have one.
+    Elements without a place are dropped; `out_indptr` counts those that have one.
     """
     for r in range(indptr.size - 1):
         first, start = map_start[r], out_indptr[r]
@@ -204,7 +204,7 @@ def map_rows(
 
 @numba.njit(nogil=True, cache=True)
 def map_dense(indptr: Any, values: Any, maps: Any, map_start: Any, out: Any) -> None:  # pragma: no cover - compiled
-    """Copy the columns of dense rows, one after the other in `values`, to their places in rows of zeros."""
+    """Copy the columns of dense rows, concatenated in `values`, to their places in zeroed rows."""
     for r in range(indptr.size - 1):
         first = indptr[r]
         for k in range(first, indptr[r + 1]):

@@ -1,7 +1,7 @@
-"""Memory at any address, and bits, for native code: what numba has no words for.
+"""Access to memory by address, and bit operations, for native code: operations that numba cannot express.
 
-Addresses and bits are int64 throughout (numba makes a float of int64 and uint64 together), shifted as if unsigned. The
-machine is little-endian, as all that numba supports are.
+Addresses and bits are int64 throughout (numba promotes int64 with uint64 to float), shifted as if unsigned. The machine
+is little-endian, as are all that numba supports.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _storer(n_bits: int) -> Any:
 
 
 def _arithmetic(emit: Callable[[Any, Any, Any], Any]) -> Any:
-    """Return an intrinsic of a number and a number of bits, of which the low six bits count."""
+    """Return an intrinsic of a number and a bit count, of which the low six bits matter."""
 
     @intrinsic
     def apply(_typing: Any, value: Any, n: Any) -> Any:
@@ -90,7 +90,7 @@ def reverse(_typing: Any, value: Any) -> Any:
 
 @intrinsic
 def opaque(_typing: Any, value: Any) -> Any:
-    """Return the value; the compiler cannot tell, and leaves a loop that counts with it as short as it is written."""
+    """Return the value, hidden from the optimizer, so that a loop that counts with it is left as written."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.asm(ir.FunctionType(_I64, [_I64]), "", "=r,0", [args[0]], True)
@@ -112,7 +112,7 @@ def copy16(_typing: Any, to: Any, at: Any) -> Any:
 
 @intrinsic
 def shuffle16(_typing: Any, to: Any, at: Any, order: Any) -> Any:
-    """Copy 16 bytes in the order of the 16 numbers at `order`, all read before any is written."""
+    """Copy 16 bytes permuted by the 16 indices at `order`, all read before any is written."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         value, order = (builder.load(builder.inttoptr(address, _BYTES16.as_pointer()), align=1) for address in args[1:])
@@ -140,7 +140,7 @@ def shuffle16(_typing: Any, to: Any, at: Any, order: Any) -> Any:
 
 @intrinsic
 def store_pair(_typing: Any, to: Any, low: Any, high: Any) -> Any:
-    """Write two numbers of 64 bits as one of 128: a later load of any part of it need not wait for the cache."""
+    """Write two 64-bit numbers as one store of 128 bits, so a later load of any part does not wait for the cache."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         pair = ir.VectorType(_I64, 2)
@@ -155,7 +155,7 @@ def store_pair(_typing: Any, to: Any, low: Any, high: Any) -> Any:
 
 @intrinsic
 def copy_bytes(_typing: Any, to: Any, at: Any, n: Any) -> Any:
-    """Copy n bytes, 0 or more, from one address to another; the two ranges do not overlap."""
+    """Copy n >= 0 bytes from one address to another; the ranges must not overlap."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         place, source = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2])
@@ -167,7 +167,7 @@ def copy_bytes(_typing: Any, to: Any, at: Any, n: Any) -> Any:
 
 @intrinsic
 def store_lines(_typing: Any, to: Any, at: Any, n: Any) -> Any:
-    """Copy n bytes, whole cache lines, to an address that begins one, past the caches."""
+    """Copy n bytes, in whole cache lines, to a line-aligned address with non-temporal stores, bypassing the caches."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
@@ -181,7 +181,7 @@ def store_lines(_typing: Any, to: Any, at: Any, n: Any) -> Any:
 
 @intrinsic
 def drain_stores(_typing: Any) -> Any:
-    """Let all stores so far, those past the caches too, be seen by other threads before any that follows."""
+    """Make all earlier stores, including non-temporal ones, visible to other threads before any later store."""
 
     def codegen(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         triple, _, _ = context.codegen().magic_tuple()
@@ -227,7 +227,7 @@ def double_bits(_typing: Any, value: Any) -> Any:
 
 @intrinsic
 def double_of(_typing: Any, bits: Any) -> Any:
-    """Return the float64 of these bits."""
+    """Return the float64 with these bits."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.DoubleType())
@@ -247,10 +247,10 @@ def half_bits(_typing: Any, value: Any) -> Any:
 
 @intrinsic
 def borrowed(_typing: Any, array: Any) -> Any:
-    """Return an array whose references are not counted: for the functions that a kernel calls, item by item.
+    """Return an array without reference counting, to pass to functions that a kernel calls once per item.
 
-    numba counts references wherever an array is an argument, by atomic operations, which may take longer than the item.
-    Who calls the kernel keeps its arrays alive; so what is borrowed is never returned from it.
+    numba counts references with atomic operations wherever an array is an argument, which may take longer than the
+    item. The kernel's caller keeps the arrays alive, so a kernel must never return a borrowed array.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
