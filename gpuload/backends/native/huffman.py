@@ -242,7 +242,7 @@ def _fill_literal(w: int, table: int, b: int, s: int, code: int) -> None:  # pra
 
 @inline
 def _sub_table(table: int, root_bits: int, sub_bits: int, code: int, flags: int, n_sub: int) -> Any:  # pragma: no cover
-    """Return the sub-table of a long code, created if it is the first with this prefix, and their number."""
+    """Return the sub-table of a long code, created if it is the first with its prefix, and the new count."""
     root = table + 4 * low_bits(code, root_bits)
     if load32(root) == 0:
         store32(root, root_bits | flags | n_sub << 16)

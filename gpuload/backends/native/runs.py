@@ -149,7 +149,7 @@ def sort_by_bucket(
 def place_elements(
     rows: Any, columns: Any, values: Any, first: int, cursor: Any, out_columns: Any, out_values: Any
 ) -> None:  # pragma: no cover - compiled
-    """Append elements to their rows, at the cursor of each row from `first` on; those outside the output are dropped."""
+    """Append elements to their rows, at the cursor of each row from `first` on; those out of range are dropped."""
     for k in range(rows.size):
         row = np.int64(rows[k]) - first
         at = cursor[row]
