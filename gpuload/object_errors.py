@@ -1,7 +1,7 @@
-"""What went wrong with an object or its store, in our words, read from what obstore says.
+"""Translate obstore's errors into errors of this package that tell what went wrong with an object or its store.
 
-Obstore tells apart what it asked for, not what was wrong: a missing bucket, a refusal and a busy server may all be its
-GenericError, with the server's answer in the text.
+obstore's error types reflect the operation, not the cause: a missing bucket, a refusal and a busy server may all be a
+GenericError, with the server's response in the text.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ from typing import Any
 from gpuload.errors import BusyError, PlanError, ReadError
 
 BUSY = (BusyError, ConnectionError, TimeoutError)
-"""Errors after which trying again may help."""
+"""Errors after which a retry may help."""
 
 _NO_BUCKET = ("<Code>NoSuchBucket</Code>", "<Code>ContainerNotFound</Code>")
-"""How S3 and Google, and Azure, say it."""
+"""The wording of S3 and Google, and of Azure."""
 
 _CREDENTIALS_OF_MACHINE = ("//169.254.169.254/", "//169.254.170.2/")
-"""Where machines in a cloud have their roles' credentials; asked where there are no others."""
+"""Where cloud machines get their roles' credentials; used if there are no others."""
 
 _NO_CONNECTION = "kind: Connect,"
-"""How obstore says that it came to no connection."""
+"""obstore's wording for a failed connection."""
 
 _SCHEMES = ("s3", "gs", "az", "abfss", "http", "https")
-"""What addresses begin with."""
+"""Prefixes of addresses."""
 
 
 def read_error(
     error: Exception, kinds: Any, remote: str, key: str, *, can_list: bool, was_listed: bool = True
 ) -> ReadError:
-    """Return the error for what failed.
+    """Return the error to raise for a failure.
 
     Parameters
     ----------
     error
-        Obstore's, or a FileNotFoundError.
+        obstore's error, or a FileNotFoundError.
     kinds
         `obstore.exceptions`.
     remote
         The name of the remote: scheme, bucket or host, and folder.
     key
-        Of the object that was asked for; empty: the remote was listed.
+        Key of the requested object; empty: the remote was listed.
     can_list
-        Whether it is of a kind that can be listed.
+        Whether remotes of this kind can be listed.
     was_listed
-        Whether the key was; else it may be a wrong one.
+        Whether the key came from a listing; otherwise it may be wrong.
     """
     place = f"{remote}/{key}" if key else remote
     return (
@@ -59,7 +59,7 @@ _OR_NONE = ", or read without any: storage_options={'anonymous': True}, or AWS_S
 
 
 def _access_error(error: Exception, kinds: Any, remote: str, place: str, *, is_listing: bool) -> ReadError | None:
-    """Return the error of a bucket that is not there or not open to us; None where it is of another kind."""
+    """Return the error for a bucket that does not exist or is not accessible; None for other failures."""
     text = str(error)
     status = _status_of(text)
     if any(address in text for address in _CREDENTIALS_OF_MACHINE) and not _may_pass(status):
@@ -75,7 +75,7 @@ def _access_error(error: Exception, kinds: Any, remote: str, place: str, *, is_l
 
 
 def _object_error(error: Exception, kinds: Any, place: str, *, was_listed: bool) -> ReadError | None:
-    """Return the error of an object that is not there, or not the wanted one; None where it is of another kind."""
+    """Return the error for an object that does not exist or has changed; None for other failures."""
     if isinstance(error, (kinds.NotFoundError, FileNotFoundError)):
         cure = "Was it removed since it was listed?" if was_listed else "Check the ID and the suffix."
         return ReadError(f"{place}: no such object. {cure}")
@@ -85,7 +85,7 @@ def _object_error(error: Exception, kinds: Any, place: str, *, was_listed: bool)
 
 
 def _request_error(error: Exception, kinds: Any, remote: str, place: str) -> ReadError:
-    """Return the error of a request that was refused, or that got no answer."""
+    """Return the error for a request that was refused or got no response."""
     text = str(error)
     status, reason = _status_of(text), _reason_of(text)
     if "redirect" in reason:
@@ -101,7 +101,7 @@ def _request_error(error: Exception, kinds: Any, remote: str, place: str) -> Rea
 
 
 def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanError:
-    """Return the error of an address, or of options, that obstore does not take."""
+    """Return the error for an address, or options, that obstore rejects."""
     said = _reason_of(str(error))
     scheme = url.partition(":")[0]
     if scheme not in _SCHEMES and "recognise" in said:
@@ -125,24 +125,24 @@ def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanEr
 
 
 def _may_pass(status: int) -> bool:
-    """Return whether trying again may help after a status; 501 and 505 are of servers that cannot do it at all."""
+    """Return whether a retry may help after a status; 501 and 505 mean that the server cannot do it at all."""
     return status in (408, 425, 429) or (status >= 500 and status not in (501, 505))
 
 
 def _status_of(text: str) -> int:
-    """Return the HTTP status in what obstore says; 0 where there is none."""
+    """Return the HTTP status in obstore's message, or 0 if there is none."""
     found = re.search(r"status(?: code:)? (\d{3})\b", text)
     return int(found[1]) if found else 0
 
 
 def _server_of(text: str) -> str:
-    """Return the scheme and host that were asked, as far as obstore says it."""
+    """Return the scheme and host of the request, if obstore's message has them."""
     found = re.search(r"performing [A-Z]+ (\w+://[^/\s]+)", text)
     return found[1] if found else ""
 
 
 def _reason_of(text: str) -> str:
-    """Return in a few words, without markup, what was wrong; the same for the same fault."""
+    """Return the cause in a few words, without markup; always the same for the same fault."""
     found = re.search(r"status(?: code:)? (\d{3}\b[A-Za-z -]*)", text)
     if found:
         codes, more = re.search(r"<Code>([^<]*)<", text), re.search(r'<Message>([^<]*)<|"message": *"([^"]*)"', text)

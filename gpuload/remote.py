@@ -1,9 +1,9 @@
-"""Where samples come from: a folder, or an object store over the network. The home of obstore.
+"""Sources of samples: a folder, or an object store over the network. The only module that imports obstore.
 
-A `Remote` is small on purpose, so that a store of one's own, or one that makes its samples, is three methods. Faults
-are of two kinds: `BusyError`, where trying again may help, and any other `ReadError`, where it will not. A remote tries
-nothing again, so that who asks knows what happens (obstore's own retries, which wait up to three minutes and know
-nothing of a 429, are switched off): `Patience` is how they wait.
+A `Remote` is small on purpose: a custom store, or one that generates its samples, needs only three methods. Errors are
+of two kinds: `BusyError`, if retrying may help, and any other `ReadError`, if it will not. A remote does not retry, so
+that its callers stay in control: they retry with `Patience`. obstore's own retries, which wait up to three minutes and
+do not handle a 429, are disabled.
 """
 
 from __future__ import annotations
@@ -32,20 +32,19 @@ T = TypeVar("T")
 
 
 LOOK_S = 0.1
-"""Time after which who waits looks whether there is still a reason to."""
+"""Interval at which a waiting thread checks whether it should still wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How often something is asked for where a remote is busy, and how long is waited in between.
+    """Retry policy for a busy remote: number of attempts and waits between them.
 
     Attributes
     ----------
     tries
-        Requests in all.
+        Total number of requests.
     first_wait_s, longest_wait_s
-        Each wait is random, between 0 and a bound: the first of these, which doubles from wait to wait up to the
-        second.
+        Each wait is random, between 0 and a bound that starts at the first of these and doubles up to the second.
 
     References
     ----------
@@ -57,21 +56,21 @@ class Patience:
     longest_wait_s: float = 10.0
 
     def ask(self, question: Callable[[], T], ended: threading.Event | None = None) -> T:
-        """Return what a function returns, which is called again where it finds the remote busy.
+        """Call a function, retrying while the remote is busy, and return its result.
 
         Parameters
         ----------
         question
             The function.
         ended
-            Nothing is waited for once it is set, nor once the thread's own work is over (`gpuload.threads`).
+            Waiting stops once this is set, or once the thread's own work is over (`gpuload.threads`).
 
         Raises
         ------
         BusyError
-            The remote was busy each time; or any other error of the function's.
+            The remote was busy at every attempt. Other errors of the function propagate.
         ReadError
-            There is nothing to wait for any more.
+            The reason to wait has ended.
         """
         for attempt in range(self.tries):
             if _is_over(ended):
@@ -90,7 +89,7 @@ def _is_over(ended: threading.Event | None) -> bool:
 
 
 def _ends_within(seconds: float, ended: threading.Event | None) -> bool:
-    """Wait; return whether there is nothing to wait for any more."""
+    """Wait; return whether the reason to wait has ended."""
     until = time.monotonic() + seconds
     while not _is_over(ended):
         left = until - time.monotonic()
@@ -111,10 +110,10 @@ class RemoteObject:
     nbytes
         Its size.
     etag
-        What differs between two contents of the same key.
+        Identifies the content: differs between two contents of the same key.
     digest
-        ``"md5:..."`` or ``"sha256:..."`` in hexadecimal, checked after the download; ``"md5?:..."`` where it may be of
-        something else (an ETag); or empty.
+        ``"md5:..."`` or ``"sha256:..."`` in hexadecimal, checked after the download; ``"md5?:..."`` if it may not be
+        the digest of the content (an ETag); or empty.
     """
 
     key: str
@@ -124,34 +123,34 @@ class RemoteObject:
 
 
 class Remote(Protocol):
-    """Objects under keys. It is pickled into fetcher processes, and used there by several threads at a time."""
+    """A store of objects under keys. It is pickled into fetcher processes, where several threads share it."""
 
     @property
     def name(self) -> str:
-        """What errors call it: an address or a path."""
+        """Name in error messages: an address or a path."""
 
     def list(self) -> Iterator[RemoteObject]:
         """Yield every object, in any order."""
 
     def head(self, key: str) -> RemoteObject | None:
-        """Return the object that is under a key now, or None."""
+        """Return the object currently under a key, or None."""
 
     def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
-        """Return bytes start..stop of an object, as a buffer; an error where it is not the wanted one any more."""
+        """Return bytes start..stop of an object as a buffer; raise if it is no longer the wanted one."""
 
 
 class FolderRemote:
-    """The files of a folder, by their paths in it; names that begin with a dot are left out.
+    """The files of a folder, keyed by relative path; names that begin with a dot are skipped.
 
     Parameters
     ----------
     folder
-        The folder, for example of a network file system.
+        The folder, for example on a network file system.
 
     Raises
     ------
     ReadError
-        There is no such folder.
+        The folder does not exist.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -170,12 +169,12 @@ class FolderRemote:
                         yield found
 
     def _fail(self, error: OSError) -> None:
-        """Raise where a folder cannot be listed; one below that was removed meanwhile has nothing."""
+        """Raise if a folder cannot be listed; a subfolder removed in the meantime counts as empty."""
         if error.filename == self.name or not isinstance(error, FileNotFoundError):
             raise BusyError(f"{error.filename}: it cannot be listed: {error.strerror}. Check the path.") from error
 
     def head(self, key: str) -> RemoteObject | None:
-        """Return what is known of a file, or None where it is not there."""
+        """Return the object of a file, or None if it does not exist."""
         try:
             return _of_file(key, os.stat(os.path.join(self.name, key)))
         except (FileNotFoundError, NotADirectoryError):
@@ -211,14 +210,14 @@ def _of_file(key: str, status: os.stat_result) -> RemoteObject:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What another client needs to read an object by itself: a `url`, or of S3 all the rest.
+    """What another client needs to read an object directly: a `url`, or all other fields for S3.
 
     Attributes
     ----------
     url
-        Of an object that is read without a signature.
+        URL of an object that can be read unsigned.
     bucket, key, region, endpoint, access_key_id, secret_access_key, session_token
-        Of S3; the endpoint is None for AWS's own.
+        For S3; the endpoint is None for AWS itself.
     """
 
     url: str = ""
@@ -232,35 +231,35 @@ class Reach:
 
 
 _MODIFIED = "modified "
-"""How what stands for an ETag begins where a server has none: the time of the last change."""
+"""Prefix of the substitute for an ETag if a server sends none: the time of the last change."""
 
 
 class ObjectRemote:
     """The objects under an address, through obstore: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``http(s)://``.
 
-    Credentials, region and endpoint are taken from `options`, or else from the environment as the cloud's own tools
-    name them (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...); of S3, where it names no key, from the profile that
-    `profile` or ``AWS_PROFILE`` names in ``~/.aws/credentials`` and ``~/.aws/config``, or from the default one.
+    Credentials, region and endpoint come from `options`, or else from the environment variables of the cloud's own
+    tools (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...). For S3, if the environment has no key, they come from the
+    profile that `profile` or ``AWS_PROFILE`` names in ``~/.aws/credentials`` and ``~/.aws/config``, or the default one.
 
     Parameters
     ----------
     url
         The address.
     timeout_s
-        Longest time of one request, its body included.
+        Timeout of one request in seconds, including its body.
     anonymous
-        Send no signature: for public buckets.
+        Send unsigned requests: for public buckets.
     profile
-        Of S3: section of the two files; one without keys of its own (roles, single sign-on) is left to boto3.
+        For S3: section of the two files; boto3 resolves one without keys of its own (roles, single sign-on).
     **options
-        Settings of obstore's store, by their names there (``endpoint=``, ``region=``, ...).
+        Settings of obstore's store, by obstore's names (``endpoint=``, ``region=``, ...).
 
     Raises
     ------
     MissingDependencyError
         obstore is not installed.
     PlanError
-        An address or option that obstore does not know.
+        obstore does not know the address or an option.
     """
 
     def __init__(
@@ -285,7 +284,7 @@ class ObjectRemote:
 
     @property
     def can_list(self) -> bool:
-        """Whether it can tell which objects there are; a web server cannot."""
+        """Whether its objects can be listed; those of a web server cannot."""
         return not self.name.startswith(("http://", "https://"))
 
     def list(self, prefix: str = "") -> Iterator[RemoteObject]:
@@ -298,7 +297,7 @@ class ObjectRemote:
             raise self._translated(error, "") from error
 
     def head(self, key: str) -> RemoteObject | None:
-        """Return what is known of an object, or None where it is not there."""
+        """Return an object's metadata, or None if it does not exist."""
         try:
             return self._object(_ask(self._obstore.head, self._store, key))
         except self._obstore.exceptions.BaseError as error:
@@ -309,15 +308,15 @@ class ObjectRemote:
             return None
 
     def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
-        """Return bytes of an object, if its ETag is still the wanted one."""
+        """Return bytes of an object, provided that its ETag is still the wanted one."""
         if start >= stop:
             return b""
         options: dict[str, Any] = {"range": (start, stop)}
-        if wanted.etag and not wanted.etag.startswith((_MODIFIED, "W/")):  # If-Match holds for no weak one
+        if wanted.etag and not wanted.etag.startswith((_MODIFIED, "W/")):  # If-Match never matches a weak one
             options["if_match"] = f'"{wanted.etag}"'
         try:
             etag, body = _ask(self._get, wanted, options)
-            if not _has_tag(wanted, etag):  # of a server that knows no condition
+            if not _has_tag(wanted, etag):  # from a server that ignores conditions
                 raise ReadError(f"{self.name}/{wanted.key}: the object was changed since it was listed; open it again.")
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
             raise self._translated(error, wanted.key) from error
@@ -329,7 +328,7 @@ class ObjectRemote:
         return body
 
     def reach(self, key: str) -> Reach | None:
-        """Return how another client can read an object, or None where that takes more than keys and addresses."""
+        """Return how another client can read an object, or None if that takes more than keys and addresses."""
         if quote(key) != key:  # clients differ in how they encode such keys
             return None
         if self.name.startswith(("http://", "https://")):
@@ -344,20 +343,20 @@ class ObjectRemote:
             root = f"{endpoint}/{bucket}" if endpoint else f"https://{bucket}.s3.{region}.amazonaws.com"
             return Reach(f"{root}/{whole}")
         secrets = [self._said(name) for name in ("access_key_id", "secret_access_key")]
-        if "credential_provider" in self._options or not all(secrets):  # of a role, which only its own client renews
+        if "credential_provider" in self._options or not all(secrets):  # of a role: only its own client renews them
             return None
         token = self._said("session_token")
         return Reach("", bucket, whole, region, endpoint, str(secrets[0]), str(secrets[1]), token)
 
     def _said(self, name: str) -> Any:
-        """Return a setting of S3 from the options, or from the environment."""
+        """Return an S3 setting from the options, or from the environment."""
         for known, value in self._options.items():
             if known.lower().removeprefix("aws_") == name:
                 return value
         return os.environ.get(f"AWS_{name.upper()}")
 
     def get_whole(self, key: str) -> Any:
-        """Return all bytes of an object, whatever its content is now, as a buffer."""
+        """Return all bytes of an object as a buffer, whatever its current content."""
         try:
             body, wanted = _ask(self._get_whole, key)
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
@@ -368,7 +367,7 @@ class ObjectRemote:
         return body
 
     def _get(self, wanted: RemoteObject, options: dict[str, Any]) -> tuple[str, Any]:
-        """Return ETag and bytes; no bytes where the ETag is not the wanted one."""
+        """Return the ETag and the bytes; no bytes if the ETag is not the wanted one."""
         answer = self._obstore.get(self._store, wanted.key, options=options)
         etag = self._object(answer.meta).etag
         return etag, answer.bytes() if _has_tag(wanted, etag) else b""
@@ -389,12 +388,12 @@ class ObjectRemote:
 
 
 def _has_tag(wanted: RemoteObject, etag: str) -> bool:
-    """Return whether an answer's ETag is that of an object, by the weak comparison of RFC 9110, 8.8.3.2."""
+    """Return whether a response's ETag matches that of an object, by the weak comparison of RFC 9110, 8.8.3.2."""
     return not wanted.etag or etag.removeprefix("W/") == wanted.etag.removeprefix("W/")
 
 
 _asked_by: list[int] = []
-"""The process whose threads obstore waits with, once there are such: a fork of it has none, and would wait for ever."""
+"""The process that owns obstore's threads, once they exist: a fork of it has none, and would wait for ever."""
 
 
 def _ask(function: Callable[..., T], *args: Any) -> T:
@@ -409,7 +408,7 @@ def _ask(function: Callable[..., T], *args: Any) -> T:
 
 
 def _refuse_password(url: str) -> None:
-    """Refuse an address that has one: obstore does not send it, and every message would show it."""
+    """Reject an address that contains one: obstore does not send it, and every message would show it."""
     user = re.match(r"(https?://)[^/@]*@(.*)", url)
     if user:
         raise PlanError(
@@ -445,7 +444,7 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any]) 
 
 
 def _aws_profile(profile: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Return keys, region and endpoint of a profile of the AWS tools, where the environment names no key."""
+    """Return keys, region and endpoint of an AWS profile, if the environment has no key."""
     given = {name.lower().removeprefix("aws_") for name in options}
     if profile is None and ("AWS_ACCESS_KEY_ID" in os.environ or "access_key_id" in given):
         return {}
@@ -479,7 +478,7 @@ def _aws_profile(profile: str | None, options: dict[str, Any]) -> dict[str, Any]
 
 
 def _boto3_credentials(profile: str) -> Any:
-    """Return what gives the credentials of a profile that has no keys of its own."""
+    """Return the credential provider of a profile that has no keys of its own."""
     try:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -495,7 +494,7 @@ def _boto3_credentials(profile: str) -> Any:
 
 
 _OF_BOTO3 = {"sso_session", "sso_start_url", "role_arn", "credential_process"}
-"""What a profile of the AWS tools gets its keys by, where it has none itself."""
+"""Settings through which an AWS profile obtains keys if it has none itself."""
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
 
@@ -506,7 +505,7 @@ _PROFILE = (
     ("region", "region", ("AWS_REGION", "AWS_DEFAULT_REGION")),
     ("endpoint", "endpoint_url", ("AWS_ENDPOINT_URL", "AWS_ENDPOINT")),
 )
-"""obstore's settings, the AWS tools' words for them in their files, and the variables that go before these."""
+"""obstore's settings, their names in the AWS tools' files, and the environment variables that take precedence."""
 
 
 def open_remote(place: str | os.PathLike[str], **options: Any) -> Remote:
@@ -517,7 +516,7 @@ def open_remote(place: str | os.PathLike[str], **options: Any) -> Remote:
     place
         A folder, or an address with ``://``.
     **options
-        Of `ObjectRemote`.
+        Passed to `ObjectRemote`.
 
     Raises
     ------

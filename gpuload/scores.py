@@ -1,4 +1,4 @@
-"""Scores of classifiers, from how many cells have which true and which predicted class. NumPy only."""
+"""Scores of classifiers, computed from the confusion matrix. NumPy only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def macro_f1(confusion: NDArray[np.int64]) -> float:
-    """Return the mean over classes of F1, of the classes that occur or are predicted; NaN where there are none.
+    """Return the macro F1 over the classes that occur or are predicted; NaN if there are none.
 
     Parameters
     ----------

@@ -51,7 +51,7 @@ _held: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Close what the parent holds: a child that lives on would keep its parent's leases alive."""
+    """Close the leases inherited by a forked child, which would otherwise keep its parent's leases alive."""
     for lease in list(_held):
         lease.forget()
     _held.clear()
@@ -61,7 +61,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def is_alive(folder: str, name: str) -> bool:
-    """Return whether the process that took a lease is alive."""
+    """Return whether the process that holds a lease is alive."""
     try:
         fd = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
