@@ -30,7 +30,7 @@ _LEAST = np.finfo(np.float64).tiny
 """Weights below this count as 0."""
 
 _STEP_BITS = 48
-"""Bits of a float64 that are dropped, which leaves the sign, the exponent and 4 bits of the mantissa."""
+"""Bits dropped from a float64, which leaves the sign, the exponent and 4 bits of mantissa."""
 
 
 def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
@@ -109,8 +109,8 @@ def _first_hits(
 ) -> NDArray[np.integer]:
     """Return the index of the row that each draw of a pass hits if the first point is at 0.
 
-    A row is hit by the points in [start, end). The number of points below an end comes from a division, corrected by
-    comparison with the points, as rounding may make it off by one. That is faster than a search for each point.
+    A row is hit by the points in [start, end). A division gives the number of points below an end, possibly off by one
+    from rounding, and a comparison with the points corrects it: faster than a search for each.
     """
     low, step = spacing(running, edges, draw_edges)
     n_draws = np.diff(draw_edges)
@@ -158,8 +158,8 @@ class Chosen:
     def _choose(self, key: np.uint64) -> NDArray[np.int64]:
         """Return the rows with the `n_samples` smallest exponential keys, ascending.
 
-        Makes two passes over the cells so as not to store the keys: the first counts keys by their leading bits, which
-        locates the last one wanted; the second takes the keys up to it.
+        Two passes over the cells avoid storing the keys: the first counts them by their leading bits, which locates
+        the last one wanted; the second takes those up to it.
         """
         counts = np.zeros(1 << (64 - _STEP_BITS), dtype=np.int64)
         for _, keys in self._keys(key):
