@@ -1,16 +1,16 @@
-"""Strategies: frozen values that say which rows an epoch has, and in which order.
+"""Sampling strategies: frozen values that define which rows an epoch has, and in which order.
 
-A user gives a `Sampler`; bound to the cells of a store it becomes a `Strategy`, which knows how many rows an epoch has
-and, for each epoch, their order. What costs time per cell (sorting by class) is done once, when it is bound.
+A user passes a `Sampler`; bound to the cells of a store it becomes a `Strategy`, which knows the number of rows per
+epoch and the order of each epoch. Work per cell (sorting by class) is done once, when it is bound.
 
 Requirements this package answers
 ---------------------------------
-- Draws by class, weight or share have in every minibatch the counts of independent draws, and yet are read in blocks
-  (`gpuload.sampling.queues` says how).
-- Order is arithmetic: a pure function of what it depends on, by place, without the places before it.
-- 100 million cells cost no start-up time worth the name: below 0.3 us and 20 bytes a cell, binding and an epoch's plan
+- Draws by class, weight or share give every minibatch the counts of independent draws, and yet are read in blocks; see
+  `gpuload.sampling.queues`.
+- Order is arithmetic: a pure function of its key, with random access by position.
+- Start-up is negligible for 100 million cells: below 0.3 us and 20 bytes per cell, for binding and an epoch's plan
   together.
-- A sampler says what is wrong with what it was given before anything is read; it never draws a cell it was not given.
+- A sampler rejects invalid arguments before anything is read, and never draws a cell it was not given.
 """
 
 from gpuload.sampling.base import Cells, Sampler, Strategy, as_sampler, digest
