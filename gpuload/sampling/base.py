@@ -1,4 +1,4 @@
-"""What a sampler is, what it may know of the cells, and what it becomes when it is bound to them."""
+"""The protocols of samplers and of strategies (bound samplers), and `Cells`, what a sampler may know of the cells."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Classes:
     Attributes
     ----------
     codes : (n_rows,) integer
-        Number of the class; below 0 where the label is missing.
+        Class number; negative if the label is missing.
     names
-        What they are called, as in errors.
+        Names of the classes, for errors.
     """
 
     codes: NDArray[np.integer]
@@ -40,7 +40,7 @@ class Classes:
 
 
 class Names(Sequence[str]):
-    """What classes are called, each made up when it is asked for: there may be millions, and only errors say any."""
+    """Class names, each built on access: there may be millions, and only errors show any."""
 
     def __init__(self, n: int, name: Callable[[int], str]) -> None:
         self._n = n
@@ -60,29 +60,29 @@ class Names(Sequence[str]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """What a sampler may know of the cells that it draws from: a store's, or a part of them.
+    """The cells that a sampler draws from, all or some of a store's, as far as it may know them.
 
     Attributes
     ----------
     names
-        The paths given, in their order.
+        The paths of the files, in the order given.
     file_rows
-        Rows of each.
+        Number of rows in each file.
     block_size
-        Rows per block, the unit of reading, for samplers that do not say their own; where blocks are snapped to
-        storage chunks, the rows that one holds on average.
+        Rows per block, the unit of reading, for samplers that do not set their own; if blocks are snapped to storage
+        chunks, the average.
     edges : (n_blocks + 1,) int64, optional
         Row edges of blocks that are snapped to storage chunks; for block shuffling.
     obs
-        Columns of obs by name, over all cells of the store.
+        The obs columns by name, over all cells of the store.
     batch_size, fetch_rows
         Rows per minibatch and per fetch.
     shuffle
-        False where the loader was told to hand cells over as they lie in the files.
+        False if the loader was asked for file order.
     chosen
-        Which rows of the store these cells are, ascending; None: all.
+        Rows of the store that these cells are, ascending; None for all.
     store_rows
-        Rows of each file of the store, where `chosen` is given.
+        Number of rows in each file of the store, if `chosen` is given.
     """
 
     names: tuple[str, ...]
@@ -98,16 +98,16 @@ class Cells:
 
     @property
     def n_rows(self) -> int:
-        """Rows to draw from."""
+        """Number of rows to draw from."""
         return sum(self.file_rows)
 
     @property
     def n_store_rows(self) -> int:
-        """Rows of the store of which these are a part."""
+        """Number of rows in the store."""
         return sum(self.file_rows if self.store_rows is None else self.store_rows)
 
     def take(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return what an array over all cells of the store says of these."""
+        """Return the values of these cells from an array over all cells of the store."""
         if self.chosen is None:
             return values
         out = np.empty(self.n_rows, dtype=values.dtype)
@@ -116,7 +116,7 @@ class Cells:
         return out
 
     def part(self, rows: RowList) -> Cells:
-        """Return some of these cells: rows of these, ascending."""
+        """Return a subset of these cells, given by ascending rows among them."""
         store_rows = self.file_rows if self.store_rows is None else self.store_rows
         file_rows = np.diff(rows.rank(np.concatenate([[0], np.cumsum(self.file_rows)])))
         chosen = rows if self.chosen is None else row_list(self.chosen.take(rows.slice(0, rows.n_rows)))
@@ -124,14 +124,14 @@ class Cells:
         return replace(self, file_rows=tuple(file_rows.tolist()), edges=edges, chosen=chosen, store_rows=store_rows)
 
     def classes(self, *columns: str) -> Classes:
-        """Return the class of each cell by one column or by several together; numbers and booleans are classes too."""
+        """Return each cell's class by one column or several jointly; numbers and booleans are classes too."""
         codes, names = self._coded(columns[0])
         for column in columns[1:]:
             codes, names = _joint(codes, names, *self._coded(column))
         return Classes(codes, names)
 
     def classes_by(self, sampler: str, column: Any) -> Classes:
-        """Return the class of each cell by what a sampler was given: names of columns, or a label per cell."""
+        """Return each cell's class by a sampler's argument: names of columns, or one label per cell."""
         if not hasattr(column, "dtype"):
             return self.classes(*names_in(sampler, column))
         codes, names = _labels(column)
@@ -155,36 +155,36 @@ class Cells:
 
 
 class Sampler(Protocol):
-    """Which cells an epoch has, and in which order: a value that a user gives to ``open_loader(sampler=...)``."""
+    """The argument of ``open_loader(sampler=...)``: defines which cells an epoch has, and in which order."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of obs that it needs."""
+        """The obs columns that it needs."""
 
     def over(self, cells: Cells) -> Strategy:
-        """Return the sampler bound to cells; what costs time per cell is done here, once."""
+        """Return the sampler bound to cells; work per cell is done here, once."""
 
 
 class Strategy(Protocol):
-    """A sampler bound to cells: a pure function of `key_words`, drawn from no generator.
+    """A sampler bound to cells: a pure function of `key_words`, without a stateful random generator.
 
-    Two attributes are looked for and may be missing. ``unit``: rows that belong together (a set, a pair), so that
-    ranks are dealt whole units; it divides the minibatch and the number of rows. ``per_rank``: a function
-    ``(epoch_seed, rank, world_size) -> blocks``, shape (n, 2), asked in place of `order` for every rank.
+    Two attributes are optional. ``unit``: the number of rows that belong together (a set, a pair), so that ranks get
+    whole units; it divides the minibatch and the number of rows. ``per_rank``: a function
+    ``(epoch_seed, rank, world_size) -> blocks``, shape (n, 2), called in place of `order` for every rank.
     """
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the rows of one epoch, over all ranks."""
+        """Return the number of rows in one epoch, over all ranks."""
 
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
-        """Return the order of one epoch; `key_words` is what it may depend on (seed, epoch and purpose)."""
+        """Return the order of one epoch, which may depend only on `key_words` (seed, epoch and purpose)."""
 
     def describe(self) -> dict[str, Any]:
-        """Return all that decides the order, as JSON values: a state of other settings is refused by it."""
+        """Return everything that determines the order, as JSON values; a state with other values is rejected."""
 
 
 def digest(*arrays: NDArray[Any] | None) -> str:
-    """Return 16 hexadecimal digits that stand for the contents of arrays (BLAKE2b, RFC 7693)."""
+    """Return a hash of arrays as 16 hexadecimal digits (BLAKE2b, RFC 7693)."""
     state = blake2b(digest_size=8)
     for array in arrays:
         if array is None:
@@ -196,7 +196,7 @@ def digest(*arrays: NDArray[Any] | None) -> str:
 
 
 def as_sampler(given: Any) -> Sampler:
-    """Return what a user gave as a sampler; a plain function is a `gpuload.Custom`."""
+    """Return the user's argument as a sampler; a plain function becomes a `gpuload.Custom`."""
     from gpuload.sampling.custom import Custom
 
     if isinstance(given, type) or not (callable(given) or hasattr(given, "over")):
@@ -208,13 +208,13 @@ def as_sampler(given: Any) -> Sampler:
 
 
 def check_number(sampler: str, name: str, value: object) -> None:
-    """Raise PlanError where a sampler's parameter is no whole number of at least 1."""
+    """Raise PlanError unless a sampler's parameter is an integer of at least 1."""
     if not is_whole(value, 1):
         raise PlanError(f"{sampler}({name}={value!r}): expected a whole number of at least 1.")
 
 
 def names_in(sampler: str, column: Any) -> tuple[str, ...]:
-    """Return the names of columns that a sampler was given; none where it was given an array, a label per cell."""
+    """Return the column names that a sampler was given; none if it was given an array of one label per cell."""
     if not hasattr(column, "dtype"):
         return check_obs_names("column", column, least=1, sampler=sampler)
     if np.ndim(column) != 1:
@@ -223,7 +223,7 @@ def names_in(sampler: str, column: Any) -> tuple[str, ...]:
 
 
 def about_column(column: Any) -> list[str]:
-    """Return what says by which columns or labels classes are told apart."""
+    """Return a description of the columns or labels that define the classes."""
     return [digest(_labels(column)[0])] if hasattr(column, "dtype") else list(check_obs_names("column", column))
 
 
@@ -232,7 +232,7 @@ def _names_of(values: NDArray[Any], before: str = "") -> Names:
 
 
 def _labels(given: Any) -> tuple[NDArray[np.integer], Names]:
-    """Return the codes of labels, -1 where one is missing, and what they stand for."""
+    """Return the codes of labels, -1 if missing, and the names they stand for."""
     import pandas as pd
 
     codes, found = pd.factorize(given)
@@ -240,7 +240,7 @@ def _labels(given: Any) -> tuple[NDArray[np.integer], Names]:
 
 
 def check_mask(sampler: str, given: Any, n_rows: int) -> NDArray[np.bool_]:
-    """Return a mask over all cells of the store; raise PlanError where it is not one."""
+    """Return a mask over all cells of the store; raise PlanError if it is not one."""
     mask: NDArray[np.bool_] = np.asarray(given)
     if mask.dtype != bool or mask.ndim != 1:
         raise PlanError(
@@ -252,7 +252,7 @@ def check_mask(sampler: str, given: Any, n_rows: int) -> NDArray[np.bool_]:
 
 
 def check_rows(sampler: str, cells: Cells) -> None:
-    """Raise PlanError where there is nothing to draw from."""
+    """Raise PlanError if there are no cells to draw from."""
     if not cells.n_rows:
         raise PlanError(
             f"{sampler}: there are no cells to draw from; choose others with where= or Subset, or another file."
@@ -262,7 +262,7 @@ def check_rows(sampler: str, cells: Cells) -> None:
 def _joint(
     codes: NDArray[np.integer], names: Names, more: NDArray[np.integer], more_names: Names
 ) -> tuple[NDArray[np.integer], Names]:
-    """Return the classes that two columns make together: those that occur."""
+    """Return the joint classes of two columns, only those that occur."""
     n_more = len(more_names)
     n = len(names) * n_more
 
@@ -272,7 +272,7 @@ def _joint(
 
     starts = range(0, codes.size, SLICE)
     out = np.empty(codes.size, dtype=np.int32)
-    if n <= max(1 << 20, codes.size):  # by a table of all that could occur, where that is no larger than the codes
+    if n <= max(1 << 20, codes.size):  # a table of all combinations is no larger than the codes
         is_there = np.zeros(n + 1, dtype=bool)
         for start in starts:
             is_there[joint(start)] = True
@@ -296,7 +296,7 @@ def _joint(
 
 
 def _distinct(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the distinct values of a long array, ascending; slice by slice, as they are few."""
+    """Return the distinct values of a long array, ascending; computed by slices, as few are expected."""
     return np.unique(
         np.concatenate([np.unique(values[start : start + SLICE]) for start in range(0, values.size, SLICE)])
     )
