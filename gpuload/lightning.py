@@ -1,7 +1,7 @@
-"""Lightning front: loaders as a LightningDataModule. The home of lightning.
+"""Lightning front: loaders as a LightningDataModule. Only here: lightning.
 
-It only opens loaders for the process that Lightning runs in, and tells them the trainer's epoch: no shuffling, ranks,
-prefetching or places in an epoch here. Lightning is handed neither a DataLoader nor a sampler, so it has no worker
+It only opens loaders for the process that Lightning runs in, and sets the trainer's epoch on them: no shuffling,
+sharding, prefetching or position tracking here. Lightning gets neither a DataLoader nor a sampler, so it has no worker
 processes to start and nothing to replace.
 """
 
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 
 _PARTS = ("train", "val", "test", "predict")
 _PARTS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
-"""What is open in each of the trainer's stages; all of it where no stage is named."""
+"""The parts open in each of the trainer's stages; without a stage, all."""
 
 
 class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types without Lightning
     """A LightningDataModule that opens a loader for each part of a data set.
 
-    Each part is a dict of arguments of `gpuload.open_loader` (``"paths"`` among them), or a `gpuload.Loader`, or None.
+    Each part is a dict of arguments of `gpuload.open_loader` (including ``"paths"``), a `gpuload.Loader`, or None.
     Loaders given as dicts are opened in each training process at the setup of their stage, and closed at its teardown.
     Minibatches are dicts of tensors, as yielded by `gpuload.torch.CellDataset`.
 
     Parameters
     ----------
     train, val, test, predict
-        The parts. Unless a dict says otherwise, `rank` and `world_size` are the trainer's, `device` is the one that the
-        trainer's strategy assigns to this process, and all parts except `train` come in file order, with the
-        `categories` of `train` once that has been opened here, so that codes mean the same in all parts.
+        The parts. Unless set in a dict, `rank` and `world_size` are the trainer's, and `device` is the one that the
+        trainer's strategy assigns to this process. By default, all parts except `train` are in file order and use the
+        `categories` of `train` once it has been opened here, so that codes mean the same in all parts.
 
     Raises
     ------
     PlanError
-        A part is none of these, or the same loader is both `train` and `val`.
+        A part has another type, a dict lacks ``"paths"``, or the same loader is both `train` and `val`.
 
     Notes
     -----
-    The epoch is the trainer's: the order of epoch 3 is the same after a restart as without one.
+    The epoch is the trainer's: epoch 3 has the same order with or without a restart.
 
     Checkpoints store the position in the training epoch, so a run resumed with ``ckpt_path`` gets exactly the
     minibatches it had not yet seen. If a run resumes mid-epoch with another number of processes, the remaining cells
-    are divided anew among them, and this epoch has a different number of minibatches than later ones. Lightning counts
-    the minibatches of an epoch once and truncates all later epochs to it, so this requires
-    ``Trainer(reload_dataloaders_every_n_epochs=1)``, which counts them each epoch, and is refused without it.
+    are divided anew among them, and this epoch's number of minibatches differs from that of later ones. Lightning
+    counts the minibatches of an epoch once and truncates all later epochs to that count, so this requires
+    ``Trainer(reload_dataloaders_every_n_epochs=1)``, which recounts each epoch; without it, PlanError is raised.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
         if isinstance(train, Loader) and train is val:
             raise PlanError("train and val are one loader, which can only be iterated once at a time; open two.")
         for part, value in given.items():
-            if value is None:  # Lightning's own method instead of ours is how it sees that there is no such part
+            if value is None:  # Lightning skips a part whose method is its own, not overridden
                 name = f"{part}_dataloader"
                 setattr(self, name, getattr(super(), name))
         self._given = given
         self._open: dict[str, tuple[dict[str, Any], CellDataset]] = {}
-        self._to_load: dict[str, Any] | None = None  # a state that came before there was a loader
-        self._left: dict[str, Any] | None = None  # the state of a loader that is closed
+        self._to_load: dict[str, Any] | None = None  # a state loaded before the loader was opened
+        self._left: dict[str, Any] | None = None  # the state of a closed loader
         self._categories: dict[str, Any] = {}  # of train
 
     def setup(self, stage: str | None = None) -> None:
@@ -98,7 +98,7 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
         Raises
         ------
         PlanError, StoreError, ReadError, CorruptDataError, DeviceError
-            As `gpuload.open_loader`; or a given loader is of another rank than this process.
+            As `gpuload.open_loader`; or the rank of a given training loader is not that of this process.
         """
         process = self._process()
         for part in _PARTS_OF.get(str(stage), _PARTS):
@@ -120,7 +120,7 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
             self._close(part)
 
     def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002 - Lightning passes it
-        """Close what is open: Lightning tears nothing down after an exception."""
+        """Close all open loaders: Lightning calls no teardown after an exception."""
         self.teardown()
 
     def loader(self, part: str) -> Loader:
@@ -129,24 +129,24 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
         Raises
         ------
         PlanError
-            It is not open, or was not given.
+            The part is not open, or was not given.
         """
         return self._dataset(part).loader
 
     def train_dataloader(self) -> _TrainEpochs:
-        """Return the training minibatches; each iteration is the trainer's epoch, or the rest of it."""
+        """Return the training minibatches; each iteration covers the trainer's epoch, or the rest of it."""
         return _TrainEpochs(self._dataset("train"), self)
 
     def val_dataloader(self) -> _Epochs:
-        """Return the minibatches to validate on."""
+        """Return the validation minibatches."""
         return _Epochs(self._dataset("val"), self)
 
     def test_dataloader(self) -> _Epochs:
-        """Return the minibatches to test on."""
+        """Return the test minibatches."""
         return _Epochs(self._dataset("test"), self)
 
     def predict_dataloader(self) -> _Epochs:
-        """Return the minibatches to predict for."""
+        """Return the prediction minibatches."""
         return _Epochs(self._dataset("predict"), self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,8 +162,8 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
         Raises
         ------
         PlanError
-            As `Loader.load_state_dict`; or the state is of the middle of an epoch and another number of processes, and
-            the trainer counts minibatches once.
+            As `Loader.load_state_dict`; or a mid-epoch state has another number of processes, and the trainer counts
+            minibatches only once.
         """
         if "train" not in state_dict:
             return
@@ -178,7 +178,7 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
         dataset.load_state_dict(state)
 
     def _process(self) -> dict[str, Any]:
-        """Return what a loader must know of the process that Lightning runs in; nothing without a trainer."""
+        """Return the `open_loader` arguments for the process that Lightning runs in; none without a trainer."""
         if self.trainer is None:
             return {}
         device: torch.device = self.trainer.strategy.root_device
@@ -208,7 +208,7 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
 def _loader_of(
     part: str, given: Mapping[str, Any] | Loader, process: dict[str, Any], categories: Mapping[str, Any]
 ) -> Loader:
-    """Return the loader of a part in a process: the one given, or one of the arguments given."""
+    """Return the loader of a part in a process: the one given, or one opened with the arguments given."""
     if isinstance(given, Mapping):
         wanted = dict(given)
         if part != "train":
@@ -231,7 +231,7 @@ def _loader_of(
 
 
 class _Epochs:
-    """A part's minibatches; each iteration is the trainer's epoch."""
+    """The minibatches of a part; each iteration covers the trainer's epoch."""
 
     def __init__(self, dataset: CellDataset, module: CellDataModule) -> None:
         self._dataset = dataset
@@ -241,20 +241,20 @@ class _Epochs:
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        # As a generator: Lightning calls iter() before it knows in which epoch it asks for the first minibatch.
+        # A generator: Lightning calls iter() before it knows the epoch of the first minibatch.
         if self._module.trainer is not None:
             self._dataset.set_epoch(self._module.trainer.current_epoch)
         yield from self._dataset
 
 
 class _TrainEpochs(_Epochs):
-    """The training minibatches, with a place that Lightning saves; validation always starts at its first minibatch."""
+    """The training minibatches, with a position that Lightning saves; validation always starts at the first."""
 
     def __len__(self) -> int:
-        """Minibatches of the epoch as Lightning counts them: those that each process has had, and those to come.
+        """Return the minibatches of the epoch as Lightning counts them: those each process has had, and those left.
 
-        Another number than that of other epochs where this one goes on with another number of processes. Lightning
-        does not ask for a minibatch after the last one, so an epoch of which none is left is over.
+        This differs from other epochs if the epoch resumed with another number of processes. Lightning requests no
+        minibatch after the last one, so an epoch with none left has ended.
         """
         n_left = self._dataset.loader.n_batches_left
         if not n_left:
@@ -271,9 +271,9 @@ class _TrainEpochs(_Epochs):
 
 
 def _check_world_size(state: Any, loader: Loader, trainer: Any) -> None:
-    """Refuse an epoch of a length of its own where the trainer takes the first one's for that of all."""
+    """Reject a state whose epoch would differ in length from others, if the trainer counts minibatches only once."""
     if not isinstance(state, dict) or getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1:
-        return  # where it is no state the loader says so
+        return  # the loader reports anything that is not a state
     then = [pair[0] for pair in state.get("history", ())]
     if state.get("step") or then:
         then.append(state.get("world_size"))
