@@ -1,7 +1,7 @@
-"""DALI front: a `Loader` as an external source of a pipeline, or via DALI's dynamic mode. Only here: nvidia.dali.
+"""DALI front: a `Loader` as an external source of a pipeline, or via DALI's dynamic mode.
 
-It only passes arrays to DALI: no shuffling, sharding, prefetching or batching here. DALI calls the source in the thread
-that runs the pipeline, and the source merely takes a ready minibatch from the loader.
+The only module that imports nvidia.dali. It only passes arrays to DALI: no shuffling, sharding, prefetching or batching
+here. DALI calls the source in the thread that runs the pipeline; it merely takes a ready minibatch from the loader.
 
 A DALI pipeline copies its input, on a GPU on the stream on which minibatches are made: DALI waits for its own copies,
 but not for memory passed without a copy (``no_copy``), and does not report when it has finished reading it. If there is
