@@ -1,4 +1,4 @@
-"""Lightning front: loaders as a LightningDataModule. Only here: lightning.
+"""Lightning front: loaders as a LightningDataModule. The only module that imports lightning.
 
 It only opens loaders for the process that Lightning runs in, and sets the trainer's epoch on them: no shuffling,
 sharding, prefetching or position tracking here. Lightning gets neither a DataLoader nor a sampler, so it has no worker
