@@ -1,4 +1,4 @@
-"""PyTorch front: a `Loader` as an IterableDataset. The home of torch.
+"""PyTorch front: a `Loader` as an IterableDataset. The front that imports torch.
 
 It only wraps arrays as tensors that share their memory: no shuffling, sharding, prefetching or batching here.
 """
@@ -130,7 +130,7 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
             matrices = {name: self._matrix(name, matrix) for name, matrix in batch.matrices().items()}
             obs = {name: _tensor(values) for name, values in batch.obs.items()}
             rows = torch.from_numpy(batch.rows)
-            del batch  # or its memory would not come back before the next is made
+            del batch  # else its memory would not be released before the next one is made
             yield _Minibatch({**matrices, **obs, "rows": rows})
 
     def _matrix(self, name: str, matrix: Any) -> torch.Tensor:
@@ -170,22 +170,22 @@ def _torch_dtype(dtype: torch.dtype | str | None, loader: Loader) -> torch.dtype
 
 
 def _use_up_beta_warning() -> None:
-    """Let torch say once, unheard, that its sparse CSR tensors are in beta; else it says so in mid-training."""
+    """Trigger torch's one-time warning that sparse CSR tensors are in beta, unseen; else it appears mid-training."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1))
 
 
 def _tensor(array: Any) -> torch.Tensor:
-    """Return a tensor that shares an array's memory, on whichever device."""
+    """Return a tensor that shares an array's memory, on any device."""
     if isinstance(array, np.ndarray):
         return torch.from_numpy(array)
-    return from_dlpack(array.__dlpack__(stream=-1))  # made on the stream on which torch reads it: nothing to wait for
+    return from_dlpack(array.__dlpack__(stream=-1))  # made on the stream that torch reads it on: no sync needed
 
 
 def _csr_tensor(matrix: Any) -> torch.Tensor:
-    if isinstance(matrix.data, np.ndarray):  # on a GPU it would wait for the device at each minibatch
-        matrix.sum_duplicates()  # torch wants rising columns; where the backend found them so, this does nothing
+    if isinstance(matrix.data, np.ndarray):  # on a GPU this would synchronize at each minibatch
+        matrix.sum_duplicates()  # torch needs increasing columns; a no-op if the backend found them so
     return torch.sparse_csr_tensor(
         _tensor(matrix.indptr),
         _tensor(matrix.indices),
