@@ -1,6 +1,6 @@
-"""The one engine: follows the plan, keeps fetches in flight, yields batches and tracks its state.
+"""The engine: follows the plan, keeps fetches in flight, yields batches and tracks its state.
 
-It connects plan, store and backend, and does nothing else: no file or device access, no arithmetic on values.
+It connects plan, store and backend, and nothing more: no file or device access, no arithmetic on values.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class _Load:
     rows: NDArray[np.int64]
     obs: Mapping[str, Any]
     pending: list[Pending[Resident]]
-    """One for each table."""
+    """One per table."""
 
 
 @dataclass(slots=True, eq=False)
 class _Take:
-    """A minibatch in flight: everything but the matrices."""
+    """A minibatch in flight: everything except the matrices, which are pending."""
 
     rows: NDArray[np.int64]
     obs: Mapping[str, Any]
     pending: list[Pending[Any]]
-    """One for each table."""
+    """One per table."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,9 +80,9 @@ class Loader:
     Parameters
     ----------
     tables
-        ``"X"``, whose store alone has obs, and other matrices of the same cells.
+        ``"X"``, the only one whose store has obs, and other matrices of the same cells.
     backend
-        Where data is loaded to.
+        Loads and holds the data.
     plan
         The order; its epoch is replaced for each iteration.
     prefetch
@@ -99,7 +99,7 @@ class Loader:
         self._takes_ahead = min(backend.takes_ahead, max(2, int(AHEAD_NBYTES / max(1.0, batch_nbytes))))
         self._fingerprint = fingerprint(plan, self._store.describe(), [name for name in tables if name != "X"])
         self._next = _Place(plan)
-        self._now: _Place | None = None  # of the live iteration, or of the last where that was left before its end
+        self._now: _Place | None = None  # of the live iteration, or of the last if it was left early
         self._live: weakref.ref[_Iteration] | None = None
         self._ahead: tuple[deque[_Load], deque[_Take]] = deque(), deque()  # of the live iteration
         self._is_closed = False
@@ -115,7 +115,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the number of minibatches in a full epoch, the same on every rank."""
-        if self._plan.is_per_rank:  # which may give another number in each epoch
+        if self._plan.is_per_rank:  # the number may differ between epochs
             return (self._now or self._next).plan.n_batches
         return self._plan.n_batches
 
@@ -370,7 +370,7 @@ class Loader:
         """Start the next epoch, or resume from a loaded state."""
         if self._is_closed:
             raise PlanError("the loader was closed; open it again with open_loader().")
-        if os.getpid() != self._process:  # threads do not come along: what is asked of them would never be done
+        if os.getpid() != self._process:  # a fork does not copy threads: their work would never finish
             raise PlanError(
                 "the loader was opened before this process was forked, and its threads are not here; open it in this "
                 "process, or iterate it in the one that opened it (DataLoader: num_workers=0)."
@@ -409,12 +409,12 @@ class Loader:
         return _Place(replace(self._plan, epoch=epoch))
 
     def _epoch(self, start: _Place) -> Generator[Batch, None, None]:
-        """Yield the minibatches from a position on, tracking where the consumer is."""
-        if self._next is start:  # an iterator of which nothing is asked uses up no epoch
+        """Yield the minibatches from a position on, tracking the consumer's position."""
+        if self._next is start:  # an iterator that is never advanced uses up no epoch
             self._next = self._start_of(start.plan.epoch + 1)
         self._now = now = _Place(start.plan, start.step)
         try:
-            yield from self._batches(now)  # which keeps no minibatch, so that its memory comes back with its last use
+            yield from self._batches(now)  # keeps no minibatch, so that its memory is freed after its last use
         finally:
             now.is_live = False
         if self._now is now:
@@ -432,16 +432,16 @@ class Loader:
         try:
             loads.extend(self._start_load(plan, *which) for which in islice(to_load, self._prefetch))
             while loads:
-                load = loads[0]  # stays in the deque while it is waited for, so that it is cancelled with the rest
+                load = loads[0]  # stays queued while it is awaited, so that it is cancelled with the rest
                 while takes and not all(pending.done() for pending in load.pending):
                     yield self._hand_over(takes.popleft())
                 is_busy, start_s = self._backend.busy(), time.perf_counter()
                 try:
                     residents = [pending.result() for pending in load.pending]
                     for table in self._tables.values():
-                        table.store.check_unchanged()  # what was changed since the reads began would be handed over
+                        table.store.check_unchanged()  # else data changed since the reads began would be yielded
                 except Exception:
-                    while takes:  # what comes before the fault is handed over, however far ahead the loads are
+                    while takes:  # yield everything before the fault, however far ahead the loads are
                         yield self._hand_over(takes.popleft())
                     raise
                 self.stats.spent("wait_s", time.perf_counter() if is_busy() else start_s)
@@ -451,7 +451,7 @@ class Loader:
                     takes.append(self._start_take(load, residents, start))
                     while len(takes) > ahead:
                         yield self._hand_over(takes.popleft())
-                    # Not before the last take of the fetch before is handed over: its resident's memory is used again.
+                    # Only after the previous fetch's last take is handed over: this reuses its resident's memory.
                     if i == min(ahead, len(starts) - 1):
                         loads.extend(self._start_load(plan, *which) for which in islice(to_load, 1))
                 del residents, load
@@ -467,7 +467,7 @@ class Loader:
     def _start_load(self, plan: Plan, index: int, n_passed: int) -> _Load:
         """Start loading a fetch for the minibatches after the first `n_passed`.
 
-        Its obs columns are gathered whole; minibatches hold slices of them.
+        The obs columns are gathered for the whole fetch; minibatches hold slices of them.
         """
         stores = [table.store for table in self._tables.values()]
         for store in stores:
@@ -524,24 +524,24 @@ class _Iteration:
             raise
 
     def close(self) -> None:
-        """Close it, like a generator."""
+        """Close the iterator, like a generator."""
         self._batches.close()
 
     def end(self) -> None:
-        """End it from outside; its consumer will get a PlanError."""
+        """End the iteration from outside; its consumer gets a PlanError."""
         is_cut_off = inspect.getgeneratorstate(self._batches) != inspect.GEN_CLOSED
         self._batches.close()
         self._is_cut_off = is_cut_off
 
 
 def _handed_over(column: ObsColumn, rows: Any) -> NDArray[Any]:
-    """Return a column's values at `rows`, as in minibatches."""
+    """Return a column's values at `rows`, as they appear in minibatches."""
     values: NDArray[Any] = column.values[rows]  # noqa: PD011 - no frame of pandas
     return values if column.categories is None else values.astype(np.int64)
 
 
 def _grouped(names: list[str], matrices: list[Any]) -> dict[str, dict[str, Any]]:
-    """Return matrices by group and by their own name: ``"layers/spliced"`` is ``["layers"]["spliced"]``."""
+    """Return matrices by group and name: ``"layers/spliced"`` becomes ``["layers"]["spliced"]``."""
     groups: dict[str, dict[str, Any]] = {}
     for name, matrix in zip(names, matrices, strict=True):
         group, _, own = name.partition("/")
