@@ -48,7 +48,7 @@ class Sequential:
         return self
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the rows of all files."""
+        """Return the number of rows in all files."""
         return sum(file_rows)
 
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
@@ -96,12 +96,12 @@ class BlockShuffle:
         check_number("BlockShuffle", "block_size", self.block_size)
 
     def over(self, cells: Cells) -> BlockShuffle:
-        """Return itself; of edges those that lie between the cells."""
+        """Return itself; `edges` are reduced to those between the given cells."""
         if self.edges is None:
             return self
         try:
             edges: NDArray[Any] = np.asarray(self.edges)
-        except ValueError:  # lists of unlike length
+        except ValueError:  # lists of different lengths
             edges = np.empty((0, 0))
         if edges.ndim != 1 or edges.dtype.kind not in "iu" or edges.size < 1 or np.any(edges[1:] <= edges[:-1]):
             raise PlanError(f"BlockShuffle(edges=...): expected whole numbers that rise, found {self.edges!r:.100}.")
@@ -114,7 +114,7 @@ class BlockShuffle:
         return replace(self, edges=edges if cells.chosen is None else np.unique(cells.chosen.rank(edges)))
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the rows of all files."""
+        """Return the number of rows in all files."""
         return sum(file_rows)
 
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
