@@ -1,4 +1,4 @@
-"""A user's own order, as one function."""
+"""A user-defined order, given as one function."""
 
 from __future__ import annotations
 
@@ -77,22 +77,22 @@ class Custom:
 
 @dataclass(frozen=True)
 class Given:
-    """Blocks that a function gives to each rank; a plan asks `per_rank` for them, and `order` is that of one rank."""
+    """Blocks from a function, per rank; a plan calls `per_rank` for them, and `order` is the order of a single rank."""
 
     per_rank: Callable[[int, int, int], Any]
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the rows of the first epoch, on one rank."""
+        """Return the number of rows in the first epoch, for a single rank."""
         del file_rows
         return self._rows((0, 0)).n_rows
 
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
-        """Return the order of one epoch, on one rank."""
+        """Return the order of one epoch, for a single rank."""
         del file_rows
         return ListOrder(self._rows(key_words))
 
     def describe(self) -> dict[str, Any]:
-        """Return the function's name: what it does cannot be told."""
+        """Return the function's name: its behaviour is unknown."""
         return {"name": "Custom", "function": getattr(self.per_rank, "__qualname__", type(self.per_rank).__qualname__)}
 
     def _rows(self, key_words: tuple[int, ...]) -> RowList:
@@ -101,11 +101,11 @@ class Given:
 
 
 class ListOrder(MixedFetches):
-    """Rows of a list, as they stand in it."""
+    """The rows of a list, in its order."""
 
     def __init__(self, rows: RowList) -> None:
         self._rows = rows
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the row ranges at places start..stop, shape (n, 2)."""
+        """Return the row ranges at positions start..stop, shape (n, 2)."""
         return self._rows.map_ranges(np.array([[start, stop]]))
