@@ -1,4 +1,4 @@
-"""Samplers that draw: classes, weights, mixtures; each cell as often as its share says, and read in blocks."""
+"""Samplers that draw by class, weight or mixture: each cell in proportion to its share, and read in blocks."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class ClassBalanced:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of obs that it needs."""
+        """The obs columns that it needs."""
         return names_in("ClassBalanced", self.column)
 
     def over(self, cells: Cells) -> Strategy:
-        """Sort the cells by class; about 4 bytes a cell are held, less where the file is sorted by class."""
+        """Sort the cells by class; takes about 4 bytes per cell, less if the file is sorted by class."""
         check_rows("ClassBalanced", cells)
         classes = cells.classes_by("ClassBalanced", self.column)
         codes = classes.codes
@@ -78,7 +78,7 @@ class ClassBalanced:
             raise PlanError(
                 f"ClassBalanced({self.column!r}): the label is missing in all {codes.size} cells; name another column."
             )
-        edges = np.unique(edges)  # classes without cells are none
+        edges = np.unique(edges)  # drops classes without cells
         queues = Queues(rows, edges, cells.block_size)
         n_samples = cells.n_rows if self.num_samples is None else int(self.num_samples)
         about = {"name": "ClassBalanced", "columns": about_column(self.column)}
@@ -136,7 +136,7 @@ class Weighted:
             raise PlanError(f"Weighted(replace={self.replace!r}): expected True or False.")
 
     def over(self, cells: Cells) -> Strategy:
-        """Sort the cells by weight; 4 bytes a cell are held, 16 with more than 1,024 different weights."""
+        """Sort the cells by weight; takes 4 bytes per cell, 16 with more than 1,024 distinct weights."""
         check_rows("Weighted", cells)
         weights = check_weights(self.weights, cells)
         about = {"name": "Weighted", "replace": bool(self.replace)}
@@ -195,7 +195,7 @@ class Mixture:
                 raise PlanError(f"Mixture: the share of {name} is {share!r}; expected a finite number above 0.")
 
     def over(self, cells: Cells) -> Strategy:
-        """Find the cells of each part; whole files take no memory, masks up to 4 bytes a cell."""
+        """Find the cells of each part; whole files take no memory, masks up to 4 bytes per cell."""
         pairs = self._pairs()
         parts = [self._rows(part, cells) for part, _ in pairs]
         edges = np.concatenate([[0], np.cumsum([part.n_rows for part in parts])])
@@ -230,7 +230,7 @@ class Mixture:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """A sampler that draws strata, bound to cells."""
+    """The strategy of a sampler that draws strata."""
 
     queues: Queues
     shares: Shares
@@ -238,7 +238,7 @@ class Drawn:
     about: dict[str, Any]
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the cells of one epoch, over all ranks."""
+        """Return the number of cells in one epoch, over all ranks."""
         del file_rows
         return self.n_samples
 
