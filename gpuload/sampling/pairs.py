@@ -86,7 +86,7 @@ class PairedControl:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of obs that it needs."""
+        """The obs columns that it needs."""
         return tuple(dict.fromkeys([self.column, *self._match]))
 
     @property
@@ -98,7 +98,7 @@ class PairedControl:
         return check_obs_names("fallback", self.fallback, sampler="PairedControl") if self.fallback else ()
 
     def over(self, cells: Cells) -> Strategy:
-        """Find the cells and their controls; about 12 bytes a cell are held, and twice that meanwhile."""
+        """Find the cells and their controls; takes about 12 bytes per cell, and twice that temporarily."""
         check_rows("PairedControl", cells)
         if cells.batch_size % 2:
             raise PlanError(
@@ -146,7 +146,7 @@ class PairedControl:
         )
 
     def _controls(self, cells: Cells) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return which cells are controls, and which are perturbed."""
+        """Return masks of the control cells and of the perturbed cells."""
         column = cells.obs[self.column]
         values = cells.take(column.values)
         are_several = isinstance(self.control, (list, tuple, set, frozenset, np.ndarray))
@@ -197,9 +197,9 @@ class Pairs:
     perturbed
         The perturbed cells, ascending.
     shuffle, file_rows
-        Their order, numbered through.
+        Their order, by index into `perturbed`.
     queue, place
-        For each of them the queue that its control comes from, and at which place of it.
+        The queue of each one's control, and the control's position in it.
     controls
         The queues.
     batch_size
@@ -217,11 +217,11 @@ class Pairs:
 
     @property
     def unit(self) -> int:
-        """A pair, or the pairs of a set."""
+        """Number of rows in a pair, or in a set of pairs."""
         return 2 * getattr(self.shuffle, "unit", 1)
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the cells of one epoch, over all ranks: two for each pair."""
+        """Return the number of cells in one epoch, over all ranks: two per pair."""
         del file_rows
         return 2 * self.shuffle.n_rows(self.file_rows)
 
@@ -243,7 +243,7 @@ class Pairs:
 
 
 class _PairOrder:
-    """Pairs numbered through; a pair stands at two places side by side, the perturbed cell first."""
+    """The order of pairs; each pair takes two adjacent positions, the perturbed cell first."""
 
     def __init__(self, pairs: Pairs, key_words: tuple[int, ...]) -> None:
         self._pairs = pairs
@@ -252,7 +252,7 @@ class _PairOrder:
         self._key = int(key)
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at places start..stop as ranges, shape (n, 2)."""
+        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
         pairs, first = self._pairs, start // 2
         number = expand_ranges(self._shuffled.ranges(first, -(-stop // 2)))
         rows = np.empty((number.size, 2), dtype=np.int64)
@@ -264,7 +264,7 @@ class _PairOrder:
     def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
         """Return the pairs of a fetch, or its sets of pairs, in random order.
 
-        Of each minibatch the perturbed cells come first, then the others.
+        Within each minibatch the perturbed cells come first, then their controls.
         """
         n_pairs, half = (stop - start) // 2, self._pairs.batch_size // 2
         sets = None if self._pairs.unit == 2 else self._shuffled.arrange(start // 2, stop // 2, key)
@@ -323,7 +323,7 @@ def _half(n_rows: int) -> int:
 def _cut(values: Any, part: slice) -> Any:
     if str(getattr(values, "layout", "")) != "torch.sparse_csr":
         return values[part]
-    torch: Any = sys.modules["torch"]  # it made the tensor, and has no way to cut it
+    torch: Any = sys.modules["torch"]  # loaded, as it made the tensor; cannot slice CSR rows
     first, last, _ = part.indices(values.shape[0])
     ends = values.crow_indices()[first : last + 1]
     stored = slice(int(ends[0]), int(ends[-1]))
@@ -341,15 +341,15 @@ def _of(codes: NDArray[np.integer], is_wanted: NDArray[np.bool_]) -> Callable[[i
 
 
 def _hashed(values: list[Any]) -> Collection[Any]:
-    """Return values for looking up: thousands of controls among as many categories are too many to compare each."""
+    """Return values as a set for fast lookup: thousands of controls and as many categories are too many to compare."""
     try:
         return frozenset(values)
-    except TypeError:  # which no category equals
+    except TypeError:  # unhashable: no category equals it
         return values
 
 
 def _places(queue: NDArray[np.int32], n_queues: int) -> NDArray[np.integer]:
-    """Return for each cell how many before it draw from the same queue."""
+    """Return, for each cell, the number of earlier cells that draw from the same queue."""
     rows, edges = group_rows(lambda start, stop: queue[start:stop], queue.size, n_queues)
     places: NDArray[np.integer] = np.empty(queue.size, dtype=np.uint32 if queue.size < 1 << 32 else np.int64)
     for start, part in rows.slices():
