@@ -61,11 +61,11 @@ class Grouped:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of obs that it needs."""
+        """The obs columns that it needs."""
         return names_in("Grouped", self.column)
 
     def over(self, cells: Cells) -> Strategy:
-        """Sort the cells by class; about 4 bytes a cell are held, less where the file is sorted by class."""
+        """Sort the cells by class; takes about 4 bytes per cell, less if the file is sorted by class."""
         check_rows("Grouped", cells)
         if cells.batch_size % self.size:
             raise PlanError(
@@ -86,14 +86,14 @@ class Grouped:
 
 
 def check_remainder(sampler: str, value: object) -> None:
-    """Raise PlanError where it is not said what becomes of cells that make no whole set."""
+    """Raise PlanError unless `remainder`, for cells left over after the last whole set, is valid."""
     if value not in ("drop", "fill"):
         raise PlanError(f"{sampler}(remainder={value!r}): expected 'drop' or 'fill'.")
 
 
 @dataclass(frozen=True, eq=False)
 class Sets:
-    """Sets of cells of one class, bound to cells."""
+    """The strategy for sets of cells of one class."""
 
     queues: Queues
     n_sets: NDArray[np.int64]
@@ -102,11 +102,11 @@ class Sets:
 
     @property
     def unit(self) -> int:
-        """Cells of a set."""
+        """Number of cells in a set."""
         return self.size
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the cells of one epoch, over all ranks."""
+        """Return the number of cells in one epoch, over all ranks."""
         del file_rows
         return int(self.n_sets.sum()) * self.size
 
@@ -122,7 +122,7 @@ class Sets:
 
 
 class _SetOrder:
-    """Sets numbered through, class by class, in shuffled blocks; each is a stretch of the first pass of its queue."""
+    """The order of sets, numbered class by class, in shuffled blocks; each is a slice of its queue's first pass."""
 
     def __init__(self, sets: Sets, key_words: tuple[int, ...]) -> None:
         self._queues, self._size = sets.queues, sets.size
@@ -133,20 +133,20 @@ class _SetOrder:
         self._key = int(key)
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at places start..stop as ranges, shape (n, 2)."""
+        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
         first, last = start // self._size, -(-stop // self._size)
         number = expand_ranges(self._blocks.ranges(first, last))
         group = np.searchsorted(self._first_set, number, side="right") - 1
         place = ((number - self._first_set[group]) * self._size)[:, None] + np.arange(self._size)
         group = np.repeat(group, self._size)
-        # The last set of a class runs over the end of the first pass, and is topped up from the beginning of it.
+        # The last set of a class may run past the end of the first pass; it is filled up from the start of that pass.
         place = place.ravel() % np.diff(self._queues.edges)[group]
         skip = start - first * self._size
         part = slice(skip, skip + stop - start)
         return as_ranges(self._queues.take(group[part], place[part], self._key))
 
     def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
-        """Return the sets of a fetch in random order, each whole."""
+        """Return the sets of a fetch in random order, each kept whole."""
         n_whole, rest = divmod(stop - start, self._size)
         places = permuted_table(n_whole, key)[:, None] * self._size + np.arange(self._size)
         return np.append(places.ravel(), np.arange(stop - start - rest, stop - start))
