@@ -50,11 +50,11 @@ class Subset:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of obs that it needs."""
+        """The obs columns that it needs."""
         return () if self.inner is None else as_sampler(self.inner).columns
 
     def over(self, cells: Cells) -> Strategy:
-        """Find the rows; they are held as runs, or 4 bytes each, whichever is less."""
+        """Find the rows; they are stored as runs, or 4 bytes each, whichever is smaller."""
         within = list_of_mask(cells.take(self._mask(cells.n_store_rows)))
         if not within.n_rows:
             those = " that the one around it holds" if cells.chosen else ""
@@ -89,7 +89,7 @@ class Subset:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A strategy for some of the rows, numbered through."""
+    """A strategy over a subset of rows, numbered consecutively."""
 
     inner: Strategy
     rows: RowList
@@ -97,17 +97,17 @@ class Part:
 
     @property
     def unit(self) -> int:
-        """That of the inner strategy."""
+        """The unit of the inner strategy."""
         return getattr(self.inner, "unit", 1)
 
     @property
     def per_rank(self) -> Callable[[int, int, int], Any] | None:
-        """That of the inner strategy, its blocks as blocks of all rows."""
+        """The inner strategy's function, with its blocks mapped to blocks of all rows."""
         inner = getattr(self.inner, "per_rank", None)
         return None if inner is None else lambda *asked: self._blocks(inner(*asked))
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the rows of one epoch, over all ranks."""
+        """Return the number of rows in one epoch, over all ranks."""
         del file_rows
         return self.inner.n_rows(self.file_rows)
 
@@ -117,13 +117,13 @@ class Part:
         return MappedOrder(self.inner.order(self.file_rows, key_words), self.rows)
 
     def describe(self) -> dict[str, Any]:
-        """Return what describes the inner strategy, and a digest of the rows."""
+        """Return the inner strategy's description, and a digest of the rows."""
         return {"name": "Subset", "rows": digest(self.rows.starts, self.rows.ends), "inner": self.inner.describe()}
 
     def _blocks(self, given: Any) -> Any:
         blocks = np.asarray(given)
         if blocks.ndim != 2 or blocks.shape[1] != 2 or blocks.dtype.kind not in "iu":
-            return given  # which is refused where it was asked for
+            return given  # the caller rejects it
         if blocks.size and (blocks.min() < 0 or blocks.max() > self.rows.n_rows):
             raise PlanError(
                 f"sampler: it gave blocks up to row {blocks.max()} inside a Subset, whose rows are numbered through; "
@@ -133,23 +133,23 @@ class Part:
 
 
 def block_size_of(sampler: Any) -> int | None:
-    """Return the block size of a `BlockShuffle`, also inside a `Subset`; None of a sampler that leaves it open."""
+    """Return the block size of a `BlockShuffle`, also inside a `Subset`; None for samplers that do not set one."""
     while isinstance(sampler, Subset):
         sampler = sampler.inner
     return sampler.block_size if isinstance(sampler, BlockShuffle) else None
 
 
 class MappedOrder:
-    """An order of rows numbered through, as one of the rows that they stand for."""
+    """An order of consecutively numbered rows, mapped to the rows they stand for."""
 
     def __init__(self, inner: RowOrder, rows: RowList) -> None:
         self._inner = inner
         self._rows = rows
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at places start..stop as ranges, shape (n, 2)."""
+        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
         return self._rows.map_ranges(self._inner.ranges(start, stop))
 
     def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
-        """Return how the inner order is handed over."""
+        """Return the inner order's arrangement."""
         return self._inner.arrange(start, stop, key)
