@@ -1,13 +1,13 @@
-"""Where bytes lie, when they lie in objects of a remote: ranges by many requests at a time, and files for libraries.
+"""Byte sources in the objects of a remote: ranges read by many concurrent requests, and file objects for libraries.
 
 Requirements this module answers
 --------------------------------
-- What is read comes in one request for each coalesced range, many of them under way in one process.
-- Where the remote is busy it is asked again, with patience; where it is slow with one answer, it is asked for that a
-  second time, and the first to come counts.
-- What is read is what was there when it was opened, or reading it is an error.
-- Libraries that read metadata in small pieces make few requests.
-- Who closes a source does not wait for answers that do not come.
+- Each coalesced range is one request, and a process has many requests in flight.
+- Requests to a busy remote are retried, with patience; a slow request is issued a second time, and the first response
+  wins.
+- A read returns the content as of opening, or raises an error.
+- Libraries that read metadata in small pieces cause few requests.
+- Closing a source does not wait for responses that never come.
 """
 
 from __future__ import annotations
@@ -39,43 +39,43 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 IN_FLIGHT = 64
-"""Requests of this process that are under way at a time: of 1 MB and 30 ms each, 2 GB/s, which few networks give."""
+"""Concurrent requests of this process: at 1 MB and 30 ms each, 2 GB/s, more than most networks deliver."""
 
 MAX_GAP, MAX_EXTENT = 128 << 10, 4 << 20
-"""Limits of coalescing: with so many under way, a request at 30 ms takes 0.5 ms of a network's time, in which 250 MB/s
-bring 128 KB; and an object store gives its best from some MB a request on."""
+"""Limits of coalescing: with so many in flight, a 30 ms request costs 0.5 ms of network time, in which 250 MB/s deliver
+128 KB; and an object store reaches full throughput from a few MB per request on."""
 
 _SLOW = 4.0
-"""What takes so many times as long as usual is asked for a second time."""
+"""A request that takes this many times as long as usual is issued a second time."""
 _LEAST_SLOW_S = 0.1
 _LEAST_ANSWERS = 20
-"""Answers before it is known what is usual."""
+"""Responses needed before the usual time is known."""
 _SECOND_SHARE = 0.05
-"""At most this share of the requests are second ones: a remote that is slow with everything is left in peace."""
+"""Maximum share of second requests, so as not to burden a remote that is slow with everything."""
 
 _BLOCK, _BLOCKS_AHEAD, _MAX_BLOCKS_AHEAD, _MAX_BLOCKS = 64 << 10, 4, 128, 4096
-"""A file's cache: bytes of a block; blocks read at least, and at most where they are read in turn; blocks kept."""
+"""Cache of a file: bytes per block; minimum blocks per read, and maximum in sequential reading; blocks kept."""
 
 
 class NearRemote(Protocol):
-    """A remote that has some of its bytes near at hand, so that ranges of it are coalesced like a disk's."""
+    """A remote with local copies of some of its bytes, so that its ranges are coalesced like a disk's."""
 
     max_gap: int
     max_extent: int
 
     def fill(self, wanted: RemoteObject, start: int, out: NDArray[np.uint8]) -> bool:
-        """Fill `out` with the bytes from `start` on and return True, or return False where they are not all here."""
+        """Fill `out` with the bytes from `start` on and return True, or return False if not all are local."""
 
     def forget(self, wanted: RemoteObject, start: int, stop: int) -> None:
-        """Keep no copy of bytes that have turned out to be damaged."""
+        """Drop copies of bytes that turned out to be damaged."""
 
     def counts(self) -> tuple[int, int]:
-        """Return how many of the bytes that were asked for were near at hand, and how many were not."""
+        """Return how many of the requested bytes were local, and how many were not."""
 
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """A range of an object on its way, and how often it is being asked for."""
+    """A range of an object in flight, and its number of pending requests."""
 
     wanted: RemoteObject
     start: int
@@ -87,7 +87,7 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Errand:
-    """Pieces of one remote that are waited for together."""
+    """Pieces of one remote that a caller waits for together."""
 
     remote: Remote
     answers: SimpleQueue[tuple[_Piece, Any]] = field(default_factory=SimpleQueue)
@@ -95,14 +95,14 @@ class _Errand:
 
 
 class Requests:
-    """Threads that ask remotes for ranges.
+    """Threads that request ranges from remotes.
 
     Parameters
     ----------
     in_flight
-        Requests under way at a time.
+        Maximum concurrent requests.
     patience
-        With remotes that are busy.
+        Retry policy for busy remotes.
     """
 
     def __init__(self, in_flight: int = IN_FLIGHT, patience: Patience | None = None) -> None:
@@ -115,11 +115,11 @@ class Requests:
         self._n_second = 0
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Return what a function returns, called again where it finds a remote busy."""
+        """Call a function, retrying while the remote is busy, and return its result."""
         return self._patience.ask(question, self._ended)
 
     def map(self, function: Callable[[Any], T], values: Iterable[Any]) -> list[T]:
-        """Return what a function returns for each value, in order; it is called for many at a time."""
+        """Apply a function to each value, many concurrently, and return the results in order."""
         return self._pool.map(lambda value: self.ask(partial(function, value)), values)
 
     def fill(
@@ -128,21 +128,21 @@ class Requests:
         ranges: Sequence[tuple[RemoteObject, int, NDArray[np.uint8]]],
         ended: threading.Event | None = None,
     ) -> None:
-        """Read ranges of objects, and return when all are there.
+        """Read ranges of objects, and return when all have arrived.
 
         Parameters
         ----------
         remote
-            Where they are.
+            The remote that holds them.
         ranges
-            Of each the object, its first byte, and where its bytes go.
+            For each, the object, its first byte, and the buffer to fill.
         ended
-            Nothing is waited for once it is set.
+            Waiting stops once this is set.
 
         Raises
         ------
         ReadError
-            One of them cannot be had, or the requests were ended.
+            A range cannot be read, or the requests were ended.
         """
         errand, pieces = _Errand(remote), [_Piece(*each) for each in ranges]
         n_left, look_at = len(pieces), time.monotonic() + self._slow_s() / 2
@@ -164,7 +164,7 @@ class Requests:
             errand.over.set()
 
     def close(self) -> None:
-        """End all: what is under way is waited for a moment only, and brings an error to those who wait for it."""
+        """End all requests: those in flight get a brief grace period, then fail for whoever waits for them."""
         self._ended.set()
         self._pool.close()
 
@@ -197,20 +197,20 @@ class Requests:
 
     @staticmethod
     def _take(piece: _Piece, answer: Any) -> int:
-        """Put an answer where it belongs; return how many pieces fewer are missing."""
+        """Store a response in its buffer; return by how many the missing pieces decreased."""
         piece.n_asked -= 1
         if piece.is_there:
             return 0
         if isinstance(answer, BaseException):
             if piece.n_asked:
-                return 0  # the other request may do better
+                return 0  # the other request may succeed
             raise answer
         np.copyto(piece.out, np.frombuffer(answer, dtype=np.uint8))
         piece.is_there = True
         return 1
 
     def _ask_again(self, errand: _Errand, pieces: Sequence[_Piece]) -> None:
-        """Ask a second time for what takes much longer than usual."""
+        """Issue a second request for ranges that take much longer than usual."""
         if self._n_answers < _LEAST_ANSWERS:
             return
         long_ago = time.monotonic() - self._slow_s()
@@ -231,7 +231,7 @@ def _ended(remote: Remote) -> ReadError:
 
 
 class _Shared:
-    """The requests of this process, as long as anybody has sources open."""
+    """The requests of this process, kept while any source is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -239,14 +239,14 @@ class _Shared:
         self._n_users = 0
 
     def take(self) -> Requests:
-        """Return them; who takes them gives them back."""
+        """Return the shared requests; the caller must give them back."""
         with self._lock:
             self._n_users += 1
             self._requests = self._requests or Requests()
             return self._requests
 
     def give_back(self) -> None:
-        """End them where nobody else uses them."""
+        """End the requests if nobody else uses them."""
         with self._lock:
             self._n_users -= 1
             if self._n_users:
@@ -260,25 +260,25 @@ _shared = _Shared()
 
 
 class RemoteSource:
-    """Objects of a remote as one row of bytes.
+    """Objects of a remote as one address space of bytes.
 
     Parameters
     ----------
     name
-        What errors call it.
+        Name in error messages.
     remote
-        Where the objects are; one with copies near at hand is a `NearRemote`.
+        Where the objects are; one with local copies is a `NearRemote`.
     objects
-        What they were when they were opened.
+        The objects as of opening.
 
     Attributes
     ----------
     base : (n,) int64
-        Address of the first byte of each object: rising, further apart than any coalescing reads over.
+        Address of the first byte of each object: ascending, with gaps too large for coalescing to read over.
     near
-        The remote, where it has copies near at hand, else None.
+        The remote if it has local copies, else None.
     requests
-        By which it is read; shared by all sources of the process.
+        The requests it reads through, shared by all sources of the process.
     """
 
     memory = None
@@ -301,15 +301,15 @@ class RemoteSource:
 
     @property
     def ranges(self) -> RemoteSource:
-        """Itself: it reads many ranges at a time."""
+        """The source itself: it reads many ranges at a time."""
         return self
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the number of the object at each address, the byte in it, and its size."""
+        """Return, for each address, the index of its object, the offset in it, and its size."""
         return find_files(self.base, self._nbytes, offset)
 
     def where_is(self, offset: int) -> tuple[str, int]:
-        """Return the address of the object there, and the byte in it."""
+        """Return the start address of the object there, and the offset in it."""
         if not self.objects:
             return self.name, offset
         number, at, _ = locate_byte(self, offset)
@@ -317,11 +317,11 @@ class RemoteSource:
 
     @contextmanager
     def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Give -1: no descriptor."""
+        """Return -1: there is no descriptor."""
         yield [-1] * len(numbers)
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
-        """Fill `buffer` from an address on; return the bytes got, fewer only at the end of the object there."""
+        """Fill `buffer` from an address on; return the bytes read, fewer only at the end of the object there."""
         _, at, size = locate_byte(self, offset)
         n = max(0, min(buffer.size, size - at))
         step = np.arange(0, n, self.max_extent, dtype=np.int64)
@@ -335,7 +335,7 @@ class RemoteSource:
         place: NDArray[np.int64],
         buffer: NDArray[np.uint8],
     ) -> None:
-        """Read byte ranges whole; see `RangeReader.read_many`."""
+        """Read byte ranges completely; see `RangeReader.read_many`."""
         if self._ended.is_set():
             raise _ended(self.remote)
         number, at, size = self.locate(offset)
@@ -353,18 +353,18 @@ class RemoteSource:
             self.requests.fill(self.remote, far, self._ended)
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Keep no copy of bytes that have turned out to be damaged; see `RangeReader.forget`."""
+        """Drop copies of bytes that turned out to be damaged; see `RangeReader.forget`."""
         if self.near is not None and nbytes:
             number, at, _ = locate_byte(self, offset)
             self.near.forget(self.objects[number], at, at + nbytes)
 
     def reach(self, number: int) -> Reach | None:
-        """Return how another client can read an object; None where only this one can, or copies are near at hand."""
+        """Return how another client can read an object; None if only this one can, or there are local copies."""
         reach = getattr(self.remote, "reach", None)
         return None if reach is None or self.near is not None or not self.objects else reach(self.objects[number].key)
 
     def check_same(self, numbers: Sequence[int]) -> None:
-        """Raise ReadError where objects are not what they were when they were opened; each is asked for."""
+        """Raise ReadError if an object has changed since it was opened; requests each one."""
         wanted = [self.objects[number] for number in numbers]
         for was, now in zip(wanted, self.requests.map(lambda o: self.remote.head(o.key), wanted), strict=True):
             place = f"{self.remote.name}/{was.key}"
@@ -374,14 +374,14 @@ class RemoteSource:
                 raise ReadError(f"{place}: the object was changed since it was listed; open it again.")
 
     def check_unchanged(self) -> None:
-        """Do nothing: every request names the content that was opened, and another is an error then."""
+        """Do nothing: every request names the content that was opened, and fails on any other."""
 
     def end(self) -> None:
-        """Let reads fail that wait for answers; see `RangeReader.end`."""
+        """Fail reads that wait for responses; see `RangeReader.end`."""
         self._ended.set()
 
     def close(self) -> None:
-        """Let go of the requests; may be called twice."""
+        """Release the requests; may be called twice."""
         self.end()
         if not self._is_closed:
             self._is_closed = True
@@ -389,11 +389,10 @@ class RemoteSource:
 
 
 class RemoteFile(io.RawIOBase):
-    """An object as a file to read from, in blocks that are kept: for libraries that read metadata in small pieces.
+    """An object as a readable file with a block cache, for libraries that read metadata in small pieces.
 
-    Blocks are read one after the other in growing requests; what is known to be asked for is brought at once (`bring`).
-    Of the trees in which HDF5 keeps the places of chunks, which it would ask for node by node, all nodes of a level are
-    brought as soon as one above them is read.
+    Sequential reads grow their requests; ranges known to be needed are prefetched (`bring`). HDF5 would read the trees
+    that hold chunk addresses node by node: all nodes of a level are prefetched as soon as one above them is read.
 
     Parameters
     ----------
@@ -421,17 +420,17 @@ class RemoteFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Return the place of the next byte."""
+        """Return the current position."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place; return it."""
+        """Move to a position and return it."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._source.nbytes}[whence]
         self._at = start + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the current place on; return the bytes got, fewer only at the end."""
+        """Fill a buffer from the current position on; return the bytes read, fewer only at the end."""
         out = np.frombuffer(buffer, dtype=np.uint8)
         n = max(0, min(out.size, self._source.nbytes - self._at))
         node = self._nodes.get(self._at, b"")
@@ -446,7 +445,7 @@ class RemoteFile(io.RawIOBase):
         return n
 
     def _fill(self, out: NDArray[np.uint8], at: int) -> None:
-        """Fill `out` from kept blocks, after those that are missing were read."""
+        """Fill `out` from cached blocks, reading those that are missing first."""
         first, last = at // _BLOCK, (at + out.size - 1) // _BLOCK + 1
         missing = [number for number in range(first, last) if number not in self._blocks]
         if missing:
@@ -460,7 +459,7 @@ class RemoteFile(io.RawIOBase):
             self._blocks.popitem(last=False)
 
     def _read_blocks(self, first: int, last: int) -> None:
-        """Read blocks and some that follow: the more, the longer they have been read in turn."""
+        """Read blocks and some that follow: the longer the sequential run, the more."""
         self._ahead = min(2 * self._ahead, _MAX_BLOCKS_AHEAD) if first == self._next_block else _BLOCKS_AHEAD
         self._next_block = max(last, first + self._ahead)
         start, stop = first * _BLOCK, min(self._next_block * _BLOCK, self._source.nbytes)
@@ -470,14 +469,14 @@ class RemoteFile(io.RawIOBase):
             self._blocks[first + at // _BLOCK] = run[at : at + _BLOCK]
 
     def bring(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Read ranges, of which each is a first byte and a length, many at a time.
+        """Prefetch ranges, each a first byte and a length, many at a time.
 
-        Each is then there for who reads from its first byte on. One that leaves the file is left out.
+        Each then serves reads that start at its first byte. Ranges that extend beyond the file are skipped.
         """
         inside = sorted({(at, n) for at, n in ranges if at >= 0 and 0 < n <= self._source.nbytes - at})
         runs: list[list[tuple[int, int]]] = []
         end = -_BLOCK
-        for at, n in inside:  # those that are near to each other come together
+        for at, n in inside:  # nearby ones are read together
             if not runs or at - end >= _BLOCK or at + n - runs[-1][0][0] > self._source.max_extent:
                 runs.append([])
             runs[-1].append((at, n))
@@ -492,7 +491,7 @@ class RemoteFile(io.RawIOBase):
                 self._nodes[at] = buffer[start + at : start + at + n].tobytes()
 
     def _read_nodes(self, children: list[int], nbytes: int) -> None:
-        """Read nodes of a tree, and the levels below them, all of a level at once."""
+        """Read nodes of a tree and the levels below them, a whole level at a time."""
         while children:
             new = {at for at in children if at not in self._nodes}
             self.bring((at, nbytes) for at in new)
@@ -500,11 +499,11 @@ class RemoteFile(io.RawIOBase):
 
 
 def _children(node: bytes) -> list[int]:
-    """Return the addresses of the nodes below one of a tree of chunks; [] where it is a leaf, or no such node."""
+    """Return the addresses of a chunk-tree node's children; [] if it is a leaf, or not such a node."""
     if node[:5] != b"TREE\x01" or node[5] == 0:
         return []
     n_used = int.from_bytes(node[6:8], "little")
-    for key_nbytes in (24, 32):  # of arrays of one and of two dimensions
+    for key_nbytes in (24, 32):  # for arrays of one and of two dimensions
         n_places, rest = divmod(len(node) - 24 - key_nbytes, key_nbytes + 8)
         if not rest and n_used <= n_places:
             starts = (24 + key_nbytes + i * (key_nbytes + 8) for i in range(n_used))

@@ -38,7 +38,7 @@ class Passes:
     Attributes
     ----------
     n_rows, n_columns
-        Its shape.
+        Shape of the matrix.
     is_bfloat16
         Whether its values have only bfloat16 precision.
     """
