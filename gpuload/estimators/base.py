@@ -49,7 +49,7 @@ class Estimator:
         Raises
         ------
         ValueError
-            There is no such parameter (scikit-learn's rule).
+            There is no such parameter (scikit-learn's convention).
         """
         for name, value in params.items():
             if name not in self._names():
