@@ -181,7 +181,7 @@ class Requests:
         answer: Any
         try:
             answer = self._patience.ask(lambda: self._get(errand.remote, piece), errand.over)
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             answer = error
         errand.answers.put((piece, answer))
 

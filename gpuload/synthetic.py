@@ -1,11 +1,11 @@
-"""An openly stated generator of data shaped like Tahoe-100M, for demos, tests and benchmarks.
+"""A documented generator of data shaped like Tahoe-100M, for demos, tests and benchmarks.
 
-Benchmarks need a file of the right shape on any machine, without a download of hundreds of gigabytes. What matters for
-an input pipeline is reproduced: stored values per cell, how far `data` and `indices` can be compressed, the order of
-the cells on disk, and labels that a model can learn. It is not biology: nothing comes from the real data but the
-figures cited below.
+Benchmarks need a file of the right shape on any machine, without downloading hundreds of gigabytes. The generator
+reproduces what matters for an input pipeline: stored values per cell, compressibility of `data` and `indices`, the
+order of the cells on disk, and labels that a model can learn. It is not biology: only the figures cited below come from
+the real data.
 
-Knows nothing of files, loaders or AnnData: it returns SciPy and pandas values.
+This module is independent of files, loaders and AnnData: it returns SciPy and pandas objects.
 
 References
 ----------
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 MEAN_COUNTS = 1_500
-"""Stored values per cell, unless chosen otherwise (Tahoe-100M: about 1,450)."""
+"""Default number of stored values per cell (Tahoe-100M: about 1,450)."""
 
 COUNTS_SD = 735 / MEAN_COUNTS
 """Standard deviation of the stored values per cell, relative to their mean."""
@@ -41,12 +41,12 @@ COUNTS_SD = 735 / MEAN_COUNTS
 GENE_SKEW = 2.35
 """Standard deviation of the logarithm of gene popularity.
 
-With `BURST` it decides how far the counts can be compressed: gzip at level 4 shrinks `data` 7.7 times and `indices` 2.1
-times, to 2.5 bytes a stored value.
+With `BURST` it determines how well the counts compress: gzip at level 4 shrinks `data` 7.7 times and `indices` 2.1
+times, to 2.5 bytes per stored value.
 """
 
 BURST = 0.25
-"""A stored value has k extra UMIs with chance ``(1 - BURST) * BURST**k``: more spread than a multinomial draw alone."""
+"""A stored value has k extra UMIs with probability ``(1 - BURST) * BURST**k``: more spread than a multinomial."""
 
 PLATE_SHARE, LINE_SHARE, DRUG_SHARE = 0.02, 0.025, 0.02
 """Share of a cell's UMIs that falls on the genes raised by its plate, cell line and drug."""
@@ -58,7 +58,7 @@ SILENCED_GENES = 1 / 300
 """Fraction of the genes that a cell line does not express at all."""
 
 _BLOCK_ROWS = 512
-"""Cells made at one time from one random stream: part of the model, so the result depends on nothing but the seed."""
+"""Cells per block, drawn from one random stream: part of the model, so that the result depends only on the seed."""
 
 _BASE_SLOTS = 1 << 21
 _OWN_SLOTS = 1 << 12
@@ -67,14 +67,14 @@ _BURST_SLOTS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A label that raises genes of its own.
+    """A label whose categories each raise genes of their own.
 
     Attributes
     ----------
     n
-        Its categories.
+        Number of categories.
     share
-        Of a cell's UMIs, on the genes that the cell's category raises.
+        Share of a cell's UMIs on the genes that its category raises.
     genes
         Genes that one category raises, as a fraction of all genes.
     """
@@ -86,11 +86,10 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class CountModel:
-    """Everything that cells are drawn from; made by `count_model`.
+    """The parameters that cells are drawn from; created by `count_model`.
 
-    A draw of one UMI is a uniform choice among the slots of a table, each slot holding a gene number: one gather, no
-    search. All tables lie end to end in `slots`: that of the genes' popularity, then one for each category of each
-    label.
+    A UMI is drawn by choosing uniformly among the slots of a table, each of which holds a gene number: one gather, no
+    search. All tables are concatenated in `slots`: that of gene popularity, then one per category of each label.
 
     Attributes
     ----------
@@ -107,7 +106,7 @@ class CountModel:
     burst : (_BURST_SLOTS,) float32
         Extra UMIs of a stored value.
     depth, distinct : (n_grid,) float64
-        UMIs of a cell, and the number of distinct genes expected among them; both rising.
+        UMIs of a cell, and the expected number of distinct genes among them; both ascending.
     """
 
     n_vars: int
@@ -146,7 +145,7 @@ def tahoe_shaped(
     n_obs, n_vars
         Cells and genes.
     mean_counts_per_cell
-        Mean number of stored values of a cell; None means `MEAN_COUNTS`, or an eighth of `n_vars` where that is less.
+        Mean number of stored values per cell; None: `MEAN_COUNTS`, or an eighth of `n_vars` if that is less.
     n_plates, n_cell_lines, n_drugs
         Number of categories of each label.
     seed
@@ -171,7 +170,7 @@ def tahoe_shaped(
 
     Notes
     -----
-    Memory is that of the result, 8 bytes a stored value, and some 60 MB.
+    Memory use is that of the result, 8 bytes per stored value, plus about 60 MB.
     """
     mean_counts = min(MEAN_COUNTS, n_vars / 8) if mean_counts_per_cell is None else mean_counts_per_cell
     _check(n_obs, n_vars, mean_counts, n_plates, n_cell_lines, n_drugs)
@@ -189,7 +188,7 @@ def tahoe_shaped(
 
 
 def _check(n_obs: int, n_vars: int, mean_counts: float, n_plates: int, n_cell_lines: int, n_drugs: int) -> None:
-    """Raise PlanError where the sizes make no data set."""
+    """Raise PlanError if the sizes are invalid."""
     if n_obs < 0:
         raise PlanError(f"n_obs={n_obs!r}: expected at least 0 cells.")
     sizes = {"n_vars": n_vars, "n_plates": n_plates, "n_cell_lines": n_cell_lines, "n_drugs": n_drugs}
@@ -221,11 +220,11 @@ def count_model(rng: np.random.Generator, n_vars: int, kinds: tuple[Kind, ...]) 
     Parameters
     ----------
     rng
-        What it is drawn from.
+        Source of random numbers.
     n_vars
-        Genes.
+        Number of genes.
     kinds
-        The labels, two at least; the second one (the cell line) also silences 1 gene in 300 of each category.
+        The labels, at least two; the second one (the cell line) also silences 1 gene in 300 of each category.
     """
     popularity = rng.lognormal(sigma=GENE_SKEW, size=n_vars)
     popularity /= popularity.sum()
@@ -263,18 +262,18 @@ def draw_counts(
     seed_words: tuple[int, ...],
     progress: Callable[[int], None] | None,
 ) -> csr_matrix:
-    """Draw the counts of all cells, block by block, into arrays that are cut to size at the end.
+    """Draw the counts of all cells, block by block, into arrays that are trimmed at the end.
 
     Parameters
     ----------
     model
-        What they are drawn from.
+        The model to draw from.
     labels : (n_kinds, n_obs) int32
         Categories of every cell, in the order of the model's labels.
     depth : (n_obs,) int64
         UMIs of every cell before bursts.
     seed_words
-        What the numbers depend on, beside the number of the block.
+        Seeds the random numbers, together with the block number.
     progress
         Called with the number of cells done, after every 512 cells.
 
@@ -337,12 +336,12 @@ def _draw_block(
 
 
 def _spread(weights: NDArray[np.float64], n_slots: int) -> NDArray[np.int64]:
-    """Return positions 0 .. len(weights) - 1 in order, each as often as its weight says, shape (n_slots,)."""
+    """Return positions 0 .. len(weights) - 1 in order, each repeated in proportion to its weight, shape (n_slots,)."""
     return np.repeat(np.arange(weights.size), _apportion(weights, n_slots))
 
 
 def _apportion(weights: NDArray[np.float64], total: int) -> NDArray[np.int64]:
-    """Return whole numbers in proportion to `weights` that add up to `total`."""
+    """Return integers proportional to `weights` that sum to `total`."""
     edges = np.rint(np.cumsum(weights) / np.sum(weights) * total).astype(np.int64)
     return np.diff(edges, prepend=0)
 
@@ -374,7 +373,7 @@ def gene_table(n_vars: int) -> pd.DataFrame:
 
 
 def _with_counts(obs: pd.DataFrame, X: csr_matrix, mean_counts: float) -> pd.DataFrame:
-    """Return `obs` with what is counted in every cell."""
+    """Return `obs` with the per-cell count columns."""
     gene_count = np.diff(X.indptr)
     return obs.assign(
         gene_count=gene_count.astype(np.int32),
@@ -384,6 +383,6 @@ def _with_counts(obs: pd.DataFrame, X: csr_matrix, mean_counts: float) -> pd.Dat
 
 
 def names(prefix: str, n: int) -> list[str]:
-    """Return n names with numbers of equal width, so that they sort as text in their order."""
+    """Return n names with zero-padded numbers, so that they sort as text in numeric order."""
     width = len(str(n))
     return [f"{prefix}_{number:0{width}d}" for number in range(1, n + 1)]

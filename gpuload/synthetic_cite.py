@@ -1,10 +1,10 @@
-"""An openly stated generator of paired cells, RNA and surface proteins, in the shape of the NeurIPS 2021 competition.
+"""A documented generator of paired cells, RNA and surface proteins, in the shape of the NeurIPS 2021 competition.
 
-What is known of the real data and reproduced: cells, genes, proteins and batches; the share of stored values (14 %);
-log-normalised expression; proteins as centred log ratios; rare cell types over-represented among the test cells; batch
-effects, the test's of batches never seen. How proteins follow from a cell's state is a fixed map, which is handed over
-as well (`Paired.noise_free`). Its parameters were set once, from the sizes above and the spread of the real proteins;
-no method was run to choose them. It is not biology.
+It reproduces these known properties of the real data: cells, genes, proteins and batches; the share of stored values
+(14 %); log-normalised expression; proteins as centred log ratios; rare cell types over-represented among the test
+cells; batch effects, with unseen batches in the test set. Proteins follow from a cell's state by a fixed map, whose
+output is returned as well (`Paired.noise_free`). Its parameters were set once, from the sizes above and the spread of
+the real proteins; no method was run to choose them. It is not biology.
 
 The model, per cell of type t in batch b, with state z (30 dimensions):
 
@@ -60,8 +60,8 @@ class Paired:
     cell_type : (n,) int32
         Types.
     noise_free : (n, n_proteins) float32
-        The proteins of a cell in that state without the noise of its batch, of the cell and of counting: about what a
-        method could reach that knew the model.
+        The proteins of a cell in that state, without batch, cell and counting noise: roughly the best that a method
+        that knew the model could predict.
     """
 
     genes: csr_matrix
@@ -85,13 +85,13 @@ def paired_cells(
     Parameters
     ----------
     n_train, n_test
-        Cells; the training cells lie sorted by batch, as in the competition's files.
+        Numbers of cells; the training cells are sorted by batch, as in the competition's files.
     n_genes, n_proteins
-        Features.
+        Numbers of features.
     seed
         At least 0.
     progress
-        Called with the number of cells that were made since.
+        Called with the number of cells made since the last call.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def paired_cells(
 
 
 class _Model:
-    """All that cells are drawn from."""
+    """The parameters that cells are drawn from."""
 
     def __init__(self, random: np.random.Generator, n_genes: int, n_proteins: int) -> None:
         n_batches = TRAIN_BATCHES + TEST_BATCHES
@@ -183,6 +183,6 @@ class _Model:
 
 
 def log_ratios(counts: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Return ``log1p(counts / geometric mean of (1 + counts))`` of each cell (a row): centred log ratios."""
+    """Return centred log ratios of each cell (row): ``log1p(counts / geometric mean of (1 + counts))``."""
     centre = np.exp(np.log1p(counts).mean(axis=1, keepdims=True))
     return np.asarray(np.log1p(counts / centre), dtype=np.float32)

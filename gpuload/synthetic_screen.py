@@ -1,14 +1,14 @@
-"""An openly stated generator of a drug screen in Tahoe-100M's shape: five labels to learn, files sorted by drug.
+"""A documented generator of a drug screen shaped like Tahoe-100M: five labels to learn, files sorted by drug.
 
-What is known of the real screen and reproduced: plates of one file each; all cell lines pooled in every well; a plate
-holds a quarter of the drugs, one after the other, so that on disk a drug is a run of cells of all lines; drugs belong
-to mechanisms, of which there are a fine and a broad list; plates differ (batch effects). The counts are those of
-`gpuload.synthetic`, whose constants for plates and cell lines are taken over. It is not biology.
+It reproduces these known properties of the real screen: plates of one file each; all cell lines pooled in every well; a
+plate holds a quarter of the drugs, one after the other, so that on disk a drug is a run of cells of all lines; drugs
+belong to mechanisms, with a fine and a broad list; plates differ (batch effects). The counts are those of
+`gpuload.synthetic`, with its constants for plates and cell lines. It is not biology.
 
 The model. Each UMI of a cell falls on a gene raised by its plate (2 %), cell line (2.5 %), broad mechanism (1 %), fine
 mechanism (1 %) or drug (1 %), or else on a gene by its popularity. A broad mechanism raises 1 gene in 50, a fine one 1
-in 100, a drug 1 in 200. So cell lines are told apart most easily and drugs least, drugs of one mechanism are alike, and
-a plate shifts all of its cells. These numbers were written down before any model was trained on the cells, and were not
+in 100, a drug 1 in 200. So cell lines are easiest to distinguish and drugs hardest, drugs of one mechanism are similar,
+and a plate shifts all of its cells. These numbers were fixed before any model was trained on the cells, and have not
 changed since.
 
 References
@@ -66,7 +66,7 @@ class Plate:
     Attributes
     ----------
     name
-        Of the plate: ``"plate_01"`` and so on, as in `obs`.
+        Name of the plate: ``"plate_01"`` and so on, as in `obs`.
     X : (n, n_vars) CSR matrix of float32
         Counts.
     obs
@@ -95,28 +95,28 @@ def screen_plates(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Plate]:
-    """Make a screen plate by plate, so that one is held at a time; a pure function of the sizes and the seed.
+    """Generate a screen plate by plate, holding one at a time; a pure function of the sizes and the seed.
 
-    Where there are two plates or more, every drug is on two at least: one held out holds no drug that the others lack.
+    With two or more plates, every drug is on at least two: a held-out plate has no drug that the others lack.
 
     Parameters
     ----------
     n_obs, n_vars
-        Cells of all plates together, which are of one size, and genes.
+        Total cells of all plates, which are of equal size, and genes.
     mean_counts_per_cell
-        Mean number of stored values of a cell; None means `gpuload.synthetic.MEAN_COUNTS`, or an eighth of `n_vars`
-        where that is less.
+        Mean number of stored values per cell; None: `gpuload.synthetic.MEAN_COUNTS`, or an eighth of `n_vars` if that
+        is less.
     n_plates, n_cell_lines, n_drugs, n_broad, n_fine
         Number of categories of each label.
     seed
         At least 0.
     progress
-        Called with the number of cells that were made since.
+        Called with the number of cells made since the last call.
 
     Yields
     ------
     Plate
-        In their order.
+        The plates, in order.
 
     Raises
     ------
@@ -126,7 +126,7 @@ def screen_plates(
 
     Notes
     -----
-    Memory is that of one plate, 8 bytes a stored value, and some 60 MB.
+    Memory use is that of one plate, 8 bytes per stored value, plus about 60 MB.
     """
     sizes = {"plate": n_plates, "cell_line": n_cell_lines, "moa_broad": n_broad, "moa_fine": n_fine, "drug": n_drugs}
     mean_counts = min(MEAN_COUNTS, n_vars / 8) if mean_counts_per_cell is None else mean_counts_per_cell
@@ -137,7 +137,7 @@ def screen_plates(
 
 
 class _Screen:
-    """All that plates are drawn from."""
+    """The parameters that plates are drawn from."""
 
     def __init__(self, rng: np.random.Generator, n_vars: int, sizes: dict[str, int]) -> None:
         self._sizes = sizes
@@ -184,11 +184,11 @@ class _Screen:
 
 
 _PREFIXES = {"plate": "plate", "cell_line": "line", "moa_broad": "broad", "moa_fine": "fine", "drug": "drug"}
-"""Columns of obs, in the order of the model's labels, and what the names of their categories begin with."""
+"""Columns of obs, in the order of the model's labels, and the prefixes of their categories' names."""
 
 
 def _since(progress: Callable[[int], None]) -> Callable[[int], None]:
-    """Return what tells `progress` the cells made since the last call, when called with those made so far."""
+    """Return a callback that takes the cells made so far, and passes those since its last call to `progress`."""
     told = 0
 
     def reach(n_done: int) -> None:
@@ -200,19 +200,19 @@ def _since(progress: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def _shares(rng: np.random.Generator, n: int, spread: float = CLASS_SPREAD) -> NDArray[np.float64]:
-    """Draw log-normal shares that add up to 1."""
+    """Draw log-normal shares that sum to 1."""
     weights = rng.lognormal(sigma=spread, size=n)
     return np.asarray(weights / weights.sum())
 
 
 def _deal(rng: np.random.Generator, n: int, n_classes: int) -> NDArray[np.int64]:
-    """Draw the class of each of n members: each class has one at least, and the sizes are unequal."""
+    """Draw the class of each of n members: every class has at least one, and the sizes are unequal."""
     more = rng.choice(n_classes, size=n - n_classes, p=_shares(rng, n_classes))
     return rng.permutation(np.concatenate([np.arange(n_classes), more]))
 
 
 def _check(n_obs: int, n_vars: int, mean_counts: float, sizes: dict[str, int]) -> None:
-    """Raise PlanError where the sizes make no screen."""
+    """Raise PlanError if the sizes are invalid."""
     for name, size in {"n_vars": n_vars, **{_ARGUMENTS.get(k, f"n_{k}s"): n for k, n in sizes.items()}}.items():
         if size < 1:
             raise PlanError(f"{name}={size!r}: expected at least 1.")
@@ -229,4 +229,4 @@ def _check(n_obs: int, n_vars: int, mean_counts: float, sizes: dict[str, int]) -
 
 
 _ARGUMENTS = {"moa_broad": "n_broad", "moa_fine": "n_fine"}
-"""What a label's number of categories is called where it is not ``n_<label>s``."""
+"""Parameter names of a label's number of categories, if not ``n_<label>s``."""
