@@ -80,6 +80,13 @@ def test_categories_that_cannot_be_had(two: tuple[Path, Path]) -> None:
             gpuload.open_loader(two[0], obs=["kind", "depth"], categories=categories)  # type: ignore[arg-type]
 
 
+def test_booleans_may_be_those_of_numpy(plain: Stored) -> None:
+    given = {"shuffle": np.bool_(False), "drop_last": np.bool_(True)}
+    with gpuload.open_loader(plain.path, batch_size=8, **given) as loader:  # type: ignore[arg-type]
+        rows = rows_of(loader)
+    np.testing.assert_array_equal(rows, np.arange(len(plain.dense) // 8 * 8))
+
+
 def test_obs_of_all_cells(two: tuple[Path, Path]) -> None:
     columns = ["kind", "depth", "source_file"]
     with gpuload.open_loader(list(two), obs=columns, where="depth > 1") as loader:
