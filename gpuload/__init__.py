@@ -32,7 +32,7 @@ from gpuload.loader import Loader
 from gpuload.logs import set_log_level
 from gpuload.opening import bind, block_size_for, check_categories, check_dtype, check_memory, check_sampler, coded
 from gpuload.packing import pack
-from gpuload.plan import Plan, check_sizes
+from gpuload.plan import DEFAULT_BLOCK_SIZE, Plan, check_sizes
 from gpuload.sampling import (
     BlockShuffle,
     ClassBalanced,
@@ -268,7 +268,7 @@ def open_loader(
         The device cannot be used.
     """
     del settings  # read by the decorator
-    check_sizes(batch_size, 16 if block_size is None else block_size, fetch_factor, prefetch, seed)
+    check_sizes(batch_size, DEFAULT_BLOCK_SIZE if block_size is None else block_size, fetch_factor, prefetch, seed)
     batch_size, fetch_factor, prefetch, seed = int(batch_size), int(fetch_factor), int(prefetch), int(seed)
     check_choice("uneven", uneven, ("drop", "pad"))
     rank, world_size = rank_and_world_size(rank, world_size)

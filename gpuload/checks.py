@@ -35,10 +35,14 @@ def check_seed(seed: object) -> int:
     return int(seed)
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a Python or NumPy real number; booleans are not."""
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
 def check_seconds(name: str, value: Any, *, may_be_0: bool = True) -> float:
     """Return a number of seconds; raise PlanError if it is not a number, is NaN, or is too small."""
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not (value > 0 or (may_be_0 and value == 0)):
+    if not is_number(value) or not (value > 0 or (may_be_0 and value == 0)):
         bound = "of at least 0" if may_be_0 else "above 0"
         raise PlanError(f"{name}={value!r}: expected a number of seconds {bound}.")
     return float(value)
@@ -46,8 +50,7 @@ def check_seconds(name: str, value: Any, *, may_be_0: bool = True) -> float:
 
 def check_share(name: str, value: Any) -> float:
     """Return a share from 0 to 1; raise PlanError for anything else."""
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= 1:
+    if not is_number(value) or not 0 <= value <= 1:
         raise PlanError(f"{name}={value!r}: expected a share from 0 to 1.")
     return float(value)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import PlanError
-from gpuload.plan import chunks_per_block
+from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
 from gpuload.sampling import Cells, Subset, block_size_of, plain
 
 if TYPE_CHECKING:
@@ -96,10 +96,10 @@ def check_sampler(sampler: Sampler | None, shuffle: bool) -> None:
 
 
 def block_size_for(sampler: Sampler | None, block_size: int | str | None) -> int | str:
-    """Return the block size given, else the sampler's own, else 16; raise PlanError if the two differ."""
+    """Return the block size given, else the sampler's own, else the default; raise PlanError if the two differ."""
     own = block_size_of(sampler)
     if own is None:
-        return 16 if block_size is None else block_size
+        return DEFAULT_BLOCK_SIZE if block_size is None else block_size
     if block_size not in (None, own):
         raise PlanError(f"block_size={block_size!r} with sampler=BlockShuffle({own}): two block sizes; drop one.")
     return own

@@ -25,7 +25,7 @@ from gpuload.backends import open_backend
 from gpuload.diversity import entropy_of_runs, fetch_entropy, iid_entropy, label_shares
 from gpuload.errors import PlanError
 from gpuload.loader import Loader
-from gpuload.plan import Plan, chunks_per_block
+from gpuload.plan import DEFAULT_BLOCK_SIZE, Plan, chunks_per_block
 from gpuload.sampling import BlockShuffle
 from gpuload.tables import Table
 from gpuload.types import Form
@@ -46,9 +46,6 @@ It also bounds how long a consumer waits at the start of an epoch: for one fetch
 may hold the whole file, which gives true random order.
 """
 
-DEFAULT_BLOCK_SIZE = 16
-"""The default of `gpuload.open_loader`."""
-
 BLOCKS_PER_FETCH = 64
 """Required if no label is given: several times the number of donors or plates in many studies."""
 
@@ -56,7 +53,7 @@ EXACT_CELLS = 4_000_000
 """Up to this many cells every block's labels are counted; for larger files, those of some planned fetches."""
 
 EXACT_LABELS = 1_000
-"""The same limit on labels: each takes up to a millisecond per setting compared."""
+"""The same limit on labels: exact counts take time in proportion to labels, for every setting compared."""
 
 _PLANNED_FETCHES = 4
 _PLANNED_CELLS = 1 << 13

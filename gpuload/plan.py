@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from gpuload.order import RowOrder
     from gpuload.sampling import Strategy
 
+DEFAULT_BLOCK_SIZE = 16
+"""Rows per block if neither the caller nor the sampler sets it."""
+
 _BLOCKS, _ROWS = 1, 2
 """Key words that separate the random keys of the block order from those of the permutations within fetches."""
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_obs_names, check_seed
+from gpuload.checks import check_obs_names, check_seed, is_number
 from gpuload.dealing import classes_of, deal_cells, deal_groups, hash_of, label_of, targets
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.loader import Loader
@@ -306,8 +306,7 @@ def _checked_shares(shares: Any) -> dict[str, float | list[Label] | EllipsisType
 
 
 def _is_share(value: Any) -> bool:
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    return is_number and 0 < value <= 1
+    return is_number(value) and 0 < value <= 1
 
 
 class _Opened:

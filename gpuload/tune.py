@@ -24,13 +24,13 @@ from gpuload.alignment import check_join
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
 from gpuload.outlook import (
-    DEFAULT_BLOCK_SIZE,
     Outlook,
     Outlooks,
     is_less_mixed,
     measure_pace,
     open_part,
 )
+from gpuload.plan import DEFAULT_BLOCK_SIZE
 from gpuload.types import Form
 
 if TYPE_CHECKING:

@@ -192,10 +192,7 @@ DTYPES = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "?")
 
 def numcodecs_v3() -> dict[str, Any]:
     """Return codecs that zarr 3 takes from numcodecs."""
-    try:
-        import zarr.codecs.numcodecs as nc
-    except ImportError:  # before zarr 3.1.3
-        import numcodecs.zarr3 as nc
+    import zarr.codecs.numcodecs as nc
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

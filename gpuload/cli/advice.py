@@ -11,12 +11,12 @@ from gpuload.cli import text
 from gpuload.cli.machine import usable_cores
 from gpuload.outlook import (
     BLOCKS_PER_FETCH,
-    DEFAULT_BLOCK_SIZE,
     MAX_FETCH_FACTOR,
     Outlook,
     Outlooks,
     measure_pace,
 )
+from gpuload.plan import DEFAULT_BLOCK_SIZE
 
 if TYPE_CHECKING:
     from gpuload.store import Store

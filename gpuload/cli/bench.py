@@ -191,12 +191,12 @@ def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span], g
     from gpuload.cli import page
     from gpuload.cli.figure import draw_timeline
 
+    forms = ([text.form_of(args.timeline)] if args.timeline else []) + (["png"] if args.report else [])
+    pictures = {form: draw_timeline(spans, result["verdict"], gpus, form=form) for form in set(forms)}
     if args.timeline:
-        form = text.form_of(args.timeline)
-        page.save(Path(args.timeline), draw_timeline(spans, result["verdict"], gpus, form=form))
+        page.save(Path(args.timeline), pictures[forms[0]])
     if args.report:
-        picture = draw_timeline(spans, result["verdict"], gpus)
-        page.save(Path(args.report), page.page(result, versions(PACKAGES), picture).encode())
+        page.save(Path(args.report), page.page(result, versions(PACKAGES), pictures["png"]).encode())
 
 
 def _endless(dataset: CellDataset, loader: Loader, epochs: list[bench_cache.Epoch]) -> Generator[Any, None, None]:

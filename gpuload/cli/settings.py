@@ -8,6 +8,7 @@ import gpuload
 from gpuload.alignment import JOINS
 from gpuload.cli import text
 from gpuload.errors import ReadError
+from gpuload.plan import DEFAULT_BLOCK_SIZE
 
 if TYPE_CHECKING:
     import argparse
@@ -41,11 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--block-size",
         type=text.block_size,
-        default=16,
+        default=DEFAULT_BLOCK_SIZE,
         metavar="N",
         help=(
             "consecutive cells to read together: 1 for true random order, 'chunk' for the file's own chunks, "
-            "'2 chunks' for pairs of them (default: 16)"
+            f"'2 chunks' for pairs of them (default: {DEFAULT_BLOCK_SIZE})"
         ),
     )
     group.add_argument(

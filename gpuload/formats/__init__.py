@@ -187,7 +187,7 @@ def _with_columns(store: Store, names: Sequence[str]) -> Store:
 
 
 class _Names:
-    """Names of genes, each held once: those of a thousand files, each with its own, would take 4 GB."""
+    """Gene names, each string held once: most of them occur in every file, and each file would hold its own."""
 
     def __init__(self) -> None:
         self._tables: dict[int, NDArray[np.object_]] = {}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from gpuload.checks import is_number
 from gpuload.errors import PlanError
 from gpuload.sampling.base import about_column, check_mask, check_number, check_rows, digest, names_in
 from gpuload.sampling.queues import DrawnOrder, Queues, Shares
@@ -189,8 +190,7 @@ class Mixture:
     def __post_init__(self) -> None:
         _check_num_samples("Mixture", self.num_samples)
         for part, share in self._pairs():
-            is_number = isinstance(share, (int, float, np.integer, np.floating)) and not isinstance(share, bool)
-            if not is_number or not 0 < share < float("inf"):
+            if not is_number(share) or not 0 < share < float("inf"):
                 name = os.fspath(part) if isinstance(part, (str, os.PathLike)) else "a mask"
                 raise PlanError(f"Mixture: the share of {name} is {share!r}; expected a finite number above 0.")
 

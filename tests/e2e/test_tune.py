@@ -17,7 +17,8 @@ from gpuload.diversity import entropy_of_runs, measure_entropy
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
 from gpuload.formats.obs import write_h5ad
-from gpuload.outlook import DEFAULT_BLOCK_SIZE, MAX_FETCH_FACTOR, Outlook, Outlooks, Pace
+from gpuload.outlook import MAX_FETCH_FACTOR, Outlook, Outlooks, Pace
+from gpuload.plan import DEFAULT_BLOCK_SIZE
 from gpuload.synthetic import tahoe_shaped
 from gpuload.tune import PREFETCHES, Bench, Trial, Wish, choose, tune
 from tests import writers

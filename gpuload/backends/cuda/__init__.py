@@ -53,7 +53,7 @@ def open_cuda(
         except MissingDependencyError as error:
             if io == "kvikio":
                 raise
-            _log.warning("%s Until then, io='auto' reads through page-locked host memory.", error)
+            _log.warning("%s. Until then, io='auto' reads through page-locked host memory.", error)
     if io != "kvikio":
         readers.append(PinnedReader(device, num_threads=NUM_THREADS if num_threads is None else num_threads))
     reader = readers[0] if len(readers) == 1 else MeasuredReader(device, *readers)

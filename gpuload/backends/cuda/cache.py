@@ -1,6 +1,6 @@
 """Cache of stored (still compressed) chunks in device memory, so that later epochs need not read them.
 
-Compressed data take several times less memory than decoded data, and an H200 decodes faster than any link delivers.
+Chunks stay compressed, so that more of them fit than if they were decoded; every use decodes them anew.
 What fits is never evicted: when every epoch reads everything once, each in a different order, eviction gains nothing.
 """
 
