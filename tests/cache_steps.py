@@ -108,8 +108,8 @@ def badly(root: Path, remote: Path) -> None:
     for _ in range(2):  # the content of an object that is kept changes
         write(remote / "s0")
         wanted = opened.remote.head("s0")
-        store.keep(wanted, opened.remote.get(wanted, 0, wanted.nbytes))
-    store.drop_copy(store.find_copy(wanted), "a fault")
+        store.copies.keep(wanted, opened.remote.get(wanted, 0, wanted.nbytes))
+    store.copies.drop(store.copies.find(wanted), "a fault")
     (remote / "big").write_bytes(bytes(BUDGET + 1))
     fetcher.list_remote()
     opened.fill()

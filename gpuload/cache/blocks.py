@@ -199,7 +199,7 @@ class BlockCache:
         """
         for block, _, _ in self._cut(wanted, start, np.empty(stop - start, dtype=np.uint8)):
             copy = self._copies.get((block.key, block.etag))
-            sample = copy.sample if copy is not None else self._store.find_copy(block)
+            sample = copy.sample if copy is not None else self._store.copies.find(block)
             if sample is not None:
                 self._drop(block, copy, sample, "what it holds cannot be decoded")
 
@@ -233,14 +233,14 @@ class BlockCache:
 
     def _keep(self, block: RemoteObject, whole: NDArray[np.uint8]) -> None:
         try:
-            if self._store.keep(block, whole) is None:
-                self._is_full = not self._store.has_room(block.nbytes)
+            if self._store.copies.keep(block, whole) is None:
+                self._is_full = not self._store.copies.has_room(block.nbytes)
                 return
         except OSError as error:  # a full disk, a busy catalogue: the data can be returned all the same
             _log.warning("%s: no block is kept for %d s: %s", self._store.root, _PAUSE_S, error)
             self._paused_until = time.monotonic() + _PAUSE_S
             return
-        sample = self._store.find_copy(block)
+        sample = self._store.copies.find(block)
         if sample is not None and sample.path is not None:
             self._copies[block.key, block.etag] = _Copy(sample, sample.path, _crcs(whole))
 
@@ -261,7 +261,7 @@ class BlockCache:
 
     def _found(self, block: RemoteObject) -> _Copy | None:
         """Return the verified local copy of a block, or None."""
-        sample = self._store.find_copy(block)
+        sample = self._store.copies.find(block)
         if sample is None or sample.path is None:
             return None
         whole = np.empty(block.nbytes, dtype=np.uint8)
@@ -281,7 +281,7 @@ class BlockCache:
             if self._copies.get((block.key, block.etag)) is copy:
                 self._copies.pop((block.key, block.etag), None)
             self._is_full = False
-        self._store.drop_copy(sample, fault)
+        self._store.copies.drop(sample, fault)
 
 
 def _crcs(*parts: NDArray[np.uint8]) -> NDArray[np.uint32]:

@@ -195,11 +195,11 @@ class Fetcher:
 
     def start(self) -> None:
         """Start the threads."""
-        for i in range(self._settings.in_flight):
-            self._threads.append(threading.Thread(target=self._work, name=f"gpuload-fetch-{i}", daemon=True))
-        self._threads.append(threading.Thread(target=self._look_after, name="gpuload-listing", daemon=True))
-        for thread in self._threads:
+        work = [(self._work, f"gpuload-fetch-{i}") for i in range(self._settings.in_flight)]
+        for target, name in [*work, (self._look_after, "gpuload-listing")]:
+            thread = threading.Thread(target=target, name=name, daemon=True)
             thread.start()
+            self._threads.append(thread)
 
     def stop(self, wait_s: float = PATIENCE_S) -> None:
         """Stop, after a short wait for downloads in progress. Later arrivals are discarded; their bytes are free now.

@@ -82,7 +82,7 @@ class Snapshot:
         decode: Decode = "npy",
         drop_last: bool = False,
         prefetch: int = 2,
-        n_threads: int = 4,
+        num_threads: int = 4,
         verify: str = "once",
         on_error: str = "raise",
         max_skipped: float = 0.01,
@@ -100,7 +100,7 @@ class Snapshot:
             Drop the last batch if it is incomplete.
         prefetch
             Batches read ahead: they and the consumer's bound the memory held.
-        n_threads
+        num_threads
             Reader threads.
         verify
             When a file's crc is checked: ``"once"`` after the store was opened, ``"always"`` or ``"never"``.
@@ -123,26 +123,26 @@ class Snapshot:
         """
         check_reading(decode, verify, on_error)
         batch_size, prefetch = check_whole("batch_size", batch_size, 1), check_whole("prefetch", prefetch, 1)
-        n_threads, max_skipped = check_whole("n_threads", n_threads, 1), check_share("max_skipped", max_skipped)
+        num_threads, max_skipped = check_whole("num_threads", num_threads, 1), check_share("max_skipped", max_skipped)
         if self._closed.is_set():
             raise PlanError("the snapshot was closed; take another with store.snapshot().")
         reader = SampleReader(
-            decode, verify, self._store.fetch_whole, self._store.drop_copy, prefetch + 1, self._store.verified
+            decode, verify, self._store.fetch_whole, self._store.copies.drop, prefetch + 1, self._store.verified
         )
         starts = list(range(self.position, len(self), batch_size))
         if starts and drop_last and starts[-1] + batch_size > len(self):
             starts.pop()
         limit = max(1, int(max_skipped * len(self))) if on_error == "skip" else 0
-        return self._run(reader, starts, batch_size, prefetch, n_threads, limit)
+        return self._run(reader, starts, batch_size, prefetch, num_threads, limit)
 
     def _run(
-        self, reader: SampleReader, starts: list[int], batch_size: int, prefetch: int, n_threads: int, limit: int
+        self, reader: SampleReader, starts: list[int], batch_size: int, prefetch: int, num_threads: int, limit: int
     ) -> Iterator[SampleBatch]:
         stats = self._store.reads
         pending: deque[_Pending] = deque()
         left = iter(starts)
         # One thread looks up and allocates, which spares the consumer's thread both; the others read.
-        planner, readers = DaemonThreads(1, "gpuload-plan"), DaemonThreads(n_threads, "gpuload-read")
+        planner, readers = DaemonThreads(1, "gpuload-plan"), DaemonThreads(num_threads, "gpuload-read")
         try:
             while True:
                 while len(pending) < prefetch + 1 and (start := next(left, None)) is not None:
@@ -168,7 +168,7 @@ class Snapshot:
     def _begin(
         self, reader: SampleReader, readers: DaemonThreads, ids: NDArray[np.int64]
     ) -> tuple[NDArray[Any] | None, list[Sample], list[Future[Any]]]:
-        samples = self._store.find_samples(ids)
+        samples = self._store.copies.samples(ids)
         reader.find_form(samples)
         batch = reader.new_batch(len(samples))
         return batch, samples, [readers.submit(reader.read, sample, batch, i) for i, sample in enumerate(samples)]

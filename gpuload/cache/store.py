@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -10,13 +9,14 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from gpuload.cache.catalogue import POLICIES, Catalogue, cost_of
-from gpuload.cache.fetch import DISK_FULL, Fetcher, Settings, Window, get_patiently
-from gpuload.cache.files import Download, Folders, check_digest, digest_of, repair, stray_names
+from gpuload.cache.catalogue import POLICIES, Catalogue
+from gpuload.cache.copies import Copies
+from gpuload.cache.fetch import Settings, Window, get_patiently
+from gpuload.cache.fetchers import Fetchers
+from gpuload.cache.files import Folders, check_digest, digest_of, repair, stray_names
 from gpuload.cache.leases import Lease
 from gpuload.cache.order import MODES, visiting_order
-from gpuload.cache.process import FetcherProcess
-from gpuload.cache.reading import Sample, no_copy
+from gpuload.cache.reading import no_copy
 from gpuload.cache.reads import Reads
 from gpuload.cache.snapshot import Snapshot, check_order_settings
 from gpuload.checks import check_choice, check_seconds, check_seed, check_share, check_whole, parse_nbytes
@@ -27,15 +27,8 @@ from gpuload.remote import FolderRemote, open_remote
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from gpuload.remote import Remote, RemoteObject
-
-_log = logging.getLogger("gpuload.cache")
-
-_MAX_DEATHS = 3
-"""Number of ends of a fetcher process after which those waiting for it get an error."""
+    from gpuload.cache.reading import Sample
+    from gpuload.remote import Remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,23 +158,32 @@ class SampleStore:
         self._folders = Folders(root)
         self._catalogue = Catalogue(self._folders.catalogue)
         self._lease = Lease(self._folders.leases)
+        self.copies = Copies(self._folders, self._catalogue, self._lease.name, self._settings)
+        """The samples on the local disk."""
         self.reads = Reads()
         """Statistics of reading from the local copies."""
         self.verified: set[int] = set()
         """Files whose crc was verified since the store was opened."""
         self._stop = threading.Event()
         self._window = Window(in_flight)
-        self._processes: list[FetcherProcess] = []
-        self._fetcher: Fetcher | None = None
+        self._fetchers: Fetchers | None = None
         self._waited_s = 0.0
-        self._closer = weakref.finalize(
-            self, _close, self._stop, self._processes, None, None, self._lease, self._catalogue
-        )
+        self._closer = weakref.finalize(self, _close, self._stop, None, self._lease, self._catalogue)
         try:
             self._check_remote()
             repair(self._folders, self._catalogue, self._lease.name, self._settings.budget, is_opening=True)
             if fetch:
-                self._start_fetching(n_processes, hung_s)
+                self._fetchers = Fetchers(
+                    self._folders,
+                    self._catalogue,
+                    self._lease.name,
+                    self.remote,
+                    self._settings,
+                    n_processes=n_processes,
+                    hung_s=hung_s,
+                )
+                self._closer.detach()
+                self._closer = weakref.finalize(self, _close, self._stop, self._fetchers, self._lease, self._catalogue)
         except BaseException:
             self.close()
             raise
@@ -204,7 +206,7 @@ class SampleStore:
         ago_s = time.time() - listed_at
         if not listed_at or ago_s < 0:  # never, or by a clock that was ahead
             return False
-        is_due = bool(self._processes or self._fetcher) and ago_s >= self._settings.relist_s
+        is_due = self._fetchers is not None and ago_s >= self._settings.relist_s
         return listed_at >= self._opened_at or not is_due
 
     def _check_remote(self) -> None:
@@ -216,23 +218,6 @@ class SampleStore:
                 f"{self.root}: it holds samples of {known}, not of {self.remote.name}; use a folder for each."
             )
         self._catalogue.set_meta(remote=self.remote.name)
-
-    def _start_fetching(self, n_processes: int, hung_s: float) -> None:
-        keeper = None
-        if n_processes == 0:
-            self._fetcher = Fetcher(self._folders, self._catalogue, self._lease.name, self.remote, self._settings)
-            self._fetcher.start()
-        for _ in range(n_processes):
-            self._processes.append(FetcherProcess(self.root, self.remote, self._settings, hung_s))
-        if self._processes:
-            keeper = threading.Thread(
-                target=_keep, args=(self._processes, self._stop), name="gpuload-keeper", daemon=True
-            )
-            keeper.start()
-        self._closer.detach()
-        self._closer = weakref.finalize(
-            self, _close, self._stop, self._processes, self._fetcher, keeper, self._lease, self._catalogue
-        )
 
     def close(self) -> None:
         """Stop fetching and release everything; may be called twice. Downloads are kept."""
@@ -359,7 +344,8 @@ class SampleStore:
                     f"min_samples={min_samples}: {self.remote.name} has only {n_known} samples that can be had; use "
                     "fewer."
                 )
-            self._check_fetchers()
+            if self._fetchers is not None:
+                self._fetchers.check()
             fault, may_pass = self._catalogue.listing_fault(self._opened_at) or ("", True)
             if not may_pass:
                 raise ReadError(
@@ -376,15 +362,6 @@ class SampleStore:
             pause_s = min(0.2, pause_s * 1.5)
         self._waited_s += time.monotonic() - start
 
-    def _check_fetchers(self) -> None:
-        """Raise ReadError if fetcher processes keep ending as soon as they are started."""
-        for process in self._processes:
-            if process.n_died_in_a_row >= _MAX_DEATHS:
-                raise ReadError(
-                    f"{self.remote.name}: the fetcher process has ended {process.n_died_in_a_row} times; its last "
-                    f"words: {process.last_words()}"
-                )
-
     def _check_quarantine(self) -> None:
         n_bad, n_all = self._catalogue.n_bad()
         if n_bad and n_bad > self._max_bad * n_all:
@@ -396,16 +373,9 @@ class SampleStore:
 
     # --- what an epoch asks of its store ---
 
-    def find_samples(self, ids: NDArray[np.int64]) -> list[Sample]:
-        """Return the samples to read, by file numbers of a snapshot."""
-        return [
-            Sample(key_id, key, etag, nbytes, None if name is None else self._folders.path(name), crc, file_id)
-            for key_id, key, etag, nbytes, name, crc, file_id in self._catalogue.copies(ids)
-        ]
-
     def drop_strays(self) -> None:
         """Remove copies without a row, as after the loss of the catalogue, if no process lists and would adopt them."""
-        if self._fetcher is None and not self._processes and not self._catalogue.meta("listing"):
+        if self._fetchers is None and not self._catalogue.meta("listing"):
             for name in stray_names(self._folders, self._catalogue):
                 self._folders.remove(name)
 
@@ -423,57 +393,6 @@ class SampleStore:
             check_digest(found, digest)
         self.reads.add_remote()
         return whole
-
-    def find_copy(self, wanted: RemoteObject) -> Sample | None:
-        """Return the local copy of an object, if there is one with this content."""
-        found = self._catalogue.find_key(wanted.key, wanted.etag)
-        if found is None:
-            return None
-        key_id, name, crc, file_id = found
-        return Sample(key_id, wanted.key, wanted.etag, wanted.nbytes, self._folders.path(name), crc, file_id)
-
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether the budget and the disk have room for so many more bytes."""
-        has_disk = self._settings.min_free + nbytes <= self._folders.free_nbytes()
-        return has_disk and self.held_nbytes + cost_of(nbytes) <= self._settings.budget
-
-    def keep(self, wanted: RemoteObject, whole: NDArray[np.uint8]) -> str | None:
-        """Keep an object that was read from the remote anyway; return its path, or None if there is no room for it."""
-        if not self.has_room(wanted.nbytes):
-            return None
-        for file_id in self._catalogue.older_copies(wanted.key, wanted.etag):
-            old = self._catalogue.take_leaving(file_id, self._lease.name)
-            if old is not None:
-                self._folders.remove(old.name)
-                self._catalogue.let_go(old)
-        file = self._catalogue.reserve_known(wanted, self._lease.name, self._settings.budget)
-        if file is None:
-            found = self.find_copy(wanted)
-            return None if found is None else found.path
-        try:
-            download = Download(self._folders.tmp_path(file.name), wanted)
-            try:
-                download.add(whole)
-                download.finish()
-            finally:
-                download.close()
-            self._folders.publish(file.name)
-        except BaseException as error:
-            self._folders.remove(file.name)
-            self._catalogue.give_up(file, self._lease.name)
-            if isinstance(error, OSError) and error.errno in DISK_FULL:
-                return None
-            raise
-        self._catalogue.publish(file, self._lease.name, download.crc)
-        return self._folders.path(file.name)
-
-    def drop_copy(self, sample: Sample, fault: str) -> None:
-        """Remove a damaged local copy; it will be downloaded again."""
-        _log.warning("%s: its local copy is of no use: %s; read from the remote", sample.key, fault)
-        file = self._catalogue.find_by_id(sample.file_id)
-        if file is not None:
-            self._folders.remove(file.name)
-            self._catalogue.let_go(file, is_evicted=False)
 
     def quarantine_sample(self, sample: Sample, reason: str) -> None:
         """Put a sample in quarantine."""
@@ -523,13 +442,14 @@ class SampleStore:
             "generation",
         )
         of_store = {name: meta[name] for name in names}
+        processes = self._fetchers.processes if self._fetchers is not None else []
         n_in_flight = self._catalogue.rows("SELECT count(*) FROM files WHERE state = 0")[0][0]
         return {
             **of_store,
             "n_in_flight": n_in_flight,
             "n_quarantined": len(self.quarantine()),
-            "n_fetchers_killed": sum(p.n_killed for p in self._processes),
-            "n_fetchers_died": sum(p.n_died for p in self._processes),
+            "n_fetchers_killed": sum(process.n_killed for process in processes),
+            "n_fetchers_died": sum(process.n_died for process in processes),
             "snapshot_wait_s": self._waited_s,
             **self.reads.as_dict(),
         }
@@ -539,31 +459,9 @@ class SampleStore:
         return self.reads.verdict(self._waited_s)
 
 
-def _keep(processes: list[FetcherProcess], stop: threading.Event) -> None:
-    while not stop.wait(0.5):
-        for process in processes:
-            try:
-                process.check()
-            except Exception as error:  # noqa: BLE001 - no memory, no process available: it may pass
-                _log.warning("a fetcher could not be started (%s); tried again", error)
-
-
-def _close(
-    stop: threading.Event,
-    processes: list[FetcherProcess],
-    fetcher: Fetcher | None,
-    keeper: threading.Thread | None,
-    lease: Lease,
-    catalogue: Catalogue,
-) -> None:
+def _close(stop: threading.Event, fetchers: Fetchers | None, lease: Lease, catalogue: Catalogue) -> None:
     stop.set()
-    if fetcher is not None:
-        fetcher.stop()
-    if keeper is not None:
-        keeper.join()
-    for process in processes:
-        process.tell_to_end()
-    for process in processes:
-        process.close()
+    if fetchers is not None:
+        fetchers.close()
     catalogue.close()
     lease.release()

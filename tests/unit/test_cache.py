@@ -26,11 +26,11 @@ import pytest
 from gpuload.cache import SampleStore, files, leases
 from gpuload.cache.catalogue import POLICIES, Catalogue, cost_of
 from gpuload.cache.fetch import Fetcher, Settings, SoftDigests, Window, get_patiently
+from gpuload.cache.fetchers import _keep
 from gpuload.cache.files import adopt_strays
 from gpuload.cache.leases import Lease
 from gpuload.cache.order import visiting_order
 from gpuload.cache.reading import Sample, SampleReader, read_copy
-from gpuload.cache.store import _keep
 from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject, open_remote
 from tests.remotes import CountingRemote, FlakyRemote, HangingRemote, fill
@@ -375,7 +375,7 @@ def test_a_state_whose_object_changed_is_refused(tmp_path: Path, remote: Countin
         full(store, 10)
         with store.snapshot() as snapshot:
             state = snapshot.state_dict()
-            key = snapshot._store.find_samples(snapshot._ids)[4].key
+            key = snapshot._store.copies.samples(snapshot._ids)[4].key
     np.save(tmp_path / "remote" / key, np.zeros(1_000, dtype=np.float32))
     for path in (tmp_path / "store" / "objects").rglob("*.*"):
         path.unlink()
@@ -450,7 +450,7 @@ def test_an_object_that_stays_corrupt_is_quarantined_and_released(tmp_path: Path
         store.release_quarantine()
         full(store, N)
     with opened(tmp_path, remote, n_held=N, max_bad=0.01) as store:
-        store.quarantine_sample(store.find_samples(np.array([1]))[0], "it smells")
+        store.quarantine_sample(store.copies.samples(np.array([1]))[0], "it smells")
         with pytest.raises(ReadError, match=r"1 of 40 samples cannot be had, more than max_bad=0.01: .*it smells"):
             store.snapshot()
 
@@ -536,8 +536,9 @@ def test_a_fetcher_outlives_an_error_of_its_catalogue(
         full(store, N)
         until(lambda: store._catalogue.meta("listed_at"))
         assert not left
-        assert store._fetcher is not None
-        assert all(thread.is_alive() for thread in store._fetcher._threads)
+        assert store._fetchers is not None
+        assert store._fetchers.thread_fetcher is not None
+        assert all(thread.is_alive() for thread in store._fetchers.thread_fetcher._threads)
 
 
 def test_who_may_not_ask_is_told_once(tmp_path: Path, remote: CountingRemote, caplog: Any) -> None:
@@ -563,7 +564,7 @@ def test_a_damaged_header_of_the_first_sample_is_read_from_the_remote(
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
         with store.snapshot() as snapshot:
-            path = Path(store.find_samples(snapshot._ids[:1])[0].path or "")
+            path = Path(store.copies.samples(snapshot._ids[:1])[0].path or "")
             whole = path.read_bytes()
             path.write_bytes(whole.replace(b"<f4", b"<f2") if damage == "flip" else b"")
             assert sorted(i for batch in snapshot.batches(3) for i in checked(batch)) == list(range(N))
@@ -573,7 +574,7 @@ def test_a_first_sample_that_is_nowhere_is_skipped(tmp_path: Path, remote: Count
     with opened(tmp_path, remote, n_held=N, max_bad=1.0) as store:
         full(store, N)
         with store.snapshot() as snapshot:
-            (sample,) = store.find_samples(snapshot._ids[:1])
+            (sample,) = store.copies.samples(snapshot._ids[:1])
             path = Path(sample.path or "")
             path.write_bytes(b"")
             (Path(remote.name) / sample.key).unlink()
@@ -639,7 +640,7 @@ def test_a_busy_remote_is_asked_again_for_a_lost_copy(tmp_path: Path, remote: Co
             return head(key)
 
         with store.snapshot() as snapshot:
-            Path(store.find_samples(snapshot._ids[:1])[0].path or "").unlink()
+            Path(store.copies.samples(snapshot._ids[:1])[0].path or "").unlink()
             remote.head = busy_at_first  # type: ignore[method-assign]
             assert len([i for batch in snapshot.batches(3) for i in checked(batch)]) == N
         assert not left
@@ -652,7 +653,7 @@ def test_a_damaged_copy_is_read_from_the_remote(
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
     with opened(tmp_path, remote, n_held=N, fetch=False) as store:
-        path = Path(store.find_samples(np.array([5]))[0].path or "")
+        path = Path(store.copies.samples(np.array([5]))[0].path or "")
         if damage == "remove":
             path.unlink()
         else:
@@ -681,7 +682,7 @@ def test_a_copy_is_read_in_as_many_calls_as_it_takes(tmp_path: Path, monkeypatch
 def test_what_cannot_be_had_at_all_is_raised_or_skipped(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, n_held=N, max_bad=1.0) as store:
         full(store, N)
-        lost = store.find_samples(np.array([5]))[0]
+        lost = store.copies.samples(np.array([5]))[0]
         Path(lost.path or "").unlink()
         (tmp_path / "remote" / lost.key).unlink()
         with store.snapshot() as snapshot, pytest.raises(ReadError, match=f"{lost.key}: this snapshot had it"):
@@ -732,7 +733,7 @@ def test_a_sample_whose_digest_is_not_that_of_the_remote_is_told(
 ) -> None:
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
-        lost = store.find_samples(np.array([5]))[0]
+        lost = store.copies.samples(np.array([5]))[0]
         Path(lost.path or "").unlink()
         found = remote.head(lost.key)
         assert found is not None
@@ -801,7 +802,7 @@ def test_a_fetcher_process_fetches_and_ends(tmp_path: Path) -> None:
     with opened(tmp_path, fill(tmp_path / "remote", N), n_held=N, n_processes=2) as store:
         full(store, N)
         assert sorted(train(store)) == list(range(N))
-        pids = [process.pid for process in store._processes]
+        pids = [process.pid for process in store._fetchers.processes]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -820,6 +821,29 @@ def test_a_fetcher_that_cannot_be_started_now_is_started_later(caplog: Any) -> N
     _keep([Process()], stop)  # type: ignore[list-item]
     assert calls == [0, 1]
     assert "could not be started (Resource temporarily unavailable)" in caplog.text
+
+
+@pytest.mark.parametrize("n_processes", [0, 2])
+@pytest.mark.usefixtures("no_leaks")
+def test_fetchers_of_which_one_cannot_start_leave_nothing_behind(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch, n_processes: int
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def start_two(thread: threading.Thread) -> None:
+        if thread.name == "gpuload-keeper" or len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.extend([thread] if thread.name.startswith("gpuload-") else [])
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with (
+        pytest.raises(RuntimeError, match="can't start new thread"),
+        opened(tmp_path, remote.name, n_processes=n_processes),
+    ):
+        pass
+    assert len(started) == (0 if n_processes else 2)
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_what_came_since_the_store_was_closed_is_waited_for(tmp_path: Path) -> None:
@@ -952,7 +976,7 @@ def test_a_snapshot_lets_go_of_its_samples_although_its_uses_cannot_be_noted(
 
 def test_a_killed_fetcher_is_replaced(tmp_path: Path, caplog: Any) -> None:
     with opened(tmp_path, HangingRemote(fill(tmp_path / "remote", N)), n_held=N, n_processes=1) as store:
-        os.kill(store._processes[0].pid, signal.SIGKILL)
+        os.kill(store._fetchers.processes[0].pid, signal.SIGKILL)
         full(store, N)
         assert store.stats()["n_fetchers_died"] == 1
         assert sorted(train(store)) == list(range(N))
@@ -991,7 +1015,7 @@ store = SampleStore(sys.argv[1], sys.argv[2], budget=int(sys.argv[3]), n_process
 snapshot = store.snapshot(min_samples=10)
 batches = snapshot.batches(2)
 next(batches)
-print(store._processes[0].pid, flush=True)
+print(store._fetchers.processes[0].pid, flush=True)
 time.sleep(60)
 """
 
@@ -1250,7 +1274,7 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
                 ({"verify": "no"}, "verify='no'"),
                 ({"on_error": "no"}, "on_error='no'"),
                 ({"prefetch": 0}, "prefetch=0"),
-                ({"n_threads": "4"}, "n_threads='4'"),
+                ({"num_threads": "4"}, "num_threads='4'"),
                 ({"max_skipped": 1.5}, r"max_skipped=1\.5: expected a share"),
             ):
                 with pytest.raises(PlanError, match=sentence):

@@ -451,6 +451,6 @@ def test_a_store_needs_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_reasons_of_many_faults_end_with_one_stop(tmp_path: Path) -> None:
     fill(tmp_path / "remote", 1)
     with SampleStore(tmp_path / "store", tmp_path / "remote", n_processes=0, min_free=0) as store:
-        store.quarantine_sample(store.find_samples(store.snapshot(wait_s=60)._ids)[0], "it is broken. Mend it.")
+        store.quarantine_sample(store.copies.samples(store.snapshot(wait_s=60)._ids)[0], "it is broken. Mend it.")
         with pytest.raises(ReadError, match=r"0000\.npy: it is broken\. Mend it\. Mend these, or allow more\.$"):
             store.snapshot(wait_s=60)

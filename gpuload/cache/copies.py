@@ -1,0 +1,98 @@
+"""Copies of samples on the local disk: find them, keep one that was read anyway, drop one that is damaged."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from gpuload.cache.catalogue import cost_of
+from gpuload.cache.fetch import DISK_FULL
+from gpuload.cache.files import Download
+from gpuload.cache.reading import Sample
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from gpuload.cache.catalogue import Catalogue
+    from gpuload.cache.fetch import Settings
+    from gpuload.cache.files import Folders
+    from gpuload.remote import RemoteObject
+
+_log = logging.getLogger("gpuload.cache")
+
+
+class Copies:
+    """The local copies of a store.
+
+    Parameters
+    ----------
+    folders, catalogue
+        Those of the store.
+    holder
+        Name of this process's lease.
+    settings
+        Those of the store: the budget, and the room to leave on the disk.
+    """
+
+    def __init__(self, folders: Folders, catalogue: Catalogue, holder: str, settings: Settings) -> None:
+        self._folders, self._catalogue, self._holder, self._settings = folders, catalogue, holder, settings
+
+    def samples(self, ids: NDArray[np.int64]) -> list[Sample]:
+        """Return the samples to read, by file numbers of a snapshot."""
+        return [
+            Sample(key_id, key, etag, nbytes, None if name is None else self._folders.path(name), crc, file_id)
+            for key_id, key, etag, nbytes, name, crc, file_id in self._catalogue.copies(ids)
+        ]
+
+    def find(self, wanted: RemoteObject) -> Sample | None:
+        """Return the local copy of an object, if there is one with this content."""
+        found = self._catalogue.find_key(wanted.key, wanted.etag)
+        if found is None:
+            return None
+        key_id, name, crc, file_id = found
+        return Sample(key_id, wanted.key, wanted.etag, wanted.nbytes, self._folders.path(name), crc, file_id)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether the budget and the disk have room for so many more bytes."""
+        has_disk = self._settings.min_free + nbytes <= self._folders.free_nbytes()
+        held_nbytes = int(self._catalogue.meta("held_nbytes"))
+        return has_disk and held_nbytes + cost_of(nbytes) <= self._settings.budget
+
+    def keep(self, wanted: RemoteObject, whole: NDArray[np.uint8]) -> str | None:
+        """Keep an object that was read from the remote anyway; return its path, or None if there is no room for it."""
+        if not self.has_room(wanted.nbytes):
+            return None
+        for file_id in self._catalogue.older_copies(wanted.key, wanted.etag):
+            old = self._catalogue.take_leaving(file_id, self._holder)
+            if old is not None:
+                self._folders.remove(old.name)
+                self._catalogue.let_go(old)
+        file = self._catalogue.reserve_known(wanted, self._holder, self._settings.budget)
+        if file is None:
+            found = self.find(wanted)
+            return None if found is None else found.path
+        try:
+            download = Download(self._folders.tmp_path(file.name), wanted)
+            try:
+                download.add(whole)
+                download.finish()
+            finally:
+                download.close()
+            self._folders.publish(file.name)
+        except BaseException as error:
+            self._folders.remove(file.name)
+            self._catalogue.give_up(file, self._holder)
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
+                return None
+            raise
+        self._catalogue.publish(file, self._holder, download.crc)
+        return self._folders.path(file.name)
+
+    def drop(self, sample: Sample, fault: str) -> None:
+        """Remove a damaged local copy; it will be downloaded again."""
+        _log.warning("%s: its local copy is of no use: %s; read from the remote", sample.key, fault)
+        file = self._catalogue.find_by_id(sample.file_id)
+        if file is not None:
+            self._folders.remove(file.name)
+            self._catalogue.let_go(file, is_evicted=False)

@@ -1,0 +1,106 @@
+"""Those who download for a store: threads of this process, or processes that a thread of it watches."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from gpuload.cache.fetch import Fetcher
+from gpuload.cache.process import FetcherProcess
+from gpuload.errors import ReadError
+
+if TYPE_CHECKING:
+    from gpuload.cache.catalogue import Catalogue
+    from gpuload.cache.fetch import Settings
+    from gpuload.cache.files import Folders
+    from gpuload.remote import Remote
+
+_log = logging.getLogger("gpuload.cache")
+
+_MAX_DEATHS = 3
+"""Number of ends of a fetcher process after which those waiting for it get an error."""
+
+
+class Fetchers:
+    """The fetchers of one store, which run until `close`.
+
+    Parameters
+    ----------
+    folders, catalogue, remote, settings
+        Those of the store.
+    holder
+        Name of this process's lease.
+    n_processes
+        Fetcher processes; 0 fetches in threads of this process.
+    hung_s
+        Seconds without any progress after which a fetcher process is killed and replaced.
+
+    Raises
+    ------
+    PlanError
+        The remote cannot be sent to another process.
+    """
+
+    def __init__(
+        self,
+        folders: Folders,
+        catalogue: Catalogue,
+        holder: str,
+        remote: Remote,
+        settings: Settings,
+        n_processes: int,
+        hung_s: float,
+    ) -> None:
+        self._remote_name = remote.name
+        self._stop = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self.thread_fetcher: Fetcher | None = None
+        """The one whose threads are this process's, if there are no processes."""
+        self.processes: list[FetcherProcess] = []
+        """Fetcher processes."""
+        try:
+            if n_processes == 0:
+                self.thread_fetcher = Fetcher(folders, catalogue, holder, remote, settings)
+                self.thread_fetcher.start()
+                return
+            for _ in range(n_processes):
+                self.processes.append(FetcherProcess(folders.root, remote, settings, hung_s))
+            keeper = threading.Thread(
+                target=_keep, args=(self.processes, self._stop), name="gpuload-keeper", daemon=True
+            )
+            keeper.start()
+            self._keeper = keeper
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raise ReadError if fetcher processes keep ending as soon as they are started."""
+        for process in self.processes:
+            if process.n_died_in_a_row >= _MAX_DEATHS:
+                raise ReadError(
+                    f"{self._remote_name}: the fetcher process has ended {process.n_died_in_a_row} times; its last "
+                    f"words: {process.last_words()}"
+                )
+
+    def close(self) -> None:
+        """Stop fetching; may be called twice."""
+        self._stop.set()
+        if self.thread_fetcher is not None:
+            self.thread_fetcher.stop()
+        if self._keeper is not None:
+            self._keeper.join()
+        for process in self.processes:
+            process.tell_to_end()
+        for process in self.processes:
+            process.close()
+
+
+def _keep(processes: list[FetcherProcess], stop: threading.Event) -> None:
+    while not stop.wait(0.5):
+        for process in processes:
+            try:
+                process.check()
+            except Exception as error:  # noqa: BLE001 - no memory, no process available: it may pass
+                _log.warning("a fetcher could not be started (%s); tried again", error)
