@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import re
 import sys
 import tomllib
@@ -33,8 +34,9 @@ TARGET = {
     "python_version": "3.12",
     "python_full_version": "3.12.0",
     "sys_platform": "linux",
-    "platform_machine": "x86_64",
+    "platform_machine": platform.machine(),
 }
+"""The GPU machine. `--machine` names another kind than this one's."""
 
 ASSUMED = re.compile(
     "torch|triton|cupy-cuda13x|cuda-(bindings|core|toolkit)"
@@ -195,10 +197,12 @@ def main() -> None:
         part.set_defaults(run=run)
         for place in places:
             part.add_argument(place)
+        part.add_argument("--machine", default=TARGET["platform_machine"])
         part.add_argument("--present")
         part.add_argument("--with-dali", action="store_true")
         part.add_argument("--with-rivals", action="store_true")
     arguments = parser.parse_args()
+    TARGET["platform_machine"] = arguments.machine
     arguments.run(arguments)
 
 

@@ -5,23 +5,29 @@
 #   docker/offline_wheels.sh wheels                          what `make test-gpu` needs, without DALI
 #   docker/offline_wheels.sh --with-dali wheels              and DALI, for pipelines/ and the DALI front
 #   docker/offline_wheels.sh --with-rivals wheels            and the loaders that the benchmarks compare with
+#   docker/offline_wheels.sh --machine aarch64 wheels        for Grace (GH200, GB200) in place of x86-64
 #   docker/offline_wheels.sh --present present.txt wheels    leaves out just what the GPU machine has, by a list made
 #                                                            there: python3 -m pip list --format=freeze > present.txt
 #
-# The GPU machine: Linux on x86-64, glibc 2.28 or newer, Python 3.12, torch and CuPy for CUDA 13. Without --present these
-# two and the CUDA toolkit's packages are left out; torch always is. PYTHON=... names the interpreter that runs pip here.
-# Let it be a 3.12, as it is where there is one: pip goes by its own where a package depends on the version of Python.
+# The GPU machine: Linux on x86-64 or aarch64, glibc 2.28 or newer, Python 3.12, torch and CuPy for CUDA 13. Without
+# --present these two and the CUDA toolkit's packages are left out; torch always is. PYTHON=... names the interpreter
+# that runs pip here. Let it be a 3.12, as it is where there is one: pip goes by its own where a package depends on the
+# version of Python.
 set -euo pipefail
 
 usage() { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; }
 
 here=$(cd "$(dirname "$0")" && pwd)
-with=() present=() folder=
+machine=x86_64 with=() present=() folder=
 while [ $# -gt 0 ]; do
     case $1 in
         --with-dali | --with-rivals) with+=("$1") ;;
         --present)
             present=(--present "${2:?--present: name the list of packages of the GPU machine}")
+            shift
+            ;;
+        --machine)
+            machine=${2:?--machine: name the kind of the GPU machine, x86_64 or aarch64}
             shift
             ;;
         -h | --help)
@@ -42,6 +48,10 @@ if [ -z "$folder" ]; then
     usage >&2
     exit 2
 fi
+if [ "$machine" != x86_64 ] && [ "$machine" != aarch64 ]; then
+    echo "offline_wheels.sh: --machine $machine: expected x86_64 or aarch64, as 'uname -m' prints it there" >&2
+    exit 2
+fi
 if [ -n "$(find "$folder" -mindepth 1 -print -quit 2>/dev/null)" ]; then
     echo "offline_wheels.sh: $folder is not empty; two versions of a package in it would not go together" >&2
     exit 2
@@ -50,19 +60,18 @@ python=${PYTHON:-$(python3.12 --version >/dev/null 2>&1 && echo python3.12 || ec
 
 # pip takes a tag for just what it says, so every glibc up to 2.28 is named.
 target=(--python-version 3.12 --implementation cp --only-binary=:all:)
-target+=(--platform manylinux1_x86_64 --platform manylinux2010_x86_64 --platform manylinux2014_x86_64)
-for minor in $(seq 5 28); do
-    target+=(--platform "manylinux_2_${minor}_x86_64")
+for tag in manylinux1 manylinux2010 manylinux2014 $(printf 'manylinux_2_%d ' {5..28}); do
+    target+=(--platform "${tag}_$machine")
 done
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"$python" "$here/offline.py" requirements ${with[@]+"${with[@]}"} >"$work/requirements.txt"
+"$python" "$here/offline.py" requirements --machine "$machine" ${with[@]+"${with[@]}"} >"$work/requirements.txt"
 echo "working out a set of packages that go together" >&2
 "$python" -m pip install --no-input --quiet --dry-run --ignore-installed --report "$work/report.json" \
     --target "$work/none" "${target[@]}" --requirement "$work/requirements.txt"
 mkdir -p "$folder"
-"$python" "$here/offline.py" choose "$work/report.json" "$folder" \
+"$python" "$here/offline.py" choose --machine "$machine" "$work/report.json" "$folder" \
     ${with[@]+"${with[@]}"} ${present[@]+"${present[@]}"} >"$work/chosen.txt"
 "$python" -m pip download --no-input --quiet --no-deps --dest "$folder" "${target[@]}" --requirement "$work/chosen.txt"
 
