@@ -30,7 +30,16 @@ from gpuload.errors import (
 )
 from gpuload.loader import Loader
 from gpuload.logs import set_log_level
-from gpuload.opening import bind, block_size_for, check_categories, check_dtype, check_memory, check_sampler, coded
+from gpuload.opening import (
+    bind,
+    block_size_for,
+    check_categories,
+    check_dtype,
+    check_memory,
+    check_sampler,
+    coded,
+    explain_missing_column,
+)
 from gpuload.packing import pack
 from gpuload.plan import DEFAULT_BLOCK_SIZE, Plan, check_sizes
 from gpuload.sampling import (
@@ -306,8 +315,9 @@ def open_loader(
         columns_of_where = () if wanted is None else wanted.columns
         columns = tuple(dict.fromkeys([*obs, *columns_of_sampler, *columns_of_where]))
         stores = open_matrices(paths, layers=layers, obsm=obsm, modalities=modalities, obs=columns, join=join)
-    except BaseException:
+    except BaseException as error:
         backend.close()
+        explain_missing_column(error, sampler, (*obs, *columns_of_where))
         raise
     try:
         store = stores["X"]

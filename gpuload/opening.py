@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, StoreError
 from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
 from gpuload.sampling import Cells, Subset, block_size_of, plain
 
@@ -103,6 +103,16 @@ def block_size_for(sampler: Sampler | None, block_size: int | str | None) -> int
     if block_size not in (None, own):
         raise PlanError(f"block_size={block_size!r} with sampler=BlockShuffle({own}): two block sizes; drop one.")
     return own
+
+
+def explain_missing_column(error: BaseException, sampler: Sampler | None, named: Sequence[str]) -> None:
+    """Raise a StoreError that names the sampler if only it asks for a missing column, perhaps by a default."""
+    for column in () if sampler is None else sampler.columns:
+        if isinstance(error, StoreError) and f"obs has no column {column!r}" in str(error) and column not in named:
+            raise StoreError(
+                f"{str(error).rstrip('.')}; {type(sampler).__name__} asks for {column!r}, by an argument or its "
+                "default: give it a column that is there."
+            ) from None
 
 
 def bind(

@@ -241,7 +241,7 @@ def test_memory_goes_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 pass
             n_made.append(len(made))
         n_fetches = 420 // (SMALL["batch_size"] * SMALL["fetch_factor"])
-        # Of 7 arrays that each of them has. A busy machine has more fetches in flight at times, in one epoch or another.
+        # Of 7 arrays that each of them has. On a busy machine, more fetches are in flight in one epoch or another.
         assert min(n_made) < 2 * n_fetches
 
 

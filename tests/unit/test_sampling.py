@@ -326,6 +326,14 @@ def test_a_column_that_is_not_there_is_named(plain: Stored) -> None:
         gpuload.open_loader(plain.path, sampler=ClassBalanced("celltype"), device="cpu")
 
 
+def test_a_column_that_only_a_default_of_the_sampler_asks_for_is_told_so(plain: Stored) -> None:
+    sampler = PairedControl("cell_line", "K562")
+    with pytest.raises(StoreError, match=r"obs has no column 'batch'; .*; PairedControl asks for 'batch', by an "):
+        gpuload.open_loader(plain.path, sampler=sampler, device="cpu")
+    with pytest.raises(StoreError, match=r"obs has no column 'batch'; it has [^;]*\.$"):
+        gpuload.open_loader(plain.path, sampler=sampler, obs="batch", device="cpu")
+
+
 def test_a_sampler_that_cannot_be_bound_leaves_nothing_open(plain: Stored, no_leaks: None) -> None:
     with pytest.raises(PlanError, match="give one per cell"):
         gpuload.open_loader(plain.path, sampler=Weighted([1.0]), device="cpu")
