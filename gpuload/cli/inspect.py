@@ -199,7 +199,7 @@ def _kind_of_one(path: str, layer: str, name: str) -> str:
 def _kind(column: ObsColumn) -> str:
     if column.categories is None:
         return str(column.values.dtype)
-    return f"{text.count(column.categories.size, 'category', 'categories')}, handed over as int32 codes"
+    return f"{text.count(column.categories.size, 'category', 'categories')}, delivered as int64 codes"
 
 
 def _report(found: dict[str, Any], advised: advice.Advice, label: str | None) -> str:
