@@ -111,7 +111,7 @@ def total_loss(scores: Sequence[torch.Tensor], batch: dict[str, torch.Tensor], l
     """Return the sum over labels of the mean cross entropy over the labelled cells."""
     total = torch.zeros((), device=scores[0].device)
     for name, scored in zip(labels, scores, strict=True):
-        codes = batch[name].long()
+        codes = batch[name]
         loss = functional.cross_entropy(scored.float(), codes, ignore_index=UNLABELLED, reduction="sum")
         total = total + loss / (codes != UNLABELLED).sum().clamp(min=1)
     return total
@@ -203,7 +203,7 @@ def evaluate(model: Classifier, cells: Cells) -> tuple[dict[str, float], int]:
         for batch in CellDataset(loader):
             n_cells += len(batch["X"])
             for (name, confusion), scores in zip(confusions.items(), model(batch["X"]), strict=True):
-                true = batch[name].long()
+                true = batch[name]
                 pairs = true * len(confusion) + scores.argmax(dim=1)
                 counts = torch.bincount(pairs[true != UNLABELLED], minlength=confusion.numel())
                 confusion.add_(counts.reshape(confusion.shape))

@@ -156,7 +156,7 @@ def train(model: torch.nn.Module, loader: gpuload.Loader, args: argparse.Namespa
 def labels_of(batch: dict[str, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes of a minibatch's labels and which of its cells are held out; both of shape (n,)."""
     rows = batch["rows"].to(device).reshape(-1)
-    return batch["label"].to(device).reshape(-1).long(), rows % HELD_OUT_EVERY == 0
+    return batch["label"].to(device).reshape(-1), rows % HELD_OUT_EVERY == 0
 
 
 def mean_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

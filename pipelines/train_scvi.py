@@ -118,7 +118,7 @@ class Cells(CellDataModule):
         """Return a minibatch under SCVI's names; Lightning calls this for each."""
         X = batch["X"]
         nobody = torch.zeros((len(X), 1), dtype=torch.int64, device=X.device)
-        codes = batch[self.batch_key].long()[:, None] if self.batch_key else nobody
+        codes = batch[self.batch_key][:, None] if self.batch_key else nobody
         return {"X": X, "batch": codes, "labels": nobody}
 
     def in_order(self) -> Iterator[dict[str, Any]]:

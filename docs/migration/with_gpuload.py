@@ -21,7 +21,7 @@ def open_cells(path, batch_size=64):
 
     def epoch():
         for batch in CellDataset(loader):
-            yield batch["X"], batch["plate"].long()
+            yield batch["X"], batch["plate"]
 
     return epoch
 

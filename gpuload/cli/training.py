@@ -237,7 +237,7 @@ def _model(n_vars: int, n_classes: int) -> torch.nn.Linear:
 
 def _step(model: torch.nn.Linear, optimizer: torch.optim.Optimizer, X: torch.Tensor, labels: torch.Tensor) -> float:
     """Take one gradient step and return the loss before it."""
-    loss = functional.cross_entropy(model(X), labels.reshape(-1).long())
+    loss = functional.cross_entropy(model(X), labels.reshape(-1))
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -256,5 +256,5 @@ def _some_held_out(task: Task) -> tuple[torch.Tensor, torch.Tensor]:
         n_batches = -(-HELD_OUT_LOSS_CELLS // loader.batch_size)
         for (batch,), _ in zip(batches, range(n_batches), strict=False):
             X.append(batch["X"].clone())
-            labels.append(batch[task.label].reshape(-1).long())
+            labels.append(batch[task.label].reshape(-1))
     return torch.cat(X), torch.cat(labels)
