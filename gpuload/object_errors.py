@@ -109,7 +109,7 @@ def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanEr
             f"{url}: {scheme}:// is not known; expected s3://, gs://, az://, abfss://, http:// or https://."
         )
     if "recognise" in said or "empty host" in said:
-        return PlanError(f"{url}: it names no bucket or host; expected for example s3://bucket/folder.")
+        return PlanError(f"{url}: it has no bucket or host; expected, for example, s3://bucket/folder.")
     unknown = re.search("'([^']+)' is not valid for store", said)
     if unknown:
         return PlanError(

@@ -567,7 +567,7 @@ def test_categories_of_unlike_types_are_refused_before_the_work(
     paths = [written(cells(9, n_vars), tmp_path / "in.h5ad"), with_numbers(tmp_path / "other.h5ad")]
     words = (
         f"^{paths[0]}: {what} has categories of (object|str|string) in one file and of int64 in another; "
-        r"make them of one type, or leave the column out\.$"
+        r"make them one type, or leave the column out\.$"
     )
     with pytest.raises(gpuload.StoreError, match=words):
         gpuload.pack(paths, tmp_path / "out.zarr", **settings)

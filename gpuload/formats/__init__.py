@@ -251,13 +251,13 @@ def _of_modality(paths: Any, name: str) -> Any:
     if isinstance(paths, Mapping):
         if name not in paths:
             have = ", ".join(repr(str(known)) for known in paths) or "none"
-            raise StoreError(f"paths: there is no modality {name!r}; its modalities are {have}. Choose one of them.")
+            raise StoreError(f"paths: there is no modality {name!r}; the modalities are {have}. Choose one of them.")
         return paths[name]
     parts = _parts(paths)
     for number, part in enumerate(parts):
         if not isinstance(part, (str, os.PathLike)):
             raise StoreError(
-                f"<{type(part).__name__} {number}>: it holds one modality, so modality={name!r} cannot be had; give "
+                f"<{type(part).__name__} {number}>: it holds one modality, so modality={name!r} is not available; pass "
                 "paths={'rna': adata, 'prot': other}, for example, or the mdata.mod of a MuData."
             )
     return [_member_of(os.fspath(part), name) for part in parts]
@@ -272,7 +272,7 @@ def _check_width(first: Store, other: Store, layer: str) -> None:
     if other.n_vars != first.n_vars:
         raise StoreError(
             f"{other.paths[0]}: its {layer} has {other.n_vars} columns but that of {first.paths[0]} has "
-            f"{first.n_vars}; make them alike, or leave it out."
+            f"{first.n_vars}; make them equal, or leave it out."
         )
 
 
@@ -294,8 +294,8 @@ def _check_cell_names(first: tuple[str, Any], other: tuple[str, Any]) -> None:
     parts, parts_too = _parts(first[1]), _parts(other[1])
     if len(parts) != len(parts_too):
         raise StoreError(
-            f"modality {other[0]!r} is in {len(parts_too)} files and {first[0]!r} in {len(parts)}; give as many of "
-            "each, with the same cells in each pair."
+            f"modality {other[0]!r} is in {len(parts_too)} files and {first[0]!r} in {len(parts)}; pass as many "
+            "files of each, with the same cells in each pair."
         )
     for one, two in zip(parts, parts_too, strict=True):
         (where, names), (where_too, names_too) = _cell_names(one, first[0]), _cell_names(two, other[0])
@@ -308,7 +308,7 @@ def _check_cell_names(first: tuple[str, Any], other: tuple[str, Any]) -> None:
             continue
         raise StoreError(
             f"{where_too}: {found}; modalities that are read together need the same cells in the same order: subset "
-            "each to the common cells, in one order, and write them anew."
+            "each to the common cells, in the same order, and write them again."
         )
 
 
@@ -325,6 +325,6 @@ def _cell_names(cells: Any, modality: str) -> tuple[str, NDArray[np.object_]]:
         if found:
             return path, np.concatenate(found)
     raise StoreError(
-        f"modality {modality!r}: its cells have no names, so it cannot be known whether they are those of the other "
-        "modalities; give .h5mu, .h5ad or zarr files, or AnnDatas."
+        f"modality {modality!r}: its cells have no names, so they cannot be compared with those of the other "
+        "modalities; pass .h5mu, .h5ad or zarr files, or AnnDatas."
     )

@@ -65,13 +65,13 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
             remote = BlockCache(self.cache)
             if not f"{self}/".startswith(f"{remote.name}/"):
                 raise PlanError(
-                    f"{self}: the cache is of {remote.name}; open it over BlockRemote(open_remote(...)) of an address "
-                    "that this one begins with."
+                    f"{self}: the cache is for {remote.name}; open it over BlockRemote(open_remote(...)) with an "
+                    "address that this one begins with."
                 )
             return remote, self[len(remote.name) + 1 :]
         scheme, _, rest = self.partition("://")
         if not rest:
-            raise PlanError(f"{self}: it names no bucket or host; expected for example s3://bucket/atlas.h5ad.")
+            raise PlanError(f"{self}: it has no bucket or host; expected, for example, s3://bucket/atlas.h5ad.")
         folder, _, key = rest.rpartition("/")
         if not folder:
             return open_remote(self, **self.options), ""
@@ -170,7 +170,7 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
     for name, value in (("cache", cache), ("storage_options", options)):
         if value is not None and not n_found:
             raise PlanError(
-                f"{name}: it is for addresses such as 's3://bucket/atlas.h5ad', and paths has none; leave it out."
+                f"{name}: it is for addresses such as 's3://bucket/atlas.h5ad', but paths has none; leave it out."
             )
     return changed
 
@@ -178,9 +178,9 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
 def check_given(paths: Any) -> None:
     """Refuse arguments that are neither a path nor a list of paths."""
     if isinstance(paths, (set, frozenset)):
-        raise PlanError("paths: a set has no order, and rows are numbered in that of the files; give a list.")
+        raise PlanError("paths: a set has no order, but rows are numbered in the order of the files; pass a list.")
     if type(paths).__module__.partition(".")[0] in ("h5py", "zarr"):
-        raise PlanError(f"paths={paths!r}: it is open already; give its path, which gpuload opens by itself.")
+        raise PlanError(f"paths={paths!r}: it is already open; pass its path, which gpuload opens itself.")
 
 
 def _mapped(paths: Any, cache: SampleStore | None, options: Mapping[str, Any] | None) -> tuple[Any, int]:

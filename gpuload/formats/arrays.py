@@ -154,7 +154,7 @@ def csr_arrays(
     n = arrays["indptr"].shape[0]
     if n != n_rows + 1:
         raise CorruptDataError(
-            f"{where}/indptr has {n} entries for {n_rows} rows; expected {n_rows + 1}. Write the file anew."
+            f"{where}/indptr has {n} entries for {n_rows} rows; expected {n_rows + 1}. Rewrite the file."
         )
     return arrays["data"], arrays["indices"], arrays["indptr"]
 
@@ -162,7 +162,7 @@ def csr_arrays(
 def check_length(where: str, found: int, wanted: int, what: str) -> None:
     """Raise CorruptDataError if names or a column do not fit the matrix."""
     if found != wanted:
-        raise CorruptDataError(f"{where} has {found} entries but the matrix has {wanted} {what}; write the file anew.")
+        raise CorruptDataError(f"{where} has {found} entries but the matrix has {wanted} {what}; rewrite the file.")
 
 
 def memory_nbytes() -> int:
@@ -206,7 +206,7 @@ def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) ->
         if not is_plain:
             also = " (for obs=, where= or a sampler)" if setting == "obs" else ""
             raise StoreError(
-                f"{where}: this form has no {setting}, so {setting}={value!r}{also} cannot be had; {cure}."
+                f"{where}: this format has no {setting}, so {setting}={value!r}{also} is not available; {cure}."
             )
 
 

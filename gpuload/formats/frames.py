@@ -91,7 +91,7 @@ def join(parts: Sequence[Any], where: str) -> Any:
         if odd is not None:
             raise StoreError(
                 f"{where} has categories of {like.categories.dtype} in one file and of {odd.categories.dtype} in "
-                "another; make them of one type, or leave the column out."
+                "another; make them one type, or leave the column out."
             )
         is_one = all(part.dtype == parts[0].dtype for part in parts)
         return pd.api.types.union_categoricals(parts, ignore_order=not is_one)

@@ -207,7 +207,7 @@ def _translated(path: str) -> Iterator[None]:
         raise
     except MemoryError as error:
         raise CorruptDataError(
-            f"{path}: a size in its metadata cannot be right ({first_line(error)}), or there is too little memory; "
+            f"{path}: a size in its metadata is impossible ({first_line(error)}), or there is too little memory; "
             "free some, or restore the file."
         ) from error
     except Exception as error:
@@ -260,8 +260,8 @@ def array_layout(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
     is_linked = stored.file.filename != source.file_name  # at its offset there are other bytes in this file
     if is_linked or stored.is_virtual or stored.external:
         raise StoreError(
-            f"{where} keeps its bytes in other files; copy it into one file first: with h5copy -f ext what is linked, "
-            "else with h5repack."
+            f"{where} keeps its bytes in other files; copy it into one file first, with h5copy -f ext if it is linked, "
+            "or else with h5repack."
         )
     storage = stored.id.get_create_plist().get_layout()
     if storage == h5py.h5d.CHUNKED:
@@ -283,7 +283,8 @@ def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
     n_chunks = int(np.prod(grid))
     if n_chunks > source.nbytes + (1 << 20):
         raise CorruptDataError(
-            f"{source.name}: {stored.name} has {n_chunks} chunks, which its size cannot hold. Restore the file."
+            f"{source.name}: {stored.name} has {n_chunks} chunks, which a file of its size cannot hold. Restore the "
+            "file."
         )
     kept = _kept_chunks(stored, source, grid) if n_chunks >= source.index.min_chunks else None
     offset, nbytes, mask = _find_chunks(stored, source, grid) if kept is None else kept
@@ -334,7 +335,7 @@ def _find_chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]
         chunk = np.ravel_multi_index(tuple(place.T), grid) if is_inside else np.empty(0, dtype=np.int64)
         if np.unique(chunk).size != len(rows):
             raise CorruptDataError(
-                f"{source.name}: the chunk index of {stored.name} names a place twice or one outside the array. "
+                f"{source.name}: the chunk index of {stored.name} lists a position twice, or one outside the array. "
                 "Restore the file from its source."
             )
         offset[chunk], nbytes[chunk] = rows[:, -3], rows[:, -2]
@@ -365,7 +366,7 @@ def _filters(stored: h5py.Dataset, path: str) -> tuple[Filter, ...]:
             label = UNSUPPORTED.get(number) or as_text(name).strip("\0") or "unnamed"
             raise StoreError(
                 f"{path}: {stored.name} is encoded with HDF5 filter {number} ({label}), which cannot be decoded here; "
-                f"supported are {', '.join(FILTERS.values())}. Rewrite it, for example with compression='gzip'."
+                f"supported filters are {', '.join(FILTERS.values())}. Rewrite it, for example with compression='gzip'."
             )
         filters.append(Filter(FILTERS[number], tuple(int(v) for v in values)))
     return tuple(filters)

@@ -93,7 +93,7 @@ def keys_of(file: Any, layer: str, path: str) -> tuple[str, str]:
     if layer.startswith(OBSM):
         obsm = file.get("obsm", {})
         if not hasattr(obsm, "keys"):
-            raise StoreError(f"{path}: its obsm is one table, as AnnData before 0.7 wrote it; write the file anew.")
+            raise StoreError(f"{path}: its obsm is a single table, as AnnData before 0.7 wrote it; rewrite the file.")
         if layer.removeprefix(OBSM) not in obsm:
             raise no_obsm(path, layer, obsm)
         return layer, ""
@@ -153,7 +153,7 @@ def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
         raise StoreError(f"{path}: /{key} is a CSC matrix; rows cannot be read from it. Rewrite it once with {cure}.")
     if kind is None or shape is None:
         raise StoreError(
-            f"{path}: /{key} is neither a dense nor a CSR matrix; write the file anew with anndata's {access.writer}."
+            f"{path}: /{key} is neither a dense nor a CSR matrix; rewrite the file with anndata's {access.writer}."
         )
     return access.csr(node, int(shape[0]), int(shape[1]))
 

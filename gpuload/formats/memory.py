@@ -97,7 +97,7 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
         raise StoreError(
             f"{where}: this is a {_kind(cells)}; expected a path, an AnnData, a SciPy CSR matrix or a 2-D NumPy array."
         )
-    check_plain_matrix(where, layer, obs, "give an AnnData")
+    check_plain_matrix(where, layer, obs, "pass an AnnData")
     matrix, sources = _matrix(cells, where, "", "X = X.tocsr()")
     return Store((matrix,), (where,), numbered(matrix.n_vars), {}, sources)
 
@@ -125,7 +125,7 @@ def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Stor
     path = os.fspath(adata.filename)
     if adata.is_view:
         raise StoreError(
-            f"{where}: this is a view of an AnnData backed by {path}; give the path with sampler=gpuload.Subset(rows), "
+            f"{where}: this is a view of an AnnData backed by {path}; pass the path with sampler=gpuload.Subset(rows), "
             "or view.to_memory()."
         )
     if adata.file.is_open and "X" in adata.file:
@@ -150,7 +150,7 @@ def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:
         name = f"obsm[{key!r}]"
         if hasattr(adata.obsm[key], "iloc"):
             raise StoreError(
-                f"{where}: {name} is a data frame, not a matrix; give adata.{name} = adata.{name}.to_numpy(), or keep "
+                f"{where}: {name} is a data frame, not a matrix; set adata.{name} = adata.{name}.to_numpy(), or keep "
                 "its columns in obs."
             )
         return adata.obsm[key], None, name, f"adata.{name} = adata.{name}.tocsr()"
@@ -205,7 +205,7 @@ def _csr(X: Any, where: str, prefix: str) -> tuple[CsrMatrix, tuple[BufferSource
     given = np.array(X.indptr, dtype=np.int64)
     nnz = max(0, int(given[-1])) if given.size else 0  # SciPy allows spare room at the end
     lengths = min(X.data.size, nnz), min(X.indices.size, nnz)
-    indptr = checked_indptr(given, f"{where}: {prefix}indptr", n_rows, lengths, "Make the matrix anew.")
+    indptr = checked_indptr(given, f"{where}: {prefix}indptr", n_rows, lengths, "Recreate the matrix.")
     data, values = _layout(X.data[:nnz], where, f"{prefix}data")
     indices, columns = _layout(X.indices[:nnz], where, f"{prefix}indices")
     return CsrMatrix(indptr, data, indices, n_vars), (values, columns)

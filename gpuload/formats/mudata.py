@@ -33,7 +33,7 @@ def is_mudata(root: Any) -> bool:
 def no_modalities(path: str, modality: str) -> StoreError:
     """Return the error of a modality that is asked for where there is none."""
     return StoreError(
-        f"{path}: it holds no modalities, so {path + '/' + modality!r} means nothing; give its path alone."
+        f"{path}: it holds no modalities, so {path + '/' + modality!r} does not exist; pass its path alone."
     )
 
 
@@ -114,15 +114,15 @@ def _shared(root: Any, modality: str, name: str, store: Store, path: str) -> Obs
     column, where = read_column(root["obs"], name, path), f"{path}: /obsmap/{modality}"
     if modality not in root.get("obsmap", ()):
         raise StoreError(
-            f"{where}: it is missing, so column {name!r} of /obs cannot be given to the cells of "
-            f"{modality!r}; write the file anew with MuData."
+            f"{where}: it is missing, so column {name!r} of /obs cannot be assigned to the cells of "
+            f"{modality!r}; rewrite the file with MuData."
         )
     place = np.asarray(root["obsmap"][modality][()]).astype(np.int64).reshape(-1)
     check_length(where, place.size, column.values.size, "cells in /obs")
     rows = np.full(store.n_obs, -1, dtype=np.int64)
     if place.size and (place.min() < 0 or place.max() > store.n_obs):
-        raise CorruptDataError(f"{where} names cell {place.max()} of {store.n_obs}; write the file anew with MuData.")
+        raise CorruptDataError(f"{where} names cell {place.max()} of {store.n_obs}; rewrite the file with MuData.")
     rows[place[place > 0] - 1] = np.flatnonzero(place)
     if np.any(rows < 0):
-        raise CorruptDataError(f"{where} leaves out cells of the modality; write the file anew with MuData.")
+        raise CorruptDataError(f"{where} leaves out cells of the modality; rewrite the file with MuData.")
     return ObsColumn(column.values[rows], column.categories)

@@ -54,7 +54,7 @@ _log = logging.getLogger("gpuload")
 _LOCAL_HEADER = 30
 """Bytes of a zip member's local header before its name."""
 
-CURE = "give an .h5ad file, or an AnnData"
+CURE = "pass an .h5ad file, or an AnnData"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def open_npy(path: str, *, layer: str, obs: Sequence[str]) -> Store:
             raise StoreError(f"{path}: it has {len(array.shape)} dimensions; expected a matrix of cells x genes.")
         if array.is_fortran and min(array.shape) > 1:
             raise StoreError(
-                f"{path}: it is in Fortran order, in which a cell's values lie apart; save it anew with "
+                f"{path}: it is in Fortran order, in which the values of a cell are not contiguous; save it again with "
                 "numpy.save(path, numpy.ascontiguousarray(X))."
             )
         check_n_vars(path, array.shape[1])
@@ -123,7 +123,7 @@ def open_npz(path: str, *, layer: str, obs: Sequence[str]) -> Store:
             _check_is_csr(archive, path)
             shape = _small(archive, "shape", path)
             if shape.shape != (2,) or shape.dtype.kind not in "iu" or shape.min() < 0:
-                raise CorruptDataError(f"{path}: shape is {shape.tolist()!r}; expected two numbers. Save it anew.")
+                raise CorruptDataError(f"{path}: shape is {shape.tolist()!r}; expected two numbers. Save it again.")
             n_rows, n_vars = (int(n) for n in shape)
             check_n_vars(path, n_vars)
             indptr = _small(archive, "indptr", path)
@@ -131,7 +131,7 @@ def open_npz(path: str, *, layer: str, obs: Sequence[str]) -> Store:
             data, indices = (_member(archive, file, name, source) for name in ("data", "indices"))
         check_integers(f"{path}: indices", indices.dtype)
         indptr = checked_indptr(
-            indptr.reshape(-1), f"{path}: indptr", n_rows, (data.shape[0], indices.shape[0]), "Save it anew."
+            indptr.reshape(-1), f"{path}: indptr", n_rows, (data.shape[0], indices.shape[0]), "Save it again."
         )
         matrix = CsrMatrix(indptr, data, indices, n_vars)
         sources = tuple({id(s): s for s in (source, data.source, indices.source)}.values())
@@ -148,10 +148,10 @@ def _read_header(file: IO[bytes], where: str) -> _Array:
         shape, is_fortran, dtype = (read or npy.read_array_header_2_0)(file)
     except Exception as error:  # NumPy parses it as Python source, which can fail in any way
         raise CorruptDataError(
-            f"{where}: its .npy header cannot be read ({first_line(error):.200}); save it anew."
+            f"{where}: its .npy header cannot be read ({first_line(error):.200}); save it again."
         ) from error
     if any(not isinstance(n, int) or n < 0 for n in shape):
-        raise CorruptDataError(f"{where}: its .npy header gives the shape {shape!r}; save it anew.")
+        raise CorruptDataError(f"{where}: its .npy header gives the shape {shape!r}; save it again.")
     return _Array(tuple(shape), dtype, is_fortran, file.tell())
 
 
@@ -167,7 +167,7 @@ def _check_is_csr(archive: zipfile.ZipFile, path: str) -> None:
     if "format" not in names:
         raise StoreError(
             f"{path}: it holds {listing(sorted(names), 5) if names else 'nothing'}; expected a CSR matrix saved by "
-            "scipy.sparse.save_npz, a dense one by numpy.save as .npy, or a zarr store that is in no folder of the zip."
+            "scipy.sparse.save_npz, a dense one by numpy.save as .npy, or a zarr store at the top level of the zip."
         )
     stored = _small(archive, "format", path)
     kind = stored.item() if stored.ndim == 0 and stored.dtype.kind in "SU" else None
@@ -185,7 +185,7 @@ def _info(archive: zipfile.ZipFile, name: str, path: str) -> zipfile.ZipInfo:
     except KeyError as error:
         raise StoreError(f"{path}: it lacks {name!r}; a CSR matrix has data, indices, indptr and shape.") from error
     if info.flag_bits & 1:
-        raise StoreError(f"{path}: {name} is encrypted; save it anew.")
+        raise StoreError(f"{path}: {name} is encrypted; save it unencrypted.")
     return info
 
 
@@ -194,7 +194,7 @@ def _inflate(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
     there = memory_nbytes()
     if info.file_size > there // 2:
         raise StoreError(
-            f"{path}: {name} is deflated and takes {info.file_size / 1e9:.1f} GB of memory, of which this machine "
+            f"{path}: {name} is deflated and takes {info.file_size / 1e9:.1f} GB of memory, but this machine "
             f"has {there / 1e9:.1f} GB; save it once with scipy.sparse.save_npz(path, X, compressed=False), "
             "which is read in place."
         )
@@ -211,7 +211,7 @@ def _small(archive: zipfile.ZipFile, name: str, path: str) -> NDArray[Any]:
     n = int(np.prod(array.shape, dtype=object))
     if array.dtype.hasobject or n * array.dtype.itemsize != len(raw.getbuffer()) - array.offset:
         raise CorruptDataError(
-            f"{path}: {name} is {array.dtype}, {array.shape}, which its size does not fit; restore the file."
+            f"{path}: {name} is {array.dtype}, {array.shape}, which does not fit its size; restore the file."
         )
     return np.frombuffer(raw.getbuffer(), array.dtype, n, array.offset).reshape(array.shape)
 

@@ -37,7 +37,7 @@ def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
     """Return the index of a stored data frame as strings, shape (n,) object."""
     name = index_name(frame)
     if name is None:
-        raise StoreError(f"{path}: /{key} has no index; write the file anew with anndata's write_h5ad.")
+        raise StoreError(f"{path}: /{key} has no index; rewrite the file with anndata's write_h5ad.")
     stored = frame[name]
     if hasattr(stored, "asstr"):  # an HDF5 data set, of text or numbers
         return as_strings(stored[()])

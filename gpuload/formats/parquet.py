@@ -203,15 +203,17 @@ class Table:
             if unknown := chunk.encodings - _ENCODINGS:
                 raise StoreError(
                     f"{self.path}: column {name!r} is encoded as {sorted(unknown)[0]}, which cannot be read here; "
-                    "write it anew in plain or dictionary encoding, as pyarrow and datasets do by default."
+                    "rewrite it in plain or dictionary encoding, as pyarrow and datasets do by default."
                 )
             if chunk.file_path:
-                raise StoreError(f"{self.path}: column {name!r} lies in another file, {chunk.file_path!r}; give that.")
+                raise StoreError(
+                    f"{self.path}: column {name!r} is in another file, {chunk.file_path!r}; pass that one."
+                )
             codecs.add(chunk.codec)
             least, greatest = (_bound(bound, stored) for bound in (chunk.least, chunk.greatest))
             found.append((chunk.offset, chunk.nbytes, least, greatest))
         if len(codecs) > 1:
-            raise StoreError(f"{self.path}: column {name!r} is compressed in several ways; write it anew in one.")
+            raise StoreError(f"{self.path}: column {name!r} is compressed with several codecs; rewrite it with one.")
         columns = list(zip(*found, strict=True)) or [(), (), (), ()]
         return ListColumn(
             stored,
@@ -296,7 +298,7 @@ def _categorical(column: Any, path: str) -> Any:
     parts = whole.chunks if isinstance(whole, pa.ChunkedArray) else [whole]
     values = parts[0].dictionary.to_pylist() if parts else []
     if any(not isinstance(value, str) for value in values):
-        raise _damaged(path, ValueError("a column of text holds something else"))
+        raise _damaged(path, ValueError("a column of text holds other values"))
     codes = np.concatenate([[], *(part.indices.fill_null(-1).to_numpy(zero_copy_only=False) for part in parts)])
     order = sorted(range(len(values)), key=values.__getitem__)
     place = np.full(len(values) + 1, -1, dtype=np.int32)

@@ -97,7 +97,7 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store
         if file.greatest - first >= n_vars:
             raise StoreError(
                 f"{file.path}: {file.names[0]!r} holds the number {file.greatest}, but {GENES_FILE} names genes "
-                f"{first} to {first + n_vars - 1} only; put the table of these cells there, or none."
+                f"{first} to {first + n_vars - 1} only; put the table for these cells there, or none."
             )
     columns = _obs_columns(paths, obs)
     for name, column in columns.items():
@@ -165,8 +165,8 @@ def matrix_of(file: Cells, source: _Source, number: int, first: int, n_vars: int
     most = int(np.diff(edges).max(initial=0))
     if most > MAX_CHUNK:
         raise StoreError(
-            f"{file.path}: a row group holds {most} values, and is decoded whole; at most {MAX_CHUNK} are read here. "
-            "Write the file anew with fewer rows a group, for example row_group_size=1000."
+            f"{file.path}: a row group holds {most} values, and is decoded whole; at most {MAX_CHUNK} are supported. "
+            "Rewrite the file with fewer rows per group, for example row_group_size=1000."
         )
     layouts = []
     for column, (part, dtype) in enumerate((("genes", np.dtype(np.int32)), ("values", file.dtype))):
@@ -250,6 +250,8 @@ def _columns_of(path: str, names: Sequence[str]) -> dict[str, Any]:
             if name in table.flat():
                 continue
             if name in table.names():
-                raise StoreError(f"{path}: obs column {name!r} holds {table.type_of(name)}; expected one value a cell.")
+                raise StoreError(
+                    f"{path}: obs column {name!r} holds {table.type_of(name)}; expected one value per cell."
+                )
             raise no_column(path, name, table.flat())
         return table.columns(names)

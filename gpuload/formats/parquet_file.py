@@ -191,19 +191,19 @@ def _columns(table: Table, layer: str) -> tuple[str, str]:
     genes = next((name for name, _ in COLUMNS if name in table.names()), None)
     if layer not in table.names() or genes is None:
         have = f"its lists are {listing(known)}" if known else "it has no lists"
-        raise StoreError(f"{table.path}: there is no layer {layer!r}, a column with a list of values a row; {have}.")
+        raise StoreError(f"{table.path}: there is no layer {layer!r}, a column with a list of values per row; {have}.")
     return genes, layer
 
 
 def _check_place(source: FileSource | RemoteSource, name: str, column: ListColumn) -> None:
     if not parquet.can_decode(column.codec):
         raise StoreError(
-            f"{source.name}: column {name!r} is compressed with {column.codec}, which cannot be decoded here; known "
-            f"are {', '.join(parquet_pages.CODECS)}. Write it anew, for example with compression='zstd'."
+            f"{source.name}: column {name!r} is compressed with {column.codec}, which cannot be decoded here; "
+            f"supported codecs are {', '.join(parquet_pages.CODECS)}. Rewrite it, for example with compression='zstd'."
         )
     end = column.offset + column.nbytes
     if np.any(column.offset < 0) or np.any(column.nbytes < 0) or np.any(end > source.nbytes):
-        raise CorruptDataError(f"{source.name}: column {name!r} should lie beyond the file's end. {RESTORE}")
+        raise CorruptDataError(f"{source.name}: column {name!r} lies outside the file. {RESTORE}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,7 +249,7 @@ class _Probe:
     def _mixed(self, row: int) -> StoreError:
         return StoreError(
             f"{self.source.name}: some rows begin with the [CLS] pair ({LEADER} and the same value below 0) and others "
-            f"do not, row {row} for one; write the file anew with that pair in all rows or in none."
+            f"do not, row {row} for one; rewrite the file with that pair in all rows or in none."
         )
 
     def greatest(self) -> int:

@@ -39,11 +39,11 @@ def genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] |
     if token is None or (name is None and other is None):
         raise StoreError(
             f"{table}: it has {listing(columns)}; expected token_id, and gene_symbol or ensembl_id. Move it elsewhere "
-            "to have genes called by their numbers."
+            "to name genes by their numbers."
         )
     tokens = given[token]
     if tokens.dtype.kind not in "iu" or not tokens.size or tokens.min() < 0 or np.unique(tokens).size < tokens.size:
-        raise StoreError(f"{table}: {token} should hold whole numbers, each once; write the table anew.")
+        raise StoreError(f"{table}: {token} should hold whole numbers, each only once; rewrite the table.")
     check_n_vars(table, int(tokens.max()) - int(tokens.min()) + 1)
     first, place = int(tokens.min()), tokens - tokens.min()
     names, ids = numbered(int(tokens.max()) + 1)[first:], None
@@ -76,5 +76,5 @@ def _is_there(path: str) -> bool:
     except BusyError:
         raise
     except ReadError as error:  # without permission to list, a missing object gives the same error
-        _log.warning("%s: is taken not to be there: %s", path, error)
+        _log.warning("%s: treated as missing: %s", path, error)
         return False

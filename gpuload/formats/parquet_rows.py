@@ -101,7 +101,7 @@ def row_lengths(
             row = int(np.argmax(of_genes != of_values))
             raise CorruptDataError(
                 f"{source.name}: row {sum(part.size for part in parts) + row} has {of_genes[row]} {names[0]} but "
-                f"{of_values[row]} {names[1]}; write the file anew."
+                f"{of_values[row]} {names[1]}; rewrite the file."
             )
         parts.append(of_genes)
     lengths = np.concatenate(parts)
@@ -170,7 +170,7 @@ def _faults(source: FileSource | RemoteSource, place: _Place) -> Iterator[None]:
     except parquet.MissingError as error:
         raise StoreError(
             f"{source.name}: column {name!r}: {error} (row group {group}); a cell without values is an empty list. "
-            "Write the file anew without missing ones."
+            "Rewrite the file without nulls."
         ) from error
     except codecs.DecodeError as error:
         raise damaged(source, name, group, offset, error) from error

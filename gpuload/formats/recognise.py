@@ -54,7 +54,7 @@ def expand(path: str) -> list[str]:
         fitting = glob(path) if address is None else _fitting(address)
         found = sorted(name for name in fitting if os.path.basename(name) != GENES_FILE)
         if not found:
-            raise ReadError(f"{path}: no file fits this pattern. Check the path.")
+            raise ReadError(f"{path}: no file matches this pattern. Check the path.")
         return found
     if not _is_folder(path) or folder_form(path):
         return [path]
@@ -64,12 +64,12 @@ def expand(path: str) -> list[str]:
     endings = sorted({os.path.splitext(name)[1] for name in names})
     if not names:
         raise StoreError(
-            f"{path}: this folder holds no cells: neither files that end in {', '.join(ENDINGS)} nor the parts of a "
+            f"{path}: this folder has no cells: neither files that end in {', '.join(ENDINGS)} nor the parts of a "
             "zarr or an SCDL store. Check the path."
         )
     if len(endings) > 1:
         raise StoreError(
-            f"{path}: this folder holds files of several forms ({', '.join(endings)}); give those you mean as a list."
+            f"{path}: this folder holds files of several formats ({', '.join(endings)}); pass those you mean as a list."
         )
     return [os.path.join(path, name) if address is None else address.child(name) for name in names]
 
@@ -81,7 +81,7 @@ def _fitting(pattern: Address) -> list[Address]:
         parts.append(folder.rpartition("/")[2])
         folder = folder.parent()
     if folder.listed is None:
-        raise ReadError(f"{pattern}: a web server cannot list what fits a pattern; give the addresses in a list.")
+        raise ReadError(f"{pattern}: a web server cannot list what matches a pattern; pass the addresses as a list.")
     parts.reverse()
     names = {tuple(key.split("/")[: len(parts)]) for key in folder.listed}  # including folders
     return [folder.child("/".join(n)) for n in names if len(n) == len(parts) and all(map(fnmatchcase, n, parts))]
@@ -287,7 +287,7 @@ def _form(path: str) -> str:
     first = _first_bytes(path)
     if as_address(path) is not None and first.startswith((NPY, ZIP)):
         raise StoreError(
-            f"{path}: at an address HDF5, Parquet and folders of zarr can be read, but not .npy, .npz and zip files; "
+            f"{path}: HDF5, Parquet and zarr folders can be read at an address, but .npy, .npz and zip files cannot; "
             "copy it first."
         )
     if first.startswith(ZIP):

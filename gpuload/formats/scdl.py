@@ -92,7 +92,7 @@ def open_scdl(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     if layer.startswith(OBSM):
         raise no_obsm(path, layer, ())
     if layer != "X":
-        raise StoreError(f"{path}: there is no layer {layer!r}; SCDL keeps one matrix: use layer='X'.")
+        raise StoreError(f"{path}: there is no layer {layer!r}; SCDL stores a single matrix: use layer='X'.")
     dtypes = _read_dtypes(os.path.join(path, "header.sch"))
     with ExitStack() as on_error:
         sources = {}
@@ -140,8 +140,8 @@ def _parse_header(header: bytes, path: str) -> dict[str, str]:
         raise CorruptDataError(f"{path}: it starts with {magic!r}, not {MAGIC!r}. {RESTORE}")
     if (major, minor) > (0, 1) or backend != MEMMAP or endianness != BIG_ENDIAN:
         raise StoreError(
-            f"{path}: SCDL schema {major}.{minor}, backend {backend}, byte order {endianness} is not known here; known "
-            "is 0.1 with memory maps."
+            f"{path}: SCDL schema {major}.{minor}, backend {backend}, byte order {endianness} is not supported; "
+            "supported is 0.1 with memory maps."
         )
     found, at = {}, 16
     for _ in range(n_arrays):
@@ -152,7 +152,7 @@ def _parse_header(header: bytes, path: str) -> dict[str, str]:
         if has_shape:
             at += 4 + 4 * int(struct.unpack_from(">I", header, at)[0])
         if name in FILES and number not in DTYPES:
-            raise StoreError(f"{path}: {FILES[name]} has element type {number}; known are {DTYPES}.")
+            raise StoreError(f"{path}: {FILES[name]} has element type {number}; supported are {DTYPES}.")
         if name in FILES:
             found[name] = DTYPES[number]
     return found
@@ -201,7 +201,7 @@ def _gene_names(path: str) -> NDArray[np.object_]:
     if len(frames) != 1:
         raise StoreError(
             f"{path}: {folder} holds {len(frames)} sets of genes; one can be read. Convert its sources one by one with "
-            "the same genes, and give the folders as a list."
+            "the same genes, and pass the folders as a list."
         )
     with opened(frames[0]) as table:
         columns, n_genes = [table.column(name) for name in table.names()], table.n_rows()

@@ -76,7 +76,7 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
             )
         groups = _datasets(root, path, modality)
         stores = [_read(group, tree, held, layer, obs) for group in groups]
-        return concat(stores, cure="a collection's data sets have the same genes in the same order: make it anew.")
+        return concat(stores, cure="the data sets of a collection have the same genes in the same order: recreate it.")
 
 
 def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | None:
@@ -150,7 +150,7 @@ def _opened(path: str) -> Iterator[tuple[Group, Tree, list[Source]]]:
             root = open_node(tree, "")
             if not isinstance(root, Group):
                 found = "an array" if isinstance(root, Array) else "no zarr group"
-                raise StoreError(f"{path}: this is {found}; expected AnnData as its write_zarr writes it.")
+                raise StoreError(f"{path}: this is {found}; expected an AnnData written by its write_zarr.")
             yield root, tree, held
     except BaseException:
         _close(held)
@@ -187,7 +187,7 @@ def _datasets(root: Group, path: str, modality: str = "") -> list[Group]:
     numbers = [number for number, _ in found]
     if numbers != list(range(len(found))):
         missing = next(i for i, number in enumerate(numbers) if i != number)
-        raise CorruptDataError(f"{path}: this collection lacks dataset_{missing}; copy it again, whole.")
+        raise CorruptDataError(f"{path}: this collection lacks dataset_{missing}; copy all of it again.")
     return [root[name] for _, name in found]
 
 

@@ -120,7 +120,7 @@ def parse_v2(meta: dict[str, Any], where: str) -> Spec:
         text = _TEXT.get(steps[0]["id"], "") if steps and meta["dtype"] == "|O" else ""
         dtype = np.dtype(meta["dtype"] if isinstance(meta["dtype"], str) else "V")
         if dtype.kind == "O" and not text:
-            _refuse(where, "holds Python objects", "write it anew with anndata's write_zarr")
+            _refuse(where, "holds Python objects", "rewrite it with anndata's write_zarr")
         if dtype.kind not in "biufOSU":
             _refuse(where, f"has dtype {meta['dtype']!r}", "only numbers, booleans and strings can be read")
         _check_order(where, dtype.byteorder != ">", meta["order"] == "C" or sum(n > 1 for n in chunks) < 2)
@@ -138,26 +138,24 @@ def parse_v3(meta: dict[str, Any], where: str) -> Spec:
         if meta["zarr_format"] != 3:
             _refuse(where, f"is of zarr format {meta['zarr_format']!r}", "only 2 and 3 can be read")
         if meta.get("storage_transformers"):
-            _refuse(where, "has storage transformers", "write it anew without them")
+            _refuse(where, "has storage transformers", "rewrite it without them")
         grid, keys = meta["chunk_grid"], meta["chunk_key_encoding"]
         if grid["name"] != "regular":
-            _refuse(where, f"has a chunk grid {grid['name']!r}", "write it anew with chunks of one shape")
+            _refuse(where, f"has a chunk grid {grid['name']!r}", "rewrite it with chunks of one shape")
         dtype, text = _v3_dtype(meta["data_type"], where)
         chunks, shards, index = _sizes(grid["configuration"]["chunk_shape"]), None, {}
         steps = [(s["name"], s.get("configuration") or {}) for s in map(_named, meta["codecs"])]
         steps = _without_transpose(steps, where)
         if steps and steps[0][0] == "sharding_indexed":
             if len(steps) > 1:
-                _refuse(
-                    where, f"encodes whole shards with {steps[1][0]!r}", "write it anew with that inside the shards"
-                )
+                _refuse(where, f"encodes whole shards with {steps[1][0]!r}", "rewrite it with that inside the shards")
             configuration = steps[0][1]
             shards, chunks = chunks, _sizes(configuration["chunk_shape"])
             steps = [(s["name"], s.get("configuration") or {}) for s in map(_named, configuration["codecs"])]
             steps, index = _without_transpose(steps, where), _shard_index(configuration, where)
         filters = _v3_filters(steps, dtype, text, where)
         if keys["name"] not in ("default", "v2"):
-            _refuse(where, f"names its chunks by {keys['name']!r}", "write it anew with the default names")
+            _refuse(where, f"names its chunks by {keys['name']!r}", "rewrite it with the default names")
         is_default = keys["name"] == "default"
         separator = (keys.get("configuration") or {}).get("separator", "/" if is_default else ".")
         fill_value = _fill_value(meta.get("fill_value"), dtype)
@@ -182,7 +180,7 @@ def _senseless(where: str, error: Exception) -> Exception:
     if isinstance(error, (StoreError, CorruptDataError)):  # both are ValueErrors
         return error
     words = f"there is no {error}" if isinstance(error, KeyError) else str(error).splitlines()[0].rstrip(".")
-    return CorruptDataError(f"{where}: its metadata makes no sense ({words}). Restore the store from its source.")
+    return CorruptDataError(f"{where}: its metadata is invalid ({words}). Restore the store from its source.")
 
 
 def _refuse(where: str, what: str, cure: str) -> NoReturn:
@@ -191,14 +189,14 @@ def _refuse(where: str, what: str, cure: str) -> NoReturn:
 
 def _check_order(where: str, is_little: bool, is_c: bool) -> None:
     if not is_little:
-        _refuse(where, "is big-endian", "write it anew as little-endian, for example with .astype('<f4')")
+        _refuse(where, "is big-endian", "rewrite it as little-endian, for example with .astype('<f4')")
     if not is_c:
-        _refuse(where, "is stored transposed (Fortran order)", "write it anew with order='C'")
+        _refuse(where, "is stored transposed (Fortran order)", "rewrite it with order='C'")
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in values):
-        raise ValueError(f"{values!r} is no shape")
+        raise ValueError(f"{values!r} is not a shape")
     return tuple(values)
 
 
@@ -219,7 +217,7 @@ def _shard_index(configuration: dict[str, Any], where: str) -> dict[str, bool]:
     names = [(s["name"], s.get("configuration") or {}) for s in map(_named, configuration["index_codecs"])]
     kinds = [name for name, _ in names]
     if kinds not in (["bytes"], ["bytes", "crc32c"]):
-        _refuse(where, f"encodes the index of its shards by {' + '.join(kinds)}", "write it anew with the default")
+        _refuse(where, f"encodes the index of its shards by {' + '.join(kinds)}", "rewrite it with the default")
     _check_order(where, is_little=names[0][1].get("endian", "little") == "little", is_c=True)
     location = configuration.get("index_location", "end")
     if location not in ("start", "end"):
@@ -244,10 +242,10 @@ def _v3_dtype(name: Any, where: str) -> tuple[np.dtype[Any], str]:
 
 def _v3_filters(steps: list[tuple[str, Any]], dtype: np.dtype[Any], text: str, where: str) -> tuple[Filter, ...]:
     if not steps:
-        raise ValueError("no codec makes bytes of it")
+        raise ValueError("no codec turns it into bytes")
     name, configuration = steps[0]
     if name == "sharding_indexed":
-        _refuse(where, "has shards within shards", "write it anew with one level of shards")
+        _refuse(where, "has shards within shards", "rewrite it with one level of shards")
     if name != ("bytes" if not text else f"vlen-{text}"):
         _refuse(where, f"is encoded with {name!r}", f"codecs that can be read are {', '.join(_FILTERS)}")
     is_little = dtype.itemsize == 1 or dtype.kind == "S" or text != "" or configuration["endian"] == "little"
@@ -286,7 +284,7 @@ def _checked(spec: Spec, where: str) -> Spec:
     if spec.separator not in ("/", "."):
         raise ValueError(f"separator {spec.separator!r}")
     if int(np.prod(spec.chunk_shape, dtype=object)) * spec.dtype.itemsize > MAX_NBYTES:
-        _refuse(where, f"has chunks of shape {spec.chunk_shape}", "a chunk may have 2 GB at most: write it anew")
+        _refuse(where, f"has chunks of shape {spec.chunk_shape}", "rewrite it with chunks of at most 2 GB")
     return spec
 
 

@@ -123,7 +123,7 @@ def _walk(folder: str, prefix: str) -> Iterator[tuple[str, int, int]]:
         raise
     except OSError as error:
         place = error.filename or folder
-        raise ReadError(f"{place}: cannot be listed: {error.strerror}. Check permissions, and links.") from error
+        raise ReadError(f"{place}: cannot be listed: {error.strerror}. Check its permissions and links.") from error
 
 
 class ZipTree:
@@ -321,9 +321,9 @@ def _read_json(tree: Tree, key: str) -> dict[str, Any] | None:
         meta = json.loads(raw)
     except ValueError as error:
         raise CorruptDataError(
-            f"{tree.name}: {key} is no JSON ({str(error).splitlines()[0].rstrip('.')}). Restore the store from its "
-            "source."
+            f"{tree.name}: {key} is not valid JSON ({str(error).splitlines()[0].rstrip('.')}). Restore the store from "
+            "its source."
         ) from error
     if not isinstance(meta, dict):
-        raise CorruptDataError(f"{tree.name}: {key} holds no JSON object. Restore the store from its source.")
+        raise CorruptDataError(f"{tree.name}: {key} does not hold a JSON object. Restore the store from its source.")
     return meta

@@ -77,7 +77,7 @@ class RemoteTree:
             if len(names) > MAX_ASKED:
                 raise ReadError(
                     f"{self.name}: /{key} may have more than {MAX_ASKED} objects, and a web server cannot list which "
-                    "are there; copy the store first, or write it anew with larger chunks or shards."
+                    "are there; copy the store first, or rewrite it with larger chunks or shards."
                 )
             heads = self._asking.requests.map(lambda name: self._address.head(self._key(f"{key}/{name}")), names)
             found = {name: o for name, o in zip(names, heads, strict=True) if o is not None}

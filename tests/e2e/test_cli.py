@@ -78,7 +78,7 @@ def test_version(run):
         (["explain"], "invalid choice: 'explain'"),
         (["inspect"], "the following arguments are required: PATH"),
         (["inspect", ""], "argument PATH: '' names no file; give a path"),
-        (["inspect", "s3://"], "inspect: s3://: it names no bucket or host; expected for example s3://bucket/"),
+        (["inspect", "s3://"], "inspect: s3://: it has no bucket or host; expected, for example, s3://bucket/"),
         (["inspect", "x", "--batch-size", "0"], "'0' is not a whole number of at least 1"),
         (["bench", "x", "--block-size", "row"], "'row' is not a whole number of at least 1"),
         (["bench", "x", "--seconds", "-1"], "'-1' is not a number above 0"),

@@ -76,7 +76,7 @@ def test_something_behind_what_is_no_anndata(name: str, tmp_path: Path) -> None:
     if name == "parquet":
         pytest.importorskip("pyarrow")
     path = made(name, tmp_path)
-    words = f"{path}: it holds no modalities, so '{path}/rna' means nothing; give its path alone."
+    words = f"{path}: it holds no modalities, so '{path}/rna' does not exist; pass its path alone."
     assert_refused("StoreError", path / "rna", words)
 
 
@@ -301,7 +301,7 @@ def test_npz_of_any_method(tmp_path: Path, method: int) -> None:
         (
             {"shape": npy(np.array(counts().shape))[:-8]},
             "CorruptDataError",
-            ("shape is int64, (2,), which its size does not fit; restore the file",),
+            ("shape is int64, (2,), which does not fit its size; restore the file",),
         ),
     ],
 )
@@ -350,7 +350,7 @@ def test_npz_that_is_encrypted(tmp_path: Path) -> None:
     entry = raw.rindex(b"PK\x01\x02", 0, raw.rindex(b"data.npy"))
     raw[entry + 8] |= 1  # the flags of its entry in the directory
     (tmp_path / "X.npz").write_bytes(raw)
-    assert_refused("StoreError", tmp_path / "X.npz", "data is encrypted; save it anew")
+    assert_refused("StoreError", tmp_path / "X.npz", "data is encrypted; save it unencrypted")
 
 
 def test_npz_too_large_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_columns_that_are_not_there(write: Callable[..., Path]) -> None:
     path = write(genes=GENES, expressions=VALUES, n=list(range(131)))
     assert_refused("StoreError", path, "'spliced'", "'expressions'", layer="spliced")
     assert_refused("StoreError", path, "'n' holds int64", layer="n")
-    assert_refused("StoreError", path, "'genes' holds list", "one value a cell", obs=["genes"])
+    assert_refused("StoreError", path, "'genes' holds list", "one value per cell", obs=["genes"])
     assert_refused("StoreError", path, "no column 'm'", "'n'", obs=["m"])
     assert_refused("StoreError", path, "X_pca", obsm=["X_pca"])
 
@@ -138,10 +138,10 @@ def test_a_footer_without_its_values(write: Callable[..., Path], tmp_path: Path)
     """A file called _metadata, as dask and Spark write it beside those that hold the values."""
     footer, path = pq.read_metadata(write(genes=GENES, expressions=VALUES)), tmp_path / "_metadata"
     footer.write_metadata_file(path)
-    assert_refused("CorruptDataError", path, f"{path}: column 'genes' should lie beyond the file's end", "Restore")
+    assert_refused("CorruptDataError", path, f"{path}: column 'genes' lies outside the file", "Restore")
     footer.set_file_path("part-0.parquet")
     footer.write_metadata_file(path)
-    assert_refused("StoreError", path, f"{path}: column 'genes' lies in another file, 'part-0.parquet'; give that")
+    assert_refused("StoreError", path, f"{path}: column 'genes' is in another file, 'part-0.parquet'; pass that")
 
 
 def test_a_column_of_two_codecs(write: Callable[..., Path]) -> None:
@@ -151,7 +151,7 @@ def test_a_column_of_two_codecs(write: Callable[..., Path]) -> None:
     second = [at for at in range(len(raw)) if raw.startswith(zstd, at)][-6]  # pyarrow 17 has them before it too
     raw[second : second + len(zstd)] = snappy
     path.write_bytes(raw)
-    assert_refused("StoreError", path, f"{path}: column 'genes' is compressed in several ways; write it anew in one")
+    assert_refused("StoreError", path, f"{path}: column 'genes' is compressed with several codecs; rewrite it with one")
 
 
 def test_row_groups_that_are_too_large(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,7 +230,7 @@ def test_obsm_of_anndata_0_6(tmp_path: Path) -> None:
     writers.write_old_compound(path, counts())
     with h5py.File(path, "a") as file:
         file["obsm"] = np.zeros(writers.N_OBS, [("X_pca", "f4", (5,)), ("X_tsne", "f4", (2,))])
-    words = "its obsm is one table, as AnnData before 0.7 wrote it; write the file anew."
+    words = "its obsm is a single table, as AnnData before 0.7 wrote it; rewrite the file."
     assert_refused("StoreError", path, f"{path}: {words}", obsm="X_pca")
     assert_refused("StoreError", path, f"{path}: {words}", layer="obsm/nope")
 
@@ -302,7 +302,7 @@ def test_a_link_to_another_file(tmp_path: Path) -> None:
     with h5py.File(other, "w") as file:
         file["X"] = np.ones((4, 3), np.float32)
     write_h5ad(path, lambda f: f.update({"X": h5py.ExternalLink(other.name, "/X"), "pad": np.arange(999.0)}), 4, 3)
-    assert_refused("StoreError", path, "/X", "other files; copy it into one file first: with h5copy -f ext what is")
+    assert_refused("StoreError", path, "/X", "other files; copy it into one file first, with h5copy -f ext if it is")
 
 
 # --- matrices that are wrong
@@ -405,7 +405,7 @@ def test_a_size_beyond_all_memory(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         del file["var/_index"]
         file["var"].create_dataset("_index", (1 << 55,), "i8", chunks=(1024,))
-    assert_refused("CorruptDataError", path, f"{path}: a size in its metadata cannot be right", "restore the file")
+    assert_refused("CorruptDataError", path, f"{path}: a size in its metadata is impossible", "restore the file")
 
 
 def test_more_chunks_than_the_file_can_hold(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_data_frame(tmp_path: Path, path: Path) -> None:
         f"{path}: /obsm/table is a data frame, not a matrix; rewrite it once with {cure}"
     )
     message = refusal(part(0), obsm="table")
-    assert message == f"<AnnData>: obsm['table'] is a data frame, not a matrix; give {cure}"
+    assert message == f"<AnnData>: obsm['table'] is a data frame, not a matrix; set {cure}"
 
 
 def test_an_obsm_of_three_dimensions_or_of_columns(tmp_path: Path, path: Path) -> None:
@@ -127,7 +127,7 @@ def test_obsm_of_other_widths(tmp_path: Path) -> None:
     parts = [part(seed, genes=GENES) for seed in range(2)]
     parts[1].obsm["X_pca"] = parts[1].obsm["X_pca"][:, :4]
     first, other = write(tmp_path, parts)
-    expected = f"{other}: its obsm/X_pca has 4 columns but that of {first} has 6; make them alike, or leave it out."
+    expected = f"{other}: its obsm/X_pca has 4 columns but that of {first} has 6; make them equal, or leave it out."
     assert refusal([first, other], obsm=["X_pca"], join="inner") == expected
 
 
@@ -135,7 +135,7 @@ def test_forms_of_one_matrix(tmp_path: Path) -> None:
     np.save(tmp_path / "X.npy", np.zeros((4, 3), np.float32))
     for given, where in ((tmp_path / "X.npy", tmp_path / "X.npy"), (np.zeros((4, 3), np.float32), "<ndarray>")):
         assert refusal(given, obsm="X_pca") == f"{where}: there is no obsm 'X_pca'; it has no obsm. Leave obsm= out."
-        assert "this form has no layer, so layer='spliced' cannot be had" in refusal(given, layer=["X", "spliced"])
+        assert "this format has no layer, so layer='spliced' is not available" in refusal(given, layer=["X", "spliced"])
     tenx = other_forms.tenx(tmp_path, {}).path
     assert refusal(tenx, obsm="X_pca") == f"{tenx}: there is no obsm 'X_pca'; it has no obsm. Leave obsm= out."
     assert "there is no layer 'spliced'; this 10x file has 'X'" in refusal(tenx, layer=["X", "spliced"])
@@ -171,7 +171,7 @@ def pair() -> dict[str, anndata.AnnData]:
 
 def test_a_modality_that_is_not_there(tmp_path: Path, path: Path) -> None:
     assert refusal(pair(), modality=["rna", "atac"]) == (
-        "paths: there is no modality 'atac'; its modalities are 'rna', 'prot'. Choose one of them."
+        "paths: there is no modality 'atac'; the modalities are 'rna', 'prot'. Choose one of them."
     )
     assert "it holds no modalities" in refusal(path, modality=["rna", "prot"])
     assert refusal(part(0), modality=["rna", "prot"]).startswith(
@@ -194,7 +194,7 @@ def test_modalities_of_cells_in_another_order(tmp_path: Path) -> None:
     assert refusal(cells) == (
         "<AnnData 'prot'>: cell 0 is 'cell_0_22' in modality 'prot' but 'cell_0_0' in 'rna' (<AnnData 'rna'>); "
         "modalities that are read together need the same cells in the same order: subset each to the common cells, in "
-        "one order, and write them anew."
+        "the same order, and write them again."
     )
     paths = {name: write(tmp_path / name, [one])[0] for name, one in cells.items()}
     assert refusal(paths).startswith(
@@ -206,15 +206,15 @@ def test_modalities_in_another_number_of_files(tmp_path: Path) -> None:
     cells = pair()
     paths = {"rna": write(tmp_path, [cells["rna"][:9], cells["rna"][9:]]), "prot": cells["prot"]}
     assert refusal(paths) == (
-        "modality 'prot' is in 1 files and 'rna' in 2; give as many of each, with the same cells in each pair."
+        "modality 'prot' is in 1 files and 'rna' in 2; pass as many files of each, with the same cells in each pair."
     )
 
 
 def test_modalities_without_names_of_cells() -> None:
     X = np.zeros((23, 3), np.float32)
     assert refusal({"rna": X, "prot": X.copy()}) == (
-        "modality 'rna': its cells have no names, so it cannot be known whether they are those of the other "
-        "modalities; give .h5mu, .h5ad or zarr files, or AnnDatas."
+        "modality 'rna': its cells have no names, so they cannot be compared with those of the other "
+        "modalities; pass .h5mu, .h5ad or zarr files, or AnnDatas."
     )
 
 

@@ -212,7 +212,7 @@ def test_a_zip_that_is_compressed_by_zip_is_refused(tmp_path: Path) -> None:
 def test_a_zip_with_the_store_in_a_folder_of_it(tmp_path: Path) -> None:
     writers.csr(tmp_path / "store.zarr")
     path = shutil.make_archive(str(tmp_path / "store"), "zip", tmp_path, "store.zarr")
-    assert_refused("StoreError", path, path, "'store.zarr/", "or a zarr store that is in no folder of the zip.")
+    assert_refused("StoreError", path, path, "'store.zarr/", "or a zarr store at the top level of the zip.")
 
 
 @pytest.fixture

@@ -218,9 +218,9 @@ def test_parquet_by_folder_pattern_and_name(server: Running, parquet: Parquet) -
     first.rename(first.with_name("cells"))  # told by its contents
     one = batches(f"s3://{there.parent}/cells", **reached)
     assert_same(one, batches(first.with_name("cells")))
-    with pytest.raises(ReadError, match=r"/\*\.parquet: no file fits this pattern"):
+    with pytest.raises(ReadError, match=r"/\*\.parquet: no file matches this pattern"):
         gpuload.open_loader(f"s3://{there.parents[1]}/*.parquet", **reached)
-    with pytest.raises(ReadError, match="a web server cannot list what fits a pattern; give the addresses in a list"):
+    with pytest.raises(ReadError, match="a web server cannot list what matches a pattern; pass the addresses as a list"):
         gpuload.open_loader(f"{server.url}/{there}")
 
 
@@ -275,7 +275,7 @@ def test_a_table_of_genes_that_must_not_be_asked_for_is_none(
 
     monkeypatch.setattr(Address, "head", head)
     assert_same(batches(f"s3://{there}", storage_options=options(server)), batches(form.path))
-    assert "gene_metadata.parquet: is taken not to be there" in caplog.text
+    assert "gene_metadata.parquet: treated as missing" in caplog.text
 
 
 def test_a_folder_is_reached_by_one_client_and_asked_once(
@@ -415,15 +415,15 @@ def test_refusals(server: Running, plain: Stored, tmp_path: Path) -> None:
     (server.root / "empty").mkdir()
     with pytest.raises(ReadError, match=r"^s3://empty: no such object\. Check the address\.$"):
         gpuload.open_loader("s3://empty", storage_options=reached)
-    with pytest.raises(PlanError, match=r"^s3://: it names no bucket or host; expected for example s3://bucket/"):
+    with pytest.raises(PlanError, match=r"^s3://: it has no bucket or host; expected, for example, s3://bucket/"):
         gpuload.open_loader("s3://", storage_options=reached)
     np.save(server.root / "data" / "x.npy", np.zeros((3, 2)))
-    with pytest.raises(StoreError, match=r"s3://data/x\.npy: at an address HDF5, Parquet and folders of zarr"):
+    with pytest.raises(StoreError, match=r"s3://data/x\.npy: HDF5, Parquet and zarr folders"):
         gpuload.open_loader("s3://data/x.npy", storage_options=reached)
     (server.root / "data" / "text.h5ad").write_text("no HDF5" * 1000)
     with pytest.raises(StoreError, match=r"s3://data/text\.h5ad: not a readable HDF5 file"):
         gpuload.open_loader("s3://data/text.h5ad", storage_options=reached)
-    with block_store(tmp_path, server) as store, pytest.raises(PlanError, match="the cache is of s3://data; open it"):
+    with block_store(tmp_path, server) as store, pytest.raises(PlanError, match="the cache is for s3://data; open it"):
         gpuload.open_loader("s3://other/x.h5ad", cache=store)
     with (
         SampleStore(tmp_path / "whole", open_remote("s3://data", **reached), fetch=False) as store,

@@ -151,7 +151,7 @@ def test_a_number_that_float32_rounds_is_told_of_the_files(tmp_path: Path, caplo
     ("given", "words"),
     [
         (lambda path: {str(path)}, "paths: a set has no order"),
-        (h5py.File, r"paths=<HDF5 file .*: it is open already; give its path"),
+        (h5py.File, r"paths=<HDF5 file .*: it is already open; pass its path"),
     ],
 )
 def test_what_is_no_list_of_files(tmp_path: Path, given: Callable[[Path], Any], words: str) -> None:

@@ -163,7 +163,7 @@ def test_an_anndata_holds_no_modalities(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parts()["rna"].write_zarr(tmp_path / "plain.zarr")
-    with pytest.raises(gpuload.StoreError, match=r"it holds no modalities, so '.*plain\.zarr/rna' means nothing"):
+    with pytest.raises(gpuload.StoreError, match=r"it holds no modalities, so '.*plain\.zarr/rna' does not exist"):
         gpuload.open_loader(tmp_path / "plain.zarr", modality="rna", device="cpu")
 
 

@@ -325,7 +325,7 @@ def test_wrong_addresses() -> None:
     pytest.importorskip("obstore")
     with pytest.raises(PlanError, match=r"foo://x: foo:// is not known; expected s3://, gs://, az://"):
         open_remote("foo://x")
-    with pytest.raises(PlanError, match="it names no bucket or host; expected for example s3://bucket"):
+    with pytest.raises(PlanError, match="it has no bucket or host; expected, for example, s3://bucket"):
         open_remote("s3://")
     with pytest.raises(PlanError, match=r"az://data: it cannot be opened: Account .*; check the address, and give"):
         open_remote("az://data")
