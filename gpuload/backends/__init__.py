@@ -72,8 +72,8 @@ def open_backend(
             if value is None:
                 continue
             if device == "cpu":
-                raise PlanError(f"{name}={value!r}: is for a GPU; leave it out, or use device='cuda' or 'auto'.")
-            _log.info("device='auto': %s=%r has no meaning on the CPU", name, value)
+                raise PlanError(f"{name}={value!r}: needs a GPU; leave it out, or use device='cuda' or 'auto'.")
+            _log.info("device='auto': %s=%r has no effect on the CPU", name, value)
         from gpuload.backends.cpu import CpuBackend
 
         return CpuBackend(num_threads=num_threads, verify=verify, n_matrices=n_matrices)
@@ -106,7 +106,7 @@ def first_gpu() -> tuple[int | None, str]:
     for package in ("cupy", "kvikio", "nvidia.libnvcomp"):
         if not _is_installed(package):
             return None, f"{package} is not installed"
-    return (device_number("cuda"), "a GPU is there") if _n_gpus() else (None, "no GPU is to be seen")
+    return (device_number("cuda"), "a GPU is there") if _n_gpus() else (None, "no GPU is visible")
 
 
 def _n_gpus() -> int:

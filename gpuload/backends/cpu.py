@@ -253,7 +253,7 @@ class CpuBackend:
         try:
             self._bring_far(read, lo, hi, resident)
         except CorruptDataError as error:
-            _log.warning("%s Read once more.", error)
+            _log.warning("%s Reading it once more.", error)
             self._bring_far(read, lo, hi, resident)
 
     def _bring_far(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:

@@ -223,7 +223,7 @@ def test_settings_of_a_gpu_are_of_no_account_where_auto_finds_none(
     with caplog.at_level(logging.INFO, logger="gpuload"), gpuload.open_loader(plain.path, **given) as loader:
         assert loader.device == "cpu"
     said = " ".join(record.getMessage() for record in caplog.records)
-    assert all(f"device='auto': {name}={given[name]!r} has no meaning on the CPU" in said for name in list(given)[1:])
+    assert all(f"device='auto': {name}={given[name]!r} has no effect on the CPU" in said for name in list(given)[1:])
 
 
 def test_stats_count_what_was_handed_over(loader: gpuload.Loader) -> None:

@@ -112,7 +112,7 @@ def test_more_values_than_a_minibatch_of_csr_can_have(plain: Stored, monkeypatch
 
 @pytest.mark.parametrize(("name", "value"), [("device_cache", "1GiB"), ("device_memory", 1 << 30), ("io", "pinned")])
 def test_settings_of_a_gpu_without_one(plain: Stored, name: str, value: Any) -> None:
-    parts = (f"{name}={value!r}: is for a GPU", "device='cuda'")
+    parts = (f"{name}={value!r}: needs a GPU", "device='cuda'")
     assert_refused("PlanError", plain.path, *parts, device="cpu", **{name: value})
 
 

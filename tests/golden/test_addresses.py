@@ -220,7 +220,7 @@ def test_parquet_by_folder_pattern_and_name(server: Running, parquet: Parquet) -
     assert_same(one, batches(first.with_name("cells")))
     with pytest.raises(ReadError, match=r"/\*\.parquet: no file matches this pattern"):
         gpuload.open_loader(f"s3://{there.parents[1]}/*.parquet", **reached)
-    with pytest.raises(ReadError, match="a web server cannot list what matches a pattern; pass the addresses as a list"):
+    with pytest.raises(ReadError, match="a web server cannot list what matches a pattern; pass the addresses as"):
         gpuload.open_loader(f"{server.url}/{there}")
 
 

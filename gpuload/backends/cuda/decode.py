@@ -261,7 +261,8 @@ class Decoder:
         path, _ = read.layout.source.where_is(int(read.chunk_offset[chunk]))
         self._say_once(
             f"retry {read.layout.source.name}",
-            "%s: chunk %d of %s could not be decoded on the GPU, but on the host; so may be others, which is slower",
+            "%s: chunk %d of %s could not be decoded on the GPU, so the host decoded it; others may follow, which is "
+            "slower",
             *(path, read.layout.number_in_file(int(read.chunk_id[chunk])), read.layout.name),
         )
 

@@ -102,7 +102,7 @@ class FarReader:
                 if at[e] + nbytes[e] > size[e]:
                     path, first = far.where_is(int(offset[e]))
                     raise ReadError(
-                        f"{path}: bytes {first} to {first + nbytes[e]} are wanted, and it has {size[e]}. Was it "
+                        f"{path}: bytes {first} to {first + nbytes[e]} are wanted, but it has {size[e]}. Was it "
                         "truncated?"
                     )
                 for done in range(0, int(nbytes[e]), self._task_nbytes):

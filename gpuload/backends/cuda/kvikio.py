@@ -287,7 +287,7 @@ class KvikioReader:
             return n_read, failure or (extent, _reason(error))
         finally:
             self._files.give_back(file)
-        return n_read + got, failure if got == wanted else failure or (extent, "KvikIO gave fewer bytes")
+        return n_read + got, failure if got == wanted else failure or (extent, "KvikIO returned fewer bytes")
 
     def _release(self) -> None:
         self._monitor.stop()

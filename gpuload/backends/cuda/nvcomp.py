@@ -40,7 +40,7 @@ BACKENDS = {"default": 0, "hardware": 1, "cuda": 2}
 
 STATUSES = {
     0: ("nvcompSuccess", "it was decoded"),
-    10: ("nvcompErrorInvalidValue", "nvCOMP was given an argument for it that it does not take"),
+    10: ("nvcompErrorInvalidValue", "nvCOMP was given an invalid argument for it"),
     11: ("nvcompErrorNotSupported", "nvCOMP does not support what it asks for"),
     12: ("nvcompErrorCannotDecompress", "its compressed bytes are damaged or decode to more than expected"),
     13: ("nvcompErrorBadChecksum", "its checksum does not match"),
@@ -56,7 +56,7 @@ STATUSES = {
     23: ("nvcompErrorSubChunkCountTooSmall", "it has fewer parts than nvCOMP expects"),
     24: ("nvcompErrorOutputBufferAlignmentTooSmall", "it is to be decoded to an address that nvCOMP cannot write to"),
     1000: ("nvcompErrorCudaError", "CUDA failed"),
-    10000: ("nvcompErrorInternal", "nvCOMP failed within itself"),
+    10000: ("nvcompErrorInternal", "nvCOMP failed internally"),
 }
 """``nvcompStatus_t``: its name in the header, and its meaning as part of a sentence about a chunk."""
 
@@ -158,7 +158,7 @@ class Nvcomp:
         self.cuda_version = f"{found.cudart_version // 1000}.{found.cudart_version % 1000 // 10}"
         if major not in {5, 6}:
             raise DeviceError(
-                f"{self.path} is nvCOMP {self.version}, but versions 5 and 6 are known; install another with: "
+                f"{self.path} is nvCOMP {self.version}, but versions 5 and 6 are supported; install another with: "
                 "pip install 'gpuload[cuda13]'"
             )
         self._takes_stream = major == 6
@@ -320,7 +320,7 @@ class Nvcomp:
         if self.backend != "default":
             return f"use the default backend instead of {self.backend!r}, or device='cpu'"
         if status == 18:
-            return "write the file anew with smaller chunks, or use device='cpu'"
+            return "rewrite the file with smaller chunks, or use device='cpu'"
         return "use device='cpu'"
 
 
@@ -337,8 +337,7 @@ def _load(path: str | None) -> ctypes.CDLL:
             return ctypes.CDLL(file)
         except OSError as error:
             raise DeviceError(
-                f"{file} cannot be loaded ({error}); install it anew with: "
-                "pip install --force-reinstall 'gpuload[cuda13]'"
+                f"{file} cannot be loaded ({error}); reinstall it with: pip install --force-reinstall 'gpuload[cuda13]'"
             ) from error
     for name in LIBRARIES:
         try:

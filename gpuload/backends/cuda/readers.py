@@ -175,7 +175,7 @@ class Threads:
         if os.getpid() != self._process:
             raise DeviceError(
                 f"{source.name}: the loader was opened by process {self._process} and used by its fork {os.getpid()}, "
-                "where CUDA does not work; open the loader in the new process, or start that by 'spawn'."
+                "where CUDA does not work; open the loader in the new process, or start it with 'spawn'."
             )
         if self._is_closed:
             raise _closed(source)

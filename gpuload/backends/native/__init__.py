@@ -37,8 +37,8 @@ def _passing_folder() -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix=PASSING)
     except OSError as error:
         raise PlanError(
-            f"the compiled kernels can be kept nowhere ({error.strerror}); set NUMBA_CACHE_DIR, or TMPDIR, to a folder "
-            "that can be written."
+            f"there is no place to keep the compiled kernels ({error.strerror}); set NUMBA_CACHE_DIR, or TMPDIR, to a "
+            "folder that can be written."
         ) from error
 
 
@@ -60,7 +60,7 @@ def cache_folder() -> str:
         _remove_empty(folder)
     except OSError as error:
         logging.getLogger("gpuload").warning(
-            "%s cannot be written (%s): each process compiles the kernels anew; set NUMBA_CACHE_DIR to another folder",
+            "%s cannot be written (%s): each process compiles the kernels again; set NUMBA_CACHE_DIR to another folder",
             folder,
             error.strerror,
         )

@@ -89,7 +89,7 @@ def describe(code: int) -> str:
         BAD_LEVELS: "the levels of a page are malformed",
         NULL_VALUE: "a list holds a missing value",
         NULL_LIST: "a list is missing",
-        BAD_ENCODING: "a page is encoded in a way that is not known here",
+        BAD_ENCODING: "a page has an unsupported encoding",
         BAD_INDEX: "a page names an entry that its dictionary does not have",
         BAD_COUNT: "it does not hold as many values as its rows should have",
         BAD_LEADER: "a row does not begin with the [CLS] pair (1 and a value below 0) that the others begin with",
