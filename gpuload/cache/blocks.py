@@ -237,7 +237,7 @@ class BlockCache:
                 self._is_full = not self._store.copies.has_room(block.nbytes)
                 return
         except OSError as error:  # a full disk, a busy catalogue: the data can be returned all the same
-            _log.warning("%s: no block is kept for %d s: %s", self._store.root, _PAUSE_S, error)
+            _log.warning("%s: no blocks are kept for the next %d s: %s", self._store.root, _PAUSE_S, error)
             self._paused_until = time.monotonic() + _PAUSE_S
             return
         sample = self._store.copies.find(block)
@@ -254,7 +254,7 @@ class BlockCache:
         tail = np.empty(min(stop * PIECE, block.nbytes) - start - out.size, dtype=np.uint8)
         fault = read_copy(copy.path, [head, out, tail], first * PIECE)
         if fault is None and not np.array_equal(_crcs(head, out, tail), copy.crcs[first:stop]):
-            fault = f"its crc is no longer what it was, between byte {first * PIECE} and {start + out.size + tail.size}"
+            fault = f"its crc has changed, between byte {first * PIECE} and {start + out.size + tail.size}"
         if fault is not None:
             self._drop(block, copy, copy.sample, fault)
         return fault is None

@@ -136,7 +136,7 @@ class Catalogue(Database):
             key_id, wanted = row[0], RemoteObject(*row[1:])
             cost = cost_of(wanted.nbytes)
             if cost > budget:
-                fault = f"it has {wanted.nbytes} bytes, and the whole budget is {budget}"
+                fault = f"it has {wanted.nbytes} bytes, but the whole budget is {budget}"
                 db.execute("UPDATE keys SET fault = ? WHERE id = ?", (fault, key_id))
                 return Full(0)
             lacking = self._held_nbytes(db) + cost - budget

@@ -91,7 +91,7 @@ class Copies:
 
     def drop(self, sample: Sample, fault: str) -> None:
         """Remove a damaged local copy; it will be downloaded again."""
-        _log.warning("%s: its local copy is of no use: %s; read from the remote", sample.key, fault)
+        _log.warning("%s: its local copy is unusable: %s; reading from the remote", sample.key, fault)
         file = self._catalogue.find_by_id(sample.file_id)
         if file is not None:
             self._folders.remove(file.name)

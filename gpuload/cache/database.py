@@ -68,11 +68,11 @@ class Database:
         except sqlite3.DatabaseError as error:
             raise _told(error, self.path) or StoreError(
                 f"{self.path}: it cannot be read as the catalogue of a sample store: {error}. Remove it, and the store "
-                "makes a new one out of the files that are there."
+                "makes a new one from the files that are there."
             ) from error
         if found != VERSION:
             raise StoreError(
-                f"{self.path}: it is of version {found}, and this gpuload knows {VERSION}; use another folder."
+                f"{self.path}: it has version {found}, but this gpuload reads version {VERSION}; use another folder."
             )
 
     def close(self) -> None:

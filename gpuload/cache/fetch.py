@@ -245,7 +245,7 @@ class Fetcher:
             is_full = isinstance(error, OSError) and error.errno in DISK_FULL
             if not is_full and not self._stop.is_set() and time.monotonic() > self._quiet_until:
                 self._quiet_until = time.monotonic() + _QUIET_S
-                _log.warning("a fetcher goes on after: %s: %s", type(error).__name__, error)
+                _log.warning("a fetcher continues after: %s: %s", type(error).__name__, error)
         finally:
             self._progress.pop(threading.get_ident(), None)
         return False

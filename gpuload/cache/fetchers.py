@@ -81,7 +81,7 @@ class Fetchers:
             if process.n_died_in_a_row >= _MAX_DEATHS:
                 raise ReadError(
                     f"{self._remote_name}: the fetcher process has ended {process.n_died_in_a_row} times; its last "
-                    f"words: {process.last_words()}"
+                    f"output: {process.last_words()}"
                 )
 
     def close(self) -> None:
@@ -103,4 +103,4 @@ def _keep(processes: list[FetcherProcess], stop: threading.Event) -> None:
             try:
                 process.check()
             except Exception as error:  # noqa: BLE001 - no memory, no process available: it may pass
-                _log.warning("a fetcher could not be started (%s); tried again", error)
+                _log.warning("a fetcher could not be started (%s); trying again", error)

@@ -171,7 +171,7 @@ class Download:
 
 def given_up(wanted: RemoteObject) -> ReadError:
     """Return the error for continuing a download after its store was closed."""
-    return ReadError(f"{wanted.key}: its download was given up, because the store was closed; open it again.")
+    return ReadError(f"{wanted.key}: its download was abandoned because the store was closed; open it again.")
 
 
 def digest_of(wanted: RemoteObject) -> Any:
@@ -185,8 +185,8 @@ def check_digest(wanted: RemoteObject, digest: Any) -> None:
     if digest is not None and digest.hexdigest() != wanted.digest.partition(":")[2]:
         kind = wanted.digest.partition(":")[0].rstrip("?")
         raise CorruptDataError(
-            f"{wanted.key}: after the download its {kind} is {digest.hexdigest()}, and in the remote "
-            f"{wanted.digest.partition(':')[2]}. Put it there anew, if that happens again."
+            f"{wanted.key}: after the download its {kind} is {digest.hexdigest()}, but in the remote "
+            f"{wanted.digest.partition(':')[2]}. If that happens again, upload it again."
         )
 
 

@@ -86,8 +86,8 @@ class FetcherProcess:
     def __init__(self, root: str, remote: Remote, settings: Settings, hung_s: float) -> None:
         if type(remote).__module__ == "__main__":
             raise PlanError(
-                f"remote: {type(remote).__name__} is defined in the script that runs, which a fetcher process cannot "
-                "import; put it into a module of its own, or use n_processes=0."
+                f"remote: {type(remote).__name__} is defined in the main script, which a fetcher process cannot "
+                "import; move it into a module of its own, or use n_processes=0."
             )
         try:
             self._orders = pickle.dumps(list(sys.path)) + pickle.dumps((root, remote, settings))
@@ -124,7 +124,7 @@ class FetcherProcess:
             self._process.kill()
             self._process.wait()
             _log.error(
-                "a fetcher process got nothing done for %.0f s; it is killed, and another takes its place:\n%s",
+                "a fetcher process made no progress for %.0f s; it is killed and replaced by another:\n%s",
                 self._hung_s,
                 "\n".join(self._last_words),
             )
@@ -132,7 +132,7 @@ class FetcherProcess:
             self.n_died += 1
             self.n_died_in_a_row += 1
             _log.error(
-                "a fetcher process ended with %s; another takes its place. Its last words:\n%s",
+                "a fetcher process ended with %s and is replaced by another. Its last output:\n%s",
                 self._process.returncode,
                 "\n".join(self._last_words),
             )

@@ -96,7 +96,7 @@ def read_form(sample: Sample, start: bytes) -> NpyForm:
         shape, is_fortran, dtype = read(file)
     except ValueError as error:
         raise CorruptDataError(
-            f"{sample.key}: it is no .npy file ({error}); use decode='bytes' or a function for other formats."
+            f"{sample.key}: not a .npy file ({error}); use decode='bytes' or a function for other formats."
         ) from error
     if dtype.hasobject or (is_fortran and len(shape) > 1):
         raise PlanError(
@@ -185,7 +185,7 @@ class SampleReader:
         """Fill consecutive parts with a sample's bytes; from the remote if the copy is unusable."""
         if sum(part.size for part in parts) != sample.nbytes:
             raise CorruptDataError(
-                f"{sample.key}: {sample.nbytes} bytes, where the samples before it have {sum(p.size for p in parts)}; "
+                f"{sample.key}: {sample.nbytes} bytes, but the samples before it have {sum(p.size for p in parts)}; "
                 "use decode='bytes' or a function where they differ."
             )
         if sample.path is not None:
@@ -207,7 +207,7 @@ class SampleReader:
         for part in parts:
             crc = zlib.crc32(part.data, crc)
         if crc != sample.crc:
-            return f"its crc is {crc:08x}, and should be {sample.crc or 0:08x}"
+            return f"its crc is {crc:08x}, but should be {sample.crc or 0:08x}"
         self._verified.add(sample.file_id)
         return None
 
@@ -263,6 +263,6 @@ def check_reading(decode: Decode, verify: str, on_error: str) -> None:
 def no_copy(sample: Sample, remote: str) -> ReadError:
     """Return the error for a sample that is neither here nor, unchanged, in the remote."""
     return ReadError(
-        f"{sample.key}: this snapshot had it with ETag {sample.etag!r}, its local copy is gone, and {remote} has it no "
-        "more; start with a new snapshot."
+        f"{sample.key}: this snapshot has it with ETag {sample.etag!r}, but its local copy is gone and {remote} no "
+        "longer has it; start with a new snapshot."
     )

@@ -258,8 +258,8 @@ def check_order_settings(settings: dict[str, Any], given: dict[str, Any]) -> Non
     """Raise PlanError if a state has another number of ranks or an invalid position."""
     if given["world_size"] != settings["world_size"]:
         raise PlanError(
-            f"state: it is of world_size={given['world_size']}, and this is {settings['world_size']}; take a new "
-            "snapshot to go on with another number of ranks."
+            f"state: it is of world_size={given['world_size']}, but this is {settings['world_size']}; take a new "
+            "snapshot to continue with another number of ranks."
         )
     if not isinstance(given["position"], int) or given["position"] < 0:
         raise PlanError(f"state: position={given['position']!r}; expected a number of samples.")

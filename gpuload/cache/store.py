@@ -196,8 +196,8 @@ class SampleStore:
         here, there = os.path.realpath(self.root), os.path.realpath(remote.name)
         if os.path.commonpath((here, there)) in (here, there):
             raise PlanError(
-                f"root={self.root!r}: it is the folder of the samples, {remote.name!r}, or one lies in the other; "
-                "choose a folder apart from it."
+                f"root={self.root!r}: it is the folder of the samples, {remote.name!r}, or one is inside the other; "
+                "choose a separate folder."
             )
 
     def _is_listed(self) -> bool:
@@ -215,7 +215,7 @@ class SampleStore:
             known = os.path.abspath(known)
         if known and known != self.remote.name:
             raise StoreError(
-                f"{self.root}: it holds samples of {known}, not of {self.remote.name}; use a folder for each."
+                f"{self.root}: it holds samples of {known}, not of {self.remote.name}; use a separate folder for each."
             )
         self._catalogue.set_meta(remote=self.remote.name)
 
@@ -341,21 +341,21 @@ class SampleStore:
             n_known = self._catalogue.n_known()
             if is_listed and n_known < min_samples:
                 raise ReadError(
-                    f"min_samples={min_samples}: {self.remote.name} has only {n_known} samples that can be had; use "
-                    "fewer."
+                    f"min_samples={min_samples}: {self.remote.name} has only {n_known} samples that can be fetched; "
+                    "use fewer."
                 )
             if self._fetchers is not None:
                 self._fetchers.check()
             fault, may_pass = self._catalogue.listing_fault(self._opened_at) or ("", True)
             if not may_pass:
                 raise ReadError(
-                    f"no sample can come, for the remote cannot be listed: {fault.rstrip('.')}. Mend that, and open "
-                    "the store again."
+                    f"no sample can arrive, because the remote cannot be listed: {fault.rstrip('.')}. Fix that, and "
+                    "open the store again."
                 )
             if wait_s is not None and time.monotonic() - start > wait_s:
                 why = f" (the remote could not be listed: {fault.rstrip('.')})" if fault else ""
                 raise ReadError(
-                    f"wait_s={wait_s}: {n_here} samples are in {self.root} after that time{why}, and "
+                    f"wait_s={wait_s}: {n_here} samples are in {self.root} after that time{why}, but "
                     f"min_samples={min_samples}; wait longer, or ask for fewer."
                 )
             time.sleep(pause_s)
@@ -367,8 +367,8 @@ class SampleStore:
         if n_bad and n_bad > self._max_bad * n_all:
             reasons = "; ".join(f"{key}: {fault.rstrip('.')}" for key, fault in list(self.quarantine().items())[:3])
             raise ReadError(
-                f"{self.remote.name}: {n_bad} of {n_all} samples cannot be had, more than max_bad={self._max_bad:g}: "
-                f"{reasons}. Mend these, or allow more."
+                f"{self.remote.name}: {n_bad} of {n_all} samples cannot be fetched, more than "
+                f"max_bad={self._max_bad:g}: {reasons}. Fix these, or allow more."
             )
 
     # --- what an epoch asks of its store ---

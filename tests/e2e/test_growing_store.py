@@ -73,7 +73,7 @@ def test_what_cannot_be_carried_out_is_said_in_one_sentence(run, tmp_path: Path)
     assert (code, err.startswith("growing_store.py: policy='best': expected one of")) == (2, True)
     code, _, err = run(tmp_path / "remote", "--root", tmp_path / "store")
     assert code == 1
-    assert "has only 0 samples that can be had" in err
+    assert "has only 0 samples that can be fetched" in err
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,9 @@ def test_kernels_that_can_be_kept_nowhere(tmp_path: Path, monkeypatch: pytest.Mo
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
     monkeypatch.setattr(native.tempfile, "TemporaryDirectory", refuse)
-    with pytest.raises(gpuload.PlanError, match=r"no place to keep the compiled kernels .*set NUMBA_CACHE_DIR, or TMPDIR"):
+    with pytest.raises(
+        gpuload.PlanError, match=r"no place to keep the compiled kernels .*set NUMBA_CACHE_DIR, or TMPDIR"
+    ):
         native._passing_folder.__wrapped__()
 
 

@@ -183,7 +183,7 @@ def test_a_loader_reads_right_while_its_cache_rots(
                     with suppress(FileNotFoundError):  # what was found damaged is dropped meanwhile
                         flip(path, random.Random(number).random())
         assert n_batches == len(loader)
-    assert "its local copy is of no use" in caplog.text
+    assert "its local copy is unusable" in caplog.text
 
 
 def test_what_came_damaged_from_the_remote_does_not_stay_either(

@@ -324,7 +324,7 @@ def test_a_sample_above_the_budget_is_told(tmp_path: Path, remote: CountingRemot
     np.save(tmp_path / "remote" / "huge.npy", np.zeros(100_000, dtype=np.float32))
     with opened(tmp_path, remote, max_bad=0.5) as store:
         until(store.quarantine)
-        assert store.quarantine() == {"huge.npy": f"it has 400128 bytes, and the whole budget is {10 * COST}"}
+        assert store.quarantine() == {"huge.npy": f"it has 400128 bytes, but the whole budget is {10 * COST}"}
 
 
 # --- orders and resuming ---
@@ -383,7 +383,7 @@ def test_a_state_whose_object_changed_is_refused(tmp_path: Path, remote: Countin
         batches = snapshot.batches(2)
         next(batches)
         next(batches)
-        with pytest.raises(ReadError, match=f"{key}: this snapshot had it with ETag .* start with a new snapshot"):
+        with pytest.raises(ReadError, match=f"{key}: this snapshot has it with ETag .* start with a new snapshot"):
             next(batches)
 
 
@@ -398,7 +398,7 @@ def test_ranks_share_a_generation(tmp_path: Path, remote: CountingRemote) -> Non
             theirs = [i for batch in last.batches(2) for i in checked(batch)]
         assert len(ours) == len(theirs) == 3
         assert not set(ours) & set(theirs)
-        with pytest.raises(PlanError, match="world_size=3, and this is 2"):
+        with pytest.raises(PlanError, match="world_size=3, but this is 2"):
             store.snapshot(state=first.state_dict(), world_size=2)
 
 
@@ -451,7 +451,7 @@ def test_an_object_that_stays_corrupt_is_quarantined_and_released(tmp_path: Path
         full(store, N)
     with opened(tmp_path, remote, n_held=N, max_bad=0.01) as store:
         store.quarantine_sample(store.copies.samples(np.array([1]))[0], "it smells")
-        with pytest.raises(ReadError, match=r"1 of 40 samples cannot be had, more than max_bad=0.01: .*it smells"):
+        with pytest.raises(ReadError, match=r"1 of 40 samples cannot be fetched, more than max_bad=0.01: .*it smells"):
             store.snapshot()
 
 
@@ -553,7 +553,7 @@ def test_who_may_not_ask_is_told_once(tmp_path: Path, remote: CountingRemote, ca
         remote.head = denied  # type: ignore[method-assign, assignment]
         train(store)
         until(lambda: n_asked[0] >= 5)
-    told = [r for r in caplog.records if r.getMessage().startswith("a fetcher goes on after: ReadError: ")]
+    told = [r for r in caplog.records if r.getMessage().startswith("a fetcher continues after: ReadError: ")]
     assert len(told) == 1
 
 
@@ -663,7 +663,7 @@ def test_a_damaged_copy_is_read_from_the_remote(
         assert sorted(train(store)) == list(range(N))
         assert store.stats()["hit_ratio"] == 1 - 1 / N
         assert not path.exists()
-    assert "its local copy is of no use" in caplog.text
+    assert "its local copy is unusable" in caplog.text
     with opened(tmp_path, remote, n_held=N) as store:  # and it is downloaded anew
         full(store, N)
 
@@ -685,7 +685,7 @@ def test_what_cannot_be_had_at_all_is_raised_or_skipped(tmp_path: Path, remote: 
         lost = store.copies.samples(np.array([5]))[0]
         Path(lost.path or "").unlink()
         (tmp_path / "remote" / lost.key).unlink()
-        with store.snapshot() as snapshot, pytest.raises(ReadError, match=f"{lost.key}: this snapshot had it"):
+        with store.snapshot() as snapshot, pytest.raises(ReadError, match=f"{lost.key}: this snapshot has it"):
             list(snapshot.batches(4))
     np.save(tmp_path / "remote" / lost.key, np.zeros(1_000, dtype=np.float32))
     with opened(tmp_path, remote, n_held=N, max_bad=1.0, fetch=False) as store:
@@ -694,7 +694,7 @@ def test_what_cannot_be_had_at_all_is_raised_or_skipped(tmp_path: Path, remote: 
             sizes = [len(batch) for batch in snapshot.batches(4, on_error="skip", max_skipped=0.05)]
             assert sorted(sizes) == [3] + [4] * 9
             assert snapshot.n_skipped == 1
-        assert "this snapshot had it" in store.quarantine()[lost.key]
+        assert "this snapshot has it" in store.quarantine()[lost.key]
 
 
 def test_a_sample_of_another_shape_is_told(tmp_path: Path, remote: CountingRemote) -> None:
@@ -712,7 +712,7 @@ def test_a_sample_of_another_size_is_told(tmp_path: Path, remote: CountingRemote
     np.save(tmp_path / "remote" / "0005.npy", np.zeros(7, dtype=np.float32))
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
-        told = r"^0005\.npy: 156 bytes, where the samples before it have 4128; use decode='bytes' or a function"
+        told = r"^0005\.npy: 156 bytes, but the samples before it have 4128; use decode='bytes' or a function"
         with store.snapshot() as snapshot, pytest.raises(CorruptDataError, match=told):
             list(snapshot.batches(4))
 
@@ -723,7 +723,7 @@ def test_samples_that_are_no_arrays_are_told(tmp_path: Path) -> None:
     with (
         opened(tmp_path, str(tmp_path / "remote")) as store,
         store.snapshot(min_samples=1) as snapshot,
-        pytest.raises(CorruptDataError, match=r"^a\.txt: it is no \.npy file \(.*\); use decode='bytes' or a function"),
+        pytest.raises(CorruptDataError, match=r"^a\.txt: not a \.npy file \(.*\); use decode='bytes' or a function"),
     ):
         list(snapshot.batches(1))
 
@@ -738,7 +738,7 @@ def test_a_sample_whose_digest_is_not_that_of_the_remote_is_told(
         found = remote.head(lost.key)
         assert found is not None
         monkeypatch.setattr(remote, "head", lambda _: replace(found, digest=f"sha256:{0:064x}"))
-        told = rf"^{lost.key}: after the download its sha256 is \w+, and in the remote 0{{64}}\. Put it there anew, if"
+        told = rf"^{lost.key}: after the download its sha256 is \w+, but in the remote 0{{64}}\. If that happens again"
         with store.snapshot() as snapshot, pytest.raises(CorruptDataError, match=told):
             list(snapshot.batches(1))
 
@@ -854,7 +854,7 @@ def test_what_came_since_the_store_was_closed_is_waited_for(tmp_path: Path) -> N
     time.sleep(0.1)
     with opened(tmp_path, remote, n_held=N, relist_s=0.05) as store:
         assert len(train(store, min_samples=9)) == 9
-        with pytest.raises(ReadError, match=r"min_samples=10: .* has only 9 samples that can be had"):
+        with pytest.raises(ReadError, match=r"min_samples=10: .* has only 9 samples that can be fetched"):
             store.snapshot(min_samples=10)
 
 
@@ -991,7 +991,7 @@ def test_a_hung_fetcher_is_killed_and_its_stack_is_shown(tmp_path: Path, caplog:
         (tmp_path / "remote.hang").unlink()
         full(store, N)
         assert store.stats()["n_in_flight"] == 0
-    assert "got nothing done for 1 s" in caplog.text
+    assert "made no progress for 1 s" in caplog.text
     assert "remotes.py" in caplog.text
 
 
@@ -1003,7 +1003,7 @@ def test_a_fetcher_that_cannot_start_is_told(tmp_path: Path) -> None:
     fill(tmp_path / "remote", 1)
     with (
         opened(tmp_path, Absent(tmp_path / "remote"), n_processes=1) as store,
-        pytest.raises(ReadError, match=r"the fetcher process has ended \d times; its last words: .*no such bucket"),
+        pytest.raises(ReadError, match=r"the fetcher process has ended \d times; its last output: .*no such bucket"),
     ):
         store.snapshot()
 
@@ -1128,7 +1128,7 @@ def test_a_catalogue_of_another_version_is_told(tmp_path: Path, remote: Counting
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("UPDATE meta SET value = 7 WHERE name = 'version'")
     with (
-        pytest.raises(StoreError, match=rf"^{path}: it is of version 7, and this gpuload knows 1; use another f"),
+        pytest.raises(StoreError, match=rf"^{path}: it has version 7, but this gpuload reads version 1; use a"),
         opened(tmp_path, remote),
     ):
         pass
@@ -1243,7 +1243,7 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
     with pytest.raises(PlanError, match="remote: it cannot be sent to a"), opened(tmp_path, local, n_processes=1):
         pass
     Local.__module__ = "__main__"
-    told = "remote: Local is defined in the script that runs, .* put it into a module of its own, or use n_processes=0"
+    told = "remote: Local is defined in the main script, .* move it into a module of its own, or use n_processes=0"
     with pytest.raises(PlanError, match=told), opened(tmp_path, local, n_processes=1):
         pass
     with opened(tmp_path, remote) as store:
@@ -1259,9 +1259,9 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
         ):
             with pytest.raises(PlanError, match=sentence):
                 store.snapshot(**settings)
-        with pytest.raises(ReadError, match="has only 40 samples that can be had"):
+        with pytest.raises(ReadError, match="has only 40 samples that can be fetched"):
             store.snapshot(min_samples=41)
-        with pytest.raises(ReadError, match=r"wait_s=0.3: .* and min_samples=20"):
+        with pytest.raises(ReadError, match=r"wait_s=0.3: .* but min_samples=20"):
             store.snapshot(min_samples=20, wait_s=0.3)
         with store.snapshot() as snapshot:
             for position in ("all", -1):

@@ -305,7 +305,7 @@ def test_a_fault_of_a_run_before_is_none_of_this_one(tmp_path: Path, server: Run
     fill(tmp_path / "remote", 2)
     with SampleStore(tmp_path / "store", tmp_path / "remote", fetch=False) as store:
         store._catalogue.note_listing_fault("access was denied.", may_pass=False)
-        with pytest.raises(ReadError, match=r"cannot be listed: access was denied\. Mend that"):
+        with pytest.raises(ReadError, match=r"cannot be listed: access was denied\. Fix that"):
             store.snapshot(wait_s=60)
     with SampleStore(tmp_path / "store", tmp_path / "remote", n_processes=0, min_free=0) as store:
         assert len(store.snapshot(wait_s=60, min_samples=2)) == 2
@@ -440,7 +440,7 @@ def test_a_store_needs_a_folder_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(ReadError, match=r"file: it cannot be the folder of a sample store: .*\. Choose another folder"):
         SampleStore(tmp_path / "file", tmp_path / "remote")
     for root in (tmp_path / "remote", tmp_path / "remote" / "store", tmp_path):
-        with pytest.raises(PlanError, match="choose a folder apart from it"):
+        with pytest.raises(PlanError, match="choose a separate folder"):
             SampleStore(root, tmp_path / "remote")
     assert [path.name for path in (tmp_path / "remote").iterdir()] == ["0000.npy"]  # nothing was made
     assert {path.name for path in tmp_path.iterdir()} == {"remote", "file"}
@@ -452,5 +452,5 @@ def test_reasons_of_many_faults_end_with_one_stop(tmp_path: Path) -> None:
     fill(tmp_path / "remote", 1)
     with SampleStore(tmp_path / "store", tmp_path / "remote", n_processes=0, min_free=0) as store:
         store.quarantine_sample(store.copies.samples(store.snapshot(wait_s=60)._ids)[0], "it is broken. Mend it.")
-        with pytest.raises(ReadError, match=r"0000\.npy: it is broken\. Mend it\. Mend these, or allow more\.$"):
+        with pytest.raises(ReadError, match=r"0000\.npy: it is broken\. Mend it\. Fix these, or allow more\.$"):
             store.snapshot(wait_s=60)
