@@ -136,7 +136,7 @@ class Cells:
             return self.classes(*names_in(sampler, column))
         codes, names = _labels(column)
         if codes.size != self.n_store_rows:
-            raise PlanError(f"{sampler}: {codes.size} labels for {self.n_store_rows} cells; give one per cell.")
+            raise PlanError(f"{sampler}: {codes.size} labels for {self.n_store_rows} cells; pass one per cell.")
         return Classes(self.take(codes), names)
 
     def _coded(self, name: str) -> tuple[NDArray[np.integer], Names]:
@@ -247,7 +247,7 @@ def check_mask(sampler: str, given: Any, n_rows: int) -> NDArray[np.bool_]:
             f"{sampler}: it was given an array of dtype {mask.dtype} and shape {mask.shape}; expected a mask."
         )
     if mask.size != n_rows:
-        raise PlanError(f"{sampler}: the mask has {mask.size} entries but there are {n_rows} cells; give one per cell.")
+        raise PlanError(f"{sampler}: the mask has {mask.size} entries but there are {n_rows} cells; pass one per cell.")
     return mask
 
 

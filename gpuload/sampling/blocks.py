@@ -104,7 +104,7 @@ class BlockShuffle:
         except ValueError:  # lists of different lengths
             edges = np.empty((0, 0))
         if edges.ndim != 1 or edges.dtype.kind not in "iu" or edges.size < 1 or np.any(edges[1:] <= edges[:-1]):
-            raise PlanError(f"BlockShuffle(edges=...): expected whole numbers that rise, found {self.edges!r:.100}.")
+            raise PlanError(f"BlockShuffle(edges={self.edges!r:.100}): expected whole numbers in increasing order.")
         if edges[0] != 0 or edges[-1] != cells.n_store_rows:
             raise PlanError(
                 f"BlockShuffle(edges=...): they go from {edges[0]} to {edges[-1]}; expected 0 to {cells.n_store_rows}, "

@@ -216,7 +216,7 @@ class Mixture:
             found = [i for i, path in enumerate(cells.names) if path == name]
             found = found or [i for i, path in enumerate(cells.names) if os.path.basename(path) == name]
             if len(found) != 1:
-                wrong = "is none of the loader's" if not found else "stands for several of the loader's"
+                wrong = "is not one of the loader's" if not found else "matches several of the loader's"
                 raise PlanError(f"Mixture: {name!r} {wrong} paths; they are {', '.join(map(repr, cells.names))}.")
             edges = np.concatenate([[0], np.cumsum(cells.file_rows)])
             rows = list_of_runs(edges[found[0] : found[0] + 2].reshape(1, 2))

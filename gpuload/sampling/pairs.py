@@ -77,8 +77,8 @@ class PairedControl:
             raise PlanError(f"PairedControl(column={self.column!r}): expected the name of an obs column.")
         if not set(self._fallback) < set(self._match):
             raise PlanError(
-                f"PairedControl(fallback={self.fallback!r}): expected some of the columns of match, {self._match!r}, "
-                "not all."
+                f"PairedControl(fallback={self.fallback!r}): expected some of the columns of match, but not all of "
+                f"{self._match!r}."
             )
         if self.size is not None:
             check_number("PairedControl", "size", self.size)
@@ -103,12 +103,12 @@ class PairedControl:
         if cells.batch_size % 2:
             raise PlanError(
                 f"PairedControl with batch_size={cells.batch_size}: a minibatch is half perturbed cells and half "
-                "controls; let batch_size be even."
+                "controls; make batch_size even."
             )
         if self.size is not None and cells.batch_size % (2 * self.size):
             raise PlanError(
-                f"PairedControl(size={self.size}) with batch_size={cells.batch_size}: half a minibatch are perturbed "
-                f"cells, and a set is not torn apart; let batch_size be a multiple of {2 * self.size}."
+                f"PairedControl(size={self.size}) with batch_size={cells.batch_size}: half of a minibatch are "
+                f"perturbed cells, and a set is never split; make batch_size a multiple of {2 * self.size}."
             )
         is_control, is_wanted = self._controls(cells)
         match = cells.classes(*self._match)
@@ -160,7 +160,9 @@ class PairedControl:
         if not is_control.any():
             raise self._no_control(column, wanted)
         if not (is_labelled & ~is_control).any():
-            raise PlanError(f"PairedControl({self.column!r}): all cells are controls; there is none to pair with them.")
+            raise PlanError(
+                f"PairedControl({self.column!r}): all cells are controls; there are none to pair them with."
+            )
         return is_control, is_labelled & ~is_control
 
     def _no_control(self, column: Column, wanted: list[Any]) -> PlanError:
@@ -175,7 +177,7 @@ class PairedControl:
             )
         there = [str(name) for name in (np.unique(column.values) if names is None else names)]
         near = get_close_matches(str(wanted[0]), there, 1) if wanted else []
-        guess = f"did you mean {near[0]!r}?" if near else "give the value that marks controls."
+        guess = f"did you mean {near[0]!r}?" if near else "pass the value that marks controls."
         return PlanError(f"{which}no cell has that value in column {self.column!r}; {guess}")
 
     def _refuse(self, names: Sequence[str], lost: NDArray[np.integer]) -> None:
@@ -183,7 +185,7 @@ class PairedControl:
         more = f", nor for {groups.size - 1} more groups" if groups.size > 1 else ""
         raise PlanError(
             f"PairedControl: there is no control for cells with {names[groups[0]]} "
-            f"({np.count_nonzero(lost == groups[0])} of them){more}; match fewer columns, give fallback=, or leave "
+            f"({np.count_nonzero(lost == groups[0])} of them){more}; match fewer columns, pass fallback=, or leave "
             "these cells out with a Subset."
         )
 
@@ -316,7 +318,9 @@ def split_pairs(batch: Any) -> tuple[Any, Any]:
 
 def _half(n_rows: int) -> int:
     if n_rows % 2:
-        raise PlanError(f"split_pairs: the minibatch has {n_rows} cells, an odd number; it is none of PairedControl's.")
+        raise PlanError(
+            f"split_pairs: the minibatch has {n_rows} cells, an odd number; it does not come from PairedControl."
+        )
     return n_rows // 2
 
 

@@ -69,8 +69,8 @@ class Grouped:
         check_rows("Grouped", cells)
         if cells.batch_size % self.size:
             raise PlanError(
-                f"Grouped(size={self.size}) with batch_size={cells.batch_size}: a set is not torn apart; let "
-                "batch_size be a multiple of size."
+                f"Grouped(size={self.size}) with batch_size={cells.batch_size}: a set is never split; make "
+                "batch_size a multiple of size."
             )
         classes = cells.classes_by("Grouped", self.column)
         codes = classes.codes

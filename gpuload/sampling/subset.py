@@ -57,8 +57,8 @@ class Subset:
         """Find the rows; they are stored as runs, or 4 bytes each, whichever is smaller."""
         within = list_of_mask(cells.take(self._mask(cells.n_store_rows)))
         if not within.n_rows:
-            those = " that the one around it holds" if cells.chosen else ""
-            raise PlanError(f"Subset: it holds no cells{those}; name at least one.")
+            those = " that the enclosing one selects" if cells.chosen else ""
+            raise PlanError(f"Subset: it selects no cells{those}; name at least one.")
         part = cells.part(within)
         inner = plain(part) if self.inner is None else as_sampler(self.inner).over(part)
         return Part(inner, within, part.file_rows)
@@ -126,8 +126,8 @@ class Part:
             return given  # the caller rejects it
         if blocks.size and (blocks.min() < 0 or blocks.max() > self.rows.n_rows):
             raise PlanError(
-                f"sampler: it gave blocks up to row {blocks.max()} inside a Subset, whose rows are numbered through; "
-                f"expected 0 <= start <= stop <= {self.rows.n_rows}."
+                f"sampler: it returned blocks up to row {blocks.max()} inside a Subset, whose rows are numbered "
+                f"consecutively; expected 0 <= start <= stop <= {self.rows.n_rows}."
             )
         return self.rows.map_ranges(blocks.astype(np.int64))
 

@@ -41,7 +41,7 @@ def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
             f"Weighted: weights of dtype {weights.dtype} and shape {weights.shape}; expected one number per cell."
         )
     if weights.size != cells.n_store_rows:
-        raise PlanError(f"Weighted: {weights.size} weights for {cells.n_store_rows} cells; give one per cell.")
+        raise PlanError(f"Weighted: {weights.size} weights for {cells.n_store_rows} cells; pass one per cell.")
     total_is_zero = True
     weights = cells.take(weights)
     for start, part in _slices(weights):
@@ -51,7 +51,7 @@ def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
             raise PlanError(f"Weighted: weights[{at}]={part[bad[0]]}; expected finite numbers of at least 0.")
         total_is_zero &= not (part >= _LEAST).any()
     if total_is_zero:
-        raise PlanError("Weighted: all weights are 0; at least one must be above.")
+        raise PlanError("Weighted: all weights are 0; at least one must be above 0.")
     return weights
 
 

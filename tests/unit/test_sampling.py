@@ -82,7 +82,7 @@ def cells(**more: Any) -> Cells:
         (lambda: PairedControl("a", "c", match=()), "PairedControl(match=()): expected at least one name."),
         (
             lambda: PairedControl("a", "c", match="b", fallback="b"),
-            "PairedControl(fallback='b'): expected some of the columns of match, ('b',), not all.",
+            "PairedControl(fallback='b'): expected some of the columns of match, but not all of ('b',).",
         ),
         (lambda: Custom(3), "Custom(3): expected a function (epoch_seed, rank, world_size) -> blocks of rows."),
         (lambda: Subset([1], 3), "sampler=3: expected a sampler such as gpuload.ClassBalanced('cell_type'), or a"),
@@ -106,36 +106,36 @@ def test_bad_parameters(make: Any, message: str) -> None:
         (BlockShuffle(edges=[2, 6]), "BlockShuffle(edges=...): they go from 2 to 6; expected 0 to 6, the cells of all"),
         (
             BlockShuffle(edges=[0, 4, 4, 6]),
-            "BlockShuffle(edges=...): expected whole numbers that rise, found [0, 4, 4, 6].",
+            "BlockShuffle(edges=[0, 4, 4, 6]): expected whole numbers in increasing order.",
         ),
         (
             BlockShuffle(edges=[0, 2.5, 6]),
-            "BlockShuffle(edges=...): expected whole numbers that rise, found [0, 2.5, 6].",
+            "BlockShuffle(edges=[0, 2.5, 6]): expected whole numbers in increasing order.",
         ),
         (
             BlockShuffle(edges=[[0, 3], [6]]),
-            "BlockShuffle(edges=...): expected whole numbers that rise, found [[0, 3], [6]].",
+            "BlockShuffle(edges=[[0, 3], [6]]): expected whole numbers in increasing order.",
         ),
-        (BlockShuffle(edges=6), "BlockShuffle(edges=...): expected whole numbers that rise, found 6."),
-        (ClassBalanced(np.zeros(5, int)), "ClassBalanced: 5 labels for 6 cells; give one per cell."),
-        (Subset([1, 2], Grouped(np.zeros(2), 1)), "Grouped: 2 labels for 6 cells; give one per cell."),
+        (BlockShuffle(edges=6), "BlockShuffle(edges=6): expected whole numbers in increasing order."),
+        (ClassBalanced(np.zeros(5, int)), "ClassBalanced: 5 labels for 6 cells; pass one per cell."),
+        (Subset([1, 2], Grouped(np.zeros(2), 1)), "Grouped: 2 labels for 6 cells; pass one per cell."),
         (ClassBalanced("empty"), "ClassBalanced('empty'): the label is missing in all 6 cells; name another column."),
-        (Weighted([1, 2]), "Weighted: 2 weights for 6 cells; give one per cell."),
+        (Weighted([1, 2]), "Weighted: 2 weights for 6 cells; pass one per cell."),
         (Weighted([[1] * 6]), "Weighted: weights of dtype int64 and shape (1, 6); expected one number per cell."),
         (Weighted(list("abcdef")), "Weighted: weights of dtype <U1 and shape (6,); expected one number per cell."),
         (Weighted([1, 1, -1, 1, 1, 1]), "Weighted: weights[2]=-1.0; expected finite numbers of at least 0."),
         (Weighted([1, np.nan, 1, 1, 1, 1]), "Weighted: weights[1]=nan; expected finite numbers of at least 0."),
         (Weighted([1, 1, 1, 1, 1, np.inf]), "Weighted: weights[5]=inf; expected finite numbers of at least 0."),
         (Subset([0, 2, 4], Weighted([1, -1, 1, 1, -2, 1])), "Weighted: weights[4]=-2.0; expected finite numbers of"),
-        (Weighted([0] * 6), "Weighted: all weights are 0; at least one must be above."),
-        (Subset([1], Weighted([1, 0, 1, 1, 1, 1])), "Weighted: all weights are 0; at least one must be above."),
+        (Weighted([0] * 6), "Weighted: all weights are 0; at least one must be above 0."),
+        (Subset([1], Weighted([1, 0, 1, 1, 1, 1])), "Weighted: all weights are 0; at least one must be above 0."),
         (
             Weighted([1, 0, 1, 1, 1, 1], 6, replace=False),
             "Weighted(num_samples=6, replace=False): only 5 cells have a weight above 0; take fewer, or replace=True.",
         ),
-        (Subset([]), "Subset: it holds no cells; name at least one."),
-        (Subset([False] * 6), "Subset: it holds no cells; name at least one."),
-        (Subset([1], Subset([2])), "Subset: it holds no cells that the one around it holds; name at least one."),
+        (Subset([]), "Subset: it selects no cells; name at least one."),
+        (Subset([False] * 6), "Subset: it selects no cells; name at least one."),
+        (Subset([1], Subset([2])), "Subset: it selects no cells that the enclosing one selects; name at least one."),
         (Subset([1, 6]), "Subset: row 6 is outside the data; expected numbers from 0 to 5."),
         (Subset([-1, 2]), "Subset: row -1 is outside the data; expected numbers from 0 to 5."),
         (Subset([3, 2, 3]), "Subset: row 3 is given twice; give every row once."),
@@ -143,26 +143,26 @@ def test_bad_parameters(make: Any, message: str) -> None:
             Subset([0.5]),
             "Subset: it was given an array of dtype float64 and shape (1,); expected row numbers or a mask.",
         ),
-        (Subset([True] * 5), "Subset: the mask has 5 entries but there are 6 cells; give one per cell."),
+        (Subset([True] * 5), "Subset: the mask has 5 entries but there are 6 cells; pass one per cell."),
         (Subset([[True] * 6]), "Subset: it was given an array of dtype bool and shape (1, 6); expected a mask."),
-        (Mixture({"three.h5ad": 1}), "Mixture: 'three.h5ad' is none of the loader's paths; they are 'd/one.h5ad', "),
+        (Mixture({"three.h5ad": 1}), "Mixture: 'three.h5ad' is not one of the loader's paths; they are 'd/one.h5ad', "),
         (
             Mixture({"two.h5ad": 1}),
-            "Mixture: 'two.h5ad' stands for several of the loader's paths; they are 'd/one.h5ad', ",
+            "Mixture: 'two.h5ad' matches several of the loader's paths; they are 'd/one.h5ad', ",
         ),
-        (Mixture([([True], 1)]), "Mixture: the mask has 1 entries but there are 6 cells; give one per cell."),
+        (Mixture([([True], 1)]), "Mixture: the mask has 1 entries but there are 6 cells; pass one per cell."),
         (Mixture([([0] * 6, 1)]), "Mixture: it was given an array of dtype int64 and shape (6,); expected a mask."),
         (Mixture([([False] * 6, 1)]), "Mixture: a mask has no cells; leave it out."),
         (Subset([0], Mixture({"e/two.h5ad": 1})), "Mixture: e/two.h5ad has no cells; leave it out."),
         (
             Grouped("label", 3),
-            "Grouped(size=3) with batch_size=4: a set is not torn apart; let batch_size be a multiple of size.",
+            "Grouped(size=3) with batch_size=4: a set is never split; make batch_size a multiple of size.",
         ),
         (Grouped("label", 4), "Grouped('label', size=4): no class has that many cells; the largest has 3."),
         (Grouped("empty", 4), "Grouped('empty', size=4): no class has that many cells; the label is missing in all."),
         (
             PairedControl("drug", "none", match="batch"),
-            "PairedControl(control='none'): no cell has that value in column 'drug'; give the value that",
+            "PairedControl(control='none'): no cell has that value in column 'drug'; pass the value that",
         ),
         (
             PairedControl("drug", "dmsoo", match="batch"),
@@ -174,15 +174,15 @@ def test_bad_parameters(make: Any, message: str) -> None:
         ),
         (
             PairedControl("drug", "dmso", match="batch", size=4),
-            "PairedControl(size=4) with batch_size=4: half a minibatch are perturbed cells, and a set is not torn",
+            "PairedControl(size=4) with batch_size=4: half of a minibatch are perturbed cells, and a set is never",
         ),
         (
             PairedControl("drug", ["dmso", "x"], match="batch"),
-            "PairedControl('drug'): all cells are controls; there is none to pair with them.",
+            "PairedControl('drug'): all cells are controls; there are none to pair them with.",
         ),
         (
             PairedControl("drug", "dmso", match="batch"),
-            "PairedControl: there is no control for cells with batch=3 (1 of them); match fewer columns, give",
+            "PairedControl: there is no control for cells with batch=3 (1 of them); match fewer columns, pass",
         ),
         (
             PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch"),
@@ -281,7 +281,7 @@ def test_blocks_of_rows_that_a_subset_does_not_have(plain: Stored) -> None:
     with pytest.raises(PlanError) as caught, gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader:
         list(loader)
     assert str(caught.value) == (
-        "sampler: it gave blocks up to row 11 inside a Subset, whose rows are numbered through; expected "
+        "sampler: it returned blocks up to row 11 inside a Subset, whose rows are numbered consecutively; expected "
         "0 <= start <= stop <= 10."
     )
 
@@ -335,7 +335,7 @@ def test_a_column_that_only_a_default_of_the_sampler_asks_for_is_told_so(plain: 
 
 
 def test_a_sampler_that_cannot_be_bound_leaves_nothing_open(plain: Stored, no_leaks: None) -> None:
-    with pytest.raises(PlanError, match="give one per cell"):
+    with pytest.raises(PlanError, match="pass one per cell"):
         gpuload.open_loader(plain.path, sampler=Weighted([1.0]), device="cpu")
 
 
@@ -413,7 +413,9 @@ def test_the_halves_of_a_minibatch() -> None:
         np.testing.assert_array_equal(half["X"], expected.X)
         assert half["rows"].tolist() == expected.rows.tolist()
         assert half["a"].tolist() == expected.obs["a"].tolist()
-    with pytest.raises(PlanError, match="the minibatch has 5 cells, an odd number; it is none of PairedControl's"):
+    with pytest.raises(
+        PlanError, match="the minibatch has 5 cells, an odd number; it does not come from PairedControl"
+    ):
         gpuload.split_pairs(Batch(batch.X[:5], {}, batch.rows[:5]))
     with pytest.raises(PlanError, match=r"split_pairs\(list\): expected a Batch, or a front's dict of tensors"):
         gpuload.split_pairs([batch])
