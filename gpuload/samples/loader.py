@@ -135,7 +135,8 @@ class SampleLoader:
         if differing:
             name = differing[0]
             raise PlanError(
-                f"state: {name}={state[name]}, and this loader has {mine[name]}; open it as the one before."
+                f"state: {name}={state[name]}, but this loader has {mine[name]}; open it with the settings of the one "
+                "before."
             )
         self._epoch, self._step = state["epoch"], state["step"]
 

@@ -73,7 +73,7 @@ class SampleSet:
         missing = [i for i in ids if i not in labels] if labels is not None else []
         if missing:
             raise PlanError(
-                f"labels: {missing[0]!r} has none ({len(missing)} of {len(ids)} IDs have none); give every ID one."
+                f"labels: {missing[0]!r} has none ({len(missing)} of {len(ids)} IDs have none); give every ID a label."
             )
         self.ids = list(ids)
         self.labels = labels
@@ -134,6 +134,6 @@ class SampleSet:
         except Exception as error:
             reason = f"{str(error).rstrip('.')} ({type(error).__name__})"
             raise CorruptDataError(
-                f"sample {id_!r}: its {data.size} bytes cannot be decoded: {reason}. Write it anew, or check decode=."
+                f"sample {id_!r}: its {data.size} bytes cannot be decoded: {reason}. Rewrite it, or check decode=."
             ) from error
         return values

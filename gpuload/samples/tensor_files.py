@@ -58,7 +58,7 @@ class Descriptions:
         if start + nbytes > data.size:
             return None
         if has_sum and not _pt_sum_is_right(data, start, nbytes):
-            raise CorruptDataError("the sum of its values is not the one beside them; restore the file")
+            raise CorruptDataError("the sum of its values is not the one stored with them; restore the file")
         return Span(start, nbytes, dtype, shape)
 
     def _learn(self, header: bytes, start: int, data: NDArray[np.uint8]) -> bool:
@@ -146,7 +146,7 @@ def load(decode: str, data: NDArray[np.uint8]) -> Any:
             raise MissingDependencyError("safetensors", "decode='safetensors'", "samples") from error
         tensors = list(load(data.tobytes()).values())
         if len(tensors) != 1:
-            raise CorruptDataError(f"it holds {len(tensors)} tensors, and one is expected; give decode a function.")
+            raise CorruptDataError(f"it holds {len(tensors)} tensors, but one is expected; pass a function as decode.")
         return tensors[0]
     return torch.from_numpy(data)
 

@@ -93,7 +93,7 @@ def test_epochs_orders_and_states(data: Path) -> None:
         rest.load_state_dict(state)
         wanted = orders[0][n_done * 8 :]
         assert [int(label) for _, y in rest for label in y] == (wanted or orders[1]) or n_done == 7
-    with pytest.raises(PlanError, match="state: seed=0, and this loader has 1"):
+    with pytest.raises(PlanError, match="state: seed=0, but this loader has 1"):
         loader(seed=1).load_state_dict(state)
     assert len(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8, drop_last=True)) == 6
 
@@ -175,7 +175,7 @@ def test_other_contents_are_deserialised_or_refused(data: Path) -> None:
         SampleSet(["bad"], None, data)[0]
     (data / "bad.pt").write_bytes(b"short")
     with pytest.raises(
-        CorruptDataError, match=r"its 5 bytes cannot be decoded: .+ \(\w+\)\. Write it anew, or check decode=\."
+        CorruptDataError, match=r"its 5 bytes cannot be decoded: .+ \(\w+\)\. Rewrite it, or check decode=\."
     ):
         SampleSet(["bad"], None, data)[0]
     decoded = SampleSet(["id-4"], LABELS, data, lambda raw: raw.size, suffix=".pt")[0]
@@ -208,7 +208,7 @@ def test_a_damaged_sample_is_told(data: Path, place: int) -> None:
 def test_safetensors_of_two_tensors(data: Path) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file
     save_file({"x": value(0), "y": value(1)}, data / "id-0.safetensors")
-    with pytest.raises(CorruptDataError, match=r"sample 'id-0'.*it holds 2 tensors, and one is expected; give decode"):
+    with pytest.raises(CorruptDataError, match=r"sample 'id-0'.*it holds 2 tensors, but one is expected; pass a fun"):
         SampleSet(IDS, LABELS, data, "safetensors")[0]
 
 
