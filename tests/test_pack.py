@@ -227,7 +227,7 @@ def test_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
 def test_a_column_that_no_folder_can_be_called(tmp_path: Path, name: str) -> None:
     adata = cells(30, 20)
     adata.obs[name] = 1
-    with pytest.raises(gpuload.StoreError, match=r"in.h5ad: obs has a column '.*no folder can be called that; rename"):
+    with pytest.raises(gpuload.StoreError, match=r"in.h5ad: obs has a column '.*which no folder can be called; rename"):
         gpuload.pack(written(adata, tmp_path / "in.h5ad"), tmp_path / "out.zarr")
     gpuload.pack(tmp_path / "in.h5ad", tmp_path / "out.zarr", obs=["plate"])
 
@@ -478,7 +478,7 @@ def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "400 of 300 genes" in out
     assert "uint16" in out
     assert main(["pack", str(source), str(target), "--quiet"]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "it exists already" in capsys.readouterr().err
     assert main(["pack", str(source), str(target), "--overwrite", "--json", "--quiet"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["n_obs"], shown["path"]) == (400, str(target))

@@ -285,7 +285,7 @@ def test_work_without_its_store_is_begun_anew(source: Path, stopped: Path) -> No
 
 def test_a_target_at_an_address_is_refused(source: Path) -> None:
     with pytest.raises(
-        gpuload.PlanError, match=r"target='s3://b/x\.zarr': it is an address, and targets are folders on"
+        gpuload.PlanError, match=r"target='s3://b/x\.zarr': it is an address, but a target is a folder on"
     ):
         gpuload.pack(source, "s3://b/x.zarr")
 
@@ -295,7 +295,7 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(
 ) -> None:
     target = tmp_path / "out.zarr"
     monkeypatch.setattr(work.Work, "_verify", lambda *_: target.mkdir())
-    with pytest.raises(gpuload.StoreError, match="is there already"):
+    with pytest.raises(gpuload.StoreError, match="it exists already"):
         gpuload.pack(source, target)
     assert not list(target.iterdir())
 
@@ -343,7 +343,7 @@ def test_the_target_is_of_one_state_of_a_source(
         return plain(self, *given)
 
     monkeypatch.setattr(work.Work, step, change_first)
-    words = f"^{copy}: it was changed while it was packed; pack again when nobody writes to it[.]$"
+    words = f"^{copy}: it was changed while it was packed; pack again when nothing is writing to it[.]$"
     with pytest.raises(gpuload.ReadError, match=words):
         gpuload.pack(copy, tmp_path / "out.zarr")
     assert not (tmp_path / "out.zarr").exists()
@@ -430,9 +430,7 @@ def test_a_full_disk_is_one_sentence(source: Path, tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(shards, "write_whole", full)
-        with pytest.raises(
-            gpuload.ReadError, match=r"No space left on device\. Mend it and run the same command again"
-        ):
+        with pytest.raises(gpuload.ReadError, match=r"No space left on device\. Fix it and run the same command again"):
             gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY)
     assert gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY).n_resumed > 0
 
@@ -455,7 +453,7 @@ def test_a_target_is_not_replaced_unasked(source: Path, tmp_path: Path) -> None:
     assert ad.read_zarr(target).obs["source_row"].iloc[:3].tolist() != [0, 1, 2]
     assert os.listdir(tmp_path) == ["out.zarr"]
     (tmp_path / "home").mkdir()
-    with pytest.raises(gpuload.StoreError, match="is no zarr store, so it is not overwritten"):
+    with pytest.raises(gpuload.StoreError, match="not a zarr store, so it is not overwritten"):
         gpuload.pack(source, tmp_path / "home", overwrite=True)
 
 
@@ -520,13 +518,13 @@ def test_sources_and_targets_are_refused_in_one_sentence(source: Path, tmp_path:
     with pytest.raises(gpuload.ReadError, match="there is no such folder to put the target into"):
         gpuload.pack(source, tmp_path / "not" / "there.zarr")
     gpuload.pack(source, tmp_path / "out.zarr")
-    with pytest.raises(gpuload.PlanError, match="is one of the sources"):
+    with pytest.raises(gpuload.PlanError, match="it is one of the sources"):
         gpuload.pack(tmp_path / "out.zarr", tmp_path / "out.zarr", overwrite=True)
-    with pytest.raises(gpuload.StoreError, match="it has 0 cells and 5 genes; expected some"):
+    with pytest.raises(gpuload.StoreError, match="it has 0 cells and 5 genes; expected at least one"):
         gpuload.pack(written(cells(9, 5)[:0], tmp_path / "none.h5ad"), tmp_path / "none.zarr")
     other = cells(9, 200)
     del other.obs["plate"]
-    with pytest.raises(gpuload.StoreError, match=r"other\.h5ad: obs has no column 'plate', which that of"):
+    with pytest.raises(gpuload.StoreError, match=r"other\.h5ad: obs has no column 'plate', but that of"):
         gpuload.pack([source, written(other, tmp_path / "other.h5ad")], tmp_path / "two.zarr")
 
 

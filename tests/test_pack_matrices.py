@@ -421,7 +421,7 @@ def test_the_cure_for_obsm_works(source: Path, tmp_path: Path) -> None:
         ({"join": "left"}, "join='left': expected 'inner', 'outer', a list of gene names"),
         ({"join": ["gene_0", "gene_0"]}, "join: 'gene_0' is given 2 times"),
         ({"join": ["gene_x"]}, "join: no file has the gene 'gene_x'"),
-        ({"layer": ["raw.X", "spliced"]}, "its spliced has other genes than its raw.X, so it can be no layer beside"),
+        ({"layer": ["raw.X", "spliced"]}, "its spliced has other genes than its raw.X, so it cannot be a layer beside"),
     ],
 )
 def test_matrices_are_refused_in_one_sentence(settings: dict[str, Any], match: str, tmp_path: Path) -> None:

@@ -167,7 +167,9 @@ def pack(
         packed = Work(matrices, files, columns, memory_nbytes, client, num_threads, told).carry_out(target)
         for file, stamp in zip(files, stamps, strict=True):
             if _stamp(file) != stamp:  # it may have been replaced: matrices and tables would be of two files
-                raise ReadError(f"{file}: it was changed while it was packed; pack again when nobody writes to it.")
+                raise ReadError(
+                    f"{file}: it was changed while it was packed; pack again when nothing is writing to it."
+                )
         workplace.check_target(target, files, overwrite=overwrite)  # it may exist by now
         workplace.publish(folder, target)
     told(1.0)

@@ -180,5 +180,5 @@ def _verify(job: Job, reader: RowReader, digest: int) -> None:
         workplace.clear(job.origin.folder)
         raise CorruptDataError(
             f"{job.origin.folder}: the elements of {reader.store.paths[0]} do not read back by rows as they lie by "
-            "columns, so the work was thrown away; check the disk and the memory, and pack again."
+            "columns, so the work was discarded; check the disk and the memory, and pack again."
         )

@@ -66,7 +66,7 @@ def locked(path: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ReadError(
-                f"{os.path.dirname(path)}: another gpuload pack is writing there; wait for its end, or choose another "
-                "target."
+                f"{os.path.dirname(path)}: another gpuload pack is writing there; wait for it to end, or choose "
+                "another target."
             ) from error
         yield

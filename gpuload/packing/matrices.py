@@ -129,7 +129,9 @@ def open_matrices(wanted: Wanted, folder: str, stack: ExitStack) -> tuple[list[M
         if matrices:
             _check_fit(matrices[0], member, layer, store)
         elif not store.n_obs or not store.n_vars:
-            raise StoreError(f"{store.paths[0]}: it has {store.n_obs} cells and {store.n_vars} genes; expected some.")
+            raise StoreError(
+                f"{store.paths[0]}: it has {store.n_obs} cells and {store.n_vars} genes; expected at least one of each."
+            )
         lengths.append(_lengths(reader, origin, wanted.memory))
         job = plan_job(
             store,
@@ -170,8 +172,8 @@ def _check_fit(first: Matrix, member: str, layer: str, store: Store) -> None:
             )
     if member.startswith("layers/") and not np.array_equal(store.var_names, first.store.var_names):
         raise StoreError(
-            f"{store.paths[0]}: its {layer} has other genes than its {first.layer}, so it can be no layer beside it; "
-            "pack them apart."
+            f"{store.paths[0]}: its {layer} has other genes than its {first.layer}, so it cannot be a layer beside it; "
+            "pack them separately."
         )
 
 

@@ -194,8 +194,8 @@ class RowReader:
         """Raise StoreError if the sources hold integers that float64 may have rounded."""
         if judged.largest >= _EXACT and any(dtype.kind in "iu" for dtype in _dtypes(self.store)):
             raise StoreError(
-                f"{self.store.paths[0]}: it holds integers of {_EXACT} or more, which cannot be kept exactly; write "
-                "it anew as float64."
+                f"{self.store.paths[0]}: it holds integers of {_EXACT} or more, which cannot be kept exactly; rewrite "
+                "it as float64."
             )
 
     def close(self) -> None:

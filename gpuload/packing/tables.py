@@ -46,7 +46,7 @@ def chosen_columns(files: Sequence[str], wanted: Sequence[str] | None) -> list[s
             if odd:
                 lacking, having = (file, files[0]) if odd[0] in wanted else (files[0], file)
                 raise StoreError(
-                    f"{lacking}: obs has no column {odd[0]!r}, which that of {having} has; name the columns to pack "
+                    f"{lacking}: obs has no column {odd[0]!r}, but that of {having} has it; name the columns to pack "
                     "with obs=."
                 )
     check_columns(files, wanted)

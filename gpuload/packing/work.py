@@ -188,7 +188,7 @@ class Work:
             clear(job.origin.folder)
             raise CorruptDataError(
                 f"{job.origin.folder}: the rows that were written do not read back as those of the sources, so nothing "
-                "was published and the work was thrown away; check the disk and the memory, and pack again."
+                "was published and the work was discarded; check the disk and the memory, and pack again."
             )
 
     def _count(self, done: Iterator[Any], n: int, at: float, share: float) -> list[Any]:

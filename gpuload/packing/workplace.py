@@ -37,7 +37,7 @@ def target_path(target: str | os.PathLike[str]) -> str:
     """Return the path of a target; refuse an address."""
     if "://" in os.fspath(target):
         raise PlanError(
-            f"target={os.fspath(target)!r}: it is an address, and targets are folders on this machine; give a path, "
+            f"target={os.fspath(target)!r}: it is an address, but a target is a folder on this machine; pass a path, "
             "and copy the folder there afterwards."
         )
     return os.path.abspath(os.fspath(target))
@@ -47,17 +47,17 @@ def check_target(target: str, files: Sequence[str], *, overwrite: bool) -> None:
     """Refuse a target that cannot be created, or would replace what it must not."""
     parent = os.path.dirname(target)
     if not os.path.isdir(parent):
-        raise ReadError(f"{parent}: there is no such folder to put the target into; make it first.")
+        raise ReadError(f"{parent}: there is no such folder to put the target into; create it first.")
     if any(os.path.abspath(file) == target for file in files):
-        raise PlanError(f"target={target!r}: is one of the sources; choose another.")
+        raise PlanError(f"target={target!r}: it is one of the sources; choose another.")
     if not os.path.lexists(target):
         return
     if not overwrite:
         raise StoreError(
-            f"{target}: is there already; choose another target, or overwrite it (overwrite=True, or --overwrite)."
+            f"{target}: it exists already; choose another target, or overwrite it (overwrite=True, or --overwrite)."
         )
     if not any(os.path.exists(os.path.join(target, name)) for name in GROUP_FILES):
-        raise StoreError(f"{target}: is no zarr store, so it is not overwritten; choose another target.")
+        raise StoreError(f"{target}: not a zarr store, so it is not overwritten; choose another target.")
 
 
 def check_disk(folder: str, needed: int) -> None:
@@ -66,8 +66,8 @@ def check_disk(folder: str, needed: int) -> None:
     free = shutil.disk_usage(parent).free + size_of(folder)
     if needed > free:
         raise ReadError(
-            f"{parent}: packing needs up to {needed / 1e9:.1f} GB there, half of it for parts that go at the end, but "
-            f"{free / 1e9:.1f} GB are free; free some, or choose a target on another disk."
+            f"{parent}: packing needs up to {needed / 1e9:.1f} GB there, half of it for parts that are removed at the "
+            f"end, but {free / 1e9:.1f} GB are free; free some, or choose a target on another disk."
         )
 
 
@@ -163,6 +163,6 @@ def translated(target: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise ReadError(
-            f"{error.filename or target}: {error.strerror or error}. Mend it and run the same command again: it goes "
-            "on where it stopped."
+            f"{error.filename or target}: {error.strerror or error}. Fix it and run the same command again: it "
+            "continues where it stopped."
         ) from error

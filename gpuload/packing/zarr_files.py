@@ -244,7 +244,7 @@ def start_table(
     for taken in (name, *columns):
         if taken in ("", ".", "..", "zarr.json") or "/" in taken or len(os.fsencode(taken)) > _LONGEST_NAME:
             raise StoreError(
-                f"{where} has a column {taken!r}, and no folder can be called that; rename it, or name the columns to "
+                f"{where} has a column {taken!r}, which no folder can be called; rename it, or name the columns to "
                 "pack with obs=."
             )
     attributes = {
