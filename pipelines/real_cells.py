@@ -110,9 +110,11 @@ def fetch(name: str, folder: Path) -> list[Path]:
         try:
             archive = download(shipped.package, empty, is_source=shipped.is_source)
         except DownloadError as error:
-            raise DownloadError(f"{error}; {', '.join(shipped.members)} cannot be had.") from error
+            raise DownloadError(f"{error}; {', '.join(shipped.members)} cannot be fetched.") from error
         if hashlib.sha256(archive.read_bytes()).hexdigest() != shipped.sha256:
-            raise DownloadError(f"{archive.name} is not the file it was; {', '.join(shipped.members)} cannot be had.")
+            raise DownloadError(
+                f"{archive.name} is not the expected file; {', '.join(shipped.members)} cannot be fetched."
+            )
         for path, member in zip(paths, shipped.members.values(), strict=True):
             found = take_out(archive, member, Path(scratch))
             if shipped.convert is not None:

@@ -111,7 +111,7 @@ def _fetch_factor(largest: int, batch_size: int, per_cell: float, memory_nbytes:
         (largest, "the whole file, which is true random order"),
         (by_memory, f"at most {text.share(MEMORY_SHARE)} of the available memory"),
     )
-    return (limit, reason) if limit else (1, f"the smallest fetch there is, though wanted is {reason}")
+    return (limit, reason) if limit else (1, f"the smallest possible fetch, though it should take {reason}")
 
 
 def _choose(

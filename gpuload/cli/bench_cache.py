@@ -83,13 +83,11 @@ def _root(paths: Sequence[str]) -> str:
     near = [path for path in paths if "://" not in path or path.startswith("file://")]
     if near:
         raise PlanError(
-            f"--cache: it is for addresses such as s3://bucket/atlas.h5ad, and {near[0]} is none; leave it out."
+            f"--cache: it is for addresses such as s3://bucket/atlas.h5ad, but {near[0]} is not one; leave it out."
         )
     roots = list(dict.fromkeys("/".join(path.split("/")[:3]) for path in paths))
     if len(roots) > 1:
-        raise PlanError(
-            f"--cache: {roots[0]} and {roots[1]} cannot share one; measure the paths of each by themselves."
-        )
+        raise PlanError(f"--cache: {roots[0]} and {roots[1]} cannot share one; measure the paths of each separately.")
     return roots[0]
 
 

@@ -168,7 +168,7 @@ def _make_folder(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ReadError(
-            f"{folder}: this folder cannot be made or written to: {error.strerror}. Choose another with --data and "
+            f"{folder}: this folder cannot be created or written to: {error.strerror}. Choose another with --data and "
             "--out."
         ) from error
 
@@ -347,8 +347,8 @@ def _report(result: dict[str, Any]) -> str:
     ]
     if result["blocks_in_fetch"] < result["n_classes"]:
         intro.append(
-            f"  scores to distrust: a fetch's {result['blocks_in_fetch']} blocks cannot hold all {result['n_classes']} "
-            "classes, so the model follows the last fetch; take more --cells"
+            f"  the scores are unreliable: a fetch's {result['blocks_in_fetch']} blocks cannot hold all "
+            f"{result['n_classes']} classes, so the model follows the last fetch; use more --cells"
         )
     if "genes" in settings:
         intro.append(f"  genes handed over: {settings['genes']}")

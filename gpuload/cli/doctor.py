@@ -176,7 +176,7 @@ def _numba_cache() -> Finding:
 
     folder = cache_folder()
     if os.path.basename(folder).startswith(PASSING):
-        cure = "Every process compiles for some seconds; set NUMBA_CACHE_DIR to a folder that can be written."
+        cure = "Every process compiles for some seconds; set NUMBA_CACHE_DIR to a writable folder."
         return Finding("kernel cache", "no writable folder", "note", cure)
     return Finding("kernel cache", folder)
 
@@ -189,7 +189,7 @@ def _path() -> list[Finding]:
         return [Finding("device='auto'", device, "broken", "Install gpuload again in a fresh virtual environment.")]
     cure = ""
     if gpus and device == "cpu":
-        cure = "A GPU is there but is not used: pip install 'gpuload[cuda13]' brings what the CUDA backend takes."
+        cure = "A GPU is present but is not used: pip install 'gpuload[cuda13]' installs what the CUDA backend needs."
     return [
         Finding("GPUs", ", ".join(gpus) or "none seen"),
         Finding("device='auto'", device, "note" if cure else "ok", cure),
@@ -230,7 +230,7 @@ def _gpu_path(number: int) -> str:
         gds = "compat: without GPUDirect Storage, for which cuFile finds no nvidia-fs"
     return (
         f"{gds}; or page-locked memory, where that is measured to be faster. KvikIO {facts['kvikio']}, cuFile "
-        f"{facts['cufile']}. What a file's bytes took stands in loader.io_mode"
+        f"{facts['cufile']}. loader.io_mode says which path a file's bytes took"
     )
 
 

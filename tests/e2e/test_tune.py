@@ -378,7 +378,7 @@ def test_inspect_draws_its_choices(run, path, tmp_path):
     assert (code, err) == (2, "gpuload inspect: --plot draws a label's entropy: give --label too.\n")
     code, _, err = run("inspect", path, "--label", "plate", "--plot", tmp_path / "none" / "choices.png")
     assert code == 1
-    assert f"there is no folder {tmp_path / 'none'}; make it first" in err
+    assert f"there is no folder {tmp_path / 'none'}; create it first" in err
     svg = tmp_path / "choices.svg"
     assert run("inspect", path, "--label", "plate", "--quiet", "--plot", svg)[0] == 0
     assert svg.read_bytes().startswith(b"<?xml")
