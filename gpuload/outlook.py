@@ -245,7 +245,7 @@ class Outlooks:
         """Return a sentence on whether the model of one label per block describes this file."""
         assert self._codes is not None  # noqa: S101 - narrows the type; there is a label
         if self._n_labels > EXACT_LABELS:
-            return f"{self._n_labels:,} labels are too many to compare with the model of one label a block."
+            return f"{self._n_labels:,} labels are too many to compare with the model of one label per block."
         step = max(1, self._codes.size // EXACT_CELLS)
         part = self._codes[: self._codes.size // step]
         found = entropy_of_runs(part, batch_size=self._batch_size, block_size=block_size, fetch_factor=fetch_factor)

@@ -250,8 +250,8 @@ def choose_device(wanted: str) -> str:
     of_process = "0" if n_there == 1 else os.environ.get("LOCAL_RANK", "0")  # launchers may show each its own card only
     card = int(number if number.isdecimal() else of_process)
     if kind == "cuda" and card >= n_there:
-        seen = f"PyTorch {torch.__version__} sees {n_there} GPUs, and number {card} is wanted"
-        raise gpuload.DeviceError(f"--device {wanted}: {seen}; use --device cpu, or see what `gpuload doctor` says.")
+        seen = f"PyTorch {torch.__version__} sees {n_there} GPUs, but number {card} is wanted"
+        raise gpuload.DeviceError(f"--device {wanted}: {seen}; use --device cpu, or run `gpuload doctor`.")
     if kind != "cpu" and card < n_there:
         torch.cuda.set_device(card)
     return "cpu" if kind == "auto" and not n_there else wanted

@@ -103,10 +103,10 @@ def measure_entropy(loader: Loader, column: str, n_batches: int) -> MinibatchEnt
     """
     check_at_least_one(n_batches=n_batches)
     if column not in loader.obs_dtypes:
-        raise PlanError(f"column={column!r}: the loader does not hand it over; open it with obs=[{column!r}].")
+        raise PlanError(f"column={column!r}: the loader does not return it; open it with obs=[{column!r}].")
     is_code = column in loader.categories
     if not is_code and loader.obs_dtypes[column].kind not in "biu":
-        raise PlanError(f"column={column!r}: it holds {loader.obs_dtypes[column]}; expected a label of each cell.")
+        raise PlanError(f"column={column!r}: it holds {loader.obs_dtypes[column]}; expected one label per cell.")
     measured = MinibatchEntropy(loader.categories[column].size if is_code else loader.batch_size)
     while measured.n_batches < n_batches:
         before = measured.n_batches

@@ -63,7 +63,7 @@ class RunsEntropy:
     def explain(self) -> str:
         """Return a sentence on whether the model's assumptions hold, and if not, why."""
         if self.model_holds:
-            return f"one label a block describes these labels to within {TOLERANCE_BITS} bits."
+            return f"one label per block describes these labels to within {TOLERANCE_BITS} bits."
         causes = []
         if (mixed := self.lower - self.model_bits) > TOLERANCE_BITS / 2:
             part = 100 * (1 - self.one_label_share)
@@ -71,7 +71,7 @@ class RunsEntropy:
         if (drawn := self.bits - self.lower) > TOLERANCE_BITS / 2:
             part = 100 * self.fetch_share
             causes.append(f"a fetch is {part:.0f} % of the file, so its blocks are not independent ({drawn:+.2f} bits)")
-        return f"the model of one label a block fails: {' and '.join(causes) or 'blocks are cut unevenly'}."
+        return f"the model of one label per block fails: {' and '.join(causes) or 'blocks are cut unevenly'}."
 
 
 def entropy_of_runs(

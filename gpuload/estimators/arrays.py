@@ -188,8 +188,8 @@ def _torch(number: int | None, *, has_choice: bool) -> Engine:
     if number is not None and number >= n_there:
         if not has_choice:
             raise DeviceError(
-                f"device='cuda:{number}': PyTorch {torch.__version__} sees {n_there} GPUs, and number {number} is "
-                "wanted; use device='cpu', or see what `gpuload doctor` says."
+                f"device='cuda:{number}': PyTorch {torch.__version__} sees {n_there} GPUs, but number {number} is "
+                "wanted; use device='cpu', or run `gpuload doctor`."
             )
         number = None
     device = "cpu" if number is None else f"cuda:{number}"
@@ -220,7 +220,7 @@ def _cupy(number: int) -> Engine:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise DeviceError(
             f"device={device!r}: CuPy cannot use that GPU ({error}); use another number, or engine='torch' with "
-            "device='cpu', or see what `gpuload doctor` says."
+            "device='cpu', or run `gpuload doctor`."
         ) from error
     return Engine("cupy", cupy, lambda a, dtype: cupy.asarray(a, dtype=dtype), to_host, float32_of_bits, device)
 

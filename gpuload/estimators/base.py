@@ -122,7 +122,7 @@ class Estimator:
         if is_fitted and passes.n_columns != self.n_features_in_:
             raise PlanError(
                 f"X has {passes.n_columns} features, but {type(self).__name__} is expecting {self.n_features_in_} "
-                "features as input; give it as many."
+                "features as input; give it that many."
             )
         if passes.n_rows < 1 or passes.n_columns < 1:
             what = "sample" if passes.n_rows < 1 else "feature"

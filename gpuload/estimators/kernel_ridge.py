@@ -170,8 +170,8 @@ class KernelRidge(Estimator):
         labels, codes = np.unique(np.zeros(n_rows) if groups is None else np.asarray(groups), return_inverse=True)
         if codes.shape != (n_rows,) or len(labels) < 2:
             raise PlanError(
-                f"n_rounds={self.n_rounds} needs groups: a label for each of the {n_rows} rows, two different ones at "
-                f"least; found {len(labels)} over {codes.size} rows."
+                f"n_rounds={self.n_rounds} needs groups: a label for each of the {n_rows} rows, at least two "
+                f"different ones; got {len(labels)} over {codes.size} rows."
             )
         random = np.random.default_rng(self.random_state)
         halves = []
@@ -236,7 +236,7 @@ class KernelRidge(Estimator):
 
 def _checked_targets(y: ArrayLike, n_rows: int) -> NDArray[np.float32]:
     if y is None:
-        raise PlanError("y=None: this estimator requires y to be passed, but the target y is None; give one.")
+        raise PlanError("y=None: this estimator requires y to be passed, but the target y is None; pass one.")
     is_elsewhere = hasattr(y, "detach") or hasattr(y, "__cuda_array_interface__")
     targets = to_host(y) if is_elsewhere else np.asarray(y)
     if targets.ndim not in (1, 2) or len(targets) != n_rows:
@@ -305,7 +305,7 @@ def cholesky(engine: Engine, A: Any, panel: int = PANEL) -> Any:
         except engine.xp.linalg.LinAlgError as error:
             raise PlanError(
                 "the kernel matrix is not positive definite in this precision: alpha is too small for so many rows "
-                "that are alike; give a larger one."
+                "that are alike; use a larger one."
             ) from error
         A[lo:hi, lo:hi] = corner
         if hi < n:

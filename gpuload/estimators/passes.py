@@ -58,7 +58,7 @@ class Passes:
             X = np.asarray(X)
         shape = X.shape
         if getattr(X.dtype, "kind", "f") == "c":
-            raise PlanError("X: Complex data not supported; give real numbers.")
+            raise PlanError("X: Complex data not supported; pass real numbers.")
         if len(shape) != 2:
             raise PlanError(
                 f"X has {len(shape)} dimensions; expected a matrix of cells x features, or a Loader. Reshape your "

@@ -118,7 +118,7 @@ def test_ridge(engine: str, solver: str, atol: float, n_rounds: int) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_matrix_that_cannot_be_factorised_is_refused(cells: np.ndarray, engine: str) -> None:
     pytest.importorskip(engine)
-    with pytest.raises(gpuload.PlanError, match=r"not positive definite .*; give a larger one"):
+    with pytest.raises(gpuload.PlanError, match=r"not positive definite .*; use a larger one"):
         KernelRidge(1e-30, engine=engine, device="cuda:0").fit(cells[:1].repeat(50, 0), cells[:50, 0])
 
 

@@ -84,7 +84,7 @@ def test_long_blocks_cost_less_and_mix_less(store):
     codes = store.obs["plate"].values
     expected = entropy_of_runs(codes, batch_size=16, block_size=64, fetch_factor=2).bits
     assert few.entropy_bits == expected
-    assert outlooks.why_not_model(64, 2).startswith("the model of one label a block fails: ") or expected == 0
+    assert outlooks.why_not_model(64, 2).startswith("the model of one label per block fails: ") or expected == 0
 
 
 def test_large_files_are_judged_by_planned_fetches(store, monkeypatch):

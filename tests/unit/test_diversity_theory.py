@@ -130,11 +130,13 @@ def test_drugs_come_out_as_published_and_label_runs_explain_the_rest(block_size,
     if block_size <= 256:
         assert by_model == pytest.approx(measured, abs=0.05)
         assert by_runs.model_holds
-        assert by_runs.explain() == "one label a block describes these labels to within 0.05 bits."
+        assert by_runs.explain() == "one label per block describes these labels to within 0.05 bits."
     else:
         assert measured - by_model > 0.05
         assert not by_runs.model_holds
-        assert by_runs.explain().startswith("the model of one label a block fails: 13 % of the cells lie in blocks of")
+        assert by_runs.explain().startswith(
+            "the model of one label per block fails: 13 % of the cells lie in blocks of"
+        )
 
 
 def test_thousands_of_cells_and_hundreds_of_classes_take_no_time():
@@ -396,9 +398,9 @@ def test_whole_numbers_and_booleans_are_labels_too_and_fractions_are_not(cells):
         loader.set_epoch(0)
         _, codes = np.unique(batch.obs["n_counts"], return_inverse=True)
         assert measure_entropy(loader, "n_counts", 1).mean == pytest.approx(entropy_bits(codes, 8))
-        with pytest.raises(PlanError, match=r"^column='depth': it holds float\d\d; expected a label of each cell\.$"):
+        with pytest.raises(PlanError, match=r"^column='depth': it holds float\d\d; expected one label per cell\.$"):
             measure_entropy(loader, "depth", 1)
-        with pytest.raises(PlanError, match=r"^column='plate': the loader does not hand it over; open it with obs=\["):
+        with pytest.raises(PlanError, match=r"^column='plate': the loader does not return it; open it with obs=\["):
             measure_entropy(loader, "plate", 1)
         with pytest.raises(PlanError, match=r"^n_batches=0: expected at least 1\.$"):
             measure_entropy(loader, "n_counts", 0)

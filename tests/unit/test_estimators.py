@@ -270,7 +270,7 @@ def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray,
         (lambda X, _: TruncatedSVD(2).fit(X).transform(X[:, :5]), "X has 5 features, but TruncatedSVD is expecting 60"),
         (lambda X, _: TruncatedSVD(2).transform(X), "not fitted"),
         (lambda X, _: TruncatedSVD(2).fit(X[0]), "1 dimensions"),
-        (lambda X, _: TruncatedSVD(2).fit(X.astype(complex)), "Complex data not supported; give real numbers"),
+        (lambda X, _: TruncatedSVD(2).fit(X.astype(complex)), "Complex data not supported; pass real numbers"),
         (
             lambda X, _: TruncatedSVD(2).fit(X).inverse_transform(X),
             r"X has shape \(5000, 60\); expected \(n, 2\) scores",
@@ -279,7 +279,7 @@ def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray,
         (lambda X, y: KernelRidge(gamma=-1).fit(X, y), "gamma=-1: expected"),
         (
             lambda X, y: KernelRidge(1e-30).fit(X[:1].repeat(50, 0), y[:50]),
-            "not positive definite .*; give a larger one",
+            "not positive definite .*; use a larger one",
         ),
         (lambda X, y: KernelRidge(solver="svd").fit(X, y), "solver='svd': expected"),
         (
@@ -399,8 +399,8 @@ def test_auto_is_a_gpu_that_torch_can_use(gpus: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpus.cuda, "device_count", lambda: n_there)
     assert open_engine("auto", "auto").device == "cpu"
     told = (
-        rf"^device='cuda:1': PyTorch [^ ]+ sees {n_there} GPUs, and number 1 is wanted; use device='cpu', or see what "
-        r"`gpuload doctor` says\.$"
+        rf"^device='cuda:1': PyTorch [^ ]+ sees {n_there} GPUs, but number 1 is wanted; use device='cpu', or run "
+        r"`gpuload doctor`\.$"
     )
     with pytest.raises(gpuload.DeviceError, match=told):
         open_engine("torch", "cuda:1")
