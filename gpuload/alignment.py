@@ -53,7 +53,7 @@ def check_join(join: object) -> str | tuple[str, ...] | None:
         raise PlanError("join=[]: expected at least one gene name, 'inner', 'outer' or None.")
     name, n_given = Counter(names).most_common(1)[0]
     if n_given > 1:
-        raise PlanError(f"join: {name!r} is given {n_given} times; give every gene once.")
+        raise PlanError(f"join: {name!r} is given {n_given} times; pass every gene once.")
     return names
 
 
@@ -105,7 +105,7 @@ def _check_once(table: NDArray[np.int32], names: NDArray[np.object_], path: str)
     if is_twice.any():
         twice = names[table[np.argmax(is_twice)]]
         raise StoreError(
-            f"{path}: gene {twice!r} stands more than once, so join= cannot tell which is meant; make the names unique "
+            f"{path}: gene {twice!r} occurs more than once, so join= cannot tell which is meant; make the names unique "
             "once with adata.var_names_make_unique()."
         )
 
@@ -119,7 +119,7 @@ def _joined(
         if unknown:
             raise StoreError(
                 f"join: no file has the gene {unknown[0]!r} ({len(unknown)} of {len(join)} are in none); leave it out, "
-                f"or look for another spelling in {paths[0]}."
+                f"or check its spelling in {paths[0]}."
             )
         return np.array([known[name] for name in join], dtype=np.int64)
     if join == "outer":
@@ -131,6 +131,6 @@ def _joined(
     if not chosen.size:
         raise StoreError(
             f"join='inner': no gene is in all of the {len(paths)} files, {paths[0]} among them; use join='outer', "
-            "or look whether some name genes by ids and others by symbols."
+            "or check whether some name genes by ids and others by symbols."
         )
     return chosen

@@ -86,7 +86,7 @@ def check_names(name: str, given: Any, *, least: int = 0, what: str = "a name", 
         raise PlanError(f"{said}: expected at least one name.")
     if len(set(names)) < len(names):
         twice = next(n for place, n in enumerate(names) if n in names[:place])
-        raise PlanError(f"{said}: {twice!r} is given twice; give every name once.")
+        raise PlanError(f"{said}: {twice!r} is given twice; pass every name once.")
     return names
 
 

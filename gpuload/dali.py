@@ -168,7 +168,9 @@ def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
     if taken:
         raise PlanError(f"obs column {taken[0]!r} has the name of another output; rename it in the file.")
     if loader.dtype == "bfloat16":
-        raise PlanError("dtype='bfloat16': DALI has no such type here; use float32 or float16, or the PyTorch front.")
+        raise PlanError(
+            "dtype='bfloat16': DALI does not support this type here; use float32 or float16, or the PyTorch front."
+        )
     matrices = [np.dtype(table.form.dtype) for table in loader.tables.values()]
     return [*matrices, *loader.obs_dtypes.values(), np.dtype(np.int64)]
 
@@ -294,7 +296,7 @@ class CellIterator:
         """
         if self._start is not None and not self._has_ended:
             raise PlanError(
-                "state: DALI cannot give up the minibatches that are on their way through the pipeline; load the state "
+                "state: DALI cannot discard the minibatches that are already in the pipeline; load the state "
                 "into a new CellIterator, before its first minibatch, or after the end of an epoch."
             )
         self._loader.load_state_dict(state)

@@ -171,9 +171,7 @@ def deal_cells(wanted: Mapping[str, Any], n_obs: int, classes: Classes | None, s
     there = np.bincount(part + 1, minlength=len(wanted) + 1)[1:]
     for name, n in zip(wanted, there.tolist(), strict=True):
         if not n:
-            raise PlanError(
-                f"shares[{name!r}]={wanted[name]!r}: of {n_obs} cells that is none; give it a larger share."
-            )
+            raise PlanError(f"shares[{name!r}]={wanted[name]!r}: too small a share of {n_obs} cells; make it larger.")
     return part
 
 
@@ -226,7 +224,8 @@ def deal_groups(
     left, n_named = np.flatnonzero(part_of < 0), int(np.count_nonzero(parts >= 0))
     if left.size < n_named:
         raise PlanError(
-            f"shares: {left.size} groups by {by} cannot fill {n_named} parts; ask for fewer parts, or split by=None."
+            f"shares: {left.size} groups by {by} cannot fill {n_named} parts; ask for fewer parts, or split with "
+            "by=None."
         )
     if left.size and parts.size:
         table = None if classes is None else _table(groups, left, classes)

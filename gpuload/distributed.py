@@ -30,7 +30,7 @@ def rank_and_world_size(rank: int | None = None, world_size: int | None = None) 
     if (rank is None) != (world_size is None):
         given, missing = ("rank", "world_size") if world_size is None else ("world_size", "rank")
         raise PlanError(
-            f"{given}={world_size if rank is None else rank!r} without {missing}: give both, or neither to take them "
+            f"{given}={world_size if rank is None else rank!r} without {missing}; pass both, or neither to take them "
             "from torch.distributed or torchrun."
         )
     if rank is not None and world_size is not None:
@@ -49,7 +49,7 @@ def _of_environment() -> tuple[int, int]:
         ((name, value),) = found.items()
         missing = "RANK" if name == "WORLD_SIZE" else "WORLD_SIZE"
         raise PlanError(
-            f"environment: {name}={value!r} is set but {missing} is not; set both, as torchrun does, or give rank and "
+            f"environment: {name}={value!r} is set but {missing} is not; set both, as torchrun does, or pass rank and "
             "world_size."
         )
     numbers = {name: int(value) if value.strip().isdecimal() else value for name, value in found.items()}

@@ -134,7 +134,7 @@ class FolderSource:
         if (status.st_size, status.st_mtime_ns) != (int(self._nbytes[number]), int(self._stamps[number])):
             raise ReadError(
                 f"{self._path(number)}: the file was changed while the store was open (size {self._nbytes[number]} -> "
-                f"{status.st_size} bytes); open the loader again when nobody writes to it."
+                f"{status.st_size} bytes); open the loader again when nothing is writing to it."
             )
 
     def open_file(self, number: int) -> int:

@@ -78,7 +78,7 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
             if isinstance(value, Mapping) and "paths" not in value:
                 raise PlanError(f"{part}: 'paths' is missing; name the files, for example {part}={{'paths': [...]}}.")
         if isinstance(train, Loader) and train is val:
-            raise PlanError("train and val are one loader, which can only be iterated once at a time; open two.")
+            raise PlanError("train and val are the same loader, which can only be iterated once at a time; open two.")
         for part, value in given.items():
             if value is None:  # Lightning skips a part whose method is its own, not overridden
                 name = f"{part}_dataloader"
@@ -223,8 +223,8 @@ def _loader_of(
         return open_loader(wanted.pop("paths"), **{**process, **wanted})
     if process and part == "train" and (given.rank, given.world_size) != (process["rank"], process["world_size"]):
         raise PlanError(
-            f"train: the loader is of rank {given.rank} of {given.world_size}, and Lightning runs this process as rank "
-            f"{process['rank']} of {process['world_size']}; give a dict of arguments of open_loader, which is opened "
+            f"train: the loader is of rank {given.rank} of {given.world_size}, but Lightning runs this process as rank "
+            f"{process['rank']} of {process['world_size']}; pass a dict of arguments of open_loader, which is opened "
             "in each process."
         )
     return given
@@ -280,7 +280,7 @@ def _check_world_size(state: Any, loader: Loader, trainer: Any) -> None:
     odd = [n for n in then if n != loader.world_size]
     if odd:
         raise PlanError(
-            f"checkpoint: it is from the middle of an epoch with {odd[0]} processes, and here are {loader.world_size}; "
-            "what is left makes an epoch of a length of its own: give Trainer(reload_dataloaders_every_n_epochs=1), so "
+            f"checkpoint: it is from the middle of an epoch with {odd[0]} processes, but here are {loader.world_size}; "
+            "what is left makes an epoch of another length: use Trainer(reload_dataloaders_every_n_epochs=1), so "
             f"that Lightning counts each, or resume with {odd[0]}, or from a checkpoint of the end of an epoch."
         )

@@ -345,9 +345,9 @@ class Loader:
         theirs = replace(self._plan, epoch=epoch, rank=0, world_size=world_size, history=history)
         if theirs.is_per_rank and (history or (step and world_size != self.world_size)):
             raise PlanError(
-                f"state: it is of step {step} with world_size={world_size}, and this loader has "
-                f"world_size={self.world_size}; a sampler that is given the rank cannot deal the rest of an epoch "
-                f"anew: resume with world_size={world_size}, or at the start of an epoch."
+                f"state: it is of step {step} with world_size={world_size}, but this loader has "
+                f"world_size={self.world_size}; a sampler that receives the rank cannot divide the rest of an epoch "
+                f"again: resume with world_size={world_size}, or at the start of an epoch."
             )
         if step > theirs.n_batches:
             raise PlanError(
@@ -403,7 +403,9 @@ class Loader:
         try:
             live.end()
         except ValueError as error:
-            raise PlanError("the loader is being iterated in another thread; one iteration lives at a time.") from error
+            raise PlanError(
+                "the loader is being iterated in another thread; only one iteration can run at a time."
+            ) from error
 
     def _start_of(self, epoch: int) -> _Place:
         return _Place(replace(self._plan, epoch=epoch))
@@ -518,8 +520,8 @@ class _Iteration:
         except StopIteration:
             if self._is_cut_off:
                 raise PlanError(
-                    "this iteration was ended by a later iter(), close() or load_state_dict() of its loader; one "
-                    "lives at a time: open a second loader."
+                    "this iteration was ended by a later iter(), close() or load_state_dict() of its loader; only one "
+                    "can run at a time: open a second loader."
                 ) from None
             raise
 

@@ -64,7 +64,7 @@ def _access_error(error: Exception, kinds: Any, remote: str, place: str, *, is_l
     status = _status_of(text)
     if any(address in text for address in _CREDENTIALS_OF_MACHINE) and not _may_pass(status):
         return ReadError(
-            f"{place}: there are no credentials, and this machine has no role that gives some; set them{_OR_NONE}."
+            f"{place}: there are no credentials, and this machine has no role that provides any; set them{_OR_NONE}."
         )
     if any(code in text for code in _NO_BUCKET) or (status == 404 and is_listing):
         bucket = remote.split("/")[2]
@@ -89,7 +89,7 @@ def _request_error(error: Exception, kinds: Any, remote: str, place: str) -> Rea
     text = str(error)
     status, reason = _status_of(text), _reason_of(text)
     if "redirect" in reason:
-        return ReadError(f"{place}: it is in another region, or at another address; give region= or endpoint=.")
+        return ReadError(f"{place}: it is in another region, or at another address; pass region= or endpoint=.")
     if not isinstance(error, kinds.GenericError) or (status and not _may_pass(status)):
         return ReadError(f"{place}: the server refuses the request ({reason}); check the address and the settings.")
     if _NO_CONNECTION in text:
@@ -97,7 +97,7 @@ def _request_error(error: Exception, kinds: Any, remote: str, place: str) -> Rea
             f"{place}: no connection to {_server_of(text) or remote} could be made ({reason}); check the "
             "address and the network."
         )
-    return BusyError(f"{place}: no whole answer came ({reason}); try again later, or check the network.")
+    return BusyError(f"{place}: no complete response came ({reason}); try again later, or check the network.")
 
 
 def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanError:
@@ -106,22 +106,22 @@ def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanEr
     scheme = url.partition(":")[0]
     if scheme not in _SCHEMES and "recognise" in said:
         return PlanError(
-            f"{url}: {scheme}:// is not known; expected s3://, gs://, az://, abfss://, http:// or https://."
+            f"{url}: {scheme}:// is not supported; expected s3://, gs://, az://, abfss://, http:// or https://."
         )
     if "recognise" in said or "empty host" in said:
         return PlanError(f"{url}: it has no bucket or host; expected, for example, s3://bucket/folder.")
     unknown = re.search("'([^']+)' is not valid for store", said)
     if unknown:
         return PlanError(
-            f"{url}: storage_options has {unknown[1]!r}, which is no setting of such an address; expected settings of "
-            "obstore's store, for example endpoint= and region=."
+            f"{url}: storage_options has {unknown[1]!r}, which is not a setting for such an address; expected settings "
+            "of obstore's store, for example endpoint= and region=."
         )
     if options:
         names = ", ".join(repr(name) for name in options)
         return PlanError(
             f"{url}: storage_options has {names}, which cannot be used here: {said}; leave that out, or correct it."
         )
-    return PlanError(f"{url}: it cannot be opened: {said}; check the address, and give what it lacks.")
+    return PlanError(f"{url}: it cannot be opened: {said}; check the address, and pass what it lacks.")
 
 
 def _may_pass(status: int) -> bool:
@@ -156,4 +156,6 @@ def _reason_of(text: str) -> str:
     if "kind: Interrupted" in text:
         return "the connection broke off"
     first = text.partition("\n")[0].partition("<")[0]
-    return re.sub(r"^Generic \w+ error: |Error performing .* in \S+ - ", "", first).strip(" .:") or "no reason is known"
+    return (
+        re.sub(r"^Generic \w+ error: |Error performing .* in \S+ - ", "", first).strip(" .:") or "no reason was given"
+    )

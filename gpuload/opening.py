@@ -68,7 +68,7 @@ def check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray
             raise PlanError(f"categories[{name!r}]={given!r}: expected a list, whose first category has code 0.")
         values = list(given)
         if len(set(values)) < len(values):
-            raise PlanError(f"categories[{name!r}]: a category is given twice; give each once.")
+            raise PlanError(f"categories[{name!r}]: a category is given twice; pass each once.")
         found[name] = np.empty(len(values), dtype=object)
         found[name][:] = values
     return found
@@ -91,7 +91,7 @@ def check_sampler(sampler: Sampler | None, shuffle: bool) -> None:
     """Raise PlanError for a sampler combined with ``shuffle=False``, which contradicts it."""
     if sampler is not None and not shuffle and not (isinstance(sampler, Subset) and sampler.inner is None):
         raise PlanError(
-            f"shuffle=False with sampler={type(sampler).__name__}(...): the sampler says the order; drop one."
+            f"shuffle=False with sampler={type(sampler).__name__}(...): the sampler sets the order; drop one."
         )
 
 
@@ -126,7 +126,7 @@ def bind(
         if shuffle and edges.size > 1 and store.n_obs / (edges.size - 1) > fetch_rows / 4:
             _log.warning(
                 "block_size=%r: a block holds %d cells, more than a quarter of a fetch; minibatches will be "
-                "as alike as neighbours in the file. Give block_size a number.",
+                "as similar as neighbours in the file. Set block_size to a number.",
                 block_size,
                 store.n_obs // max(1, edges.size - 1),
             )
@@ -150,8 +150,8 @@ def _warn_of_large_chunks(block_size: int, fetch_rows: int, store: Store) -> Non
     decoded = touched * store.n_obs / n_chunks
     if decoded > _MOST_DECODED * min(fetch_rows, store.n_obs):
         _log.warning(
-            "block_size=%d: a stored chunk holds %d cells and is decoded whole, so some %d cells are decoded for each "
-            "that is handed over; block_size='chunk' decodes each chunk for all of its cells.",
+            "block_size=%d: a stored chunk holds %d cells and is decoded whole, so about %d cells are decoded for each "
+            "one delivered; block_size='chunk' decodes each chunk for all of its cells.",
             block_size,
             round(store.n_obs / n_chunks),
             round(decoded / min(fetch_rows, store.n_obs)),

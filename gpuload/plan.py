@@ -100,8 +100,8 @@ class Plan:
             n_rows = min(counts) if self.uneven == "drop" else max(counts)
             if n_rows and not min(counts):
                 raise PlanError(
-                    f"sampler: it gave no rows for rank {counts.index(0)} of {self.world_size}, so there are none to "
-                    "pad it with; give every rank some, or open the loader with uneven='drop'."
+                    f"sampler: it returned no rows for rank {counts.index(0)} of {self.world_size}, so there are none "
+                    "to pad it with; return some for every rank, or open the loader with uneven='drop'."
                 )
             return n_rows // self.batch_size * self.batch_size if self.drop_last else n_rows
         n_rounds, n_last = self._deal(self._left, self.world_size)
@@ -286,13 +286,13 @@ def _check_blocks(given: Any, rank: int, n_rows: int) -> NDArray[np.int64]:
         return np.empty((0, 2), dtype=np.int64)
     if blocks.ndim != 2 or blocks.shape[1] != 2 or blocks.dtype.kind not in "iu":
         raise PlanError(
-            f"sampler: for rank {rank} it gave an array of shape {blocks.shape} and dtype {blocks.dtype}; expected "
+            f"sampler: for rank {rank} it returned an array of shape {blocks.shape} and dtype {blocks.dtype}; expected "
             "blocks of rows, shape (n, 2), of whole numbers."
         )
     bad = np.flatnonzero((blocks[:, 0] < 0) | (blocks[:, 0] > blocks[:, 1]) | (blocks[:, 1] > n_rows))
     if bad.size:
         raise PlanError(
-            f"sampler: for rank {rank} it gave the block {blocks[bad[0]].tolist()}; expected 0 <= start <= stop <= "
+            f"sampler: for rank {rank} it returned the block {blocks[bad[0]].tolist()}; expected 0 <= start <= stop <= "
             f"{n_rows}."
         )
     blocks = blocks.astype(np.int64)

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 _WORDS = {
     "read_nbytes": "Bytes read from the source.",
-    "decoded_nbytes": "Bytes that the decoders made of them.",
+    "decoded_nbytes": "Bytes that the decoders produced.",
     "n_chunks": "Stored chunks decoded.",
     "n_chunks_partial": "Chunks decoded only as far as needed.",
     "n_chunks_cached": "Chunks that device memory held.",
-    "n_rows": "Cells handed over.",
-    "n_batches": "Minibatches handed over.",
+    "n_rows": "Cells delivered.",
+    "n_batches": "Minibatches delivered.",
     "n_fetches": "Fetches made resident.",
     "plan_s": "Time the consumer's thread spent planning.",
     "read_s": "Work of all threads: reading.",

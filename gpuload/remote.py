@@ -74,7 +74,7 @@ class Patience:
         """
         for attempt in range(self.tries):
             if _is_over(ended):
-                raise ReadError("what was to be read is waited for no more: it was closed meanwhile. Open it again.")
+                raise ReadError("the read was given up, because its source was closed meanwhile. Open it again.")
             try:
                 return question()
             except BUSY:
@@ -402,7 +402,7 @@ def _ask(function: Callable[..., T], *args: Any) -> T:
     if _asked_by[0] != os.getpid():
         raise PlanError(
             f"a remote was read by process {_asked_by[0]} and is used by its fork {os.getpid()}, where it would wait "
-            "for ever; give the DataLoader multiprocessing_context='spawn', or read nothing before its workers begin."
+            "for ever; pass the DataLoader multiprocessing_context='spawn', or read nothing before its workers begin."
         )
     return threads.call_aside(function, *args)
 
@@ -413,7 +413,7 @@ def _refuse_password(url: str) -> None:
     if user:
         raise PlanError(
             f"{user[1]}...@{user[2]}: the user and password in it would not be sent; leave them out of the address and "
-            'give storage_options={"client_options": {"default_headers": {"Authorization": "Basic ..."}}}.'
+            'pass storage_options={"client_options": {"default_headers": {"Authorization": "Basic ..."}}}.'
         )
 
 
@@ -488,8 +488,8 @@ def _boto3_credentials(profile: str) -> Any:
         return Boto3CredentialProvider(boto3.Session(profile_name=profile))
     except Exception as error:
         raise PlanError(
-            f"profile={profile!r}: boto3 has no credentials for it: {str(error).rstrip('.')}; mend it in ~/.aws, or "
-            "give keys."
+            f"profile={profile!r}: boto3 has no credentials for it: {str(error).rstrip('.')}; fix it in ~/.aws, or "
+            "pass keys."
         ) from error
 
 

@@ -343,7 +343,7 @@ class RemoteSource:
         for k, first, n, to, there in zip(*(a.tolist() for a in (number, at, nbytes, place, size)), strict=True):
             if n > there - first:
                 raise ReadError(
-                    f"{self.remote.name}/{self.objects[k].key}: bytes {first} to {first + n} are wanted, and it has "
+                    f"{self.remote.name}/{self.objects[k].key}: bytes {first} to {first + n} are wanted, but it has "
                     f"{there}. Was it truncated?"
                 )
             out = buffer[to : to + n]

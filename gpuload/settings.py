@@ -79,13 +79,15 @@ def read_settings(
         raise PlanError(f"settings={settings!r}: expected the path of a settings file, a dict or None.")
     if "settings" in content:
         if odd := sorted(set(content) - _PARTS):
-            raise PlanError(f"{where}: beside 'settings' there is {odd[0]!r}; expected 'measured' or nothing.")
+            raise PlanError(f"{where}: next to 'settings' there is {odd[0]!r}; expected 'measured' or nothing.")
         content = content["settings"]
     if not isinstance(content, Mapping):
         raise PlanError(f"{where}: 'settings' is {content!r}; expected names with values.")
     for name in content:
         if name not in known:
-            raise PlanError(f"{where}: {name!r} is no setting that a file can hold; known are {', '.join(known)}.")
+            raise PlanError(
+                f"{where}: {name!r} is not a setting that a file can hold; known settings are {', '.join(known)}."
+            )
     return dict(content)
 
 
@@ -114,7 +116,9 @@ def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{os.fspath(path)}: cannot be opened: {error.strerror}. Check the path and its permissions."
         ) from error
     except ValueError as error:  # not UTF-8, or not JSON
-        raise PlanError(f"{os.fspath(path)}: it is no settings file: {error}. Write one with gpuload tune.") from error
+        raise PlanError(
+            f"{os.fspath(path)}: it is not a settings file: {error}. Write one with gpuload tune."
+        ) from error
     if not isinstance(content, dict):
         raise PlanError(f"{os.fspath(path)}: it holds a {type(content).__name__}; expected names with values.")
     return content

@@ -85,7 +85,7 @@ class FileSource:
         if stamp != self._stamp:
             raise ReadError(
                 f"{self.name}: the file was changed while it was open (size {self._stamp[0]} -> {stamp[0]} bytes); "
-                "open the loader again when nobody writes to it."
+                "open the loader again when nothing is writing to it."
             )
 
     def close(self) -> None:

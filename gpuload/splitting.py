@@ -181,10 +181,10 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
         if found == self.files:
             return
         if len(found) != len(self.files):
-            raise PlanError(f"split: it is of {len(self.files)} files, but {len(found)} were given; split these anew.")
+            raise PlanError(f"split: it is of {len(self.files)} files, but {len(found)} were given; split these again.")
         i = next(i for i, (a, b) in enumerate(zip(self.files, found, strict=True)) if a != b)
         (name, n), (other, m) = self.files[i], found[i]
-        cure = "give them in the same order" if sorted(found) == sorted(self.files) else "split these anew"
+        cure = "pass them in the same order" if sorted(found) == sorted(self.files) else "split these again"
         raise PlanError(
             f"split: its file {i} is {name!r} with {n} cells, but {other!r} with {m} cells was given; {cure}."
         )
@@ -252,7 +252,7 @@ def split(
     seed = check_seed(seed)
     listed = [name for name, value in wanted.items() if isinstance(value, list)]
     if listed and not keys:
-        raise PlanError(f"shares[{listed[0]!r}] names groups; say of which column with by=, for example by='plate'.")
+        raise PlanError(f"shares[{listed[0]!r}] names groups; name their column with by=, for example by='plate'.")
     with _Opened(cells, layer, (*keys, *strata)) as store:
         classes = classes_of([store.obs[name] for name in strata], is_missing_one=True) if strata else None
         if keys:
@@ -279,11 +279,11 @@ def _checked_shares(shares: Any) -> dict[str, float | list[Label] | EllipsisType
     if not isinstance(shares, Mapping) or not shares:
         raise PlanError(f"shares={shares!r}: expected a dict, for example {{'train': 0.8, 'val': 0.2}}.")
     if len(shares) > MAX_PARTS:
-        raise PlanError(f"shares: {len(shares)} parts; at most {MAX_PARTS} can be told apart.")
+        raise PlanError(f"shares: {len(shares)} parts; at most {MAX_PARTS} are supported.")
     wanted: dict[str, float | list[Label] | EllipsisType] = {}
     for name, value in shares.items():
         if not isinstance(name, str) or not name:
-            raise PlanError(f"shares: {name!r} is no name of a part; expected text, for example 'train'.")
+            raise PlanError(f"shares: {name!r} is not a name for a part; expected text, for example 'train'.")
         if value is ...:
             wanted[name] = value
         elif _is_share(value):
@@ -298,7 +298,7 @@ def _checked_shares(shares: Any) -> dict[str, float | list[Label] | EllipsisType
     left = [name for name, value in wanted.items() if value is ...]
     total = sum(value for value in wanted.values() if isinstance(value, float))
     if len(left) > 1:
-        raise PlanError(f"shares: {left[0]!r} and {left[1]!r} both ask for what is left (...); let one of them do so.")
+        raise PlanError(f"shares: {left[0]!r} and {left[1]!r} both ask for what is left (...); only one of them may.")
     if total > 1 + 1e-9 or (left and total > 1 - 1e-9):
         also = f", which leaves nothing for {left[0]!r}" if left else ""
         raise PlanError(f"shares: they add up to {total:g}{also}; expected {'less than' if left else 'at most'} 1.")
@@ -340,6 +340,4 @@ def _files(store: Store) -> tuple[tuple[str, int], ...]:
 
 
 def _no_split(path: str) -> StoreError:
-    return StoreError(
-        f"{path}: this is no split that gpuload saved, or it is damaged; make it anew with gpuload.split."
-    )
+    return StoreError(f"{path}: not a split that gpuload saved, or a damaged one; recreate it with gpuload.split.")

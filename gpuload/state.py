@@ -83,12 +83,12 @@ def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int, int, tupl
     """
     if not isinstance(state, dict) or not set(_PLACE) <= state.keys() or not isinstance(state["fingerprint"], dict):
         found = f"a dict with {sorted(map(str, state))}" if isinstance(state, dict) else type(state).__name__
-        raise PlanError(f"state: expected what a loader's state_dict() returns, found {found}.")
+        raise PlanError(f"state: expected what a loader's state_dict() returns, got {found}.")
     differing = list(_differences(state["fingerprint"], wanted))
     if differing:
         raise PlanError(
-            f"state: it is of other data or settings than this loader: {'; '.join(differing)}. Open the loader as the "
-            "one that the state was taken from."
+            f"state: it is of other data or settings than this loader: {'; '.join(differing)}. Open the loader like "
+            "the one that the state was taken from."
         )
     epoch, step, world_size, history = (state[name] for name in _PLACE[:4])
     is_list = isinstance(history, (list, tuple)) and all(
@@ -97,8 +97,8 @@ def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int, int, tupl
     )
     if not (_is_count(epoch, 0) and _is_count(step, 0) and _is_count(world_size, 1) and is_list):
         raise PlanError(
-            f"state: epoch={epoch!r}, step={step!r}, world_size={world_size!r}, history={history!r} is no place in an "
-            "epoch; take it from a loader's state_dict()."
+            f"state: epoch={epoch!r}, step={step!r}, world_size={world_size!r}, history={history!r} is not a position "
+            "in an epoch; take it from a loader's state_dict()."
         )
     return epoch, step, world_size, tuple((int(n_ranks), int(steps)) for n_ranks, steps in history)
 

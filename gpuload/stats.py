@@ -191,7 +191,7 @@ class Stats:
         """Return the `verdict` from the first minibatch requested to the last delivered."""
         totals, asked_s, given_s = self.as_dict(), self._asked_s, self._given_s
         if asked_s is None or not totals["n_batches"] or given_s <= asked_s:
-            return "nothing was handed over yet"
+            return "nothing was delivered yet"
         return self.verdict(totals, given_s - asked_s, self._n_cores)
 
     def as_dict(self) -> dict[str, float]:

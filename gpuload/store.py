@@ -175,8 +175,8 @@ class DenseMatrix:
 Matrix = CsrMatrix | DenseMatrix
 
 JOIN = (
-    "several files must have the same genes in the same order, unless join= says how to join them: join='inner' hands "
-    "over the genes that all have, join='outer' the genes of any, and a list of names those."
+    "several files must have the same genes in the same order, unless join= says how to join them: join='inner' keeps "
+    "the genes that all have, join='outer' the genes of any, and a list of names those genes."
 )
 
 
@@ -482,7 +482,7 @@ def _check_kind(first: Store, other: Store) -> None:
     if other.kind != first.kind:
         raise StoreError(
             f"{other.paths[0]}: its matrix is {other.kind} but that of {first.paths[0]} is {first.kind}; open them "
-            "apart, or rewrite one so that both are alike."
+            "separately, or rewrite one so that both are alike."
         )
 
 

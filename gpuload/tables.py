@@ -74,7 +74,7 @@ def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[s
             raise PlanError(f"{where}={value!r}: expected a gpuload.Transform or None.")
         if is_mapping and name not in (*layers, *modalities):
             known = ", ".join(map(repr, (*layers, *modalities)))
-            raise PlanError(f"transform[{name!r}]: no matrix of this name is handed over; known are {known}.")
+            raise PlanError(f"transform[{name!r}]: there is no matrix of this name; the matrices are {known}.")
     return dict(transform) if is_mapping else transform
 
 
@@ -131,7 +131,7 @@ def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, ND
     if wanted.dtype == bool:
         if wanted.size != store.n_vars:
             raise PlanError(
-                f"genes is a mask of {wanted.size} entries but the matrix has {store.n_vars} genes; give one for each."
+                f"genes is a mask of {wanted.size} entries but the matrix has {store.n_vars} genes; pass one for each."
             )
         chosen = np.flatnonzero(wanted)
     elif wanted.size and wanted.dtype.kind not in "OSU":
@@ -164,11 +164,11 @@ def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
     if unclear:
         other = "their ids or by a mask" if store.var_ids is not None else "a mask"
         raise PlanError(
-            f"genes: {unclear[0]!r} stands more than once in {store.paths[0]}; choose genes by {other} instead."
+            f"genes: {unclear[0]!r} occurs more than once in {store.paths[0]}; choose genes by {other} instead."
         )
     chosen = np.array([place[n] for n in names], dtype=np.int64)
     is_first = np.zeros(chosen.size, dtype=bool)
     is_first[np.unique(chosen, return_index=True)[1]] = True
     if not is_first.all():
-        raise PlanError(f"genes: {names[int(np.argmin(is_first))]!r} is given twice; give every gene once.")
+        raise PlanError(f"genes: {names[int(np.argmin(is_first))]!r} is given twice; pass every gene once.")
     return chosen

@@ -33,7 +33,7 @@ class _Minibatch(dict[str, torch.Tensor]):
 
 def _refuse_to_stack(batches: Any, **_: Any) -> None:
     raise PlanError(
-        f"a DataLoader was to stack {len(batches)} minibatches: cells are in minibatches already, of the batch_size "
+        f"a DataLoader tried to stack {len(batches)} minibatches: cells already come in minibatches, of the batch_size "
         "that was given to open_loader; use DataLoader(dataset, batch_size=None)."
     )
 
@@ -160,7 +160,7 @@ def _torch_dtype(dtype: torch.dtype | str | None, loader: Loader) -> torch.dtype
         return None
     if str(dtype).removeprefix("torch.") != "bfloat16":
         raise PlanError(
-            f"dtype={dtype!r}: expected torch.bfloat16 or None; give other dtypes to open_loader(dtype=...)."
+            f"dtype={dtype!r}: expected torch.bfloat16 or None; pass other dtypes to open_loader(dtype=...)."
         )
     if loader.output == "csr":
         raise PlanError(

@@ -185,7 +185,7 @@ def tune(paths: Any, wish: Wish, progress: Callable[[float], None] = lambda _: N
     labels, join = () if wish.label is None else (wish.label,), check_join(wish.join)
     with closing(open_store(paths, layer=wish.layer, obs=labels, join=join)) as store:
         if not store.n_obs:
-            raise PlanError(f"{store.paths[0]}: there are no cells to time; give a file that has some.")
+            raise PlanError(f"{store.paths[0]}: there are no cells to time; pass a file that has some.")
         bench = Bench(store, wish)
         start = time.perf_counter()
         turns = _Turns(bench, bench.first_trials(), wish.seconds, progress)
@@ -313,7 +313,8 @@ class Bench:
             least = self.memory_nbytes(1, self.cores, usual)
             raise PlanError(
                 f"memory: {wish.memory_nbytes / 1e6:,.0f} MB do not hold the smallest fetches, which take "
-                f"{least / 1e6:,.0f} MB with batch_size={wish.batch_size}; give more, or take fewer cells a minibatch."
+                f"{least / 1e6:,.0f} MB with batch_size={wish.batch_size}; allow more, or use fewer cells per "
+                "minibatch."
             )
         most = min(by_memory, self.outlooks.largest())
         return sorted({most, max(1, most // 2), max(1, most // 4), max(1, most // 16)}, reverse=True)
@@ -395,12 +396,15 @@ class Bench:
         wish, random_bits = self._wish, self.outlooks.random_bits
         if wish.label is None:
             n_cells = wish.batch_size * max(o.fetch_factor for o in seen)
-            return f"no fetch of at most {n_cells} cells has blocks enough; give more memory, or a label to judge by."
+            return (
+                f"no fetch of at most {n_cells} cells has enough blocks; allow more memory, or name a label to "
+                "judge by."
+            )
         best = max(seen, key=lambda o: o.entropy_bits)
         return (
-            f"min_entropy={wish.min_entropy!r}: no candidate mixes {wish.label!r} so well; the best reaches "
+            f"min_entropy={wish.min_entropy!r}: no candidate mixes {wish.label!r} that well; the best reaches "
             f"{best.entropy_bits / random_bits:.3f} of true random order (block_size={best.block_size!r}, "
-            f"fetch_factor={best.fetch_factor}). Give more memory, or ask for less."
+            f"fetch_factor={best.fetch_factor}). Allow more memory, or ask for less."
         )
 
 

@@ -94,7 +94,7 @@ class Where:
             rows = slice(start, min(start + SLICE, n_rows))
             mask[rows] = test(rows)
         if not mask.any():
-            raise PlanError(f"where={self.text!r}: it holds for none of the {n_rows} cells; loosen it.")
+            raise PlanError(f"where={self.text!r}: it holds for none of the {n_rows} cells; relax it.")
         return mask
 
 
@@ -117,7 +117,7 @@ def parse(text: Any) -> Where:
             "where=\"cell_type == 'T cell' and pct_mito < 0.1\"."
         )
     if len(text) > MAX_LENGTH:
-        raise PlanError(f"where: {len(text)} characters; at most {MAX_LENGTH} are read. Give sampler=Subset(mask).")
+        raise PlanError(f"where: {len(text)} characters; at most {MAX_LENGTH} are read. Pass sampler=Subset(mask).")
     names: dict[str, str] = {}
 
     def put(match: re.Match[str]) -> str:
@@ -140,7 +140,7 @@ def parse(text: Any) -> Where:
             "for example \"cell_type == 'T cell'\"."
         ) from error
     except RecursionError as error:
-        raise PlanError(f"where={text!r:.200}: it is nested too deeply; give sampler=Subset(mask).") from error
+        raise PlanError(f"where={text!r:.200}: it is nested too deeply; pass sampler=Subset(mask).") from error
     return Where(text, columns, tree, names)
 
 
@@ -160,9 +160,9 @@ def _check(node: ast.expr, where: Where) -> Iterator[str]:
     elif isinstance(node, ast.Name):
         yield where.names.get(node.id, node.id)
     elif _is_of_bits(node):
-        raise _refusal(where, node, "is not known; write and, or, not")
+        raise _refusal(where, node, "is not supported; use and, or, not")
     else:
-        raise _refusal(where, node, "is not known; known are comparisons, and, or, not, in, isna() and notna()")
+        raise _refusal(where, node, "is not supported; supported are comparisons, and, or, not, in, isna() and notna()")
 
 
 def _check_comparison(node: ast.Compare, where: Where) -> Iterator[str]:
@@ -174,11 +174,11 @@ def _check_comparison(node: ast.Compare, where: Where) -> Iterator[str]:
     for left, op, right in zip(sides, node.ops, sides[1:], strict=False):
         if isinstance(op, ast.In | ast.NotIn):
             if not isinstance(left, ast.Name) or not isinstance(right, ast.List | ast.Tuple | ast.Set):
-                raise _refusal(where, node, "is not known; write column in ['one', 'two']")
+                raise _refusal(where, node, "is not supported; use column in ['one', 'two']")
             for value in right.elts:
                 _literal(value, where)
         elif type(op) not in _COMPARE:
-            raise _refusal(where, node, "is not known; write isna(column) or notna(column)")
+            raise _refusal(where, node, "is not supported; use isna(column) or notna(column)")
         elif not isinstance(left, ast.Name) and not isinstance(right, ast.Name):
             raise _refusal(where, node, "compares no column")
     for side in sides:
@@ -200,10 +200,10 @@ def _literal(node: ast.expr, where: Where) -> Any:
         if isinstance(inner.value, int | float) and not isinstance(inner.value, bool):
             return sign * inner.value
     if _is_of_bits(inner):
-        raise _refusal(where, node, "is not known; write and, or, not")
+        raise _refusal(where, node, "is not supported; use and, or, not")
     if isinstance(inner, ast.Constant) and inner.value is None:
-        raise _refusal(where, node, "is not known; write isna(column)")
-    raise _refusal(where, node, "is not known; compare with text in quotes, a number, True or False")
+        raise _refusal(where, node, "is not supported; use isna(column)")
+    raise _refusal(where, node, "is not supported; compare with text in quotes, a number, True or False")
 
 
 def _is_of_bits(node: ast.expr) -> bool:

@@ -257,7 +257,7 @@ def test_the_same_genes_in_another_order(tmp_path: Path) -> None:
     one, two = cells(50, 40, 1), cells(60, 40, 2)[:, ::-1].copy()
     two.obs_names = [f"other_{i}" for i in range(60)]
     paths = [written(one, tmp_path / "one.h5ad"), written(two, tmp_path / "two.h5ad")]
-    with pytest.raises(gpuload.StoreError, match="join='inner' hands over"):
+    with pytest.raises(gpuload.StoreError, match="join='inner' keeps"):
         gpuload.pack(paths, tmp_path / "out.zarr")
     for join in ("inner", "outer"):
         gpuload.pack(paths, tmp_path / join, join=join, keep_order=True)

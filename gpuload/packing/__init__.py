@@ -210,7 +210,7 @@ def _source_files(paths: Any) -> list[str]:
     files = [file for path in each for file in expand(os.fspath(path))]
     for place, file in enumerate(files):
         if file in files[:place]:
-            raise PlanError(f"paths: {file} is given twice; give every file once.")
+            raise PlanError(f"paths: {file} is given twice; pass every file once.")
     return files
 
 

@@ -83,7 +83,7 @@ class Subset:
         mask[given] = True
         if np.count_nonzero(mask) < given.size:
             values, counts = np.unique(given, return_counts=True)
-            raise PlanError(f"Subset: row {values[counts > 1][0]} is given twice; give every row once.")
+            raise PlanError(f"Subset: row {values[counts > 1][0]} is given twice; pass every row once.")
         return mask
 
 

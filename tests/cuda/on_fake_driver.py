@@ -706,7 +706,7 @@ def what_a_store_never_gives_is_a_read_error() -> None:
         read_objects(source, data, reader, device)
         one = np.array([source.nbytes - 5], dtype=np.int64), np.array([10], dtype=np.int64), np.zeros(1, dtype=np.int64)
         told = read_error_of(lambda: reader.start(source, *one, Arena(10), device.stream).result())
-        assert "are wanted, and it has 600000" in told, told
+        assert "are wanted, but it has 600000" in told, told
 
 
 def an_object_that_changes_or_goes_is_a_read_error() -> None:

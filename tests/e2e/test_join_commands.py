@@ -95,7 +95,7 @@ def test_tune_writes_how_genes_are_joined(
 @pytest.mark.parametrize("command", ["inspect", "bench", "tune"])
 def test_without_it_the_cure_is_named(command: str, paths: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, *paths, "--quiet"]) == 1
-    assert "join='inner' hands over the genes that all have" in capsys.readouterr().err
+    assert "join='inner' keeps the genes that all have" in capsys.readouterr().err
     assert main([command, *paths, "--quiet", "--join", "left"]) == 1
     assert "--join left: expected inner, outer or a text file of genes; left: cannot be opened: No such" in (
         capsys.readouterr().err

@@ -200,7 +200,7 @@ def test_a_rank_alone_is_not_completed_from_the_trainer(front, train):
 
 def test_a_loader_of_another_rank_is_refused(front, train):
     with gpuload.open_loader(train["paths"]) as loader:
-        with pytest.raises(gpuload.PlanError, match=r"train: the loader is of rank 0 of 1, and .* rank 1 of 2; give a"):
+        with pytest.raises(gpuload.PlanError, match=r"train: the loader is of rank 0 of 1, but .* rank 1 of 2; pass a"):
             attached(front.CellDataModule(loader), rank=1, world_size=2)
         attached(front.CellDataModule(val=loader), rank=1, world_size=2)  # each may validate on everything
 
@@ -308,7 +308,7 @@ def test_another_number_of_processes_must_wait_for_the_end_of_the_epoch(front, p
 
     alone = attached(front.CellDataModule(train))
     for load, state in ((alone.load_state_dict, middle), (alone.train_dataloader().load_state_dict, middle["train"])):
-        with pytest.raises(gpuload.PlanError, match=r"with 2 processes, and here are 1; .*every_n_epochs=1.*with 2,"):
+        with pytest.raises(gpuload.PlanError, match=r"with 2 processes, but here are 1; .*every_n_epochs=1.*with 2,"):
             load(state)
     alone.load_state_dict(end)
     alone.trainer.current_epoch = 1
@@ -366,7 +366,10 @@ def test_what_is_no_part_is_refused(front, parts, message):
 
 
 def test_train_and_val_cannot_be_one_loader(front, plain):
-    with gpuload.open_loader(plain.path) as loader, pytest.raises(gpuload.PlanError, match=r"one loader.*open two"):
+    with (
+        gpuload.open_loader(plain.path) as loader,
+        pytest.raises(gpuload.PlanError, match=r"the same loader.*open two"),
+    ):
         front.CellDataModule(loader, loader)
 
 

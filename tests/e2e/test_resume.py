@@ -316,7 +316,7 @@ def test_dali_cannot_give_up_what_is_on_its_way(plain: Stored, front_of: Any) ->
         front, rows = front_of(loader)
         next(front)
         state = front.state_dict()
-        with pytest.raises(gpuload.PlanError, match=r"on their way.*new CellIterator"):
+        with pytest.raises(gpuload.PlanError, match=r"already in the pipeline.*new CellIterator"):
             front.load_state_dict(state)
         assert [rows(batch).tolist() for batch in front] == first[1:]
         front.load_state_dict(state)  # after the end it can

@@ -283,7 +283,7 @@ def test_candidates_far_too_slow_are_not_timed_and_the_most_promising_come_first
     [
         (
             Wish(200 * MIB, "plate", 1.0, batch_size=64),
-            r"^min_entropy=1\.0: no candidate mixes 'plate' so well; the best reaches 0\.999 of .* \(block_size=1, ",
+            r"^min_entropy=1\.0: no candidate mixes 'plate' that well; the best reaches 0\.999 of .* \(block_size=1, ",
         ),
         (
             Wish(200 * MIB, None, batch_size=1_000),
@@ -295,7 +295,9 @@ def test_wishes_that_cannot_be_met_say_what_could(path, wish, message, monkeypat
     if message is None:
         monkeypatch.setattr("gpuload.outlook.BLOCKS_PER_FETCH", 5_000)
         monkeypatch.setattr("gpuload.outlook.MAX_FETCH_FACTOR", 1)
-        message = r"^no fetch of at most 1000 cells has blocks enough; give more memory, or a label to judge by\.$"
+        message = (
+            r"^no fetch of at most 1000 cells has enough blocks; allow more memory, or name a label to judge by\.$"
+        )
     else:
         monkeypatch.setattr("gpuload.outlook.BLOCK_SIZES", (64, 1))
         monkeypatch.setattr("gpuload.outlook.MAX_FETCH_FACTOR", 4)
@@ -307,7 +309,7 @@ def test_wishes_that_cannot_be_met_say_what_could(path, wish, message, monkeypat
 def test_no_cells_no_tuning(tmp_path):
     empty = tmp_path / "empty.h5ad"
     writers.write_plain(empty, writers.counts(0, 5))
-    with pytest.raises(PlanError, match=r"empty\.h5ad: there are no cells to time; give"):
+    with pytest.raises(PlanError, match=r"empty\.h5ad: there are no cells to time; pass"):
         tune(empty, Wish(200 * MIB))
 
 

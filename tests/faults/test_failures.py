@@ -240,7 +240,9 @@ def test_an_iteration_in_another_thread(store: Store) -> None:
         other.start()
         while not backend.recipes:
             time.sleep(0.001)
-        with pytest.raises(gpuload.PlanError, match=r"iterated in another thread; one iteration lives at a time\.$"):
+        with pytest.raises(
+            gpuload.PlanError, match=r"iterated in another thread; only one iteration can run at a time\.$"
+        ):
             iter(loader)
         gate.set()
         other.join()

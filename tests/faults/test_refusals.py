@@ -134,7 +134,7 @@ def test_one_column_of_obs_is_named_alone(plain: Stored) -> None:
         ({"depth"}, "obs={'depth'}: expected the name of an obs column, or a list of names."),  # of no order
         (iter([]), "expected the name of an obs column, or a list of names."),
         (["depth", 5], "obs=['depth', 5]: expected the name of an obs column, or a list of names."),
-        (["depth", "depth"], "obs=['depth', 'depth']: 'depth' is given twice; give every name once."),
+        (["depth", "depth"], "obs=['depth', 'depth']: 'depth' is given twice; pass every name once."),
     ],
 )
 def test_columns_of_obs_are_names(plain: Stored, obs: Any, told: str) -> None:

@@ -47,23 +47,23 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ({"layer": []}, "layer=[]: expected at least one name."),
         ({"layer": 3}, "layer=3: expected a name, or a list of names."),
         ({"layer": ["X", ""]}, "layer=['X', '']: expected a name, or a list of names."),
-        ({"layer": ["X", "s", "X"]}, "layer=['X', 's', 'X']: 'X' is given twice; give every name once."),
+        ({"layer": ["X", "s", "X"]}, "layer=['X', 's', 'X']: 'X' is given twice; pass every name once."),
         ({"obsm": ["X_pca", None]}, "obsm=['X_pca', None]: expected a name, or a list of names."),
-        ({"obsm": ["p", "p"]}, "obsm=['p', 'p']: 'p' is given twice; give every name once."),
-        ({"modality": ["rna", "rna"]}, "modality=['rna', 'rna']: 'rna' is given twice; give every name once."),
+        ({"obsm": ["p", "p"]}, "obsm=['p', 'p']: 'p' is given twice; pass every name once."),
+        ({"modality": ["rna", "rna"]}, "modality=['rna', 'rna']: 'rna' is given twice; pass every name once."),
         ({"join": "left"}, "join='left': expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": 1}, "join=1: expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": []}, "join=[]: expected at least one gene name, 'inner', 'outer' or None."),
-        ({"join": ["a", "b", "a"]}, "join: 'a' is given 2 times; give every gene once."),
+        ({"join": ["a", "b", "a"]}, "join: 'a' is given 2 times; pass every gene once."),
         ({"transform": "log1p"}, "transform='log1p': expected a gpuload.Transform or None."),
         ({"transform": {"X": 1}}, "transform['X']=1: expected a gpuload.Transform or None."),
         (
             {"transform": {"other": None}, "layer": ["X", "s"]},
-            "transform['other']: no matrix of this name is handed over; known are 'X', 's'.",
+            "transform['other']: there is no matrix of this name; the matrices are 'X', 's'.",
         ),
         (
             {"transform": {"rna": None}, "modality": ["rna", "prot"]},
-            "transform['rna']: no matrix of this name is handed over; known are 'X', 'prot'.",
+            "transform['rna']: there is no matrix of this name; the matrices are 'X', 'prot'.",
         ),
     ],
 )
@@ -229,7 +229,7 @@ def test_the_refusal_without_join_names_it(tmp_path: Path) -> None:
     first, other, longer = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "acb", "abcd"])])
     cure = (
         "several files must have the same genes in the same order, unless join= says how to join them: join='inner' "
-        "hands over the genes that all have, join='outer' the genes of any, and a list of names those."
+        "keeps the genes that all have, join='outer' the genes of any, and a list of names those genes."
     )
     assert refusal([first, other]) == f"{other}: gene 1 is 'c' but in {first} it is 'b'; {cure}"
     assert refusal([first, longer]) == f"{longer}: it has 4 genes but {first} has 3; {cure}"
@@ -243,7 +243,7 @@ def test_a_gene_that_stands_twice(tmp_path: Path, join: Any) -> None:
     first = write(tmp_path / "first", [part(0, genes=GENES)])[0]
     other = write(tmp_path / "other", [cells])[0]
     assert refusal([first, other], join=join) == (
-        f"{other}: gene 'a' stands more than once, so join= cannot tell which is meant; make the names unique once "
+        f"{other}: gene 'a' occurs more than once, so join= cannot tell which is meant; make the names unique once "
         "with adata.var_names_make_unique()."
     )
 
@@ -259,8 +259,7 @@ def test_no_common_gene(tmp_path: Path) -> None:
 def test_a_gene_that_no_file_has(tmp_path: Path) -> None:
     paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "de"])])
     assert refusal(paths, join=["e", "a", "x", "y"]) == (
-        "join: no file has the gene 'x' (2 of 4 are in none); leave it out, or look for another spelling in "
-        f"{paths[0]}."
+        f"join: no file has the gene 'x' (2 of 4 are in none); leave it out, or check its spelling in {paths[0]}."
     )
 
 
@@ -279,7 +278,7 @@ def test_a_column_that_is_missing_in_one_file(tmp_path: Path) -> None:
 def test_a_mask_of_genes_is_over_those_that_are_joined(tmp_path: Path) -> None:
     paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "bcd"])])
     assert refusal(paths, gpuload.PlanError, join="inner", genes=np.ones(3, bool)) == (
-        "genes is a mask of 3 entries but the matrix has 2 genes; give one for each."
+        "genes is a mask of 3 entries but the matrix has 2 genes; pass one for each."
     )
     message = refusal(paths, gpuload.PlanError, join="inner", genes=["a"])
     assert message.startswith(f"genes: 'a' is not a gene of {paths[0]}")

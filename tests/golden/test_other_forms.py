@@ -120,7 +120,7 @@ def test_joined_with_a_file_of_other_genes(form: Form, tmp_path: Path, output: s
     path = several.write(tmp_path, [other])[0]
     paths = [*(form.path if isinstance(form.path, list) else [form.path]), path]
     if len(set(own)) < len(own):
-        with pytest.raises(gpuload.StoreError, match="stands more than once, so join= cannot tell"):
+        with pytest.raises(gpuload.StoreError, match="occurs more than once, so join= cannot tell"):
             gpuload.open_loader(paths, layer=form.layer, join="outer")
         return
     names = list(dict.fromkeys([*own, *other.var_names]))
@@ -156,7 +156,7 @@ def test_genes_of_10x_by_name_and_id(written: Any, tmp_path: Path) -> None:
     with gpuload.open_loader(form.path, genes=ids, shuffle=False, batch_size=1000) as loader:
         np.testing.assert_array_equal(next(iter(loader)).X, form.dense[:, [7, 2, 52]])
         assert list(loader.var_names) == ["TP3", "TP1", "TP26"]
-    with pytest.raises(gpuload.PlanError, match=r"'TP3' stands more than once .* ids or by a mask"):
+    with pytest.raises(gpuload.PlanError, match=r"'TP3' occurs more than once .* ids or by a mask"):
         gpuload.open_loader(form.path, genes=["TP3"])
     with pytest.raises(gpuload.PlanError, match="'TP26' is given twice"):
         gpuload.open_loader(form.path, genes=["ENSG00000000052", "TP26"])

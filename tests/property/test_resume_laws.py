@@ -273,7 +273,7 @@ def test_an_iterator_of_which_nothing_is_asked_uses_up_no_epoch(make_loader: Mak
     kept = iter(loader)
     assert loader.state_dict()["epoch"] == 0
     assert rows_of(loader) == epochs[0]
-    with pytest.raises(PlanError, match="one lives at a time"):
+    with pytest.raises(PlanError, match="one can run at a time"):
         next(kept)
     iter(loader)
     assert rows_of(loader) == epochs[1]
@@ -425,7 +425,9 @@ def test_a_sampler_that_deals_the_rows_itself_resumes_with_as_many_ranks_only(ma
     assert rows_of(other) == rows_of(batches)
     assert len(first) == 4
     alone = make_loader(replace(plan, world_size=1))
-    with pytest.raises(PlanError, match=r"step 4 with world_size=2, and this loader has world_size=1.*given the rank"):
+    with pytest.raises(
+        PlanError, match=r"step 4 with world_size=2, but this loader has world_size=1.*receives the rank"
+    ):
         alone.load_state_dict(state)
     alone.load_state_dict({**state, "step": 0})
     assert alone.state_dict()["epoch"] == 3

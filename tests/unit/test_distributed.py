@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused(rank: Any, world_size: Any) -> None:
 
 @pytest.mark.parametrize(("given", "missing"), [("rank", "world_size"), ("world_size", "rank")])
 def test_one_without_the_other_is_refused(given: str, missing: str) -> None:
-    with pytest.raises(gpuload.PlanError, match=f"^{given}=1 without {missing}: give both"):
+    with pytest.raises(gpuload.PlanError, match=f"^{given}=1 without {missing}; pass both"):
         rank_and_world_size(**{given: 1})
 
 

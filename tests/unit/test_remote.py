@@ -156,7 +156,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectRemote]:
         (404, "NoSuchBucket", "there is no bucket 'data'; check its name"),
         (400, "InvalidRequest", r"the server refuses the request \(400 Bad Request: InvalidRequest: No\); check"),
         (501, "NotImplemented", r"the server refuses the request \(501 Not Implemented: NotImplemented: No\); check"),
-        (301, "PermanentRedirect", "it is in another region, or at another address; give region="),
+        (301, "PermanentRedirect", "it is in another region, or at another address; pass region="),
     ],
 )
 @pytest.mark.parametrize("is_listing", [True, False])
@@ -250,7 +250,7 @@ def test_the_fork_of_a_process_that_has_read_is_refused(server: Running) -> None
         try:
             remote.head("none")
         except PlanError as error:
-            os._exit(0 if "give the DataLoader multiprocessing_context='spawn'" in str(error) else 1)
+            os._exit(0 if "pass the DataLoader multiprocessing_context='spawn'" in str(error) else 1)
         finally:
             os._exit(2)
     assert os.waitpid(pid, 0)[1] == 0
@@ -323,13 +323,13 @@ def test_a_stall_is_busy_after_the_timeout(server: Running) -> None:
 
 def test_wrong_addresses() -> None:
     pytest.importorskip("obstore")
-    with pytest.raises(PlanError, match=r"foo://x: foo:// is not known; expected s3://, gs://, az://"):
+    with pytest.raises(PlanError, match=r"foo://x: foo:// is not supported; expected s3://, gs://, az://"):
         open_remote("foo://x")
     with pytest.raises(PlanError, match="it has no bucket or host; expected, for example, s3://bucket"):
         open_remote("s3://")
-    with pytest.raises(PlanError, match=r"az://data: it cannot be opened: Account .*; check the address, and give"):
+    with pytest.raises(PlanError, match=r"az://data: it cannot be opened: Account .*; check the address, and pass"):
         open_remote("az://data")
-    with pytest.raises(PlanError, match="storage_options has 'nonsense', which is no setting"):
+    with pytest.raises(PlanError, match="storage_options has 'nonsense', which is not a setting"):
         open_remote("s3://data", nonsense=1)
     with pytest.raises(PlanError, match="storage_options has 'nonsense', which cannot be used here"):
         open_remote("http://data", nonsense=1)
@@ -430,7 +430,7 @@ def test_a_profile_of_which_boto3_makes_nothing_is_told(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
-    with pytest.raises(PlanError, match=rf"^profile='lab': boto3 has no credentials for it: .*{words}.*; mend it in"):
+    with pytest.raises(PlanError, match=rf"^profile='lab': boto3 has no credentials for it: .*{words}.*; fix it in"):
         open_remote("s3://data", profile="lab")
 
 

@@ -76,7 +76,7 @@ def test_ranges_of_several_objects(no_leaks: None) -> None:
     assert source.where_is(b + 7) == ("fake://bucket/b", 7)
     buffer = np.zeros(5000, dtype=np.uint8)
     assert source.read_into(buffer, a + 900) == 100
-    with pytest.raises(ReadError, match=r"fake://bucket/a: bytes 990 to 1010 are wanted, and it has 1000"):
+    with pytest.raises(ReadError, match=r"fake://bucket/a: bytes 990 to 1010 are wanted, but it has 1000"):
         read(source, [a + 990], [20])
     source.close()
     source.close()

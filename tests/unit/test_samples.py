@@ -424,7 +424,7 @@ def test_each_task_is_noted_with_the_number_of_its_batch(data: Path, is_remote: 
 def test_what_held_the_consumer_up(data: Path, slow: str, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = SampleSet(IDS[:16], LABELS, data, lambda raw: torch.from_numpy(raw.copy()), suffix=".npy")
     loader = SampleLoader(samples, batch_size=4, num_workers=1, prefetch=1)
-    assert loader.verdict() == "nothing was handed over yet"
+    assert loader.verdict() == "nothing was delivered yet"
     if slow != "consumer":
         inner = getattr(samples, slow)
 

@@ -63,7 +63,7 @@ def cells(**more: Any) -> Cells:
         (lambda: ClassBalanced([]), "ClassBalanced(column=[]): expected at least one name."),
         (lambda: ClassBalanced(np.zeros((6, 1))), "ClassBalanced: labels of shape (6, 1); expected one per cell."),
         (lambda: ClassBalanced({"a"}), "ClassBalanced(column={'a'}): expected the name of an obs column, or a list of"),
-        (lambda: ClassBalanced(["a", "a"]), "ClassBalanced(column=['a', 'a']): 'a' is given twice; give every name"),
+        (lambda: ClassBalanced(["a", "a"]), "ClassBalanced(column=['a', 'a']): 'a' is given twice; pass every name"),
         (lambda: ClassBalanced("a", 0), "ClassBalanced(num_samples=0): expected a whole number of at least 1."),
         (lambda: ClassBalanced("a", True), "ClassBalanced(num_samples=True): expected a whole number of at least 1."),
         (lambda: Weighted([1], 2.5), "Weighted(num_samples=2.5): expected a whole number of at least 1."),
@@ -138,7 +138,7 @@ def test_bad_parameters(make: Any, message: str) -> None:
         (Subset([1], Subset([2])), "Subset: it selects no cells that the enclosing one selects; name at least one."),
         (Subset([1, 6]), "Subset: row 6 is outside the data; expected numbers from 0 to 5."),
         (Subset([-1, 2]), "Subset: row -1 is outside the data; expected numbers from 0 to 5."),
-        (Subset([3, 2, 3]), "Subset: row 3 is given twice; give every row once."),
+        (Subset([3, 2, 3]), "Subset: row 3 is given twice; pass every row once."),
         (
             Subset([0.5]),
             "Subset: it was given an array of dtype float64 and shape (1,); expected row numbers or a mask.",
@@ -246,11 +246,11 @@ def test_nothing_to_draw_from(sampler: Any) -> None:
         ({"sampler": 3}, "sampler=3: expected a sampler such as gpuload.ClassBalanced"),
         (
             {"sampler": ClassBalanced("cell_line"), "shuffle": False},
-            "shuffle=False with sampler=ClassBalanced(...): the sampler says the order; drop one.",
+            "shuffle=False with sampler=ClassBalanced(...): the sampler sets the order; drop one.",
         ),
         (
             {"sampler": Subset([1], Sequential()), "shuffle": False},
-            "shuffle=False with sampler=Subset(...): the sampler says the order; drop one.",
+            "shuffle=False with sampler=Subset(...): the sampler sets the order; drop one.",
         ),
         (
             {"sampler": BlockShuffle(4), "block_size": 8},
@@ -426,6 +426,6 @@ def test_what_is_no_block_is_refused_inside_a_subset_too(plain: Stored, given: A
     sampler = Subset(np.arange(50, 60), Custom(lambda epoch_seed, rank, world_size: given))
     with (
         gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader,
-        pytest.raises(PlanError, match=r"sampler: for rank 0 it gave an array of .* expected blocks of rows"),
+        pytest.raises(PlanError, match=r"sampler: for rank 0 it returned an array of .* expected blocks of rows"),
     ):
         list(loader)

@@ -60,11 +60,14 @@ def test_a_sampler_that_is_given_wins_over_order_and_block_size_of_a_file(plain)
     [
         (
             {"blocksize": 4},
-            r"^settings: 'blocksize' is no setting that a file can hold; known are batch_size, prefetch",
+            r"^settings: 'blocksize' is not a setting that a file can hold; known settings are batch_size, prefetch",
         ),
-        ({"settings": {"batch": 4}}, r"^settings: 'batch' is no setting"),
-        ({"sampler": 3}, r"^settings: 'sampler' is no setting"),
-        ({"settings": {}, "mesured": 1}, r"^settings: beside 'settings' there is 'mesured'; expected 'measured' or no"),
+        ({"settings": {"batch": 4}}, r"^settings: 'batch' is not a setting"),
+        ({"sampler": 3}, r"^settings: 'sampler' is not a setting"),
+        (
+            {"settings": {}, "mesured": 1},
+            r"^settings: next to 'settings' there is 'mesured'; expected 'measured' or no",
+        ),
         ({"settings": 3}, r"^settings: 'settings' is 3; expected names with values\.$"),
         (3, r"^settings=3: expected the path of a settings file, a dict or None\.$"),
     ],
@@ -81,10 +84,12 @@ def test_files_that_are_none_are_refused(tmp_path, plain):
     ):
         echo("x", settings=path)
     path.write_text("block_size: 3")
-    with pytest.raises(PlanError, match=r"settings\.json: it is no settings file: .*\. Write one with gpuload tune\.$"):
+    with pytest.raises(
+        PlanError, match=r"settings\.json: it is not a settings file: .*\. Write one with gpuload tune\.$"
+    ):
         echo("x", settings=path)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match=r"settings\.json: it is no settings file: "):
+    with pytest.raises(PlanError, match=r"settings\.json: it is not a settings file: "):
         echo("x", settings=path)
     path.write_text("[1]")
     with pytest.raises(PlanError, match=r"settings\.json: it holds a list; expected names with values\.$"):
@@ -98,6 +103,6 @@ def test_files_that_are_none_are_refused(tmp_path, plain):
 def test_every_saved_setting_is_one_of_the_loader(plain):
     with pytest.raises(PlanError) as error:
         gpuload.open_loader(plain.path, settings={"x": 1})
-    known = str(error.value).split("known are ")[1].rstrip(".").split(", ")
+    known = str(error.value).split("known settings are ")[1].rstrip(".").split(", ")
     assert {"block_size", "fetch_factor", "num_threads", "prefetch", "seed", "layer", "device"} <= set(known)
     assert not {"paths", "settings", "sampler", "transform", "rank", "world_size"} & set(known)

@@ -265,10 +265,10 @@ def test_other_data_is_refused(paths: list[Path], tmp_path: Path) -> None:
         as_anndata(131, 1).write_h5ad(new)
     Split.load(path, [renamed, paths[1]])  # folders do not matter
     for cells, says in (
-        ([paths[0]], r"split: it is of 2 files, but 1 were given; split these anew\."),
+        ([paths[0]], r"split: it is of 2 files, but 1 were given; split these again\."),
         (
             paths[::-1],
-            r"its file 0 is 'part0.h5ad' with 400 cells, but 'part1.h5ad' with 300 cells was given; give them",
+            r"its file 0 is 'part0.h5ad' with 400 cells, but 'part1.h5ad' with 300 cells was given; pass them",
         ),
         (
             [paths[0], changed],
@@ -276,7 +276,7 @@ def test_other_data_is_refused(paths: list[Path], tmp_path: Path) -> None:
         ),
         (
             [other, paths[1]],
-            r"its file 0 is 'part0.h5ad' with 400 cells, but 'other.h5ad' with 131 .*; split these anew\.",
+            r"its file 0 is 'part0.h5ad' with 400 cells, but 'other.h5ad' with 131 .*; split these again\.",
         ),
     ):
         with pytest.raises(gpuload.PlanError, match=says):
@@ -316,7 +316,7 @@ def test_what_is_no_split_is_refused(paths: list[Path], tmp_path: Path) -> None:
     }
     for name, content in bad.items():
         path.write_bytes(content)
-        with pytest.raises(gpuload.StoreError, match=r"split\.npz: this is no split that gpuload saved") as caught:
+        with pytest.raises(gpuload.StoreError, match=r"split\.npz: not a split that gpuload saved") as caught:
             Split.load(path)
         assert str(path) in str(caught.value), name
     path.write_bytes(saved(about={"gpuload_split": 2}))
@@ -335,8 +335,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({}, {}, r"shares=\{\}: expected a dict, for example"),
     (0.8, {}, r"shares=0\.8: expected a dict"),
     ([0.8, 0.2], {}, "expected a dict"),
-    ({"": 0.5}, {}, "'' is no name of a part"),
-    ({1: 0.5}, {}, "1 is no name of a part"),
+    ({"": 0.5}, {}, "'' is not a name for a part"),
+    ({1: 0.5}, {}, "1 is not a name for a part"),
     ({"a": 0}, {}, r"shares\['a'\]=0: expected a share above 0 and at most 1, a list of groups, or \.\.\."),
     ({"a": -0.5}, {}, r"shares\['a'\]=-0\.5"),
     ({"a": 80, "b": 20}, {}, r"shares\['a'\]=80: expected a share above 0 and at most 1"),
@@ -348,7 +348,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"a": 0.8, "b": 0.3}, {}, r"shares: they add up to 1\.1; expected at most 1"),
     ({"a": 0.8, "b": 0.2, "c": ...}, {}, "they add up to 1, which leaves nothing for 'c'; expected less than 1"),
     ({"a": ..., "b": ...}, {}, r"'a' and 'b' both ask for what is left"),
-    ({"a": ["x"], "b": ...}, {}, r"shares\['a'\] names groups; say of which column with by=, for example by='plate'"),
+    ({"a": ["x"], "b": ...}, {}, r"shares\['a'\] names groups; name their column with by=, for example by='plate'"),
     ({"a": ["x"]}, {"by": "plate"}, r"shares\['a'\]: there is no group 'x' by plate; there are 'plate.*, \.\.\.\."),
     ({"a": ["plate1"], "b": ["plate1"]}, {"by": "plate"}, "group 'plate1' is in 'a' and in 'b'; name it once"),
     ({"a": [2020]}, {"by": ["year", "drug"]}, "there is no group 2020 by year, drug; there are "),
@@ -363,7 +363,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (HALVES, {"seed": 1.5}, r"seed=1\.5: expected"),
     ({f"p{i}": 0.2 for i in range(5)}, {"by": "year"}, "4 groups by year cannot fill 5 parts"),
     ({"a": [2020, 2021, 2022, 2023], "b": ...}, {"by": "year"}, "0 groups by year cannot fill 1 parts"),
-    ({"a": 0.9999, "b": 0.0001}, {}, r"shares\['b'\]=0\.0001: of 700 cells that is none; give it a larger share"),
+    ({"a": 0.9999, "b": 0.0001}, {}, r"shares\['b'\]=0\.0001: too small a share of 700 cells; make it larger"),
     ({f"p{i}": 1e-5 for i in range(32768)}, {}, "32768 parts; at most 32767"),
 ]
 
@@ -395,7 +395,7 @@ def test_a_loader_without_the_column_is_refused_with_the_cure(paths: list[Path])
 
 def test_no_cells() -> None:
     empty = as_anndata(0, 0)
-    with pytest.raises(gpuload.PlanError, match="of 0 cells that is none"):
+    with pytest.raises(gpuload.PlanError, match="too small a share of 0 cells"):
         gpuload.split(empty, HALVES)
     with pytest.raises(gpuload.PlanError, match="0 groups by sample cannot fill 2 parts"):
         gpuload.split(empty, HALVES, by="sample")

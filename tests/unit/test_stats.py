@@ -32,14 +32,14 @@ def test_the_verdict_names_what_held_the_consumer_up(totals: dict[str, float], w
 
 def test_the_verdict_is_over_what_was_handed_over() -> None:
     stats = Stats(n_cores=2)
-    assert stats.verdict_so_far() == "nothing was handed over yet"
+    assert stats.verdict_so_far() == "nothing was delivered yet"
     stats.add(read_s=1.0, decode_s=14.0, take_s=2.0)
     stats.spent("wait_s", time.perf_counter() - 10)
-    assert stats.verdict_so_far() == "nothing was handed over yet", "a fetch is waited for"
+    assert stats.verdict_so_far() == "nothing was delivered yet", "a fetch is waited for"
     stats.add(n_batches=1)
     assert stats.verdict_so_far().startswith("decode-bound: the consumer waited 100.0% of its time")
     stats.reset()
-    assert stats.verdict_so_far() == "nothing was handed over yet"
+    assert stats.verdict_so_far() == "nothing was delivered yet"
     stats.add(wait_s=0.001, n_batches=1, take_s=1.0)
     stats.spent("wait_s", time.perf_counter() - 1)
     time.sleep(0.01)
@@ -52,7 +52,7 @@ def test_the_verdict_is_over_what_was_handed_over() -> None:
 
 def test_a_loader_says_what_holds_it_up(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=8, fetch_factor=2, device="cpu") as loader:
-        assert loader.verdict() == "nothing was handed over yet"
+        assert loader.verdict() == "nothing was delivered yet"
         batches = iter(loader)
         next(batches)
         loader.stats.reset()  # of what is compiled first
