@@ -99,7 +99,7 @@ def measure(arm: str, place: Path) -> dict[str, float]:
     expected = json.loads((place / "cells.json").read_text())
     epoch = program["open_cells"](str(place / "cells.h5ad"))
     if digest((X.numpy(), plate.numpy()) for X, plate in epoch()) != expected["digest"]:
-        raise AssertionError(f"{arm}: an epoch has other cells than the file.")
+        raise AssertionError(f"{arm}: the cells of an epoch differ from those of the file.")
     start = time.perf_counter()
     n_cells = sum(len(plate) for _, plate in epoch())
     return {"cells_per_s": n_cells / (time.perf_counter() - start)}

@@ -127,7 +127,7 @@ def cpu_s() -> float:
 def measure(epoch: Epoch, wanted: np.ndarray, seconds: float) -> dict[str, float]:
     """Compare an epoch with the samples, then time epochs; return bytes per second, and CPU seconds per GB."""
     found = np.sort(np.concatenate([batch[:, 0] for batch in epoch(0)]))
-    assert np.array_equal(found, wanted), "an epoch has other samples than were written"
+    assert np.array_equal(found, wanted), "the samples of an epoch differ from those written"
     nbytes, number, start, start_cpu = 0, 0, time.perf_counter(), cpu_s()
     while not number or time.perf_counter() - start < seconds:
         number += 1

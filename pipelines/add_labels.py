@@ -22,20 +22,20 @@ import gpuload
 def read_table(path: Path, by: str, columns: list[str]) -> pd.DataFrame:
     """Return the columns of a table, by the label in its column `by`."""
     if by in columns:
-        raise gpuload.PlanError(f"--columns {by}: by this column rows are found, so obs has it; leave it out.")
+        raise gpuload.PlanError(f"--columns {by}: rows are matched by this column, so obs has it; leave it out.")
     try:
         table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, sep=_separator(path))
     except ImportError as error:
         raise gpuload.MissingDependencyError("pyarrow", path.name, "parquet") from error
     except ValueError as error:  # pandas' and pyarrow's errors on an invalid file
         said = str(error).partition("\n")[0]
-        raise gpuload.StoreError(f"{path}: it is no table: {said}. Check the file.") from error
+        raise gpuload.StoreError(f"{path}: not a table: {said}. Check the file.") from error
     for name in (by, *columns):
         if name not in table:
             raise gpuload.StoreError(f"{path}: there is no column {name!r}; it has {', '.join(table.columns)}.")
     if table[by].duplicated().any():
         again = table[by][table[by].duplicated()].iloc[0]
-        raise gpuload.StoreError(f"{path}: {by} {again!r} has several rows; leave one.")
+        raise gpuload.StoreError(f"{path}: {by} {again!r} has several rows; keep one.")
     return table.set_index(by)[columns]
 
 
@@ -54,7 +54,7 @@ def add_columns(path: Path, by: str, table: pd.DataFrame) -> int:
         labels = pd.Series(read_elem(obs[by]))
         n_known = int(labels.isin(table.index).sum())
         if not n_known:
-            raise gpuload.StoreError(f"{path}: the table knows none of the labels in {by!r}; see how both write them.")
+            raise gpuload.StoreError(f"{path}: the table has none of the labels in {by!r}; check how both spell them.")
         for name in table:
             kinds = pd.Categorical(table[name].astype("string"))
             codes = pd.Series(kinds.codes, table.index).reindex(labels.astype(object)).fillna(-1).astype("int32")

@@ -384,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"classify.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, gpuload.PlanError) else 1
     except KeyboardInterrupt:
-        print("classify.py: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("classify.py: interrupted; the same command continues from the last checkpoint", file=sys.stderr)
         return 130
     finally:
         if dist.is_initialized():

@@ -57,9 +57,9 @@ def join_processes(device: str) -> None:
     except RuntimeError as error:
         said = str(error).partition("\n")[0]
         raise gpuload.GpuloadError(
-            f"the {os.environ['WORLD_SIZE']} processes could not meet: {said}. Start all of them again; where they "
-            "cannot reach each other, name the network interface in GLOO_SOCKET_IFNAME; where torchrun starts them "
-            "again on several machines, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it."
+            f"the {os.environ['WORLD_SIZE']} processes could not connect to each other: {said}. Start all of them "
+            "again; where they cannot reach each other, name the network interface in GLOO_SOCKET_IFNAME; where "
+            "torchrun starts them again on several machines, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it."
         ) from error
 
 
@@ -246,6 +246,6 @@ def check_settings(path: Path, args: argparse.Namespace) -> None:
     for name, value in settings.items():
         if before.get(name) != value:
             raise gpuload.PlanError(
-                f"--out {args.out}: runs were begun there with {name}={before.get(name)!r}, and here it is {value!r}; "
-                "choose another folder, or --fresh to forget them."
+                f"--out {args.out}: runs were started there with {name}={before.get(name)!r}, but here it is "
+                f"{value!r}; choose another folder, or --fresh to discard them."
             )

@@ -433,7 +433,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.make:
             if "://" in args.place:
                 raise gpuload.PlanError(
-                    f"--make: it writes into a folder, and {args.place} is an address; name a folder."
+                    f"--make: it writes into a folder, but {args.place} is an address; name a folder."
                 )
             write_pictures(Path(args.place), args.make, args.seed)
             return 0

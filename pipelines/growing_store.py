@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.make:
             if "://" in args.remote:
                 raise gpuload.PlanError(
-                    f"--make: it writes into a folder, and {args.remote} is an address; name a folder."
+                    f"--make: it writes into a folder, but {args.remote} is an address; name a folder."
                 )
             make_samples(Path(args.remote), args.make, args.sample_bytes, args.seed)
         remote = open_remote(args.remote, **({"anonymous": True} if args.anonymous else {}))

@@ -178,7 +178,7 @@ class Table:
         with self._open() as group:
             member = "X" if key == "X" else f"layers/{key}"
             if member not in group:
-                raise gpuload.StoreError(f"{self.address}: there is no /{member}; name what there is with --layer.")
+                raise gpuload.StoreError(f"{self.address}: there is no /{member}; name an existing one with --layer.")
             X = read_elem(group[member])
         dense = np.asarray(X.toarray() if issparse(X) else X, dtype=np.float32)
         return log_ratios(dense) if is_counts else dense

@@ -200,7 +200,7 @@ class CumlEngine(SklearnEngine):
         except Exception as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise gpuload.DeviceError(
-                f"engine='cuml': no GPU and cuML can be used here ({reason}); on a machine with a GPU, "
+                f"engine='cuml': no GPU with cuML can be used here ({reason}); on a machine with a GPU, "
                 "pip install '.[cuml]' from the checkout, or use --engine ours."
             ) from error
 

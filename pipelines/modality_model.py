@@ -133,7 +133,7 @@ class ProteinModel:
         """
         settings, known = _opened(genes), _known(genes, proteins, batch, rows)
         if not np.isfinite(known.proteins).all():
-            raise gpuload.PlanError("proteins hold NaN or infinite values; say with rows which are measured.")
+            raise gpuload.PlanError("proteins hold NaN or infinite values; pass rows to say which are measured.")
         self.protein_names_ = known.names
         start = time.perf_counter()
         scores, self.gene_components_, self.gene_names_ = self.engine.gene_scores(settings)
@@ -143,8 +143,8 @@ class ProteinModel:
         chosen = np.arange(len(self.scores_)) if known.rows is None else known.rows
         if len(chosen) != len(known.proteins):
             raise gpuload.PlanError(
-                f"proteins: {len(known.proteins)} rows for {len(chosen)} cells; give a row for each, or say with rows "
-                "which cells they are of."
+                f"proteins: {len(known.proteins)} rows for {len(chosen)} cells; give a row for each, or pass rows "
+                "to say which cells they are of."
             )
         svd = self.engine.svd(min(self.params["n_protein_components"], *known.proteins.shape)).fit(known.proteins)
         self.protein_components_ = np.asarray(svd.components_, dtype=np.float32)
@@ -206,7 +206,7 @@ class ProteinModel:
         with Path(path).open("rb") as file:  # the system's errors are clear by themselves
             if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle, and suggest loading it unsafely
                 raise gpuload.CorruptDataError(
-                    f"{path}: not a saved ProteinModel: no .npz file, or one that was cut short. Give the file that "
+                    f"{path}: not a saved ProteinModel: no .npz file, or one that was cut short. Pass the file that "
                     "ProteinModel.save or --save has written, or fit and save the model again."
                 )
             try:

@@ -242,7 +242,7 @@ def choose_device(wanted: str) -> str:
     n_processes = os.environ.get("WORLD_SIZE", "1")
     if n_processes != "1":
         raise gpuload.PlanError(
-            f"WORLD_SIZE={n_processes}: this program is for one process, to be short; start one, or train with several "
+            f"WORLD_SIZE={n_processes}: this program is for one process, for brevity; start one, or train with several "
             "in pipelines/classify.py."
         )
     kind, _, number = wanted.partition(":")

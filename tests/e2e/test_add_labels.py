@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("table", "columns", "code", "message"),
     [
-        ("stage,kind\nlate,a\n", ["stage"], 2, "--columns stage: by this column rows are found"),
-        ("", ["kind"], 1, "table.csv: it is no table: No columns to parse from file. Check the file."),
-        ("stage,kind\n", ["kind"], 1, "the table knows none of the labels in 'stage'"),
-        ("stage,kind\nLATE,a\n", ["kind"], 1, "the table knows none of the labels in 'stage'"),
+        ("stage,kind\nlate,a\n", ["stage"], 2, "--columns stage: rows are matched by this column"),
+        ("", ["kind"], 1, "table.csv: not a table: No columns to parse from file. Check the file."),
+        ("stage,kind\n", ["kind"], 1, "the table has none of the labels in 'stage'"),
+        ("stage,kind\nLATE,a\n", ["kind"], 1, "the table has none of the labels in 'stage'"),
     ],
 )
 def test_a_table_that_adds_nothing(

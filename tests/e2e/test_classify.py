@@ -206,7 +206,7 @@ def test_an_interrupted_run_gives_what_it_would_have_given(
     code, _, err = run("--out", tmp_path / "parts", *TWO_RUNS)
     assert (code, err) == (
         130,
-        "classify.py: interrupted; the same command goes on from the last checkpoint\n",
+        "classify.py: interrupted; the same command continues from the last checkpoint\n",
     )
     monkeypatch.setattr(classify, "total_loss", lambda *a: calls.append(None) or as_it_is(*a))
     assert run("--out", tmp_path / "parts", *TWO_RUNS)[0] == 0
@@ -283,7 +283,7 @@ def test_a_finished_run_is_not_repeated_unless_it_is_to_be_forgotten(
     assert trained == ["mlp-block-0"]
     code, _, err = run(*common, "--lr", 0.5)
     assert (code, trained) == (2, ["mlp-block-0"])
-    assert f"--out {tmp_path}: runs were begun there with lr=0.001, and here it is 0.5; choose another folder" in err
+    assert f"--out {tmp_path}: runs were started there with lr=0.001, but here it is 0.5; choose another folder" in err
     assert run(*common, "--fresh")[0] == 0
     assert trained == ["mlp-block-0", "linear-block-0"]
 
@@ -431,7 +431,7 @@ def test_a_process_that_waits_in_vain_for_the_other_says_what_to_do(
     monkeypatch.setattr(sys.modules["classify_run"], "PATIENCE", timedelta(seconds=1))
     code, out, err = run("--out", tmp_path)
     assert (code, out) == (1, "")
-    assert err.startswith("classify.py: the 2 processes could not meet: ")
+    assert err.startswith("classify.py: the 2 processes could not connect to each other: ")
     assert "Start all of them again; where they cannot reach each other, name the network interface in GLOO" in err
     assert err.count("\n") == 1
 
@@ -592,7 +592,7 @@ def test_mechanisms_of_drugs_are_added_to_tahoes_files(
     )
     pd.concat([table, table]).to_csv(tmp_path / "twice.csv", index=False)
     assert add_labels.main([str(tmp_path / "twice.csv"), *arguments[1:]]) == 1
-    assert "has several rows; leave one" in capsys.readouterr().err
+    assert "has several rows; keep one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("has_pyarrow", [True, False])
@@ -803,7 +803,9 @@ def test_lightning_goes_on_with_the_same_settings_only(
     assert (tmp_path / "lightning" / "linear-block-0" / "last.ckpt").exists()
     assert scores("linear-block-0.lightning.json") == pytest.approx(scores("0.001/linear-block-0.json"), abs=1e-9)
     code, _, err = in_lightning(*common, *here, "--lr", 0.02)
-    said = "runs were begun there with lr=0.001, and here it is 0.02; choose another folder, or --fresh to forget them."
+    said = (
+        "runs were started there with lr=0.001, but here it is 0.02; choose another folder, or --fresh to discard them."
+    )
     assert code == 2
     assert err.endswith(f"classify_lightning.py: --out {tmp_path}: {said}\n")
     code, _, err = in_lightning(*common, *here, "--lr", 0.02, "--fresh")

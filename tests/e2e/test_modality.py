@@ -662,7 +662,7 @@ def test_cuml_that_can_be_imported_proves_no_gpu(
     reason: str,
 ) -> None:
     monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "getDeviceCount", count)
-    with pytest.raises(gpuload.DeviceError, match="engine='cuml': no GPU and cuML can be used here"):
+    with pytest.raises(gpuload.DeviceError, match="engine='cuml': no GPU with cuML can be used here"):
         modality.ProteinModel("cuml")
     code, _, err = run(folder, "--engine", "cuml")
     assert (code, err.count("\n")) == (1, 1)
@@ -698,7 +698,7 @@ def test_what_is_no_number_is_refused(modality: ModuleType, cells: tuple[Paired,
     with pytest.raises(ValueError, match=r"hold.* NaN or infinite values; remove or fill them first"):
         model.fit(genes, proteins)
     proteins[3, 2] = np.inf
-    with pytest.raises(ValueError, match="proteins hold NaN or infinite values; say with rows which are measured"):
+    with pytest.raises(ValueError, match="proteins hold NaN or infinite values; pass rows to say which are measured"):
         model.fit(cells[0].genes, proteins)
 
 
@@ -712,7 +712,7 @@ def test_what_is_missing_is_named(folder: Path, run: Callable[..., Any], tmp_pat
     assert "train_mod1.h5ad: no such file" in err
     code, _, err = run(folder, "--engine", "cuml")
     assert code == 1
-    assert "no GPU and cuML can be used here" in err
+    assert "no GPU with cuML can be used here" in err
     assert run(folder, "--engine", "spark")[0] == 2
 
 
@@ -753,7 +753,7 @@ def test_what_is_no_model_is_refused(
         if is_zip
         else "no .npz file, or one that was cut short"
     )
-    cure = "Give the file that ProteinModel.save or --save has written, or fit and save the model again."
+    cure = "Pass the file that ProteinModel.save or --save has written, or fit and save the model again."
     assert (code, err) == (1, f"modality.py: {path}: not a saved ProteinModel: {what}. {cure}\n")
 
 
