@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def strip(axes: plt.Axes, y: float, rows: np.ndarray, plates: np.ndarray, every: int) -> None:
-    """Draw cells as a strip of their plates' colours, with a gap after so many."""
+    """Draw cells as a strip of their plates' colours, with a gap after every `every` cells."""
     for place, row in enumerate(rows):
         axes.add_patch(Rectangle((place, y), 1.02, 0.5, color=COLOURS[plates[row]], lw=0))
     for edge in range(0, len(rows) + 1, every):

@@ -33,7 +33,7 @@ _INK, _FAINT = "#333333", "#d9d9d9"
 
 
 def draw(data_sets: Sequence[Mapping[str, Any]]) -> bytes:
-    """Draw the results of all data sets, a row each, and return them as PNG.
+    """Draw the results of all data sets, one row each, and return them as PNG.
 
     Parameters
     ----------
@@ -260,7 +260,7 @@ def draw_timeline(
     gpus
         GPU utilisation: a curve for each, from idle at the bottom of its line to busy at the top.
     lanes
-        Rows, from the bottom: timer, name and colour. Those of which nothing is known are left out.
+        Rows, from the bottom: timer, name and colour. Rows without data are left out.
     form
         One of `text.PICTURES`.
 
@@ -357,7 +357,7 @@ def _draw_batches(axis: Any, waits: Mapping[int, Sequence[Span]], line: int, las
 
 
 def _shade(color: str, batch: int | None) -> str:
-    """Return a colour, half way to white for batches with odd numbers."""
+    """Return a colour, halfway to white for batches with odd numbers."""
     if batch is None or batch % 2 == 0:
         return color
     return "#" + "".join(f"{(int(color[i : i + 2], 16) + 255) // 2:02x}" for i in (1, 3, 5))

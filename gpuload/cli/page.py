@@ -129,7 +129,7 @@ def _figures(result: Mapping[str, Any]) -> str:
 
 
 def _cache(cache: Mapping[str, Any] | None) -> list[str]:
-    """Return the section on cache hits, one line per epoch; after the first ones, they are alike."""
+    """Return the section on cache hits, one line for each of the first epochs; later ones are alike."""
     if cache is None:
         return []
     rows = [
@@ -212,7 +212,7 @@ def _memory(peak: float, parts: Mapping[str, int], device: str) -> str:
 
 
 def _settings(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return what was measured: everything that is neither a figure nor a path."""
+    """Return what was measured: everything that is neither a result nor a path."""
     return {
         name: str(value)
         for name, value in result.items()

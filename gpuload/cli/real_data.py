@@ -68,7 +68,7 @@ def fetch(folder: Path) -> Path:
 def read(path: Path) -> tuple[csr_matrix, pd.DataFrame, pd.DataFrame]:
     """Return the cells' log-normalised values of all genes, obs and var, sorted by cell type.
 
-    Sorted, because files assembled from samples and sorted populations are; as shipped, this one is in no order.
+    Sorted, because files assembled from samples and sorted populations are; as shipped, this one is unsorted.
     """
     import pandas as pd
     from scipy.sparse import vstack

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 PICTURES = ("png", "svg", "pdf")
-"""Forms of pictures."""
+"""Image formats."""
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -134,7 +134,7 @@ class Progress:
 
 
 def _is_watched() -> bool:
-    """Return whether anyone watches stderr while the command runs."""
+    """Return whether somebody sees stderr while the command runs."""
     return sys.stderr.isatty() or _is_notebook()
 
 
@@ -171,7 +171,7 @@ def print_saved(*paths: str | Path | None) -> None:
 
 
 def say_of_compiling(*, is_quiet: bool) -> None:
-    """Tell whoever watches that kernels are about to be compiled, if none are cached yet."""
+    """Report on stderr, if somebody sees it, that kernels are about to be compiled, unless they are cached."""
     from gpuload.backends.native import cache_folder
 
     if _is_watched() and not os.listdir(cache_folder()):
@@ -199,14 +199,14 @@ def add_path_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def picture(text: str) -> str:
-    """Return the path of a picture, if its name says a form that is drawn."""
+    """Parse the path of a picture, whose suffix must be a supported image format."""
     if form_of(text) not in PICTURES:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a name that ends in .{', .'.join(PICTURES)}")
     return text
 
 
 def form_of(picture: str) -> str:
-    """Return the form of a picture, by its name."""
+    """Return the image format that the name of a picture says."""
     return Path(picture).suffix[1:].lower()
 
 
