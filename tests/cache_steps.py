@@ -1,13 +1,14 @@
-"""The lives of a sample store in one thread, killed at any one step; run by `tests.faults.test_cache_crashes`.
+"""Runs of a sample store in one thread, killed at any one step; used by `tests.faults.test_cache_crashes`.
 
 A step is a call that changes the disk or the catalogue: open, fallocate, write, sync, rename, unlink, and each SQL
-statement but SELECT; the process ends just before it, which is also just after the step before. There are two lives:
-in one all goes well, in the other all goes wrong that can; together they come by every such call that is in the code.
+statement except SELECT; the process ends just before it, which is also just after the previous step. There are two
+kinds of run: in one everything goes well, in the other everything goes wrong that can; together they reach every such
+call in the code.
 
-``python -m tests.cache_steps well FOLDER FIRST STRIDE`` kills a life at every STRIDE-th step from FIRST on, one process
-each, and checks after each what is left: that it opens, that every count agrees with the disk, that the budget holds,
-and that it can be lived on to the end. With ``repair`` it kills the process that mends, too, at each of its steps; with
-``places`` it kills nobody, and prints where in the code the steps are.
+``python -m tests.cache_steps well FOLDER FIRST STRIDE`` kills a run at every STRIDE-th step from FIRST on, one process
+each, and then checks what is left: that it opens, that every count agrees with the disk, that the budget holds, and
+that the run can continue to its end. With ``repair`` it also kills the process that repairs, at each of its steps; with
+``places`` it kills nothing, and prints where in the code the steps are.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from gpuload.remote import FolderRemote
 N_OBJECTS, N_HELD = 3, 2
 NBYTES = 9_000  # three blocks each, and two pieces
 BUDGET = N_HELD * 12_288
-fetch._IDLE_S = 0.0  # no waits between two looks for what may go
+fetch._IDLE_S = 0.0  # no waits between two searches for what can be evicted
 SETTINGS = Settings(BUDGET, 0, "coverage", piece_nbytes=5_000, relist_s=0.0)
 CALLS = ("open", "posix_fallocate", "pwrite", "fdatasync", "fsync", "rename", "unlink")
 
 
 def fill_remote(folder: Path) -> None:
-    """Let the objects be there that there should be, and no others."""
+    """Make the remote hold exactly the objects that it should."""
     folder.mkdir(exist_ok=True)
     for i in range(N_OBJECTS):
         if not (folder / f"s{i}").exists():
@@ -51,7 +52,7 @@ def fill_remote(folder: Path) -> None:
 
 
 def write(path: Path) -> None:
-    """Write an object anew, with another time and so with another ETag."""
+    """Rewrite an object, with another time and so with another ETag."""
     path.write_bytes(bytes([int(path.name[1:])]) * NBYTES)
 
 
@@ -72,7 +73,7 @@ class Opened:
             pass
 
     def use(self, n: int) -> None:
-        """Train on some of what is there, and replace it."""
+        """Train on some of the samples, and replace them."""
         _, pin, ids, _ = self.catalogue.take_snapshot(self.lease.name)
         self.catalogue.keep_pinned(pin, ids[:n])
         self.catalogue.visited(pin, [row[0] for row in self.catalogue.copies(ids[:n])])
@@ -94,7 +95,7 @@ def well(root: Path, remote: Path) -> None:
 
 
 def badly(root: Path, remote: Path) -> None:
-    """Meet a full disk, faults of the remote, of copies, of other jobs; and lose the catalogue."""
+    """Run into a full disk, faults of the remote, of copies and of other jobs; and lose the catalogue."""
     opened = Opened(root, remote)
     store, catalogue, fetcher = opened.store, opened.catalogue, opened.fetcher
     fetcher.list_remote()
@@ -105,7 +106,7 @@ def badly(root: Path, remote: Path) -> None:
     with mock.patch.multiple(opened.remote, get=mock.Mock(side_effect=ReadError("no")), head=lambda _: None):
         fetcher.fetch_one()
     store.release_quarantine()
-    for _ in range(2):  # the content of an object that is kept changes
+    for _ in range(2):  # an object that is kept changes its content
         write(remote / "s0")
         wanted = opened.remote.head("s0")
         store.copies.keep(wanted, opened.remote.get(wanted, 0, wanted.nbytes))
@@ -114,7 +115,7 @@ def badly(root: Path, remote: Path) -> None:
     fetcher.list_remote()
     opened.fill()
     opened.use(N_HELD)
-    held = catalogue.published()[0]  # its object goes, and comes back as another
+    held = catalogue.published()[0]  # its object disappears, and comes back with other content
     (remote / held.wanted.key).unlink()
     opened.use(N_HELD)
     fetcher._remove(held.id)
@@ -132,7 +133,7 @@ def badly(root: Path, remote: Path) -> None:
 
 
 def let_another_die(opened: Opened) -> None:
-    """Let another job end in the middle of an epoch, of a removal, and of a download that it has renamed already."""
+    """Let another job end in the middle of an epoch, of a removal, and of a download that it has already renamed."""
     catalogue, other = opened.catalogue, Lease(opened.folders.leases)
     one, two = opened.published()
     opened.fetcher._remove(one)
@@ -148,7 +149,7 @@ LIVES = {"well": well, "badly": badly}
 
 
 class Steps:
-    """Counts steps and notes where they are, and ends the process at one of them as if by ``kill -9``."""
+    """Counts steps and records where they are, and ends the process at one of them as if by ``kill -9``."""
 
     def __init__(self, fatal: int) -> None:
         self.n, self._fatal = 0, fatal
@@ -208,7 +209,7 @@ def in_child(work) -> int:
 
 
 def killed(root: Path, remote: Path, fatal: int, life=well) -> bool:
-    """Live until a step; return whether there was such a step."""
+    """Run until a step; return whether there was such a step."""
     fill_remote(remote)
 
     def work() -> None:
@@ -232,7 +233,7 @@ def on_disk(folders: Folders) -> dict[str, int]:
 
 
 def check(root: Path, remote: Path) -> None:
-    """Check what a killed process has left."""
+    """Check what a killed process left behind."""
     fill_remote(remote)
     folders = Folders(root)
     used = sum(p.stat().st_blocks * 512 for part in ("objects", "tmp") for p in (root / part).rglob("*") if p.is_file())
@@ -246,7 +247,7 @@ def check(root: Path, remote: Path) -> None:
         assert catalogue.rows("SELECT count(*) FROM pins") == [(0,)]
         assert catalogue.rows("SELECT count(*) FROM pinned") == [(0,)]
         assert catalogue.rows("SELECT count(*) FROM files WHERE state IN (0, 2)") == [(0,)]
-        if not catalogue.meta("listed_at"):  # files without rows are known for what they are after a listing
+        if not catalogue.meta("listed_at"):  # files without rows are recognised only after a listing
             opened.fetcher.list_remote()
         held = catalogue.rows("SELECT name, nbytes, crc, cost FROM files WHERE state = 1")
         assert on_disk(folders) == {name: nbytes for name, nbytes, _, _ in held}
@@ -262,12 +263,12 @@ def check(root: Path, remote: Path) -> None:
 
 
 def _only_new(folders: Folders) -> bool:
-    """Return whether all other leases are files of a moment ago that were never locked."""
+    """Return whether all other leases are recent files that were never locked."""
     return sum(not name.startswith(".") for name in os.listdir(folders.leases)) == 1
 
 
 def _live_on(opened: Opened) -> None:
-    """Train until every object was used; what was there before counts."""
+    """Train until every object was used, including before."""
     catalogue = opened.catalogue
     opened.store.release_quarantine()
     opened.fetcher.list_remote()
@@ -303,7 +304,7 @@ def every_step(folder: Path, first: int, stride: int, life=well) -> int:
 
 
 def every_step_of_repair(folder: Path, first: int, stride: int) -> int:
-    """Kill at some steps, and then the process that opens what is left at each of its steps."""
+    """Kill at some steps, and then also the process that opens what is left, at each of its steps."""
     n_killed, fatal = 0, first
     while killed(folder / "left", folder / "remote", fatal):
         again, there = 1, True
@@ -321,7 +322,7 @@ def every_step_of_repair(folder: Path, first: int, stride: int) -> int:
 
 
 def places(folder: Path) -> list[str]:
-    """Live both lives to their end; return where in the code their steps are."""
+    """Complete both kinds of run; return where in the code their steps are."""
     steps = Steps(0)
     steps.install()
     for name, life in LIVES.items():

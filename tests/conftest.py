@@ -1,4 +1,4 @@
-"""Fixtures that any test may ask for: files in every on-disk form, and a check that nothing is left behind."""
+"""Fixtures for all tests: files in every on-disk form, and a check that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     StoreVariant = Callable[[str], Stored]
 
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background; programs under test inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; programs under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs, from programs under test too, unless the tests that need one are asked for: ``-m gpu``."""
+    """Hide GPUs, from programs under test too, unless the tests that need one are requested: ``-m gpu``."""
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")
 def store_variant(tmp_path_factory: pytest.TempPathFactory) -> StoreVariant:
-    """Return a function that writes a variant once per session, by name, and gives what it must read as."""
+    """Return a function that writes a variant once per session, by name, and returns what must be read from it."""
     folder = tmp_path_factory.mktemp("stored")
     by_name = {variant.name: variant for variant in VARIANTS}
     written: dict[str, Stored] = {}
@@ -72,7 +72,7 @@ def warmed_up(store_variant: StoreVariant) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        pa.set_cpu_count(1)  # its pools start further threads when they like, up to so many
+        pa.set_cpu_count(1)  # its pools start more threads at any time, up to this number
         pa.set_io_thread_count(1)
         file = io.BytesIO()
         pq.write_table(pa.table({"a": [1], "b": [2]}), file)
@@ -81,9 +81,9 @@ def warmed_up(store_variant: StoreVariant) -> None:
 
 @pytest.fixture
 def no_leaks(warmed_up: None) -> Iterator[None]:
-    """Fail where threads or descriptors outlive the test."""
+    """Fail if threads or descriptors outlive the test."""
     gc.collect()
-    gc.freeze()  # what was there before need not be searched again: imports alone are a million objects
+    gc.freeze()  # existing objects need not be searched again: imports alone are a million
     threads, descriptors = _threads(), _descriptors()
     yield
     deadline = time.monotonic() + 20
@@ -95,16 +95,16 @@ def no_leaks(warmed_up: None) -> Iterator[None]:
 
 
 def _threads() -> int:
-    """Return the threads of this process, native ones included; pyarrow's allocator starts its own when it likes."""
+    """Return the threads of this process, native ones included; pyarrow's allocator starts its own at any time."""
     names = []
     for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as comm:  # it may have ended meanwhile
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as comm:  # it may have ended since
             names.append(comm.read())
     return sum(not name.startswith("jemalloc") for name in names)
 
 
 def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd")) - 1  # less the one that lists them
+    return len(os.listdir("/proc/self/fd")) - 1  # except the one that lists them
 
 
 @pytest.fixture

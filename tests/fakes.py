@@ -1,4 +1,4 @@
-"""A source and a backend that record what is asked of them and, on request, fail, stall, or finish out of order."""
+"""A source and a backend that record what is requested of them and, on demand, fail, stall, or finish out of order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FakeSource:
     inner
         Where the bytes are.
     fail_at
-        Number of the read that goes wrong (0 is the first), or None.
+        Number of the read that fails (0 is the first), or None.
     error
         What the failing read raises; None makes it a short read.
     delay_s
@@ -54,7 +54,7 @@ class FakeSource:
     def nbytes(self) -> int:
         return self._inner.nbytes
 
-    memory, has_files, ranges = None, False, None  # so that it is read through `read_into`
+    memory, has_files, ranges = None, False, None  # so that `read_into` is used
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         return self._inner.locate(offset)
@@ -97,7 +97,7 @@ class FakeBackend:
     Parameters
     ----------
     takes_ahead
-        As the port says.
+        As `gpuload.backends.base.Backend` says.
     fail_load, fail_take
         Number of the load or take that raises, or None.
     delay_s

@@ -1,8 +1,8 @@
-"""Flip bytes of a file, read it with gpuload and with h5py, and say how the two compare. A program, run on its own.
+"""Flip bytes of a file, read it with gpuload and with h5py, and compare the two. A program that is run on its own.
 
 ``python -m tests.mutants BASE FIRST N FOLDER [only-h5py]`` prints one JSON line per mutant, after a line that says in
-which stage it is, so that whoever started it knows what a crash or a hang was about. A mutant is a pure function of
-(base, number).
+which stage it is, so that the caller knows where a crash or a hang occurred. A mutant is a pure function of (base,
+number).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 N_OBS, N_VARS = 60, 24
 OBS = ["cell_line", "depth"]
 HUNG_S = 20
-"""Seconds after which a mutant counts as hung; each takes some 10 ms."""
+"""Seconds after which a mutant counts as hung; each takes about 10 ms."""
 
 MAX_MEMORY = 8 << 30
-"""Bytes of address space: a size read from a damaged file must not take the machine's memory."""
+"""Bytes of address space: a size read from a damaged file must not exhaust the machine's memory."""
 
 REGIONS = ("data", "indices", "indptr", "obs", "metadata", "superblock")
 
@@ -64,7 +64,7 @@ def write_base(name: str, path: Path) -> None:
 
 
 def byte_regions(path: Path) -> dict[str, NDArray[np.int64]]:
-    """Return the byte offsets of each region; metadata is what no dataset's storage covers."""
+    """Return the byte offsets of each region; metadata is everything outside the datasets' storage."""
     size = path.stat().st_size
     owner = np.full(size, "metadata", dtype=object)
     owner[:96] = "superblock"
@@ -106,7 +106,7 @@ def mutant(base: bytes, regions: dict[str, NDArray[np.int64]], number: int, seri
 
 
 def by_gpuload(path: Path) -> dict[str, Any]:
-    """Read all of a file in two shuffled epochs, so that chunks are decoded whole at first and in part later."""
+    """Read all of a file in two shuffled epochs, so that chunks are first decoded whole and later in part."""
     import gpuload
 
     with gpuload.open_loader(path, batch_size=8, fetch_factor=2, block_size=3, obs=OBS, num_threads=1) as loader:
@@ -125,7 +125,7 @@ def by_gpuload(path: Path) -> dict[str, Any]:
 
 
 def by_h5py(path: Path) -> dict[str, Any]:
-    """Read the same through h5py and anndata; a part that they cannot read, or that breaks a rule, is the exception."""
+    """Read the same through h5py and anndata; a part that they cannot read, or that breaks a rule, is an exception."""
     from anndata.io import read_elem
 
     out: dict[str, Any] = {}
@@ -186,12 +186,12 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def judge(path: Path, say: Any, original: dict[str, Any]) -> tuple[str, str]:
-    """Return how gpuload fares with a damaged file, and the message where there is one.
+    """Return how gpuload handles a damaged file, and its message if there is one.
 
-    ``"refused"``: with an error of its own. ``"equal"``: it reads what h5py reads. ``"right"``: some part it reads as
-    it was before the damage, although h5py reads it otherwise or not at all (a key of a chunk's B-tree by which h5py
-    searches, an attribute that gpuload needs not). All else is a fault: ``"foreign"`` (an error of another kind) and
-    ``"wrong"``.
+    ``"refused"``: with an error of its own. ``"equal"``: it reads what h5py reads. ``"right"``: it reads some part as
+    it was before the damage, although h5py reads it differently or not at all (a key of a chunk's B-tree by which h5py
+    searches, an attribute that gpuload does not need). Anything else is a fault: ``"foreign"`` (an error of another
+    kind) and ``"wrong"``.
     """
     from gpuload import GpuloadError
 
@@ -216,9 +216,9 @@ def judge(path: Path, say: Any, original: dict[str, Any]) -> tuple[str, str]:
 def in_turn(
     path: Path, regions: dict[str, NDArray[np.int64]], numbers: range, series: int = 0
 ) -> Iterator[tuple[int, str, Callable[[str], None]]]:
-    """Write one mutant of a file after the other in its place; yield number, region, and whom to tell the stage.
+    """Write the mutants of a file one after another in its place; yield number, region and a function to tell the stage.
 
-    What is done with a mutant before the next is asked for must not take longer than `HUNG_S`.
+    What is done with a mutant before the next one is requested must not take longer than `HUNG_S`.
     """
     base = path.read_bytes()
     for number in numbers:
@@ -236,7 +236,7 @@ def in_turn(
 
 
 def run(found: Iterator[dict[str, Any]], max_memory: int) -> None:
-    """Print what is found, a line each, within so many bytes of address space."""
+    """Print the findings, one per line, within so many bytes of address space."""
     resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
     warnings.simplefilter("ignore")
     for finding in found:

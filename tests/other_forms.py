@@ -1,6 +1,6 @@
-"""Write cells in every form besides .h5ad, by hand from the forms' documentation. Knows nothing of gpuload.
+"""Write cells in every format other than .h5ad, by hand from the formats' documentation. Does not use gpuload.
 
-10x files, MuData and SCDL folders are written here without the libraries that own them, so that the tests run where
+10x files, MuData and SCDL folders are written here without the libraries that define them, so that the tests run where
 those are not installed; `tests/golden/test_owners.py` compares with the libraries themselves.
 """
 
@@ -29,12 +29,12 @@ GZIP = {"compression": "gzip", "chunks": (writers.DATA_CHUNK,)}
 
 @dataclass(frozen=True)
 class Form:
-    """Cells in one form, and what must be read.
+    """Cells in one format, and what must be read.
 
     Attributes
     ----------
     path
-        What is given to `open_loader`.
+        What is passed to `open_loader`.
     expected
         CSR with its stored order, or dense.
     var_names
@@ -57,7 +57,7 @@ class Form:
 NUMBERS = [str(i) for i in range(N_VARS)]
 NAMES = [f"gene_{i:03d}" for i in range(N_VARS)]
 SYMBOLS = [f"TP{i // 2}" for i in range(N_VARS)]
-"""Names of 10x genes, each of which stands twice."""
+"""Names of 10x genes, each of which occurs twice."""
 
 
 def folder_of_files(folder: Path) -> Form:
@@ -121,7 +121,7 @@ def write_mudata(path: Path, modalities: Mapping[str, Callable[[h5py.Group], obj
             write_elem(group, "var", writers.genes_frame())
             write(group)
             if has_map:
-                place = N_OBS - np.arange(N_OBS, dtype=np.uint32)  # the cells of a modality lie the other way round
+                place = N_OBS - np.arange(N_OBS, dtype=np.uint32)  # the cells of a modality are in reverse order
                 file[f"obsmap/{name}"] = np.where(place <= n_obs, place, 0).astype(np.uint32)
     with open(path, "r+b") as raw:
         raw.write(b"MuData (format-version=0.1.0;creator=by hand;creator-version=0)")
@@ -178,7 +178,7 @@ def write_scdl(folder: Path, X: csr_matrix, dtypes: str = "f4 u8 u4", *, has_hea
         (folder / name).mkdir()
         parquet.write_table(pa.table(columns), folder / name / "dataframe_0.parquet")
     np.save(folder / "var_features" / "cumulative_sum_index.npy", np.array([-1, X.shape[0]]))
-    (folder / "metadata.json").write_text('{"num_rows": 0}')  # not kept up, and so not to be believed
+    (folder / "metadata.json").write_text('{"num_rows": 0}')  # not kept up to date, and so not to be trusted
 
 
 def scdl(folder: Path, dtypes: str = "f4 u8 u4", *, scale: int = 1, has_header: bool = True) -> Form:
@@ -208,7 +208,7 @@ def write_parquet(
     dtypes: tuple[str, str] = ("int64", "float32"),
     **options: Any,
 ) -> None:
-    """Write cells as rows of lists, as datasets does; 40 rows a row group."""
+    """Write cells as rows of lists, as datasets does; 40 rows per row group."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -226,7 +226,7 @@ def encoded(genes: str, values: str) -> dict[str, Any]:
 
 
 def write_genes(path: Path, first: int, n_vars: int) -> None:
-    """Write the table of genes, upside down."""
+    """Write the table of genes, in reverse order."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -240,7 +240,7 @@ def write_genes(path: Path, first: int, n_vars: int) -> None:
 
 
 def parquet(folder: Path, *, as_tahoe: bool = False, obs: bool = True, **options: Any) -> Form:
-    """Write one file of numbered genes; or two as Tahoe-100M is: with leaders, and a table of genes beside them."""
+    """Write one file of numbered genes; or two as Tahoe-100M is: with leaders, and a table of genes next to them."""
     frame = writers.cells_frame()[["cell_line", "depth", "n_counts", "passed"]]
     columns = {c: frame[c].astype(object).where(frame[c].notna(), None).tolist() for c in frame if obs}
     if not as_tahoe:
@@ -319,4 +319,4 @@ FORMS: dict[str, Callable[[Path], Form]] = {
         for dtype in ("int8", "uint8", "int16", "uint32", "uint64", "int32", "float16")
     },
 }
-"""Every form by name, and the function that writes it into an empty folder."""
+"""Every format by name, and the function that writes it into an empty folder."""

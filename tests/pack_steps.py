@@ -1,9 +1,9 @@
-"""A packing killed at any one step, and gone on with; run by `tests.test_pack_faults`.
+"""A packing run that is killed at any one step, and resumed; used by `tests.test_pack_faults`.
 
 A step is a call that changes the disk: making, syncing, renaming and removing files and folders; the process ends just
-before it, which is also just after the step before. ``python -m tests.pack_steps FOLDER FIRST STRIDE`` kills a process
-at every STRIDE-th step from FIRST on, each twice: a packing, and the one that goes on after it. After each the target
-is the old one or the new one, whole; and at the end it is byte for byte what an undisturbed run makes.
+before it, which is also just after the previous step. ``python -m tests.pack_steps FOLDER FIRST STRIDE`` kills a
+process at every STRIDE-th step from FIRST on, each twice: a packing run, and the one that resumes it. After each, the
+target is the old one or the new one, complete; and at the end it is byte for byte what an undisturbed run makes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CALLS = ("replace", "rename", "remove", "unlink", "rmdir", "mkdir", "fsync")
 
 
 def pack(source: Path, target: Path) -> None:
-    """Pack as all runs here do."""
+    """Pack with the settings of all runs here."""
     gpuload.pack(source, target, obs=["plate"], memory=1 << 20, block_size=16, num_threads=1, overwrite=True)
 
 
 def run(source: Path, target: Path, step: int) -> bool:
-    """Pack in a process that is killed at a step; return whether it came to its end before."""
+    """Pack in a process that is killed at a step; return whether it finished before that."""
     pid = os.fork()
     if not pid:
         left = [step]
@@ -60,7 +60,7 @@ def run(source: Path, target: Path, step: int) -> bool:
 
 
 def check(target: Path, old: dict[str, bytes], new: dict[str, bytes]) -> None:
-    """Fail where what is at the target is neither the old nor the new; between two renames the old is beside it."""
+    """Fail if the target is neither the old nor the new one; between two renames the old one is next to it."""
     place = target if target.exists() else Path(f"{target}.packing", "replaced")
     assert contents(place) in (old, new), f"{place} is neither what was there nor what was to come"
 
@@ -70,7 +70,7 @@ def main() -> None:
     folder, first, stride = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     folder.mkdir(exist_ok=True)
     source, other = written(cells(600, 60), folder / "in.h5ad"), written(cells(50, 60, 1), folder / "other.h5ad")
-    pack(source, folder / "whole.zarr")  # what is compiled is compiled before the processes part
+    pack(source, folder / "whole.zarr")  # everything is compiled before the processes fork
     pack(other, folder / "other.zarr")
     new, old = contents(folder / "whole.zarr"), contents(folder / "other.zarr")
     step, target, is_over = first, folder / "out.zarr", False

@@ -1,13 +1,13 @@
-"""Install the wheel with each extra, one by one, into an empty environment, and try there what the extra is for.
+"""Install the wheel with each extra, one by one, into an empty environment, and try what the extra is for.
 
     python tests/packaging_matrix.py                             every extra, with the interpreter that runs this
     python tests/packaging_matrix.py --extra none --extra remote --python python3.13
     python tests/packaging_matrix.py --mypy                      a typed user's program too, by this interpreter's mypy
 
-No test, as it installs gigabytes; `docs/versions.md` says what came out. In each environment: `pip check`, every
-command's help, and what the extra is for; in the first, and where an extra changes what the engine stands on, also
-`gpuload doctor` and a user's program on a file. Extras that pull in the whole of CUDA are only resolved, unless --all
-is given. Prints a JSON line per extra: versions and what failed; the exit code is 1 where anything did.
+Not a test, as it installs gigabytes; `docs/versions.md` has the results. In each environment: `pip check`, every
+command's help, and what the extra is for; in the first, and where an extra changes what the engine depends on, also
+`gpuload doctor` and a user's program on a file. Extras that pull in all of CUDA are only resolved, unless --all is
+given. Prints a JSON line per extra: versions and what failed; the exit code is 1 if anything did.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ TRIES = {
 """What each extra is for, in a line or two."""
 
 HEAVY = ("cuda13", "cuml", "test")
-"""Extras that pull in the whole of CUDA: resolved, not installed."""
+"""Extras that pull in all of CUDA: resolved, not installed."""
 
 BASE = ("numpy", "scipy", "pandas", "numba", "llvmlite", "h5py", "anndata", "imagecodecs")
-"""What the engine stands on: it is tried again where an extra changes a version of these."""
+"""What the engine depends on: it is tried again where an extra changes a version of these."""
 
 CELLS = """
 import anndata
@@ -64,7 +64,7 @@ anndata.AnnData(X, obs, var).write_h5ad("cells.h5ad")
 
 
 class Environment:
-    """A virtual environment of its own, and a folder to work in; no setting of this process reaches it."""
+    """A separate virtual environment, and a folder to work in; no setting of this process reaches it."""
 
     def __init__(self, folder: Path, python: str, base: Environment | None = None) -> None:
         self.folder = folder
@@ -73,13 +73,13 @@ class Environment:
         self._environment["HOME"] = str(folder)
         if base is None:
             subprocess.run([python, "-m", "venv", str(folder / "venv")], check=True)
-        else:  # linked, because PyTorch's files are many and large; pip replaces files, and never writes into them
+        else:  # linked, because PyTorch's files are many and large; pip replaces files, but never writes into them
             subprocess.run(["cp", "--archive", "--link", str(base.folder / "venv"), str(folder / "venv")], check=True)
             self.failures += base.failures
         self.python = str(folder / "venv" / "bin" / "python")
 
     def run(self, what: str, *command: str) -> str:
-        """Run a command; note what failed."""
+        """Run a command; record what failed."""
         done = subprocess.run(
             command, cwd=self.folder, env=self._environment, capture_output=True, text=True, check=False
         )
@@ -98,7 +98,7 @@ class Environment:
 
 @functools.cache
 def with_torch(folder: Path, python: str) -> Environment:
-    """Return an environment that has PyTorch and nothing else, made once for an interpreter."""
+    """Return an environment that has only PyTorch, made once per interpreter."""
     place = Environment(Path(tempfile.mkdtemp(dir=folder)), python)
     place.pip("install", TORCH)
     return place
@@ -109,7 +109,7 @@ def try_extra(
 ) -> dict[str, Any]:
     """Install an extra ("none": without one) and try it; return what was found.
 
-    `seen` are the versions with which the engine was tried already.
+    `seen` are the versions with which the engine was already tried.
     """
     with tempfile.TemporaryDirectory(prefix=f"gpuload-{extra}-") as name:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -140,14 +140,14 @@ def try_extra(
 
 
 def _needs_torch(extra: str, extras: dict[str, list[str]]) -> bool:
-    """Return whether an extra brings PyTorch, itself or by another extra of ours."""
+    """Return whether an extra installs PyTorch, by itself or through another extra of ours."""
     wanted = extras.get(extra, [])
     inner = [name for r in wanted if r.startswith("gpuload[") for name in r[8:].rstrip("]").split(",")]
     return any(r.startswith("torch") for r in wanted) or any(_needs_torch(name, extras) for name in inner)
 
 
 def main() -> int:
-    """Try what is asked for."""
+    """Try what is requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--extra", action="append", help="only this one, or these; none: no extra (default: every one)")
     parser.add_argument("--python", action="append", help="interpreter of the environments (default: this one)")

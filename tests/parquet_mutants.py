@@ -1,7 +1,7 @@
-"""Flip bytes of a Parquet file of cells, read it with gpuload and with pyarrow, and say how the two compare.
+"""Flip bytes of a Parquet file of cells, read it with gpuload and with pyarrow, and compare the two.
 
-A program, run on its own: ``python -m tests.parquet_mutants BASE FIRST N FOLDER`` prints one JSON line per mutant,
-after a line that says in which stage it is. A mutant is a pure function of (base, number).
+A program that is run on its own: ``python -m tests.parquet_mutants BASE FIRST N FOLDER`` prints one JSON line per
+mutant, after a line that says in which stage it is. A mutant is a pure function of (base, number).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_MEMORY = 12 << 30
-"""Bytes of address space: a size read from a damaged file must not take the machine's memory."""
+"""Bytes of address space: a size read from a damaged file must not exhaust the machine's memory."""
 
 SMALL = {"data_page_size": 128, "row_group_size": 20}
 
@@ -81,7 +81,7 @@ def by_gpuload(path: Path) -> dict[str, Any]:
 
 
 def by_pyarrow(path: Path, name: str) -> dict[str, Any]:
-    """Read the same through pyarrow; leaders are left out; what breaks a rule is an exception."""
+    """Read the same through pyarrow; leaders are left out; anything that breaks a rule is an exception."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(path, use_threads=False)
@@ -102,7 +102,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def judge(path: Path, say: Any, name: str, original: dict[str, Any]) -> tuple[str, str]:
-    """Return how gpuload fares with a damaged file, and the message where there is one; words as of `mutants.judge`."""
+    """Return how gpuload handles a damaged file, in the words of `mutants.judge`, and its message if there is one."""
     from gpuload import GpuloadError
 
     say("gpuload")

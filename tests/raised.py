@@ -1,6 +1,6 @@
-"""A plugin that tells which messages of errors no test provokes: ``python -m pytest -p tests.raised``.
+"""A plugin that reports which error messages no test provokes: ``python -m pytest -p tests.raised``.
 
-A message is provoked where an error was made at its lines, in a process of pytest or in a program that a test starts.
+A message is provoked if an error was made at its lines, in a process of pytest or in a program that a test starts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     import pytest
 
 FOLDER = "GPULOAD_RAISED"
-"""Environment variable: where each process notes the lines at which errors were made."""
+"""Environment variable: where each process records the lines at which errors were made."""
 
 RAISING = Path(__file__).parent / "raising"
-"""On PYTHONPATH while the tests run, so that programs which they start take notes too."""
+"""On PYTHONPATH while the tests run, so that the programs they start record errors too."""
 
 
 def pytest_configure() -> None:
-    """Note from now on where errors are made; other processes are told of the folder by the environment."""
+    """Record from now on where errors are made; other processes learn the folder from the environment."""
     if FOLDER not in os.environ:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="gpuload-raised-")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(RAISING), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""Remotes that count, and remotes that fail on request; in a module, so that fetcher processes can import them."""
+"""Remotes that count, and remotes that fail on demand; in a module, so that fetcher processes can import them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fill(folder: Path, n: int, n_values: int = 1_000) -> Path:
 
 
 class CountingRemote(FolderRemote):
-    """A folder that counts what is asked of it, and may be slow."""
+    """A folder that counts the requests it gets, and may be slow."""
 
     def __init__(self, folder: Path, *, wait_s: float = 0.0) -> None:
         super().__init__(folder)
@@ -58,7 +58,7 @@ class CountingRemote(FolderRemote):
 
 
 class FlakyRemote(CountingRemote):
-    """A folder whose every k-th answer is a fault of the next kind."""
+    """A folder whose every k-th answer is a fault, of each kind in turn."""
 
     KINDS = ("busy", "short", "corrupt", "reset")
 
@@ -92,7 +92,7 @@ class FlakyRemote(CountingRemote):
 
 
 class HangingRemote(FolderRemote):
-    """A folder that never answers, as long as a file beside it is there."""
+    """A folder that does not answer as long as a file next to it exists."""
 
     def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
         while os.path.exists(f"{self.name}.hang"):

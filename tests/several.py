@@ -1,4 +1,4 @@
-"""AnnDatas with several matrices, whose files do not agree in their genes. Knows anndata, and nothing of gpuload."""
+"""AnnDatas with several matrices, whose files have different genes. Uses anndata, but not gpuload."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 N_KNOWN = 70
-"""Genes that there are; each part has some of them."""
+"""Number of genes in all; each part has some of them."""
 
 
 def part(seed: int, *, is_dense: bool = False, n_obs: int = 23, genes: Sequence[str] | None = None) -> anndata.AnnData:
-    """Return cells with genes of their own, in an order of their own, but for gene_0 to gene_9, which all parts have.
+    """Return cells with their own genes in their own order, except for gene_0 to gene_9, which all parts have.
 
     X and the layers "spliced" (the other of CSR and dense) and "scaled" (float64, negative too) are of the same genes;
     obsm has "X_pca" (float64), "marks" (CSR) and "table" (a data frame).

@@ -50,7 +50,7 @@ def csr_matrices(draw: st.DrawFn, max_rows: int = 40, max_cols: int = 20) -> csr
 
 
 def encodings() -> st.SearchStrategy[dict[str, Any]]:
-    """Draw options of ``create_dataset`` that make a chunked, encoded dataset; chunks are chosen apart."""
+    """Draw options of ``create_dataset`` that make a chunked, encoded dataset; chunks are chosen separately."""
     codecs = st.sampled_from(
         [{}, {"compression": "gzip"}, {"compression": "lzf"}, dict(hdf5plugin.Zstd()), dict(hdf5plugin.Blosc())]
     )

@@ -1,4 +1,4 @@
-"""A user's typed program: `mypy --strict` must pass it against the installed package, and it must run."""
+"""A user's typed program: `mypy --strict` must accept it against the installed package, and it must run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def entropy(path: Path) -> float:
 
 
 def train_cells(path: Path) -> int:
-    """Return how many cells fall to the part to train on."""
+    """Return how many cells are in the training part."""
     try:
         parts: gpuload.Split = gpuload.split(path, {"train": 0.75, "val": 0.25}, by="plate")
     except gpuload.GpuloadError as error:

@@ -1,4 +1,4 @@
-"""Every on-disk form that must be read: a table of (name, layer, how to write it), and what a form must give."""
+"""Every on-disk form that must be read: a table of (name, layer, how to write it), and what must be read from it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stored:
     expected
         float32; a CSR matrix whose rows keep their stored order and repeats, or an array.
     obs
-        Of the file, where it has one of today's layout; else of the columns that old layouts were given.
+        Of the file, if it has today's layout; else of the columns that were written in an old layout.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Stored:
 
     @property
     def dense(self) -> NDArray[np.float32]:
-        """The matrix as an array; repeated columns are added up."""
+        """Return the matrix as an array; repeated columns are added up."""
         return self.expected.toarray() if isinstance(self.expected, csr_matrix) else self.expected
 
     @property
     def is_csr(self) -> bool:
-        """Whether the stored matrix is sparse."""
+        """Return whether the stored matrix is sparse."""
         return isinstance(self.expected, csr_matrix)
 
 
@@ -215,7 +215,7 @@ def _unsorted(path: Path, is_repeated: bool) -> None:
 
 
 def _masked(path: Path, is_csr: bool) -> None:
-    """Write chunks that skip some of shuffle (bit 0), gzip (bit 1) and fletcher32 (bit 2), in turn."""
+    """Write chunks that omit some of shuffle (bit 0), gzip (bit 1) and fletcher32 (bit 2), in turn."""
     options: Options = {"shuffle": True, "compression": "gzip", "fletcher32": True}
     if is_csr:
         _csr(path, options)
@@ -276,7 +276,7 @@ def _absent(path: Path, is_csr: bool, fill: float) -> None:
 
 
 def _never_written(path: Path, is_csr: bool) -> None:
-    """Create contiguous arrays without a byte allocated."""
+    """Create contiguous arrays without any storage allocated."""
 
     def write(file: h5py.File) -> None:
         if not is_csr:

@@ -1,4 +1,4 @@
-"""Write .h5ad files in every form that AnnData and HDF5 allow. Knows h5py and anndata, and nothing of gpuload."""
+"""Write .h5ad files in every form that AnnData and HDF5 allow. Uses h5py and anndata, but not gpuload."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 N_OBS, N_VARS = 131, 53
 DATA_CHUNK, INDICES_CHUNK = 100, 64
-"""Elements per chunk: a row of about 12 values often lies across an edge, and the two grids differ."""
+"""Elements per chunk: a row of about 12 values often crosses an edge, and the two grids differ."""
 
 TEXT = h5py.string_dtype()
 
@@ -184,7 +184,7 @@ def compound(fields: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
 
 
 def write_old_categories(path: Path, X: csr_matrix) -> None:
-    """Write as anndata 0.7 did: obs as a group whose categories lie beside the columns, in ``__categories``.
+    """Write as anndata 0.7 did: obs as a group whose categories are stored next to the columns, in ``__categories``.
 
     References
     ----------

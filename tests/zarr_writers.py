@@ -1,4 +1,4 @@
-"""Write AnnData in every form that zarr has. Knows zarr-python and anndata, and nothing of gpuload."""
+"""Write AnnData in every form that zarr has. Uses zarr-python and anndata, but not gpuload."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def add_array(parent: zarr.Group, name: str, values: NDArray[Any], **options: An
 def add_csr(
     parent: zarr.Group, key: str, X: csr_matrix, dtype: Any = None, indices_dtype: Any = None, **options: Any
 ) -> zarr.Group:
-    """Write a CSR group; where no chunks are given those of data and indices differ."""
+    """Write a CSR group; if no chunks are given, those of data and indices differ."""
     group = parent.create_group(key)
     group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": list(X.shape)})
     sharded = "shards" in options
@@ -201,14 +201,14 @@ def numcodecs_v3() -> dict[str, Any]:
 
 
 def sharded(codec: Any, location: str = "end", *, has_crc: bool = True) -> dict[str, Any]:
-    """Return options of one shard for everything, whose index is where and as is said."""
+    """Return the options of a single shard for everything, with its index at the given place and encoded as given."""
     codecs = [zc.BytesCodec(), *((codec,) if codec is not None and not isinstance(codec, tuple) else codec or ())]
     index = [zc.BytesCodec(), *([zc.Crc32cCodec()] if has_crc else [])]
     return {"codecs": codecs, "index_codecs": index, "index_location": location}
 
 
 def by_serializer(path: Path, codec: Any, location: str, has_crc: bool) -> None:
-    """Write a CSR matrix with the sharding codec given by hand."""
+    """Write a CSR matrix with an explicit sharding codec."""
     root, X = open_group(path), counts()
     group = root.create_group("X")
     group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": list(X.shape)})

@@ -1,8 +1,8 @@
-"""A device made of host memory, whose streams run late: for everything of the CUDA backend but the GPU.
+"""A device made of host memory, whose streams run late: for all of the CUDA backend except the GPU.
 
-Work given to a stream is only queued. It runs when somebody waits for an event behind it, or, with a seed, at moments
-drawn at random. So memory that is used again too early, or read before it is written, shows as wrong values, as it
-would on a GPU, and in every run. Kernels are the package's own, compiled for the CPU.
+Work given to a stream is only queued. It runs when an event behind it is waited for, or, with a seed, at random
+moments. So memory that is reused too early, or read before it is written, shows as wrong values, as it would on a GPU,
+but in every run. Kernels are the package's own, compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class FakeStream:
-    """A queue of calls that run in order, when they must."""
+    """A queue of calls that run in order, once they have to."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -45,9 +45,9 @@ class FakeDevice:
     Parameters
     ----------
     seed
-        Streams run ahead at random moments; None: only when waited for.
+        Makes streams run ahead at random moments; None: only when waited for.
     n_bytes
-        Memory there is; more is refused.
+        Size of the memory; larger allocations fail.
     """
 
     name = "cuda:0"
@@ -59,7 +59,7 @@ class FakeDevice:
         self._default = self.stream()
         self._left = n_bytes
         self.n_allocated = self.n_freed = 0
-        self._blocks: list[NDArray[np.uint8]] = []  # never freed: queued calls know addresses only
+        self._blocks: list[NDArray[np.uint8]] = []  # never freed: queued calls only have addresses
         self.launched: list[str] = []
         self.used_in: set[int] = set()
 
@@ -130,7 +130,7 @@ class FakeDevice:
         return self._streams[number]
 
     def give(self, stream: FakeStream | int, call: Callable[[], None]) -> None:
-        """Queue a call; perhaps let some stream run ahead."""
+        """Queue a call; let a stream run ahead at random."""
         with self._lock:
             stream = self._streams[stream] if isinstance(stream, int) else stream
             stream.queue.append(call)
@@ -159,7 +159,7 @@ class FakeDevice:
         self.give(stream, lambda: self._run(*event))
 
     def synchronize(self) -> None:
-        """Run all that was given to any stream."""
+        """Run everything that is queued on any stream."""
         for stream in list(self._streams.values()):
             self._run(stream, stream.n_given)
 
@@ -197,7 +197,7 @@ def _at(address: int, nbytes: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 class _Scribbler:
-    """Spoils page-locked memory as soon as nobody refers to it: others use it from then on."""
+    """Overwrites page-locked memory as soon as nothing refers to it: others use it from then on."""
 
     def __init__(self, block: NDArray[np.uint8]) -> None:
         self._block = block
@@ -224,7 +224,7 @@ class FakeNvcomp:
     Parameters
     ----------
     device
-        Whose streams.
+        The device whose streams are used.
     fail_at
         Number of the chunk, over all calls, for which an error is reported although it is good.
     """

@@ -1,4 +1,4 @@
-"""What only two devices can show, over `on_fake_runtime`."""
+"""Tests that need two devices, over `on_fake_runtime`."""
 
 from __future__ import annotations
 

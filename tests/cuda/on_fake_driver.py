@@ -1,7 +1,7 @@
 """Bodies of the readers' tests that run on a fake CUDA driver, in a process of their own (see `test_readers`).
 
-What is under test there is the package's readers over the real KvikIO, on its device path: its threads, tasks, bounce
-buffers and errors. The driver is `fake_libcuda.c`; for direct transfers, cuFile is `fake_libcufile.c`.
+They test the package's readers over the real KvikIO, on its device path: its threads, tasks, bounce buffers and
+errors. The driver is `fake_libcuda.c`; for direct transfers, cuFile is `fake_libcufile.c`.
 
     python -m tests.cuda.on_fake_driver NAME ...    prints one line of JSON for each: [name, "" or what went wrong]
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.readers import Pending
 
 THRESHOLD = 16 << 10
-"""Below it KvikIO reads at once, on the calling thread."""
+"""Below this, KvikIO reads at once, on the calling thread."""
 
 TASK_NBYTES = 64 << 10
 UNTOUCHED = 0xEE
@@ -86,7 +86,7 @@ class Arena:
 
 
 class Device:
-    """What readers need of a device, from the fake driver; an event is its stream."""
+    """The parts of a device that readers use, from the fake driver; an event is its stream."""
 
     def __init__(self) -> None:
         handle = ctypes.c_void_p()
@@ -127,7 +127,7 @@ class File:
 
 
 def drawn_extents(rng: np.random.Generator, file_nbytes: int, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return overlapping, unaligned extents of all sizes that KvikIO treats in ways of their own."""
+    """Return overlapping, unaligned extents of all sizes that KvikIO treats differently."""
     most = np.array([1, 100, PAGE, THRESHOLD, THRESHOLD + PAGE, TASK_NBYTES, TASK_NBYTES + 1, 5 * TASK_NBYTES])
     nbytes = rng.integers(1, rng.choice(most, n) + 1)
     nbytes[rng.random(n) < 0.1] = 0
@@ -189,7 +189,7 @@ def n_descriptors() -> int:
 
 
 def eventually(is_true: Callable[[], bool]) -> bool:
-    """Return whether something becomes true within some seconds: native threads end a little later than they say."""
+    """Return whether something becomes true within some seconds: native threads end a little later than they report."""
     end = time.monotonic() + 5
     while not is_true() and time.monotonic() < end:
         time.sleep(0.005)
@@ -306,7 +306,7 @@ def a_truncated_file_is_a_read_error_and_nothing_is_written_after_it() -> None:
     time.sleep(0.1)
     assert driver.fake_n_copies() == n_copies, "copies went on after the read had ended"
     driver.fake_set_delay_us(0)
-    good = slice(0, 1)  # what is still there can be read
+    good = slice(0, 1)  # what is left can be read
     reader.start(file.source, offset[good], nbytes[good], place[good], out, device.stream).result()
     np.testing.assert_array_equal(out.download()[:500_000], file.data[:500_000])
     small = (
@@ -324,7 +324,7 @@ def what_kvikio_alone_cannot_read_is_told_in_its_words() -> None:
     reader = KvikioReader(device)
     extent = np.array([4096], dtype=np.int64), np.array([100_000], dtype=np.int64), np.array([0], dtype=np.int64)
     out = Arena(60_000)
-    short = Arena(200_000, out.address)  # claims more than there is
+    short = Arena(200_000, out.address)  # claims more than it has
     message = read_error_of(reader.start(file.source, *extent, short, device.stream, name="/X/data").result)
     begin = f"{file.path}: reading 100000 bytes of /X/data at byte 4096 through KvikIO failed: "
     assert message.startswith(begin), message

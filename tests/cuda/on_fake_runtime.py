@@ -2,8 +2,8 @@
 
     python -m pytest -p tests.cuda.on_fake_runtime -m gpu tests/cuda/test_gpu.py
 
-So tests that are for a GPU run what the package asks of CuPy: memory, streams, events, and launches of kernels that
-NVRTC has compiled with CuPy's options. What runs is not that, but their build for the CPU; torch, DALI and KvikIO do
+So tests for a GPU exercise what the package uses of CuPy: memory, streams, events, and launches of kernels that NVRTC
+has compiled with CuPy's options. What is executed is not that build but the one for the CPU; torch, DALI and KvikIO do
 not run on it.
 """
 
@@ -34,7 +34,7 @@ def runtime_of_cupy() -> Path:
 
 
 def functions_of(path: Path) -> dict[str, int]:
-    """Return the places of the runtime's functions in a file."""
+    """Return the addresses of the runtime's functions in a file."""
     lines = subprocess.run(["nm", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
     found = [line.split() for line in lines]
     return {f[2]: int(f[0], 16) for f in found if len(f) == 3 and f[1] in "tT" and f[2].startswith("cuda")}
@@ -80,7 +80,7 @@ def _open_cuda(
 
 
 def pytest_configure() -> None:
-    """Let loaders of a GPU be opened over the fake."""
+    """Open loaders of a GPU over the fake."""
     import gpuload.backends.cuda
 
     gpuload.backends.cuda.open_cuda = _open_cuda

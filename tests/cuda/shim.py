@@ -62,8 +62,8 @@ class Library:
     Attributes
     ----------
     signatures
-        Of every kernel its parameters: names of NumPy types, after ``"r:"`` for a pointer to const, ``"w:"`` for
-        another pointer.
+        The parameters of every kernel: names of NumPy types, after ``"r:"`` for a pointer to const, ``"w:"`` for any
+        other pointer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,22 +76,22 @@ class Library:
     def launch(
         self, name: str, n_blocks: int, n_threads: int, args: Sequence[Any], *, is_reversed: bool = False
     ) -> None:
-        """Run a kernel to its end.
+        """Run a kernel to completion.
 
         Parameters
         ----------
         name, n_blocks, n_threads
             Kernel and launch.
         args
-            For a pointer a C-contiguous array of exactly its type, or None for a null pointer; uint16 and float16 are
-            one. For a number a NumPy scalar of exactly its type.
+            For a pointer, a C-contiguous array of exactly its type, or None for a null pointer; uint16 and float16 are
+            the same. For a number, a NumPy scalar of exactly its type.
         is_reversed
-            Run the last block and the last thread first: what differs then is a race.
+            Run the last block and the last thread first: a different result then means a race.
 
         Raises
         ------
         TypeError, ValueError
-            The arguments or the launch are such as CUDA would not take, or would take for something else.
+            CUDA would refuse the arguments or the launch, or misread them.
         RuntimeError
             The kernel broke a rule of CUDA; see shim.h.
         """
@@ -136,7 +136,7 @@ def _as_c(where: str, wanted: str, value: Any) -> Any:
 
 @functools.cache
 def compiled() -> Library:
-    """Return the kernels as compiled for this machine; skips the test where there is no g++."""
+    """Return the kernels as compiled for this machine; skip the test if there is no g++."""
     return Library(_compiled(os.environ.get("GPULOAD_SHIM", "")))
 
 
@@ -167,7 +167,7 @@ def sanitized(build: str) -> dict[str, str]:
 
 @functools.cache
 def refusal(build: str) -> str | None:
-    """Return why a sanitized build cannot run here; None where it can."""
+    """Return why a sanitized build cannot run here; None if it can."""
     if shutil.which("g++") is None:
         return "no g++ here to compile the kernels with"
     environment = os.environ | _environment(build)

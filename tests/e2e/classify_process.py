@@ -1,4 +1,4 @@
-"""pipelines/classify.py as torchrun starts it, which notes what it learns from, and of which one process may be killed.
+"""pipelines/classify.py as torchrun starts it, recording what it learns from; one of its processes may be killed.
 
 Not a test: `tests/e2e/test_classify.py` starts it. In the folder NOTES each rank writes a line for each minibatch:
 its cells and its loss. At minibatch KILLED_AT, counted from 1, the last rank is killed.

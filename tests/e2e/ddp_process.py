@@ -25,7 +25,7 @@ warnings.simplefilter("ignore")
 
 
 def main(job: dict[str, Any]) -> None:
-    """Train for some epochs, or some steps of the last; write what was received; save and load where it is asked."""
+    """Train for some epochs, or some steps of the last; write what was received; save and load if requested."""
     torch.set_num_threads(1)
     if job["load"] or job["save"]:
         import torch.distributed.checkpoint as dcp

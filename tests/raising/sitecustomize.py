@@ -1,7 +1,7 @@
-"""Note at which lines errors of gpuload are made, in the folder that GPULOAD_RAISED names.
+"""Record at which lines errors of gpuload are made, in the folder that GPULOAD_RAISED names.
 
-Python imports a module of this name at its start, from PYTHONPATH: so `tests.raised` has it in every program that a
-test starts. gpuload is not imported by this; where somebody imports it, its errors are watched from then on.
+Python imports a module of this name on startup, from PYTHONPATH: so `tests.raised` has it in every program that a test
+starts. This does not import gpuload; once something does, its errors are watched.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Watch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import ``gpuload.errors`` as anybody would, and watch its errors."""
+    """Import ``gpuload.errors`` as usual, and watch its errors."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Take the one module over, once."""
+        """Take over the one module, once."""
         if name != "gpuload.errors":
             return None
         sys.meta_path.remove(self)
@@ -46,12 +46,12 @@ class Watch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def watch(kind: Any) -> None:
-    """Note from now on where errors of a class, and of those made of it, are made."""
+    """Record from now on where errors of a class, and of its subclasses, are made."""
     seen: set[tuple[str, int]] = set()
 
     def note(self: Any, *args: Any) -> None:
         frame = sys._getframe(1)
-        # Out of the error's own constructors, and no further: other classes make errors in theirs.
+        # Outside the error's own constructors, and no further: other classes make errors in theirs.
         while frame.f_locals.get("self") is self and frame.f_back is not None:
             frame = frame.f_back
         place = (frame.f_code.co_filename, frame.f_lineno)
