@@ -2,19 +2,19 @@
 
 ``python -m benchmarks.run_classify FOLDER [--out benchmarks/results/classify.jsonl]``
 
-FOLDER gets a synthetic screen (`gpuload/synthetic_screen.py` states the model) where it has none. On it run
-pipelines/classify.py's trainings, each for one epoch:
+FOLDER gets a synthetic screen (`gpuload/synthetic_screen.py` states the model) if it has none. On it,
+pipelines/classify.py is run, each training for one epoch:
 
 - linear heads, five orders, three seeds, in blocks of 4 cells and 64 minibatches to a fetch: 1,024 blocks to a fetch,
   as many as the paper's blocks of 16 and 256 minibatches to a fetch make;
 - the same in blocks of 16, block shuffling alone: 256 blocks to a fetch, fewer than there are drugs;
-- the paper's own settings, blocks of 16 and 256 minibatches to a fetch, beside true random order;
-- the same on five times as many cells, five seeds: there the last fetch is a smaller part of what is learnt from;
-- on these, with the paper's values and rate too (raw counts, Adam at 1e-5), streaming, block shuffling and true random;
+- the paper's own settings, blocks of 16 and 256 minibatches to a fetch, next to true random order;
+- the same on five times as many cells, five seeds: there the last fetch is a smaller part of the training data;
+- on these, also with the paper's values and rate (raw counts, Adam at 1e-5), streaming, block shuffling and true random;
 - a perceptron of two hidden layers of 512; three orders, two seeds.
 
-The seconds are of one machine, with training and loading on the same cores. *loader* is the loader alone, over an epoch
-or as much of it as three seconds suffice for.
+The seconds are those of one machine, with training and loading on the same cores. *loader* is the loader alone, over an
+epoch or as much of it as three seconds allow.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ PARTS = {
         *("--orders", "streaming", "block", "random"),
     ),
 }
-"""What is run, by name, and its options."""
+"""What is run, by name, with its options."""
 
 TIMES_THE_CELLS = {"linear, five times the cells": 5, "linear, the paper's rate": 5}
-"""How many times more cells a part's screen has, where it has one of its own."""
+"""How many times more cells a part's screen has, if it has one of its own."""
 
 
 def run_program(*options: str) -> str:
@@ -96,13 +96,13 @@ def records_of(part: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def thinned(points: list[Any], n: int = 50) -> list[Any]:
-    """Return some n of the points of a curve, the last among them."""
+    """Return n of the points of a curve, including the last."""
     every = max(1, len(points) // n)
     return points[::-1][::every][::-1]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the screen, run the parts, print their tables, add to the results where asked."""
+    """Make the screen, run the parts, print their tables, and append to the results if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_classify", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder of the screens")
     parser.add_argument(

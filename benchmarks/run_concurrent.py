@@ -5,7 +5,7 @@
 
 FOLDER holds the pictures. The object store is `benchmarks.s3server` on this machine, with a median of 130 ms to the
 first byte, as in the paper. It takes CPU time from the program that it serves: the records give its CPU time per
-picture beside the program's, because the rates of arms that leave no processor idle are in the ratio of their sums.
+picture next to the program's, because the rates of arms that leave no processor idle are in the ratio of their sums.
 With ``--apart`` the server has a core of its own, as if it were another machine, and the program has the others,
 wherever it reads. ``disk`` is a local disk with the pictures in the page cache, as the server's always are; ``cold
 disk`` is the same disk after they were evicted. Each arm runs in its own process; the paper's settings are batches of
@@ -89,7 +89,7 @@ def arms(*, is_full: bool) -> list[Arm]:
 
 def measure(arm: Arm, folder: Path, server: Running, batch_size: int, batches: int) -> dict[str, Any]:
     """Run the program on one arm."""
-    # If requests go one by one, there is only time to wait for a first round of batches, one from each worker.
+    # If requests are sent one by one, there is only time for a first round of batches, one from each worker.
     is_slow = arm.place == "store" and max(1, arm.workers) * arm.in_flight < 16
     # Workers begin together, so their first batches arrive together: two rounds pass before the clock starts.
     n, warm_up = (max(1, arm.workers), 0) if is_slow else (batches, max(2, 2 * arm.workers))
@@ -115,7 +115,7 @@ def n_gets(server: Running) -> int:
 
 @contextmanager
 def kept_apart(server: Running) -> Iterator[None]:
-    """Reserve one core for the server, and leave the others to what this thread starts."""
+    """Reserve one core for the server, and leave the others to the programs that this thread starts."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("--apart: this process may use one core only; leave it out.")

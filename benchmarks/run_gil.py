@@ -149,7 +149,7 @@ def by_tensorflow(folder: Path, values: np.ndarray) -> Read:
 
 
 def _record(folder: Path, values: np.ndarray) -> Path:
-    """Write one record, by the program of the documentation."""
+    """Write one record, with the program of the documentation."""
     path = folder / "values.tfrecord"
     script = Path(__file__).parents[1] / "docs" / "growing" / "with_tfrecords.py"
     runpy.run_path(str(script))["write_shard"](path, [values])

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.run_gpu [--file cells.h5ad] [--out benchmarks/results/gpu.jsonl]``
 
-Each arm runs in its own process, `--rounds` times, in turns. Without `--file` a file of Tahoe's shape is made. A record
-gives driver, card, the I/O path by KvikIO's own counters, and whether the page cache was cold or warm.
+Each arm runs in its own process, `--rounds` times, in turn. Without `--file` a file of Tahoe's shape is made. A record
+gives the driver, the card, the I/O path by KvikIO's own counters, and whether the page cache was cold or warm.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PACKAGES = (
 )
 
 BLOCK_SIZE = "8 chunks"
-"""Some 195 cells. A chunk cut by the end of a block is decoded whole: an eighth as often as with one-chunk blocks."""
+"""About 195 cells. A chunk cut by the end of a block is decoded whole: an eighth as often as with one-chunk blocks."""
 
 PREFETCH = 2
 """Fetches that load ahead of the consumer."""
@@ -57,7 +57,7 @@ SHORTEST_S = 10.0
 """Seconds below which no arm is started."""
 
 STEP_S = 1.3e-3
-"""A short training step per 1,024 cells; the GPU must wait for input less than 5 % of the time from here on."""
+"""A short training step per 1,024 cells; from here on, the GPU must wait for input less than 5 % of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def ceiling_decode(options: Options) -> dict[str, Any]:
 
     store = open_store([str(options.file)], layer="X", obs=())
     matrix = store.matrices[0]
-    n = min(2048, matrix.data.chunk_offset.size - 1)  # of both arrays more than a GPU works on at a time
+    n = min(2048, matrix.data.chunk_offset.size - 1)  # of both arrays, more than a GPU works on at a time
     stored, sizes = [], []
     for layout in matrix.layouts:
         for chunk in range(n):
@@ -201,7 +201,7 @@ def loader(
 
 
 def packed(options: Options, **more: Any) -> dict[str, Any]:
-    """Time minibatches of what `gpuload pack` makes of the file, which is packed once."""
+    """Time minibatches of the store that `gpuload pack` makes of the file; it is packed once."""
     import gpuload
 
     store = options.file.with_name(f"{options.file.stem}-packed.zarr")
@@ -272,7 +272,7 @@ def _rate(launch: Callable[[], object], stream: Any, nbytes: int) -> dict[str, A
 
 
 def _step_of(seconds: float) -> tuple[Callable[[], None], float]:
-    """Return work that keeps the GPU busy for about a step's time, and its duration when nothing else runs."""
+    """Return work that keeps the GPU busy for about as long as a step, and its duration when nothing else runs."""
     import torch
 
     weight = torch.rand(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -326,7 +326,7 @@ def _make_file(path: Path, n_obs: int) -> Path:
 
 
 def _write_gzip(group: Any, name: str, values: NDArray[Any]) -> None:
-    """Replace a dataset by one of these values, of the chunks and the level of gzip that h5py chooses by itself."""
+    """Replace a dataset by one of these values, with the chunks and the gzip level that h5py chooses by default."""
     del group[name]
     dataset = group.create_dataset(name, values.shape, values.dtype, maxshape=(None,), compression="gzip")
     size = dataset.chunks[0]
@@ -350,7 +350,7 @@ def _batched(starts: range, n: int) -> Iterator[range]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the arms in turns; print and add the records to the results."""
+    """Measure the arms in turn; print the records and append them to the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, help="the .h5ad file (default: make one)")
     parser.add_argument(
@@ -413,7 +413,7 @@ def main(arguments: list[str] | None = None) -> int:
             except subprocess.TimeoutExpired:
                 found = {"error": f"longer than {limit:.0f} s"}
             if "error" in found:
-                arms.remove(name)  # it would cost the others' time once more
+                arms.remove(name)  # it would take up the others' time again
             n_measured += "error" not in found
             record = {**origin, "time": datetime.now(UTC).isoformat(), "arm": name, "round": number, **found}
             machine.add_records(chosen.out, [record])

@@ -44,7 +44,7 @@ SCRIPTS = {
 PACKAGES = ("torch", "anndata", "scdataset", "annbatch", "lamindb", "numpy", "numba")
 
 SAMPLE_SHAPE = (4, 4, 8)
-"""Of the samples by ID; the model sees the first 64 values of each."""
+"""Shape of the samples by ID; the model sees the first 64 values of each."""
 
 
 def digest(rows: Iterable[tuple[Any, Any]]) -> str:
@@ -57,7 +57,7 @@ def digest(rows: Iterable[tuple[Any, Any]]) -> str:
 
 
 def make_cells(path: Path, n_cells: int, n_genes: int) -> None:
-    """Write the file that all read, and beside it the expected digest of an epoch."""
+    """Write the file that all arms read, and next to it the expected digest of an epoch."""
     import anndata
 
     from gpuload.synthetic import tahoe_shaped

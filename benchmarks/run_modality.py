@@ -2,18 +2,18 @@
 
 ``python -m benchmarks.run_modality FOLDER [--out benchmarks/results/modality.jsonl]``
 
-FOLDER holds the competition's files, or is made first: ``--make 66175``. Each arm runs in a process of its own, so that
-its peak memory is its own:
+FOLDER holds the competition's files, or is made first: ``--make 66175``. Each arm runs in a separate process, so that
+its peak memory can be measured:
 
 - ``ours``: our SVD, our ten regressions;
 - ``sklearn``: scikit-learn's SVD, and our regressions after it, so that only the SVD differs;
 - ``sklearn, all``: scikit-learn alone, tuned: the matrix is read by our loader, regressions are on as many landmarks as
   ours (Nystroem and Ridge). The kernel ridge regression of the published baseline cannot be run at this size here: it
   takes three copies of a matrix of 8.8 GB for each model;
-- ``ours, GPU``: ours there; ``ours, GPU, exact``: the same without landmarks, as was published;
+- ``ours, GPU``: ours on a GPU; ``ours, GPU, exact``: the same without landmarks, as published;
 - ``cuml``: cuML alone, exact, the matrix read by our loader.
 
-The last three need a GPU, and are left out without one. Initial compiling and loading is not included in the seconds,
+The last three need a GPU, and are left out without one. Initial compilation and loading are not included in the seconds,
 but recorded separately (`warm_up_s`).
 """
 
@@ -40,7 +40,7 @@ PACKAGES = ("numpy", "scipy", "torch", "scikit-learn", "cupy-cuda13x", "cuml-cu1
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The engine of the SVD and that of the regressions, where they run, how, and what the picture calls it."""
+    """The engine of the SVD and that of the regressions, where and how they run, and the label in the figure."""
 
     svd: str
     regressions: str
@@ -62,7 +62,7 @@ GPU_ARMS = {
 
 
 def load_program() -> Any:
-    """Return the pipeline as a module; its other files are beside it."""
+    """Return the pipeline as a module; its other files are next to it."""
     if str(PROGRAM.parent) not in sys.path:
         sys.path.insert(0, str(PROGRAM.parent))
     spec = importlib.util.spec_from_file_location("modality", PROGRAM)

@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.run_pack --file cells.h5ad [--annbatch-python PATH] [--out benchmarks/results/pack.jsonl]``
 
-Both make a shuffled, sharded zarr store of the same file, in turns, each time in a fresh process whose imports are done
+Both make a shuffled, sharded zarr store of the same file, in turn, each time in a fresh process whose imports are done
 before the clock starts. gpuload also syncs everything to disk and reads it back; annbatch does neither, and keeps only
 one column of obs and the row numbers. Codecs are timed on one thread, on chunks of the file's own cells. Page cache
-warm. None of this applies to rates on a GPU: these would have to be measured with one.
+warm. None of this applies to rates on a GPU, which would have to be measured on one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CELLS_PER_CHUNK = (16, 64, 256)
 
 def pack_gpuload(file: Path, folder: Path, memory: str) -> dict[str, Any]:
     """Pack a file; return seconds and sizes."""
-    import anndata  # noqa: F401 - as a rival's imports are, done before the clock starts
+    import anndata  # noqa: F401 - done before the clock starts, as a rival's imports are
 
     import gpuload
     import gpuload.packing.work
@@ -80,7 +80,7 @@ def measure(name: str, file: Path, memory: str) -> dict[str, Any]:
 
 
 def in_turns(pythons: dict[str, str], file: Path, memory: str, rounds: int) -> list[dict[str, Any]]:
-    """Measure each packer once a round, in a process of its own; return all results."""
+    """Measure each packer once per round, in a separate process; return all results."""
     results = []
     for number in range(rounds):
         for name in sorted(pythons, reverse=bool(number % 2)):

@@ -7,7 +7,7 @@ FOLDER gets the files, unless it has them: synthetic cells of Tahoe-100M's shape
 
 - ``decode``: both columns of a row group, read from the page cache and decoded, on one thread, by gpuload's decoder and
   by pyarrow's ``read_row_group``, in turn; their results are compared first.
-- ``open``: all files, without and with what is kept of them, each in a process of its own.
+- ``open``: all files, without and with what is kept of them, each in a separate process.
 - ``plan``: building and holding a store of `--groups` row groups, and planning a fetch over it; no real files.
 """
 
@@ -43,7 +43,7 @@ def write_file(path: Path, n_obs: int) -> None:
     from gpuload.synthetic import tahoe_shaped
 
     X, obs, _ = tahoe_shaped(n_obs)
-    indptr = X.indptr + np.arange(n_obs + 1)  # one pair more in each row
+    indptr = X.indptr + np.arange(n_obs + 1)  # one more pair in each row
     is_pair = np.zeros(int(indptr[-1]), dtype=bool)
     is_pair[indptr[:-1]] = True
     genes, values = np.ones(is_pair.size, dtype=np.int64), np.full(is_pair.size, -2, dtype=np.float32)
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _openings(options: argparse.Namespace, paths: list[Path]) -> Iterator[dict[str, Any]]:
-    """Yield a record for each opening but the first of each kind, which also compiles, or makes what is kept."""
+    """Yield a record for each opening except the first of each kind, which also compiles, or makes what is kept."""
     command = [sys.executable, "-m", "benchmarks.run_parquet", str(options.folder), "--open", *map(str, paths)]
     for arm, place in (("nothing kept", "off"), ("kept", str(options.folder / "index"))):
         for number in range(4):

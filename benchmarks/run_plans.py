@@ -214,7 +214,7 @@ MEASURES = {"gpuload": measure_gpuload, "scdataset": measure_scdataset}
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Return a Markdown table: medians over the rounds, gpuload beside scDataset."""
+    """Return a Markdown table: medians over the rounds, gpuload next to scDataset."""
     lines = [
         "| sampler | us a cell | bytes a cell | ranges a fetch | first fetch, s | scDataset: us | bytes a cell |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -239,7 +239,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def measure_apart(arm: str, case: str, n_cells: int, n_fetches: int) -> dict[str, Any]:
-    """Run one measurement in a process of its own."""
+    """Run one measurement in a separate process."""
     command = [sys.executable, "-m", "benchmarks.run_plans", "--measure", arm, case]
     command += ["--cells", str(n_cells), "--fetches", str(n_fetches)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[1])

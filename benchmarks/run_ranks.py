@@ -94,7 +94,7 @@ def measure(job: dict[str, Any], work_dir: Path) -> dict[str, Any]:
 
 
 def check_rows(rows: list[np.ndarray], n_obs: int) -> None:
-    """Raise if ranks return unequally many rows, a row twice, or fewer than can be dealt equally."""
+    """Raise if ranks return unequal numbers of rows, a row twice, or fewer than can be divided equally."""
     found = np.concatenate(rows)
     if (
         len({r.size for r in rows}) > 1

@@ -183,7 +183,7 @@ def _run(arm: Arm, number: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _last_words(text: str) -> str:
-    """Return the end of a process's output: its exception, and the notes that packages add below it."""
+    """Return the end of a process's output: its exception, and any notes that packages add below it."""
     return " / ".join(text.strip().splitlines()[-3:]) or "ended without output"
 
 

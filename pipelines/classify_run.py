@@ -66,9 +66,9 @@ def join_processes(device: str) -> None:
 def _starts() -> str:
     """Return how often these processes were started before.
 
-    torchrun's store outlives a restart. Without a separate prefix for each start, a process finds there the address of
-    a killed one, and both wait for each other, or one connects where nobody listens. On several machines each has its
-    own count, which is of no use.
+    torchrun's store outlives a restart. Without a separate prefix for each start, a process finds the address of a
+    killed one there, and both wait for each other, or one connects where nothing listens. On several machines each has
+    its own count, which is of no use.
     """
     is_one_machine = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_machine else "any"
@@ -180,7 +180,7 @@ class Clock:
 
 
 class NoBoard:
-    """A stand-in for a TensorBoard log that is not wanted."""
+    """A stand-in for a TensorBoard log that was not requested."""
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Discard it."""

@@ -135,7 +135,7 @@ class StallMeter:
         self.waits_s: list[float] = []
         """Times without the GIL."""
         self.held_s: list[float] = []
-        """Upper bound, for each, on how much another thread of this program worked."""
+        """For each, an upper bound on how long another thread of this program worked."""
         self.longest_interrupt_s = 0.0
         """Longest time without the processor."""
         self.watched_s = 0.0

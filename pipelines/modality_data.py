@@ -348,7 +348,7 @@ def _gene_settings(tables: Sequence[Table], is_counts: bool) -> dict[str, Any]:
     return {"paths": [table.address for table in tables], "layer": tables[0].layer, "transform": transform}
 
 
-# --- what is written
+# --- output
 
 
 def write_prediction(folder: Path, predicted: NDArray[np.float32], cells: Cells) -> list[Path]:

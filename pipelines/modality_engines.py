@@ -83,7 +83,7 @@ class Engine:
         return int(self.params["n_rounds"]) if np.unique(batch).size > 1 else 0
 
     def is_exact(self, n: int) -> bool:
-        """Return whether to solve for so many cells exactly."""
+        """Return whether to solve exactly for this many cells."""
         solver = self.params["solver"]
         return bool(solver == "exact" or (solver == "auto" and n <= self.params["n_landmarks"]))
 

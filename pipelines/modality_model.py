@@ -121,8 +121,8 @@ class ProteinModel:
         Parameters
         ----------
         genes
-            Log-normalised expression: a MuData, an AnnData, or what else `gpuload.open_loader` opens, also as a mapping
-            of its settings: ``{"paths": "cite.h5ad", "layer": "normalized"}``.
+            Log-normalised expression: a MuData, an AnnData, or anything else that `gpuload.open_loader` opens, also as a
+            mapping of its settings: ``{"paths": "cite.h5ad", "layer": "normalized"}``.
         proteins : (n, n_proteins)
             Array, or an AnnData whose cells are found by name; None of a MuData, whose modality "prot" it is.
         batch : (n,), optional
@@ -203,7 +203,7 @@ class ProteinModel:
     @classmethod
     def load(cls, path: str | Path, **params: Any) -> Self:
         """Load what `save` wrote; `params` override, as in ``engine="ours", device="cpu"`` without a GPU."""
-        with Path(path).open("rb") as file:  # the system's errors are clear by themselves
+        with Path(path).open("rb") as file:  # the system's errors are clear enough
             if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle, and suggest loading it unsafely
                 raise gpuload.CorruptDataError(
                     f"{path}: not a saved ProteinModel: no .npz file, or one that was cut short. Pass the file that "
@@ -247,7 +247,7 @@ class Known:
 
 
 def _table_of(genes: Any) -> Any:
-    """Return the AnnData of the genes, or None where they are given in another way."""
+    """Return the AnnData of the genes, or None if they are given in another form."""
     genes = genes.mod[GENES] if hasattr(genes, "mod") else genes
     return genes if hasattr(genes, "obs_names") else None
 
@@ -263,7 +263,7 @@ def _opened(genes: Any) -> dict[str, Any]:
 
 
 def _known(genes: Any, proteins: Any, batch: ArrayLike | None, rows: ArrayLike | None) -> Known:
-    """Return the proteins as they go with the genes."""
+    """Return the proteins that belong to the genes."""
     table = _table_of(genes)
     if proteins is None:
         if not hasattr(genes, "mod"):

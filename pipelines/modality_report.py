@@ -61,7 +61,7 @@ class Row:
     device: str = "cpu"
 
 
-# --- what it is compared with
+# --- baselines
 
 
 def baselines(
@@ -142,7 +142,7 @@ def correlations(a: NDArray[np.float32], b: NDArray[np.float32], axis: int) -> N
     return np.asarray(np.where(scale > 1e-9, (a * b).sum(axis=axis) / np.maximum(scale, 1e-9), 0))
 
 
-# --- pictures
+# --- figures
 
 
 def draw_methods(path: Path, rows: Sequence[Row], title: str) -> None:
