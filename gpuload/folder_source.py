@@ -84,6 +84,10 @@ class FolderSource:
         self.key = next(_keys)
         self.opened: dict[int, _Open] = {}
 
+    def files(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the base address and the size of each file."""
+        return self.base, self._nbytes
+
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the file number at each address, the position in that file, and the file's size."""
         return find_files(self.base, self._nbytes, offset)

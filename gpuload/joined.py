@@ -1,21 +1,21 @@
 """Arrays of many files joined into one, so that a fetch from a hundred files is planned, read and decoded like any.
 
-The files share one address space (`JoinedSource`). Their arrays, of one dtype and one filter pipeline, are concatenated
-into one array, each starting at a chunk boundary (`JoinedArray`).
+The files, or folders of zarr, share one address space (`JoinedSource`). Their arrays, of one dtype and one filter
+pipeline, are concatenated into one array, each starting at a chunk boundary (`JoinedArray`).
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpuload.folder_source import bases_of
+from gpuload.folder_source import FolderSource, bases_of
 from gpuload.layout import plan_read
-from gpuload.source import FileSource, find_files, locate_byte
+from gpuload.source import FileSource, find_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,44 +27,57 @@ if TYPE_CHECKING:
 
 
 class JoinedSource:
-    """Open files as one address space; their owners check and close them.
+    """Files and folders as one address space; their owners check and close them.
 
     Attributes
     ----------
     base : (n,) int64
-        Address of the first byte of each file: increasing, multiples of 4096, and so far apart that no extent spans
-        two files.
+        Address of the first byte of each source: increasing, multiples of 4096, and so far apart that no extent spans
+        two of them.
     """
 
     memory = None
     has_files = True
     ranges = None
 
-    def __init__(self, sources: Sequence[FileSource]) -> None:
+    def __init__(self, sources: Sequence[FileSource | FolderSource]) -> None:
         self._sources = sources
-        self._nbytes = np.array([source.nbytes for source in sources], dtype=np.int64)
-        self.base = bases_of(self._nbytes)
+        self.base = bases_of(np.array([source.nbytes for source in sources], dtype=np.int64))
+        bases, nbytes = zip(*(source.files() for source in sources), strict=True)
+        self._first = np.cumsum([0, *(of_one.size for of_one in nbytes)])  # file of each source
+        self._file_base = np.concatenate([of_one + base for of_one, base in zip(bases, self.base, strict=True)])
+        self._file_nbytes = np.concatenate(nbytes)
         self.name = f"{sources[0].name} and {len(sources) - 1} more"
-        self.nbytes = int(self.base[-1] + self._nbytes[-1])
+        self.nbytes = int(self.base[-1] + sources[-1].nbytes)
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the file number at each address, the position in that file, and the file's size."""
-        return find_files(self.base, self._nbytes, offset)
+        return find_files(self._file_base, self._file_nbytes, offset)
 
     def where_is(self, offset: int) -> tuple[str, int]:
         """Return the path of the file at an address, and the position in it."""
-        number, at, _ = locate_byte(self, offset)
-        return self._sources[number].where_is(at)
+        source, at = self._source_at(offset)
+        return source.where_is(at)
 
     @contextmanager
     def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the descriptors of the given files."""
-        yield [self._sources[number].fileno() for number in numbers]
+        """Keep files open and yield their descriptors."""
+        owners = (np.searchsorted(self._first, numbers, side="right") - 1).tolist()
+        with ExitStack() as held:
+            yield [
+                held.enter_context(self._sources[owner].hold([number - int(self._first[owner])]))[0]
+                for number, owner in zip(numbers, owners, strict=True)
+            ]
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
         """Fill `buffer` starting at an address; return the bytes read, fewer only at the end of that file."""
-        number, at, _ = locate_byte(self, offset)
-        return self._sources[number].read_into(buffer, at)
+        source, at = self._source_at(offset)
+        return source.read_into(buffer, at)
+
+    def _source_at(self, offset: int) -> tuple[FileSource | FolderSource, int]:
+        """Return the source at an address, and the address within it."""
+        number = int(np.searchsorted(self.base, offset, side="right")) - 1
+        return self._sources[number], offset - int(self.base[number])
 
     def check_unchanged(self) -> None:
         """Do nothing: the files are checked individually."""
@@ -103,23 +116,25 @@ class JoinedArray:
         return plan_read(self.layout, ranges + self.start[files][:, None], dest, target, limit)
 
 
-_JOINABLE = {"shuffle", "deflate", "lzf", "zstd", "fletcher32"}
-"""Filters that allow chunks of different lengths: h5py chooses the chunk length from the array's length."""
+_OF_ANY_LENGTH = {"shuffle", "deflate", "lzf", "zstd", "fletcher32"}
+"""Filters that allow chunks of different lengths: h5py and zarr choose the chunk length from the array's length."""
 
 _WRITERS = {"deflate", "lzf", "zstd"}
 """Those whose values (a level, a length) are not needed for decoding."""
 
 
 def are_alike(layouts: Sequence[ArrayLayout]) -> bool:
-    """Return whether arrays of several local files differ only in their length and chunk length."""
+    """Return whether arrays of several local files or folders differ only in their length and chunk length."""
     first = layouts[0]
     steps = _steps(first)
-    return {name for name, _ in steps} <= _JOINABLE and all(
-        isinstance(layout.source, FileSource)
+    may_differ = {name for name, _ in steps} <= _OF_ANY_LENGTH
+    return all(
+        isinstance(layout.source, (FileSource, FolderSource))
         and layout.edges is None
         and len(layout.shape) == 1
         and not layout.is_raw
-        and (layout.name, layout.dtype, layout.fill_value) == (first.name, first.dtype, first.fill_value)
+        and (may_differ or layout.chunk_shape == first.chunk_shape)
+        and (layout.dtype, layout.fill_value) == (first.dtype, first.fill_value)
         and _steps(layout) == steps
         for layout in layouts
     )
@@ -142,6 +157,7 @@ def join_arrays(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedA
     whole = replace(
         layouts[0],
         source=source,
+        name=_common_name([layout.name for layout in layouts]),
         shape=(int(start[-1]),),
         chunk_shape=(int(length.max()),),
         chunk_offset=np.concatenate([part.chunk_offset + b for part, b in zip(layouts, source.base, strict=True)]),
@@ -152,3 +168,13 @@ def join_arrays(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedA
     )
     parts = [whole.of_chunks(*of, part) for of, part in zip(pairwise(first.tolist()), layouts, strict=True)]
     return JoinedArray(whole, tuple(parts), start[:-1])
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """Return the last parts that names of arrays share; the data sets of a collection differ in the first."""
+    shared = []
+    for parts in zip(*(reversed(name.split("/")) for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return "/".join(reversed(shared))

@@ -70,6 +70,10 @@ class FileSource:
         """Return file number 0, the position in the file and its size, for each offset."""
         return np.zeros_like(offset), offset, np.full_like(offset, self.nbytes)
 
+    def files(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the base address and the size of the file, as `gpuload.folder_source.FolderSource` does."""
+        return np.zeros(1, dtype=np.int64), np.array([self.nbytes], dtype=np.int64)
+
     def where_is(self, offset: int) -> tuple[str, int]:
         """Return the path and the offset."""
         return self.name, offset

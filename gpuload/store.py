@@ -434,6 +434,8 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         Matrix kinds or types of obs columns differ; genes differ, or cannot be joined.
     """
     first = stores[0]
+    if len(stores) == 1 and (join is None or join == UNCOMPARED):
+        return first
     for store in stores[1:]:
         _check_kind(first, store)
         if join is None:
@@ -466,10 +468,12 @@ def _joined(
     if len(matrices) < 2 or len(csr) < len(matrices):
         return matrices, None
     data, indices = [m.data for m in csr], [m.indices for m in csr]
-    if not (are_alike(data) and are_alike(indices)) or any(m.data.source is not m.indices.source for m in csr):
+    if not (are_alike(data) and are_alike(indices)):
         return matrices, None
     source = JoinedSource([layout.source for layout in data])  # type: ignore[misc]
-    joined = join_arrays(data, source), join_arrays(indices, source)
+    is_one = all(m.data.source is m.indices.source for m in csr)  # zarr keeps arrays in folders of their own
+    other = source if is_one else JoinedSource([layout.source for layout in indices])  # type: ignore[misc]
+    joined = join_arrays(data, source), join_arrays(indices, other)
     pairs = zip(csr, joined[0].parts, joined[1].parts, strict=True)
     return tuple(replace(m, data=of_data, indices=of_indices) for m, of_data, of_indices in pairs), joined
 

@@ -257,7 +257,8 @@ def test_csr_rows_are_canonical(tmp_path: Path) -> None:
 
 def test_files_of_more_than_2_gb_side_by_side() -> None:
     size = 3 << 30
-    source = JoinedSource([SimpleNamespace(nbytes=size, name=name) for name in ("one", "two")])
+    tables = np.zeros(1, dtype=np.int64), np.array([size])
+    source = JoinedSource([SimpleNamespace(nbytes=size, name=name, files=lambda: tables) for name in ("one", "two")])
     assert source.base[1] > size
     assert source.nbytes == source.base[1] + size
     number, at, nbytes = source.locate(source.base + np.array([size - 1, 5]))

@@ -2,10 +2,10 @@
 
 A blosc container (c-blosc 1) is a header of 16 bytes, a table of block offsets, and the blocks. A block is one stream
 or, if split, `typesize` equal streams: one per byte of the elements, which the shuffle within a block has grouped. All
-chunks of an array have the same size and come from one writer (`gpuload.joined` keeps such files apart), so their
-headers differ only in the size of the container and in whether its bytes were compressed at all. One header therefore
-tells how many streams every chunk has and where their output goes, before any other is read. The kernel ``walk_blosc``
-detects a chunk whose header disagrees, and it is decoded on the host.
+chunks of an array have the same size and come from one writer (`gpuload.joined` joins only files of one chunk size), so
+their headers differ only in the size of the container and in whether its bytes were compressed at all. One header
+therefore tells how many streams every chunk has and where their output goes, before any other is read. The kernel
+``walk_blosc`` detects a chunk whose header disagrees, and it is decoded on the host.
 
 HDF5's lz4 filter writes a header of 12 bytes (the decoded size and the block size), then the blocks, each preceded by
 its stored size, all big-endian; ``walk_lz4`` locates those streams.
