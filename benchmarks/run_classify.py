@@ -10,7 +10,7 @@ pipelines/classify.py is run, each training for one epoch:
 - the same in blocks of 16, block shuffling alone: 256 blocks to a fetch, fewer than there are drugs;
 - the paper's own settings, blocks of 16 and 256 minibatches to a fetch, next to true random order;
 - the same on five times as many cells, five seeds: there the last fetch is a smaller part of the training data;
-- on these, also with the paper's values and rate (raw counts, Adam at 1e-5), streaming, block shuffling and true random;
+- on these, also with the paper's values and rate (raw counts, Adam at 1e-5), streaming, block and true random;
 - a perceptron of two hidden layers of 512; three orders, two seeds.
 
 The seconds are those of one machine, with training and loading on the same cores. *loader* is the loader alone, over an

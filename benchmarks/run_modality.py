@@ -13,8 +13,8 @@ its peak memory can be measured:
 - ``ours, GPU``: ours on a GPU; ``ours, GPU, exact``: the same without landmarks, as published;
 - ``cuml``: cuML alone, exact, the matrix read by our loader.
 
-The last three need a GPU, and are left out without one. Initial compilation and loading are not included in the seconds,
-but recorded separately (`warm_up_s`).
+The last three need a GPU, and are left out without one. Initial compilation and loading are not included in the
+seconds, but recorded separately (`warm_up_s`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.run_open FOLDER [--cells 100000000] [--files 14] [--out benchmarks/results/open.jsonl]``
 
-FOLDER gets the files, unless it has them. Their metadata are like Tahoe-100M's (62,710 genes, about 1,500 values per cell,
-gzip, chunks of about 24 cells, so 8 million chunks in all), and every chunk is stored, but all hold zeros: what opening
-reads has its real size. All files have the same contents. Each opening is in its own process and with one obs
+FOLDER gets the files, unless it has them. Their metadata are like Tahoe-100M's (62,710 genes, about 1,500 values per
+cell, gzip, chunks of about 24 cells, so 8 million chunks in all), and every chunk is stored, but all hold zeros: what
+opening reads has its real size. All files have the same contents. Each opening is in its own process and with one obs
 column; the first ones find no index, the others do.
 """
 

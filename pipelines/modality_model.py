@@ -121,8 +121,8 @@ class ProteinModel:
         Parameters
         ----------
         genes
-            Log-normalised expression: a MuData, an AnnData, or anything else that `gpuload.open_loader` opens, also as a
-            mapping of its settings: ``{"paths": "cite.h5ad", "layer": "normalized"}``.
+            Log-normalised expression: a MuData, an AnnData, or anything else that `gpuload.open_loader` opens, also as
+            a mapping of its settings: ``{"paths": "cite.h5ad", "layer": "normalized"}``.
         proteins : (n, n_proteins)
             Array, or an AnnData whose cells are found by name; None of a MuData, whose modality "prot" it is.
         batch : (n,), optional

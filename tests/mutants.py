@@ -216,7 +216,7 @@ def judge(path: Path, say: Any, original: dict[str, Any]) -> tuple[str, str]:
 def in_turn(
     path: Path, regions: dict[str, NDArray[np.int64]], numbers: range, series: int = 0
 ) -> Iterator[tuple[int, str, Callable[[str], None]]]:
-    """Write the mutants of a file one after another in its place; yield number, region and a function to tell the stage.
+    """Write the mutants of a file one after another in its place; yield number, region and a way to tell the stage.
 
     What is done with a mutant before the next one is requested must not take longer than `HUNG_S`.
     """
