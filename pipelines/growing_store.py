@@ -60,7 +60,7 @@ def train(store: SampleStore, args: argparse.Namespace, meter: StallMeter) -> li
             seed=args.seed, mode=args.mode, n_samples=args.samples, min_samples=args.min_samples
         ) as snapshot:
             epoch = Epoch(number, snapshot.generation, len(snapshot))
-            for batch in snapshot.batches(args.batch_size, n_threads=args.threads):
+            for batch in snapshot.batches(args.batch_size, num_threads=args.threads):
                 x = torch.from_numpy(batch.data).flatten(1)  # over the same memory
                 x = x.to(args.device, non_blocking=True)
                 loss = torch.nn.functional.mse_loss(model.to(x.device)(x[:, 1 : N_FEATURES + 1])[:, 0], x[:, 0])
