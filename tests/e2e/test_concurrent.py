@@ -132,7 +132,7 @@ def test_pictures_are_made_in_a_folder_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert program.main(["s3://bucket/pictures", "--make", "1"]) == 2
-    assert "--make: it writes into a folder, and s3://bucket/pictures is an address" in capsys.readouterr().err
+    assert "--make: it writes into a folder, but s3://bucket/pictures is an address" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     assert program.main(["file", "--make", "1"]) == 1

@@ -79,7 +79,7 @@ def test_what_cannot_be_carried_out_is_said_in_one_sentence(run, tmp_path: Path)
 @pytest.mark.parametrize(
     ("place", "options", "code", "message"),
     [
-        ("s3://bucket/train", ["--make", 1], 2, "--make: it writes into a folder, and s3://bucket/train is an address"),
+        ("s3://bucket/train", ["--make", 1], 2, "--make: it writes into a folder, but s3://bucket/train is an address"),
         ("file", ["--make", 1], 1, "File exists: 'file'"),
         ("remote", ["--device", "cuda"], 1, "--device cuda: PyTorch sees no GPU; leave it out."),
     ],
