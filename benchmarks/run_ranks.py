@@ -101,7 +101,7 @@ def check_rows(rows: list[np.ndarray], n_obs: int) -> None:
         or np.unique(found).size != found.size
         or found.size != n_obs - n_obs % len(rows)
     ):
-        raise AssertionError(f"ranks handed over {[r.size for r in rows]} rows of {n_obs}, or some of them twice.")
+        raise AssertionError(f"ranks returned {[r.size for r in rows]} rows of {n_obs}, or some of them twice.")
 
 
 def main(arguments: list[str] | None = None) -> int:

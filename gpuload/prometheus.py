@@ -61,7 +61,7 @@ _STORE_COUNTERS = {
 _STORE_GAUGES = {
     "held_nbytes": "Bytes on disk and reserved.",
     "n_in_flight": "Downloads under way.",
-    "n_quarantined": "Samples that are left alone because they cannot be had.",
+    "n_quarantined": "Samples that are left alone because they cannot be fetched.",
     "generation": "Number of the last snapshot.",
     "hit_ratio": "Share of samples read from local copies.",
 }

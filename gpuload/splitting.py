@@ -323,8 +323,8 @@ class _Opened:
         for name in columns:
             if name not in self.store.obs:
                 raise PlanError(
-                    f"by or stratify: {name!r} is no column that the loader holds; open it with obs=[{name!r}], or "
-                    "give the paths."
+                    f"by or stratify: {name!r} is not a column that the loader holds; open it with obs=[{name!r}], or "
+                    "pass the paths."
                 )
 
     def __enter__(self) -> Store:

@@ -206,8 +206,8 @@ class ProteinModel:
         with Path(path).open("rb") as file:  # the system's errors are clear enough
             if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle, and suggest loading it unsafely
                 raise gpuload.CorruptDataError(
-                    f"{path}: not a saved ProteinModel: no .npz file, or one that was cut short. Pass the file that "
-                    "ProteinModel.save or --save has written, or fit and save the model again."
+                    f"{path}: not a saved ProteinModel: not an .npz file, or one that was cut short. Pass the file "
+                    "that ProteinModel.save or --save has written, or fit and save the model again."
                 )
             try:
                 with np.load(file, allow_pickle=False) as stored:
@@ -216,7 +216,7 @@ class ProteinModel:
                     given = {**about["params"], **params}
             except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
                 raise gpuload.CorruptDataError(
-                    f"{path}: not a saved ProteinModel: this .npz file lacks parts of one, or they are damaged. Give "
+                    f"{path}: not a saved ProteinModel: this .npz file lacks parts of one, or they are damaged. Pass "
                     "the file that ProteinModel.save or --save has written, or fit and save the model again."
                 ) from error
         model = cls(**given)

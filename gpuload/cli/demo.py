@@ -351,7 +351,7 @@ def _report(result: dict[str, Any]) -> str:
             f"{result['n_classes']} classes, so the model follows the last fetch; use more --cells"
         )
     if "genes" in settings:
-        intro.append(f"  genes handed over: {settings['genes']}")
+        intro.append(f"  genes delivered: {settings['genes']}")
     header = ("order", "loader, cells/s", "training, cells/s", "training, s", f"{result['mix']} entropy", "macro-F1")
     rows = [
         (

@@ -298,7 +298,7 @@ def draw_timeline(
         ticks.append((line + 0.9, f"{gpu.name} busy"))
         line += 2
     if _draw_batches(axis, by_timer.get("wait_s", {}), line, lasted):
-        ticks.append((line + 0.4, "batch handed over"))
+        ticks.append((line + 0.4, "batch delivered"))
         line += 1
     if ticks:
         axis.set_yticks(*zip(*ticks, strict=True))

@@ -193,7 +193,7 @@ def _kind_of_one(path: str, layer: str, name: str) -> str:
         with closing(open_store(path, layer=layer, obs=(name,))) as store:
             return _kind(store.obs[name])
     except StoreError:
-        return "cannot be handed over: not one category, text, number or boolean per cell"
+        return "cannot be delivered: not one category, text, number or boolean per cell"
 
 
 def _kind(column: ObsColumn) -> str:

@@ -304,8 +304,8 @@ def cholesky(engine: Engine, A: Any, panel: int = PANEL) -> Any:
             corner = engine.cholesky(A[lo:hi, lo:hi])
         except engine.xp.linalg.LinAlgError as error:
             raise PlanError(
-                "the kernel matrix is not positive definite in this precision: alpha is too small for so many rows "
-                "that are alike; use a larger one."
+                "the kernel matrix is not positive definite in this precision: alpha is too small for so many similar "
+                "rows; use a larger one."
             ) from error
         A[lo:hi, lo:hi] = corner
         if hi < n:

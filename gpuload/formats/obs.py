@@ -181,7 +181,7 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
         return _encode_strings(array)
     raise StoreError(
         f"{path}: obs column {name!r} has dtype {array.dtype} and shape {array.shape}; only categorical, string, "
-        "numeric (of up to 8 bytes) and boolean columns of one value per cell can be handed over."
+        "numeric (of up to 8 bytes) and boolean columns of one value per cell can be delivered."
     )
 
 

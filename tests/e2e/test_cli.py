@@ -230,7 +230,7 @@ def test_inspect_names_columns_that_cannot_be_handed_over(run, tmp_path):
     code, out, _ = run("inspect", path, "--json")
     kinds = json.loads(out)["obs"]
     assert code == 0
-    assert kinds["depth"].startswith("cannot be handed over")
+    assert kinds["depth"].startswith("cannot be delivered")
     assert kinds["n_counts"] == "int32"
 
 

@@ -129,5 +129,5 @@ def test_the_benchmark_of_ranks_at_tiny_size(plain: Stored, tmp_path: Path, warm
 @pytest.mark.parametrize("rows", [([0, 1], [1, 2]), ([0, 1, 2], [3]), ([0], [1])])
 def test_the_benchmark_times_no_ranks_that_are_wrong(rows: tuple[list[int], list[int]]) -> None:
     run_ranks.check_rows([np.array([0, 1]), np.array([3, 4])], 5)
-    with pytest.raises(AssertionError, match="ranks handed over"):
+    with pytest.raises(AssertionError, match="ranks returned"):
         run_ranks.check_rows([np.array(r) for r in rows], 5)

@@ -751,7 +751,7 @@ def test_what_is_no_model_is_refused(
     what = (
         "this .npz file lacks parts of one, or they are damaged"
         if is_zip
-        else "no .npz file, or one that was cut short"
+        else "not an .npz file, or one that was cut short"
     )
     cure = "Pass the file that ProteinModel.save or --save has written, or fit and save the model again."
     assert (code, err) == (1, f"modality.py: {path}: not a saved ProteinModel: {what}. {cure}\n")

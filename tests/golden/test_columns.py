@@ -160,7 +160,7 @@ def test_columns_that_have_no_place_in_a_minibatch(kind: str) -> None:
         gpuload.open_loader(cells, obs=["c"])
     assert str(caught.value) == (
         f"<AnnData>: obs column 'c' has dtype {kind} and shape (6,); only categorical, string, numeric (of up to 8 "
-        "bytes) and boolean columns of one value per cell can be handed over."
+        "bytes) and boolean columns of one value per cell can be delivered."
     )
 
 

@@ -388,7 +388,7 @@ def test_genes_may_differ(paths: list[Path], tmp_path: Path) -> None:
 def test_a_loader_without_the_column_is_refused_with_the_cure(paths: list[Path]) -> None:
     with (
         gpuload.open_loader(paths, obs=["drug"]) as loader,
-        pytest.raises(gpuload.PlanError, match=r"'sample' is no column that the loader holds; .* obs=\['sample'\]"),
+        pytest.raises(gpuload.PlanError, match=r"'sample' is not a column that the loader holds; .* obs=\['sample'\]"),
     ):
         gpuload.split(loader, HALVES, by="sample")
 

@@ -337,7 +337,7 @@ def _raise_as_device_error(name: str, error: BaseException) -> None:
     cuda = cupy.cuda
     if isinstance(error, cuda.memory.OutOfMemoryError):
         raise DeviceError(
-            f"{name}: out of memory: {error}. Lower fetch_factor, prefetch or device_cache, or give device_memory."
+            f"{name}: out of memory: {error}. Lower fetch_factor, prefetch or device_cache, or set device_memory."
         ) from error
     if isinstance(error, cuda.compiler.CompileException):
         raise DeviceError(

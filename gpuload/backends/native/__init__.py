@@ -38,7 +38,7 @@ def _passing_folder() -> tempfile.TemporaryDirectory[str]:
     except OSError as error:
         raise PlanError(
             f"there is no place to keep the compiled kernels ({error.strerror}); set NUMBA_CACHE_DIR, or TMPDIR, to a "
-            "folder that can be written."
+            "writable folder."
         ) from error
 
 

@@ -67,7 +67,7 @@ def describe(code: int) -> str:
         BAD_LZ4: "lz4 cannot decode it",
         BAD_CRC32C: "its crc32c checksum does not match",
         BAD_GZIP: "its gzip header is wrong",
-        BAD_CRC32: "its crc32 checksum, or the size beside it, does not match",
+        BAD_CRC32: "its crc32 checksum, or the size next to it, does not match",
     }[code]
 
 
