@@ -289,8 +289,8 @@ def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray,
         (lambda X, y: KernelRidge(n_rounds=-1).fit(X, y), "n_rounds=-1: expected at least 1 and at least 0"),
         (lambda X, y: KernelRidge().fit(X, np.full(len(y), "high")), "y has dtype <U4; expected numbers"),
         (lambda X, y: KernelRidge().fit(X, y[:7]), r"y has shape \(7,\); expected \(5000,\)"),
-        (lambda X, y: KernelRidge(n_rounds=2).fit(X, y), "needs groups: .* found 1 over 5000 rows"),
-        (lambda X, y: KernelRidge(n_rounds=2).fit(X, y, np.arange(9)), "found 9 over 9 rows"),
+        (lambda X, y: KernelRidge(n_rounds=2).fit(X, y), "needs groups: .* got 1 over 5000 rows"),
+        (lambda X, y: KernelRidge(n_rounds=2).fit(X, y, np.arange(9)), "got 9 over 9 rows"),
     ],
 )
 def test_refused(cells: np.ndarray, call: Any, message: str) -> None:
