@@ -416,7 +416,7 @@ def test_every_form_can_be_packed(name: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     form = FORMS[name](tmp_path / "in")
     if not form.dense.size:
-        with pytest.raises(gpuload.StoreError, match="expected some"):
+        with pytest.raises(gpuload.StoreError, match="expected at least one of each"):
             gpuload.pack(form.path, tmp_path / "out.zarr")
         return
     gpuload.pack(form.path, tmp_path / "out.zarr", layer=form.layer)
