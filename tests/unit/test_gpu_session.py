@@ -86,6 +86,8 @@ def test_its_steps_are_of_commands_that_exist(
     assert steps["install"][0] == "bash"  # a copy of the checkout may have lost its permission to be run
     assert Path(steps["install"][1]).exists()
     assert set(session.COLD) <= set(run_gpu.ARMS)
+    options = steps["racecheck"][1 : steps["racecheck"].index(sys.executable)]
+    assert options[options.index("--kernel-name-exclude") + 1] == "kns=nvcomp"
     monkeypatch.setattr(run_gpu, "n_gpus", lambda: 0)
     compile(session.HAS_GPU, "HAS_GPU", "exec")
     for name in ("bench", "cold"):
