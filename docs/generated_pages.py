@@ -26,6 +26,7 @@ TITLES = {
     "rivals": "Beside other loaders",
     "rivals_epyc": "Beside other loaders, on another machine",
     "files": "The same cells in 20 files",
+    "gpu": "On a GPU",
     "stages": "Each stage beside what the machine allows",
     "ranks": "One rank on all cores, two on half of them each",
     "plans": "What it costs to plan an epoch",
@@ -187,9 +188,10 @@ def _section(name: str, records: list[dict[str, Any]]) -> str:
     if name == "plans":
         return run_plans.table(records)
     lists = dict.fromkeys(key for record in records for key, value in record.items() if _is_table(value))
-    by_arm: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    by_arm: dict[str, list[dict[str, Any]]] = {_arm(record): [] for record in records}
     for record in records:
-        by_arm[_arm(record)].append(record)
+        if "error" not in record:  # an arm that never succeeded is listed with no runs
+            by_arm[_arm(record)].append(record)
     parts = [medians(list(by_arm.items()))]
     for key in lists:
         rows = [row for record in records for row in record.get(key, [])]
@@ -217,11 +219,11 @@ def _number(value: float) -> str:
 
 
 def _arm(record: dict[str, Any]) -> str:
-    """Return what a record is of: its arm and case; of a row without, all its words."""
+    """Return what a record is of: its arm, its case and a cold cache; of a row without, all its words."""
     if "arm" not in record:
         return ", ".join(v for k, v in record.items() if isinstance(v, str) and k not in ORIGIN) or "all"
     name = record["arm"]["name"] if isinstance(record["arm"], dict) else str(record["arm"])
-    return " ".join(filter(None, [name, str(record.get("case", ""))]))
+    return " ".join(filter(None, [name, str(record.get("case", "")), "cold" * (record.get("cache") == "cold")]))
 
 
 def _is_figure(name: str, value: Any) -> bool:
@@ -234,11 +236,13 @@ def _origin(name: str, records: list[dict[str, Any]]) -> str:
     commits = ", ".join(dict.fromkeys(r["commit"].removesuffix("+changes")[:7] for r in records if "commit" in r))
     found = [r["machine"] for r in records if "machine" in r]
     machines = ", ".join(dict.fromkeys(f"{count(m['cores'], 'core')} of {m['cpu']}" for m in found))
+    cards = ", ".join(dict.fromkeys(r["gpu"]["card"] for r in records if r.get("gpu")))
     days = sorted({r["time"][:10] for r in records if "time" in r})
     facts = [
         f"{count(len(records), 'record')} in `benchmarks/results/{name}.jsonl`",
         f"commits {commits}" if commits else "",
         machines,
+        cards,
         " to ".join(dict.fromkeys([*days[:1], *days[-1:]])),
     ]
     return f"*{'; '.join(filter(None, facts))}.*"

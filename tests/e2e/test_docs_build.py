@@ -51,6 +51,17 @@ def test_the_page_has_the_medians_of_every_file_of_records(tmp_path: Path) -> No
     )
 
 
+def test_the_page_keeps_cold_files_apart_counts_no_failure_and_names_the_card(tmp_path: Path) -> None:
+    card = {"gpu": {"card": "abacus 200"}}
+    records = [record("ours", rate=rate, cache="warm", **card) for rate in (30.0, 10.0, 20.0)]
+    records += [record("ours", rate=4.0, cache="cold", **card), record("theirs", batch=8, error="none is here", **card)]
+    (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    section = generated_pages.benchmarks_page(tmp_path).partition("## On a GPU\n\n")[2].splitlines()
+    assert section[0] == "| arm | runs | rate |"
+    assert section[2:5] == ["| ours | 3 | 20 |", "| ours cold | 1 | 4 |", "| theirs | 0 |  |"]
+    assert "; 1 core of abacus; abacus 200; 2026-01-02.*" in section[6]
+
+
 @pytest.mark.parametrize("name", generated_pages.TIMED)
 def test_a_page_has_the_times_where_there_is_a_record(name: str, tmp_path: Path) -> None:
     assert generated_pages.times(tmp_path, name, "times it") == f"`python -m benchmarks.run_{name}` times it.\n"
