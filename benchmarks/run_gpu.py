@@ -9,6 +9,7 @@ gives the driver, the card, the I/O path by KvikIO's own counters, and whether t
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import math
 import os
@@ -55,6 +56,9 @@ PREFETCH = 2
 
 SHORTEST_S = 10.0
 """Seconds below which no arm is started."""
+
+GRACE_S = 5.0
+"""Seconds that an arm which is out of time has left to say where it hangs."""
 
 STEP_S = 1.3e-3
 """A short training step per 1,024 cells; from here on, the GPU must wait for input less than 5 % of the time."""
@@ -383,6 +387,8 @@ def main(arguments: list[str] | None = None) -> int:
     file = chosen.file or _make_file(Path("demo-data/gpu_tahoe_shaped.h5ad"), chosen.n_obs)
     options = Options(file, chosen.batch_size, chosen.fetch_factor, chosen.cache)
     if chosen.arm:
+        faulthandler.enable()
+        faulthandler.dump_traceback_later(chosen.timeout, exit=True)
         print(json.dumps(ARMS[chosen.arm](options)))
         return 0
     origin = {
@@ -404,14 +410,8 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             command = [sys.executable, "-m", "benchmarks.run_gpu", "--file", str(file), "--arm", name]
             command += ["--batch-size", str(chosen.batch_size), "--fetch-factor", str(chosen.fetch_factor)]
-            command += ["--cache", chosen.cache]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
-                found = (
-                    json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-600:]}
-                )
-            except subprocess.TimeoutExpired:
-                found = {"error": f"longer than {limit:.0f} s"}
+            command += ["--cache", chosen.cache, "--timeout", f"{limit:.0f}"]
+            found = _measured(command, limit)
             if "error" in found:
                 arms.remove(name)  # it would take up the others' time again
             n_measured += "error" not in found
@@ -421,9 +421,24 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if n_measured else 1
 
 
+def _measured(command: list[str], limit_s: float) -> dict[str, Any]:
+    """Run an arm; return its figures, or the reason why there are none, after printing all that it said of it."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s + GRACE_S)
+    except subprocess.TimeoutExpired:
+        return {"error": f"longer than {limit_s:.0f} s"}
+    if done.returncode == 0:
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    print(done.stderr, file=sys.stderr, flush=True)
+    said = done.stderr.strip().splitlines()
+    if any(line.startswith("Timeout (") for line in said):
+        return {"error": f"longer than {limit_s:.0f} s"}
+    return {"error": said[-1] if said and done.returncode > 0 else f"exit status {done.returncode}"}
+
+
 def _say(found: dict[str, Any]) -> str:
     if "error" in found:
-        return "failed: " + (found["error"].strip().splitlines() or ["?"])[-1]
+        return f"failed: {found['error']}"
     parts = [f"{found['bytes_per_s'] / 1e9:,.1f} GB/s"] if "bytes_per_s" in found else []
     parts += [f"{found['cells_per_s']:,.0f} cells/s"] if "cells_per_s" in found else []
     parts += [found["io_mode"]] if "io_mode" in found else []

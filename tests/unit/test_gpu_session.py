@@ -99,6 +99,25 @@ def test_its_steps_are_of_commands_that_exist(
     assert "argument --only: invalid choice: 'ours, GPU'" in capsys.readouterr().err
 
 
+def test_an_arm_that_fails_hangs_or_crashes_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import run_gpu
+
+    program = """if True:
+        import os, sys, time
+        from benchmarks import run_gpu
+        def broken(options): raise RuntimeError("no such kernel")
+        def stuck(options): time.sleep(600)
+        def crashed(options): os.abort()
+        run_gpu.n_gpus, run_gpu.ARMS = lambda: 1, {arm.__name__: arm for arm in (broken, stuck, crashed)}
+        run_gpu.main(sys.argv[1:])"""
+    command = [sys.executable, "-c", program, "--file", "none", "--timeout", "1", "--arm"]
+    assert run_gpu._measured([*command, "broken"], 60) == {"error": "RuntimeError: no such kernel"}
+    assert run_gpu._measured([*command, "stuck"], 60) == {"error": "longer than 60 s"}
+    assert run_gpu._measured([*command, "crashed"], 60) == {"error": "exit status -6"}
+    said = capfd.readouterr().err
+    assert all(f" in {name}\n" in said for name in ("broken", "stuck", "crashed"))
+
+
 def test_all_tests_that_need_a_gpu_are_run(session: Any) -> None:
     folder = ROOT / "tests"
     marked = {path.relative_to(ROOT).as_posix() for path in folder.rglob("test_*.py") if GPU in path.read_text()}
