@@ -45,7 +45,7 @@ def steps(wheels: Path, results: Path) -> list[Step]:
     """Return what is done, in order."""
     python, docker = sys.executable, ROOT / "docker"
     pytest = (python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark")
-    first = (*pytest, "-n", "0", "-x", TESTS, "-k", "csr-gzip4 or local_rank")
+    first = ("-n", "0", "-x", TESTS, "-k", "csr-gzip4 or local_rank")
     bench = (python, "-m", "benchmarks.run_gpu", "--out", str(results / "gpu.jsonl"))
     modality = ("demo-data/gpu_modality", "--make", "66175", "--only", "ours, GPU", "ours, GPU, exact", "--rounds", "2")
     modality = (*modality, "--out", str(results / "modality.jsonl"))
@@ -54,15 +54,15 @@ def steps(wheels: Path, results: Path) -> list[Step]:
         Step("install", install, 180, is_needed=True),
         Step("gpu", (python, "-c", HAS_GPU), 60, is_needed=True),
         Step("doctor", (python, "-m", "gpuload", "doctor"), 60),
-        Step("first", first, 150),
-        Step("tests", (*pytest, "-n", "4", f"--junitxml={results / 'tests.xml'}", TESTS), 400),
-        Step("programs", (*pytest, "-n", "0", *PROGRAMS), 200),
+        Step("first", (*pytest, *HANGS, *first), 150),
+        Step("tests", (*pytest, *HANGS, "-n", "4", f"--junitxml={results / 'tests.xml'}", TESTS), 400),
+        Step("programs", (*pytest, *HANGS, "-n", "0", *PROGRAMS), 200),
         Step("bench", (*bench, "--rounds", "2", "--timeout", "150", "--budget", "480"), 540),
         Step("modality", (python, "-m", "benchmarks.run_modality", *modality), 500),
         Step("cold", (*bench, "--rounds", "1", "--cache", "cold", "--only", *COLD, "--budget", "90"), 120),
     ]
     if checker := shutil.which("compute-sanitizer"):
-        watched = (checker, "--error-exitcode", "9", "--report-api-errors", "no", *first)
+        watched = (checker, "--error-exitcode", "9", "--report-api-errors", "no", *pytest, *first)
         found.append(Step("memcheck", watched, 240))
         found.append(Step("racecheck", (checker, "--tool", "racecheck", *NOT_OURS, *watched[1:]), 240))
     return found
@@ -72,6 +72,9 @@ HAS_GPU = """import sys
 from gpuload.backends.cuda.device import n_gpus
 sys.exit(0 if n_gpus() else "no GPU can be used here")
 """
+
+HANGS = ("-o", "faulthandler_timeout=60", "--timeout=100", "--timeout-method=thread")
+"""How long a test may take before it tells where it hangs, and before its process is ended and the next test begins."""
 
 NOT_OURS = ("--kernel-name-exclude", "kns=nvcomp")
 """nvCOMP's kernels, by a part of their names: hazards in those say nothing of ours, and checking them takes long."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -97,6 +98,28 @@ def test_its_steps_are_of_commands_that_exist(
     with pytest.raises(SystemExit):
         run_modality.main(list(steps["modality"][3:]))
     assert "argument --only: invalid choice: 'ours, GPU'" in capsys.readouterr().err
+
+
+def test_a_test_that_hangs_says_where_and_costs_no_other_one(session: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_hang.py").write_text(
+        "import ctypes\n"
+        "def test_stuck():\n"
+        "    lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
+        "    lock(mutex), lock(mutex)  # returns for no signal, like a wait inside CUDA\n"
+        "def test_next(): pass\n"
+    )
+    steps = {step.name: step.command for step in session.steps(tmp_path / "wheels", tmp_path)}
+    for name in ("first", "tests", "programs"):
+        assert set(session.HANGS) < set(steps[name])
+    options = [option.replace("60", "1").replace("100", "3") for option in session.HANGS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "1", *options]
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), f"--junitxml={tmp_path}/tests.xml", str(tmp_path / "test_hang.py")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"line \d+ in test_stuck\n", done.stdout + done.stderr)
+    assert "test_stuck" in (tmp_path / "tests.xml").read_text()
 
 
 def test_an_arm_that_fails_hangs_or_crashes_says_where(capfd: pytest.CaptureFixture[str]) -> None:
