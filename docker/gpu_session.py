@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -88,7 +89,7 @@ COLD = ("gpuload/dense/kvikio", "gpuload/dense/pinned")
 def run(todo: list[Step], results: Path, budget_s: float) -> list[tuple[str, str, float]]:
     """Carry steps out; return of each its name, what became of it, and its seconds."""
     environment = {**os.environ, "PYTHONPATH": f"{SITE}{os.pathsep}{ROOT}", "PYTHONUNBUFFERED": "1"}
-    environment["GPULOAD_PYTHON"] = sys.executable
+    environment |= {"GPULOAD_PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1"}
     outcomes: list[tuple[str, str, float]] = []
     end, lacking = time.monotonic() + budget_s, ""
     with (results / "session.log").open("a") as log, (results / "steps.jsonl").open("a") as told:
@@ -126,6 +127,9 @@ def _outcome(step: Step, limit_s: float, log: IO[str], environment: dict[str, st
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGABRT)  # upon which Python says where it is
+            process.wait(5)
         return f"ended after {limit_s:.0f} s"
     else:
         return "done" if code == 0 else f"failed: exit status {code}"
@@ -150,6 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"no step {unknown[0]!r}; there are {', '.join(names)}")
     results.mkdir(parents=True, exist_ok=True)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # dumps would be huge
     todo = [step for step in known if chosen.only is None or step.name in chosen.only]
     return int(any(outcome != "done" for _, outcome, _ in run(todo, results, chosen.budget)))
 

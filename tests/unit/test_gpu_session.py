@@ -41,6 +41,7 @@ def test_a_step_that_fails_or_hangs_costs_no_other_one(session: Any, tmp_path: P
     steps = [
         session.Step("fails", ("sh", "-c", "echo what it found; exit 3"), 30),
         session.Step("hangs", ("sh", "-c", hang), 3),
+        session.Step("says where", (sys.executable, "-c", "import time\nfor _ in range(9): time.sleep(60)"), 3),
         session.Step("is not there", ("/no/such/program",), 30),
         session.Step("works", ("sh", "-c", "echo done by $GPULOAD_PYTHON in $PWD"), 30),
     ]
@@ -50,9 +51,10 @@ def test_a_step_that_fails_or_hangs_costs_no_other_one(session: Any, tmp_path: P
     assert {name: outcome for name, outcome, _ in outcomes} == told(tmp_path)
     found = told(tmp_path)
     assert found.pop("is not there").startswith("failed: ")
-    assert found == {"fails": "failed: exit status 3", "hangs": "ended after 3 s", "works": "done"}
+    assert (found.pop("hangs"), found.pop("says where")) == ("ended after 3 s", "ended after 3 s")
+    assert found == {"fails": "failed: exit status 3", "works": "done"}
     log = (tmp_path / "session.log").read_text()
-    for line in ("== fails", "what it found", "begun", f"done by {sys.executable} in {ROOT}"):
+    for line in ("== fails", "what it found", "begun", "line 2 in <module>", f"done by {sys.executable} in {ROOT}"):
         assert line in log
     child = int((tmp_path / "child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
