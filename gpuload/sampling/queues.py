@@ -192,46 +192,44 @@ class DrawnOrder(MixedFetches):
         while self._step < 8 * queues.n_strata:
             self._step *= 2
         self._noted = [np.zeros(queues.n_strata, dtype=np.int64)]
-        self._last: tuple[int, NDArray[np.integer]] | None = None
+        self._place, self._counts = 0, self._noted[0].copy()
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the rows at positions start..stop as ranges, shape (n, 2)."""
-        before, drawn = self._before(start), self._drawn(start, stop)
+        self._go_to(start)
+        drawn = self._drawn(start, stop)
         order = np.argsort(drawn, kind="stable")
         stratum = drawn[order].astype(np.int64)
         heads, owner = _heads(stratum)
-        place = before[stratum] + np.arange(stratum.size) - heads[owner]
+        place = self._counts[stratum] + np.arange(stratum.size) - heads[owner]
         rows = np.empty(stratum.size, dtype=np.int64)
         rows[order] = self._queues.take(stratum, place, self._queue_key)
+        self._pass(drawn)
         return as_ranges(rows)
 
-    def _before(self, place: int) -> NDArray[np.int64]:
-        """Return the number of positions of each stratum before a position."""
-        cell, rest = divmod(place, self._step)
-        while len(self._noted) <= cell:
-            self._noted.append(self._noted[-1] + self._count(self._cell(len(self._noted) - 1)))
-        return self._noted[cell] + self._count(self._cell(cell)[:rest]) if rest else self._noted[cell]
+    def _go_to(self, place: int) -> None:
+        """Set the counts to the number of positions of each stratum before a position."""
+        noted = min(place // self._step, len(self._noted) - 1)
+        if not noted * self._step <= self._place <= place:
+            self._place, self._counts = noted * self._step, self._noted[noted].copy()
+        while self._place < place:
+            self._pass(self._drawn(self._place, min(place, self._place + self._step // 8)))
 
-    def _count(self, drawn: NDArray[np.integer]) -> NDArray[np.int64]:
-        return np.asarray(np.bincount(drawn, minlength=self._queues.n_strata), dtype=np.int64)
+    def _pass(self, drawn: NDArray[np.integer]) -> None:
+        """Count the strata of the next positions, and note the counts at the end of each step."""
+        while drawn.size:
+            part = drawn[: self._step - self._place % self._step]
+            np.add.at(self._counts, part, 1)
+            self._place += part.size
+            if self._place == len(self._noted) * self._step:
+                self._noted.append(self._counts.copy())
+            drawn = drawn[part.size :]
 
     def _drawn(self, start: int, stop: int) -> NDArray[np.integer]:
         """Return the strata of positions start..stop."""
-        parts = []
-        while start < stop:
-            cell, rest = divmod(start, self._step)
-            parts.append(self._cell(cell)[rest : rest + stop - start])
-            start += parts[-1].size
-        return np.concatenate(parts)
-
-    def _cell(self, cell: int) -> NDArray[np.integer]:
-        """Return the strata of the positions in one grid cell; the last result is cached."""
-        if self._last is None or self._last[0] != cell:
-            start, stop = cell * self._step, (cell + 1) * self._step
-            edges = [*range(start, stop, _SLICE), stop]
-            places = (np.arange(first, last, dtype=np.uint64) for first, last in pairwise(edges))
-            self._last = cell, np.concatenate([self._shares.draw(hash64(p ^ self._place_key)) for p in places])
-        return self._last[1]
+        edges = [*range(start, stop, _SLICE), stop]
+        places = (np.arange(first, last, dtype=np.uint64) for first, last in pairwise(edges))
+        return np.concatenate([self._shares.draw(hash64(p ^ self._place_key)) for p in places])
 
 
 class Shares:

@@ -29,6 +29,7 @@ from gpuload.sampling import (
     Subset,
     Weighted,
 )
+from gpuload.sampling.queues import Shares
 from gpuload.types import expand_ranges
 
 WORDS = (2026, 3, 1)
@@ -644,3 +645,17 @@ def test_sorted_labels_take_no_memory_per_cell() -> None:
     tracemalloc.stop()
     assert held < 1 << 20
     assert np.all(np.bincount(codes[rows_of(strategy, cells)], minlength=300) > 9000)
+
+
+def test_an_epoch_draws_each_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 200_000
+    obs = {"label": Column(np.arange(n, dtype=np.int32), np.arange(n).astype(object))}
+    order = ClassBalanced("label").over(cells_of(n, obs=obs)).order((n,), WORDS)
+    drawn = []
+    draw = Shares.draw
+    monkeypatch.setattr(Shares, "draw", lambda *args: drawn.append(args[1].size) or draw(*args))
+    order.ranges(0, 1000)
+    assert sum(drawn) == 1000
+    for start in range(1000, n, 1000):
+        order.ranges(start, start + 1000)
+    assert sum(drawn) == n
