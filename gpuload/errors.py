@@ -15,10 +15,15 @@ is one sentence: which argument or file, what was found, what is allowed, what t
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+MAX_COMPARED = 5_000
+"""Up to this many names a misspelt one is compared with all, some 10 us each; else with as many that begin or end
+alike."""
 
 
 class GpuloadError(Exception):
@@ -68,3 +73,25 @@ def listing(names: Sequence[str], at_most: int = 30, none: str = "no columns") -
     """Return names as part of a sentence."""
     shown = ", ".join(map(repr, names[:at_most])) or none
     return shown if len(names) <= at_most else f"{shown} and {len(names) - at_most} more"
+
+
+def nearest(name: str, names: Sequence[str]) -> str | None:
+    """Return the name that a misspelt one may stand for, if any; quick among millions too."""
+    if len(names) > MAX_COMPARED:
+        begin_alike = _alike(names, lambda one, n: one.startswith(name[:n]), len(name))
+        names = [*begin_alike, *_alike(names, lambda one, n: one.endswith(name[-n:]), len(name))]
+    found = get_close_matches(name, names, 1)
+    return found[0] if found else None
+
+
+def _alike(names: Sequence[str], is_alike: Callable[[str, int], bool], length: int) -> Sequence[str]:
+    """Return at most `MAX_COMPARED` of the names, alike in as few characters, up to `length`, as leave no more."""
+    least, most, few = 1, length, names[:0]
+    while least <= most:
+        n = (least + most) // 2
+        found = [one for one in names if is_alike(one, n)]
+        if len(found) > MAX_COMPARED:
+            names, least = found, n + 1
+        else:
+            few, most = found or few, n - 1
+    return few or names[:MAX_COMPARED]

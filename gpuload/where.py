@@ -12,12 +12,11 @@ import ast
 import operator
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import PlanError, listing
+from gpuload.errors import PlanError, listing, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -310,8 +309,8 @@ class _Compiler:
             if sign not in ("==", "!="):
                 raise PlanError(f"{where}, which has no order; use ==, != or in.")
             if column.categories is not None and value not in is_known:
-                near = get_close_matches(value, known, 1)
-                guess = f"did you mean {near[0]!r}?" if near else f"it has {listing(known, 20, 'no categories')}."
+                near = nearest(value, known)
+                guess = f"did you mean {near!r}?" if near else f"it has {listing(known, 20, 'no categories')}."
                 raise PlanError(f"{where}, but not {value!r}; {guess}")
 
     @staticmethod

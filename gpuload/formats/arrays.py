@@ -6,12 +6,11 @@ Depends on no file format, and on no library but NumPy.
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import CorruptDataError, ReadError, StoreError, listing
+from gpuload.errors import CorruptDataError, ReadError, StoreError, listing, nearest
 from gpuload.layout import ArrayLayout
 
 if TYPE_CHECKING:
@@ -221,6 +220,6 @@ def no_obsm(where: str, layer: str, names: Iterable[str]) -> StoreError:
 
 def no_column(where: str, name: str, names: Sequence[str]) -> StoreError:
     """Return the error for a missing column of obs, listing those that exist."""
-    near = get_close_matches(name, names, 1)
-    guess = f"did you mean {near[0]!r}? It has" if near else "it has"
+    near = nearest(name, names)
+    guess = f"did you mean {near!r}? It has" if near else "it has"
     return StoreError(f"{where}: obs has no column {name!r}; {guess} {listing(names)}.")

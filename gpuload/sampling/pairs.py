@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.checks import check_obs_names
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, nearest
 from gpuload.permute import permuted_table, random_keys
 from gpuload.sampling.base import check_number, check_rows, digest
 from gpuload.sampling.blocks import BlockShuffle
@@ -167,17 +166,17 @@ class PairedControl:
 
     def _no_control(self, column: Column, wanted: list[Any]) -> PlanError:
         which = f"PairedControl(control={self.control!r}): "
-        names = column.categories
+        names, known = column.categories, _hashed(wanted)
         if np.isin(
-            column.values, wanted if names is None else [c for c, name in enumerate(names) if name in wanted]
+            column.values, wanted if names is None else [c for c, name in enumerate(names) if name in known]
         ).any():
             return PlanError(
                 f"{which}the cells with that value in column {self.column!r} are left out by where= or a Subset; keep "
                 "them in."
             )
         there = [str(name) for name in (np.unique(column.values) if names is None else names)]
-        near = get_close_matches(str(wanted[0]), there, 1) if wanted else []
-        guess = f"did you mean {near[0]!r}?" if near else "pass the value that marks controls."
+        near = nearest(str(wanted[0]), there) if wanted else None
+        guess = f"did you mean {near!r}?" if near else "pass the value that marks controls."
         return PlanError(f"{which}no cell has that value in column {self.column!r}; {guess}")
 
     def _refuse(self, names: Sequence[str], lost: NDArray[np.integer]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gpuload import PlanError
+from gpuload import PlanError, errors
 from gpuload.checks import check_seed, check_whole, parse_nbytes
 
 
@@ -60,3 +60,24 @@ def test_seeds() -> None:
     for given in (-1, 1 << 64, True, 0.5):
         with pytest.raises(PlanError, match="expected a whole number from 0 to"):
             check_seed(given)
+
+
+@pytest.mark.parametrize(
+    "misspelt", ["guide123x456_chr", "giude123456_chr", "uide123456_chr", "Guide123456_chr", "guide123456_Chr"]
+)
+def test_a_misspelt_name_is_compared_with_few_of_many(misspelt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"guide{i}_chr" for i in range(100_000, 200_000)]
+    compared = []
+    closest = errors.get_close_matches
+    monkeypatch.setattr(
+        errors, "get_close_matches", lambda name, of, n: compared.append(len(of)) or closest(name, of, n)
+    )
+    assert errors.nearest(misspelt, names) == "guide123456_chr"
+    assert compared[0] <= 2 * errors.MAX_COMPARED
+
+
+def test_a_misspelt_name_unlike_any_of_many() -> None:
+    names = [f"guide{i}" for i in range(2 * errors.MAX_COMPARED)]
+    assert errors.nearest("xyz", names) is None
+    assert errors.nearest("", names) is None
+    assert errors.nearest("guidf", ["guide"]) == "guide"
