@@ -77,7 +77,11 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
     """
     known: dict[str, int] = {}  # number of each gene, in order of first appearance
     numbers: dict[bytes, int] = {}  # most files share their genes with another
-    which = [numbers.setdefault(_numbered(own, known).tobytes(), len(numbers)) for own in names]
+    number_of: dict[int, int] = {}  # by the array, which files with the same genes share
+    for own in names:
+        if id(own) not in number_of:
+            number_of[id(own)] = numbers.setdefault(_numbered(own, known).tobytes(), len(numbers))
+    which = [number_of[id(own)] for own in names]
     tables = [np.frombuffer(numbered, dtype=np.int32) for numbered in numbers]
     all_names = np.empty(len(known), dtype=object)
     all_names[:] = list(known)

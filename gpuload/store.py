@@ -491,6 +491,8 @@ def _check_kind(first: Store, other: Store) -> None:
 
 
 def _check_genes(first: Store, other: Store, cure: str) -> None:
+    if other.var_names is first.var_names:
+        return
     if other.n_vars != first.n_vars:
         raise StoreError(
             f"{other.paths[0]}: it has {other.n_vars} genes but {first.paths[0]} has {first.n_vars}; {cure}"

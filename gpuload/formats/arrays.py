@@ -183,11 +183,15 @@ def numbered(n_vars: int) -> NDArray[np.object_]:
 
 def as_strings(values: Any) -> NDArray[np.object_]:
     """Return names as an object array of str; bytes are decoded as UTF-8."""
-    out = np.empty(len(values), dtype=object)
-    if set(map(type, values)) == {bytes}:
+    if isinstance(values, np.ndarray) and values.dtype.kind in "OSU":
+        values = values.tolist()  # faster to go through
+    types = set(map(type, values))
+    is_text = types == {str}
+    if types == {bytes}:
         names = b"\0".join(values).decode().split("\0")  # all at once, unless a name contains the separator
-        values = names if len(names) == len(values) else values
-    is_text = set(map(type, values)) == {str}
+        is_text = len(names) == len(values)
+        values = names if is_text else values
+    out = np.empty(len(values), dtype=object)
     out[:] = values if is_text else [v.decode() if isinstance(v, bytes) else str(v) for v in values]
     return out
 
