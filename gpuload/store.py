@@ -21,7 +21,7 @@ from gpuload.layout import ArrayLayout, plan_read
 from gpuload.types import ArrayRead, Recipe, expand_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -207,7 +207,7 @@ class Store:
     matrices: tuple[Matrix, ...]
     paths: tuple[str, ...]
     var_names: NDArray[np.object_]
-    obs: Mapping[str, ObsColumn]
+    obs: dict[str, ObsColumn]
     sources: tuple[Source, ...]
     var_ids: NDArray[np.object_] | None = None
     alignment: Alignment | None = None
@@ -422,7 +422,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     Parameters
     ----------
     stores
-        The parts; none already joined.
+        The parts; none already joined. Their obs columns are taken out of them, each let go once it is joined.
     join
         None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
     cure
@@ -440,7 +440,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         _check_kind(first, store)
         if join is None:
             _check_genes(first, store, cure)
-    obs = {name: _concat_column(name, stores) for name in first.obs}
+    obs = {name: _concat_column(name, stores) for name in list(first.obs)}
     matrices, joined = _joined(tuple(m for s in stores for m in s.matrices))
     whole = Store(
         matrices=matrices,
@@ -522,28 +522,30 @@ def _of_one_kind(columns: list[ObsColumn]) -> list[ObsColumn]:
 
 
 def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
-    columns = _of_one_kind([s.obs[name] for s in stores])
+    columns = _of_one_kind([s.obs.pop(name) for s in stores])
     if len(columns) == 1:
         return columns[0]
-    has_categories = {c.categories is not None for c in columns}
-    if len(has_categories) > 1:
-        odd = next(s for s in stores if (s.obs[name].categories is None) != (columns[0].categories is None))
-        found = "numbers" if odd.obs[name].categories is None else "categories"
+    has_categories = [c.categories is not None for c in columns]
+    if len(set(has_categories)) > 1:
+        odd = has_categories.index(not has_categories[0])
         raise StoreError(
-            f"{odd.paths[0]}: obs column {name!r} holds {found}, unlike in {stores[0].paths[0]}; make the column's "
-            "type the same in all files."
+            f"{stores[odd].paths[0]}: obs column {name!r} holds {'categories' if has_categories[odd] else 'numbers'}, "
+            f"unlike in {stores[0].paths[0]}; make the column's type the same in all files."
         )
-    if not has_categories.pop():
+    if not has_categories[0]:
         return ObsColumn(np.concatenate([c.values for c in columns]))
     place: dict[object, int] = {}
-    codes = []
+    codes = np.empty(sum(c.values.size for c in columns), dtype=np.int32)
+    last, at = None, 0
     for column in columns:
         assert column.categories is not None  # noqa: S101 - narrows the type; checked just above
-        new: NDArray[np.int32] = np.array(
-            [place.setdefault(c, len(place)) for c in column.categories] + [-1], dtype=np.int32
-        )
-        is_same = bool(np.array_equal(new[:-1], np.arange(new.size - 1)))
-        codes.append(column.values if is_same else new[column.values])
+        if last is None or not np.array_equal(last, column.categories):  # most files have those of the one before
+            last = column.categories
+            new = np.array([place.setdefault(c, len(place)) for c in last] + [-1], dtype=np.int32)
+            is_same = bool(np.array_equal(new[:-1], np.arange(new.size - 1)))
+        part = codes[at : at + column.values.size]
+        part[:] = column.values if is_same else new[column.values]
+        at += part.size
     categories = np.empty(len(place), dtype=object)
     categories[:] = list(place)
-    return ObsColumn(np.concatenate(codes), categories)
+    return ObsColumn(codes, categories)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ import gpuload
 from gpuload import formats
 from gpuload.cli import inspect
 from gpuload.formats import open_store
+from gpuload.formats.arrays import plain_layout
+from gpuload.source import BufferSource
+from gpuload.store import DenseMatrix, ObsColumn, Store, concat
 from tests.several import dense
 from tests.writers import counts
 
@@ -179,6 +183,32 @@ def test_names_of_genes_are_held_once(tmp_path: Path) -> None:
     finally:
         for store in stores:
             store.close()
+
+
+def test_columns_of_files_are_let_go_once_joined() -> None:
+    source = BufferSource("memory", np.zeros(40, dtype=np.uint8))
+    layout = plain_layout(source, "X", (10, 1), np.dtype(np.float32), 0, 0.0)
+    labels = [["a", "b"], ["a", "b"], ["b", "c"], ["c"]]
+    parts = [
+        Store(
+            (DenseMatrix(layout),),
+            ("memory",),
+            np.array(["gene"], dtype=object),
+            {
+                "label": ObsColumn(np.arange(10, dtype=np.int32) % (len(own) + 1) - 1, np.array(own, dtype=object)),
+                "number": ObsColumn(np.arange(10.0)),
+            },
+            (source,),
+        )
+        for own in labels
+    ]
+    held = [weakref.ref(column.values) for part in parts for column in part.obs.values()]
+    whole = concat(parts)
+    assert not any(ref() is not None for ref in held)
+    label = whole.obs["label"]
+    assert label.categories is not None
+    expected = [None if i % (len(own) + 1) == 0 else own[i % (len(own) + 1) - 1] for own in labels for i in range(10)]
+    assert [None if code < 0 else label.categories[code] for code in label.values] == expected
 
 
 def test_files_that_were_opened_are_closed_where_a_later_one_is_no_such_file(tmp_path: Path) -> None:
