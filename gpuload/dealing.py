@@ -256,7 +256,7 @@ def _named(wanted: Mapping[str, Any], groups: Classes, by: str) -> NDArray[np.in
 
 def _deal(
     sizes: NDArray[np.int64],
-    table: NDArray[np.float64] | None,
+    table: _Table | None,
     hashes: NDArray[np.uint64],
     shares: NDArray[np.float64],
     n_named: int,
@@ -268,8 +268,8 @@ def _deal(
     ----------
     sizes : (n,) int64
         Cells per group.
-    table : (n, n_columns) float64, optional
-        Cells per group by class, if each class is to be dealt by shares.
+    table : optional
+        Cells of the groups by class, if each class is to be dealt by shares.
     hashes : (n,) uint64
         Hashes of the groups' labels, all different.
     shares : (n_parts,) float64
@@ -286,11 +286,11 @@ def _deal(
             placed = _fill(sizes[order].tolist(), (shares * sizes.sum()).tolist(), tosses[order].tolist())
         else:
             order = np.lexsort((mixed, -sizes * (1 + tosses)))  # shuffles groups of similar size in each try
-            placed = _balance(table[order], shares)
+            placed = _balance(table, order, shares)
         dealt = np.empty(sizes.size, dtype=np.int64)
         dealt[order] = placed
         _fill_empty(dealt, sizes, mixed, n_named, shares.size)
-        far = _distance(dealt, sizes[:, None] if table is None else table, shares, is_squared=table is not None)
+        far = _distance(dealt, sizes, table, shares)
         if best is None or far < best[0]:
             best = far, dealt
     assert best is not None  # noqa: S101 - narrows the type: there was at least one try
@@ -318,15 +318,18 @@ def _fill(sizes: list[int], rooms: list[float], tosses: list[float]) -> list[int
     return placed
 
 
-def _balance(table: NDArray[np.float64], shares: NDArray[np.float64]) -> list[int]:
+def _balance(table: _Table, order: NDArray[np.int64], shares: NDArray[np.float64]) -> list[int]:
     """Place each group, in the given order, where the squared distance from the class shares grows least."""
-    wanted = shares[:, None] * table.sum(axis=0)
+    wanted = shares[:, None] * table.totals
     held = np.zeros_like(wanted)
+    edges = np.searchsorted(table.group, np.arange(order.size + 1))
     placed = []
-    for row in table:
-        growth = ((2 * (held - wanted) + row) * row / wanted).sum(axis=1)
+    for group in order.tolist():
+        column, cells = table.column[edges[group] : edges[group + 1]], table.cells[edges[group] : edges[group + 1]]
+        aim = wanted[:, column]
+        growth = ((2 * (held[:, column] - aim) + cells) * cells / aim).sum(axis=1)
         part = int(np.argmin(growth.round(6)))  # keeps summation order from deciding ties
-        held[part] += row
+        held[part, column] += cells
         placed.append(part)
     return placed
 
@@ -343,25 +346,64 @@ def _fill_empty(
         dealt[from_there[np.lexsort((mixed[from_there], sizes[from_there]))[0]]] = part
 
 
-def _distance(dealt: NDArray[np.int64], table: NDArray[Any], shares: NDArray[np.float64], *, is_squared: bool) -> float:
+def _distance(
+    dealt: NDArray[np.int64], sizes: NDArray[np.int64], table: _Table | None, shares: NDArray[np.float64]
+) -> float:
     """Return a deal's distance from the shares: the largest in cells, or the sum that `_balance` keeps low."""
-    held = np.stack([np.bincount(dealt, weights=column, minlength=shares.size) for column in table.T], axis=1)
-    wanted = shares[:, None] * table.sum(axis=0)
-    far = (np.square(held - wanted) / wanted).sum() if is_squared else np.abs(held - wanted).max()
-    return round(float(far), 6)
+    if table is None:
+        held = np.bincount(dealt, weights=sizes, minlength=shares.size)
+        return round(float(np.abs(held - shares * sizes.sum()).max()), 6)
+    wanted = shares[:, None] * table.totals
+    place = dealt[table.group] * table.totals.size + table.column
+    held = np.bincount(place, weights=table.cells, minlength=wanted.size).reshape(wanted.shape)
+    return round(float((np.square(held - wanted) / wanted).sum()), 6)
 
 
-def _table(groups: Classes, left: NDArray[np.int64], classes: Classes) -> NDArray[np.float64]:
-    """Return the cells of each group by class, in an order that depends only on the labels, and in total."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """Cells of each group by class, sparse: 100,000 groups may have few of 10,000 classes each.
+
+    Attributes
+    ----------
+    group, column : (n,) int64
+        The groups, ascending, and the classes that each has, as columns in an order that depends only on their labels;
+        the last column is the total.
+    cells : (n,) float64
+        Number of cells.
+    totals : (n_columns,) float64
+        Cells of all groups.
+    """
+
+    group: NDArray[np.int64]
+    column: NDArray[np.int64]
+    cells: NDArray[np.float64]
+    totals: NDArray[np.float64]
+
+
+def _table(groups: Classes, left: NDArray[np.int64], classes: Classes) -> _Table:
+    """Return the cells of the groups that are left, numbered anew, by class."""
     n_classes = len(classes.labels)
     row_of = np.full(len(groups.labels) + 1, -1, dtype=np.int64)
     row_of[left] = np.arange(left.size)
     rows = row_of[groups.codes]
     joint = rows[rows >= 0] * n_classes + classes.codes[rows >= 0]
-    table = np.bincount(joint, minlength=left.size * n_classes).reshape(left.size, n_classes).astype(np.float64)
-    table = table[:, np.argsort(_hashes(classes.labels))]
-    table = table[:, table.any(axis=0)]
-    return np.hstack([table, table.sum(axis=1, keepdims=True)])
+    if left.size * n_classes <= max(1 << 20, joint.size):
+        cells = np.bincount(joint)
+        found = np.flatnonzero(cells)
+        cells = cells[found]
+    else:
+        found, cells = np.unique(joint, return_counts=True)
+    group, code = np.divmod(found, n_classes)
+    by_label = np.empty(n_classes, dtype=np.int64)
+    by_label[np.argsort(_hashes(classes.labels))] = np.arange(n_classes)
+    present, column = np.unique(by_label[code], return_inverse=True)
+    group = np.concatenate([group, np.arange(left.size)])
+    column = np.concatenate([column, np.full(left.size, present.size)])
+    in_all = np.bincount(group[: cells.size], weights=cells, minlength=left.size)
+    all_cells = np.concatenate([cells, in_all]).astype(np.float64)
+    totals = np.bincount(column, weights=all_cells).astype(np.float64)
+    order = np.lexsort((column, group))
+    return _Table(group[order], column[order], all_cells[order], totals)
 
 
 def _hashes(labels: list[Label]) -> NDArray[np.uint64]:

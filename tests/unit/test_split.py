@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import tracemalloc
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -408,3 +409,16 @@ def test_an_empty_part_is_filled_from_the_cells_in_no_part() -> None:
         part, kept = deal_groups({"train": 0.5, "val": 0.01}, groups, None, "sample", seed)
         assert sorted(len(labels) for labels in kept.values()) == [1, 1]
         assert set(part.tolist()) == {0, 1}
+
+
+def test_groups_of_few_among_many_classes_take_no_table_of_both() -> None:
+    n_groups, n_classes = 1_000, 50_000
+    codes = np.arange(2 * n_classes)
+    groups = Classes(codes % n_groups, [f"g{i}" for i in range(n_groups)], np.full(n_groups, codes.size // n_groups))
+    classes = Classes(codes // 2, [f"c{i}" for i in range(n_classes)], np.full(n_classes, 2))
+    tracemalloc.start()
+    part, _ = deal_groups(HALVES, groups, classes, "group", 0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * n_groups * n_classes / 8
+    assert np.bincount(part).tolist() == [n_classes, n_classes]
