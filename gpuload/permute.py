@@ -200,14 +200,18 @@ def draw_each(
     return np.where((hashes & _mask(_32)) < thresholds[slot], slot, alias[slot])
 
 
+def unit_hash(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return hashes as numbers in (0, 1), exclusive."""
+    return np.asarray(((hashes >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)
+
+
 def log_hash(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return the natural logarithms of hashes taken as numbers in (0, 1), exclusive; relative error below 1e-12.
+    """Return the natural logarithms of hashes taken as numbers by `unit_hash`; relative error below 1e-12.
 
     Uses only additions, multiplications and divisions, which give the same on any machine; np.log does not. The
     series is that of atanh: ln m = 2 atanh((m - 1) / (m + 1)).
     """
-    u = ((hashes >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-    mantissa, exponent = np.frexp(u)
+    mantissa, exponent = np.frexp(unit_hash(hashes))
     is_low = mantissa < 0.7071067811865476
     mantissa, exponent = np.where(is_low, mantissa * 2, mantissa), np.where(is_low, exponent - 1, exponent)
     s = (mantissa - 1) / (mantissa + 1)

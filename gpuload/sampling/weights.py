@@ -9,9 +9,9 @@ import numpy as np
 
 from gpuload.errors import PlanError
 from gpuload.order import EqualBlocks
-from gpuload.permute import hash64, log_hash, random_keys
+from gpuload.permute import hash64, log_hash, random_keys, unit_hash
 from gpuload.sampling.queues import Queues, Unlike, spacing
-from gpuload.sampling.rows import SLICE, group_of, group_rows, row_list
+from gpuload.sampling.rows import SLICE, group_of, group_rows, list_of_mask
 from gpuload.sampling.subset import MappedOrder
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Chosen:
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
         (key,) = random_keys(1, *key_words)
-        chosen = row_list(self._choose(np.uint64(key)))
+        chosen = list_of_mask(self._choose(np.uint64(key)))
         per_file = np.diff(chosen.rank(np.concatenate([[0], np.cumsum(file_rows)])))
         return MappedOrder(EqualBlocks(tuple(per_file.tolist()), self.block_size, key_words), chosen)
 
@@ -155,33 +155,45 @@ class Chosen:
         """Return the sampler's name and parameters, with a digest of its weights."""
         return {**self.about, "num_samples": self.n_samples, "block_size": self.block_size}
 
-    def _choose(self, key: np.uint64) -> NDArray[np.int64]:
-        """Return the rows with the `n_samples` smallest exponential keys, ascending.
+    def _choose(self, key: np.uint64) -> NDArray[np.bool_]:
+        """Return a mask of the rows with the `n_samples` smallest exponential keys, the first ones of equal keys.
 
-        Two passes over the cells avoid storing the keys: the first counts them by their leading bits, which locates
-        the last one wanted; the second takes those up to it.
+        The first pass over the cells counts rough keys by their leading bits, which locates the last one wanted to
+        within a step; the second computes only the keys that near to it exactly.
         """
         counts = np.zeros(1 << (64 - _STEP_BITS), dtype=np.int64)
-        for _, keys in self._keys(key):
-            counts += np.bincount(_step(keys[keys < np.inf]), minlength=counts.size)
-        before = np.cumsum(counts) - counts
-        bound = int(np.searchsorted(before, self.n_samples, side="left")) - 1
-        taken, rows, edge_keys = [], [], []
-        for start, keys in self._keys(key):
-            leading = _step(keys)
-            taken.append(start + np.flatnonzero(leading < bound))
-            at = np.flatnonzero(leading == bound)
-            rows.append(start + at)
-            edge_keys.append(keys[at])
-        at_edge = np.argsort(np.concatenate(edge_keys), kind="stable")[: self.n_samples - int(before[bound])]
-        return np.sort(np.concatenate([*taken, np.concatenate(rows)[at_edge]]))
-
-    def _keys(self, key: np.uint64) -> Iterator[tuple[int, NDArray[np.float64]]]:
+        leading = np.empty(self.weights.size, dtype=np.uint16)
         for start, part in _slices(self.weights):
-            hashes = hash64(np.arange(start, start + part.size, dtype=np.uint64) ^ key)
-            with np.errstate(divide="ignore", over="ignore"):
-                keys = np.minimum(-log_hash(hashes) / part, np.finfo(np.float64).max)
-            yield start, np.where(part >= _LEAST, keys, np.inf)
+            rough = _keys(np.log(unit_hash(_hashes(start + np.arange(part.size), key))), part)
+            steps = _step(rough)
+            counts += np.bincount(steps, minlength=counts.size)
+            leading[start : start + part.size] = steps
+        last = int(np.searchsorted(np.cumsum(counts), self.n_samples))
+        mask = leading < last - 1
+        near, near_keys = [], []
+        for start, part in _slices(self.weights):
+            here = leading[start : start + part.size]
+            at = np.flatnonzero((here >= last - 1) & (here <= last + 1))
+            near.append(start + at)
+            near_keys.append(_keys(log_hash(_hashes(start + at, key)), part[at]))
+        rows, keys = np.concatenate(near), np.concatenate(near_keys)
+        n_more = self.n_samples - int(np.count_nonzero(mask))
+        bound = np.partition(keys, n_more - 1)[n_more - 1]
+        is_below = keys < bound
+        mask[rows[is_below]] = True
+        mask[rows[keys == bound][: n_more - int(np.count_nonzero(is_below))]] = True
+        return mask
+
+
+def _hashes(rows: NDArray[np.int64], key: np.uint64) -> NDArray[np.uint64]:
+    return hash64(rows.astype(np.uint64) ^ key)
+
+
+def _keys(logs: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return exponential keys from logarithms of random numbers: finite, but infinite for rows of weight 0."""
+    with np.errstate(divide="ignore", over="ignore"):
+        keys = np.minimum(-logs / weights, np.finfo(np.float64).max)
+    return np.where(weights >= _LEAST, keys, np.inf)
 
 
 def _slices(weights: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.float64]]]:
