@@ -154,13 +154,13 @@ class Outlooks:
 
     def __init__(self, store: Store, batch_size: int, label: str | None) -> None:
         self.store, self._batch_size = store, batch_size
-        self._codes: NDArray[np.int64] | None = None
+        self._codes: NDArray[Any] | None = None
         self._n_labels = 0
         self._shuffles: dict[int | str, BlockShuffle] = {}
         self.random_bits = float("nan")
         """Expected entropy in true random order; NaN without a label."""
         if label is not None:
-            self._codes = label_codes(store.obs[label], f"label={label!r}").astype(np.int64)
+            self._codes = label_codes(store.obs[label], f"label={label!r}")
             if self._codes.size:
                 shares = label_shares(self._codes)
                 self._n_labels = shares.size

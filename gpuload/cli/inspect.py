@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
+SLICE = 1 << 20
+"""Cells gone through at a time: there may be 100 million."""
+
 EPILOG = """\
 Only metadata is read, plus a few fetches to calibrate speed on this machine: a terabyte file takes seconds.
 
@@ -134,14 +137,31 @@ def _nnz_per_cell(store: Store) -> dict[str, Any] | None:
     """Return mean, spread and quantiles of the stored values per cell; None for a dense matrix or no cells."""
     if store.kind == "dense" or not store.n_obs:
         return None
-    nnz = np.concatenate([np.diff(m.indptr) for m in store.matrices])  # type: ignore[union-attr]
-    quantiles: NDArray[np.float64] = np.quantile(nnz, QUANTILES)
+    nnz, n_cells = _counted_lengths(store)
+    mean = float(nnz @ n_cells / store.n_obs)
+    at = np.array(QUANTILES) * (store.n_obs - 1)
+    low, high = (nnz[np.searchsorted(np.cumsum(n_cells), rank, side="right")] for rank in (np.floor(at), np.ceil(at)))
+    quantiles = low + (high - low) * (at - np.floor(at))
     return {
-        "mean": float(nnz.mean()),
-        "sd": float(nnz.std()),
-        "quantiles": {str(q): float(v) for q, v in zip(QUANTILES, quantiles, strict=True)},
-        "empty_cells": int((nnz == 0).sum()),
+        "mean": mean,
+        "sd": float(np.sqrt(np.square(nnz - mean) @ n_cells / store.n_obs)),
+        "quantiles": dict(zip(map(str, QUANTILES), quantiles.tolist(), strict=True)),
+        "empty_cells": int(n_cells[nnz == 0].sum()),
     }
+
+
+def _counted_lengths(store: Store) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the numbers of stored values that cells have, ascending, and how many cells have each; by slices."""
+    found = []
+    for matrix in store.matrices:
+        for start in range(0, matrix.n_rows, SLICE):
+            lengths: NDArray[np.int64] = np.diff(matrix.indptr[start : start + SLICE + 1])  # type: ignore[union-attr]
+            found.append(np.unique(lengths, return_counts=True))
+    nnz: NDArray[np.int64] = np.unique(np.concatenate([values for values, _ in found]))
+    n_cells = np.zeros(nnz.size, dtype=np.int64)
+    for values, counts in found:
+        n_cells[np.searchsorted(nnz, values)] += counts
+    return nnz, n_cells
 
 
 def _describe_array(layout: ArrayLayout, matrix: Matrix, path: str) -> dict[str, Any]:

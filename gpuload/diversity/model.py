@@ -16,13 +16,19 @@ from gpuload.errors import PlanError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
+_SLICE = 1 << 22
+"""Cells counted at a time: there may be 100 million."""
+
 _MAX_OFFSETS = 64
 """Limit on positions within a block at which a fetch may begin; if there are more, an evenly spaced subset is used."""
 
 
 def label_shares(codes: ArrayLike) -> NDArray[np.float64]:
     """Return the share of each class that occurs among label codes (missing is a class), in code order."""
-    counts = np.bincount(np.asarray(codes) + 1)
+    codes = np.asarray(codes)
+    counts = np.zeros(int(codes.max(initial=-1)) + 2, dtype=np.int64)
+    for start in range(0, codes.size, _SLICE):
+        counts += np.bincount(codes[start : start + _SLICE].astype(np.int64) + 1, minlength=counts.size)
     counts = counts[counts > 0]
     shares: NDArray[np.float64] = counts / max(1, counts.sum())
     return shares

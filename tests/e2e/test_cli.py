@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 
-from gpuload.cli import COMMANDS, demo, doctor, machine, main, real_data, text
+from gpuload.cli import COMMANDS, demo, doctor, inspect, machine, main, real_data, text
 from gpuload.errors import CorruptDataError, MissingDependencyError
 from gpuload.formats.obs import write_h5ad
 from gpuload.synthetic import tahoe_shaped
@@ -184,6 +186,22 @@ def test_inspect_as_json_agrees_with_the_file(run, path):
     assert found["decoded_nbytes"] == 8 * nnz.sum()
     assert found["arrays"][0]["cells_per_chunk"] == pytest.approx(chunk / nnz.mean())
     assert list(found["obs"]) == ["plate", "cell_line", "drug", "gene_count", "tscp_count", "pass_filter"]
+
+
+def test_values_per_cell_are_counted_by_slices(monkeypatch):
+    rng = np.random.default_rng(0)
+    lengths = [rng.poisson(90, 100_001), rng.poisson(2, 130_000), np.empty(0, dtype=np.int64)]
+    matrices = [SimpleNamespace(indptr=np.append(0, np.cumsum(one)), n_rows=one.size) for one in lengths]
+    monkeypatch.setattr(inspect, "SLICE", 1000)
+    tracemalloc.start()
+    found = inspect._nnz_per_cell(SimpleNamespace(kind="csr", n_obs=230_001, matrices=matrices))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    nnz = np.concatenate(lengths)
+    assert peak < 2 * nnz.size
+    assert (found["mean"], found["sd"]) == (pytest.approx(nnz.mean()), pytest.approx(nnz.std()))
+    assert list(found["quantiles"].values()) == pytest.approx(np.quantile(nnz, [0, 0.25, 0.5, 0.75, 1]))
+    assert found["empty_cells"] == np.count_nonzero(nnz == 0) > 0
 
 
 def test_advice_keeps_the_fetch_small_and_the_minibatch_mixed(run, path):
