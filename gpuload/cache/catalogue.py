@@ -230,9 +230,7 @@ class Catalogue(Database):
 
     def older_copies(self, key: str, etag: str) -> list[int]:
         """Return the numbers of files with other content of an object."""
-        query = "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id WHERE f.state = 1 AND k.key = ?"
-        query += " AND f.etag != ?"
-        return [row[0] for row in self.rows(query, key, etag)]
+        return [row[0] for row in self.rows(_OLDER, key, etag)]
 
     def take_leaving(self, file_id: int, lease: str) -> File | None:
         """Hide a file, so that it may be removed; None if it may no longer go."""
@@ -351,10 +349,7 @@ class Catalogue(Database):
             values = [(key,) for key in key_ids]
             db.executemany("DELETE FROM pinned WHERE key_id = ? AND pin = ?", [(key, pin) for key in key_ids])
             db.executemany("UPDATE keys SET visits = visits + 1 WHERE id = ?", values)
-            db.executemany(
-                "UPDATE files SET visits = visits + 1, used_at = ? WHERE key_id = ? AND state = 1",
-                [(now, key) for key in key_ids],
-            )
+            db.executemany(_VISITED, [(now, key) for key in key_ids])
 
     def unpin(self, pin: int) -> None:
         """End a pin."""
@@ -493,6 +488,13 @@ class Catalogue(Database):
 
 _OF_ANOTHER_CLOCK_S = 3600
 """A retry time further away than this was set by a clock that was ahead."""
+
+_VISITED = "UPDATE files SET visits = visits + 1, used_at = ? WHERE key_id = ? AND state < 3 AND state = 1"
+_OLDER = (
+    "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id"
+    " WHERE f.state < 3 AND f.state = 1 AND k.key = ? AND f.etag != ?"
+)
+"""With `state < 3`, which says no more, SQLite finds a file by its key; else it goes through all that are published."""
 
 _NEXT = (
     "SELECT id, key, nbytes, etag, digest FROM keys"

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from gpuload.cache import SampleStore, files, leases
-from gpuload.cache.catalogue import POLICIES, Catalogue, cost_of
+from gpuload.cache.catalogue import _OLDER, _VISITED, POLICIES, Catalogue, cost_of
 from gpuload.cache.fetch import Fetcher, Settings, SoftDigests, Window, get_patiently
 from gpuload.cache.fetchers import _keep
 from gpuload.cache.files import adopt_strays
@@ -1401,3 +1401,10 @@ def test_uses_are_counted_once_each(tmp_path: Path, remote: CountingRemote) -> N
         assert stats["n_samples"] == 3 * N
         assert stats["wait_p50_s"] <= stats["wait_p95_s"] <= stats["wait_p99_s"]
         assert store.verdict().split(":")[0] in ("consumer-bound", "disk-bound", "store-bound")
+
+
+@pytest.mark.parametrize(("statement", "values"), [(_VISITED, (0.0, 1)), (_OLDER, ("key", "etag"))])
+def test_a_file_is_found_by_its_key(tmp_path: Path, statement: str, values: tuple[Any, ...]) -> None:
+    with closing(Catalogue(str(tmp_path / "catalogue.sqlite"))) as catalogue:
+        plan = catalogue.rows(f"EXPLAIN QUERY PLAN {statement}", *values)
+    assert "files_held" in str(plan)
