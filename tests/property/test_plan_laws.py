@@ -526,7 +526,7 @@ def split_evenly(epoch_seed: int, rank: int, world_size: int) -> np.ndarray:
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_function_of_the_rank_gives_the_blocks(world_size: int, uneven: str, drop_last: bool) -> None:
-    plan = Plan((103,), 4, 3, PerRank(split_evenly), world_size=world_size, uneven=uneven, drop_last=drop_last)
+    plan = Plan((103,), 4, 3, PerRank(split_evenly), 7, 5, world_size=world_size, uneven=uneven, drop_last=drop_last)
     ranks = ranks_of(plan)
     (epoch_seed,) = (slow_key(plan.seed, plan.epoch, 1),)
     blocks = [split_evenly(epoch_seed, rank, world_size) for rank in range(world_size)]
@@ -541,6 +541,21 @@ def test_a_function_of_the_rank_gives_the_blocks(world_size: int, uneven: str, d
             assert sorted(fetch) == sorted(in_order[:n_rows][at * 12 : (at + 1) * 12])
         assert rank.n_batches == ceil(n_rows / 4)
     assert not np.array_equal(rows_of(plan), rows_of(replace(plan, epoch=1)))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint64])
+def test_blocks_are_of_any_whole_numbers_and_empty_ones_give_nothing(dtype: type) -> None:
+    blocks = np.array([[20, 29], [15, 15], [0, 9]], dtype=dtype)
+    plan = Plan((50,), 18, 1, PerRank(lambda seed, rank, n: blocks))
+    assert plan.fetch(0).ranges.tolist() == [[0, 9], [20, 29]]
+    assert sorted(rows_of(plan)) == [*range(9), *range(20, 29)]
+
+
+def test_where_a_rank_has_no_rows_none_has_any_if_they_are_dropped() -> None:
+    for uneven, given_first in (("drop", [[0, 9]]), ("drop", []), ("pad", [])):
+        strategy = PerRank(lambda seed, rank, n, first=given_first: [] if rank else first)
+        plan = Plan((50,), 4, 10, strategy, world_size=2, uneven=uneven)
+        assert [rank.n_batches for rank in ranks_of(plan)] == [0, 0]
 
 
 def test_a_short_rank_is_padded_by_its_own_rows_over_and_over() -> None:
