@@ -172,7 +172,7 @@ def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
 def test_many_cells_are_compared_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.store import ObsColumn
 
-    monkeypatch.setattr("gpuload.where.SLICE", 7)
+    monkeypatch.setattr("gpuload.where.SLICE", 9)
     values = np.arange(100)
     mask = parse("15 <= x < 40 or x in [99, 3]").mask({"x": ObsColumn(values)})
     np.testing.assert_array_equal(np.flatnonzero(mask), [3, *range(15, 40), 99])
