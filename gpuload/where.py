@@ -90,7 +90,7 @@ class Where:
         n_rows = next(iter(obs.values())).values.size
         mask = np.empty(n_rows, dtype=bool)
         for start in range(0, n_rows, SLICE):
-            rows = slice(start, min(start + SLICE, n_rows))
+            rows = slice(start, start + SLICE)
             mask[rows] = test(rows)
         if not mask.any():
             raise PlanError(f"where={self.text!r}: it holds for none of the {n_rows} cells; relax it.")
