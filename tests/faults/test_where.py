@@ -96,6 +96,8 @@ def test_words_that_mean_nothing(text: Any, parts: tuple[str, ...]) -> None:
         ("PlanError", "depth", ("'depth' holds numbers", "compare it")),
         ("PlanError", "not cell_line", ("'cell_line' holds text", "compare it")),
         ("PlanError", "cell_line == stage", ("two columns",)),
+        ("PlanError", "cell_line == depth", ("two columns",)),
+        ("PlanError", "depth == cell_line", ("two columns",)),
         ("PlanError", "depth > 1e9", ("none of the 131 cells",)),
         ("PlanError", "cell_line == 'unused'", ("none of the 131 cells",)),
         ("PlanError", "cell_line in []", ("none of the 131 cells",)),

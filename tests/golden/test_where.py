@@ -186,6 +186,14 @@ def test_whole_numbers_and_booleans_are_never_missing() -> None:
     assert parse("isna(n) or isna(flag) or n == 3").mask(columns).tolist() == [False, False, True]
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_decimals_of_any_width_may_be_missing_and_are_equal_to_what_is_written(dtype: type) -> None:
+    columns = {"x": ObsColumn(np.array([0.1, np.nan, 0.5], dtype))}
+    for text in ("x == 0.1", "x in [0.1]", "notna(x) and x != 0.5"):
+        assert parse(text).mask(columns).tolist() == [True, False, False]
+    assert parse("isna(x)").mask(columns).tolist() == [False, True, False]
+
+
 def test_thousands_of_values_among_thousands_of_categories() -> None:
     n_names, n_wanted = 100_000, 7_000
     column = ObsColumn(np.arange(n_names, dtype=np.int32), np.array([f"g{i}" for i in range(n_names)], dtype=object))
