@@ -331,6 +331,24 @@ def test_a_state_of_other_settings_is_refused(make_loader: MakeLoader, change: d
     assert loader.state_dict() == before
 
 
+def test_settings_that_only_one_of_them_has_are_named(make_loader: MakeLoader) -> None:
+    loader = make_loader()
+    for change, message in (
+        (lambda made_with: made_with.update(more=1), "more=1 in the state, None here"),
+        (lambda made_with: made_with.pop("uneven"), "uneven=None in the state, 'pad' here"),
+        (lambda made_with: made_with["sampler"].update(more=1), "sampler more=1 in the state, None here"),
+    ):
+        state = loader.state_dict()
+        change(state["fingerprint"])
+        with pytest.raises(PlanError, match=message):
+            loader.load_state_dict(state)
+
+
+def test_a_state_is_of_plain_values_whatever_the_settings_are(make_loader: MakeLoader) -> None:
+    loader = make_loader(replace(PLAN, drop_last=np.True_))
+    assert through_json(loader.state_dict())["fingerprint"]["drop_last"] is True
+
+
 def test_unequal_blocks_are_told_apart(make_loader: MakeLoader) -> None:
     one = make_loader(replace(PLAN, strategy=BlockShuffle(edges=np.array([0, 50, 131]))))
     one.load_state_dict(one.state_dict())
@@ -366,7 +384,12 @@ def test_a_state_of_another_version_is_refused(make_loader: MakeLoader) -> None:
         loader.load_state_dict(state)
 
 
-@pytest.mark.parametrize("state", [None, [], {}, {"epoch": 0, "step": 1}, "state", {"epoch": 0, "fingerprint": {}}])
+START = {"epoch": 0, "step": 0, "world_size": 1, "history": []}
+
+
+@pytest.mark.parametrize(
+    "state", [None, [], {}, "state", {"epoch": 0, "fingerprint": {}}, START, {**START, "fingerprint": None}]
+)
 def test_what_is_no_state_is_refused(make_loader: MakeLoader, state: Any) -> None:
     with pytest.raises(PlanError, match="state: expected what a loader's state_dict"):
         make_loader().load_state_dict(state)
