@@ -51,6 +51,20 @@ def read_all_over(cache: BlockCache, wanted: bytes, key: str = "big.h5ad") -> No
         assert out.tobytes() == wanted[start:stop]
 
 
+def test_blocks_are_those_of_the_objects_that_are_there(tmp_path: Path, big: CountingRemote) -> None:
+    (tmp_path / "remote" / "even").write_bytes(b"x" * 2 * BLOCK)
+    (tmp_path / "remote" / "empty").touch()
+    blocks = BlockRemote(big, ["even", "gone", "empty", "other"], BLOCK)
+    expected = {"even#0": BLOCK, "even#1": BLOCK, "other#0": BLOCK, "other#1": BLOCK, "other#2": 10_000 - 2 * BLOCK}
+    assert {block.key: block.nbytes for block in blocks.list()} == expected
+    for key, nbytes in expected.items():
+        found = blocks.head(key)
+        assert found is not None
+        assert found.nbytes == nbytes
+    assert [blocks.head(key) for key in ("even#2", "gone#0", "empty#0", "other#3")] == [None] * 4
+    assert BlockRemote(big, None, 1 << 30).block_nbytes == 1 << 30
+
+
 def test_the_second_time_all_comes_from_the_disk(tmp_path: Path, big: CountingRemote) -> None:
     wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
     with store_of(tmp_path, big, fetch=False) as store:

@@ -103,6 +103,7 @@ def test_cells_without_a_group_are_in_no_part(paths: list[Path], obs: pd.DataFra
         split = gpuload.split(paths, {"train": 0.6, "val": ...}, by=by)
         np.testing.assert_array_equal(split.part < 0, obs["age"].isna())
         assert f"in no part: {obs['age'].isna().sum()} cells" in str(split)
+        assert split.settings["aims"]["train"] == round(0.6 * obs["age"].notna().sum())
     assert set(gpuload.split(paths, HALVES, stratify="age").part) == {0, 1}
 
 
@@ -227,6 +228,7 @@ def test_saved_and_loaded(paths: list[Path], tmp_path: Path, wanted: Any, settin
         assert str(loaded) == str(split)
         assert loaded.part.dtype == split.part.dtype
     assert replace(split, files=tuple((f"other-{name}", n) for name, n in split.files)) != split
+    assert replace(split, names=tuple(f"other-{name}" for name in split.names)) != split
     with gpuload.open_loader(paths) as loader:
         assert gpuload.Split.load(str(path), loader) == split
 
@@ -267,6 +269,7 @@ def test_other_data_is_refused(paths: list[Path], tmp_path: Path) -> None:
     Split.load(path, [renamed, paths[1]])  # folders do not matter
     for cells, says in (
         ([paths[0]], r"split: it is of 2 files, but 1 were given; split these again\."),
+        ([*paths, other], r"split: it is of 2 files, but 3 were given; split these again\."),
         (
             paths[::-1],
             r"its file 0 is 'part0.h5ad' with 400 cells, but 'part1.h5ad' with 300 cells was given; pass them",
@@ -320,9 +323,10 @@ def test_what_is_no_split_is_refused(paths: list[Path], tmp_path: Path) -> None:
         with pytest.raises(gpuload.StoreError, match=r"split\.npz: not a split that gpuload saved") as caught:
             Split.load(path)
         assert str(path) in str(caught.value), name
-    path.write_bytes(saved(about={"gpuload_split": 2}))
-    with pytest.raises(gpuload.StoreError, match="a split of version 2; this gpuload reads version 1"):
-        Split.load(path)
+    for version in (0, 2, "1"):
+        path.write_bytes(saved(about={"gpuload_split": version}))
+        with pytest.raises(gpuload.StoreError, match=f"a split of version {version!r}; this gpuload reads version 1"):
+            Split.load(path)
     with pytest.raises(gpuload.ReadError, match=r"nowhere: cannot be read: No such file or directory\."):
         Split.load(tmp_path / "nowhere")
     with pytest.raises(gpuload.ReadError, match="cannot be read: Is a directory"):
