@@ -13,6 +13,7 @@ Requirements this module answers
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -152,7 +153,7 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
                 about["settings"],
             )
         except OSError as error:
-            if error.errno is None:  # of zipfile
+            if error.errno == errno.EINVAL:  # zipfile, of a damaged file, looks before its start
                 raise _no_split(path) from error
             raise ReadError(f"{path}: cannot be read: {error.strerror}. Check the path.") from error
         except Exception as error:  # whatever a damaged file makes NumPy, zipfile and zlib raise

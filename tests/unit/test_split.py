@@ -307,6 +307,7 @@ def test_what_is_no_split_is_refused(paths: list[Path], tmp_path: Path) -> None:
         "text": b"{}",
         "cut": whole[: len(whole) // 2],
         "flipped": whole[:100] + bytes([whole[100] ^ 255]) + whole[101:],
+        "moved": whole[:-3] + b"\1" + whole[-2:],  # where the file says that its table of contents is
         "array": array.getvalue(),
         "no part": saved(part=None),
         "no names": saved(about={"names": None}),
