@@ -109,6 +109,17 @@ def check_all(tmp_path: Path, cache: BlockCache, wanted: bytes) -> None:
     assert held == {wanted[i : i + BLOCK] for i in range(0, NBYTES, BLOCK)}, "a damaged copy has stayed"
 
 
+def test_what_is_whole_stays(tmp_path: Path, big: CountingRemote) -> None:
+    wanted = (tmp_path / "remote" / "big").read_bytes()
+    with store_of(tmp_path, big) as store:
+        cache = BlockCache(store)
+        read(cache, 0, NBYTES)
+        for start in (0, 1, PIECE, 2 * PIECE - 1, BLOCK, BLOCK + PIECE):
+            for n in (1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, BLOCK):
+                assert read(cache, start, n) == wanted[start : start + n]
+        assert (cache.n_dropped, cache.n_remote_nbytes) == (0, NBYTES)
+
+
 def test_what_is_dropped_makes_room(tmp_path: Path, big: CountingRemote) -> None:
     with store_of(tmp_path, big, budget=2 * BLOCK) as store:
         cache = BlockCache(store)
@@ -119,6 +130,18 @@ def test_what_is_dropped_makes_room(tmp_path: Path, big: CountingRemote) -> None
         assert cache.n_dropped == 1
         read(cache, 0, NBYTES)
         assert store.held_nbytes == 2 * BLOCK, "the room of what was dropped was not used again"
+
+
+def test_copies_of_an_earlier_run_are_forgotten_too(tmp_path: Path, big: CountingRemote) -> None:
+    with store_of(tmp_path, big) as store:
+        read(BlockCache(store), 0, NBYTES)
+    with store_of(tmp_path, big) as store:
+        cache = BlockCache(store)
+        found = cache.head("big")
+        assert found is not None
+        cache.forget(found, BLOCK - 1, BLOCK + 1)
+        read(cache, 0, NBYTES)
+        assert (cache.n_dropped, cache.n_remote_nbytes) == (2, 2 * BLOCK)
 
 
 def test_every_byte_is_under_a_checksum(tmp_path: Path, big: CountingRemote) -> None:

@@ -54,8 +54,12 @@ def read_all_over(cache: BlockCache, wanted: bytes, key: str = "big.h5ad") -> No
 def test_blocks_are_those_of_the_objects_that_are_there(tmp_path: Path, big: CountingRemote) -> None:
     (tmp_path / "remote" / "even").write_bytes(b"x" * 2 * BLOCK)
     (tmp_path / "remote" / "empty").touch()
-    blocks = BlockRemote(big, ["even", "gone", "empty", "other"], BLOCK)
-    expected = {"even#0": BLOCK, "even#1": BLOCK, "other#0": BLOCK, "other#1": BLOCK, "other#2": 10_000 - 2 * BLOCK}
+    (tmp_path / "remote" / "a#1").write_bytes(b"y" * BLOCK + b"z")
+    blocks = BlockRemote(big, ["even", "gone", "empty", "a#1", "other"], BLOCK)
+    expected = {
+        **{"even#0": BLOCK, "even#1": BLOCK, "a#1#0": BLOCK, "a#1#1": 1},
+        **{"other#0": BLOCK, "other#1": BLOCK, "other#2": 10_000 - 2 * BLOCK},
+    }
     assert {block.key: block.nbytes for block in blocks.list()} == expected
     for key, nbytes in expected.items():
         found = blocks.head(key)
@@ -105,6 +109,15 @@ def test_what_the_budget_has_no_room_for_comes_from_the_remote(tmp_path: Path, b
         assert store.held_nbytes == 10 * BLOCK
         assert cache.n_remote_nbytes > NBYTES
         assert store.stats()["n_evicted"] == 0
+        found = cache.head("big.h5ad")
+        assert found is not None
+        n_remote, counted = cache.n_remote_nbytes, cache.counts()
+        cache.get(found, 0, NBYTES)
+        assert cache.n_remote_nbytes - n_remote == NBYTES - 10 * BLOCK
+        assert np.subtract(cache.counts(), counted).tolist() == [10 * BLOCK, NBYTES - 10 * BLOCK]
+        for start in range(0, NBYTES, BLOCK):
+            assert cache.get(found, start + 5, start + 9).tobytes() == wanted[start + 5 : start + 9]
+        assert cache.n_remote_nbytes - n_remote == NBYTES - 10 * BLOCK + 4 * (N_BLOCKS - 10)
 
 
 def test_one_block_is_fetched_once_for_many_threads(tmp_path: Path, big: CountingRemote) -> None:
