@@ -306,13 +306,19 @@ def slow_cipher(n: int, words: tuple[int, ...], index: int) -> int:
             return index
 
 
-@pytest.mark.parametrize("n", [(1 << 20) + 1, 100_000_000, (1 << 33) + 5])
+@pytest.mark.parametrize("n", [(1 << 20) + 1, 1 << 21, 100_000_000, (1 << 33) + 5])
 def test_long_permutations_are_computed_by_index(n: int) -> None:
     permutation = Permutation(n, 7, 3, 1)
     index = np.array([0, 1, 2, n // 2, n - 2, n - 1], dtype=np.int64)
     found = permutation[index]
     assert found.tolist() == [slow_cipher(n, (7, 3, 1), int(i)) for i in index]
     np.testing.assert_array_equal(permutation.find(found), index)
+
+
+def test_a_million_elements_are_still_sorted_by_their_hashes() -> None:
+    n, key = 1 << 20, slow_key(7, 3, 1)
+    first = min(range(n), key=lambda i: slow_hash(i ^ key))
+    assert Permutation(n, 7, 3, 1)[np.array([0])].tolist() == [first]
 
 
 def test_a_long_permutation_is_one() -> None:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpuload.permute import deal_quotas, draw_each, find_each, hash64, log_hash, permute_each
@@ -78,6 +78,7 @@ def test_permutations_of_different_keys_have_nothing_in_common() -> None:
 
 
 @given(st.lists(st.floats(0, 1e300), min_size=1, max_size=40).filter(lambda shares: sum(shares) > 0))
+@example([0.0, 1.0, 1.0, 1.0])
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_the_tables_deal_each_share(shares: list[float]) -> None:
     """What the tables deal is exact to within one unit of 2**-32 per share, and nothing goes to a share of 0."""
