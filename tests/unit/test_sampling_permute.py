@@ -103,6 +103,12 @@ def test_draws_follow_the_shares() -> None:
     assert np.all(np.abs(drawn - 400_000 * shares) <= 4.5 * np.sqrt(400_000 * shares * (1 - shares)))
 
 
+def test_a_draw_below_the_threshold_is_the_slot_itself() -> None:
+    hashes = np.array([4, 5, 1 << 63], dtype=np.uint64)
+    drawn = draw_each(hashes, np.array([5, 1 << 32], dtype=np.uint64), np.array([7, 1]))
+    assert drawn.tolist() == [0, 7, 1]
+
+
 def test_the_logarithm_is_right() -> None:
     hashes = np.concatenate(
         [hash64(np.arange(100_000, dtype=np.uint64)), np.array([0, (1 << 64) - 1], dtype=np.uint64)]
