@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpuload
-from gpuload.dealing import _fill, _table, classes_of
+from gpuload.dealing import _fill, _table, classes_of, deal_cells
 from gpuload.store import ObsColumn, Store
 
 if TYPE_CHECKING:
@@ -286,3 +286,26 @@ FROZEN_CELLS = [2, 3, 5, 6, 11, 13, 15, 18]
 FROZEN_STRATA = [2, 3, 5, 6, 11, 13, 15, 18]
 FROZEN_GROUPS = ("s0", "s2", "s8", "s9")
 FROZEN_BOTH = ("s2", "s3", "s6", "s7")
+
+
+def test_groups_of_two_columns_of_very_many_categories() -> None:
+    """60,000 times 60,000 combinations are more than 2**31; missing values are in no group."""
+    names = np.array([f"g{i}" for i in range(60_000)], dtype=object)
+    one = ObsColumn(np.array([59_999, 0, 59_999, -1, 0], dtype=np.int32), names)
+    two = ObsColumn(np.array([59_999, 59_998, 59_999, 4, -1], dtype=np.int32), names)
+    groups = classes_of([one, two])
+    assert groups.labels == [("g0", "g59998"), ("g59999", "g59999")]
+    assert groups.codes.tolist() == [1, 0, 1, -1, -1]
+    assert groups.counts.tolist() == [1, 2]
+
+
+def test_a_small_remainder_is_in_no_part() -> None:
+    assert np.count_nonzero(deal_cells({"train": 0.95}, 1000, None, 0) < 0) == 50
+
+
+def test_the_odd_cells_of_classes_fall_to_other_parts_with_another_seed() -> None:
+    """Classes of one cell each: every one is odd."""
+    names = np.array([f"g{i}" for i in range(40)], dtype=object)
+    classes = classes_of([ObsColumn(np.arange(40, dtype=np.int32), names)])
+    deals = {deal_cells({"train": 0.5, "val": 0.5}, 40, classes, seed).tobytes() for seed in range(5)}
+    assert len(deals) == 5
