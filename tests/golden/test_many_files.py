@@ -132,6 +132,17 @@ def touch(path: Path) -> None:
     os.utime(path, ns=(1, 1))
 
 
+def test_a_column_that_is_no_gene_is_named_by_its_own_file(tmp_path: Path) -> None:
+    paths, _ = write(tmp_path, 9)
+    with h5py.File(paths[4], "r+") as file:
+        file["X/indices"][-1] = N_VARS
+    with gpuload.open_loader(paths, **SMALL) as loader, pytest.raises(gpuload.CorruptDataError) as caught:
+        list(loader)
+    assert str(caught.value).startswith(f"{paths[4]}: chunk ")
+    assert "of /X/indices at byte " in str(caught.value)
+    assert "a column number outside the matrix" in str(caught.value)
+
+
 @pytest.mark.parametrize("change", [cut, touch])
 def test_a_file_that_changes_is_named(tmp_path: Path, change: Callable[[Path], None]) -> None:
     paths, _ = write(tmp_path, 9)
