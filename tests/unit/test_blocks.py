@@ -57,8 +57,13 @@ def test_blocks_are_those_of_the_objects_that_are_there(tmp_path: Path, big: Cou
     (tmp_path / "remote" / "a#1").write_bytes(b"y" * BLOCK + b"z")
     blocks = BlockRemote(big, ["even", "gone", "empty", "a#1", "other"], BLOCK)
     expected = {
-        **{"even#0": BLOCK, "even#1": BLOCK, "a#1#0": BLOCK, "a#1#1": 1},
-        **{"other#0": BLOCK, "other#1": BLOCK, "other#2": 10_000 - 2 * BLOCK},
+        "even#0": BLOCK,
+        "even#1": BLOCK,
+        "a#1#0": BLOCK,
+        "a#1#1": 1,
+        "other#0": BLOCK,
+        "other#1": BLOCK,
+        "other#2": 10_000 - 2 * BLOCK,
     }
     assert {block.key: block.nbytes for block in blocks.list()} == expected
     for key, nbytes in expected.items():
