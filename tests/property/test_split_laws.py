@@ -71,7 +71,7 @@ def split_or_none(cells: Any, wanted: dict[str, Any], **settings: Any) -> gpuloa
     try:
         return gpuload.split(cells, wanted, **settings)
     except gpuload.PlanError as error:
-        if "cannot fill" not in str(error) and "that is none" not in str(error):
+        if "cannot fill" not in str(error) and "too small a share" not in str(error):
             raise
         return None
 

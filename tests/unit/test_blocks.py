@@ -201,7 +201,7 @@ def test_a_catalogue_that_takes_no_more_is_room_for_nothing(
         monkeypatch.setattr(Catalogue, "reserve_known", refuse)
         cache = BlockCache(store)
         read_all_over(cache, wanted)
-        assert len([r for r in caplog.records if "no block is kept for 60 s" in r.getMessage()]) == 1
+        assert len([r for r in caplog.records if "no blocks are kept for the next 60 s" in r.getMessage()]) == 1
         monkeypatch.undo()
         cache._paused_until = 0.0
         read_all_over(cache, wanted)
