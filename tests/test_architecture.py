@@ -151,7 +151,7 @@ def test_each_package_has_one_home(package: str) -> None:
 
 
 def test_types_and_errors_know_nothing_of_the_rest() -> None:
-    allowed = {"gpuload.errors", "numpy", "dataclasses", "typing", "__future__"}
+    allowed = {"gpuload.errors", "numpy", "difflib", "dataclasses", "typing", "__future__"}
     for name in ("errors", "types"):
         for found in imports(PACKAGE / f"{name}.py", with_type_checking=False):
             assert any(found == a or found.startswith(f"{a}.") for a in allowed), found

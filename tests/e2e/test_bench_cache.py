@@ -70,8 +70,8 @@ def test_without_a_cache_nothing_is_told(plain: Stored, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("paths", "options", "words"),
     [
-        (["cells.h5ad"], ["--cache", "blocks"], "cells.h5ad is none"),
-        (["s3://a/x", "file:///b"], ["--cache", "blocks"], "file:///b is none"),
+        (["cells.h5ad"], ["--cache", "blocks"], "cells.h5ad is not one"),
+        (["s3://a/x", "file:///b"], ["--cache", "blocks"], "file:///b is not one"),
         (["s3://a/x", "s3://a/y", "s3://b/x"], ["--cache", "blocks"], "s3://a and s3://b cannot share one"),
         (["s3://a/x"], ["--cache-budget", "1GiB"], "there is no cache; name its folder with --cache"),
         (
