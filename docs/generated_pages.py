@@ -25,7 +25,6 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 TITLES = {
     "rivals": "Beside other loaders",
     "rivals_epyc": "Beside other loaders, on another machine",
-    "files": "The same cells in 20 files",
     "gpu": "On a GPU",
     "stages": "Each stage beside what the machine allows",
     "ranks": "One rank on all cores, two on half of them each",
