@@ -1,4 +1,4 @@
-"""Deals cells, or whole groups of cells, to parts by shares. NumPy only; independent of stores and files.
+"""Deals cells, or whole groups of cells, to parts by shares. NumPy and SciPy only; independent of stores and files.
 
 Labels name groups and classes: plain values (text, numbers, booleans), or tuples of them. The deal depends on labels
 and counts, never on their order, so files may be given in any order.
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
+    from scipy.sparse import csr_matrix
 
     from gpuload.types import Column
 
@@ -256,7 +257,7 @@ def _named(wanted: Mapping[str, Any], groups: Classes, by: str) -> NDArray[np.in
 
 def _deal(
     sizes: NDArray[np.int64],
-    table: _Table | None,
+    table: csr_matrix | None,
     hashes: NDArray[np.uint64],
     shares: NDArray[np.float64],
     n_named: int,
@@ -268,7 +269,7 @@ def _deal(
     ----------
     sizes : (n,) int64
         Cells per group.
-    table : optional
+    table : (n, n_columns) float64, sparse, optional
         Cells of the groups by class, if each class is to be dealt by shares.
     hashes : (n,) uint64
         Hashes of the groups' labels, all different.
@@ -318,14 +319,15 @@ def _fill(sizes: list[int], rooms: list[float], tosses: list[float]) -> list[int
     return placed
 
 
-def _balance(table: _Table, order: NDArray[np.int64], shares: NDArray[np.float64]) -> list[int]:
+def _balance(table: csr_matrix, order: NDArray[np.int64], shares: NDArray[np.float64]) -> list[int]:
     """Place each group, in the given order, where the squared distance from the class shares grows least."""
-    wanted = shares[:, None] * table.totals
+    wanted = shares[:, None] * _totals(table)
     held = np.zeros_like(wanted)
-    edges = np.searchsorted(table.group, np.arange(order.size + 1))
+    edges = table.indptr.tolist()
     placed = []
     for group in order.tolist():
-        column, cells = table.column[edges[group] : edges[group + 1]], table.cells[edges[group] : edges[group + 1]]
+        of_group = slice(edges[group], edges[group + 1])
+        column, cells = table.indices[of_group], table.data[of_group]
         aim = wanted[:, column]
         growth = ((2 * (held[:, column] - aim) + cells) * cells / aim).sum(axis=1)
         part = int(np.argmin(growth.round(6)))  # keeps summation order from deciding ties
@@ -347,41 +349,30 @@ def _fill_empty(
 
 
 def _distance(
-    dealt: NDArray[np.int64], sizes: NDArray[np.int64], table: _Table | None, shares: NDArray[np.float64]
+    dealt: NDArray[np.int64], sizes: NDArray[np.int64], table: csr_matrix | None, shares: NDArray[np.float64]
 ) -> float:
     """Return a deal's distance from the shares: the largest in cells, or the sum that `_balance` keeps low."""
     if table is None:
         held = np.bincount(dealt, weights=sizes, minlength=shares.size)
         return round(float(np.abs(held - shares * sizes.sum()).max()), 6)
-    wanted = shares[:, None] * table.totals
-    place = dealt[table.group] * table.totals.size + table.column
-    held = np.bincount(place, weights=table.cells, minlength=wanted.size).reshape(wanted.shape)
+    wanted = shares[:, None] * _totals(table)
+    place = np.repeat(dealt, np.diff(table.indptr)) * table.shape[1] + table.indices
+    held = np.bincount(place, weights=table.data, minlength=wanted.size).reshape(wanted.shape)
     return round(float((np.square(held - wanted) / wanted).sum()), 6)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Table:
-    """Cells of each group by class, sparse: 100,000 groups may have few of 10,000 classes each.
+def _totals(table: csr_matrix) -> NDArray[np.float64]:
+    """Return the cells of all groups by column."""
+    return np.bincount(table.indices, weights=table.data, minlength=table.shape[1]).astype(np.float64)
 
-    Attributes
-    ----------
-    group, column : (n,) int64
-        The groups, ascending, and the classes that each has, as columns in an order that depends only on their labels;
-        the last column is the total.
-    cells : (n,) float64
-        Number of cells.
-    totals : (n_columns,) float64
-        Cells of all groups.
+
+def _table(groups: Classes, left: NDArray[np.int64], classes: Classes) -> csr_matrix:
+    """Return the cells of the groups that are left by class, in an order that depends only on labels, and in total.
+
+    Sparse: 100,000 groups may have few of 10,000 classes each.
     """
+    from scipy.sparse import csr_matrix, hstack
 
-    group: NDArray[np.int64]
-    column: NDArray[np.int64]
-    cells: NDArray[np.float64]
-    totals: NDArray[np.float64]
-
-
-def _table(groups: Classes, left: NDArray[np.int64], classes: Classes) -> _Table:
-    """Return the cells of the groups that are left, numbered anew, by class."""
     n_classes = len(classes.labels)
     row_of = np.full(len(groups.labels) + 1, -1, dtype=np.int64)
     row_of[left] = np.arange(left.size)
@@ -393,17 +384,13 @@ def _table(groups: Classes, left: NDArray[np.int64], classes: Classes) -> _Table
         cells = cells[found]
     else:
         found, cells = np.unique(joint, return_counts=True)
-    group, code = np.divmod(found, n_classes)
-    by_label = np.empty(n_classes, dtype=np.int64)
-    by_label[np.argsort(_hashes(classes.labels))] = np.arange(n_classes)
-    present, column = np.unique(by_label[code], return_inverse=True)
-    group = np.concatenate([group, np.arange(left.size)])
-    column = np.concatenate([column, np.full(left.size, present.size)])
-    in_all = np.bincount(group[: cells.size], weights=cells, minlength=left.size)
-    all_cells = np.concatenate([cells, in_all]).astype(np.float64)
-    totals = np.bincount(column, weights=all_cells).astype(np.float64)
-    order = np.lexsort((column, group))
-    return _Table(group[order], column[order], all_cells[order], totals)
+    shape = left.size, n_classes
+    table = csr_matrix((cells.astype(np.float64), np.divmod(found, n_classes)), shape)
+    table = table[:, np.argsort(_hashes(classes.labels))]
+    table = table[:, np.flatnonzero(table.getnnz(axis=0))]
+    whole = csr_matrix(hstack([table, csr_matrix(table.sum(axis=1))]))
+    whole.sort_indices()
+    return whole
 
 
 def _hashes(labels: list[Label]) -> NDArray[np.uint64]:
