@@ -1,7 +1,8 @@
 """Arrays of many files joined into one, so that a fetch from a hundred files is planned, read and decoded like any.
 
-The files, or folders of zarr, share one address space (`JoinedSource`). Their arrays, of one dtype and one filter
-pipeline, are concatenated into one array, each starting at a chunk boundary (`JoinedArray`).
+Files, or folders of zarr, whose arrays have one dtype and one filter pipeline share one address space (`JoinedSource`).
+Their arrays are concatenated into one in it, each starting at a chunk boundary (`JoinedArray`). A file that is unlike
+all others keeps its own arrays (`Joined`).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class JoinedSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedArray:
-    """The same 1-D array of several files, joined into one.
+    """The same array of several files, joined along the first axis into one.
 
     Attributes
     ----------
@@ -97,12 +98,15 @@ class JoinedArray:
     parts
         Layout of each file's array, sharing the same tables.
     start : (n_files,) int64
-        Position of each file's first element.
+        Position of each file's first element, or row.
+    first_chunk : (n_files,) int64
+        Number of each file's first chunk.
     """
 
     layout: ArrayLayout
     parts: tuple[ArrayLayout, ...]
     start: NDArray[np.int64]
+    first_chunk: NDArray[np.int64]
 
     def plan_read(
         self,
@@ -110,10 +114,137 @@ class JoinedArray:
         ranges: NDArray[np.int64],
         dest: NDArray[np.int64],
         target: str,
-        limit: int = -1,
+        limits: NDArray[np.int64] | None = None,
     ) -> ArrayRead:
-        """Plan the reads of element ranges, range i within file ``files[i]``; see `layout.plan_read`."""
-        return plan_read(self.layout, ranges + self.start[files][:, None], dest, target, limit)
+        """Plan the reads of ranges, range i within file ``files[i]``; see `layout.plan_read`.
+
+        `limits` are the exclusive upper bounds on the column numbers of each file, int64 (n_files,).
+        """
+        read = plan_read(self.layout, ranges + self.start[files][:, None], dest, target)
+        if limits is None:
+            return read
+        return replace(read, chunk_limit=limits[np.searchsorted(self.first_chunk, read.chunk_id, side="right") - 1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """The arrays of all files, joined in groups of files that are alike.
+
+    Attributes
+    ----------
+    groups
+        The arrays of each group.
+    files
+        The numbers of each group's files, int64.
+    group, place : (n_files,) int64
+        The group of each file, and its position there.
+    """
+
+    groups: tuple[tuple[JoinedArray, ...], ...]
+    files: tuple[NDArray[np.int64], ...]
+    group: NDArray[np.int64]
+    place: NDArray[np.int64]
+
+    @classmethod
+    def over(cls, groups: Sequence[tuple[JoinedArray, ...]], files: Sequence[Sequence[int]]) -> Joined:
+        """Return the arrays of groups, given the numbers of each one's files."""
+        numbers = tuple(np.array(of_one, dtype=np.int64) for of_one in files)
+        group, place = np.empty((2, sum(of_one.size for of_one in numbers)), dtype=np.int64)
+        for i, of_one in enumerate(numbers):
+            group[of_one], place[of_one] = i, np.arange(of_one.size)
+        return cls(tuple(groups), numbers, group, place)
+
+    @classmethod
+    def apart(cls, layouts: Sequence[tuple[ArrayLayout, ...]]) -> Joined:
+        """Return the arrays of files of which none is joined with another."""
+        groups = [tuple(_alone(layout) for layout in of_file) for of_file in layouts]
+        return cls.over(groups, [[number] for number in range(len(layouts))])
+
+    def is_of(self, layouts: Sequence[tuple[ArrayLayout, ...]]) -> bool:
+        """Return whether these are the arrays of files with the given layouts."""
+        places = zip(layouts, self.group.tolist(), self.place.tolist(), strict=False)
+        return len(layouts) == self.group.size and all(
+            array.parts[place] is layout
+            for of_file, group, place in places
+            for array, layout in zip(self.groups[group], of_file, strict=True)
+        )
+
+    @property
+    def index_nbytes(self) -> int:
+        """Size of the tables that no file's own layout has, in bytes."""
+        arrays = (array for group in self.groups for array in group if len(array.parts) > 1)
+        return sum(array.layout.edges.nbytes for array in arrays if array.layout.edges is not None)
+
+    def plan_reads(
+        self,
+        files: NDArray[np.int64],
+        ranges: NDArray[np.int64],
+        dest: NDArray[np.int64],
+        targets: Sequence[str],
+        limits: NDArray[np.int64],
+    ) -> list[ArrayRead]:
+        """Plan the reads of ranges, range i within file ``files[i]``, group by group; see `layout.plan_read`.
+
+        Parameters
+        ----------
+        files : (n,) int64
+            Ascending.
+        targets
+            The resident's array for each array of a file; ``"indices"`` holds column numbers.
+        limits : (n_files,) int64
+            The exclusive upper bound on column numbers in each file.
+        """
+        reads, group = [], self.group[files]
+        for number in np.unique(group).tolist():
+            mine = group == number
+            place, of_group, to = self.place[files[mine]], ranges[mine], dest[mine]
+            for array, target in zip(self.groups[number], targets, strict=True):
+                bounds = limits[self.files[number]] if target == "indices" else None
+                reads.append(array.plan_read(place, of_group, to, target, bounds))
+        return reads
+
+
+def join_files(layouts: Sequence[tuple[ArrayLayout, ...]]) -> tuple[Joined, list[tuple[ArrayLayout, ...]]]:
+    """Join the arrays of files that are alike.
+
+    Parameters
+    ----------
+    layouts
+        The arrays of each file.
+
+    Returns
+    -------
+    tuple
+        The joined arrays; and those of each file, over the same tables.
+    """
+    alike: dict[object, list[int]] = {}
+    for number, of_file in enumerate(layouts):
+        kinds = [_kind(layout) for layout in of_file]
+        alike.setdefault(number if None in kinds else tuple(kinds), []).append(number)
+    groups, parts = [], list(layouts)
+    for numbers in alike.values():
+        arrays = list(zip(*(layouts[number] for number in numbers), strict=True))
+        group = tuple(map(_alone, layouts[numbers[0]])) if len(numbers) == 1 else _join_alike(arrays)
+        groups.append(group)
+        for number, *part in zip(numbers, *(array.parts for array in group), strict=True):
+            parts[number] = tuple(part)
+    return Joined.over(groups, list(alike.values())), parts
+
+
+def _alone(layout: ArrayLayout) -> JoinedArray:
+    return JoinedArray(layout, (layout,), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+
+
+def _join_alike(arrays: Sequence[tuple[ArrayLayout, ...]]) -> tuple[JoinedArray, ...]:
+    """Join arrays, each given by its layout in every file; those of one source share one address space."""
+    shared = JoinedSource([layout.source for layout in arrays[0]])  # type: ignore[misc]
+    joined = []
+    for layouts in arrays:
+        is_shared = all(a.source is b.source for a, b in zip(layouts, arrays[0], strict=True))
+        # zarr has a folder for each array
+        source = shared if is_shared else JoinedSource([layout.source for layout in layouts])  # type: ignore[misc]
+        joined.append(_join_array(layouts, source))
+    return tuple(joined)
 
 
 _OF_ANY_LENGTH = {"shuffle", "deflate", "lzf", "zstd", "fletcher32"}
@@ -123,33 +254,23 @@ _WRITERS = {"deflate", "lzf", "zstd"}
 """Those whose values (a level, a length) are not needed for decoding."""
 
 
-def are_alike(layouts: Sequence[ArrayLayout]) -> bool:
-    """Return whether arrays of several local files or folders differ only in their length and chunk length."""
-    first = layouts[0]
-    steps = _steps(first)
-    may_differ = {name for name, _ in steps} <= _OF_ANY_LENGTH
-    return all(
-        isinstance(layout.source, (FileSource, FolderSource))
-        and layout.edges is None
-        and len(layout.shape) == 1
-        and not layout.is_raw
-        and (may_differ or layout.chunk_shape == first.chunk_shape)
-        and (layout.dtype, layout.fill_value) == (first.dtype, first.fill_value)
-        and _steps(layout) == steps
-        for layout in layouts
-    )
+def _kind(layout: ArrayLayout) -> tuple[object, ...] | None:
+    """Return what must be equal for arrays to be joined; None if an array cannot be joined with any."""
+    is_near = isinstance(layout.source, (FileSource, FolderSource))
+    if not is_near or layout.edges is not None or not all(layout.shape[1:]):
+        return None
+    steps = tuple((step.name, () if step.name in _WRITERS else step.values) for step in layout.filters)
+    may_differ = len(layout.shape) == 1 and {name for name, _ in steps} <= _OF_ANY_LENGTH
+    chunk_shape = None if may_differ else layout.chunk_shape
+    return layout.dtype, repr(layout.fill_value), layout.shape[1:], chunk_shape, steps
 
 
-def _steps(layout: ArrayLayout) -> list[tuple[str, tuple[int, ...]]]:
-    return [(step.name, () if step.name in _WRITERS else step.values) for step in layout.filters]
-
-
-def join_arrays(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedArray:
+def _join_array(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedArray:
     """Join arrays that are alike; the chunk tables are copied once and shared by all."""
     n_chunks = np.array([layout.chunk_offset.size for layout in layouts], dtype=np.int64)
     length = np.array([layout.chunk_shape[0] for layout in layouts], dtype=np.int64)
     first = np.append(0, np.cumsum(n_chunks))
-    start = np.append(0, np.cumsum(n_chunks * length))
+    start = np.append(0, np.cumsum(n_chunks // layouts[0].n_across * length))
     edges = None
     if np.ptp(length):
         edges = np.append(np.repeat(start[:-1] - first[:-1] * length, n_chunks), start[-1])
@@ -158,8 +279,8 @@ def join_arrays(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedA
         layouts[0],
         source=source,
         name=_common_name([layout.name for layout in layouts]),
-        shape=(int(start[-1]),),
-        chunk_shape=(int(length.max()),),
+        shape=(int(start[-1]), *layouts[0].shape[1:]),
+        chunk_shape=(int(length.max()), *layouts[0].chunk_shape[1:]),
         chunk_offset=np.concatenate([part.chunk_offset + b for part, b in zip(layouts, source.base, strict=True)]),
         chunk_nbytes=np.concatenate([part.chunk_nbytes for part in layouts]),
         chunk_mask=np.concatenate([part.chunk_mask for part in layouts]),
@@ -167,7 +288,7 @@ def join_arrays(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedA
         first_chunks=first[:-1],
     )
     parts = [whole.of_chunks(*of, part) for of, part in zip(pairwise(first.tolist()), layouts, strict=True)]
-    return JoinedArray(whole, tuple(parts), start[:-1])
+    return JoinedArray(whole, tuple(parts), start[:-1], first[:-1])
 
 
 def _common_name(names: Sequence[str]) -> str:

@@ -99,13 +99,14 @@ class ArrayLayout:
         object.__setattr__(self, "verified", np.zeros(self.chunk_offset.size, dtype=np.uint8))
 
     def of_chunks(self, first: int, stop: int, like: ArrayLayout) -> ArrayLayout:
-        """Return a layout of chunks ``first:stop`` over the same tables, with the shapes and filters of `like`."""
+        """Return a layout of chunks ``first:stop`` over the same tables, else with the properties of `like`."""
         of_these = slice(first, stop)
         part = replace(
             self,
             shape=like.shape,
             chunk_shape=like.chunk_shape,
             filters=like.filters,
+            is_chunked=like.is_chunked,
             edges=None,
             chunk_offset=self.chunk_offset[of_these],
             chunk_nbytes=self.chunk_nbytes[of_these],
@@ -125,6 +126,11 @@ class ArrayLayout:
     def chunk_size(self) -> int:
         """Elements per chunk."""
         return int(np.prod(self.chunk_shape))
+
+    @property
+    def n_across(self) -> int:
+        """Chunks side by side: 1 unless the array is 2-D and its chunks are narrower."""
+        return 1 if len(self.shape) == 1 else -(-self.shape[1] // self.chunk_shape[1])
 
     @property
     def index_nbytes(self) -> int:
@@ -159,7 +165,6 @@ def plan_read(
     ranges: NDArray[np.int64],
     dest: NDArray[np.int64],
     target: str,
-    limit: int = -1,
     max_gap: int | None = None,
     max_extent: int | None = None,
 ) -> ArrayRead:
@@ -172,21 +177,19 @@ def plan_read(
     ranges : (n, 2) int64
         Half-open ranges along the first axis (elements, or rows of a 2-D array); disjoint, ascending, none empty.
     dest : (n,) int64
-        Where each range starts in the resident's array, along its first axis.
+        Where each range starts in the resident's flat array, in elements.
     target
         Name of the resident's array.
-    limit
-        Exclusive upper bound of the elements if they are column numbers, else -1.
     max_gap, max_extent
         Coalescing limits, in bytes; None takes those that suit the source.
 
     Returns
     -------
     ArrayRead
-        Every needed chunk once, extents in ascending order of offset.
+        Every needed chunk once, extents in ascending order of offset; without a limit on column numbers.
     """
     pieces = _pieces_1d(layout, ranges, dest) if len(layout.shape) == 1 else _pieces_2d(layout, ranges, dest)
-    return _coalesce(layout, target, limit, pieces, *_limits(layout, max_gap, max_extent))
+    return _coalesce(layout, target, pieces, *_limits(layout, max_gap, max_extent))
 
 
 def _limits(layout: ArrayLayout, max_gap: int | None = None, max_extent: int | None = None) -> tuple[int, int]:
@@ -205,12 +208,12 @@ def select_chunks(read: ArrayRead, is_chosen: NDArray[np.bool_]) -> ArrayRead:
     return ArrayRead(
         layout=read.layout,
         target=read.target,
-        limit=read.limit,
         **_extents(offset, nbytes, *_limits(read.layout)),
         chunk_id=read.chunk_id[chosen],
         chunk_offset=offset,
         chunk_nbytes=nbytes,
         chunk_mask=read.chunk_mask[chosen],
+        chunk_limit=read.chunk_limit[chosen],
         chunk_pieces=np.concatenate([[0], np.cumsum(n_pieces[chosen])]),
         piece_src=read.piece_src[is_piece],
         piece_dest=read.piece_dest[is_piece],
@@ -272,11 +275,11 @@ def _pieces_2d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.
     n_cols = layout.shape[1]
     tile_rows, tile_cols = layout.chunk_shape
     number, tile_row, start, stop = _split(ranges, tile_rows)
-    n_tiles = -(-n_cols // tile_cols)
+    n_tiles = layout.n_across
     tile_col = np.tile(np.arange(n_tiles), number.size)
     number, tile_row, start, stop = (np.repeat(a, n_tiles) for a in (number, tile_row, start, stop))
     src = (start - tile_row * tile_rows) * tile_cols
-    to = (dest[number] + start - ranges[number, 0]) * n_cols + tile_col * tile_cols
+    to = dest[number] + (start - ranges[number, 0]) * n_cols + tile_col * tile_cols
     width = np.minimum(tile_cols, n_cols - tile_col * tile_cols)
     rows = stop - start
     if tile_cols == n_cols:
@@ -285,9 +288,7 @@ def _pieces_2d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.
     return pieces if n_tiles == 1 else pieces.take(np.argsort(pieces.chunk, kind="stable"))
 
 
-def _coalesce(
-    layout: ArrayLayout, target: str, limit: int, pieces: _Pieces, max_gap: int, max_extent: int
-) -> ArrayRead:
+def _coalesce(layout: ArrayLayout, target: str, pieces: _Pieces, max_gap: int, max_extent: int) -> ArrayRead:
     if layout.is_raw:
         pieces, offset, nbytes = _raw_chunks(layout, pieces)
         chunk_id, first_piece = pieces.chunk, np.arange(pieces.chunk.size)
@@ -309,12 +310,12 @@ def _coalesce(
     return ArrayRead(
         layout=layout,
         target=target,
-        limit=limit,
         **_extents(offset, nbytes, max_gap, max_extent),
         chunk_id=chunk_id,
         chunk_offset=offset,
         chunk_nbytes=nbytes,
         chunk_mask=layout.chunk_mask[chunk_id],
+        chunk_limit=np.full(chunk_id.size, -1, dtype=np.int64),
         chunk_pieces=np.concatenate([[0], np.cumsum(n_pieces)]),
         piece_src=pieces.src,
         piece_dest=pieces.dest,

@@ -16,8 +16,7 @@ import numpy as np
 
 from gpuload.alignment import align
 from gpuload.errors import StoreError
-from gpuload.joined import JoinedArray, JoinedSource, are_alike, join_arrays
-from gpuload.layout import ArrayLayout, plan_read
+from gpuload.joined import Joined, join_files
 from gpuload.types import ArrayRead, Recipe, expand_ranges
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.alignment import Alignment
+    from gpuload.layout import ArrayLayout
     from gpuload.types import Source
 
 CONTIGUOUS_BLOCK = 64 << 10
@@ -80,6 +80,8 @@ class CsrMatrix:
     n_vars: int
 
     kind = "csr"
+    targets = ("data", "indices")
+    """The resident's arrays that `layouts` fill."""
 
     @property
     def n_rows(self) -> int:
@@ -91,30 +93,9 @@ class CsrMatrix:
         """The stored arrays."""
         return (self.data, self.indices)
 
-    def plan_reads(
-        self, ranges: NDArray[np.int64], first_row: NDArray[np.int64], indptr: NDArray[np.int64]
-    ) -> list[ArrayRead]:
-        """Plan the reads of row ranges.
-
-        Parameters
-        ----------
-        ranges : (n, 2) int64
-            Row ranges of this matrix, disjoint and ascending.
-        first_row : (n,) int64
-            Row of the resident at which each range starts.
-        indptr : (n_resident + 1,) int64
-            Row offsets of the resident.
-        """
-        elements = self.indptr[ranges]
-        dest = indptr[first_row]
-        is_filled = elements[:, 0] < elements[:, 1]
-        elements, dest = elements[is_filled], dest[is_filled]
-        if not len(elements):
-            return []
-        return [
-            plan_read(self.data, elements, dest, "data"),
-            plan_read(self.indices, elements, dest, "indices", self.n_vars),
-        ]
+    def over(self, data: ArrayLayout, indices: ArrayLayout) -> CsrMatrix:
+        """Return the same rows over other layouts of its arrays."""
+        return replace(self, data=data, indices=indices)
 
     def chunk_edges(self) -> NDArray[np.int64]:
         """Return row edges snapped to the chunk grid of `data`: increasing, from 0 to n_rows.
@@ -138,6 +119,8 @@ class DenseMatrix:
     X: ArrayLayout
 
     kind = "dense"
+    targets = ("X",)
+    """The resident's array that `layouts` fills."""
 
     @property
     def n_rows(self) -> int:
@@ -154,16 +137,9 @@ class DenseMatrix:
         """The stored arrays."""
         return (self.X,)
 
-    def plan_reads(
-        self, ranges: NDArray[np.int64], first_row: NDArray[np.int64], indptr: NDArray[np.int64] | None = None
-    ) -> list[ArrayRead]:
-        """Plan the reads of row ranges, as `CsrMatrix.plan_reads` does; `indptr` is for unequal widths only."""
-        if not self.n_vars:
-            return []
-        if indptr is None:
-            return [plan_read(self.X, ranges, first_row, "X")]
-        read = plan_read(self.X, ranges, first_row - first_row[0], "X")
-        return [replace(read, piece_dest=read.piece_dest + indptr[first_row[0]])]
+    def over(self, X: ArrayLayout) -> DenseMatrix:
+        """Return the same rows over another layout of its array."""
+        return DenseMatrix(X)
 
     def chunk_edges(self) -> NDArray[np.int64]:
         """Return row edges snapped to the chunk grid: increasing, from 0 to n_rows."""
@@ -173,6 +149,8 @@ class DenseMatrix:
 
 
 Matrix = CsrMatrix | DenseMatrix
+
+_NONE_JOINED = Joined.apart([])
 
 JOIN = (
     "several files must have the same genes in the same order, unless join= says how to join them: join='inner' keeps "
@@ -200,8 +178,8 @@ class Store:
         Alternative gene names, if the file has both names and ids; genes may be chosen by either.
     alignment
         Maps the columns of each matrix to genes; None if all matrices have the genes `var_names`.
-    joined : (data, indices), optional
-        The `data` and `indices` arrays of all matrices joined into one each, if possible.
+    joined
+        The arrays of all matrices, those of matrices that are alike joined; by default, none is.
     """
 
     matrices: tuple[Matrix, ...]
@@ -211,7 +189,12 @@ class Store:
     sources: tuple[Source, ...]
     var_ids: NDArray[np.object_] | None = None
     alignment: Alignment | None = None
-    joined: tuple[JoinedArray, JoinedArray] | None = None
+    joined: Joined = _NONE_JOINED
+
+    def __post_init__(self) -> None:
+        layouts = [matrix.layouts for matrix in self.matrices]
+        if not self.joined.is_of(layouts):  # none were given, or `replace` gave other matrices
+            object.__setattr__(self, "joined", Joined.apart(layouts))
 
     @property
     def kind(self) -> str:
@@ -250,8 +233,7 @@ class Store:
         """Size of row offsets, chunk addresses and obs columns in host memory, in bytes."""
         offsets = sum(m.indptr.nbytes for m in self.matrices if isinstance(m, CsrMatrix))
         chunks = sum(layout.index_nbytes for m in self.matrices for layout in m.layouts)
-        chunks += sum(array.layout.edges.nbytes for array in self.joined or () if array.layout.edges is not None)
-        return offsets + chunks + sum(column.values.nbytes for column in self.obs.values())
+        return offsets + chunks + self.joined.index_nbytes + sum(column.values.nbytes for column in self.obs.values())
 
     def recipe(self, ranges: NDArray[np.int64]) -> Recipe:
         """Return the recipe that makes rows resident.
@@ -267,54 +249,32 @@ class Store:
         parts = [self._within(ranges, int(file_start[number]), int(file_start[number + 1])) for number in numbers]
         n_rows = int((ranges[:, 1] - ranges[:, 0]).sum())
         indptr = self._resident_indptr(matrices, parts, n_rows)
-        if self.joined is None:
-            reads = self._plan_reads(matrices, parts, indptr)
-        else:
-            reads = self._plan_joined(self.joined, numbers, parts, indptr)  # type: ignore[arg-type]
-        widest = max(matrix.n_vars for matrix in self.matrices)
-        return Recipe(self.kind, n_rows, widest, indptr, tuple(reads), self._map_start(numbers, parts))
+        widths = np.array([matrix.n_vars for matrix in self.matrices])
+        reads = self._plan_reads(numbers, parts, indptr, widths) if n_rows else []
+        return Recipe(self.kind, n_rows, int(widths.max()), indptr, tuple(reads), self._map_start(numbers, parts))
 
-    @staticmethod
     def _plan_reads(
-        matrices: Sequence[Matrix], parts: Sequence[NDArray[np.int64]], indptr: NDArray[np.int64] | None
-    ) -> list[ArrayRead]:
-        """Plan the reads matrix by matrix."""
-        reads: list[ArrayRead] = []
-        row = 0
-        for matrix, part in zip(matrices, parts, strict=True):
-            lengths = part[:, 1] - part[:, 0]
-            first_row = row + np.cumsum(lengths) - lengths
-            if len(part):
-                reads += matrix.plan_reads(part, first_row, indptr)  # type: ignore[arg-type]
-            row += int(lengths.sum())
-        return reads
-
-    def _plan_joined(
         self,
-        joined: tuple[JoinedArray, JoinedArray],
         numbers: list[int],
         parts: Sequence[NDArray[np.int64]],
-        indptr: NDArray[np.int64],
+        indptr: NDArray[np.int64] | None,
+        widths: NDArray[np.int64],
     ) -> list[ArrayRead]:
-        """Plan the reads of all files at once; `numbers` are the files, `parts` their row ranges."""
-        if not numbers:
-            return []
+        """Plan the reads of files `numbers`, of which `parts` are the row ranges, into rows with offsets `indptr`."""
         rows = np.concatenate(parts)
         lengths = rows[:, 1] - rows[:, 0]
-        dest = indptr[np.cumsum(lengths) - lengths]
+        first_row = np.cumsum(lengths) - lengths
+        dest = first_row * widths[0] if indptr is None else indptr[first_row]
         files = np.repeat(numbers, [len(part) for part in parts])
-        elements = np.concatenate(
-            [self.matrices[n].indptr[part] for n, part in zip(numbers, parts, strict=True)]  # type: ignore[union-attr]
+        if self.kind == "csr":
+            pairs = zip(numbers, parts, strict=True)
+            rows = np.concatenate([self.matrices[n].indptr[part] for n, part in pairs])  # type: ignore[union-attr]
+            is_filled = rows[:, 0] < rows[:, 1]
+        else:
+            is_filled = widths[files] > 0
+        return self.joined.plan_reads(
+            files[is_filled], rows[is_filled], dest[is_filled], self.matrices[0].targets, widths
         )
-        is_filled = elements[:, 0] < elements[:, 1]
-        if not is_filled.any():
-            return []
-        files, elements, dest = files[is_filled], elements[is_filled], dest[is_filled]
-        data, indices = joined
-        return [
-            data.plan_read(files, elements, dest, "data"),
-            indices.plan_read(files, elements, dest, "indices", self.matrices[0].n_vars),
-        ]
 
     def columns(self, chosen: NDArray[np.int32] | None = None) -> NDArray[np.int32] | None:
         """Return `Form.columns`: the output position of every stored column, or -1; None keeps all unchanged.
@@ -441,9 +401,10 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         if join is None:
             _check_genes(first, store, cure)
     obs = {name: _concat_column(name, stores) for name in list(first.obs)}
-    matrices, joined = _joined(tuple(m for s in stores for m in s.matrices))
+    matrices = tuple(m for s in stores for m in s.matrices)
+    joined, layouts = join_files([matrix.layouts for matrix in matrices])
     whole = Store(
-        matrices=matrices,
+        matrices=tuple(matrix.over(*of) for matrix, of in zip(matrices, layouts, strict=True)),
         paths=tuple(p for s in stores for p in s.paths),
         var_names=first.var_names,
         obs=obs,
@@ -458,24 +419,6 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     if alignment.maps is None:
         return whole
     return replace(whole, var_names=alignment.var_names, var_ids=None, alignment=alignment)
-
-
-def _joined(
-    matrices: tuple[Matrix, ...],
-) -> tuple[tuple[Matrix, ...], tuple[JoinedArray, JoinedArray] | None]:
-    """Join the arrays of matrices; return matrices backed by them, and them, or `matrices` and None if not alike."""
-    csr = [m for m in matrices if isinstance(m, CsrMatrix) and m.n_vars == matrices[0].n_vars]
-    if len(matrices) < 2 or len(csr) < len(matrices):
-        return matrices, None
-    data, indices = [m.data for m in csr], [m.indices for m in csr]
-    if not (are_alike(data) and are_alike(indices)):
-        return matrices, None
-    source = JoinedSource([layout.source for layout in data])  # type: ignore[misc]
-    is_one = all(m.data.source is m.indices.source for m in csr)  # zarr keeps arrays in folders of their own
-    other = source if is_one else JoinedSource([layout.source for layout in indices])  # type: ignore[misc]
-    joined = join_arrays(data, source), join_arrays(indices, other)
-    pairs = zip(csr, joined[0].parts, joined[1].parts, strict=True)
-    return tuple(replace(m, data=of_data, indices=of_indices) for m, of_data, of_indices in pairs), joined
 
 
 def _is_same(one: NDArray[np.object_] | None, other: NDArray[np.object_] | None) -> bool:

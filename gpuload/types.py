@@ -127,8 +127,6 @@ class ArrayRead:
         Where the array is stored and how its chunks are encoded.
     target
         The resident's array to fill: ``"data"``, ``"indices"`` or ``"X"``.
-    limit
-        Exclusive upper bound on column numbers; -1 if the elements are values.
     extent_offset, extent_nbytes : (n_extents,) int64
         Byte ranges of the source.
     extent_chunks : (n_extents + 1,) int64
@@ -138,6 +136,8 @@ class ArrayRead:
         chunk, which decodes to the fill value.
     chunk_mask : (n_chunks,) uint32
         HDF5 filter mask: a set bit k means that filter k was skipped for this chunk.
+    chunk_limit : (n_chunks,) int64
+        Exclusive upper bound on the column numbers in this chunk; -1 if its elements are values.
     chunk_pieces : (n_chunks + 1,) int64
         Pieces of chunk c are ``chunk_pieces[c]:chunk_pieces[c + 1]``.
     piece_src, piece_dest, piece_width, piece_rows : (n_pieces,) int64
@@ -148,7 +148,6 @@ class ArrayRead:
 
     layout: ArrayLayout
     target: str
-    limit: int
     extent_offset: NDArray[np.int64]
     extent_nbytes: NDArray[np.int64]
     extent_chunks: NDArray[np.int64]
@@ -156,6 +155,7 @@ class ArrayRead:
     chunk_offset: NDArray[np.int64]
     chunk_nbytes: NDArray[np.int64]
     chunk_mask: NDArray[np.uint32]
+    chunk_limit: NDArray[np.int64]
     chunk_pieces: NDArray[np.int64]
     piece_src: NDArray[np.int64]
     piece_dest: NDArray[np.int64]

@@ -137,7 +137,7 @@ def _natively(part: Part, steps: NDArray[np.int64], codec: str, scratch: Scratch
         verify,
         layout.verified,
         float(layout.fill_value),
-        read.limit,
+        read.chunk_limit[chosen],
         decoder,
         scratch.tables if codec else _NO_TABLES,
         scratch.addresses.table,
@@ -155,14 +155,14 @@ def _natively(part: Part, steps: NDArray[np.int64], codec: str, scratch: Scratch
 
 def _by_library(part: Part) -> tuple[int, int, bool]:
     read, first, last, out = part.read, part.first, part.last, part.out
-    layout, limit = read.layout, read.limit
+    layout = read.layout
     full = layout.decoded_nbytes(read.chunk_id[first:last])
     strides = np.array([layout.src_stride, layout.dest_stride], dtype=np.int64)
     pieces = (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows)
     is_rounded = False
     for c in range(first, last):
         lo, hi = int(read.chunk_pieces[c]), int(read.chunk_pieces[c + 1])
-        stored = int(read.chunk_nbytes[c])
+        stored, limit = int(read.chunk_nbytes[c]), int(read.chunk_limit[c])
         if stored == 0:
             code = chunks.fill_pieces(lo, hi, *pieces[1:], layout.dest_stride, float(layout.fill_value), limit, out)
         else:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anndata
+import h5py
 import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
@@ -19,6 +22,7 @@ from gpuload.types import Form
 from tests import several
 from tests.cuda import shim
 from tests.cuda.fake_device import FakeDevice, FakeNvcomp
+from tests.golden.test_joined import files_of_other_widths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -520,17 +524,39 @@ def test_the_consumers_own_fault_is_what_it_hears_of(
 # --- several matrices, and files that do not agree
 
 
-def test_many_files_that_are_alike(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+@pytest.mark.parametrize("compression", ["gzip", None])
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_many_files_that_are_alike(
+    open_fake: Callable[..., Opened], tmp_path: Path, is_dense: bool, compression: str | None
+) -> None:
     genes = [f"gene_{i}" for i in range(30)]
-    parts = [several.part(seed, genes=genes, n_obs=5 + seed % 9) for seed in range(12)]
-    paths = several.write(tmp_path, parts, compression="gzip")
-    expected = np.concatenate([part.X.toarray() for part in parts])
+    n_obs = [12 if is_dense and compression else 5 + seed % 9 for seed in range(12)]  # or chunks would differ
+    parts = [several.part(seed, genes=genes, n_obs=n, is_dense=is_dense) for seed, n in enumerate(n_obs)]
+    paths = several.write(tmp_path, parts, compression=compression)
+    expected = np.concatenate([several.dense(part.X) for part in parts])
     opened = open_fake(paths, block_size=2, device_cache="1MiB", **SMALL)
-    assert opened.loader.store.joined is not None
+    assert len(opened.loader.store.joined.groups) == 1
     for _ in range(2):
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, expected[batch.rows])
-    assert opened.loader.stats.n_chunks_cached
+    assert bool(opened.loader.stats.n_chunks_cached) == (compression is not None)
+
+
+@pytest.mark.parametrize("compression", ["gzip", None])
+def test_a_column_is_no_gene_of_its_own_file(
+    open_fake: Callable[..., Opened], tmp_path: Path, compression: str | None
+) -> None:
+    paths, parts = files_of_other_widths(tmp_path, compression=compression)
+    whole = anndata.concat(parts, join="inner", fill_value=0)
+    opened = open_fake(paths, join="inner", device_cache=600, **SMALL)  # room for some of the chunks
+    assert len(opened.loader.store.joined.groups) == 1
+    expected = several.dense(whole[:, list(opened.loader.var_names)].X)
+    for batch in (*opened.epoch(), *opened.epoch()):
+        np.testing.assert_array_equal(batch.X, expected[batch.rows])
+    with h5py.File(paths[4], "r+") as file:
+        file["X/indices"][3] = 12  # a gene of all other files
+    with pytest.raises(gpuload.CorruptDataError, match=re.escape(f"{paths[4]}: chunk 0 of /X/indices")):
+        list(open_fake(paths, join="inner", **SMALL).epoch())
 
 
 @pytest.mark.parametrize("output", ["dense", "csr"])

@@ -137,7 +137,7 @@ def noise(rng: np.random.Generator, n: int) -> NDArray[np.uint8]:
 
 ROWS = ["r:i4", "r:i8", "r:i4", "r:f4", "r:i8", "r:i4", "f8", "i4", "i8"]
 DENSE = ["r:i4", "r:i8", "r:f4", "r:i8", "r:i4", "f8", "i4", "i8", "i8", "i8"]
-COPY = ["r:u1", *["r:i8"] * 5, "r:i4", "i8", "i8", "i8", "f8", "i8"]
+COPY = ["r:u1", *["r:i8"] * 5, "r:i4", "r:i8", "i8", "i8", "f8", "i8"]
 PLAIN_TYPES = ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
 STORED = {
     "bool": np.dtype(np.uint8),
@@ -656,10 +656,10 @@ def draw_pieces(draw: st.DrawFn, rng: np.random.Generator, place: Ranges, chunk_
 @given(data=st.data(), grid=grids(), seed=seeds())
 def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed: int) -> None:
     rng, dtype = RNG(seed), STORED[name]
-    limit = -1 if out == "f4" else data.draw(st.sampled_from([1, 100, 62_710]))
     n_chunks, chunk_size = data.draw(st.integers(0, 4)), data.draw(st.sampled_from([1, 7, 64, 700]))
+    limits = rng.choice([-1] if out == "f4" else [1, 100, 62_710], n_chunks)
     place = ranges(rng, [chunk_size * dtype.itemsize] * n_chunks, gap=data.draw(st.sampled_from([1, 9])))
-    plain = [elements(rng, dtype, chunk_size, limit) for _ in range(n_chunks)]
+    plain = [elements(rng, dtype, chunk_size, limit) for limit in limits.tolist()]
     decoded = np.zeros(place.total, dtype=np.uint8)
     for piece, values in zip(place.slices(), plain, strict=True):
         decoded[piece] = values.view(np.uint8)
@@ -673,6 +673,7 @@ def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed:
     wanted, expected, should_be_rounded = memory.copy(), np.zeros(n_chunks, dtype=np.int32), 0
     for p in range(pieces.src.size):
         c = pieces.chunk[p]
+        limit = limits[c]
         is_bad = is_absent[c] and out == "i4" and not 0 <= fill < limit
         expected[c] = expected[c] or chunks.BAD_COLUMN * is_bad
         for r in range(pieces.rows[p]):
@@ -688,7 +689,7 @@ def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed:
 
     status, found = np.zeros(n_chunks, dtype=np.int32), np.zeros(1, dtype=np.int32)
     strides = np.int64(pieces.src_stride), np.int64(pieces.dest_stride)
-    args = (*strides, np.int64(limit), np.float64(fill), np.int64(pieces.src.size), memory[first:], status, found)
+    args = (limits, *strides, np.float64(fill), np.int64(pieces.src.size), memory[first:], status, found)
     run(f"copy_pieces_{name}_{out}", grid, placed(decoded), *pieces.args(), *args)
     np.testing.assert_array_equal(memory, wanted)
     np.testing.assert_array_equal(status, expected)

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anndata
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
 
 import gpuload
+from gpuload.errors import CorruptDataError
 from gpuload.formats import open_store
 from gpuload.joined import JoinedSource
 from gpuload.tune import Bench, Wish
@@ -59,6 +61,56 @@ def test_fifty_files_with_different_genes(tmp_path: Path, is_dense: bool, join: 
         for batch in loader:
             np.testing.assert_array_equal(loader.categories["donor"][batch.obs["donor"]], donors[batch.rows])
             np.testing.assert_array_equal(batch.obs["depth"], whole.obs["depth"].to_numpy()[batch.rows])
+
+
+def files_of_other_widths(folder: Path, **options: Any) -> tuple[list[Path], list[anndata.AnnData]]:
+    """Write CSR files, one without cells among them, of different numbers of genes; the narrowest is number 4."""
+    parts = []
+    for k in range(7):
+        genes = [f"gene_{i}" for i in np.random.default_rng(k).permutation(12 if k == 4 else 20 + k)]
+        cells = part(k, genes=genes, n_obs=5 + k)
+        parts.append(cells[:0].copy() if k == 2 else cells)
+    return write(folder, parts, **options), parts
+
+
+@pytest.mark.parametrize("compression", ["gzip", "lzf", None])
+def test_files_of_other_widths_are_one_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
+    monkeypatch.setattr("gpuload.backends.cpu.TASK_NBYTES", 100)
+    paths, parts = files_of_other_widths(tmp_path, compression=compression)
+    for join in ("inner", "outer"):
+        with gpuload.open_loader(paths, join=join, **SMALL) as loader:
+            assert len(loader.store.recipe(np.array([[0, loader.store.n_obs]])).reads) == 2
+            assert_joined(loader, joined(parts, join))
+
+
+@pytest.mark.parametrize("is_tiled", [False, True])
+@pytest.mark.parametrize("output", ["dense", "csr"])
+def test_dense_files_of_two_widths_by_turns(tmp_path: Path, output: str, is_tiled: bool) -> None:
+    names = [[f"gene_{i}" for i in range(15)], [f"gene_{i}" for i in range(20, 5, -1)], ["gene_7", "gene_12"]]
+    parts = [part(k, genes=names[k % 3], n_obs=4 + k, is_dense=True) for k in range(8)]
+    paths = write(tmp_path, parts)
+    for path in paths if is_tiled else ():  # as wide as the narrowest
+        with h5py.File(path, "r+") as file:
+            X, attributes = file["X"][:], dict(file["X"].attrs)
+            del file["X"]
+            file.create_dataset("X", data=X, chunks=(3, 2), compression="gzip").attrs.update(attributes)
+    with gpuload.open_loader(paths, join="inner", output=output, **SMALL) as loader:
+        assert [numbers.tolist() for numbers in loader.store.joined.files] == [[0, 1, 3, 4, 6, 7], [2, 5]]
+        assert_joined(loader, joined(parts, "inner"))
+
+
+@pytest.mark.parametrize("compression", ["gzip", None])
+@pytest.mark.parametrize("column", [12, 25, -1])
+def test_a_column_is_no_gene_of_its_own_file(tmp_path: Path, column: int, compression: str | None) -> None:
+    paths, _ = files_of_other_widths(tmp_path, compression=compression)
+    with h5py.File(paths[4], "r+") as file:
+        file["X/indices"][3] = column
+    with gpuload.open_loader(paths, join="outer", **SMALL) as loader, pytest.raises(CorruptDataError) as caught:
+        list(loader)
+    assert str(caught.value).startswith(f"{paths[4]}: chunk ")
+    assert "a column number outside the matrix" in str(caught.value)
 
 
 @pytest.mark.parametrize("where", ["h5ad", "memory"])

@@ -33,6 +33,9 @@ N_VARS = 60
 SMALL: dict[str, Any] = {"batch_size": 11, "fetch_factor": 3, "block_size": 3, "device": "cpu"}
 
 
+CONTIGUOUS: dict[str, Any] = {"compression": None, "chunks": None, "maxshape": None}
+
+
 def write(folder: Path, n_files: int, *, first: int = 0, **options: Any) -> tuple[list[Path], csr_matrix]:
     """Write cells as gzip files, each in chunks of another length, one without cells and one of empty cells among them.
 
@@ -53,6 +56,11 @@ def write(folder: Path, n_files: int, *, first: int = 0, **options: Any) -> tupl
     return paths, vstack(parts, format="csr")
 
 
+def n_rows(path: Path) -> int:
+    with h5py.File(path) as file:
+        return int(file["X"].attrs["shape"][0])
+
+
 def assert_same(paths: list[Path], X: csr_matrix, **settings: Any) -> None:
     expected = X.toarray()
     with gpuload.open_loader(paths, **{**SMALL, **settings}) as loader:
@@ -67,14 +75,128 @@ def assert_same(paths: list[Path], X: csr_matrix, **settings: Any) -> None:
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("block_size", [1, 3, "chunk", "2 chunks", 1000])
 @pytest.mark.parametrize(
-    "options", [{}, {"shuffle": True, "fletcher32": True}, {"compression": "lzf"}, {"chunks": (64,)}]
+    "options",
+    [
+        {},
+        {"shuffle": True, "fletcher32": True},
+        {"compression": "lzf"},
+        {"chunks": (64,)},
+        {"compression": None},
+        CONTIGUOUS,
+    ],
+    ids=["gzip", "checksums", "lzf", "of one length", "not compressed", "contiguous"],
 )
 def test_as_if_they_were_one(tmp_path: Path, options: dict[str, Any], block_size: int | str, output: str) -> None:
     paths, X = write(tmp_path, 9, **options)
     with closing(open_store([str(path) for path in paths], layer="X", obs=())) as store:
-        assert store.joined is not None
+        assert len(store.joined.groups) == 1
     assert_same(paths, X, block_size=block_size, output=output)
     assert_same(paths, X, shuffle=False, block_size="chunk", output=output)
+
+
+@pytest.mark.parametrize("block_size", [3, "chunk", "2 chunks"])
+def test_contiguous_beside_chunks_that_are_not_compressed(tmp_path: Path, block_size: int | str) -> None:
+    paths, X = write(tmp_path, 4, **CONTIGUOUS)
+    others, Y = write(tmp_path, 4, first=4, compression=None)
+    for given, cells in (([*paths, *others], [X, Y]), ([*others, *paths], [Y, X])):
+        with closing(open_store([str(path) for path in given], layer="X", obs=())) as store:
+            assert len(store.joined.groups) == 1
+            edges = [0]
+            for path in given:
+                with closing(open_store([str(path)], layer="X", obs=())) as alone:
+                    edges += (alone.chunk_edges()[1:] + edges[-1]).tolist()
+            assert store.chunk_edges().tolist() == edges
+        assert_same(given, vstack(cells, format="csr"), block_size=block_size)
+
+
+def write_dense(folder: Path, *, grow: int = 0, **options: Any) -> tuple[list[Path], np.ndarray]:
+    """Write dense cells, one file without cells among them; chunks may get more rows from one file to the next."""
+    paths, parts = [folder / f"{k:03d}.h5ad" for k in range(7)], []
+    for k, path in enumerate(paths):
+        X = np.random.default_rng(k).normal(size=(0 if k == 2 else 3 + 5 * k % 13, N_VARS)).astype(np.float32)
+        parts.append(X)
+        anndata.AnnData(X, obsm={"X_pca": X[:, :5]}).write_h5ad(path)
+        with h5py.File(path, "r+") as file:
+            del file["X"]
+            if "chunks" in options:
+                options["chunks"] = (4 + grow * k, options["chunks"][1])
+                options["maxshape"] = (None, N_VARS)
+            stored = file.create_dataset("X", data=X, **options)
+            stored.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+    return paths, np.concatenate(parts)
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("block_size", [1, 3, "chunk"])
+@pytest.mark.parametrize(
+    ("options", "is_one"),
+    [
+        ({}, True),
+        ({"chunks": (4, N_VARS), "compression": "gzip"}, True),
+        ({"chunks": (4, 25), "compression": "gzip", "fletcher32": True}, True),
+        ({"chunks": (4, 25)}, True),
+        ({"chunks": (4, 25), "compression": "gzip", "grow": 1}, False),
+    ],
+    ids=["contiguous", "rows", "tiles", "tiles, not compressed", "tiles that grow"],
+)
+def test_dense_files_as_if_they_were_one(
+    tmp_path: Path, options: dict[str, Any], is_one: bool, block_size: int | str, output: str
+) -> None:
+    paths, X = write_dense(tmp_path, **options)
+    with closing(open_store([str(path) for path in paths], layer="X", obs=())) as store:
+        assert (len(store.joined.groups) == 1) == is_one
+        if is_one:
+            assert [read.target for read in store.recipe(np.array([[0, len(X)]])).reads] == ["X"]
+            assert not store.recipe(np.empty((0, 2), dtype=np.int64)).reads
+    assert_same(paths, csr_matrix(X), block_size=block_size, output=output)
+    with gpuload.open_loader(paths, obsm=["X_pca"], **SMALL) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, X[batch.rows])
+            np.testing.assert_array_equal(batch.obsm["X_pca"], X[batch.rows, :5])
+
+
+def test_files_that_differ_in_what_was_never_written(tmp_path: Path) -> None:
+    paths, _ = write_dense(tmp_path)
+    expected = []
+    for value, path in enumerate(paths):
+        with h5py.File(path, "r+") as file:
+            shape, attributes = file["X"].shape, dict(file["X"].attrs)
+            del file["X"]
+            stored = file.create_dataset("X", shape, "f4", chunks=(4, 25), maxshape=(None, None), fillvalue=value)
+            stored.attrs.update(attributes)
+            stored[:, :25] = 9  # the other chunks are never written
+        expected.append(np.full(shape, value, dtype=np.float32))
+        expected[-1][:, :25] = 9
+    assert_same(paths, csr_matrix(np.concatenate(expected)))
+
+
+def test_matrices_without_columns(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{k}.h5ad" for k in range(3)]
+    for path in paths:
+        anndata.AnnData(np.ones((5, 3), dtype=np.float32), obsm={"X_pca": np.zeros((5, 0))}).write_h5ad(path)
+    with gpuload.open_loader(paths, obsm=["X_pca"], **SMALL) as loader:
+        assert {batch.obsm["X_pca"].shape for batch in loader} == {(11, 0), (4, 0)}
+
+
+def test_a_damaged_tile_is_named_by_its_own_file(tmp_path: Path) -> None:
+    paths, _ = write_dense(tmp_path, chunks=(4, 25), compression="gzip", fletcher32=True)
+    with h5py.File(paths[5]) as file:
+        found = file["X"].id.get_chunk_info(4)
+    with paths[5].open("r+b") as raw:
+        raw.seek(found.byte_offset + found.size - 2)  # of the checksum
+        raw.write(b"\x5a\xa5")
+    with gpuload.open_loader(paths, **SMALL) as loader, pytest.raises(gpuload.CorruptDataError) as caught:
+        list(loader)
+    assert str(caught.value).startswith(f"{paths[5]}: chunk 4 of /X at byte {found.byte_offset} is damaged: ")
+
+
+def test_a_contiguous_file_cut_short_is_named(tmp_path: Path) -> None:
+    paths, _ = write_dense(tmp_path)
+    with gpuload.open_loader(paths, **SMALL) as loader:
+        os.truncate(paths[5], 3000)
+        with pytest.raises(gpuload.ReadError) as caught:
+            list(loader)
+    assert str(caught.value).startswith(f"{paths[5]}: ")
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": (64,)}])
@@ -101,7 +223,12 @@ def test_a_fetch_of_all_files_is_two_reads(tmp_path: Path, options: dict[str, An
 def test_files_that_are_not_alike(tmp_path: Path, unlike: dict[str, Any]) -> None:
     paths, X = write(tmp_path, 4)
     others, Y = write(tmp_path, 3, first=4, **unlike)
-    assert_same([*paths, *others], vstack([X, Y], format="csr"))
+    given = [paths[0], others[0], *paths[1:], *others[1:]]
+    parts = [X[: n_rows(paths[0])], Y[: n_rows(others[0])], X[n_rows(paths[0]) :], Y[n_rows(others[0]) :]]
+    with closing(open_store([str(path) for path in given], layer="X", obs=())) as store:
+        assert [numbers.tolist() for numbers in store.joined.files] == [[0, 2, 3, 4], [1, 5, 6]]
+        assert len(store.recipe(np.array([[0, store.n_obs]])).reads) == 4
+    assert_same(given, vstack(parts, format="csr"))
 
 
 def spoil(path: Path, name: str, chunk: int) -> int:

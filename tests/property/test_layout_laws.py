@@ -47,7 +47,8 @@ def test_what_is_read_is_what_is_stored(data: st.DataObject) -> None:
     lengths = ranges[:, 1] - ranges[:, 0]
     if not len(ranges):
         return
-    read = plan_read(placed.layout, ranges, np.cumsum(lengths) - lengths, "X", max_gap=max_gap, max_extent=max_extent)
+    dest = (np.cumsum(lengths) - lengths) * int(np.prod(placed.array.shape[1:], dtype=int))
+    read = plan_read(placed.layout, ranges, dest, "X", max_gap=max_gap, max_extent=max_extent)
     out = np.zeros((int(lengths.sum()), *placed.array.shape[1:]), placed.layout.dtype)
     carry_out(read, out)
     np.testing.assert_array_equal(out, placed.array[expand_ranges(ranges)])

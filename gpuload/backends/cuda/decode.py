@@ -439,16 +439,16 @@ class Decoder:
             width=read.piece_width[pieces],
             rows=read.piece_rows[pieces],
             chunk=np.repeat(np.arange(numbers.size, dtype=np.int32), count),
+            limit=read.chunk_limit[numbers],
         )
         codes, rounded = work.codes(numbers.size), work.codes(1)
         work.launch(
-            f"copy_pieces_{kernel_type(layout.dtype)}_{'i4' if read.limit >= 0 else 'f4'}",
+            f"copy_pieces_{kernel_type(layout.dtype)}_{'i4' if read.target == 'indices' else 'f4'}",
             pieces.size,
             decoded,
             *on.values(),
             np.int64(layout.src_stride),
             np.int64(layout.dest_stride),
-            np.int64(read.limit),
             np.float64(layout.fill_value),
             np.int64(pieces.size),
             part.out,

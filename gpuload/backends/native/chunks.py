@@ -258,7 +258,7 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
     verify: int,
     verified: Any,
     fill_value: float,
-    limit: int,
+    chunk_limit: Any,
     decoders: Any,
     tables: Any,
     addresses: Any,
@@ -276,7 +276,7 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
     buffer : uint8
         Stored bytes.
     chunk_place, chunk_nbytes, chunk_id, chunk_mask, chunk_pieces, piece_src, piece_dest, piece_width, piece_rows
-        As in `ArrayRead`; `chunk_place` counts from the start of `buffer`.
+        As in `ArrayRead`, as is `chunk_limit`; `chunk_place` counts from the start of `buffer`.
     strides : (2,) int64
         Row strides, in elements, of a decoded chunk and of `out`.
     steps : (4,) int64
@@ -289,8 +289,8 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
         `NEVER`, `ONCE` or `ALWAYS`. If nothing is left to verify, decoding stops at the last byte wanted.
     verified : uint8
         Per chunk of the layout, whether its checksum has been found correct; set here.
-    fill_value, limit
-        Value of chunks never written; number of columns of the matrix for column numbers, -1 for values.
+    fill_value
+        Value of chunks never written.
     decoders : (2,) int64
         As returned by `decoders.addresses_of`.
     tables, addresses
@@ -316,7 +316,7 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
     ahead, got_ahead = -1, 0  # a chunk inflated together with the one before it, into the second half
     for c in range(chunk_id.size):
         lo, hi = chunk_pieces[c], chunk_pieces[c + 1]
-        n, place, mask = chunk_nbytes[c], chunk_place[c], chunk_mask[c]
+        n, place, mask, limit = chunk_nbytes[c], chunk_place[c], chunk_mask[c], chunk_limit[c]
         if n == 0:
             code = fill_pieces(lo, hi, piece_dest, piece_width, piece_rows, strides[1], fill_value, limit, out)
             if code < 0:

@@ -158,13 +158,14 @@ DEVICE void copy_run(const uint8_t* __restrict__ from, Out* __restrict__ to, int
 template <class S, class Out>
 DEVICE void copy_pieces(const uint8_t* __restrict__ decoded, const int64_t* piece_base, const int64_t* piece_src,
                         const int64_t* piece_dest, const int64_t* piece_width, const int64_t* piece_rows,
-                        const int32_t* piece_chunk, int64_t src_stride, int64_t dest_stride, int64_t limit,
-                        double fill_value, int64_t n_pieces, Out* __restrict__ out, int32_t* status,
-                        int32_t* is_rounded) {
+                        const int32_t* piece_chunk, const int64_t* chunk_limit, int64_t src_stride,
+                        int64_t dest_stride, double fill_value, int64_t n_pieces, Out* __restrict__ out,
+                        int32_t* status, int32_t* is_rounded) {
     const int64_t n_parts = parts_of_each(n_pieces, 64);
     for (int64_t b = BLOCK; b < n_pieces * n_parts; b += N_BLOCKS) {
         const int64_t p = b / n_parts, part = b % n_parts, rows = piece_rows[p], width = piece_width[p];
         const bool is_one_run = rows == 1;
+        const int64_t limit = chunk_limit[piece_chunk[p]];
         const int64_t n = is_one_run ? width : rows, first = n * part / n_parts, last = n * (part + 1) / n_parts;
         const int n_lanes = is_one_run || N_THREADS % 32 ? N_THREADS : 32;
         EACH_THREAD(t) {
@@ -191,16 +192,17 @@ DEVICE void copy_pieces(const uint8_t* __restrict__ decoded, const int64_t* piec
 
 // copy_pieces_<src>_<out>: piece p is piece_rows[p] runs of piece_width[p] elements. The first is copied from
 // piece_src[p] elements after byte piece_base[p] of `decoded` (negative: the fill value) to out[piece_dest[p]]; each
-// next one is src_stride and dest_stride elements further. Column numbers (out i4) must be less than `limit`.
+// next one is src_stride and dest_stride elements further. Column numbers (out i4) must be less than the chunk_limit of
+// chunk piece_chunk[p].
 #define COPY_PIECES(src, out_name, stored_type, out_type)                                                              \
     KERNEL(copy_pieces_##src##_##out_name,                                                                             \
            (const uint8_t* decoded, const int64_t* piece_base, const int64_t* piece_src, const int64_t* piece_dest,    \
-            const int64_t* piece_width, const int64_t* piece_rows, const int32_t* piece_chunk, int64_t src_stride,     \
-            int64_t dest_stride, int64_t limit, double fill_value, int64_t n_pieces, out_type* out, int32_t* status,   \
-            int32_t* is_rounded)) {                                                                                    \
+            const int64_t* piece_width, const int64_t* piece_rows, const int32_t* piece_chunk,                         \
+            const int64_t* chunk_limit, int64_t src_stride, int64_t dest_stride, double fill_value, int64_t n_pieces,  \
+            out_type* out, int32_t* status, int32_t* is_rounded)) {                                                    \
         copy_pieces<stored_type, out_type>(decoded, piece_base, piece_src, piece_dest, piece_width, piece_rows,        \
-                                           piece_chunk, src_stride, dest_stride, limit, fill_value, n_pieces, out,     \
-                                           status, is_rounded);                                                        \
+                                           piece_chunk, chunk_limit, src_stride, dest_stride, fill_value, n_pieces,    \
+                                           out, status, is_rounded);                                                   \
     }
 #define COPY_PIECES_OF(src, nbytes, kind, is_big)                                                                      \
     typedef Stored<nbytes, kind, is_big> stored_##src;                                                                 \
