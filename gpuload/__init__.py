@@ -30,6 +30,7 @@ from gpuload.errors import (
 )
 from gpuload.loader import Loader
 from gpuload.logs import set_log_level
+from gpuload.names import obs_names
 from gpuload.opening import (
     bind,
     block_size_for,
@@ -96,6 +97,7 @@ __all__ = [
     "Weighted",
     "__version__",
     "errors",
+    "obs_names",
     "open_loader",
     "pack",
     "set_log_level",

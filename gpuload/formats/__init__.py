@@ -13,7 +13,7 @@ import numpy as np
 
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.addresses import as_address, check_given
-from gpuload.formats.arrays import OBSM, as_strings
+from gpuload.formats.arrays import OBSM, as_strings, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.recognise import anndata_groups, expand, is_parquet, obs_columns, open_parquet, open_path
 from gpuload.store import ObsColumn, concat
@@ -116,8 +116,6 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
         The parts of a file do not fit together.
     """
     each = _together(_parts(paths))
-    if not each:
-        raise StoreError("paths=[]: expected at least one file or folder.")
     is_made = SOURCE_FILE in obs and SOURCE_FILE not in _columns_of(each[0])
     stored = [name for name in obs if name != SOURCE_FILE] if is_made else obs
     stores = [_open(each[0], None, layer, stored)] if len(each) == 1 else _open_all(each, layer, stored, join)
@@ -130,6 +128,30 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
         for store in stores:
             store.close()
         raise
+
+
+def read_obs_names(paths: Any, modality: str | None) -> NDArray[np.object_]:
+    """Return the names of all cells as strings, shape (n_obs,) object; row numbers where a format stores none.
+
+    Parameters
+    ----------
+    paths
+        As for `open_matrices`.
+    modality
+        One of several modalities; None if there is one.
+    """
+    from gpuload.formats.frames import cell_names
+
+    names: list[NDArray[np.object_]] = []
+    for part in _parts(paths if modality is None else _of_modality(paths, modality)):
+        first = sum(map(len, names))
+        if is_anndata(part):
+            names.append(as_strings(part.obs_names))
+        elif isinstance(part, (str, os.PathLike)):
+            names.append(cell_names(os.fspath(part), "X", first))
+        else:
+            names.append(numbered(open_memory(part, None, layer="X", obs=()).n_obs, first))
+    return np.concatenate(names)
 
 
 def _columns_of(cells: Any) -> Sequence[str]:
@@ -235,11 +257,14 @@ def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str]) -> Stor
 
 
 def _parts(paths: Any) -> list[Any]:
-    """Return the given files and cells in memory as a list."""
+    """Return the given files and cells in memory as a list; raise StoreError if there are none."""
     check_given(paths)
     is_one = isinstance(paths, (str, os.PathLike)) or is_anndata(paths) or is_matrix(paths)
     is_list = hasattr(paths, "__iter__") and len(getattr(paths, "shape", ())) < 2
-    return [part for one in ([paths] if is_one or not is_list else list(paths)) for part in _expand(one)]
+    parts = [part for one in ([paths] if is_one or not is_list else list(paths)) for part in _expand(one)]
+    if not parts:
+        raise StoreError("paths=[]: expected at least one file or folder.")
+    return parts
 
 
 def _expand(cells: Any) -> list[Any]:

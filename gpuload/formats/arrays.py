@@ -174,10 +174,10 @@ def memory_nbytes() -> int:
         return there
 
 
-def numbered(n_vars: int) -> NDArray[np.object_]:
-    """Return default gene names: ``"0"``, ``"1"``, ..."""
-    names = np.empty(n_vars, dtype=object)
-    names[:] = [str(i) for i in range(n_vars)]
+def numbered(n: int, first: int = 0) -> NDArray[np.object_]:
+    """Return default names of genes or cells: ``"0"``, ``"1"``, ..., or from `first` on."""
+    names = np.empty(n, dtype=object)
+    names[:] = [str(i) for i in range(first, first + n)]
     return names
 
 

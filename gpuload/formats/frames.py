@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from gpuload.store import ObsColumn
 
 
-def cell_names(path: str, layer: str) -> NDArray[np.object_]:
-    """Return the index of obs as strings, shape (n_obs,) object; row numbers if the format stores none."""
+def cell_names(path: str, layer: str, first: int = 0) -> NDArray[np.object_]:
+    """Return the index of obs as strings, shape (n_obs,) object; row numbers from `first` on if none is stored."""
     with anndata_groups(path) as groups:
-        parts = [read_index(group["obs"], path, "obs") for group in groups]
-    if parts:
-        return np.concatenate(parts)
+        frames = [group.get("obs") for group in groups]
+        if frames and all(frame is not None for frame in frames):
+            return np.concatenate([read_index(frame, path, "obs") for frame in frames])
     named = [name for name in obs_columns(path) if name == "barcode"]  # 10x files
     store = open_path(path, layer=layer, obs=named)
     store.close()
-    return as_strings(_decoded(store.obs["barcode"])) if named else numbered(store.n_obs)
+    return as_strings(_decoded(store.obs["barcode"])) if named else numbered(store.n_obs, first)
 
 
 def cell_column(path: str, name: str, layer: str) -> Any:
@@ -71,7 +71,7 @@ def name_of_index(paths: Sequence[str], layer: str | None = None) -> str:
     names = set()
     for path in paths:
         with anndata_groups(path) as groups:
-            frames = [group["obs" if layer is None else keys_of(group, layer, path)[1]] for group in groups]
+            frames = [group.get("obs" if layer is None else keys_of(group, layer, path)[1]) for group in groups]
             names |= {index_name(frame) if hasattr(frame, "keys") else None for frame in frames or [None]}
     name = names.pop() if len(names) == 1 else None
     return name or "_index"

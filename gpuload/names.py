@@ -1,0 +1,47 @@
+"""The names of the cells, for what is computed for them: predictions, embeddings, scores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gpuload.tables import check_modalities
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def obs_names(
+    paths: Any, *, modality: str = "", storage_options: Mapping[str, Any] | None = None
+) -> NDArray[np.object_]:
+    """Return the names (barcodes) of all cells, by row number: ``obs_names(paths)[batch.rows]`` are a minibatch's.
+
+    Loaders hold no names, since those of 100 million cells take some 8 GB.
+
+    Parameters
+    ----------
+    paths
+        As given to `gpuload.open_loader`.
+    modality
+        The modality whose cells' names to read, if there are several; by default the first of a mapping.
+    storage_options
+        As in `gpuload.open_loader`.
+
+    Returns
+    -------
+    (n_obs,) object
+        The index of obs, as strings; for 10x files the barcodes. Cells of formats that store no names have their row
+        number.
+
+    Raises
+    ------
+    PlanError, StoreError, ReadError, CorruptDataError
+        As `gpuload.open_loader`.
+    """
+    from gpuload.formats import read_obs_names
+    from gpuload.formats.addresses import at_addresses
+
+    modalities = check_modalities(modality or (), paths)
+    return read_obs_names(at_addresses(paths, None, storage_options), modalities[0] if modalities else None)

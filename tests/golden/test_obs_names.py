@@ -1,0 +1,117 @@
+"""The names of the cells, as the libraries that own the formats read them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import anndata
+import h5py
+import numpy as np
+import pytest
+
+import gpuload
+from benchmarks.s3server import start
+from tests.other_forms import FORMS
+from tests.several import part, write, write_zarr
+from tests.writers import counts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def names(n: int, seed: int = 0) -> list[str]:
+    return part(seed, n_obs=n).obs_names.tolist()
+
+
+def test_rows_of_minibatches_lead_to_the_names_of_their_cells(tmp_path: Path) -> None:
+    parts = [part(seed, n_obs=11 + seed, genes=["a", "b"]) for seed in range(3)]
+    paths = write(tmp_path, parts)
+    wanted = np.concatenate([cells.obs_names for cells in parts])
+    found = gpuload.obs_names(paths)
+    assert found.dtype == object
+    assert {type(name) for name in found} == {str}
+    depth = np.concatenate([cells.obs["depth"] for cells in parts])
+    by_name = dict(zip(wanted, depth, strict=True))
+    with gpuload.open_loader(paths, batch_size=7, block_size=2, obs="depth", device="cpu") as loader:
+        for batch in loader:
+            assert [by_name[name] for name in found[batch.rows]] == batch.obs["depth"].tolist()
+    assert gpuload.obs_names(tmp_path).tolist() == wanted.tolist()
+    assert gpuload.obs_names(str(tmp_path / "part0[12].h5ad")).tolist() == wanted[11:].tolist()
+
+
+def test_zarr_and_cells_in_memory_in_one_list(tmp_path: Path) -> None:
+    folder = write_zarr(tmp_path / "one.zarr", part(1, n_obs=4, genes=["a"]))
+    paths = [folder, part(2, n_obs=3, genes=["a"]), counts(5, 1), counts(2, 1).toarray()]
+    numbers = [str(row) for row in range(7, 14)]  # of all cells, as in batch.rows
+    assert gpuload.obs_names(paths).tolist() == [*names(4, 1), *names(3, 2), *numbers]
+
+
+@pytest.mark.parametrize("name", ["tenx-3", "tenx-2"])
+def test_barcodes_of_10x(name: str, tmp_path: Path) -> None:
+    scanpy = pytest.importorskip("scanpy")
+    form = FORMS[name](tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = scanpy.read_10x_h5(form.path, gex_only=False).obs_names
+    assert gpuload.obs_names(form.path).tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("name", ["npy-f4", "npz-stored", "scdl", "parquet"])
+def test_formats_without_names_have_row_numbers(name: str, tmp_path: Path) -> None:
+    if name in ("scdl", "parquet"):
+        pytest.importorskip("pyarrow")
+    form = FORMS[name](tmp_path)
+    with gpuload.open_loader(form.path, device="cpu") as loader:
+        n = loader.n_obs
+    assert n
+    paths = form.path if isinstance(form.path, list) else [form.path]
+    assert gpuload.obs_names(paths * 2).tolist() == [str(row) for row in range(2 * n)]
+
+
+def test_one_of_several_modalities(tmp_path: Path) -> None:
+    mudata = pytest.importorskip("mudata")
+    rna, prot = part(0, n_obs=6), part(0, n_obs=6)[::-1].copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mudata.MuData({"rna": rna, "prot": prot}).write_h5mu(tmp_path / "cells.h5mu")
+    path = tmp_path / "cells.h5mu"
+    assert gpuload.obs_names(path, modality="prot").tolist() == names(6)[::-1]
+    assert gpuload.obs_names(f"{path}/prot").tolist() == names(6)[::-1]
+    assert gpuload.obs_names({"prot": prot, "rna": rna}).tolist() == names(6)[::-1]
+    assert gpuload.obs_names({"prot": prot, "rna": rna}, modality="rna").tolist() == names(6)
+    with pytest.raises(gpuload.StoreError, match=r"prot.*rna|rna.*prot"):
+        gpuload.obs_names(path)
+    with pytest.raises(gpuload.StoreError, match="no modality 'atac'"):
+        gpuload.obs_names({"prot": prot}, modality="atac")
+    with pytest.raises(gpuload.PlanError, match="modality=3"):
+        gpuload.obs_names(path, modality=3)  # type: ignore[arg-type]
+
+
+def test_a_file_far_away(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data", [part(3, n_obs=5)])
+    with start(tmp_path) as server:
+        options = {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
+        assert gpuload.obs_names("s3://data/part00.h5ad", storage_options=options).tolist() == names(5, 3)
+
+
+def test_a_file_without_obs_is_read_and_packed_under_row_numbers(tmp_path: Path) -> None:
+    (path,) = write(tmp_path, [part(0, n_obs=9)])
+    with h5py.File(path, "r+") as file:
+        del file["obs"]
+    assert gpuload.obs_names(path).tolist() == [str(row) for row in range(9)]
+    gpuload.pack(path, tmp_path / "packed.zarr")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        packed: Any = anndata.read_zarr(tmp_path / "packed.zarr")
+    assert packed.obs_names.tolist() == packed.obs["source_row"].astype(str).tolist()
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(gpuload.ReadError, match="no such file"):
+        gpuload.obs_names(tmp_path / "missing.h5ad")
+    with pytest.raises(gpuload.StoreError, match=r"paths=\[\]"):
+        gpuload.obs_names([])
+    with pytest.raises(gpuload.PlanError, match="storage_options"):
+        gpuload.obs_names(tmp_path, storage_options={"anonymous": True})
