@@ -108,9 +108,10 @@ class Stats:
 
     def add(self, **amounts: float) -> None:
         """Add to totals by name; thread-safe."""
+        totals = vars(self)  # faster than setattr, several times a minibatch
         with self._lock:
             for name, amount in amounts.items():
-                setattr(self, name, getattr(self, name) + amount)
+                totals[name] += amount
             self._waited_s += amounts.get("wait_s", 0.0)
             if "n_batches" in amounts:
                 self._waits.append(self._waited_s)

@@ -1,9 +1,12 @@
-"""Daemon threads for calls that block on networks and disks, without holding up whoever stops waiting for them.
+"""Threads for calls that the standard library's executor does not suit: those that may block, and those that are short.
 
-A request in progress cannot be cancelled, and may take until its timeout. Neither closing a loader nor exiting the
+`DaemonThreads` are for calls that block on networks and disks, without holding up whoever stops waiting for them. A
+request in progress cannot be cancelled, and may take until its timeout. Neither closing a loader nor exiting the
 interpreter should wait that long. So these threads are daemons, and are joined only briefly; their calls have timeouts
 of their own, after which they end by themselves. They must hold nothing that others need, and not write to anything
 that may have been reused by then.
+
+`QuickThreads` are for calls so short that an executor's futures, with their conditions, would cost as much.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -99,6 +102,100 @@ class DaemonThreads:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
+class Call(Generic[T]):
+    """A call of `QuickThreads`, made or to be made: as much of a future as the loader needs."""
+
+    __slots__ = ("_args", "_claim", "_error", "_function", "_is_over", "_result")
+
+    def __init__(self, function: Callable[..., T], args: tuple[Any, ...]) -> None:
+        self._function, self._args = function, args
+        self._claim, self._is_over = threading.Lock(), threading.Lock()
+        self._is_over.acquire()
+        self._error: BaseException | None = None
+
+    def make(self) -> None:
+        """Make the call, unless it was cancelled."""
+        if self._claim.acquire(blocking=False):
+            try:
+                self._result = self._function(*self._args)
+            except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
+                self._error = error
+            self._end()
+        del self  # an error's traceback holds this frame, and the call holds the error
+
+    def cancel(self) -> bool:
+        """Cancel the call; return False if it was made, or is being made."""
+        if not self._claim.acquire(blocking=False):
+            return False
+        self._error = CancelledError()
+        self._end()
+        return True
+
+    def done(self) -> bool:
+        """Return whether `result` would return at once."""
+        return not self._is_over.locked()
+
+    def result(self) -> T:
+        """Wait for the call; return its result, or raise its error."""
+        if self._is_over.locked():
+            with self._is_over:
+                pass
+        if self._error is None:
+            return self._result
+        try:
+            raise self._error
+        finally:
+            del self  # as above
+
+    def _end(self) -> None:
+        del self._function, self._args  # whoever gets the result may reuse the memory of what it was made from
+        self._is_over.release()
+
+
+class QuickThreads:
+    """A pool of threads for calls of some tens of microseconds, started when they are first needed.
+
+    They are daemons, so whoever makes a pool must `close` it before the interpreter exits.
+
+    Parameters
+    ----------
+    n
+        Number of threads.
+    name
+        Prefix of the thread names.
+    """
+
+    def __init__(self, n: int, name: str) -> None:
+        self._n, self._name = n, name
+        self._calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, self._calls.put, None)
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Call[T]:
+        """Call a function in one of the threads; not to be called from several threads at once, or after `close`."""
+        call = Call(function, args)
+        self._calls.put(call)
+        if len(self._threads) < self._n:
+            name = f"{self._name}_{len(self._threads)}"
+            thread = threading.Thread(target=_make_calls, args=(self._calls,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return call
+
+    def close(self, *, wait: bool = True) -> None:
+        """Cancel what has not started, and wait for what has; without `wait` if one of the threads may be calling."""
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except Empty:
+                break
+            if call is not None:
+                call.cancel()
+        self._calls.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+
 def call_aside(function: Callable[..., T], *args: Any) -> T:
     """Call an uninterruptible function so that the main thread can be interrupted meanwhile; return its result.
 
@@ -125,6 +222,13 @@ def _work(tasks: SimpleQueue[_Task | None], idle: threading.Semaphore, ended: th
         if task[0].set_running_or_notify_cancel():
             _carry_out(*task)
         del task  # keeps nothing alive while this thread waits
+
+
+def _make_calls(calls: SimpleQueue[Call[Any] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call.make()
+        del call  # keeps nothing alive while this thread waits
+    calls.put(None)  # for the next thread
 
 
 def _carry_out(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -222,7 +222,7 @@ class Batch:
     X : (n, n_vars) array or CSR matrix
         Values, on the loader's device; owned by the consumer, who may keep or modify it.
     obs
-        The chosen columns of obs, each of shape (n,): int32 codes for categorical and string columns (-1 = missing),
+        The chosen columns of obs, each of shape (n,): int64 codes for categorical and string columns (-1 = missing),
         values otherwise.
     rows : (n,) int64
         Global row numbers, counted over the given paths in order.
@@ -247,8 +247,9 @@ class Batch:
     def matrices(self) -> dict[str, Any]:
         """Return ``"X"`` and all other matrices, named as in `Loader.tables`: ``"layers/<name>"`` and so on."""
         found = {"X": self.X}
-        for group in ("layers", "obsm", "modalities"):
-            found |= {f"{group}/{name}": matrix for name, matrix in getattr(self, group).items()}
+        for group, matrices in (("layers", self.layers), ("obsm", self.obsm), ("modalities", self.modalities)):
+            if matrices:
+                found |= {f"{group}/{name}": matrix for name, matrix in matrices.items()}
         return found
 
 

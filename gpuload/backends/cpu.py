@@ -36,7 +36,7 @@ from gpuload.backends.reading import read_ranges, short_read
 from gpuload.checks import check_whole
 from gpuload.errors import CorruptDataError, PlanError
 from gpuload.stats import Stats
-from gpuload.threads import DaemonThreads
+from gpuload.threads import DaemonThreads, QuickThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.layout import ArrayLayout
+    from gpuload.threads import Call
     from gpuload.types import ArrayRead, Form, Recipe
 
 TASK_NBYTES = 8 << 20
@@ -165,7 +166,7 @@ class CpuBackend:
         self._values = np.dtype(values)
         self._loads = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}load")
         self._far_reads = DaemonThreads(FAR_PARTS, f"{_THREADS}read")
-        self._takes = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}take")
+        self._takes = QuickThreads(n, f"{_THREADS}take")
         self._scratch_nbytes: dict[tuple[int, str], int] = {}
         self._scratch = Scratch(self._scratch_nbytes)
         self._stored = BufferPool(max_idle=FAR_PARTS)
@@ -183,7 +184,7 @@ class CpuBackend:
             tasks += [pool.submit(run, read, lo, hi, resident) for lo, hi in read.parts(TASK_NBYTES)]
         return _Load(resident, tasks)
 
-    def take_rows(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Future[Any]:
+    def take_rows(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Call[Any]:
         """Start to gather rows; see `Backend.take_rows`."""
         return self._takes.submit(self._take, resident, positions, form)
 
@@ -211,8 +212,8 @@ class CpuBackend:
         # The garbage collector may close a forgotten loader in one of these threads, which cannot join itself.
         is_own_thread = threading.current_thread().name.startswith(_THREADS)
         self._far_reads.close(0)  # a request may take long; its bytes are dropped
-        for pool in (self._loads, self._takes):
-            pool.shutdown(wait=not is_own_thread, cancel_futures=True)
+        self._loads.shutdown(wait=not is_own_thread, cancel_futures=True)
+        self._takes.close(wait=not is_own_thread)
         for buffers in (self._stored, self._residents, self._outputs):
             buffers.clear()
 

@@ -1,0 +1,194 @@
+"""Threads for short calls: as a small executor, without its conditions."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+
+from gpuload.threads import QuickThreads
+
+
+class Thing:
+    """Something that can be referred to weakly."""
+
+
+@pytest.fixture
+def threads() -> Any:
+    pool = QuickThreads(2, "test-quick")
+    yield pool
+    pool.close()
+
+
+def running() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("test-quick")]
+
+
+def held(pool: QuickThreads, n: int = 2) -> threading.Event:
+    """Keep all threads of a pool busy until the event is set."""
+    until, barrier = threading.Event(), threading.Barrier(n + 1)
+
+    def hold() -> None:
+        barrier.wait(10)
+        until.wait(10)
+
+    for _ in range(n):
+        pool.submit(hold)
+    barrier.wait(10)
+    return until
+
+
+def test_results_and_errors(threads: QuickThreads) -> None:
+    calls = [threads.submit(divmod, 17, k) for k in range(5)]
+    with pytest.raises(ZeroDivisionError):
+        calls[0].result()
+    with pytest.raises(ZeroDivisionError):
+        calls[0].result()
+    assert [call.result() for call in calls[1:]] == [(17, 0), (8, 1), (5, 2), (4, 1)]
+    assert [call.result() for call in calls[1:]] == [(17, 0), (8, 1), (5, 2), (4, 1)]
+    assert all(call.done() for call in calls)
+    assert not any(call.cancel() for call in calls)
+    assert len(running()) == 2
+
+
+def test_calls_run_side_by_side(threads: QuickThreads) -> None:
+    barrier = threading.Barrier(2)
+    calls = [threads.submit(barrier.wait, 10) for _ in range(2)]
+    assert sorted(call.result() for call in calls) == [0, 1]
+
+
+def test_what_is_not_over_is_not_done(threads: QuickThreads) -> None:
+    until = threading.Event()
+    call = threads.submit(until.wait, 10)
+    assert not call.done()
+    threading.Timer(0.05, until.set).start()
+    assert call.result()
+    assert call.done()
+
+
+def test_a_cancelled_call_is_never_made(threads: QuickThreads) -> None:
+    until = held(threads)
+    made: list[int] = []
+    calls = [threads.submit(made.append, k) for k in range(3)]
+    assert calls[1].cancel()
+    assert calls[1].done()
+    assert not calls[1].cancel()
+    until.set()
+    calls[2].result()
+    calls[0].result()
+    with pytest.raises(CancelledError):
+        calls[1].result()
+    assert sorted(made) == [0, 2]
+
+
+def test_a_call_that_is_being_made_cannot_be_cancelled(threads: QuickThreads) -> None:
+    started, until = threading.Event(), threading.Event()
+
+    def work() -> int:
+        started.set()
+        until.wait(10)
+        return 3
+
+    call = threads.submit(work)
+    started.wait(10)
+    assert not call.cancel()
+    until.set()
+    assert call.result() == 3
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_arguments_are_dropped_before_the_result_is_there(threads: QuickThreads, is_cancelled: bool) -> None:
+    until = held(threads)
+    thing = Thing()
+    seen = weakref.ref(thing)
+    call = threads.submit(lambda thing: 1, thing)
+    del thing
+    assert seen() is not None
+    if is_cancelled:
+        call.cancel()
+        assert seen() is None
+    until.set()
+    for _ in range(1 - is_cancelled):
+        call.result()
+    assert seen() is None
+
+
+def test_a_result_lives_as_long_as_its_call(threads: QuickThreads) -> None:
+    call = threads.submit(Thing)
+    seen = weakref.ref(call.result())
+    assert seen() is not None
+    del call
+    deadline = time.monotonic() + 10
+    while seen() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)  # the thread may hold the call for a moment
+    assert seen() is None
+
+
+def test_an_error_lives_no_longer_than_its_call(threads: QuickThreads) -> None:
+    seen: list[weakref.ref[Thing]] = []
+
+    def fail() -> None:
+        error = ValueError("it failed")
+        error.thing = Thing()  # type: ignore[attr-defined]
+        seen.append(weakref.ref(error.thing))  # type: ignore[attr-defined]
+        try:
+            raise error
+        finally:
+            del error
+
+    gc.disable()
+    try:
+        call = threads.submit(fail)
+        with pytest.raises(ValueError, match="it failed"):
+            call.result()
+        assert seen[0]() is not None
+        del call
+        deadline = time.monotonic() + 10
+        while seen[0]() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)  # the thread may hold the call for a moment
+        assert seen[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_closing_cancels_what_waits_and_waits_for_what_runs() -> None:
+    pool = QuickThreads(2, "test-quick")
+    until = held(pool)
+    waiting = [pool.submit(int) for _ in range(3)]
+    threading.Timer(0.1, until.set).start()
+    pool.close()
+    assert until.is_set()
+    assert not running()
+    for call in waiting:
+        with pytest.raises(CancelledError):
+            call.result()
+    pool.close()
+
+
+def test_one_of_the_threads_may_close_without_waiting() -> None:
+    pool = QuickThreads(1, "test-quick")
+    pool.submit(lambda: pool.close(wait=False)).result()
+    pool.close()
+    assert not running()
+
+
+def test_a_pool_that_is_forgotten_ends() -> None:
+    pool = QuickThreads(2, "test-quick")
+    pool.submit(int).result()
+    pool.submit(int).result()
+    (one, two) = running()
+    del pool
+    gc.collect()
+    for thread in (one, two):
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_no_thread_is_started_before_there_is_work() -> None:
+    QuickThreads(2, "test-quick").close()
+    assert not running()
