@@ -53,6 +53,7 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ({"modality": ["rna", "rna"]}, "modality=['rna', 'rna']: 'rna' is given twice; pass every name once."),
         ({"join": "left"}, "join='left': expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": 1}, "join=1: expected 'inner', 'outer', a list of gene names, or None."),
+        ({"join": b"inner"}, "join=b'inner': expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": []}, "join=[]: expected at least one gene name, 'inner', 'outer' or None."),
         ({"join": ["a", "b", "a"]}, "join: 'a' is given 2 times; pass every gene once."),
         ({"transform": "log1p"}, "transform='log1p': expected a gpuload.Transform or None."),

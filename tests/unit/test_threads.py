@@ -172,6 +172,7 @@ def test_closing_cancels_what_waits_and_waits_for_what_runs() -> None:
 
 def test_one_of_the_threads_may_close_without_waiting() -> None:
     pool = QuickThreads(1, "test-quick")
+    pool.submit(int).result()
     pool.submit(lambda: pool.close(wait=False)).result()
     pool.close()
     assert not running()
