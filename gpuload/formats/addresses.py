@@ -179,7 +179,8 @@ def check_given(paths: Any) -> None:
     """Refuse arguments that are neither a path nor a list of paths."""
     if isinstance(paths, (set, frozenset)):
         raise PlanError("paths: a set has no order, but rows are numbered in the order of the files; pass a list.")
-    if type(paths).__module__.partition(".")[0] in ("h5py", "zarr"):
+    module = type(paths).__module__
+    if module.partition(".")[0] in ("h5py", "zarr") or module in ("gpuload.loader", "gpuload.torch"):
         raise PlanError(f"paths={paths!r}: it is already open; pass its path, which gpuload opens itself.")
 
 

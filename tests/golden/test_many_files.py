@@ -289,16 +289,27 @@ def test_a_number_that_float32_rounds_is_told_of_the_files(tmp_path: Path, caplo
     assert f"{paths[0]} and 3 more: /X/data holds integers above 2**24, which float32 rounds" in caplog.text
 
 
+def loader_of(path: Path) -> gpuload.Loader:
+    with gpuload.open_loader(path, **SMALL) as loader:
+        return loader
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         (lambda path: {str(path)}, "paths: a set has no order"),
         (h5py.File, r"paths=<HDF5 file .*: it is already open; pass its path"),
+        (loader_of, r"paths=<Loader of .*: it is already open; pass its path"),
     ],
 )
-def test_what_is_no_list_of_files(tmp_path: Path, given: Callable[[Path], Any], words: str) -> None:
+@pytest.mark.parametrize("opened", [gpuload.open_loader, gpuload.obs_names])
+def test_what_is_no_list_of_files(
+    tmp_path: Path, given: Callable[[Path], Any], words: str, opened: Callable[[Any], Any]
+) -> None:
     with pytest.raises(gpuload.PlanError, match=words):
-        gpuload.open_loader(given(write(tmp_path, 1)[0][0]))
+        opened(given(write(tmp_path, 1)[0][0]))
+    with pytest.raises(gpuload.PlanError, match=words):
+        opened([given(write(tmp_path, 1)[0][0])])
 
 
 def test_inspect_names_each_file(tmp_path: Path) -> None:
