@@ -200,6 +200,7 @@ class Loader:
         """The `obs` columns of all cells, including those excluded by ``where=`` or the sampler; built on each access.
 
         Indexed by row number, as in ``batch.rows``: ``loader.obs.loc[batch.rows]`` selects the cells of a minibatch.
+        `gpuload.obs_names` reads the names of the cells.
         """
         import pandas as pd
 
