@@ -23,7 +23,7 @@ from numba.extending import overload
 from gpuload.backends.native.decoders import call_one, call_two
 from gpuload.backends.native.frames import is_crc32c, unshuffle_items
 from gpuload.backends.native.inflate import are_by_turns
-from gpuload.backends.native.words import borrowed
+from gpuload.backends.native.words import borrowed, copy_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -382,7 +382,7 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
             if n != size:
                 status[0] = BAD_SIZE
                 return -1 - c
-            first[:n] = buffer[place : place + n]
+            copy_bytes(plain, stored + place, n)
             status[0] += n
         if is_due:
             verified[chunk_id[c]] = 1

@@ -8,15 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray
-from numba.core import types
-from numba.extending import intrinsic
 
 from gpuload.backends.native.calls import I64, Callback, caller
 from gpuload.backends.native.frames import N_ADDRESSES, decode_blosc, decode_lz4, decode_zstd, gunzip
 from gpuload.backends.native.inflate import inflate_two, inflate_zlib
-from gpuload.backends.native.words import inline
+from gpuload.backends.native.words import inline, pointer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,17 +30,9 @@ decoded bytes, number wanted, whether to verify checksums; then the decoded size
 of the inflater's workspace. Returns the result of `call_one` for each, the first in the high 32 bits."""
 
 
-@intrinsic
-def _pointer(_typing: Any, address: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), codegen
-
-
 @inline
 def _bytes(address: int, n: int) -> Any:  # pragma: no cover - compiled
-    return carray(_pointer(address), n, np.uint8)
+    return carray(pointer(address), n, np.uint8)
 
 
 @inline
@@ -53,7 +42,7 @@ def _room(address: int, size: int) -> Any:  # pragma: no cover - compiled
 
 @inline
 def _table(addresses: int) -> Any:  # pragma: no cover - compiled
-    return carray(_pointer(addresses), N_ADDRESSES, np.int64)
+    return carray(pointer(addresses), N_ADDRESSES, np.int64)
 
 
 def _zlib(

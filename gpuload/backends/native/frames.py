@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
+from numba import carray
 
 from gpuload.backends.native.calls import I32, I64, caller
 from gpuload.backends.native.deflate import decode_blocks
 from gpuload.backends.native.huffman import TRUNCATED
 from gpuload.backends.native.inflate import TOO_SHORT, inflate_zlib
-from gpuload.backends.native.words import load8, load16, load32, load64
+from gpuload.backends.native.words import copy_bytes, load8, load16, load32, load64, pointer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -145,7 +146,7 @@ def unshuffle_items(
     """
     n_items = n // itemsize
     if itemsize == 4 and dst_pos & 3 == 0 and dst.size & 3 == 0:
-        words = dst.view(np.uint32)[dst_pos >> 2 : (dst_pos >> 2) + n_items]
+        words = carray(pointer(np.int64(dst.ctypes.data) + dst_pos), n_items, np.uint32)
         a, b = src[src_pos : src_pos + n_items], src[src_pos + n_items : src_pos + 2 * n_items]
         c, d = src[src_pos + 2 * n_items : src_pos + 3 * n_items], src[src_pos + 3 * n_items : src_pos + 4 * n_items]
         for i in range(lo, hi):
@@ -157,14 +158,14 @@ def unshuffle_items(
                 | (np.uint32(d[k]) << np.uint32(24))
             )
     elif itemsize == 8 and dst_pos & 7 == 0 and dst.size & 7 == 0:
-        longs = dst.view(np.uint64)[dst_pos >> 3 : (dst_pos >> 3) + n_items]
+        longs = carray(pointer(np.int64(dst.ctypes.data) + dst_pos), n_items, np.uint64)
         for i in range(lo, hi):
             k, value = np.uint64(i), np.uint64(0)
             for plane in range(8):
                 value |= np.uint64(src[np.uint64(src_pos + plane * n_items) + k]) << np.uint64(8 * plane)
             longs[k] = value
     elif itemsize == 2 and dst_pos & 1 == 0 and dst.size & 1 == 0:
-        halves = dst.view(np.uint16)[dst_pos >> 1 : (dst_pos >> 1) + n_items]
+        halves = carray(pointer(np.int64(dst.ctypes.data) + dst_pos), n_items, np.uint16)
         a, b = src[src_pos : src_pos + n_items], src[src_pos + n_items : src_pos + 2 * n_items]
         for i in range(lo, hi):
             k = np.uint64(i)
@@ -290,7 +291,7 @@ def decode_blosc(  # noqa: PLR0911 - one return per outcome
     if flags & _COPIED:
         if n != size + 16:
             return BAD_BLOSC_SIZE
-        dst[lo:hi] = src[src_pos + 16 + lo : src_pos + 16 + hi]
+        copy_bytes(to + lo, base + 16 + lo, hi - lo)
         return hi - lo
     codec = flags >> 5
     is_shuffled = flags & _BYTE_SHUFFLED != 0 and typesize > 1
@@ -370,7 +371,7 @@ def _block(
         if stored == 0 or stored > end - at:
             return BAD_STREAM
         if stored == size:
-            dst[dst_pos : dst_pos + need] = src[src_pos : src_pos + need]
+            copy_bytes(to, at, need)
         elif codec == _BLOSC_LZ4:
             if _lz4(at, stored, to, size, need, addresses) < need:
                 return BAD_STREAM

@@ -24,8 +24,8 @@ from gpuload.backends.native.words import (
     double_of,
     drain_stores,
     float_bits,
-    float_pointer,
     half_bits,
+    pointer,
     shift_left,
     shift_right,
     store_lines,
@@ -226,7 +226,7 @@ def map_of(row: int, map_start: Any, columns: Any) -> Any:  # pragma: no cover -
 @numba.njit(nogil=True, cache=True)
 def add_row(indices: Any, values: Any, to: int, n_cols: int) -> None:  # pragma: no cover - compiled
     """Write one cell as a dense float32 row to an address, through the caches."""
-    row = numba.carray(float_pointer(to), n_cols)
+    row = numba.carray(pointer(to), n_cols, np.float32)
     row[:] = 0
     for k in range(indices.size):
         row[np.uint64(indices[np.uint64(k)])] += values[np.uint64(k)]
@@ -361,7 +361,8 @@ def densify_csr(
 def _parts(scratch: Any) -> tuple[Any, Any]:  # pragma: no cover - compiled
     """Return the two halves of scratch memory: values and places of a row."""
     half = scratch.size // 2
-    return scratch[:half], scratch[half:].view(np.int32)
+    places = np.int64(scratch.ctypes.data) + half * 4
+    return scratch[:half], numba.carray(pointer(places), scratch.size - half, np.int32)
 
 
 @numba.njit(nogil=True, cache=True)

@@ -196,13 +196,13 @@ def drain_stores(_typing: Any) -> Any:
 
 
 @intrinsic
-def float_pointer(_typing: Any, address: Any) -> Any:
-    """Return an address as a pointer to float32."""
+def pointer(_typing: Any, address: Any) -> Any:
+    """Return an address as a pointer, for `numba.carray`."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
 
-    return types.CPointer(types.float32)(types.int64), codegen
+    return types.voidptr(types.int64), codegen
 
 
 @intrinsic
