@@ -247,10 +247,10 @@ def _join_alike(arrays: Sequence[tuple[ArrayLayout, ...]]) -> tuple[JoinedArray,
     return tuple(joined)
 
 
-_OF_ANY_LENGTH = {"shuffle", "deflate", "lzf", "zstd", "fletcher32"}
+_OF_ANY_LENGTH = {"shuffle", "deflate", "gzip", "lzf", "zstd", "fletcher32", "crc32c"}
 """Filters that allow chunks of different lengths: h5py and zarr choose the chunk length from the array's length."""
 
-_WRITERS = {"deflate", "lzf", "zstd"}
+_WRITERS = {"deflate", "gzip", "lzf", "zstd"}
 """Those whose values (a level, a length) are not needed for decoding."""
 
 

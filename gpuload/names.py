@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def obs_names(
-    paths: Any, *, modality: str = "", storage_options: Mapping[str, Any] | None = None
+    paths: Any, *, layer: str = "X", modality: str = "", storage_options: Mapping[str, Any] | None = None
 ) -> NDArray[np.object_]:
     """Return the names (barcodes) of all cells, by row number: ``obs_names(paths)[batch.rows]`` are a minibatch's.
 
@@ -24,6 +24,9 @@ def obs_names(
     ----------
     paths
         As given to `gpuload.open_loader`.
+    layer
+        A matrix of these cells, for files that have no ``"X"``; as given to `gpuload.open_loader`, which may be given
+        several.
     modality
         The modality whose cells' names to read, if there are several; by default the first of a mapping.
     storage_options
@@ -32,8 +35,8 @@ def obs_names(
     Returns
     -------
     (n_obs,) object
-        The index of obs, as strings; for 10x files the barcodes. Cells of formats that store no names have their row
-        number.
+        The index of obs, as strings; for 10x files the barcodes, as for any other format without an index that has a
+        column ``"barcode"``. Otherwise the name of a cell is its row number.
 
     Raises
     ------
@@ -44,4 +47,4 @@ def obs_names(
     from gpuload.formats.addresses import at_addresses
 
     modalities = check_modalities(modality or (), paths)
-    return read_obs_names(at_addresses(paths, None, storage_options), modalities[0] if modalities else None)
+    return read_obs_names(at_addresses(paths, None, storage_options), modalities[0] if modalities else None, layer)

@@ -382,7 +382,8 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     Parameters
     ----------
     stores
-        The parts; none already joined. Their obs columns are taken out of them, each let go once it is joined.
+        The parts; one that is of several files already keeps the arrays of each apart. Their obs columns are taken out
+        of them, each let go once it is joined.
     join
         None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
     cure

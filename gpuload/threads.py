@@ -167,23 +167,39 @@ class QuickThreads:
 
     def __init__(self, n: int, name: str) -> None:
         self._n, self._name = n, name
+        self._is_closed = False
         self._calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         weakref.finalize(self, self._calls.put, None)
 
     def submit(self, function: Callable[..., T], *args: Any) -> Call[T]:
-        """Call a function in one of the threads; not to be called from several threads at once, or after `close`."""
+        """Call a function in one of the threads; not to be called from several threads at once.
+
+        Raises
+        ------
+        RuntimeError
+            After `close`, which another thread may have called; or there are no threads, and none can be started.
+        """
         call = Call(function, args)
         self._calls.put(call)
+        if self._is_closed:  # if it was not, `close` finds the call
+            call.cancel()
+            raise RuntimeError("these threads were ended")
         if len(self._threads) < self._n:
             name = f"{self._name}_{len(self._threads)}"
             thread = threading.Thread(target=_make_calls, args=(self._calls,), name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._threads and call.cancel():
+                    raise
+            else:
+                self._threads.append(thread)
         return call
 
     def close(self, *, wait: bool = True) -> None:
         """Cancel what has not started, and wait for what has; without `wait` if one of the threads may be calling."""
+        self._is_closed = True
         while True:
             try:
                 call = self._calls.get_nowait()

@@ -90,17 +90,20 @@ class Engine:
         return self.xp.zeros(shape, dtype=dtype)
 
     def on_stream(self, loader: Loader) -> AbstractContextManager[Any]:
-        """Return a context manager that makes a loader, and CuPy, produce minibatches on torch's current stream.
+        """Return a context manager that makes a loader, and CuPy, produce minibatches on the library's current stream.
 
-        On any other stream their memory could be overwritten while torch is still reading it.
+        On any other stream their memory could be overwritten while the library is still reading it.
         """
-        if self.name != "torch" or "cpu" in (self.device, loader.device):
+        if "cpu" in (self.device, loader.device):
             return nullcontext()
-        from gpuload.backends.cuda.device import stream_named
+        from gpuload.backends.cuda.device import current, stream_named
 
+        if self.name != "torch":  # CuPy; a front may have left the loader on another stream
+            loader.use_stream(self.xp.cuda.get_current_stream().ptr)
+            return nullcontext()
         number = self.xp.cuda.current_stream(loader.device).cuda_stream
         loader.use_stream(number)
-        return stream_named(number)  # type: ignore[no-any-return]
+        return current(stream_named(number))
 
 
 def open_engine(name: str, device: str, *, has_choice: bool = False) -> Engine:

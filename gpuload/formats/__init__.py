@@ -130,7 +130,7 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
         raise
 
 
-def read_obs_names(paths: Any, modality: str | None) -> NDArray[np.object_]:
+def read_obs_names(paths: Any, modality: str | None, layer: str) -> NDArray[np.object_]:
     """Return the names of all cells as strings, shape (n_obs,) object; row numbers where a format stores none.
 
     Parameters
@@ -139,18 +139,21 @@ def read_obs_names(paths: Any, modality: str | None) -> NDArray[np.object_]:
         As for `open_matrices`.
     modality
         One of several modalities; None if there is one.
+    layer
+        A matrix of these cells, whose number of rows the names must have.
     """
-    from gpuload.formats.frames import cell_names
+    from gpuload.formats.frames import checked_cell_names
 
     names: list[NDArray[np.object_]] = []
+    first = 0
     for part in _parts(paths if modality is None else _of_modality(paths, modality)):
-        first = sum(map(len, names))
         if is_anndata(part):
             names.append(as_strings(part.obs_names))
         elif isinstance(part, (str, os.PathLike)):
-            names.append(cell_names(os.fspath(part), "X", first))
+            names.append(checked_cell_names(os.fspath(part), layer, first))
         else:
             names.append(numbered(open_memory(part, None, layer="X", obs=()).n_obs, first))
+        first += names[-1].size
     return np.concatenate(names)
 
 

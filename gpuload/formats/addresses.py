@@ -179,8 +179,9 @@ def check_given(paths: Any) -> None:
     """Refuse arguments that are neither a path nor a list of paths."""
     if isinstance(paths, (set, frozenset)):
         raise PlanError("paths: a set has no order, but rows are numbered in the order of the files; pass a list.")
-    module = type(paths).__module__
-    if module.partition(".")[0] in ("h5py", "zarr") or module in ("gpuload.loader", "gpuload.torch"):
+    module = f"{type(paths).__module__}."
+    is_reader = module.startswith(("h5py.", "zarr.", "gpuload.", "torch.utils.data."))
+    if is_reader and not isinstance(paths, (str, os.PathLike)):
         raise PlanError(f"paths={paths!r}: it is already open; pass its path, which gpuload opens itself.")
 
 

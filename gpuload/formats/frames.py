@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from gpuload.errors import StoreError
-from gpuload.formats.arrays import as_strings, numbered
+from gpuload.formats.arrays import as_strings, check_length, numbered
 from gpuload.formats.members import keys_of
 from gpuload.formats.obs import column_names, index_name, read_index, read_values
 from gpuload.formats.recognise import anndata_groups, obs_columns, open_path
@@ -22,19 +22,28 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gpuload.store import ObsColumn
+    from gpuload.store import ObsColumn, Store
 
 
 def cell_names(path: str, layer: str, first: int = 0) -> NDArray[np.object_]:
-    """Return the index of obs as strings, shape (n_obs,) object; row numbers from `first` on if none is stored."""
+    """Return the names of the cells of a matrix as strings, shape (n_obs,) object.
+
+    They are the index of obs; in a format without one, a column ``"barcode"`` (10x), or row numbers from `first` on.
+    """
     with anndata_groups(path) as groups:
         frames = [group.get("obs") for group in groups]
         if frames and all(frame is not None for frame in frames):
             return np.concatenate([read_index(frame, path, "obs") for frame in frames])
-    named = [name for name in obs_columns(path) if name == "barcode"]  # 10x files
-    store = open_path(path, layer=layer, obs=named)
-    store.close()
+    named = [name for name in obs_columns(path) if name == "barcode"]
+    store = _opened(path, layer, named)
     return as_strings(_decoded(store.obs["barcode"])) if named else numbered(store.n_obs, first)
+
+
+def checked_cell_names(path: str, layer: str, first: int) -> NDArray[np.object_]:
+    """Return `cell_names`; raise CorruptDataError if they are not as many as the matrix has rows."""
+    names = cell_names(path, layer, first)
+    check_length(f"{path}: the index of obs", names.size, _opened(path, layer).n_obs, "cells")
+    return names
 
 
 def cell_column(path: str, name: str, layer: str) -> Any:
@@ -45,9 +54,7 @@ def cell_column(path: str, name: str, layer: str) -> Any:
     with anndata_groups(path) as groups:
         if groups and all(name in column_names(group.get("obs")) for group in groups):
             return join([read_values(group["obs"], name) for group in groups], f"{path}: obs column {name!r}")
-    store = open_path(path, layer=layer, obs=(name,))
-    store.close()
-    return _decoded(store.obs[name])
+    return _decoded(_opened(path, layer, (name,)).obs[name])
 
 
 def gene_columns(path: str, layer: str) -> dict[str, Any]:
@@ -97,6 +104,13 @@ def join(parts: Sequence[Any], where: str) -> Any:
         return pd.api.types.union_categoricals(parts, ignore_order=not is_one)
     joined = pd.concat([pd.Series(part) for part in parts], ignore_index=True)
     return joined.array if pd.api.types.is_extension_array_dtype(joined.dtype) else joined.to_numpy()
+
+
+def _opened(path: str, layer: str, obs: Sequence[str] = ()) -> Store:
+    """Return the store of a file, closed again: its sizes and columns of obs remain."""
+    store = open_path(path, layer=layer, obs=obs)
+    store.close()
+    return store
 
 
 def _decoded(column: ObsColumn) -> Any:

@@ -63,6 +63,24 @@ def test_streams_of_others_stay_theirs(store_variant: StoreVariant) -> None:
     theirs.synchronize()
 
 
+@pytest.mark.parametrize("kind", ["csr-gzip4", "dense-gzip4"])
+def test_a_stream_in_use_remains_in_use(store_variant: StoreVariant, kind: str) -> None:
+    """What CuPy's own ``with stream:`` would end."""
+    import cupy
+
+    stored = store_variant(kind)
+    theirs = cupy.cuda.Stream(non_blocking=True)
+    theirs.use()
+    try:
+        with gpuload.open_loader(stored.path, device="cuda:0", batch_size=7, output="csr") as loader:
+            for batch in loader:
+                assert cupy.cuda.get_current_stream() == theirs
+                np.testing.assert_array_equal(batch.X.get().toarray(), stored.dense[batch.rows])
+    finally:
+        cupy.cuda.Stream.null.use()
+    theirs.synchronize()
+
+
 def test_doctor_reads_a_file_and_compares() -> None:
     from gpuload.cli import doctor
 

@@ -294,12 +294,20 @@ def loader_of(path: Path) -> gpuload.Loader:
         return loader
 
 
+def torch_loader_of(path: Path) -> Any:
+    data = pytest.importorskip("torch.utils.data")
+    from gpuload.torch import CellDataset
+
+    return data.DataLoader(CellDataset(loader_of(path)), batch_size=None)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         (lambda path: {str(path)}, "paths: a set has no order"),
         (h5py.File, r"paths=<HDF5 file .*: it is already open; pass its path"),
         (loader_of, r"paths=<Loader of .*: it is already open; pass its path"),
+        (torch_loader_of, r"paths=<torch.*DataLoader .*: it is already open; pass its path"),
     ],
 )
 @pytest.mark.parametrize("opened", [gpuload.open_loader, gpuload.obs_names])

@@ -57,8 +57,14 @@ def is_joined(paths: list[Path]) -> bool:
 @pytest.mark.parametrize("n_in_shard", [0, 3])
 @pytest.mark.parametrize(
     ("codec", "lengthen", "is_one"),
-    [(ZSTD, 0, True), (ZSTD, 7, True), (writers.LZ4_SHUFFLED, 0, True), (writers.LZ4_SHUFFLED, 7, False)],
-    ids=["zstd", "zstd-lengths", "blosc", "blosc-lengths"],
+    [
+        (ZSTD, 0, True),
+        (ZSTD, 7, True),
+        ([zc.GzipCodec(level=5), zc.Crc32cCodec()], 7, True),
+        (writers.LZ4_SHUFFLED, 0, True),
+        (writers.LZ4_SHUFFLED, 7, False),
+    ],
+    ids=["zstd", "zstd-lengths", "gzip-lengths", "blosc", "blosc-lengths"],
 )
 def test_as_if_they_were_one(
     tmp_path: Path, codec: Any, lengthen: int, is_one: bool, n_in_shard: int, block_size: int | str, output: str

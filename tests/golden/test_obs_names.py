@@ -115,3 +115,40 @@ def test_nothing_there(tmp_path: Path) -> None:
         gpuload.obs_names([])
     with pytest.raises(gpuload.PlanError, match="storage_options"):
         gpuload.obs_names(tmp_path, storage_options={"anonymous": True})
+
+
+def test_names_that_do_not_fit_the_cells_are_refused(tmp_path: Path) -> None:
+    paths = write(tmp_path, [part(seed, n_obs=5) for seed in range(2)])
+    with h5py.File(paths[0], "r+") as file:
+        obs = file["obs"]
+        name = obs.attrs["_index"]
+        stored = obs[name][:4]
+        del obs[name]
+        obs.create_dataset(name, data=stored, dtype=h5py.string_dtype()).attrs.update(
+            {"encoding-type": "string-array", "encoding-version": "0.2.0"}
+        )
+    with pytest.raises(gpuload.CorruptDataError) as caught:
+        gpuload.obs_names(paths)
+    words = f"{paths[0]}: the index of obs has 4 entries but the matrix has 5 cells; rewrite the file."
+    assert str(caught.value) == words
+
+
+def test_files_without_x(tmp_path: Path) -> None:
+    cells = part(0, n_obs=6)
+    cells.layers["counts"] = cells.X
+    cells.X = None
+    paths = write(tmp_path, [cells])
+    with pytest.raises(gpuload.StoreError, match=r"there is no /X; .* Choose one of its layers"):
+        gpuload.obs_names(paths)
+    assert gpuload.obs_names(paths, layer="counts").tolist() == names(6)
+
+
+def test_one_of_two_genomes(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "two.h5", "w") as file:
+        for genome, n in (("hg19", 3), ("mm10", 2)):
+            group = file.create_group(genome)
+            group["barcodes"] = [f"{genome}-{k}".encode() for k in range(n)]
+            group["genes"] = group["gene_names"] = [b"a", b"b"]
+            group["data"], group["indices"] = np.ones(n, dtype=np.int32), np.zeros(n, dtype=np.int64)
+            group["indptr"], group["shape"] = np.arange(n + 1), np.array([2, n])
+    assert gpuload.obs_names(tmp_path / "two.h5", layer="mm10").tolist() == ["mm10-0", "mm10-1"]

@@ -443,32 +443,47 @@ def test_a_loader_on_a_gpu_is_told_of_torchs_stream(
     cells: np.ndarray, gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before each minibatch, since the stream may change; CuPy makes it dense there too."""
-    streams, told, entered = iter([70, 71, 72, 73]), [], []
+    streams, told, used = iter([70, 71, 72, 73]), [], []
 
-    @contextmanager
-    def from_external(stream: Any) -> Iterator[None]:
-        entered.append(stream.__cuda_stream__())
-        yield
-        entered.append(None)
+    def from_external(stream: Any) -> Any:
+        return SimpleNamespace(use=lambda: used.append(stream.__cuda_stream__()))
 
     def current_stream(device: str) -> Any:
         assert device == "cuda:1"
         return SimpleNamespace(cuda_stream=next(streams))
 
     monkeypatch.setattr(gpus.cuda, "current_stream", current_stream)
-    stream = SimpleNamespace(from_external=from_external)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(Stream=stream))
+    before = SimpleNamespace(use=lambda: used.append("before"))
+    cuda = SimpleNamespace(Stream=SimpleNamespace(from_external=from_external), get_current_stream=lambda: before)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     monkeypatch.setattr(gpuload.Loader, "use_stream", lambda self, number: told.append(number))
     with gpuload.open_loader(cells, shuffle=False, batch_size=2048, output="csr", device="cpu") as loader:
         monkeypatch.setattr(gpuload.Loader, "device", "cuda:1")
         for n_seen, (rows, part) in enumerate(Passes(loader, open_engine("torch", "cuda:1")), 1):
             assert told == [70, 71, 72][:n_seen]
-            assert entered[-2:] == [(0, told[-1]), None]
+            assert used[-2:] == [(0, told[-1]), "before"]
             np.testing.assert_array_equal(part, cells[rows])
         assert told == [70, 71, 72, 73]
         for engine in (open_engine("torch", "cpu"), open_engine("numpy", "cpu")):
             assert sum(len(part) for _, part in Passes(loader, engine)) == len(cells)
     assert told == [70, 71, 72, 73]
+
+
+def test_a_loader_on_a_gpu_is_told_of_cupys_stream(
+    cells: np.ndarray, cupy: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would make minibatches on the stream of whoever iterated over it before."""
+    told: list[int] = []
+    monkeypatch.setattr(gpuload.Loader, "use_stream", lambda self, number: told.append(number))
+    engine = open_engine("cupy", "cuda:0")
+    current = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=99))
+    monkeypatch.setattr(engine.xp, "cuda", current, raising=False)
+    with gpuload.open_loader(cells, shuffle=False, device="cpu") as loader:
+        with engine.on_stream(loader):
+            assert told == []
+        monkeypatch.setattr(gpuload.Loader, "device", "cuda:0")
+        with engine.on_stream(loader):
+            assert told == [99]
 
 
 def test_minibatches_of_a_gpu_come_to_a_torch_without_one(regression: tuple[np.ndarray, ...]) -> None:

@@ -193,3 +193,42 @@ def test_a_pool_that_is_forgotten_ends() -> None:
 def test_no_thread_is_started_before_there_is_work() -> None:
     QuickThreads(2, "test-quick").close()
     assert not running()
+
+
+def test_a_call_after_the_end_is_refused(threads: QuickThreads) -> None:
+    threads.submit(int).result()
+    threads.close()
+    with pytest.raises(RuntimeError, match="these threads were ended"):
+        threads.submit(int)
+
+
+def test_a_call_during_the_end_is_refused_or_cancelled() -> None:
+    for _ in range(200):
+        pool = QuickThreads(2, "test-quick")
+        pool.submit(int).result()
+        ending = threading.Thread(target=pool.close)
+        ending.start()
+        calls = []
+        try:
+            while True:
+                calls.append(pool.submit(int))
+        except RuntimeError:
+            pass
+        ending.join(10)
+        assert not ending.is_alive()
+        assert all(call.done() for call in calls)
+
+
+def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool, start = QuickThreads(2, "test-quick"), threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        pool.submit(int)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert pool.submit(int).result() == 0
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert pool.submit(int).result() == 0  # by the thread that there is
+    pool.close()

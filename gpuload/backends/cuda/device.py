@@ -6,6 +6,7 @@ compiled for the CPU. No method waits for the device unless its docstring says s
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +16,7 @@ import numpy as np
 from gpuload.errors import DeviceError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -195,7 +196,7 @@ class CupyDevice:
 
     def sorted_csr(self, matrix: Any, stream: Any) -> Any:
         """Return the matrix itself, its rows sorted by cuSPARSE."""
-        with self._chosen(), stream:
+        with self._chosen(), current(stream):
             matrix.has_sorted_indices = False
             matrix.sort_indices()
         return matrix
@@ -272,11 +273,12 @@ class CupyDevice:
             return
         if kernel.startswith(DIVISIBLE):
             n_blocks = max(n_blocks, self._n_blocks)
-        with self._chosen(), stream:
+        given = tuple(np.intp(0) if arg is None else arg for arg in args)
+        with self._chosen():
             function = self._functions.get(kernel)
             if function is None:
                 function = self._functions[kernel] = self._kernels.get_function(kernel)
-            function((n_blocks,), (n_threads,), tuple(np.intp(0) if arg is None else arg for arg in args))
+            function((n_blocks,), (n_threads,), given, stream=stream)
 
 
 class _Named:
@@ -295,6 +297,22 @@ def stream_named(number: int) -> Any:
     from cupy.cuda import Stream
 
     return Stream.from_external(_Named(number))
+
+
+@contextmanager
+def current(stream: Any) -> Iterator[None]:
+    """Make a stream CuPy's current one on the current device, within a with-block.
+
+    CuPy's own ``with stream:`` forgets a stream that was made current by ``use()``.
+    """
+    from cupy.cuda import get_current_stream
+
+    before = get_current_stream()
+    stream.use()
+    try:
+        yield
+    finally:
+        before.use()
 
 
 class _Chosen:
