@@ -26,6 +26,9 @@ PRINTED = {
     "notebooks/settings": "block_size=16  ",
     "notebooks/samplers": "controls: drug_01",
     "notebooks/matrices": "outer 500",
+    "notebooks/labels": "without features: drug_6",
+    "notebooks/statistics": "minibatch: 200",
+    "notebooks/tokens": "(63, 58)",
     "notebooks/predict": "(1000, 2000)",
 }
 """What a cell of each notebook prints when it runs, and what does not stand in its code."""
