@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from gpuload.checks import check_obs_names, is_whole
-from gpuload.errors import PlanError
+from gpuload.checks import check_obs_names, is_number, is_whole
+from gpuload.errors import PlanError, nearest
 from gpuload.sampling.rows import SLICE, row_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -38,13 +38,77 @@ class Classes:
     codes: NDArray[np.integer]
     names: Names
 
+    def shares(self, sampler: str, given: Mapping[Any, float] | str, counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return each class's share of the draws, shape (n_classes,), as a sampler's `shares` asks for.
+
+        Parameters
+        ----------
+        sampler
+            Its name, for errors.
+        given
+            ``"equal"``, or ``{label: share}``, with a tuple of labels for classes by several columns.
+        counts : (n_classes,) int64
+            What can be drawn of each class; one of which there is none has no share.
+        """
+        if isinstance(given, str):
+            return (counts > 0).astype(np.float64)
+        wanted = {label if isinstance(label, tuple) else (label,): share for label, share in given.items()}
+        shares = np.zeros(counts.size)
+        for place in range(counts.size):
+            shares[place] = wanted.pop(self.names.label(place), 0.0)
+        for label in wanted:
+            if len(label) != max(1, len(self.names.columns)):
+                raise PlanError(
+                    f"{sampler}(shares=...): {label!r} is not a class by "
+                    f"{', '.join(self.names.columns) or 'one label'}; name each by a tuple of one label per column."
+                )
+            there = [self.names.label(place) for place in range(counts.size)]
+            near = nearest(", ".join(map(str, label)), [", ".join(map(str, one)) for one in there])
+            guess = f"did you mean {near!r}?" if near else "name one that the cells have."
+            raise PlanError(f"{sampler}(shares=...): there are no cells with {self.names.text(label)}; {guess}")
+        lost = np.flatnonzero((shares > 0) & (counts == 0))
+        if lost.size:
+            raise PlanError(
+                f"{sampler}(shares=...): there are too few cells with {self.names[lost[0]]} to draw any; leave that "
+                "class out."
+            )
+        return shares
+
+
+def check_shares(sampler: str, given: Any) -> None:
+    """Raise PlanError unless a sampler's `shares` of classes are valid as far as can be told without the cells."""
+    if isinstance(given, str) and given == "equal":
+        return
+    if not isinstance(given, Mapping) or not given:
+        raise PlanError(f"{sampler}(shares={given!r}): expected 'equal' or {{label: share}}.")
+    for label, share in given.items():
+        if not is_number(share) or not 0 < share < float("inf"):
+            raise PlanError(f"{sampler}: the share of {label!r} is {share!r}; expected a finite number above 0.")
+
 
 class Names(Sequence[str]):
-    """Class names, each built on access: there may be millions, and only errors show any."""
+    """Class names, each built on access: there may be millions, and only errors show any.
 
-    def __init__(self, n: int, name: Callable[[int], str]) -> None:
+    Parameters
+    ----------
+    n
+        Number of classes.
+    label
+        Returns the labels of a class, one for each column.
+    columns
+        Names of the columns; empty for labels given as an array.
+    """
+
+    def __init__(self, n: int, label: Callable[[int], tuple[Any, ...]], columns: tuple[str, ...]) -> None:
         self._n = n
-        self._name = name
+        self.label = label
+        self.columns = columns
+
+    def text(self, label: tuple[Any, ...]) -> str:
+        """Return labels as they appear in errors."""
+        if not self.columns:
+            return repr(label[0])
+        return ", ".join(f"{name}={value!r}" for name, value in zip(self.columns, label, strict=True))
 
     def __len__(self) -> int:
         return self._n
@@ -55,7 +119,9 @@ class Names(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
         places = range(self._n)[index]
-        return self._name(places) if isinstance(places, int) else [self._name(place) for place in places]
+        if isinstance(places, int):
+            return self.text(self.label(places))
+        return [self.text(self.label(place)) for place in places]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +209,7 @@ class Cells:
         column = self.obs[name]
         values = self.take(column.values)
         if column.categories is not None:
-            return values, _names_of(column.categories, f"{name}=")
+            return values, _names_of(column.categories, name)
         found = _distinct(values)
         if found.dtype.kind == "f":
             found = found[~np.isnan(found)]
@@ -151,7 +217,7 @@ class Cells:
         for start in range(0, values.size, SLICE):
             part = values[start : start + SLICE]
             codes[start : start + SLICE] = np.where(part == part, np.searchsorted(found, part), -1)  # noqa: PLR0124 - NaN
-        return codes, _names_of(found, f"{name}=")
+        return codes, _names_of(found, name)
 
 
 class Sampler(Protocol):
@@ -227,8 +293,8 @@ def about_column(column: Any) -> list[str]:
     return [digest(_labels(column)[0])] if hasattr(column, "dtype") else list(check_obs_names("column", column))
 
 
-def _names_of(values: NDArray[Any], before: str = "") -> Names:
-    return Names(values.size, lambda place: f"{before}{values[place : place + 1].tolist()[0]!r}")
+def _names_of(values: NDArray[Any], *column: str) -> Names:
+    return Names(values.size, lambda place: tuple(values[place : place + 1].tolist()), column)
 
 
 def _labels(given: Any) -> tuple[NDArray[np.integer], Names]:
@@ -288,11 +354,11 @@ def _joint(
             part = joint(start)
             out[start : start + SLICE] = np.where(part < 0, -1, np.searchsorted(found, part))
 
-    def name(place: int) -> str:
+    def label(place: int) -> tuple[Any, ...]:
         first, second = divmod(int(found[place]), n_more)
-        return f"{names[first]}, {more_names[second]}"
+        return names.label(first) + more_names.label(second)
 
-    return out, Names(found.size, name)
+    return out, Names(found.size, label, names.columns + more_names.columns)
 
 
 def _distinct(values: NDArray[Any]) -> NDArray[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpuload.checks import is_number
 from gpuload.errors import PlanError
-from gpuload.sampling.base import about_column, check_mask, check_number, check_rows, digest, names_in
+from gpuload.sampling.base import about_column, check_mask, check_number, check_rows, check_shares, digest, names_in
 from gpuload.sampling.queues import DrawnOrder, Queues, Shares
 from gpuload.sampling.rows import group_rows, join, list_of_mask, list_of_runs
 from gpuload.sampling.weights import Chosen, check_weights, count_above_0, weight_queues
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ClassBalanced:
-    """Draw all classes of a column equally often, whatever their sizes.
+    """Draw all classes of a column equally often, or in given proportions, whatever their sizes.
 
-    The class of each cell of an epoch is drawn independently and uniformly, so the class counts of minibatches are
-    multinomial. The cells of a class come in shuffled blocks, pass after pass: no cell is repeated before every cell of
-    its class has been drawn. Cells with a missing label are not drawn.
+    The class of each cell of an epoch is drawn independently, so the class counts of minibatches are multinomial. The
+    cells of a class come in shuffled blocks, pass after pass: no cell is repeated before every cell of its class has
+    been drawn. Cells with a missing label are not drawn.
 
     Parameters
     ----------
@@ -41,11 +41,14 @@ class ClassBalanced:
         files, where NaN and None are missing.
     num_samples
         Cells per epoch, over all ranks; None: as many as there are cells.
+    shares
+        ``"equal"``, or the proportions of the classes, ``{label: share}``, with tuples of labels if there are several
+        columns. Shares are above 0 and need not sum to 1; classes that are not named are not drawn.
 
     Raises
     ------
     PlanError
-        A name or number is invalid; or, when bound, all labels are missing.
+        A name, number or share is invalid; or, when bound, all labels are missing, or no cell has a label in `shares`.
 
     Notes
     -----
@@ -59,10 +62,12 @@ class ClassBalanced:
 
     column: str | Sequence[str] | NDArray[Any]
     num_samples: int | None = None
+    shares: Mapping[Any, float] | str = "equal"
 
     def __post_init__(self) -> None:
         names_in("ClassBalanced", self.column)
-        _check_num_samples("ClassBalanced", self.num_samples)
+        check_num_samples("ClassBalanced", self.num_samples)
+        check_shares("ClassBalanced", self.shares)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -79,11 +84,12 @@ class ClassBalanced:
             raise PlanError(
                 f"ClassBalanced({self.column!r}): the label is missing in all {codes.size} cells; name another column."
             )
-        edges = np.unique(edges)  # drops classes without cells
-        queues = Queues(rows, edges, cells.block_size)
+        counts = np.diff(edges)
+        shares = classes.shares("ClassBalanced", self.shares, counts)[counts > 0]
+        queues = Queues(rows, np.unique(edges), cells.block_size)  # without the classes that have no cells
         n_samples = cells.n_rows if self.num_samples is None else int(self.num_samples)
         about = {"name": "ClassBalanced", "columns": about_column(self.column)}
-        return Drawn(queues, Shares(np.ones(queues.n_strata)), n_samples, about)
+        return Drawn(queues, Shares(shares), n_samples, about)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +138,7 @@ class Weighted:
     columns: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        _check_num_samples("Weighted", self.num_samples)
+        check_num_samples("Weighted", self.num_samples)
         if not isinstance(self.replace, (bool, np.bool_)):
             raise PlanError(f"Weighted(replace={self.replace!r}): expected True or False.")
 
@@ -188,7 +194,7 @@ class Mixture:
     columns: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        _check_num_samples("Mixture", self.num_samples)
+        check_num_samples("Mixture", self.num_samples)
         for part, share in self._pairs():
             if not is_number(share) or not 0 < share < float("inf"):
                 name = os.fspath(part) if isinstance(part, (str, os.PathLike)) else "a mask"
@@ -253,6 +259,7 @@ class Drawn:
         return {**self.about, **sizes, "rows": self.queues.digest(), "shares": self.shares.digest()}
 
 
-def _check_num_samples(sampler: str, num_samples: int | None) -> None:
+def check_num_samples(sampler: str, num_samples: int | None) -> None:
+    """Raise PlanError unless the number of cells per epoch is valid, or None."""
     if num_samples is not None:
         check_number(sampler, "num_samples", num_samples)

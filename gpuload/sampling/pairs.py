@@ -42,6 +42,10 @@ class PairedControl:
     With `size`, perturbed cells come in contiguous sets that share the perturbation and the value of each `match`
     column, and so do their controls: ``perturbed.X.reshape(-1, size, n_vars)`` gives the sets of a minibatch.
 
+    With `n_controls` above 1, a minibatch begins with 1 perturbed cell for each `n_controls` controls, and the controls
+    of each are adjacent: ``controls.X.reshape(-1, n_controls, n_vars)``. They differ from each other, except where a
+    group has too few controls or starts its next pass.
+
     Parameters
     ----------
     column
@@ -56,12 +60,14 @@ class PairedControl:
     size, remainder
         Perturbed cells per set, and how to treat incomplete sets, as for `gpuload.Grouped`. None: no sets; perturbed
         cells are shuffled individually.
+    n_controls
+        Controls for each perturbed cell.
 
     Raises
     ------
     PlanError
-        `batch_size` is odd, or not a multiple of twice `size`; no group of perturbed cells has `size` cells; there are
-        no controls, or no other cells; a group of cells has no controls, even with `fallback`.
+        `batch_size` is not a multiple of ``1 + n_controls``, times `size`; no group of perturbed cells has `size`
+        cells; there are no controls, or no other cells; a group of cells has no controls, even with `fallback`.
     """
 
     column: str
@@ -70,6 +76,7 @@ class PairedControl:
     fallback: str | Sequence[str] = ()
     size: int | None = None
     remainder: str = "drop"
+    n_controls: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.column, str) or not self.column:
@@ -82,6 +89,7 @@ class PairedControl:
         if self.size is not None:
             check_number("PairedControl", "size", self.size)
         check_remainder("PairedControl", self.remainder)
+        check_number("PairedControl", "n_controls", self.n_controls)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -99,15 +107,17 @@ class PairedControl:
     def over(self, cells: Cells) -> Strategy:
         """Find the cells and their controls; takes about 12 bytes per cell, and twice that temporarily."""
         check_rows("PairedControl", cells)
-        if cells.batch_size % 2:
+        n_together = 1 + self.n_controls
+        if cells.batch_size % n_together:
             raise PlanError(
-                f"PairedControl with batch_size={cells.batch_size}: a minibatch is half perturbed cells and half "
-                "controls; make batch_size even."
+                f"PairedControl(n_controls={self.n_controls}) with batch_size={cells.batch_size}: a minibatch has "
+                f"{self.n_controls} of {n_together} controls; make batch_size a multiple of {n_together}."
             )
-        if self.size is not None and cells.batch_size % (2 * self.size):
+        if self.size is not None and cells.batch_size % (n_together * self.size):
             raise PlanError(
-                f"PairedControl(size={self.size}) with batch_size={cells.batch_size}: half of a minibatch are "
-                f"perturbed cells, and a set is never split; make batch_size a multiple of {2 * self.size}."
+                f"PairedControl(size={self.size}) with batch_size={cells.batch_size}: 1 in {n_together} cells of a "
+                "minibatch is perturbed, and a set is never split; make batch_size a multiple of "
+                f"{n_together * self.size}."
             )
         is_control, is_wanted = self._controls(cells)
         match = cells.classes(*self._match)
@@ -132,7 +142,7 @@ class PairedControl:
         shuffle: Strategy = BlockShuffle(cells.block_size, part.edges)
         if self.size is not None:
             sets = Grouped(list(self.columns), self.size, self.remainder)
-            shuffle = sets.over(replace(part, batch_size=cells.batch_size // 2))
+            shuffle = sets.over(replace(part, batch_size=cells.batch_size // n_together))
         return Pairs(
             perturbed,
             shuffle,
@@ -140,6 +150,7 @@ class PairedControl:
             queue,
             _places(queue, edges.size - 1),
             Queues(join(lists), edges, cells.block_size),
+            int(self.n_controls),
             cells.batch_size,
             about,
         )
@@ -200,9 +211,11 @@ class Pairs:
     shuffle, file_rows
         Their order, by index into `perturbed`.
     queue, place
-        The queue of each one's control, and the control's position in it.
+        The queue of each one's controls, and how many perturbed cells before it take theirs from that queue.
     controls
         The queues.
+    n_controls
+        Controls per perturbed cell.
     batch_size
         Cells per minibatch.
     """
@@ -213,18 +226,19 @@ class Pairs:
     queue: NDArray[np.int32]
     place: NDArray[np.integer]
     controls: Queues
+    n_controls: int
     batch_size: int
     about: dict[str, Any]
 
     @property
     def unit(self) -> int:
-        """Number of rows in a pair, or in a set of pairs."""
-        return 2 * getattr(self.shuffle, "unit", 1)
+        """Number of rows of a cell and its controls, or of a set of them."""
+        return (1 + self.n_controls) * getattr(self.shuffle, "unit", 1)
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of cells in one epoch, over all ranks: two per pair."""
+        """Return the number of cells in one epoch, over all ranks: with the controls."""
         del file_rows
-        return 2 * self.shuffle.n_rows(self.file_rows)
+        return (1 + self.n_controls) * self.shuffle.n_rows(self.file_rows)
 
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
@@ -238,67 +252,78 @@ class Pairs:
             **self.about,
             "perturbed": cells,
             "controls": self.controls.digest(),
+            **({"n_controls": self.n_controls} if self.n_controls > 1 else {}),
             "blocks": self.shuffle.describe(),
             "batch_size": self.batch_size,
         }
 
 
 class _PairOrder:
-    """The order of pairs; each pair takes two adjacent positions, the perturbed cell first."""
+    """The order of pairs; the cells of each take adjacent positions, the perturbed cell first."""
 
     def __init__(self, pairs: Pairs, key_words: tuple[int, ...]) -> None:
         self._pairs = pairs
+        self._n_together = 1 + pairs.n_controls
         self._shuffled = pairs.shuffle.order(pairs.file_rows, key_words)
         (key,) = random_keys(1, *key_words, 1)
         self._key = int(key)
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the rows at positions start..stop as ranges, shape (n, 2)."""
-        pairs, first = self._pairs, start // 2
-        number = expand_ranges(self._shuffled.ranges(first, -(-stop // 2)))
-        rows = np.empty((number.size, 2), dtype=np.int64)
+        pairs, first = self._pairs, start // self._n_together
+        number = expand_ranges(self._shuffled.ranges(first, -(-stop // self._n_together)))
+        rows = np.empty((number.size, self._n_together), dtype=np.int64)
         rows[:, 0] = pairs.perturbed.take(number)
-        queue, place = pairs.queue[number].astype(np.int64), pairs.place[number].astype(np.int64)
-        rows[:, 1] = pairs.controls.take(queue, place, self._key)
-        return as_ranges(rows.ravel()[start - 2 * first : stop - 2 * first])
+        queue = np.repeat(pairs.queue[number].astype(np.int64), pairs.n_controls)
+        place = pairs.place[number].astype(np.int64)[:, None] * pairs.n_controls + np.arange(pairs.n_controls)
+        rows[:, 1:] = pairs.controls.take(queue, place.ravel(), self._key).reshape(-1, pairs.n_controls)
+        skip = start - self._n_together * first
+        return as_ranges(rows.ravel()[skip : skip + stop - start])
 
     def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
         """Return the pairs of a fetch, or its sets of pairs, in random order.
 
         Within each minibatch the perturbed cells come first, then their controls.
         """
-        n_pairs, half = (stop - start) // 2, self._pairs.batch_size // 2
-        sets = None if self._pairs.unit == 2 else self._shuffled.arrange(start // 2, stop // 2, key)
-        mixed = 2 * (permuted_table(n_pairs, key) if sets is None else sets)
-        index = np.arange(n_pairs)
-        to = index // half * 2 * half + index % half
+        each, n_controls = self._n_together, self._pairs.n_controls
+        n_pairs, n_in_batch = (stop - start) // each, self._pairs.batch_size // each
+        is_in_sets = self._pairs.unit > each
+        mixed = self._shuffled.arrange(start // each, stop // each, key) if is_in_sets else permuted_table(n_pairs, key)
+        pair = each * np.asarray(mixed)
+        batch, within = np.divmod(np.arange(n_pairs), n_in_batch)
+        n_here = np.minimum(n_in_batch, n_pairs - batch * n_in_batch)
+        begin = batch * each * n_in_batch
         places = np.arange(stop - start)
-        places[to] = mixed
-        places[to + np.minimum(half, n_pairs - index // half * half)] = mixed + 1
+        places[begin + within] = pair
+        control = np.arange(n_controls)
+        places[(begin + n_here + within * n_controls)[:, None] + control] = pair[:, None] + 1 + control
         return places
 
 
-def split_pairs(batch: Any) -> tuple[Any, Any]:
+def split_pairs(batch: Any, n_controls: int = 1) -> tuple[Any, Any]:
     """Split a minibatch of `PairedControl` into the perturbed cells and their controls.
 
     Parameters
     ----------
     batch : Batch or dict
         A minibatch of a loader, or of its PyTorch or DALI front (a dict of tensors).
+    n_controls
+        Controls for each perturbed cell, as given to `PairedControl`.
 
     Returns
     -------
     perturbed, controls
-        Of the same type as `batch`, each with half the cells; the i-th control belongs to the i-th perturbed cell.
-        Dense arrays are slices of the batch's arrays.
+        Of the same type as `batch`; the controls of the i-th perturbed cell are `n_controls` adjacent cells, from
+        ``i * n_controls`` on. Dense arrays are slices of the batch's arrays.
 
     Raises
     ------
     PlanError
-        The minibatch has an odd number of cells, or is of another type.
+        The number of cells is not a multiple of ``1 + n_controls``, or the minibatch is of another type.
     """
+    check_number("split_pairs", "n_controls", n_controls)
     if isinstance(batch, Batch):
-        half = _half(len(batch))
+        n_perturbed = _n_perturbed(len(batch), n_controls)
         groups = {name: getattr(batch, name) for name in ("obs", "layers", "obsm", "modalities")}
         return tuple(  # type: ignore[return-value]
             Batch(
@@ -306,21 +331,22 @@ def split_pairs(batch: Any) -> tuple[Any, Any]:
                 rows=batch.rows[part],
                 **{name: {k: v[part] for k, v in group.items()} for name, group in groups.items()},
             )
-            for part in (slice(half), slice(half, None))
+            for part in (slice(n_perturbed), slice(n_perturbed, None))
         )
     if isinstance(batch, Mapping) and "rows" in batch:
-        half = _half(len(batch["rows"]))
-        first = {name: _cut(values, slice(half)) for name, values in batch.items()}
-        return first, {name: _cut(values, slice(half, None)) for name, values in batch.items()}
+        n_perturbed = _n_perturbed(len(batch["rows"]), n_controls)
+        first = {name: _cut(values, slice(n_perturbed)) for name, values in batch.items()}
+        return first, {name: _cut(values, slice(n_perturbed, None)) for name, values in batch.items()}
     raise PlanError(f"split_pairs({type(batch).__name__}): expected a Batch, or a front's dict of tensors with 'rows'.")
 
 
-def _half(n_rows: int) -> int:
-    if n_rows % 2:
+def _n_perturbed(n_rows: int, n_controls: int) -> int:
+    if n_rows % (1 + n_controls):
         raise PlanError(
-            f"split_pairs: the minibatch has {n_rows} cells, an odd number; it does not come from PairedControl."
+            f"split_pairs: the minibatch has {n_rows} cells, not a multiple of {1 + n_controls}; it does not come from "
+            f"PairedControl(n_controls={n_controls})."
         )
-    return n_rows // 2
+    return n_rows // (1 + n_controls)
 
 
 def _cut(values: Any, part: slice) -> Any:

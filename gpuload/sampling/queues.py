@@ -185,27 +185,52 @@ class DrawnOrder(MixedFetches):
 
     def __init__(self, queues: Queues, shares: Shares, key_words: tuple[int, ...]) -> None:
         self._queues = queues
-        self._shares = shares
         place_key, queue_key = random_keys(2, *key_words)
-        self._place_key, self._queue_key = np.uint64(place_key), int(queue_key)
-        self._step = GRID
-        while self._step < 8 * queues.n_strata:
-            self._step *= 2
-        self._noted = [np.zeros(queues.n_strata, dtype=np.int64)]
-        self._place, self._counts = 0, self._noted[0].copy()
+        self._draws, self._queue_key = Draws(queues.n_strata, shares, int(place_key)), int(queue_key)
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the rows at positions start..stop as ranges, shape (n, 2)."""
+        order, stratum, place = self._draws.by_stratum(start, stop)
+        rows = np.empty(stratum.size, dtype=np.int64)
+        rows[order] = self._queues.take(stratum, place, self._queue_key)
+        return as_ranges(rows)
+
+
+class Draws:
+    """Independent draws of strata by position, and how often each stratum was drawn before.
+
+    Parameters
+    ----------
+    n_strata
+        Number of strata.
+    shares
+        Their probabilities.
+    key
+        Seed of the draws.
+    """
+
+    def __init__(self, n_strata: int, shares: Shares, key: int) -> None:
+        self._shares = shares
+        self._key = np.uint64(key)
+        self._step = GRID
+        while self._step < 8 * n_strata:
+            self._step *= 2
+        self._noted = [np.zeros(n_strata, dtype=np.int64)]
+        self._place, self._counts = 0, self._noted[0].copy()
+
+    def by_stratum(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the draws at positions start..stop, sorted by stratum, as three arrays of shape (stop - start,).
+
+        The position of each, less `start`; its stratum; and how often that stratum is drawn before that position.
+        """
         self._go_to(start)
         drawn = self._drawn(start, stop)
         order = np.argsort(drawn, kind="stable")
         stratum = drawn[order].astype(np.int64)
         heads, owner = _heads(stratum)
         place = self._counts[stratum] + np.arange(stratum.size) - heads[owner]
-        rows = np.empty(stratum.size, dtype=np.int64)
-        rows[order] = self._queues.take(stratum, place, self._queue_key)
         self._pass(drawn)
-        return as_ranges(rows)
+        return order, stratum, place
 
     def _go_to(self, place: int) -> None:
         """Set the counts to the number of positions of each stratum before a position."""
@@ -229,7 +254,7 @@ class DrawnOrder(MixedFetches):
         """Return the strata of positions start..stop."""
         edges = [*range(start, stop, _SLICE), stop]
         places = (np.arange(first, last, dtype=np.uint64) for first, last in pairwise(edges))
-        return np.concatenate([self._shares.draw(hash64(p ^ self._place_key)) for p in places])
+        return np.concatenate([self._shares.draw(hash64(p ^ self._key)) for p in places])
 
 
 class Shares:

@@ -10,13 +10,14 @@ import numpy as np
 from gpuload.errors import PlanError
 from gpuload.order import EqualBlocks
 from gpuload.permute import permuted_table, random_keys
-from gpuload.sampling.base import about_column, check_number, check_rows, names_in
-from gpuload.sampling.queues import Queues
+from gpuload.sampling.base import about_column, check_number, check_rows, check_shares, names_in
+from gpuload.sampling.draws import check_num_samples
+from gpuload.sampling.queues import Draws, Queues, Shares
 from gpuload.sampling.rows import as_ranges, group_rows
 from gpuload.types import expand_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -32,6 +33,9 @@ class Grouped:
     (if a block holds several, adjacent sets of a class stay together). A minibatch holds ``batch_size / size`` sets;
     with ``size=batch_size`` all its cells are of one class. Cells with a missing label are in no set.
 
+    With `shares`, the class of each set is drawn independently, whatever the sizes of the classes. The sets of a class
+    come pass after pass: those of one pass hold different cells.
+
     Parameters
     ----------
     column
@@ -43,21 +47,45 @@ class Grouped:
         How to treat a class's last, incomplete set: ``"drop"`` leaves its cells out, different ones each epoch;
         ``"fill"`` completes it with other cells of the class, which then occur twice in the epoch (a cell is repeated
         within a set only in classes of fewer than `size` cells).
+    shares
+        None: each class has as many sets as its cells fill, and an epoch shows each cell once. ``"equal"``: all classes
+        are drawn equally often. ``{label: share}``: in these proportions, with tuples of labels if there are several
+        columns; shares are above 0 and need not sum to 1, and classes that are not named are not drawn.
+    num_samples
+        With `shares`, cells per epoch over all ranks, a multiple of `size`; None: as many as without `shares`.
 
     Raises
     ------
     PlanError
-        `batch_size` is not a multiple of `size`; no class has `size` cells; a name or number is invalid.
+        `batch_size` is not a multiple of `size`; no class has `size` cells; a name, number or share is invalid; no cell
+        has a label in `shares`, or, with ``remainder="drop"``, fewer than `size` have it.
     """
 
     column: str | Sequence[str] | NDArray[Any]
     size: int
     remainder: str = "drop"
+    shares: Mapping[Any, float] | str | None = None
+    num_samples: int | None = None
 
     def __post_init__(self) -> None:
         names_in("Grouped", self.column)
         check_number("Grouped", "size", self.size)
         check_remainder("Grouped", self.remainder)
+        if self.shares is not None:
+            check_shares("Grouped", self.shares)
+        if self.num_samples is None:
+            return
+        check_num_samples("Grouped", self.num_samples)
+        if self.shares is None:
+            raise PlanError(
+                f"Grouped(num_samples={self.num_samples}): without shares, an epoch shows every cell once; pass "
+                "shares='equal' too, or no num_samples."
+            )
+        if self.num_samples % self.size:
+            raise PlanError(
+                f"Grouped(num_samples={self.num_samples}, size={self.size}): a set is never split; make num_samples a "
+                "multiple of size."
+            )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -75,14 +103,19 @@ class Grouped:
         classes = cells.classes_by("Grouped", self.column)
         codes = classes.codes
         rows, edges = group_rows(lambda start, stop: codes[start:stop], codes.size, len(classes.names))
-        queues = Queues(rows, np.unique(edges), cells.block_size)
-        counts = np.diff(queues.edges)
+        counts = np.diff(edges)
         n_sets = counts // self.size if self.remainder == "drop" else -(-counts // self.size)
         if not n_sets.sum():
-            most = f"the largest has {counts.max()}" if counts.size else "the label is missing in all"
+            most = f"the largest has {counts.max()}" if counts.any() else "the label is missing in all"
             raise PlanError(f"Grouped({self.column!r}, size={self.size}): no class has that many cells; {most}.")
+        queues = Queues(rows, np.unique(edges), cells.block_size)  # without the classes that have no cells
         about = {"name": "Grouped", "columns": about_column(self.column), "remainder": self.remainder}
-        return Sets(queues, n_sets, int(self.size), about)
+        sets = Sets(queues, n_sets[counts > 0], int(self.size), about)
+        if self.shares is None:
+            return sets
+        shares = Shares(classes.shares("Grouped", self.shares, n_sets)[counts > 0])
+        n_drawn = int(n_sets.sum()) if self.num_samples is None else int(self.num_samples) // self.size
+        return DrawnSets(sets, shares, n_drawn)
 
 
 def check_remainder(sampler: str, value: object) -> None:
@@ -120,12 +153,57 @@ class Sets:
         sizes = {"size": self.size, "block_size": self.queues.block_size}
         return {**self.about, **sizes, "rows": self.queues.digest()}
 
+    def rows(self, group: NDArray[np.int64], number: NDArray[np.int64], key: int) -> NDArray[np.int64]:
+        """Return the rows of sets, shape (n_sets * size,): of the `number`-th set of class `group`, for each.
+
+        A set is a slice of its queue: of the first pass, or, with as many sets before it as fill one, of a later pass.
+        """
+        turn, within = np.divmod(number, self.n_sets[group])
+        n_there = np.diff(self.queues.edges)[group]
+        # The last set of a pass may run past its end; it is filled up from the start of that pass.
+        place = (within[:, None] * self.size + np.arange(self.size)) % n_there[:, None] + (turn * n_there)[:, None]
+        return self.queues.take(np.repeat(group, self.size), place.ravel(), key)
+
+    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
+        """Return the sets of a fetch in random order, each kept whole."""
+        n_whole, rest = divmod(stop - start, self.size)
+        places = permuted_table(n_whole, key)[:, None] * self.size + np.arange(self.size)
+        return np.append(places.ravel(), np.arange(stop - start - rest, stop - start))
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnSets:
+    """The strategy for sets whose classes are drawn."""
+
+    sets: Sets
+    shares: Shares
+    n_drawn: int
+
+    @property
+    def unit(self) -> int:
+        """Number of cells in a set."""
+        return self.sets.size
+
+    def n_rows(self, file_rows: tuple[int, ...]) -> int:
+        """Return the number of cells in one epoch, over all ranks."""
+        del file_rows
+        return self.n_drawn * self.sets.size
+
+    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+        """Return the order of one epoch."""
+        del file_rows
+        return _DrawnSetOrder(self, key_words)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the description of the sets, with a digest of the shares."""
+        return {**self.sets.describe(), "num_samples": self.n_rows(()), "shares": self.shares.digest()}
+
 
 class _SetOrder:
-    """The order of sets, numbered class by class, in shuffled blocks; each is a slice of its queue's first pass."""
+    """The order of sets, numbered class by class, in shuffled blocks."""
 
     def __init__(self, sets: Sets, key_words: tuple[int, ...]) -> None:
-        self._queues, self._size = sets.queues, sets.size
+        self._sets = sets
         together = max(1, sets.queues.block_size // sets.size)
         self._blocks = EqualBlocks(tuple(sets.n_sets.tolist()), together, key_words)
         self._first_set = np.concatenate([[0], np.cumsum(sets.n_sets)])
@@ -134,19 +212,36 @@ class _SetOrder:
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the rows at positions start..stop as ranges, shape (n, 2)."""
-        first, last = start // self._size, -(-stop // self._size)
+        size = self._sets.size
+        first, last = start // size, -(-stop // size)
         number = expand_ranges(self._blocks.ranges(first, last))
         group = np.searchsorted(self._first_set, number, side="right") - 1
-        place = ((number - self._first_set[group]) * self._size)[:, None] + np.arange(self._size)
-        group = np.repeat(group, self._size)
-        # The last set of a class may run past the end of the first pass; it is filled up from the start of that pass.
-        place = place.ravel() % np.diff(self._queues.edges)[group]
-        skip = start - first * self._size
-        part = slice(skip, skip + stop - start)
-        return as_ranges(self._queues.take(group[part], place[part], self._key))
+        rows = self._sets.rows(group, number - self._first_set[group], self._key)
+        return as_ranges(rows[start - first * size : stop - first * size])
 
     def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
         """Return the sets of a fetch in random order, each kept whole."""
-        n_whole, rest = divmod(stop - start, self._size)
-        places = permuted_table(n_whole, key)[:, None] * self._size + np.arange(self._size)
-        return np.append(places.ravel(), np.arange(stop - start - rest, stop - start))
+        return self._sets.arrange(start, stop, key)
+
+
+class _DrawnSetOrder:
+    """The order of sets whose classes are drawn: each is the next of its class."""
+
+    def __init__(self, drawn: DrawnSets, key_words: tuple[int, ...]) -> None:
+        self._sets = drawn.sets
+        place_key, queue_key = random_keys(2, *key_words)
+        self._draws = Draws(drawn.sets.queues.n_strata, drawn.shares, int(place_key))
+        self._key = int(queue_key)
+
+    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
+        size = self._sets.size
+        first, last = start // size, -(-stop // size)
+        order, group, number = self._draws.by_stratum(first, last)
+        rows = np.empty((last - first, size), dtype=np.int64)
+        rows[order] = self._sets.rows(group, number, self._key).reshape(-1, size)
+        return as_ranges(rows.ravel()[start - first * size : stop - first * size])
+
+    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
+        """Return the sets of a fetch in random order, each kept whole."""
+        return self._sets.arrange(start, stop, key)

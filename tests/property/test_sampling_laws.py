@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gpuload
 from gpuload.plan import Plan
 from gpuload.sampling import (
     BlockShuffle,
@@ -109,6 +110,19 @@ def test_class_shares_vary_as_independent_draws_do(which: str) -> None:
     assert abs((counts / 64).std() / deviation - 1) < 4.5 / np.sqrt(2 * N_BATCHES)  # 5 %
     lag = np.corrcoef(counts[:-1], counts[1:])[0, 1]
     assert abs(lag) < 4.5 / np.sqrt(N_BATCHES)
+
+
+def test_classes_in_given_shares() -> None:
+    labels = np.repeat([0, 1, 2], [900, 100, 50])
+    obs = {"label": column([*["a"] * 900, *["b"] * 100, *["c"] * 50]), "batch": column(["1", "2"] * 525)}
+    cells = cells_of(1050, obs=obs, batch_size=64, fetch_rows=256, block_size=8)
+    shares = batch_counts(ClassBalanced("label", 64 * 2000, {"c": 3, "a": 1}).over(cells), cells, labels).sum(axis=0)
+    assert shares[1] == 0, "a class that is not named is not drawn"
+    assert abs(shares[2] / shares.sum() - 0.75) < 4.5 * np.sqrt(0.75 * 0.25 / shares.sum())
+    both = ClassBalanced(["label", "batch"], 8000, {("a", "2"): 1, ("b", "1"): 1})
+    rows = rows_of(both.over(cells), cells)
+    assert {(int(labels[row]), int(row % 2)) for row in rows} == {(0, 1), (1, 0)}
+    assert abs(np.mean(labels[rows] == 0) - 0.5) < 4.5 * 0.5 / np.sqrt(8000)
 
 
 def test_the_counts_of_many_classes_are_multinomial() -> None:
@@ -303,7 +317,11 @@ def every_sampler(n: int) -> dict[str, Any]:
         "subset-subset": Subset(mask, Subset(np.arange(0, n, 2), Weighted(rng.random(n) + 1e-6))),
         "grouped": Grouped("label", 4),
         "grouped-fill": Grouped(["label", "batch"], 4, "fill"),
+        "grouped-equal": Grouped("label", 4, shares="equal", num_samples=8 * n),
+        "grouped-equal-fill": Grouped(["label", "batch"], 4, "fill", shares="equal"),
         "pairs": PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch"),
+        "triples": PairedControl("drug", "dmso", match="batch", n_controls=3),
+        "triples-of-sets": PairedControl("drug", "dmso", match="batch", size=2, n_controls=3),
         "pairs-of-sets": PairedControl("drug", "dmso", match="batch", size=4),
         "pairs-of-sets-fill": PairedControl("drug", "dmso", match=["batch"], size=2, remainder="fill"),
         "subset-pairs": Subset(np.arange(n // 8, n), PairedControl("drug", "dmso", match="batch")),
@@ -509,6 +527,87 @@ def test_minibatches_of_one_class() -> None:
     assert np.all(codes[batches] == codes[batches[:, :1]])
     order = codes[batches[:, 0]]
     assert np.count_nonzero(np.diff(order)) > 5, "the minibatches of a class are not to follow one another"
+
+
+@pytest.mark.parametrize("remainder", ["drop", "fill"])
+def test_sets_whose_classes_are_drawn(remainder: str) -> None:
+    """Classes of 900, 103 and 5 cells: as often as was asked, each pass of other cells, and no cell twice in a set."""
+    names = np.repeat(["a", "b", "c"], [900, 103, 5])
+    obs = {"label": column(names.tolist())}
+    codes = obs["label"].values
+    cells = cells_of(500, 508, obs=obs, batch_size=16, fetch_rows=64, block_size=8)
+    n_sets = 4000
+    for asked, shares in (("equal", [1, 1, 1]), ({"a": 1, "b": 2, "c": 1}, [1, 2, 1]), ({"b": 1, "c": 3}, [0, 1, 3])):
+        strategy = Grouped("label", 4, remainder, asked, 4 * n_sets).over(cells)
+        fetches = fetches_of(strategy, cells)
+        sets = np.concatenate(fetches).reshape(-1, 4)
+        assert sets.shape == (n_sets, 4)
+        kinds = codes[sets]
+        assert np.all(kinds == kinds[:, :1])
+        assert np.all(np.diff(np.sort(sets, axis=1), axis=1)), "a cell stands twice in a set"
+        counts = np.bincount(kinds[:, 0], minlength=3)
+        chance = np.array(shares) / np.sum(shares)
+        assert np.all(np.abs(counts - n_sets * chance) <= 4.5 * np.sqrt(n_sets * chance * (1 - chance)))
+        # In the order of the draws the sets of a class come in passes, which hold its cells once.
+        in_order = rows_of(strategy, cells).reshape(-1, 4)
+        of_b = in_order[codes[in_order[:, 0]] == 1]
+        per_pass = 103 // 4 if remainder == "drop" else 26
+        passes = [of_b[i : i + per_pass].ravel() for i in range(0, len(of_b) - per_pass, per_pass)]
+        assert len(passes) > 20
+        for one in passes:
+            shown = np.bincount(one, minlength=1008)[900:1003]
+            assert (shown.min(), shown.max()) == ((0, 1) if remainder == "drop" else (1, 2))
+        assert not np.array_equal(passes[0], passes[1])
+        lag = np.corrcoef(kinds[:-1, 0] == 2, kinds[1:, 0] == 2)[0, 1]
+        assert abs(lag) < 4.5 / np.sqrt(n_sets), "the classes of adjacent sets are independent"
+    without = Grouped("label", 4, remainder).over(cells)
+    assert Grouped("label", 4, remainder, "equal").over(cells).n_rows(()) == without.n_rows(())
+
+
+def test_sets_whose_classes_are_drawn_are_read_in_blocks() -> None:
+    obs = {"label": column(np.repeat(["a", "b"], [20_000, 4_000]).tolist())}
+    cells = cells_of(24_000, obs=obs, batch_size=64, fetch_rows=4096, block_size=32)
+    plan = Plan(cells.file_rows, 64, 64, Grouped("label", 8, shares="equal").over(cells), seed=1)
+    assert max(len(plan.fetch(index).ranges) for index in range(5)) <= 4096 / 32 + 4
+
+
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("n_ranks", [1, 3])
+@pytest.mark.parametrize("n_controls", [1, 2, 5])
+def test_several_controls_for_each_cell(n_controls: int, n_ranks: int, size: int | None) -> None:
+    each = 1 + n_controls
+    cells = some_cells(batch_size=4 * each, fetch_rows=12 * each)
+    drug, batch = cells.obs["drug"].values, cells.obs["batch"].values
+    dmso = list(cells.obs["drug"].categories).index("dmso")
+    sampler = PairedControl("drug", "dmso", match="batch", size=size, n_controls=n_controls)
+    strategy = sampler.over(cells)
+    treated, used = [], []
+    for rank in range(n_ranks):
+        for fetch in fetches_of(strategy, cells, rank=rank, world_size=n_ranks, uneven="drop"):
+            for start in range(0, fetch.size, 4 * each):
+                rows = fetch[start : start + 4 * each]
+                perturbed, controls = gpuload.split_pairs({"rows": rows}, n_controls)
+                perturbed, controls = perturbed["rows"], controls["rows"].reshape(-1, n_controls)
+                assert np.all(drug[perturbed] != dmso)
+                assert np.all(drug[controls] == dmso)
+                assert np.all(batch[controls] == batch[perturbed][:, None])
+                if size is not None:
+                    sets = perturbed.reshape(-1, size)
+                    assert np.all(drug[sets] == drug[sets[:, :1]])
+                treated.append(perturbed)
+                used.append(controls)
+    cells_shown = np.concatenate(treated)
+    n_there = np.count_nonzero(drug != dmso)
+    assert np.unique(cells_shown).size == cells_shown.size
+    lost = 8 if size else 0  # at most a cell of each perturbation and batch is in no set of two
+    assert n_there - lost - n_ranks * (size or 1) < cells_shown.size <= n_there
+    controls = np.concatenate(used)
+    several = np.array([np.unique(one).size for one in controls])
+    assert np.mean(several == n_controls) > 0.97, "those of one cell differ, but where a pass ends"
+    if n_ranks == 1:
+        for kind in range(2):
+            uses = np.bincount(controls.ravel(), minlength=drug.size)[(drug == dmso) & (batch == kind)]
+            assert uses.max() - uses.min() <= (1 if size is None else 2 * n_controls)
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 5])

@@ -78,6 +78,28 @@ def cells(**more: Any) -> Cells:
         (lambda: Mixture([([True], "1")]), "Mixture: the share of a mask is '1'; expected a finite number above 0."),
         (lambda: Grouped("a", 0), "Grouped(size=0): expected a whole number of at least 1."),
         (lambda: Grouped("a", 4, "keep"), "Grouped(remainder='keep'): expected 'drop' or 'fill'."),
+        (lambda: Grouped("a", 4, shares="even"), "Grouped(shares='even'): expected 'equal' or {label: share}."),
+        (lambda: Grouped("a", 4, shares={}), "Grouped(shares={}): expected 'equal' or {label: share}."),
+        (lambda: Grouped("a", 4, shares={"x": 0}), "Grouped: the share of 'x' is 0; expected a finite number above 0."),
+        (
+            lambda: Grouped("a", 4, num_samples=8),
+            "Grouped(num_samples=8): without shares, an epoch shows every cell once; pass shares='equal' too, or no",
+        ),
+        (
+            lambda: Grouped("a", 4, shares="equal", num_samples=6),
+            "Grouped(num_samples=6, size=4): a set is never split; make num_samples a multiple of size.",
+        ),
+        (lambda: Grouped("a", 4, shares="equal", num_samples=0), "Grouped(num_samples=0): expected a whole number of"),
+        (lambda: ClassBalanced("a", shares=None), "ClassBalanced(shares=None): expected 'equal' or {label: share}."),
+        (
+            lambda: ClassBalanced("a", shares={"x": 1, "y": float("nan")}),
+            "ClassBalanced: the share of 'y' is nan; expected a finite number above 0.",
+        ),
+        (
+            lambda: PairedControl("a", "c", n_controls=0),
+            "PairedControl(n_controls=0): expected a whole number of at least 1.",
+        ),
+        (lambda: gpuload.split_pairs([], 0), "split_pairs(n_controls=0): expected a whole number of at least 1."),
         (lambda: PairedControl(1, "c"), "PairedControl(column=1): expected the name of an obs column."),
         (lambda: PairedControl("a", "c", match=()), "PairedControl(match=()): expected at least one name."),
         (
@@ -97,6 +119,8 @@ def test_bad_parameters(make: Any, message: str) -> None:
 
 
 # --- what is wrong with the data at hand
+
+LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +182,30 @@ def test_bad_parameters(make: Any, message: str) -> None:
             Grouped("label", 3),
             "Grouped(size=3) with batch_size=4: a set is never split; make batch_size a multiple of size.",
         ),
+        (
+            ClassBalanced("label", shares={"a": 1, "x": 1}),
+            "ClassBalanced(shares=...): there are no cells with label='x'; name one that the cells have.",
+        ),
+        (
+            ClassBalanced(["drug", "label"], shares={("dmso", "aa"): 1}),
+            "ClassBalanced(shares=...): there are no cells with drug='dmso', label='aa'; did you mean 'dmso, a'?",
+        ),
+        (
+            ClassBalanced(["drug", "label"], shares={"dmso": 1}),
+            "ClassBalanced(shares=...): ('dmso',) is not a class by drug, label; name each by a tuple of one label per",
+        ),
+        (
+            Subset([0, 1, 2], ClassBalanced("label", shares={"a": 1, "b": 1})),
+            "ClassBalanced(shares=...): there are too few cells with label='b' to draw any; leave that class out.",
+        ),
+        (
+            Grouped(LABELS, 1, shares={"c": 1}),
+            "Grouped(shares=...): there are no cells with 'c'; name one that the cells have.",
+        ),
+        (
+            Subset([0, 1, 3], Grouped("label", 2, shares={"a": 1, "b": 1})),
+            "Grouped(shares=...): there are too few cells with label='b' to draw any; leave that class out.",
+        ),
         (Grouped("label", 4), "Grouped('label', size=4): no class has that many cells; the largest has 3."),
         (Grouped("empty", 4), "Grouped('empty', size=4): no class has that many cells; the label is missing in all."),
         (
@@ -174,7 +222,11 @@ def test_bad_parameters(make: Any, message: str) -> None:
         ),
         (
             PairedControl("drug", "dmso", match="batch", size=4),
-            "PairedControl(size=4) with batch_size=4: half of a minibatch are perturbed cells, and a set is never",
+            "PairedControl(size=4) with batch_size=4: 1 in 2 cells of a minibatch is perturbed, and a set is never",
+        ),
+        (
+            PairedControl("drug", "dmso", match="batch", n_controls=2),
+            "PairedControl(n_controls=2) with batch_size=4: a minibatch has 2 of 3 controls; make batch_size",
         ),
         (
             PairedControl("drug", ["dmso", "x"], match="batch"),
@@ -197,9 +249,6 @@ def test_bad_data(sampler: Any, message: str | None) -> None:
     with pytest.raises(PlanError) as caught:
         sampler.over(cells())
     assert str(caught.value).startswith(message)
-
-
-LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
 
 
 @pytest.mark.parametrize("labels", [LABELS, pd.Series(LABELS), pd.Categorical(LABELS)])
@@ -225,7 +274,7 @@ def test_several_values_may_mark_controls(control: Any) -> None:
 
 def test_an_odd_minibatch_has_no_halves() -> None:
     with pytest.raises(
-        PlanError, match="PairedControl with batch_size=3: a minibatch is half perturbed cells and half"
+        PlanError, match=r"PairedControl\(n_controls=1\) with batch_size=3: a minibatch has 1 of 2 controls; make"
     ):
         PairedControl("drug", "dmso", match="batch").over(cells(batch_size=3))
 
@@ -357,6 +406,8 @@ def test_descriptions_are_json_and_tell_settings_apart() -> None:
         ClassBalanced("label", 7),
         ClassBalanced("batch"),
         ClassBalanced(["label", "batch"]),
+        ClassBalanced("label", shares={"a": 1, "b": 2}),
+        ClassBalanced("label", shares={"a": 1}),
         Weighted([1, 2, 3, 4, 5, 6]),
         Weighted([1, 2, 3, 4, 5, 7]),
         Weighted([1, 2, 3, 4, 5, 6], replace=False),
@@ -370,7 +421,11 @@ def test_descriptions_are_json_and_tell_settings_apart() -> None:
         Grouped("label", 2),
         Grouped("label", 2, "fill"),
         Grouped("label", 1),
+        Grouped("label", 1, shares="equal"),
+        Grouped("label", 1, shares="equal", num_samples=7),
+        Grouped("label", 1, shares={"a": 1, "b": 2}),
         Subset(mask, PairedControl("drug", "dmso", match="batch")),
+        Subset(mask, PairedControl("drug", "dmso", match="batch", n_controls=3)),
         Subset(mask, PairedControl("drug", "x", match="batch")),
         Custom(function),
     ]
@@ -414,9 +469,12 @@ def test_the_halves_of_a_minibatch() -> None:
         assert half["rows"].tolist() == expected.rows.tolist()
         assert half["a"].tolist() == expected.obs["a"].tolist()
     with pytest.raises(
-        PlanError, match="the minibatch has 5 cells, an odd number; it does not come from PairedControl"
+        PlanError, match="the minibatch has 5 cells, not a multiple of 2; it does not come from PairedControl"
     ):
         gpuload.split_pairs(Batch(batch.X[:5], {}, batch.rows[:5]))
+    perturbed, controls = gpuload.split_pairs(batch, n_controls=2)
+    assert (perturbed.rows.tolist(), controls.rows.tolist()) == ([10, 11], [12, 13, 14, 15])
+    np.testing.assert_array_equal(controls.X, X[2:])
     with pytest.raises(PlanError, match=r"split_pairs\(list\): expected a Batch, or a front's dict of tensors"):
         gpuload.split_pairs([batch])
 
