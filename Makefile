@@ -12,6 +12,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Tests wait now and then, for programs that they start; so a few more of them than there are processors.
+# The libraries of linear algebra use one thread each, as their own would wait for those of the other tests.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n + (n + 1) / 2)))
 FILE ?= demo-data/tahoe_shaped.h5ad
 GPU_TESTS := tests/cuda/test_gpu.py tests/cuda/test_gpu_programs.py tests/e2e/test_pipelines.py
@@ -22,7 +23,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/gpuload demo
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25
 
 check: $(VENV)/check.stamp
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,7 @@ HEAVY = (
 )
 
 
+@cache
 def imports(path: Path, *, with_type_checking: bool) -> set[str]:
     """Return the full names of what a file imports, at any depth of its code."""
     tree = ast.parse(path.read_text())
