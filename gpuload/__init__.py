@@ -30,6 +30,7 @@ from gpuload.errors import (
 )
 from gpuload.loader import Loader
 from gpuload.logs import set_log_level
+from gpuload.mapped import Mapped
 from gpuload.names import obs_names
 from gpuload.opening import (
     bind,
@@ -84,6 +85,7 @@ __all__ = [
     "GpuloadError",
     "Grouped",
     "Loader",
+    "Mapped",
     "MissingDependencyError",
     "Mixture",
     "PairedControl",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import MissingDependencyError, PlanError
+from gpuload.mapped import Mapped
 
 try:
     import torch
@@ -39,6 +40,7 @@ def _refuse_to_stack(batches: Any, **_: Any) -> None:
 
 
 default_collate_fn_map[_Minibatch] = _refuse_to_stack
+IterableDataset.register(Mapped)  # so that a DataLoader iterates it, and does not index it
 
 
 class CellDataset(IterableDataset[dict[str, torch.Tensor]]):

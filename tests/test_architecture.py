@@ -22,7 +22,7 @@ MODULES = {
 LAYERS = [
     {"cli", "lightning"},
     {"torch", "dali", "splitting", "estimators", "tune", "samples", "packing", "prometheus"},
-    {"outlook"},
+    {"outlook", "mapped"},
     {"loader"},
     {"tables"},
     {"formats"},
