@@ -377,13 +377,12 @@ UNCOMPARED = "uncompared"
 
 
 def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, cure: str = JOIN) -> Store:
-    """Concatenate stores into one; rows are numbered consecutively in the order given.
+    """Concatenate stores into one; rows are numbered consecutively in the order given, and no arrays are joined.
 
     Parameters
     ----------
     stores
-        The parts; one that is of several files already keeps the arrays of each apart. Their obs columns are taken out
-        of them, each let go once it is joined.
+        The parts, of one file or several. Their obs columns are taken out of them, each let go once it is joined.
     join
         None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
     cure
@@ -402,16 +401,13 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         if join is None:
             _check_genes(first, store, cure)
     obs = {name: _concat_column(name, stores) for name in list(first.obs)}
-    matrices = tuple(m for s in stores for m in s.matrices)
-    joined, layouts = join_files([matrix.layouts for matrix in matrices])
     whole = Store(
-        matrices=tuple(matrix.over(*of) for matrix, of in zip(matrices, layouts, strict=True)),
+        matrices=tuple(m for s in stores for m in s.matrices),
         paths=tuple(p for s in stores for p in s.paths),
         var_names=first.var_names,
         obs=obs,
         sources=tuple(x for s in stores for x in s.sources),
         var_ids=first.var_ids if all(_is_same(first.var_ids, s.var_ids) for s in stores) else None,
-        joined=joined,
     )
     if join is None or join == UNCOMPARED:
         return whole
@@ -420,6 +416,15 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     if alignment.maps is None:
         return whole
     return replace(whole, var_names=alignment.var_names, var_ids=None, alignment=alignment)
+
+
+def join_arrays(store: Store) -> Store:
+    """Return a store of which the arrays of files that are alike are joined; once, when it has all its files."""
+    if len(store.matrices) == 1:
+        return store
+    joined, layouts = join_files([matrix.layouts for matrix in store.matrices])
+    matrices = tuple(matrix.over(*of) for matrix, of in zip(store.matrices, layouts, strict=True))
+    return replace(store, matrices=matrices, joined=joined)
 
 
 def _is_same(one: NDArray[np.object_] | None, other: NDArray[np.object_] | None) -> bool:

@@ -16,7 +16,7 @@ from gpuload.formats.addresses import as_address, check_given
 from gpuload.formats.arrays import OBSM, as_strings, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.recognise import anndata_groups, expand, is_parquet, obs_columns, open_parquet, open_path
-from gpuload.store import ObsColumn, concat
+from gpuload.store import ObsColumn, concat, join_arrays
 from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
     try:
         for store in stores[1:] if layer.startswith(OBSM) else ():
             _check_width(stores[0], store, layer)
-        store = concat(stores, join)
+        store = join_arrays(concat(stores, join))
         return replace(store, obs={**store.obs, SOURCE_FILE: _source_file(store)}) if is_made else store
     except BaseException:
         for store in stores:

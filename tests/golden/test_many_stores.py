@@ -48,8 +48,8 @@ def write(folder: Path, n_stores: int, codec: Any = ZSTD, *, lengthen: int = 0, 
     return paths, vstack(parts, format="csr")
 
 
-def is_joined(paths: list[Path]) -> bool:
-    with closing(open_store([str(path) for path in paths], layer="X", obs=())) as store:
+def is_joined(paths: list[Path], join: Any = None) -> bool:
+    with closing(open_store([str(path) for path in paths], layer="X", obs=(), join=join)) as store:
         return len(store.joined.groups) == 1
 
 
@@ -102,7 +102,18 @@ def test_collections(tmp_path: Path) -> None:
         parts += [counts(20 + i, seed=i) for i in range(n)]
     assert is_joined(paths[:1])
     assert_same(paths[:1], vstack(parts[:11], format="csr"), block_size="chunk")
+    assert is_joined(paths), "the data sets of both"
     assert_same(paths, vstack(parts, format="csr"), block_size="chunk")
+    for join in ("inner", "outer"):
+        assert is_joined(paths, join)
+        assert_same(paths, vstack(parts, format="csr"), join=join)
+    names = [f"gene_{i:03d}" for i in (5, 0, 9)]
+    X = vstack(parts[:11], format="csr").toarray()
+    with gpuload.open_loader(paths[0], join=names, device="cpu") as loader:
+        assert list(loader.var_names) == names
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, X[batch.rows][:, [5, 0, 9]])
+    assert is_joined(paths[:1], names)
 
 
 @pytest.mark.parametrize(("store", "name", "chunk"), [(4, "data", 0), (7, "indices", 1), (8, "data", 0)])
