@@ -17,6 +17,7 @@ from gpuload.sampling.base import Cells, Sampler, Strategy, as_sampler, digest
 from gpuload.sampling.blocks import BlockShuffle, Sequential, plain
 from gpuload.sampling.custom import Custom
 from gpuload.sampling.draws import ClassBalanced, Mixture, Weighted
+from gpuload.sampling.neighbors import PairedNeighbor
 from gpuload.sampling.pairs import PairedControl, split_pairs
 from gpuload.sampling.sets import Grouped
 from gpuload.sampling.subset import Subset, block_size_of
@@ -29,6 +30,7 @@ __all__ = [
     "Grouped",
     "Mixture",
     "PairedControl",
+    "PairedNeighbor",
     "Sampler",
     "Sequential",
     "Strategy",

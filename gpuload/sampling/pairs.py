@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -200,9 +200,19 @@ class PairedControl:
         )
 
 
+class Partners(Protocol):
+    """What `Pairs` draws partners from, as `gpuload.sampling.queues.Queues`."""
+
+    def take(self, queue: NDArray[np.int64], place: NDArray[np.int64], key: int) -> NDArray[np.int64]:
+        """Return the rows at positions of queues, shape (n,) int64."""
+
+    def digest(self) -> str:
+        """Return a digest, for a state's fingerprint."""
+
+
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Perturbed cells and the queues of their controls, bound to cells.
+    """Perturbed cells and the queues of their controls, or cells and their neighbours, bound to cells.
 
     Attributes
     ----------
@@ -223,9 +233,9 @@ class Pairs:
     perturbed: RowList
     shuffle: Strategy
     file_rows: tuple[int, ...]
-    queue: NDArray[np.int32]
+    queue: NDArray[np.integer]
     place: NDArray[np.integer]
-    controls: Queues
+    controls: Partners
     n_controls: int
     batch_size: int
     about: dict[str, Any]
@@ -300,30 +310,30 @@ class _PairOrder:
         return places
 
 
-def split_pairs(batch: Any, n_controls: int = 1) -> tuple[Any, Any]:
-    """Split a minibatch of `PairedControl` into the perturbed cells and their controls.
+def split_pairs(batch: Any, n_partners: int = 1) -> tuple[Any, Any]:
+    """Split a minibatch of `PairedControl` or `PairedNeighbor` into cells and their partners: controls or neighbours.
 
     Parameters
     ----------
     batch : Batch or dict
         A minibatch of a loader, or of its PyTorch or DALI front (a dict of tensors).
-    n_controls
-        Controls for each perturbed cell, as given to `PairedControl`.
+    n_partners
+        Partners of each cell: the sampler's `n_controls` or `n_neighbors`.
 
     Returns
     -------
-    perturbed, controls
-        Of the same type as `batch`; the controls of the i-th perturbed cell are `n_controls` adjacent cells, from
-        ``i * n_controls`` on. Dense arrays are slices of the batch's arrays.
+    cells, partners
+        Of the same type as `batch`; those of the i-th cell are `n_partners` adjacent cells, from ``i * n_partners`` on.
+        Dense arrays are slices of the batch's arrays.
 
     Raises
     ------
     PlanError
-        The number of cells is not a multiple of ``1 + n_controls``, or the minibatch is of another type.
+        The number of cells is not a multiple of ``1 + n_partners``, or the minibatch is of another type.
     """
-    check_number("split_pairs", "n_controls", n_controls)
+    check_number("split_pairs", "n_partners", n_partners)
     if isinstance(batch, Batch):
-        n_perturbed = _n_perturbed(len(batch), n_controls)
+        n_cells = _n_cells(len(batch), n_partners)
         groups = {name: getattr(batch, name) for name in ("obs", "layers", "obsm", "modalities")}
         return tuple(  # type: ignore[return-value]
             Batch(
@@ -331,22 +341,22 @@ def split_pairs(batch: Any, n_controls: int = 1) -> tuple[Any, Any]:
                 rows=batch.rows[part],
                 **{name: {k: v[part] for k, v in group.items()} for name, group in groups.items()},
             )
-            for part in (slice(n_perturbed), slice(n_perturbed, None))
+            for part in (slice(n_cells), slice(n_cells, None))
         )
     if isinstance(batch, Mapping) and "rows" in batch:
-        n_perturbed = _n_perturbed(len(batch["rows"]), n_controls)
-        first = {name: _cut(values, slice(n_perturbed)) for name, values in batch.items()}
-        return first, {name: _cut(values, slice(n_perturbed, None)) for name, values in batch.items()}
+        n_cells = _n_cells(len(batch["rows"]), n_partners)
+        first = {name: _cut(values, slice(n_cells)) for name, values in batch.items()}
+        return first, {name: _cut(values, slice(n_cells, None)) for name, values in batch.items()}
     raise PlanError(f"split_pairs({type(batch).__name__}): expected a Batch, or a front's dict of tensors with 'rows'.")
 
 
-def _n_perturbed(n_rows: int, n_controls: int) -> int:
-    if n_rows % (1 + n_controls):
+def _n_cells(n_rows: int, n_partners: int) -> int:
+    if n_rows % (1 + n_partners):
         raise PlanError(
-            f"split_pairs: the minibatch has {n_rows} cells, not a multiple of {1 + n_controls}; it does not come from "
-            f"PairedControl(n_controls={n_controls})."
+            f"split_pairs: the minibatch has {n_rows} cells, not a multiple of {1 + n_partners}; it does not come from "
+            f"a sampler that pairs each cell with {n_partners}."
         )
-    return n_rows // (1 + n_controls)
+    return n_rows // (1 + n_partners)
 
 
 def _cut(values: Any, part: slice) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import anndata
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse
+from anndata.io import read_elem
 
 import gpuload
 from gpuload import (
@@ -17,6 +19,7 @@ from gpuload import (
     Grouped,
     Mixture,
     PairedControl,
+    PairedNeighbor,
     Sequential,
     Subset,
     Weighted,
@@ -232,3 +235,27 @@ def test_resume_in_the_middle_of_an_epoch(files: Any) -> None:
             loader.load_state_dict(state)
             rest = [batch.rows for batch in loader]
         np.testing.assert_array_equal(np.concatenate(rest), np.concatenate(whole[8:]))
+
+
+def test_neighbors_of_graphs_that_anndata_stores(files: Any, tmp_path: Path) -> None:
+    paths, X, _ = files
+    graphs, with_graphs = [], []
+    for number, path in enumerate(paths):
+        adata = anndata.read_h5ad(path)
+        graph = scipy.sparse.random(adata.n_obs, adata.n_obs, 0.01, format="csr", random_state=number)
+        adata.obsp["distances"] = graph
+        with_graphs.append(tmp_path / path.name)
+        adata.write_h5ad(with_graphs[-1], compression="gzip")
+        with h5py.File(with_graphs[-1]) as file:
+            graphs.append(read_elem(file["obsp/distances"]))
+    together = scipy.sparse.block_diag(graphs)
+    edges = together.toarray() > 0
+    np.fill_diagonal(edges, False)
+    n = 0
+    for batch in loaded((with_graphs, *files[1:]), sampler=PairedNeighbor(together, 3)):
+        cells, neighbors = gpuload.split_pairs(batch, n_partners=3)
+        np.testing.assert_array_equal(neighbors.X, X[neighbors.rows])
+        for row, theirs in zip(cells.rows, neighbors.rows.reshape(-1, 3), strict=True):
+            assert edges[row, theirs].all() if edges[row].any() else np.all(theirs == row)
+        n += len(cells)
+    assert n == EVERY.size

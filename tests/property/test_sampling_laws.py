@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.sparse import csr_matrix, identity
 
 import gpuload
 from gpuload.plan import Plan
@@ -26,6 +27,7 @@ from gpuload.sampling import (
     Grouped,
     Mixture,
     PairedControl,
+    PairedNeighbor,
     Sequential,
     Subset,
     Weighted,
@@ -298,6 +300,15 @@ def test_controls_are_read_in_blocks() -> None:
 # --- order by place alone
 
 
+def graph_of(n: int, seed: int = 0) -> csr_matrix:
+    """Return a graph of cells with 0 to 6 neighbours each; some name themselves, which does not count."""
+    rng = np.random.default_rng(seed)
+    degree = rng.integers(0, 7, n)
+    indices = np.concatenate([rng.choice(n, k, replace=False) for k in degree])
+    graph = csr_matrix((rng.random(indices.size), indices, np.append(0, np.cumsum(degree))), shape=(n, n))
+    return csr_matrix(graph + identity(n, format="csr").multiply(rng.random(n)[:, None] < 0.3))
+
+
 def every_sampler(n: int) -> dict[str, Any]:
     """One of each, for n cells with the columns label, drug and batch."""
     rng = np.random.default_rng(n)
@@ -324,6 +335,8 @@ def every_sampler(n: int) -> dict[str, Any]:
         "triples-of-sets": PairedControl("drug", "dmso", match="batch", size=2, n_controls=3),
         "pairs-of-sets": PairedControl("drug", "dmso", match="batch", size=4),
         "pairs-of-sets-fill": PairedControl("drug", "dmso", match=["batch"], size=2, remainder="fill"),
+        "neighbors": PairedNeighbor(graph_of(n), 3, alone="drop"),
+        "subset-neighbors": Subset(mask, PairedNeighbor(graph_of(n))),
         "subset-pairs": Subset(np.arange(n // 8, n), PairedControl("drug", "dmso", match="batch")),
     }
 
@@ -676,6 +689,56 @@ def test_pairs_in_sets(n_ranks: int, remainder: str) -> None:
     assert n_sets - n_ranks < shown.sum() / 4 <= n_sets
     orders = {tuple(rows_of(strategy, cells, (1, epoch, 1))[:8]) for epoch in range(5)}
     assert len(orders) == 5
+
+
+def partners(strategy: Any, cells: Cells, n_partners: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return the cells of an epoch and their partners, as minibatches give them."""
+    found, theirs = [], []
+    for fetch in fetches_of(strategy, cells, epoch):
+        for start in range(0, fetch.size, cells.batch_size):
+            first, second = gpuload.split_pairs({"rows": fetch[start : start + cells.batch_size]}, n_partners)
+            found.append(first["rows"])
+            theirs.append(second["rows"].reshape(-1, n_partners))
+    return np.concatenate(found), np.concatenate(theirs)
+
+
+@pytest.mark.parametrize("n_neighbors", [1, 3])
+@pytest.mark.parametrize("alone", ["self", "drop"])
+@pytest.mark.parametrize("chosen", [None, 0.5])
+def test_neighbors_are_those_of_the_graph(n_neighbors: int, alone: str, chosen: float | None) -> None:
+    n = 700
+    graph = graph_of(n, 5)
+    rng = np.random.default_rng(6)
+    rows = np.arange(n) if chosen is None else np.flatnonzero(rng.random(n) < chosen)
+    of = {row: (set(graph[row].indices) & set(rows)) - {row} for row in rows}
+    batch_size = 8 * (1 + n_neighbors)
+    cells = cells_of(200, 500, batch_size=batch_size, fetch_rows=4 * batch_size, block_size=7)
+    sampler: Any = PairedNeighbor(graph, n_neighbors, alone)
+    strategy = (sampler if chosen is None else Subset(rows, sampler)).over(cells)
+    found, theirs = partners(strategy, cells, n_neighbors)
+    assert sorted(found) == [row for row in rows if of[row] or alone == "self"]
+    assert min(len(of[row]) for row in rows) == 0
+    for row, drawn in zip(found, theirs, strict=True):
+        if of[row]:
+            assert set(drawn) <= of[row]
+            assert len(set(drawn)) == min(n_neighbors, len(of[row]))
+        else:
+            assert set(drawn) == {row}
+    again = partners(strategy, cells, n_neighbors, epoch=1)
+    before, after = (dict(zip(a.tolist(), b.tolist(), strict=True)) for a, b in ((found, theirs), again))
+    several = [row for row in before if len(of[row]) > 2]
+    assert np.mean([before[row] != after[row] for row in several]) > 0.5
+
+
+def test_neighbors_are_drawn_uniformly() -> None:
+    n = 400
+    graph = csr_matrix((np.ones(n * 5), np.tile([1, 3, 5, 7, 9], n), np.arange(0, 5 * n + 1, 5)), shape=(n, n))
+    cells = cells_of(n, batch_size=80, fetch_rows=160, block_size=8)
+    strategy = PairedNeighbor(graph).over(cells)
+    drawn = np.stack([partners(strategy, cells, 1, epoch)[1].ravel() for epoch in range(20)])
+    counts = np.bincount(drawn.ravel(), minlength=10)[1::2]
+    assert np.bincount(drawn.ravel(), minlength=10)[::2].sum() == 0
+    assert abs(((counts - 1600) ** 2 / 1600).sum() - 4) < 4.5 * np.sqrt(8)
 
 
 def test_pairs_change_from_epoch_to_epoch() -> None:

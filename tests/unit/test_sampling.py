@@ -20,6 +20,7 @@ from gpuload import (
     Grouped,
     Mixture,
     PairedControl,
+    PairedNeighbor,
     PlanError,
     Sequential,
     StoreError,
@@ -99,7 +100,16 @@ def cells(**more: Any) -> Cells:
             lambda: PairedControl("a", "c", n_controls=0),
             "PairedControl(n_controls=0): expected a whole number of at least 1.",
         ),
-        (lambda: gpuload.split_pairs([], 0), "split_pairs(n_controls=0): expected a whole number of at least 1."),
+        (
+            lambda: PairedNeighbor(np.eye(3)),
+            "PairedNeighbor: the graph is a ndarray; expected a sparse matrix of SciPy, such as anndata.io.read_elem(",
+        ),
+        (
+            lambda: PairedNeighbor(GRAPH, 0),
+            "PairedNeighbor(n_neighbors=0): expected a whole number of at least 1.",
+        ),
+        (lambda: PairedNeighbor(GRAPH, alone="out"), "PairedNeighbor(alone='out'): expected 'self' or 'drop'."),
+        (lambda: gpuload.split_pairs([], 0), "split_pairs(n_partners=0): expected a whole number of at least 1."),
         (lambda: PairedControl(1, "c"), "PairedControl(column=1): expected the name of an obs column."),
         (lambda: PairedControl("a", "c", match=()), "PairedControl(match=()): expected at least one name."),
         (
@@ -120,6 +130,7 @@ def test_bad_parameters(make: Any, message: str) -> None:
 
 # --- what is wrong with the data at hand
 
+GRAPH = csr_matrix(np.eye(6) + np.roll(np.eye(6), 1, axis=1))
 LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
 
 
@@ -227,6 +238,18 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (
             PairedControl("drug", "dmso", match="batch", n_controls=2),
             "PairedControl(n_controls=2) with batch_size=4: a minibatch has 2 of 3 controls; make batch_size",
+        ),
+        (
+            PairedNeighbor(GRAPH, 2),
+            "PairedNeighbor(n_neighbors=2) with batch_size=4: a minibatch has 2 neighbours for each cell; make",
+        ),
+        (
+            PairedNeighbor(GRAPH[:5]),
+            "PairedNeighbor: the graph has shape (5, 6) but there are 6 cells; pass one row and one column for each",
+        ),
+        (
+            Subset([0, 2], PairedNeighbor(GRAPH, alone="drop")),
+            "PairedNeighbor(alone='drop'): no cell has a neighbour among these cells; pass another graph, or",
         ),
         (
             PairedControl("drug", ["dmso", "x"], match="batch"),
@@ -427,6 +450,10 @@ def test_descriptions_are_json_and_tell_settings_apart() -> None:
         Subset(mask, PairedControl("drug", "dmso", match="batch")),
         Subset(mask, PairedControl("drug", "dmso", match="batch", n_controls=3)),
         Subset(mask, PairedControl("drug", "x", match="batch")),
+        PairedNeighbor(GRAPH),
+        PairedNeighbor(GRAPH.T),
+        PairedNeighbor(GRAPH, 3),
+        PairedNeighbor(GRAPH, alone="drop"),
         Custom(function),
     ]
     texts = [json.dumps(sampler.over(cells()).describe(), sort_keys=True) for sampler in samplers]
@@ -469,10 +496,10 @@ def test_the_halves_of_a_minibatch() -> None:
         assert half["rows"].tolist() == expected.rows.tolist()
         assert half["a"].tolist() == expected.obs["a"].tolist()
     with pytest.raises(
-        PlanError, match="the minibatch has 5 cells, not a multiple of 2; it does not come from PairedControl"
+        PlanError, match="the minibatch has 5 cells, not a multiple of 2; it does not come from a sampler that"
     ):
         gpuload.split_pairs(Batch(batch.X[:5], {}, batch.rows[:5]))
-    perturbed, controls = gpuload.split_pairs(batch, n_controls=2)
+    perturbed, controls = gpuload.split_pairs(batch, n_partners=2)
     assert (perturbed.rows.tolist(), controls.rows.tolist()) == ([10, 11], [12, 13, 14, 15])
     np.testing.assert_array_equal(controls.X, X[2:])
     with pytest.raises(PlanError, match=r"split_pairs\(list\): expected a Batch, or a front's dict of tensors"):
