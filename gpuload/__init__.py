@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
+    import pandas as pd
     from numpy.typing import NDArray
 
     from gpuload.cache import SampleStore
@@ -125,6 +126,7 @@ def open_loader(
     world_size: int | None = None,
     uneven: str = "pad",
     obs: str | Sequence[str] = (),
+    obs_table: pd.DataFrame | None = None,
     categories: Mapping[str, Sequence[Any]] | None = None,
     layer: str | Sequence[str] = "X",
     obsm: str | Sequence[str] = (),
@@ -198,6 +200,11 @@ def open_loader(
     obs
         One or several obs columns to return with each minibatch. Numbers and booleans are returned as they are; strings
         and categoricals as int64 codes into `Loader.categories`, -1 for missing values.
+    obs_table
+        Further columns, which `obs`, `where` and samplers name like those of the files; a column in both is taken from
+        the table. Rows are matched by the index: names of cells, in any order, or integers, which are row numbers over
+        all files. Cells that it lacks have missing values (-1, or NaN for numbers, which become float64), and rows for
+        other cells are ignored.
     categories
         Fixed categories per column: ``{"cell_type": ["B cell", "T cell"]}``, or ``train.categories`` to use the codes
         of the loader `train`. Otherwise codes are derived from the opened files, so the same code may mean something
@@ -320,7 +327,9 @@ def open_loader(
         columns_of_sampler = () if sampler is None else sampler.columns
         columns_of_where = () if wanted is None else wanted.columns
         columns = tuple(dict.fromkeys([*obs, *columns_of_sampler, *columns_of_where]))
-        stores = open_matrices(paths, layers=layers, obsm=obsm, modalities=modalities, obs=columns, join=join)
+        stores = open_matrices(
+            paths, layers=layers, obsm=obsm, modalities=modalities, obs=columns, obs_table=obs_table, join=join
+        )
     except BaseException as error:
         backend.close()
         explain_missing_column(error, sampler, (*obs, *columns_of_where))

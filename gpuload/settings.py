@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-NOT_SAVED = ("paths", "settings", "sampler", "transform", "rank", "world_size", "cache", "storage_options")
+NOT_SAVED = ("paths", "settings", "sampler", "obs_table", "transform", "rank", "world_size", "cache", "storage_options")
 """Arguments that a settings file cannot hold: values that JSON cannot represent, and those specific to a process."""
 
 _PARTS = {"settings", "measured"}

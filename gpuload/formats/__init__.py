@@ -15,6 +15,7 @@ from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.addresses import as_address, check_given
 from gpuload.formats.arrays import OBSM, as_strings, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
+from gpuload.formats.obs_table import check_obs_table, table_columns
 from gpuload.formats.recognise import anndata_groups, expand, is_parquet, obs_columns, open_parquet, open_path
 from gpuload.store import ObsColumn, concat, join_arrays
 from gpuload.threads import DaemonThreads
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
+    import pandas as pd
     from numpy.typing import NDArray
 
     from gpuload.store import Store
@@ -37,7 +39,14 @@ AT_A_TIME = 4
 
 
 def open_matrices(
-    paths: Any, *, layers: Sequence[str], obsm: Sequence[str], modalities: Sequence[str], obs: Sequence[str], join: Join
+    paths: Any,
+    *,
+    layers: Sequence[str],
+    obsm: Sequence[str],
+    modalities: Sequence[str],
+    obs: Sequence[str],
+    join: Join,
+    obs_table: pd.DataFrame | None = None,
 ) -> dict[str, Store]:
     """Open several matrices of the same cells.
 
@@ -55,6 +64,8 @@ def open_matrices(
         Columns of obs to keep in memory.
     join
         As for `store.concat`; a list of genes applies to the first modality, and the others must agree.
+    obs_table
+        Further columns of obs, which replace those of the files; see `obs_table`.
 
     Returns
     -------
@@ -66,7 +77,10 @@ def open_matrices(
     ------
     StoreError, ReadError, CorruptDataError
         As for `open_store`; or modalities are missing, or do not have the same cells in the same order.
+    PlanError
+        `obs_table` does not fit the cells.
     """
+    in_table = () if obs_table is None else check_obs_table(obs_table)
     first = _of_modality(paths, modalities[0]) if modalities else paths
     with ExitStack() as on_error:
         stores: dict[str, Store] = {}
@@ -75,7 +89,14 @@ def open_matrices(
             stores[name] = open_store(cells, layer=layer, obs=obs, join=join)
             on_error.callback(stores[name].close)
 
-        add("X", first, layers[0], obs, join)
+        add("X", first, layers[0], [name for name in obs if name not in in_table], join)
+        if obs_table is not None:
+            names = [name for name in obs if name in in_table]
+            modality = modalities[0] if modalities else None
+            further = table_columns(
+                obs_table, names, stores["X"].n_obs, lambda: read_obs_names(paths, modality, layers[0])
+            )
+            stores["X"] = replace(stores["X"], obs={**stores["X"].obs, **further})
         for layer in layers[1:]:
             add(f"layers/{layer}", first, layer, (), join)
         for name in obsm:

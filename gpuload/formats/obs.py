@@ -98,7 +98,7 @@ def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, Obs
             raise StoreError(f"{where}: obs has {known.count(name)} columns {name!r}; rename all but one.")
     frame = pd.DataFrame({name: adata.obs[name] for name in names}, index=adata.obs.index)
     adata.strings_to_categoricals(frame)  # as anndata does on writing; only the frame is changed
-    return {name: encode(_array_of(frame[name]), name, where) for name in names}
+    return {name: encode(array_of(frame[name]), name, where) for name in names}
 
 
 def write_h5ad(
@@ -143,7 +143,8 @@ def read_values(frame: Any, name: str) -> Any:
     return _read_element(stored)
 
 
-def _array_of(column: Any) -> Any:
+def array_of(column: Any) -> Any:
+    """Return a pandas Series as a NumPy or pandas array."""
     return column.array if isinstance(column.dtype, pd.api.extensions.ExtensionDtype) else column.to_numpy()
 
 

@@ -1,0 +1,158 @@
+"""Columns from a table of the user's: matched by name or row number, and used like those of the files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.sparse import random
+
+import gpuload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+N = (130, 70)
+ROWS = np.arange(sum(N))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("table")
+    for number, n in enumerate(N):
+        obs = pd.DataFrame({"plate": ["p1", "p2"] * (n // 2)}, index=[f"cell-{number}-{i}" for i in range(n)])
+        adata = anndata.AnnData(random(n, 12, 0.3, format="csr", dtype=np.float32, random_state=number), obs)
+        adata.write_h5ad(folder / f"{number}.h5ad", compression="gzip")
+    return [folder / f"{number}.h5ad" for number in range(len(N))]
+
+
+@pytest.fixture
+def table(files: list[Path]) -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    return pd.DataFrame(
+        {
+            "state": pd.Categorical(rng.choice(["T", "B", "NK"], sum(N)), categories=["T", "B", "NK", "none"]),
+            "name": rng.choice(["x", "y"], sum(N)),
+            "score": rng.random(sum(N)).astype(np.float32),
+            "count": rng.integers(0, 9, sum(N)),
+            "is_good": rng.random(sum(N)) < 0.5,
+        },
+        index=gpuload.obs_names(files),
+    )
+
+
+def loaded(files: Any, table: pd.DataFrame, **settings: Any) -> pd.DataFrame:
+    """Return the columns of an epoch by row number, with names in place of codes."""
+    settings = {"obs": list(table.columns), **settings}
+    with gpuload.open_loader(files, obs_table=table, batch_size=16, device="cpu", **settings) as loader:
+        parts = []
+        for batch in loader:
+            frame = pd.DataFrame(dict(batch.obs), index=batch.rows)
+            for name, names in loader.categories.items():
+                frame[name] = np.append(names, None)[batch.obs[name]]
+            parts.append(frame)
+    return pd.concat(parts).sort_index()
+
+
+def same(found: pd.Series, expected: Any) -> bool:
+    return [None if pd.isna(x) else x for x in found] == [None if pd.isna(x) else x for x in expected]
+
+
+@pytest.mark.parametrize("by", ["name", "row"])
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_each_cell_has_its_own_row(files: list[Path], table: pd.DataFrame, by: str, is_shuffled: bool) -> None:
+    given = table if by == "name" else table.reset_index(drop=True)
+    if is_shuffled:
+        given = given.sample(frac=1, random_state=3)
+    found = loaded(files, given)
+    for name in table.columns:
+        assert same(found[name], table[name].to_numpy()), name
+    assert found["score"].dtype == np.float32
+    assert found["count"].dtype == table["count"].dtype
+    assert found["is_good"].dtype == bool
+
+
+@pytest.mark.parametrize("by", ["name", "row"])
+def test_cells_that_the_table_lacks(files: list[Path], table: pd.DataFrame, by: str) -> None:
+    given = table if by == "name" else table.reset_index(drop=True)
+    kept = np.random.default_rng(1).random(sum(N)) < 0.6
+    given = given[kept].sample(frac=1, random_state=2)
+    if by == "name":
+        given = pd.concat([given, given.iloc[:3].set_axis(["stranger-1", "stranger-2", "stranger-3"])])
+    found = loaded(files, given)
+    for name in table.columns:
+        assert same(found[name], table[name].astype(object).where(kept, None)), name
+    assert found["score"].dtype.kind == "f"
+
+
+def test_conditions_samplers_and_splits(files: list[Path], table: pd.DataFrame) -> None:
+    found = loaded(files, table, obs=["state"], where="is_good and plate == 'p1'")
+    plate = np.array(["p1", "p2"] * (sum(N) // 2))
+    np.testing.assert_array_equal(found.index, ROWS[table["is_good"].to_numpy() & (plate == "p1")])
+    found = loaded(files, table, obs=["plate", "score"], sampler=gpuload.Grouped("state", 4))
+    assert set(found.columns) == {"plate", "score"}
+    with gpuload.open_loader(files, obs_table=table, obs=["name"], device="cpu") as loader:
+        split = gpuload.split(loader, {"train": ..., "test": ["y"]}, by="name")
+    np.testing.assert_array_equal(split["test"], ROWS[table["name"].to_numpy() == "y"])
+
+
+def test_obs_of_all_cells_has_them(files: list[Path], table: pd.DataFrame) -> None:
+    given = table.sample(frac=1, random_state=1)
+    with gpuload.open_loader(files, obs_table=given, obs=["state", "plate", "count"], device="cpu") as loader:
+        obs = loader.obs
+    assert same(obs["state"], table["state"])
+    np.testing.assert_array_equal(obs["count"], table["count"])
+    assert list(obs["plate"][:2]) == ["p1", "p2"]
+
+
+def test_a_column_of_both_is_of_the_table(files: list[Path], table: pd.DataFrame) -> None:
+    given = pd.DataFrame({"plate": np.arange(sum(N))}, index=table.index)
+    assert loaded(files, given)["plate"].tolist() == ROWS.tolist()
+
+
+def test_categories_are_recoded(files: list[Path], table: pd.DataFrame) -> None:
+    with gpuload.open_loader(
+        files, obs_table=table, obs=["state"], categories={"state": ["NK", "T"]}, shuffle=False, device="cpu"
+    ) as loader:
+        codes = np.concatenate([batch.obs["state"] for batch in loader])
+    np.testing.assert_array_equal(codes, table["state"].map({"NK": 0, "T": 1, "B": -1}).to_numpy(int))
+
+
+def test_an_anndata_in_memory_and_a_modality(files: list[Path], table: pd.DataFrame) -> None:
+    adata = anndata.read_h5ad(files[0])
+    found = loaded(adata, table.sample(frac=1, random_state=0), obs=["state"])
+    assert same(found["state"], table["state"].to_numpy()[: N[0]])
+    other = anndata.AnnData(adata.X[:, :5], adata.obs)
+    found = loaded({"rna": adata, "prot": other}, table, obs=["state"])
+    assert same(found["state"], table["state"].to_numpy()[: N[0]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.to_dict(), "obs_table: it is a dict; expected a pandas.DataFrame with a row for each cell"),
+        (lambda t: t.set_index("count", append=True), "obs_table: its index has several levels; set_index() to"),
+        (lambda t: pd.concat([t, t.iloc[:1]]), "obs_table: 'cell-0-0' is twice in its index; keep one row for each"),
+        (lambda t: t.reset_index(drop=True)[:-1], "obs_table: it has 199 rows but there are 200 cells; pass one for"),
+        (lambda t: t.set_axis(np.arange(1, 201)), "obs_table: its index has the row number 200, but the cells are"),
+        (lambda t: t.set_axis([f"c{i}" for i in range(200)]), "obs_table: none of its 200 names, such as 'c0', is the"),
+        (lambda t: t[:0], "obs_table: none of its 0 names, such as None, is the name of a cell, such as 'cell-0-0'"),
+        (lambda t: t.assign(state=[{1}] * 200), "obs_table: column 'state' holds objects of kind mixed; expected"),
+        (lambda t: t.assign(state=pd.Timestamp(0)), "obs_table: obs column 'state' has dtype datetime64"),
+        (lambda t: pd.concat([t, t[["state"]]], axis=1), "obs_table: it has 2 columns 'state'; rename all but one."),
+    ],
+)
+def test_what_does_not_fit_is_refused(files: list[Path], table: pd.DataFrame, change: Any, message: str) -> None:
+    with pytest.raises(gpuload.PlanError) as caught:
+        gpuload.open_loader(files, obs_table=change(table), obs=["state"], device="cpu")
+    assert str(caught.value).startswith(message)
+
+
+def test_names_that_do_not_tell_cells_apart(files: list[Path], table: pd.DataFrame) -> None:
+    with pytest.raises(gpuload.PlanError, match=r"obs_table: 2 cells have the name 'cell-0-.*'; index it by row num"):
+        gpuload.open_loader([files[0], files[0]], obs_table=table, obs=["state"], device="cpu")
+    with pytest.raises(gpuload.StoreError, match="obs has no column 'stat'"):
+        gpuload.open_loader(files, obs_table=table, obs=["stat"], device="cpu")
