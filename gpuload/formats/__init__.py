@@ -165,15 +165,23 @@ def read_obs_names(paths: Any, modality: str | None, layer: str) -> NDArray[np.o
     """
     from gpuload.formats.frames import checked_cell_names
 
+    def read(part: Any) -> NDArray[np.object_] | int:
+        if is_anndata(part):
+            return as_strings(part.obs_names)
+        if isinstance(part, (str, os.PathLike)):
+            return checked_cell_names(os.fspath(part), layer)
+        return open_memory(part, None, layer="X", obs=()).n_obs
+
+    parts = _parts(paths if modality is None else _of_modality(paths, modality))
+    pool = DaemonThreads(min(AT_A_TIME, len(parts)), "gpuload-names")
+    try:
+        found = [read(parts[0])] if len(parts) == 1 else pool.map(read, parts)
+    finally:
+        pool.close()
     names: list[NDArray[np.object_]] = []
     first = 0
-    for part in _parts(paths if modality is None else _of_modality(paths, modality)):
-        if is_anndata(part):
-            names.append(as_strings(part.obs_names))
-        elif isinstance(part, (str, os.PathLike)):
-            names.append(checked_cell_names(os.fspath(part), layer, first))
-        else:
-            names.append(numbered(open_memory(part, None, layer="X", obs=()).n_obs, first))
+    for of_part in found:
+        names.append(numbered(of_part, first) if isinstance(of_part, int) else of_part)
         first += names[-1].size
     return np.concatenate(names)
 

@@ -25,25 +25,32 @@ if TYPE_CHECKING:
     from gpuload.store import ObsColumn, Store
 
 
-def cell_names(path: str, layer: str, first: int = 0) -> NDArray[np.object_]:
-    """Return the names of the cells of a matrix as strings, shape (n_obs,) object.
+def cell_names(path: str, layer: str) -> NDArray[np.object_]:
+    """Return the names of the cells of a matrix as strings, shape (n_obs,) object; row numbers if none are stored."""
+    names = _stored_names(path, layer)
+    return numbered(names) if isinstance(names, int) else names
 
-    They are the index of obs; in a format without one, a column ``"barcode"`` (10x), or row numbers from `first` on.
+
+def checked_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
+    """Return the names of the cells of a matrix, or, if none are stored, how many there are.
+
+    Raise CorruptDataError if the names are not as many as the matrix has rows.
     """
+    names = _stored_names(path, layer)
+    if not isinstance(names, int):
+        check_length(f"{path}: the index of obs", names.size, _opened(path, layer).n_obs, "cells")
+    return names
+
+
+def _stored_names(path: str, layer: str) -> NDArray[np.object_] | int:
+    """Return the index of obs, or, in a format without one, a column ``"barcode"`` (10x), or the number of cells."""
     with anndata_groups(path) as groups:
         frames = [group.get("obs") for group in groups]
         if frames and all(frame is not None for frame in frames):
             return np.concatenate([read_index(frame, path, "obs") for frame in frames])
     named = [name for name in obs_columns(path) if name == "barcode"]
     store = _opened(path, layer, named)
-    return as_strings(_decoded(store.obs["barcode"])) if named else numbered(store.n_obs, first)
-
-
-def checked_cell_names(path: str, layer: str, first: int) -> NDArray[np.object_]:
-    """Return `cell_names`; raise CorruptDataError if they are not as many as the matrix has rows."""
-    names = cell_names(path, layer, first)
-    check_length(f"{path}: the index of obs", names.size, _opened(path, layer).n_obs, "cells")
-    return names
+    return as_strings(_decoded(store.obs["barcode"])) if named else store.n_obs
 
 
 def cell_column(path: str, name: str, layer: str) -> Any:

@@ -227,6 +227,8 @@ void store_aligned(void* to, T value) {
     memcpy(to, &value, sizeof(T));
 }
 
+inline void store_out(void* to, uint4 value) { store_aligned(to, value); }
+
 inline void atomic_min(int32_t* at, int32_t value) {
     int32_t found = __atomic_load_n(at, __ATOMIC_RELAXED);
     while (value < found && !__atomic_compare_exchange_n(at, &found, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {

@@ -35,6 +35,9 @@ def test_nvrtc_compiles_the_kernels(number: str) -> None:
     assert set(re.findall(r"\.entry (\w+)", ptx)) == set(SIGNATURES)
     assert "cvt.rn.f32.f64" in ptx
     assert not re.findall(r"\b(?:cvt|add|sub|mul|fma)\S*\.ftz\S*", ptx), "values below 2**-126 would become 0"
+    for entry in ptx.split(".entry ")[1:]:
+        if entry.startswith(("densify_csr_", "gather_dense_", "copy_pieces_f4_")):
+            assert "st.global.v4" in entry, f"{entry.split('(')[0]} stores 4 bytes where it could 16"
     nvrtc.destroyProgram(program)
 
 

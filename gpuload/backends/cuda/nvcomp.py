@@ -36,7 +36,8 @@ C_NAMES = {"deflate": "Deflate", "gzip": "Gzip", "zstd": "Zstd", "lz4": "LZ4", "
 frame), raw snappy."""
 
 BACKENDS = {"default": 0, "hardware": 1, "cuda": 2}
-"""What decodes: the library's choice; the decompression engine of Blackwell GPUs (not zstd); CUDA kernels."""
+"""What decodes: the library's choice, but CUDA kernels for lz4; the decompression engine of Blackwell GPUs (not zstd),
+which reports success for damaged lz4 (nvcomp/lz4.h, ``nvcompBatchedLZ4DecompressAsync``); CUDA kernels."""
 
 STATUSES = {
     0: ("nvcompSuccess", "it was decoded"),
@@ -149,7 +150,9 @@ class Nvcomp:
     def __init__(self, *, backend: str = "default", path: str | None = None) -> None:
         check_choice("nvCOMP backend", backend, BACKENDS)
         self.backend = backend
-        self._options = Options(BACKENDS[backend])
+        self._options = dict.fromkeys(C_NAMES, Options(BACKENDS[backend]))
+        if backend == "default":
+            self._options["lz4"] = Options(BACKENDS["cuda"])
         self._library = _load(path)
         self.path = self._library._name  # noqa: SLF001 - ctypes has no public name for it
         found = self._properties()
@@ -179,7 +182,7 @@ class Nvcomp:
         """
         found = Alignments()
         function = self._choose(self._alignments, algorithm)
-        self._check(function(self._options, ctypes.byref(found)), function, "")
+        self._check(function(self._options[algorithm], ctypes.byref(found)), function, "")
         return Alignment(found.input, found.output, found.temp)
 
     def temp_nbytes(
@@ -210,7 +213,7 @@ class Nvcomp:
         """
         found = _SIZE()
         function = self._choose(self._temp_sizes, algorithm)
-        sizes = (n_chunks, max_out_nbytes, self._options, ctypes.byref(found), total_out_nbytes)
+        sizes = (n_chunks, max_out_nbytes, self._options[algorithm], ctypes.byref(found), total_out_nbytes)
         status = function(*sizes, stream) if self._takes_stream else function(*sizes)
         self._check(status, function, f" {n_chunks} chunks of up to {max_out_nbytes} bytes")
         return found.value
@@ -274,7 +277,7 @@ class Nvcomp:
             temp_ptr,
             temp_nbytes,
             out_ptrs,
-            self._options,
+            self._options[algorithm],
             status,
             stream,
         )

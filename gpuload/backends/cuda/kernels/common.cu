@@ -75,6 +75,13 @@ DEVICE void store_aligned(void* to, T value) {
     *static_cast<T*>(to) = value;
 }
 
+// Store 16 bytes of an output that the kernel does not read. For sm_80 and sm_90, compilers split `*to = value` into
+// four stores, each of which a warp would scatter over four times the addresses.
+DEVICE void store_out(void* to, uint4 value) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(value.x),
+                 "r"(value.y), "r"(value.z), "r"(value.w));
+}
+
 DEVICE void atomic_min(int32_t* at, int32_t value) { atomicMin(at, value); }
 DEVICE void atomic_set_if_zero(int32_t* at, int32_t value) { atomicCAS(at, 0, value); }
 DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }

@@ -142,7 +142,7 @@ DEVICE void copy_run(const uint8_t* __restrict__ from, Out* __restrict__ to, int
         Out values[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) convert<S>(element<S>(words, e), limit, values[e], checks);
-        store_aligned(to + at, uint4{word_of(values[0]), word_of(values[1]), word_of(values[2]), word_of(values[3])});
+        store_out(to + at, uint4{word_of(values[0]), word_of(values[1]), word_of(values[2]), word_of(values[3])});
     }
 #pragma unroll 1
     for (int64_t k = lane; k < n - 4 * n_groups; k += n_lanes) {

@@ -47,8 +47,8 @@ DEVICE int skew_of(const typename Form::Element* to) {
 // Store PER_STORE values at a multiple of 16 bytes.
 template <class Form>
 DEVICE void store_group(typename Form::Element* to, const float* values, bool& is_bad) {
-    store_aligned(to, uint4{Form::word(values, 0, is_bad), Form::word(values, 1, is_bad), Form::word(values, 2, is_bad),
-                            Form::word(values, 3, is_bad)});
+    store_out(to, uint4{Form::word(values, 0, is_bad), Form::word(values, 1, is_bad), Form::word(values, 2, is_bad),
+                        Form::word(values, 3, is_bad)});
 }
 
 // Read PER_STORE values at any multiple of 4 bytes.
