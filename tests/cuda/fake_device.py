@@ -109,7 +109,7 @@ class FakeDevice:
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         block = self._new_block(nbytes)
-        return np.asarray(_Exporter(block, nbytes, _Scribbler(block)))
+        return np.asarray(_Exporter(block, nbytes, _Scribbler(block, self)))
 
     def address(self, array: NDArray[Any]) -> int:
         return int(array.ctypes.data)
@@ -199,8 +199,9 @@ def _at(address: int, nbytes: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 class _Scribbler:
     """Overwrites page-locked memory as soon as nothing refers to it: others use it from then on."""
 
-    def __init__(self, block: NDArray[np.uint8]) -> None:
+    def __init__(self, block: NDArray[np.uint8], device: FakeDevice) -> None:
         self._block = block
+        self.device = device
 
     def __del__(self) -> None:
         self._block.fill(0xEE)
