@@ -235,7 +235,9 @@ class FakeNvcomp:
         self._fail_at = fail_at
         self.n_decoded = 0
 
-    def temp_nbytes(self, algorithm: str, n_chunks: int, max_out_nbytes: int, total_out_nbytes: int) -> int:
+    def temp_nbytes(
+        self, algorithm: str, n_chunks: int, max_out_nbytes: int, total_out_nbytes: int, stream: int
+    ) -> int:
         return 3 * total_out_nbytes if algorithm == "zstd" else 0
 
     def decode(
@@ -253,7 +255,7 @@ class FakeNvcomp:
         n: int,
         stream: int,
     ) -> None:
-        assert temp_nbytes >= self.temp_nbytes(algorithm, n, 0, 0)
+        assert temp_nbytes >= self.temp_nbytes(algorithm, n, 0, 0, stream)
 
         def numbers(address: int, dtype: type) -> NDArray[Any]:
             size = n * np.dtype(dtype).itemsize

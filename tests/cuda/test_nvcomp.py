@@ -204,7 +204,9 @@ def test_every_argument_arrives_where_it_belongs(
 ) -> None:
     recorder = Recorder(compiled(version), backend=backend)
     library, prefix = recorder.nvcomp, f"nvcompBatched{C_NAMES[algorithm]}Decompress"
-    options = bytes(Options(nvcomp.BACKENDS[backend]))
+    # Blackwell's decompression engine takes damaged lz4 for whole: the CUDA kernels are the default.
+    chosen = "cuda" if (algorithm, backend) == ("lz4", "default") else backend
+    options = bytes(Options(nvcomp.BACKENDS[chosen]))
     assert library.version == f"{version // 1000}.{version // 100 % 10}.0"
 
     assert library.alignment(algorithm) == (2, 3, 5)

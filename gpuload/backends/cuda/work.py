@@ -100,7 +100,8 @@ class Work:
             and ``"room"`` of the outputs.
         """
         device = self.device
-        temp_nbytes = self._nvcomp.temp_nbytes(codec, n, max_nbytes, total_nbytes)
+        stream = device.stream_number(self.stream)
+        temp_nbytes = self._nvcomp.temp_nbytes(codec, n, max_nbytes, total_nbytes, stream)
         temp, produced, statuses = self.scratch(temp_nbytes), self.numbers(n), self.codes(n)
         self._nvcomp.decode(
             codec,
@@ -113,7 +114,7 @@ class Work:
             temp_ptr=device.address(temp),
             temp_nbytes=temp_nbytes,
             n=n,
-            stream=device.stream_number(self.stream),
+            stream=stream,
         )
         return produced, statuses
 
