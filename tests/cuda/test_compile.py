@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gpuload.backends.cuda.decode import N_LZF_THREADS
 from gpuload.backends.cuda.device import source_of_kernels
+from gpuload.backends.cuda.work import N_THREADS
 from tests.cuda.test_kernels import SIGNATURES
 
 if TYPE_CHECKING:
@@ -51,6 +53,11 @@ def test_nvcc_compiles_the_kernels(tmp_path: Path) -> None:
     done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
+
+
+def test_kernels_are_compiled_for_the_blocks_that_are_launched() -> None:
+    assert re.findall(r"__launch_bounds__\((\d+)\)", source_of_kernels()) == [str(N_THREADS)]
+    assert N_LZF_THREADS <= N_THREADS
 
 
 def test_no_file_is_included_for_the_device() -> None:

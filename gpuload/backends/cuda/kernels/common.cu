@@ -37,7 +37,8 @@
 // A column number outside the matrix is replaced by 0, so that later kernels stay within their rows whether or not the
 // host has looked at the status yet.
 //
-// Block sizes: about 256 threads, but 32 for decode_lzf, in which all threads follow one stream, so that a warp is
+// Block sizes: 256 threads, which is also the most that the kernels are compiled for (more would leave a thread 64
+// registers, too few for some), but 32 for decode_lzf, in which all threads follow one stream, so that a warp is
 // enough. Blocks: one per item, or some 8 per multiprocessor if that is more. If values are not whole numbers, a cell's
 // total, and hence the last bit of its transformed values, may depend on the number of threads (never of blocks).
 
@@ -55,7 +56,7 @@ typedef unsigned long long uint64_t;
 #include <cstdint>
 #endif
 
-#define KERNEL(name, parameters) extern "C" __global__ void __launch_bounds__(1024) name parameters
+#define KERNEL(name, parameters) extern "C" __global__ void __launch_bounds__(256) name parameters
 #define DEVICE __device__ __forceinline__
 #define BLOCK int64_t(blockIdx.x)
 #define N_BLOCKS int64_t(gridDim.x)
