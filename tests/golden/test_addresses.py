@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +208,56 @@ def test_parquet(server: Running, parquet: Parquet, name: str, scheme: str) -> N
         files = sorted(server.root.glob(str(there)))
         far = batches([f"{server.url}/{file.relative_to(server.root)}" for file in files], obs=list(form.obs))
     assert_same(far, near)
+
+
+class Redirecting(BaseHTTPRequestHandler):
+    """Sends those who have the token to another server, each time with another signature, as Hugging Face does."""
+
+    protocol_version = "HTTP/1.1"
+    to = ""
+    signatures = count()
+
+    def do_GET(self) -> None:
+        is_known = self.headers.get("Authorization") == "Bearer hf_token"
+        self.send_response(302 if is_known else 401)
+        if is_known:
+            self.send_header("Location", f"{self.to}{self.path.split('/main')[1]}?signature={next(self.signatures)}")
+            self.send_header("X-Linked-ETag", '"of the object itself"')
+            self.send_header("ETag", '"of this answer"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET  # noqa: N815 - the name that http.server asks for
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_a_server_that_redirects(
+    server: Running, parquet: Parquet, plain: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Redirecting, "to", server.url)
+    form, there = parquet("parquet-tahoe")
+    files = sorted(server.root.glob(str(there)))
+    assert len(files) > 1
+    key = put(server, plain.path)
+    token = {"client_options": {"default_headers": {"Authorization": "Bearer hf_token"}}}
+    front = ThreadingHTTPServer(("127.0.0.1", 0), Redirecting)
+    thread = threading.Thread(target=front.serve_forever)
+    thread.start()
+    try:
+        address = f"http://127.0.0.1:{front.server_port}/datasets/some/cells/resolve/main"
+        far = batches(f"{address}/data/{key}", obs=["cell_line"], storage_options=token)
+        assert_same(far, batches(plain.path, obs=["cell_line"]))
+        addresses = [f"{address}/{file.relative_to(server.root)}" for file in files]
+        far = batches(addresses, obs=list(form.obs), storage_options=token)
+        assert_same(far, batches(form.path, obs=list(form.obs)))
+        with pytest.raises(ReadError, match=r"access was denied \(401 Unauthorized.*; check the credentials"):
+            batches(f"{address}/data/{key}")
+    finally:
+        front.shutdown()
+        thread.join()
+        front.server_close()
 
 
 def test_parquet_by_folder_pattern_and_name(server: Running, parquet: Parquet) -> None:
