@@ -224,7 +224,11 @@ class Loader:
 
     @property
     def io_mode(self) -> str:
-        """The I/O path: ``"posix"``; on a GPU ``"gds"``, ``"compat"``, ``"pinned"`` or ``"remote"``."""
+        """The I/O path.
+
+        ``"posix"`` on the CPU, whose threads read files or send requests to addresses; on a GPU ``"gds"``,
+        ``"compat"``, ``"pinned"`` or ``"remote"``.
+        """
         return self._backend.io_mode
 
     @property
