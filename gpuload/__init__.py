@@ -203,8 +203,8 @@ def open_loader(
     obs_table
         Further columns, which `obs`, `where` and samplers name like those of the files; a column in both is taken from
         the table. Rows are matched by the index: names of cells, in any order, or integers, which are row numbers over
-        all files. Cells that it lacks have missing values (-1, or NaN for numbers, which become float64), and rows for
-        other cells are ignored.
+        all files. Cells that it lacks have missing values (-1, or NaN for numbers: whole ones become float64), and rows
+        for other cells are ignored.
     categories
         Fixed categories per column: ``{"cell_type": ["B cell", "T cell"]}``, or ``train.categories`` to use the codes
         of the loader `train`. Otherwise codes are derived from the opened files, so the same code may mean something
@@ -332,7 +332,7 @@ def open_loader(
         )
     except BaseException as error:
         backend.close()
-        explain_missing_column(error, sampler, (*obs, *columns_of_where))
+        explain_missing_column(error, sampler, (*obs, *columns_of_where), obs_table)
         raise
     try:
         store = stores["X"]

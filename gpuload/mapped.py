@@ -106,11 +106,17 @@ class Mapped(Generic[Made]):
     def __iter__(self) -> Iterator[Made]:
         """Start the loader's next epoch."""
         batches = iter(self._loader)
-        self._state = self._live = None
-        return self._made(batches)
+        self._state, self._live = None, object()
+        return self._made(batches, self._live)
 
-    def _made(self, batches: Iterator[Any]) -> Generator[Made, None, None]:
-        self._live = live = object()
+    def __getitem__(self, _: object) -> Made:
+        raise PlanError(
+            "Mapped: it is iterated, not indexed; for a DataLoader of PyTorch, import gpuload.torch first, which tells "
+            "it so."
+        )
+
+    def _made(self, batches: Iterator[Any], live: object) -> Generator[Made, None, None]:
+        self._check_live(live)
         self._state = self._loader.state_dict()
         waiting: deque[tuple[Future[Made], dict[str, Any]]] = deque()
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="gpuload-mapped") as threads:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gpuload.checks import check_names
 from gpuload.tables import check_modalities
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
 
 def obs_names(
-    paths: Any, *, layer: str = "X", modality: str = "", storage_options: Mapping[str, Any] | None = None
+    paths: Any,
+    *,
+    layer: str | Sequence[str] = "X",
+    modality: str = "",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> NDArray[np.object_]:
     """Return the names (barcodes) of all cells, by row number: ``obs_names(paths)[batch.rows]`` are a minibatch's.
 
@@ -25,8 +30,8 @@ def obs_names(
     paths
         As given to `gpuload.open_loader`.
     layer
-        A matrix of these cells, for files that have no ``"X"``; as given to `gpuload.open_loader`, which may be given
-        several.
+        A matrix of these cells, for files that have no ``"X"``; as given to `gpuload.open_loader`. Of several, the
+        first is used, since all have the same cells.
     modality
         The modality whose cells' names to read, if there are several; by default the first of a mapping.
     storage_options
@@ -46,5 +51,6 @@ def obs_names(
     from gpuload.formats import read_obs_names
     from gpuload.formats.addresses import at_addresses
 
+    name = check_names("layer", layer, least=1)[0]
     modalities = check_modalities(modality or (), paths)
-    return read_obs_names(at_addresses(paths, None, storage_options), modalities[0] if modalities else None, layer)
+    return read_obs_names(at_addresses(paths, None, storage_options), modalities[0] if modalities else None, name)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import PlanError, StoreError
+from gpuload.errors import PlanError, StoreError, listing
 from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
 from gpuload.sampling import Cells, Subset, block_size_of, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -105,14 +105,27 @@ def block_size_for(sampler: Sampler | None, block_size: int | str | None) -> int
     return own
 
 
-def explain_missing_column(error: BaseException, sampler: Sampler | None, named: Sequence[str]) -> None:
-    """Raise a StoreError that names the sampler if only it asks for a missing column, perhaps by a default."""
+def explain_missing_column(
+    error: BaseException, sampler: Sampler | None, named: Sequence[str], table: Collection[Any] | None
+) -> None:
+    """Raise a StoreError that says more of a missing column, if there is more to say.
+
+    That is: which columns `table`, an obs_table if one was given, has; that only the sampler asks for it, perhaps by
+    a default.
+    """
+    if not isinstance(error, StoreError) or "obs has no column" not in str(error):
+        return
+    said = str(error).rstrip(".")
+    if table is not None:
+        said += f"; obs_table has {listing([str(name) for name in table])}"
     for column in () if sampler is None else sampler.columns:
-        if isinstance(error, StoreError) and f"obs has no column {column!r}" in str(error) and column not in named:
+        if f"obs has no column {column!r}" in said and column not in named:
             raise StoreError(
-                f"{str(error).rstrip('.')}; {type(sampler).__name__} asks for {column!r}, by an argument or its "
-                "default: give it a column that is there."
+                f"{said}; {type(sampler).__name__} asks for {column!r}, by an argument or its default: give it a "
+                "column that is there."
             ) from None
+    if table is not None:
+        raise StoreError(f"{said}.") from None
 
 
 def bind(

@@ -175,6 +175,7 @@ def deal_quotas(shares: NDArray[np.float64]) -> tuple[NDArray[np.uint64], NDArra
        TOMS 1977, doi:10.1145/355744.355749; Vose, IEEE Trans. Softw. Eng. 1991, doi:10.1109/32.92917 (the tables).
     """
     full = 1 << 32
+    shares = np.ldexp(shares, -math.frexp(float(shares.max()))[1])  # exact; else large ones may add up to infinity
     k, total = shares.size, math.fsum(shares.tolist())
     quotas = [math.floor(share / total * k * full) for share in shares.tolist()]
     quotas[int(np.argmax(shares))] += k * full - sum(quotas)

@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_obs_names, check_seed, is_number
+from gpuload.checks import check_names, check_obs_names, check_seed, is_number
+from gpuload.concat import UNCOMPARED
 from gpuload.dealing import classes_of, deal_cells, deal_groups, hash_of, label_of, targets
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.loader import Loader
-from gpuload.store import UNCOMPARED, Store
+from gpuload.store import Store
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import EllipsisType
 
     from numpy.typing import NDArray
@@ -127,7 +129,7 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
             raise
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], cells: Any = None, *, layer: str = "X") -> Split:
+    def load(cls, path: str | os.PathLike[str], cells: Any = None, *, layer: str | Sequence[str] = "X") -> Split:
         """Load a split written by `save`, and check that it belongs to `cells`, if given.
 
         Raises
@@ -169,7 +171,7 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
             split.check(cells, layer=layer)
         return split
 
-    def check(self, cells: Any, *, layer: str = "X") -> None:
+    def check(self, cells: Any, *, layer: str | Sequence[str] = "X") -> None:
         """Raise PlanError if the files differ from those that were split, in name, order or number of cells.
 
         Parameters
@@ -198,7 +200,7 @@ def split(
     by: str | Iterable[str] | None = None,
     stratify: str | Iterable[str] | None = None,
     seed: int = 0,
-    layer: str = "X",
+    layer: str | Sequence[str] = "X",
 ) -> Split:
     """Split cells, or whole groups of cells, into named parts.
 
@@ -221,7 +223,7 @@ def split(
     seed
         Random seed, at least 0.
     layer
-        A matrix present in the files; only its number of rows is used.
+        A matrix present in the files, or several, as given to `open_loader`; only the number of rows is used.
 
     Returns
     -------
@@ -313,12 +315,13 @@ def _is_share(value: Any) -> bool:
 class _Opened:
     """The store of the given cells; closed on exit if it was opened here."""
 
-    def __init__(self, cells: Any, layer: str, columns: tuple[str, ...]) -> None:
+    def __init__(self, cells: Any, layer: str | Sequence[str], columns: tuple[str, ...]) -> None:
         self._is_ours = not isinstance(cells, (Loader, Store))
         if self._is_ours:
             from gpuload.formats import open_store
 
-            self.store: Store = open_store(cells, layer=layer, obs=tuple(dict.fromkeys(columns)), join=UNCOMPARED)
+            name = check_names("layer", layer, least=1)[0]
+            self.store: Store = open_store(cells, layer=name, obs=tuple(dict.fromkeys(columns)), join=UNCOMPARED)
             return
         self.store = cells if isinstance(cells, Store) else cells.store
         for name in columns:

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.alignment import align
-from gpuload.errors import StoreError
-from gpuload.joined import Joined, join_files
+from gpuload.joined import Joined
 from gpuload.types import ArrayRead, Recipe, expand_ranges
 
 if TYPE_CHECKING:
@@ -151,11 +149,6 @@ class DenseMatrix:
 Matrix = CsrMatrix | DenseMatrix
 
 _NONE_JOINED = Joined.apart([])
-
-JOIN = (
-    "several files must have the same genes in the same order, unless join= says how to join them: join='inner' keeps "
-    "the genes that all have, join='outer' the genes of any, and a list of names those genes."
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -370,131 +363,3 @@ class Store:
             return None
         n_rows = [int((part[:, 1] - part[:, 0]).sum()) for part in parts]
         return np.repeat(self.alignment.starts[numbers], n_rows)
-
-
-UNCOMPARED = "uncompared"
-"""Value of `join` that skips comparing genes; only the rows and obs of the result are usable."""
-
-
-def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, cure: str = JOIN) -> Store:
-    """Concatenate stores into one; rows are numbered consecutively in the order given, and no arrays are joined.
-
-    Parameters
-    ----------
-    stores
-        The parts, of one file or several. Their obs columns are taken out of them, each let go once it is joined.
-    join
-        None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
-    cure
-        Advice for the error message if genes differ.
-
-    Raises
-    ------
-    StoreError
-        Matrix kinds or types of obs columns differ; genes differ, or cannot be joined.
-    """
-    first = stores[0]
-    if len(stores) == 1 and (join is None or join == UNCOMPARED):
-        return first
-    for store in stores[1:]:
-        _check_kind(first, store)
-        if join is None:
-            _check_genes(first, store, cure)
-    obs = {name: _concat_column(name, stores) for name in list(first.obs)}
-    whole = Store(
-        matrices=tuple(m for s in stores for m in s.matrices),
-        paths=tuple(p for s in stores for p in s.paths),
-        var_names=first.var_names,
-        obs=obs,
-        sources=tuple(x for s in stores for x in s.sources),
-        var_ids=first.var_ids if all(_is_same(first.var_ids, s.var_ids) for s in stores) else None,
-    )
-    if join is None or join == UNCOMPARED:
-        return whole
-    genes, paths = zip(*((s.var_names, path) for s in stores for path in s.paths), strict=True)
-    alignment = align(genes, paths, join)
-    if alignment.maps is None:
-        return whole
-    return replace(whole, var_names=alignment.var_names, var_ids=None, alignment=alignment)
-
-
-def join_arrays(store: Store) -> Store:
-    """Return a store of which the arrays of files that are alike are joined; once, when it has all its files."""
-    if len(store.matrices) == 1:
-        return store
-    joined, layouts = join_files([matrix.layouts for matrix in store.matrices])
-    matrices = tuple(matrix.over(*of) for matrix, of in zip(store.matrices, layouts, strict=True))
-    return replace(store, matrices=matrices, joined=joined)
-
-
-def _is_same(one: NDArray[np.object_] | None, other: NDArray[np.object_] | None) -> bool:
-    return one is other or (one is not None and other is not None and bool(np.array_equal(one, other)))
-
-
-def _check_kind(first: Store, other: Store) -> None:
-    if other.kind != first.kind:
-        raise StoreError(
-            f"{other.paths[0]}: its matrix is {other.kind} but that of {first.paths[0]} is {first.kind}; open them "
-            "separately, or rewrite one so that both are alike."
-        )
-
-
-def _check_genes(first: Store, other: Store, cure: str) -> None:
-    if other.var_names is first.var_names:
-        return
-    if other.n_vars != first.n_vars:
-        raise StoreError(
-            f"{other.paths[0]}: it has {other.n_vars} genes but {first.paths[0]} has {first.n_vars}; {cure}"
-        )
-    differing = np.flatnonzero(first.var_names != other.var_names)
-    if differing.size:
-        i = int(differing[0])
-        raise StoreError(
-            f"{other.paths[0]}: gene {i} is {other.var_names[i]!r} but in {first.paths[0]} it is "
-            f"{first.var_names[i]!r}; {cure}"
-        )
-
-
-def _of_one_kind(columns: list[ObsColumn]) -> list[ObsColumn]:
-    """Convert columns without any value to the kind of the others; missing numbers are NaN."""
-    numbers = [c for c in columns if c.categories is None]
-    has_no_value = [c.categories is not None and not c.categories.size for c in columns]
-    if not numbers or not any(has_no_value) or len(numbers) + sum(has_no_value) < len(columns):
-        return columns
-    if all(c.values.dtype == bool for c in numbers):  # converted to codes, as nullable booleans are
-        truths = np.array([False, True], dtype=object)
-        return [c if c.categories is not None else ObsColumn(c.values.astype(np.int32), truths) for c in columns]
-    return [
-        ObsColumn(np.full(c.values.size, np.nan) if is_missing else c.values.astype(np.float64))
-        for c, is_missing in zip(columns, has_no_value, strict=True)
-    ]
-
-
-def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
-    columns = _of_one_kind([s.obs.pop(name) for s in stores])
-    if len(columns) == 1:
-        return columns[0]
-    has_categories = [c.categories is not None for c in columns]
-    if len(set(has_categories)) > 1:
-        odd = has_categories.index(not has_categories[0])
-        raise StoreError(
-            f"{stores[odd].paths[0]}: obs column {name!r} holds {'categories' if has_categories[odd] else 'numbers'}, "
-            f"unlike in {stores[0].paths[0]}; make the column's type the same in all files."
-        )
-    if not has_categories[0]:
-        return ObsColumn(np.concatenate([c.values for c in columns]))
-    place: dict[object, int] = {}
-    codes = np.empty(sum(c.values.size for c in columns), dtype=np.int32)
-    last, at = None, 0
-    for column in columns:
-        assert column.categories is not None  # noqa: S101 - narrows the type; checked just above
-        if last is None or not np.array_equal(last, column.categories):  # most files have those of the one before
-            last = column.categories
-            new = np.array([place.setdefault(c, len(place)) for c in last] + [-1], dtype=np.int32)
-            is_same = bool(np.array_equal(new[:-1], np.arange(new.size - 1)))
-        part = codes[at : at + column.values.size]
-        part[:] = column.values if is_same else new[column.values]
-        at += part.size
-    categories = np.empty(len(place), dtype=object)
-    categories[:] = list(place)
-    return ObsColumn(codes, categories)

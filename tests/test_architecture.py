@@ -28,6 +28,7 @@ LAYERS = [
     {"formats"},
     {"cache"},
     {"backends"},
+    {"concat"},
     {"store"},
     {"joined"},
     {"folder_source", "remote_source"},

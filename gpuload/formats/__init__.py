@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.concat import concat, join_arrays
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.addresses import as_address, check_given
 from gpuload.formats.arrays import OBSM, as_strings, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
 from gpuload.formats.recognise import anndata_groups, expand, is_parquet, obs_columns, open_parquet, open_path
-from gpuload.store import ObsColumn, concat, join_arrays
+from gpuload.store import ObsColumn
 from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def open_matrices(
     obs
         Columns of obs to keep in memory.
     join
-        As for `store.concat`; a list of genes applies to the first modality, and the others must agree.
+        As for `concat`; a list of genes applies to the first modality, and the others must agree.
     obs_table
         Further columns of obs, which replace those of the files; see `obs_table`.
 
@@ -124,7 +125,7 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
     obs
         Columns of obs to keep in memory; unless stored, ``"source_file"`` is the path of each cell's file.
     join
-        How to join genes that differ between files; see `store.concat`. With ``"outer"``, columns of obs that only
+        How to join genes that differ between files; see `concat`. With ``"outer"``, columns of obs that only
         some files have are missing values in the others.
 
     Raises

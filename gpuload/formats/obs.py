@@ -6,6 +6,7 @@ encoding attributes (compound data sets, `__categories`) are supported too.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -170,16 +171,20 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
     """Return a NumPy or pandas array as a column; types as for `read_column`."""
     if isinstance(values, pd.Categorical):
         return ObsColumn(values.codes.astype(np.int32), np.asarray(values.categories, dtype=object))
-    if isinstance(values, pd.arrays.BooleanArray):
+    if isinstance(values, pd.arrays.SparseArray):
+        values = values.to_dense()
+    is_extension = pd.api.types.is_extension_array_dtype(values)
+    if is_extension and pd.api.types.is_bool_dtype(values.dtype):  # with missing values, of NumPy's or Arrow's kind
         codes = np.where(values.isna(), -1, values.to_numpy(dtype=bool, na_value=False)).astype(np.int32)
         return ObsColumn(codes, np.array([False, True], dtype=object))
-    if pd.api.types.is_extension_array_dtype(values) and pd.api.types.is_numeric_dtype(values):
+    if is_extension and pd.api.types.is_numeric_dtype(values):
         return ObsColumn(np.asarray(values.to_numpy(dtype=np.float64, na_value=np.nan)))
-    array = values if pd.api.types.is_extension_array_dtype(values) else np.asarray(values)
+    array = values if is_extension else np.asarray(values)
     if array.dtype.kind in "biuf" and array.dtype.itemsize <= 8:
         return ObsColumn(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
     if array.ndim == 1 and (array.dtype.kind in "OSU" or pd.api.types.is_string_dtype(array)):
-        return _encode_strings(array)
+        with suppress(TypeError):  # lists, which no code can stand for
+            return _encode_strings(array)
     raise StoreError(
         f"{path}: obs column {name!r} has dtype {array.dtype} and shape {array.shape}; only categorical, string, "
         "numeric (of up to 8 bytes) and boolean columns of one value per cell can be delivered."

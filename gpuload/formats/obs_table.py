@@ -69,6 +69,8 @@ def _places_by_row(index: pd.Index, n_obs: int) -> NDArray[np.int64]:
             f"obs_table: it has {len(index)} rows but there are {n_obs} cells; pass one for each cell, or index it by "
             "the names of the cells."
         )
+    if index.hasnans:
+        raise PlanError("obs_table: a row number is missing in its index; drop that row.")
     rows = index.to_numpy(dtype=np.int64)
     outside = np.flatnonzero((rows < 0) | (rows >= n_obs))
     if outside.size:
@@ -103,6 +105,10 @@ def _column(table: pd.DataFrame, name: str, place: NDArray[np.int64]) -> ObsColu
     if len(found) > 1:
         raise PlanError(f"obs_table: it has {len(found)} columns {name!r}; rename all but one.")
     values = table.iloc[:, found[0]]
+    if isinstance(values.dtype, pd.SparseDtype):
+        values = values.sparse.to_dense()
+    if isinstance(values.dtype, np.dtype) and not values.dtype.isnative:  # pandas cannot reorder them
+        values = values.astype(values.dtype.newbyteorder("="))
     is_missing = bool((place < 0).any())
     if is_missing and values.dtype == bool:
         values = values.astype("boolean")

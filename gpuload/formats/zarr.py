@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.concat import concat
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line
 from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import checked_indptr, csr_arrays
@@ -33,7 +34,7 @@ from gpuload.formats.obs import column_names
 from gpuload.formats.zarr_arrays import Array
 from gpuload.formats.zarr_nodes import FolderTree, Group, ZipTree, open_node
 from gpuload.formats.zarr_remote import RemoteTree
-from gpuload.store import CsrMatrix, Store, concat
+from gpuload.store import CsrMatrix, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -62,9 +62,9 @@ class Classes:
                     f"{sampler}(shares=...): {label!r} is not a class by "
                     f"{', '.join(self.names.columns) or 'one label'}; name each by a tuple of one label per column."
                 )
-            there = [self.names.label(place) for place in range(counts.size)]
-            near = nearest(", ".join(map(str, label)), [", ".join(map(str, one)) for one in there])
-            guess = f"did you mean {near!r}?" if near else "name one that the cells have."
+            there = {", ".join(map(str, self.names.label(place))): place for place in range(counts.size)}
+            near = nearest(", ".join(map(str, label)), list(there))
+            guess = f"did you mean {self.names[there[near]]}?" if near else "name one that the cells have."
             raise PlanError(f"{sampler}(shares=...): there are no cells with {self.names.text(label)}; {guess}")
         lost = np.flatnonzero((shares > 0) & (counts == 0))
         if lost.size:
@@ -302,7 +302,10 @@ def _labels(given: Any) -> tuple[NDArray[np.integer], Names]:
     import pandas as pd
 
     codes, found = pd.factorize(given)
-    return codes.astype(np.int32), _names_of(np.asarray(found))
+    names = np.asarray(found)
+    if names.dtype.kind in "mM":  # NumPy would make whole numbers of them
+        names = pd.Index(names).to_numpy(dtype=object)
+    return codes.astype(np.int32), _names_of(names)
 
 
 def check_mask(sampler: str, given: Any, n_rows: int) -> NDArray[np.bool_]:

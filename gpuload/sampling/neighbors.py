@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, first_line
 from gpuload.permute import hash64, permute_each
 from gpuload.sampling.base import check_number, check_rows, digest
 from gpuload.sampling.blocks import BlockShuffle
@@ -44,8 +44,8 @@ class PairedNeighbor:
     Raises
     ------
     PlanError
-        `graph` is no sparse matrix, or has not one row and one column per cell; `batch_size` is not a multiple of
-        ``1 + n_neighbors``; with ``alone="drop"``, no cell has a neighbour.
+        `graph` is no sparse matrix, is damaged, or has not one row and one column per cell; `batch_size` is not a
+        multiple of ``1 + n_neighbors``; with ``alone="drop"``, no cell has a neighbour.
 
     Notes
     -----
@@ -82,7 +82,7 @@ class PairedNeighbor:
                 f"PairedNeighbor: the graph has shape {tuple(self.graph.shape)} but there are {cells.n_store_rows} "
                 "cells; pass one row and one column for each cell of the files."
             )
-        neighbors = _neighbors(self.graph.tocsr(), cells)
+        neighbors = _neighbors(self._rows(), cells)
         is_wanted = np.ones(cells.n_rows, dtype=bool) if self.alone == "self" else np.diff(neighbors.indptr) > 0
         if not is_wanted.any():
             raise PlanError(
@@ -102,6 +102,20 @@ class PairedNeighbor:
             cells.batch_size,
             {"name": "PairedNeighbor", "alone": self.alone, "block_size": cells.block_size},
         )
+
+    def _rows(self) -> Any:
+        """Return the graph in CSR form; a neighbour that it stores twice is one neighbour."""
+        graph = self.graph.tocsr()
+        try:
+            graph.check_format(full_check=True)
+        except ValueError as error:
+            raise PlanError(
+                f"PairedNeighbor: the graph is damaged: {first_line(error)}; compute it again, or read it again."
+            ) from error
+        if not graph.has_canonical_format:
+            graph = graph.copy()
+            graph.sum_duplicates()
+        return graph
 
 
 @dataclass(frozen=True, slots=True, eq=False)

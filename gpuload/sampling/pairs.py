@@ -122,6 +122,11 @@ class PairedControl:
         is_control, is_wanted = self._controls(cells)
         match = cells.classes(*self._match)
         is_wanted &= match.codes >= 0
+        if not is_wanted.any():
+            raise PlanError(
+                f"PairedControl(match={self.match!r}): every perturbed cell has a missing label in a column that it is "
+                "matched on; match other columns."
+            )
         levels = [match, cells.classes(*self._fallback)] if self._fallback else [match]
         queue = np.full(cells.n_rows, -1, dtype=np.int32)
         lists, edges = [], np.zeros(1, dtype=np.int64)
@@ -185,9 +190,9 @@ class PairedControl:
                 f"{which}the cells with that value in column {self.column!r} are left out by where= or a Subset; keep "
                 "them in."
             )
-        there = [str(name) for name in (np.unique(column.values) if names is None else names)]
-        near = nearest(str(wanted[0]), there) if wanted else None
-        guess = f"did you mean {near!r}?" if near else "pass the value that marks controls."
+        there = {str(name): name for name in (np.unique(column.values) if names is None else names).tolist()}
+        near = nearest(str(wanted[0]), list(there)) if wanted else None
+        guess = f"did you mean {there[near]!r}?" if near else "pass the value that marks controls."
         return PlanError(f"{which}no cell has that value in column {self.column!r}; {guess}")
 
     def _refuse(self, names: Sequence[str], lost: NDArray[np.integer]) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpuload.sampling.base import Cells, Strategy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Grouped:
     """Keep sets of `size` cells of one class together, and shuffle the sets.
 

@@ -209,6 +209,22 @@ def test_only_one_iteration_runs(loader: gpuload.Loader) -> None:
     assert next(iter(mapped)) != second_rows
 
 
+def test_an_iteration_that_was_ended_before_it_began(plain: Stored, loader: gpuload.Loader) -> None:
+    mapped = Mapped(loader, rows, ahead=3)
+    first, second = iter(mapped), iter(mapped)
+    found = [next(second)]
+    with pytest.raises(PlanError, match="this iteration was ended by a later iter"):
+        next(first)
+    state = mapped.state_dict()
+    found += second
+    with gpuload.open_loader(plain.path, **SETTINGS) as other:
+        whole = [rows(batch) for batch in (*other, *other)]
+        other.load_state_dict(state)
+        assert [rows(batch) for batch in other] == found[1:]
+    n = len(whole) // 2
+    assert found in (whole[:n], whole[n:])
+
+
 def test_minibatches_are_let_go_of(loader: gpuload.Loader) -> None:
     held: list[weakref.ref[Any]] = []
 
@@ -251,6 +267,8 @@ def test_what_cannot_be_is_refused(loader: gpuload.Loader) -> None:
         Mapped(loader, rows, num_threads=0)
     with pytest.raises(PlanError, match="ahead"):
         Mapped(loader, rows, ahead=0)
+    with pytest.raises(PlanError, match=r"^Mapped: it is iterated, not indexed; .* import gpuload\.torch first"):
+        Mapped(loader, rows)[0]
     on_gpu: Any = SimpleNamespace(device="cuda:1", load_state_dict=None)
     with pytest.raises(PlanError, match=r"minibatches are on cuda:1; call the function in the training loop"):
         Mapped(on_gpu, rows)

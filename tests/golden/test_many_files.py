@@ -18,10 +18,11 @@ from scipy.sparse import csr_matrix, vstack
 import gpuload
 from gpuload import formats
 from gpuload.cli import inspect
+from gpuload.concat import concat
 from gpuload.formats import open_store
 from gpuload.formats.arrays import plain_layout
 from gpuload.source import BufferSource
-from gpuload.store import DenseMatrix, ObsColumn, Store, concat
+from gpuload.store import DenseMatrix, ObsColumn, Store
 from tests.several import dense
 from tests.writers import counts
 
@@ -366,6 +367,73 @@ def test_columns_of_files_are_let_go_once_joined() -> None:
     assert label.categories is not None
     expected = [None if i % (len(own) + 1) == 0 else own[i % (len(own) + 1) - 1] for own in labels for i in range(10)]
     assert [None if code < 0 else label.categories[code] for code in label.values] == expected
+
+
+MISSING = pd.Categorical([None, None])
+TRUTHS = pd.array([True, None], dtype="boolean")
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "expected"),
+    [
+        (([1, 2], np.empty(0)), "int64", [1, 2]),
+        ((np.empty(0), np.array([1, 2], np.int16)), "int16", [1, 2]),
+        (([1, 2], pd.Categorical([])), "int64", [1, 2]),
+        (([True, False], np.empty(0)), "bool", [True, False]),
+        ((["a", "b"], np.empty(0)), "codes", ["a", "b"]),
+        ((np.empty(0), ["a", "b"]), "codes", ["a", "b"]),
+        ((["a", "b"], [np.nan, np.nan]), "codes", ["a", "b", None, None]),
+        (([np.nan, np.nan], MISSING, ["b", "a"]), "codes", [None] * 4 + ["b", "a"]),
+        (([1, 2], MISSING), "float64", [1, 2, None, None]),
+        ((pd.Categorical([None], categories=["z"]), [1, 2]), "float64", [None, 1, 2]),
+        (([np.nan], pd.Categorical([None], categories=["z"])), "float64", [None, None]),
+        (([True, False], MISSING), "codes", [True, False, None, None]),
+        (([True, False], [np.nan]), "codes", [True, False, None]),
+        (([True, False], TRUTHS), "codes", [True, False, True, None]),
+        ((TRUTHS, [False]), "codes", [True, None, False]),
+        ((TRUTHS, [np.nan]), "codes", [True, None, None]),
+        ((pd.Categorical([True]), [False]), "codes", [True, False]),
+        ((["a"], pd.array([None], dtype="boolean")), "codes", ["a", None]),
+        (([3], [True, False]), "int64", [3, 1, 0]),
+        (([3.5], [7]), "float64", [3.5, 7]),
+        ((["a"], pd.Categorical([3])), "codes", ["a", 3]),
+    ],
+)
+def test_columns_of_types_that_go_together(columns: Any, dtype: str, expected: list[Any]) -> None:
+    cells = [of(column, number) for number, column in enumerate(columns)]
+    with gpuload.open_loader(cells, obs="x", batch_size=99, shuffle=False, device="cpu") as loader:
+        (batch,) = loader
+    found = batch.obs["x"]
+    assert found.dtype == ("int64" if dtype == "codes" else dtype)
+    assert ("x" in loader.categories) == (dtype == "codes")
+    values = np.append(loader.categories["x"], None)[found] if dtype == "codes" else found
+    assert [None if pd.isna(value) else value for value in values] == expected
+    assert all(type(a) is type(b) for a, b in zip(values, expected, strict=True) if dtype == "codes")
+
+
+@pytest.mark.parametrize(
+    ("columns", "odd", "kind", "first"),
+    [
+        (([1], ["a"]), 1, "categories", 0),
+        ((["a"], [1.5]), 1, "numbers", 0),
+        (([np.nan], np.empty(0), [1], MISSING, ["a"]), 4, "categories", 2),
+        ((pd.Categorical([1, 0]), pd.Categorical([True, False])), 1, "booleans", 0),
+        ((TRUTHS, ["a"]), 1, "categories", 0),
+        ((TRUTHS, [1]), 1, "numbers", 0),
+        ((["a"], [True]), 1, "booleans", 0),
+    ],
+)
+def test_columns_of_types_that_do_not_go_together(columns: Any, odd: int, kind: str, first: int) -> None:
+    cells = [of(column, number) for number, column in enumerate(columns)]
+    with pytest.raises(gpuload.StoreError) as caught:
+        gpuload.open_loader(cells, obs="x", device="cpu")
+    words = f"<AnnData {odd}>: obs column 'x' holds {kind}, unlike in <AnnData {first}>; make the column's type the "
+    assert str(caught.value).startswith(words)
+
+
+def of(column: Any, number: int) -> anndata.AnnData:
+    index = [f"{number}-{i}" for i in range(len(column))]
+    return anndata.AnnData(np.ones((len(column), 2), np.float32), pd.DataFrame({"x": column}, index=index))
 
 
 def test_files_that_were_opened_are_closed_where_a_later_one_is_no_such_file(tmp_path: Path) -> None:

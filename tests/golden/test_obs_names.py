@@ -122,7 +122,7 @@ def test_names_that_do_not_fit_the_cells_are_refused(tmp_path: Path) -> None:
     with h5py.File(paths[0], "r+") as file:
         obs = file["obs"]
         name = obs.attrs["_index"]
-        stored = obs[name][:4]
+        stored = names(4)
         del obs[name]
         obs.create_dataset(name, data=stored, dtype=h5py.string_dtype()).attrs.update(
             {"encoding-type": "string-array", "encoding-version": "0.2.0"}
@@ -140,7 +140,14 @@ def test_files_without_x(tmp_path: Path) -> None:
     paths = write(tmp_path, [cells])
     with pytest.raises(gpuload.StoreError, match=r"there is no /X; .* Choose one of its layers"):
         gpuload.obs_names(paths)
-    assert gpuload.obs_names(paths, layer="counts").tolist() == names(6)
+    for layer in ("counts", ["counts"], ("counts", "X")):
+        assert gpuload.obs_names(paths, layer=layer).tolist() == names(6)
+        split = gpuload.split(paths, {"train": 0.5, "val": ...}, layer=layer)
+        assert split.counts == {"train": 3, "val": 3}
+        split.check(paths, layer=layer)
+    for call in (gpuload.obs_names, lambda paths, layer: gpuload.split(paths, {"train": 1.0}, layer=layer)):
+        with pytest.raises(gpuload.PlanError, match="layer=None: expected a name, or a list of names"):
+            call(paths, layer=None)
 
 
 def test_one_of_two_genomes(tmp_path: Path) -> None:

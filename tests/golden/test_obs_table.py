@@ -130,6 +130,55 @@ def test_an_anndata_in_memory_and_a_modality(files: list[Path], table: pd.DataFr
     assert same(found["state"], table["state"].to_numpy()[: N[0]])
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize(
+    ("values", "expected", "dtype"),
+    [
+        (np.arange(200, dtype=">i4"), range(200), "int32"),
+        (np.arange(200, dtype=">f4"), range(200), "float32"),
+        (pd.arrays.SparseArray([0, 3] * 100), [0, 3] * 100, "int64"),
+        (pd.arrays.SparseArray([False, True] * 100), [False, True] * 100, "bool"),
+        (pd.array([True, None] * 100, dtype="boolean"), [True, None] * 100, "object"),
+        (pd.array([1, None] * 100, dtype="Int8"), [1, None] * 100, "float64"),
+    ],
+)
+def test_other_types_of_pandas(
+    files: list[Path], table: pd.DataFrame, values: Any, expected: Any, dtype: str, is_whole: bool
+) -> None:
+    given = pd.DataFrame({"own": values}, index=table.index)
+    found = loaded(files, given if is_whole else given[:-1])["own"]
+    assert same(found, [*expected] if is_whole else [*[*expected][:-1], None])
+    assert not is_whole or found.dtype == dtype
+
+
+@pytest.mark.parametrize("where", ["table", "memory"])
+def test_types_of_arrow(files: list[Path], table: pd.DataFrame, where: str) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    given = pd.DataFrame(
+        {
+            "truth": pd.array([True, None] * 65, dtype=pd.ArrowDtype(arrow.bool_())),
+            "text": pd.array(["b", None] * 65, dtype=pd.ArrowDtype(arrow.string())),
+            "number": pd.array([5, None] * 65, dtype=pd.ArrowDtype(arrow.int64())),
+            "several": pd.array([[1, 2]] * 130, dtype=pd.ArrowDtype(arrow.list_(arrow.int64()))),
+        },
+        index=table.index[:130],
+    )
+    adata = anndata.read_h5ad(files[0])
+    if where == "memory":
+        adata.obs = given
+    more = {"obs_table": given} if where == "table" else {}
+    names = ["truth", "text", "number"]
+    with gpuload.open_loader(adata, obs=names, shuffle=False, batch_size=130, device="cpu", **more) as loader:
+        (batch,) = loader
+    for name, value in (("truth", True), ("text", "b")):
+        found = np.append(loader.categories[name], None)[batch.obs[name]]
+        assert found.tolist() == [value, None] * 65
+    np.testing.assert_array_equal(batch.obs["number"], [5, np.nan] * 65)
+    error = gpuload.PlanError if where == "table" else gpuload.StoreError
+    with pytest.raises(error, match=r"obs column 'several' has dtype list<.*only categorical, string, numeric"):
+        gpuload.open_loader(adata, obs="several", device="cpu", **more)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -139,6 +188,10 @@ def test_an_anndata_in_memory_and_a_modality(files: list[Path], table: pd.DataFr
         (lambda t: t.reset_index(drop=True)[:-1], "obs_table: it has 199 rows but there are 200 cells; pass one for"),
         (lambda t: t.set_axis(np.arange(1, 201)), "obs_table: its index has the row number 200, but the cells are"),
         (lambda t: t.set_axis([f"c{i}" for i in range(200)]), "obs_table: none of its 200 names, such as 'c0', is the"),
+        (
+            lambda t: t.set_axis(pd.Index([*range(199), None], dtype="Int64")),
+            "obs_table: a row number is missing in its index; drop that row.",
+        ),
         (lambda t: t[:0], "obs_table: none of its 0 names, such as None, is the name of a cell, such as 'cell-0-0'"),
         (lambda t: t.assign(state=[{1}] * 200), "obs_table: column 'state' holds objects of kind mixed; expected"),
         (lambda t: t.assign(state=pd.Timestamp(0)), "obs_table: obs column 'state' has dtype datetime64"),
@@ -154,5 +207,13 @@ def test_what_does_not_fit_is_refused(files: list[Path], table: pd.DataFrame, ch
 def test_names_that_do_not_tell_cells_apart(files: list[Path], table: pd.DataFrame) -> None:
     with pytest.raises(gpuload.PlanError, match=r"obs_table: 2 cells have the name 'cell-0-.*'; index it by row num"):
         gpuload.open_loader([files[0], files[0]], obs_table=table, obs=["state"], device="cpu")
-    with pytest.raises(gpuload.StoreError, match="obs has no column 'stat'"):
+
+
+def test_columns_of_the_table_are_named_where_there_is_none(files: list[Path], table: pd.DataFrame) -> None:
+    table = table[["state", "name"]]
+    with pytest.raises(gpuload.StoreError) as caught:
         gpuload.open_loader(files, obs_table=table, obs=["stat"], device="cpu")
+    words = f"{files[0]}: obs has no column 'stat'; it has 'plate'; obs_table has 'state', 'name'."
+    assert str(caught.value) == words
+    with pytest.raises(gpuload.StoreError, match=r"obs_table has 'state', 'name'; Grouped asks for 'stat', by an arg"):
+        gpuload.open_loader(files, obs_table=table, sampler=gpuload.Grouped("stat", 4), device="cpu")

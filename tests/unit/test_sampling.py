@@ -28,7 +28,7 @@ from gpuload import (
     Weighted,
 )
 from gpuload.sampling import Cells, as_sampler
-from gpuload.types import Batch
+from gpuload.types import Batch, expand_ranges
 
 if TYPE_CHECKING:
     from tests.variants import Stored
@@ -131,6 +131,15 @@ def test_bad_parameters(make: Any, message: str) -> None:
 # --- what is wrong with the data at hand
 
 GRAPH = csr_matrix(np.eye(6) + np.roll(np.eye(6), 1, axis=1))
+
+
+def csr_broken(column: int) -> csr_matrix:
+    """Return a graph one of whose neighbours is no cell."""
+    graph = GRAPH.copy()
+    graph.indices[3] = column
+    return graph
+
+
 LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
 
 
@@ -199,7 +208,7 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         ),
         (
             ClassBalanced(["drug", "label"], shares={("dmso", "aa"): 1}),
-            "ClassBalanced(shares=...): there are no cells with drug='dmso', label='aa'; did you mean 'dmso, a'?",
+            "ClassBalanced(shares=...): there are no cells with drug='dmso', label='aa'; did you mean drug='dmso', lab",
         ),
         (
             ClassBalanced(["drug", "label"], shares={"dmso": 1}),
@@ -263,6 +272,20 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
             PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch"),
             None,
         ),
+        (
+            PairedControl("drug", "dmso", match="empty"),
+            "PairedControl(match='empty'): every perturbed cell has a missing label in a column that it is matched on;",
+        ),
+        (
+            PairedControl("batch", "1", match="drug"),
+            "PairedControl(control='1'): no cell has that value in column 'batch'; did you mean 1?",
+        ),
+        (
+            ClassBalanced("batch", shares={"2": 1}),
+            "ClassBalanced(shares=...): there are no cells with batch='2'; did you mean batch=2?",
+        ),
+        (PairedNeighbor(csr_broken(6)), "PairedNeighbor: the graph is damaged: "),
+        (PairedNeighbor(csr_broken(-3)), "PairedNeighbor: the graph is damaged: "),
     ],
 )
 def test_bad_data(sampler: Any, message: str | None) -> None:
@@ -286,6 +309,36 @@ def test_labels_that_are_no_column(labels: Any, rows: list[int]) -> None:
             found, expected = (bound.order(files, (epoch, 1, 2, 3)).ranges(0, n) for bound in (of_labels, of_column))
             np.testing.assert_array_equal(found, expected)
         assert of_labels.describe() != of_others.describe()
+
+
+def test_labels_that_are_dates() -> None:
+    days = np.array(["2020-01-01", "2020-01-02", "NaT", "2020-01-02", "2020-01-01", "2020-01-02"], "M8[ns]")
+    bound = ClassBalanced(days, 10, shares={pd.Timestamp("2020-01-02"): 1}).over(cells())
+    drawn = expand_ranges(bound.order((2, 3, 1), (1, 2, 3, 4)).ranges(0, 10))
+    assert set(drawn.tolist()) == {1, 3, 5}
+    with pytest.raises(PlanError, match=r"there are no cells with '2020-01-02'; did you mean Timestamp\('2020-01-02 "):
+        ClassBalanced(days, shares={"2020-01-02": 1}).over(cells())
+
+
+def test_shares_that_add_up_to_infinity() -> None:
+    large, small = (
+        ClassBalanced("label", 40, shares={"a": share, "b": share}).over(cells()).order((2, 3, 1), (1, 2, 3, 4))
+        for share in (1e308, 1)
+    )
+    np.testing.assert_array_equal(large.ranges(0, 40), small.ranges(0, 40))
+
+
+def test_a_neighbour_that_is_stored_twice_is_one() -> None:
+    twice = csr_matrix((np.ones(5), [1, 1, 1, 1, 2], [0, 5, 5, 5, 5, 5, 5]), shape=(6, 6))
+    bound = PairedNeighbor(twice, 2, alone="drop").over(cells(batch_size=3))
+    for key in range(6):
+        assert set(expand_ranges(bound.order((2, 3, 1), (key, 2, 3, 4)).ranges(0, 3)).tolist()) == {0, 1, 2}
+    assert twice.indices.tolist() == [1, 1, 1, 1, 2]
+
+
+def test_samplers_are_told_apart_by_what_they_are() -> None:
+    assert Grouped(LABELS, 2) != Grouped(LABELS, 2)
+    assert len({Grouped(LABELS, 2), ClassBalanced(LABELS)}) == 2
 
 
 @pytest.mark.parametrize("control", [["dmso"], ("dmso",), np.array(["dmso", "none"])])

@@ -1,0 +1,177 @@
+"""Several stores as one: genes compared or joined, columns of obs brought to one type, arrays that are alike joined."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpuload.alignment import align
+from gpuload.errors import StoreError
+from gpuload.joined import join_files
+from gpuload.store import ObsColumn, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+JOIN = (
+    "several files must have the same genes in the same order, unless join= says how to join them: join='inner' keeps "
+    "the genes that all have, join='outer' the genes of any, and a list of names those genes."
+)
+
+UNCOMPARED = "uncompared"
+"""Value of `join` that skips comparing genes; only the rows and obs of the result are usable."""
+
+
+def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, cure: str = JOIN) -> Store:
+    """Concatenate stores into one; rows are numbered consecutively in the order given, and no arrays are joined.
+
+    Parameters
+    ----------
+    stores
+        The parts, of one file or several. Their obs columns are taken out of them, each let go once it is joined.
+    join
+        None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
+    cure
+        Advice for the error message if genes differ.
+
+    Raises
+    ------
+    StoreError
+        Matrix kinds or types of obs columns differ; genes differ, or cannot be joined.
+    """
+    first = stores[0]
+    if len(stores) == 1 and (join is None or join == UNCOMPARED):
+        return first
+    for store in stores[1:]:
+        _check_kind(first, store)
+        if join is None:
+            _check_genes(first, store, cure)
+    obs = {name: _concat_column(name, stores) for name in list(first.obs)}
+    whole = Store(
+        matrices=tuple(m for s in stores for m in s.matrices),
+        paths=tuple(p for s in stores for p in s.paths),
+        var_names=first.var_names,
+        obs=obs,
+        sources=tuple(x for s in stores for x in s.sources),
+        var_ids=first.var_ids if all(_is_same(first.var_ids, s.var_ids) for s in stores) else None,
+    )
+    if join is None or join == UNCOMPARED:
+        return whole
+    genes, paths = zip(*((s.var_names, path) for s in stores for path in s.paths), strict=True)
+    alignment = align(genes, paths, join)
+    if alignment.maps is None:
+        return whole
+    return replace(whole, var_names=alignment.var_names, var_ids=None, alignment=alignment)
+
+
+def join_arrays(store: Store) -> Store:
+    """Return a store of which the arrays of files that are alike are joined; once, when it has all its files."""
+    if len(store.matrices) == 1:
+        return store
+    joined, layouts = join_files([matrix.layouts for matrix in store.matrices])
+    matrices = tuple(matrix.over(*of) for matrix, of in zip(store.matrices, layouts, strict=True))
+    return replace(store, matrices=matrices, joined=joined)
+
+
+def _is_same(one: NDArray[np.object_] | None, other: NDArray[np.object_] | None) -> bool:
+    return one is other or (one is not None and other is not None and bool(np.array_equal(one, other)))
+
+
+def _check_kind(first: Store, other: Store) -> None:
+    if other.kind != first.kind:
+        raise StoreError(
+            f"{other.paths[0]}: its matrix is {other.kind} but that of {first.paths[0]} is {first.kind}; open them "
+            "separately, or rewrite one so that both are alike."
+        )
+
+
+def _check_genes(first: Store, other: Store, cure: str) -> None:
+    if other.var_names is first.var_names:
+        return
+    if other.n_vars != first.n_vars:
+        raise StoreError(
+            f"{other.paths[0]}: it has {other.n_vars} genes but {first.paths[0]} has {first.n_vars}; {cure}"
+        )
+    differing = np.flatnonzero(first.var_names != other.var_names)
+    if differing.size:
+        i = int(differing[0])
+        raise StoreError(
+            f"{other.paths[0]}: gene {i} is {other.var_names[i]!r} but in {first.paths[0]} it is "
+            f"{first.var_names[i]!r}; {cure}"
+        )
+
+
+def _kind(column: ObsColumn) -> str:
+    """Return what a column holds; codes of truths, as nullable booleans have, are booleans too."""
+    if column.categories is None:
+        return "booleans" if column.values.dtype == bool else "numbers"
+    is_of_truths = column.categories.size and all(isinstance(one, (bool, np.bool_)) for one in column.categories)
+    return "booleans" if is_of_truths else "categories"
+
+
+def _has_value(column: ObsColumn) -> bool:
+    values = column.values
+    if column.categories is not None:
+        return bool((values.astype(np.int32, copy=False) >= 0).any())
+    return bool(values.size) and not (values.dtype.kind == "f" and bool(np.isnan(values).all()))
+
+
+def _of_one_kind(name: str, columns: list[ObsColumn], paths: Sequence[str]) -> list[ObsColumn]:
+    """Convert columns to one kind: those without any value to that of the others; missing numbers are NaN.
+
+    Raise StoreError if their values are of several kinds.
+    """
+    for some in (columns, [column for column in columns if column.values.size]):
+        if len({(_kind(column), column.categories is None) for column in some}) == 1:
+            return some
+    kinds = [_kind(column) for column in columns]
+    is_coded = [column.categories is not None for column in columns]
+    there = [number for number, column in enumerate(columns) if _has_value(column)] or [0]
+    wanted = {kinds[number] for number in there}
+    if wanted == {"numbers", "booleans"} and not any(is_coded[number] for number in there):
+        wanted = {"numbers"}  # 0 and 1
+    if len(wanted) > 1:
+        odd = next(number for number in there if kinds[number] != kinds[there[0]])
+        raise StoreError(
+            f"{paths[odd]}: obs column {name!r} holds {kinds[odd]}, unlike in {paths[there[0]]}; make the column's "
+            "type the same in all files."
+        )
+    (kind,) = wanted
+    return [_as_kind(column, kind) for column in columns]
+
+
+def _as_kind(column: ObsColumn, kind: str) -> ObsColumn:
+    """Return a column as numbers, or as codes of booleans or categories; missing values if it is of another kind."""
+    n, is_coded = column.values.size, column.categories is not None
+    if kind == "numbers":
+        return ObsColumn(np.full(n, np.nan)) if is_coded else column
+    if kind != _kind(column):
+        return ObsColumn.missing(n)
+    return column if is_coded else ObsColumn(column.values.astype(np.int32), np.array([False, True], dtype=object))
+
+
+def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
+    columns = _of_one_kind(name, [s.obs.pop(name) for s in stores], [s.paths[0] for s in stores])
+    if len(columns) == 1:
+        return columns[0]
+    if columns[0].categories is None:
+        return ObsColumn(np.concatenate([c.values for c in columns if c.values.size] or [columns[0].values]))
+    place: dict[object, int] = {}
+    codes = np.empty(sum(c.values.size for c in columns), dtype=np.int32)
+    last, at = None, 0
+    for column in columns:
+        assert column.categories is not None  # noqa: S101 - narrows the type; checked just above
+        if last is None or not np.array_equal(last, column.categories):  # most files have those of the one before
+            last = column.categories
+            new = np.array([place.setdefault(c, len(place)) for c in last] + [-1], dtype=np.int32)
+            is_same = bool(np.array_equal(new[:-1], np.arange(new.size - 1)))
+        part = codes[at : at + column.values.size]
+        part[:] = column.values if is_same else new[column.values]
+        at += part.size
+    categories = np.empty(len(place), dtype=object)
+    categories[:] = list(place)
+    return ObsColumn(codes, categories)
