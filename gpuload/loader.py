@@ -18,6 +18,8 @@ import numpy as np
 
 from gpuload.checks import check_whole
 from gpuload.errors import PlanError
+from gpuload.opening import check_row_numbers, check_take
+from gpuload.sampling.rows import as_ranges
 from gpuload.state import check_state, fingerprint, make_state
 from gpuload.types import Batch
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
 
     import pandas as pd
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from gpuload.backends.base import Backend, Pending, Resident
     from gpuload.plan import Plan
@@ -295,6 +297,47 @@ class Loader:
             return None
         return counts[0] / sum(counts) if sum(counts) else 1.0
 
+    def take(self, rows: ArrayLike) -> Batch:
+        """Read given cells as one minibatch: for evaluation, for a closer look, for lookups.
+
+        An iteration and its position are not affected. It may be called between its minibatches, and then waits for
+        the fetches that are loading. To train, give the loader a sampler instead: `take` reads nothing ahead.
+
+        Parameters
+        ----------
+        rows : (n,) integer
+            Row numbers over all files, as in ``batch.rows``, in any order; they may repeat. Cells excluded by
+            ``where=`` or the sampler can be read too.
+
+        Returns
+        -------
+        Batch
+            Of n cells, in the order given; on the loader's device, with its genes, output, dtype, transform and obs
+            columns.
+
+        Raises
+        ------
+        PlanError
+            `rows` is empty, or no list of row numbers of the loader; the machine cannot hold so many cells; or the
+            loader is closed.
+        ReadError, CorruptDataError, DeviceError
+            As during an iteration; the loader remains usable.
+        """
+        self._check_usable()
+        rows = check_row_numbers(rows, self.n_obs)
+        distinct, positions = np.unique(rows, return_inverse=True)
+        check_take(rows.size, distinct.size, list(self._tables.values()))
+        load = self._load_rows(as_ranges(distinct), positions.astype(np.int32), rows)
+        taking: list[Pending[Any]] = []
+        try:
+            residents = self._residents_of(load)
+            take = self._start_take(load, residents, slice(None))
+            taking = take.pending
+            return self._batch_of(take)
+        finally:
+            for pending in (*load.pending, *taking):
+                pending.cancel()
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration (at least 0); an active iteration is not affected.
 
@@ -373,13 +416,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Start the next epoch, or resume from a loaded state."""
-        if self._is_closed:
-            raise PlanError("the loader was closed; open it again with open_loader().")
-        if os.getpid() != self._process:  # a fork does not copy threads: their work would never finish
-            raise PlanError(
-                "the loader was opened before this process was forked, and its threads are not here; open it in this "
-                "process, or iterate it in the one that opened it (DataLoader: num_workers=0)."
-            )
+        self._check_usable()
         self._end_live()
         self._now = None
         batches = _Iteration(self._epoch(self._next))
@@ -399,6 +436,15 @@ class Loader:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise PlanError("the loader was closed; open it again with open_loader().")
+        if os.getpid() != self._process:  # a fork does not copy threads: their work would never finish
+            raise PlanError(
+                "the loader was opened before this process was forked, and its threads are not here; open it in this "
+                "process, or iterate it in the one that opened it (DataLoader: num_workers=0)."
+            )
 
     def _end_live(self) -> None:
         live = self._live() if self._live is not None else None
@@ -444,9 +490,7 @@ class Loader:
                     yield self._hand_over(takes.popleft())
                 is_busy, start_s = self._backend.busy(), time.perf_counter()
                 try:
-                    residents = [pending.result() for pending in load.pending]
-                    for table in self._tables.values():
-                        table.store.check_unchanged()  # else data changed since the reads began would be yielded
+                    residents = self._residents_of(load)
                 except Exception:
                     while takes:  # yield everything before the fault, however far ahead the loads are
                         yield self._hand_over(takes.popleft())
@@ -455,7 +499,7 @@ class Loader:
                 loads.popleft()
                 starts = range(0, load.positions.size, plan.batch_size)
                 for i, start in enumerate(starts):
-                    takes.append(self._start_take(load, residents, start))
+                    takes.append(self._start_take(load, residents, slice(start, start + plan.batch_size)))
                     while len(takes) > ahead:
                         yield self._hand_over(takes.popleft())
                     # Only after the previous fetch's last take is handed over: this reuses its resident's memory.
@@ -476,21 +520,31 @@ class Loader:
 
         The obs columns are gathered for the whole fetch; minibatches hold slices of them.
         """
+        with self.stats.timed("plan_s"):
+            fetch = plan.fetch(index)
+        positions = fetch.positions[n_passed * plan.batch_size :]
+        return self._load_rows(fetch.ranges, positions, fetch.rows()[positions])
+
+    def _load_rows(self, ranges: NDArray[np.int64], positions: NDArray[np.int32], rows: NDArray[np.int64]) -> _Load:
+        """Start loading row ranges of all tables, of which the rows at `positions` are `rows`."""
         stores = [table.store for table in self._tables.values()]
         for store in stores:
             store.check_unchanged()
         with self.stats.timed("plan_s"):
-            fetch = plan.fetch(index)
-            recipes = [store.recipe(fetch.ranges) for store in stores]
+            recipes = [store.recipe(ranges) for store in stores]
         pending = [self._backend.load(recipe) for recipe in recipes]
-        positions = fetch.positions[n_passed * plan.batch_size :]
-        rows = fetch.rows()[positions]
         obs = {name: self._backend.asarray(_handed_over(column, rows)) for name, column in self._store.obs.items()}
         self.stats.add(n_fetches=1)
         return _Load(positions, rows, obs, pending)
 
-    def _start_take(self, load: _Load, residents: list[Resident], start: int) -> _Take:
-        part = slice(start, start + self._plan.batch_size)
+    def _residents_of(self, load: _Load) -> list[Resident]:
+        """Wait for a fetch."""
+        residents = [pending.result() for pending in load.pending]
+        for table in self._tables.values():
+            table.store.check_unchanged()  # else data changed since the reads began would be yielded
+        return residents
+
+    def _start_take(self, load: _Load, residents: list[Resident], part: slice) -> _Take:
         positions = load.positions[part]
         pending = [
             self._backend.take_rows(resident, positions, table.form)
@@ -500,10 +554,14 @@ class Loader:
 
     def _hand_over(self, take: _Take) -> Batch:
         start = time.perf_counter()
-        X, *further = [pending.result() for pending in take.pending]
+        batch = self._batch_of(take)
         self.stats.spent("wait_s", start, batch=self.stats.n_batches, n_batches=1, n_rows=take.rows.size)
         if self._now is not None:
             self._now.step += 1
+        return batch
+
+    def _batch_of(self, take: _Take) -> Batch:
+        X, *further = [pending.result() for pending in take.pending]
         return Batch(X, take.obs, take.rows, **_grouped(list(self._tables)[1:], further) if further else {})
 
 

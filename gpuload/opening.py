@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from gpuload.sampling import Sampler, Strategy
     from gpuload.store import ObsColumn, Store
+    from gpuload.tables import Table
 
 _log = logging.getLogger("gpuload")
 
@@ -38,6 +39,36 @@ def check_memory(stores: Sequence[Store], batch_size: int, fetch_factor: int, pr
             f"fetch_factor={fetch_factor}: {n_held} fetches of {n_rows} cells take {wanted / 1e9:.1f} GB but "
             f"this machine has {there / 1e9:.1f} GB; "
             f"use fetch_factor={max(1, fetch_factor * there // (2 * wanted))} or less."
+        )
+
+
+def check_row_numbers(given: Any, n_obs: int) -> NDArray[np.int64]:
+    """Return row numbers as int64; raise PlanError if they are not of a loader's cells."""
+    rows = np.asarray(given)
+    if rows.ndim != 1 or not rows.size or rows.dtype.kind not in "iu":
+        raise PlanError(
+            f"take: rows of dtype {rows.dtype} and shape {rows.shape}; expected a list of row numbers, at least one "
+            "(of a mask, np.flatnonzero returns them)."
+        )
+    outside = np.flatnonzero((rows < 0) | (rows >= n_obs))
+    if outside.size:
+        raise PlanError(
+            f"take: row {rows[outside[0]]} is outside the data, of {n_obs} cells numbered from 0; pass row numbers of "
+            "these."
+        )
+    return rows.astype(np.int64)
+
+
+def check_take(n_rows: int, n_distinct: int, tables: Sequence[Table]) -> None:
+    """Raise PlanError if this machine cannot hold cells, as read and as a minibatch."""
+    from gpuload.formats.arrays import memory_nbytes
+
+    wanted = sum(n_distinct * table.store.nbytes_per_row + n_rows * table.nbytes_per_row for table in tables)
+    there = memory_nbytes()
+    if wanted > there:
+        raise PlanError(
+            f"take: {n_rows} cells take {wanted / 1e9:.1f} GB but this machine has {there / 1e9:.1f} GB; take fewer "
+            "at a time."
         )
 
 

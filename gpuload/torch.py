@@ -24,6 +24,8 @@ except ImportError as error:
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import ArrayLike
+
     from gpuload.loader import Loader
     from gpuload.types import Batch
 
@@ -121,19 +123,30 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
     def __getstate__(self) -> dict[str, Any]:
         raise PlanError(_NO_WORKERS)
 
+    def take(self, rows: ArrayLike) -> dict[str, torch.Tensor]:
+        """Read given cells as one minibatch; see `Loader.take`."""
+        self._use_stream()
+        return self._of_batch(self._loader.take(rows))
+
+    def _use_stream(self) -> None:
+        if self._loader.device != "cpu" and torch.cuda.is_available():
+            self._loader.use_stream(torch.cuda.current_stream(self._loader.device).cuda_stream)
+
     def _tensors(self, batches: Iterator[Batch]) -> Iterator[dict[str, torch.Tensor]]:
-        is_cuda = self._loader.device != "cpu" and torch.cuda.is_available()
         while True:
-            if is_cuda:
-                self._loader.use_stream(torch.cuda.current_stream(self._loader.device).cuda_stream)
+            self._use_stream()
             batch = next(batches, None)
             if batch is None:
                 return
-            matrices = {name: self._matrix(name, matrix) for name, matrix in batch.matrices().items()}
-            obs = {name: _tensor(values) for name, values in batch.obs.items()}
-            rows = torch.from_numpy(batch.rows)
+            tensors = self._of_batch(batch)
             del batch  # else its memory would not be released before the next one is made
-            yield _Minibatch({**matrices, **obs, "rows": rows})
+            yield tensors
+            del tensors
+
+    def _of_batch(self, batch: Batch) -> _Minibatch:
+        matrices = {name: self._matrix(name, matrix) for name, matrix in batch.matrices().items()}
+        obs = {name: _tensor(values) for name, values in batch.obs.items()}
+        return _Minibatch({**matrices, **obs, "rows": torch.from_numpy(batch.rows)})
 
     def _matrix(self, name: str, matrix: Any) -> torch.Tensor:
         form = self._loader.tables[name].form

@@ -111,6 +111,21 @@ def test_csr(open_fake: Callable[..., Opened], stored: Stored) -> None:
             np.testing.assert_array_equal(getattr(batch.X, name), getattr(expected, name))
 
 
+def test_cells_taken_beside_an_iteration(open_fake: Callable[..., Opened], stored: Stored) -> None:
+    opened = open_fake(stored.path, layer=stored.layer, seed=3, **SMALL)
+    rng, seen, taken = np.random.default_rng(0), [], []
+    for batch in opened.loader:  # nothing waits for the streams until the end
+        rows = rng.integers(0, len(stored.dense), 12)
+        seen.append(batch)
+        taken.append((rows, opened.loader.take(rows)))
+    opened.device.synchronize()
+    for batch in seen:
+        np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+    for rows, batch in taken:
+        np.testing.assert_array_equal(batch.rows, rows)
+        np.testing.assert_array_equal(batch.X, stored.dense[rows])
+
+
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"transform": gpuload.Transform(target_sum=1e4, log1p=True)},

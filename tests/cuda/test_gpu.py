@@ -47,6 +47,18 @@ def test_every_form(stored: Stored, block_size: int | str) -> None:
                 np.testing.assert_array_equal(to_host(batch.X), stored.dense[batch.rows])
 
 
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("kind", ["csr-gzip4", "dense-gzip4", "csr-zstd"])
+def test_cells_taken_beside_an_iteration(store_variant: StoreVariant, kind: str, output: str) -> None:
+    stored, rng = store_variant(kind), np.random.default_rng(0)
+    with gpuload.open_loader(stored.path, output=output, **SMALL) as loader:
+        for batch in loader:
+            taken = loader.take(rng.integers(0, len(stored.dense), 12))
+            for found in (batch, taken):
+                X = to_host(found.X)
+                np.testing.assert_array_equal(X.toarray() if output == "csr" else X, stored.dense[found.rows])
+
+
 @pytest.mark.parametrize(
     "kind",
     [*(f"csr-blosc-{codec}-shuffle" for codec in ("lz4", "lz4hc", "zlib", "zstd")), "csr-gzip4", "csr-zstd", "csr-lz4"],

@@ -51,7 +51,8 @@ GIVEN = {
     "new_genes, new_proteins = genes[:50].copy(), proteins[:50].copy()",
     "docs/howto/resume.md": "import torch\nmodel = torch.nn.Linear(120, 2)\n"
     "loader = gpuload.open_loader('atlas.h5ad', batch_size=64, block_size='chunk', seed=0)\nnext(iter(loader))",
-    "docs/howto/where-and-genes.md": f"highly_variable = {GENES!r}",
+    "docs/howto/where-and-genes.md": f"highly_variable = {GENES!r}\nimport numpy as np\n"
+    "wanted = gpuload.obs_names('atlas.h5ad')[[7, 3]]",
     "docs/concepts/formats.md": "import anndata\nadata, other = anndata.read_h5ad('cells.h5ad'), 'prot.h5ad'",
     "docs/howto/several-matrices.md": "import anndata\nadata = anndata.read_h5ad('cells.h5ad')",
     "docs/migration/index.md": "import numpy\nfrom gpuload.torch import CellDataset\ntrain_rows = numpy.arange(300)",
