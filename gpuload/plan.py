@@ -124,7 +124,8 @@ class Plan:
     @cached_property
     def _order(self) -> RowOrder:
         if self.is_per_rank:
-            return ListOrder(list_of_runs(self._rank_blocks[self.rank]))
+            is_mixed = getattr(self.strategy, "is_mixed", True)
+            return ListOrder(list_of_runs(self._rank_blocks[self.rank]), is_mixed)
         return self.strategy.order(self.file_rows, (self.seed, self.epoch, _BLOCKS))
 
     @cached_property

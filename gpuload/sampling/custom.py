@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from gpuload.errors import PlanError
-from gpuload.order import MixedFetches
 from gpuload.permute import random_keys
 from gpuload.sampling.rows import RowList, list_of_runs
 
@@ -25,10 +24,11 @@ if TYPE_CHECKING:
 class Custom:
     """Order an epoch by your own function, which returns the blocks of rows for each rank.
 
-    The blocks of a rank are read in the order given, ``batch_size * fetch_factor`` cells to a fetch, and the cells of a
-    fetch are shuffled. Every rank asks for the blocks of all ranks, so that all yield equally many cells
-    (``uneven="drop"``: as many as the shortest rank has; ``"pad"``: as many as the longest, the others starting over).
-    A plain function passed as ``sampler=`` is wrapped in `Custom`.
+    The blocks of a rank are read in the order given, ``batch_size * fetch_factor`` cells to a fetch, and the cells
+    of a fetch are shuffled, unless `shuffle_fetch` is False: then each minibatch has the next cells of the blocks.
+    Every rank asks for the blocks of all ranks, so that all yield equally many cells (``uneven="drop"``: as many as
+    the shortest rank has; ``"pad"``: as many as the longest, the others starting over). A plain function passed as
+    ``sampler=`` is wrapped in `Custom`.
 
     Parameters
     ----------
@@ -37,12 +37,15 @@ class Custom:
         from the loader's seed and the epoch, different in every epoch. `blocks` is an integer array of shape (n, 2):
         half-open ranges of rows over all paths, which may overlap. The function must depend only on its arguments: it
         is called in every process, and again when an epoch is resumed.
+    shuffle_fetch
+        Whether the cells of each fetch are shuffled. False: cells come exactly in the order of the blocks, so the
+        function determines every minibatch.
 
     Raises
     ------
     PlanError
-        It is not a function, or does not return such an array; or an epoch begun with another number of ranks is
-        resumed.
+        It is not a function, or does not return such an array; `shuffle_fetch` is neither True nor False; or an epoch
+        begun with another number of ranks is resumed.
 
     Examples
     --------
@@ -57,13 +60,27 @@ class Custom:
     [[98000, 99000], [48000, 49000]]
 
     Use it as ``gpuload.open_loader("cells.h5ad", sampler=windows)``.
+
+    The minibatches of a sampler written for PyTorch, which yields one row number at a time:
+
+    >>> def as_drawn(epoch_seed, rank, world_size):
+    ...     rows = np.array([4, 0, 4, 2])  # np.fromiter(torch_sampler, int), seeded with epoch_seed
+    ...     rows = rows[rank::world_size]
+    ...     return np.stack([rows, rows + 1], axis=1)
+    >>> as_drawn(epoch_seed=2, rank=0, world_size=1).tolist()
+    [[4, 5], [0, 1], [4, 5], [2, 3]]
+
+    Use it as ``sampler=gpuload.Custom(as_drawn, shuffle_fetch=False)``.
     """
 
     function: Callable[[int, int, int], Any]
+    shuffle_fetch: bool = True
 
     columns: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.shuffle_fetch, (bool, np.bool_)):
+            raise PlanError(f"Custom(shuffle_fetch={self.shuffle_fetch!r}): expected True or False.")
         if not callable(self.function):
             raise PlanError(
                 f"Custom({self.function!r}): expected a function (epoch_seed, rank, world_size) -> blocks of rows."
@@ -72,7 +89,7 @@ class Custom:
     def over(self, cells: Cells) -> Strategy:
         """Return the function as a strategy, without calling it yet."""
         del cells
-        return Given(self.function)
+        return Given(self.function, bool(self.shuffle_fetch))
 
 
 @dataclass(frozen=True)
@@ -80,6 +97,7 @@ class Given:
     """Blocks from a function, per rank; a plan calls `per_rank` for them, and `order` is the order of a single rank."""
 
     per_rank: Callable[[int, int, int], Any]
+    is_mixed: bool = True
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
         """Return the number of rows in the first epoch, for a single rank."""
@@ -89,23 +107,30 @@ class Given:
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch, for a single rank."""
         del file_rows
-        return ListOrder(self._rows(key_words))
+        return ListOrder(self._rows(key_words), self.is_mixed)
 
     def describe(self) -> dict[str, Any]:
         """Return the function's name: its behaviour is unknown."""
-        return {"name": "Custom", "function": getattr(self.per_rank, "__qualname__", type(self.per_rank).__qualname__)}
+        function = getattr(self.per_rank, "__qualname__", type(self.per_rank).__qualname__)
+        return {"name": "Custom", "function": function, **({} if self.is_mixed else {"shuffle_fetch": False})}
 
     def _rows(self, key_words: tuple[int, ...]) -> RowList:
         (epoch_seed,) = random_keys(1, *key_words)
         return list_of_runs(np.asarray(self.per_rank(int(epoch_seed), 0, 1), dtype=np.int64).reshape(-1, 2))
 
 
-class ListOrder(MixedFetches):
-    """The rows of a list, in its order."""
+class ListOrder:
+    """The rows of a list, in its order; those of a fetch are shuffled if `is_mixed`."""
 
-    def __init__(self, rows: RowList) -> None:
+    def __init__(self, rows: RowList, is_mixed: bool) -> None:
         self._rows = rows
+        self._is_mixed = is_mixed
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the row ranges at positions start..stop, shape (n, 2)."""
         return self._rows.map_ranges(np.array([[start, stop]]))
+
+    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
+        """Return the identity permutation; None if `is_mixed`."""
+        del key
+        return None if self._is_mixed else np.arange(stop - start)

@@ -106,6 +106,11 @@ class Part:
         inner = getattr(self.inner, "per_rank", None)
         return None if inner is None else lambda *asked: self._blocks(inner(*asked))
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the cells of a fetch of `per_rank` are shuffled."""
+        return getattr(self.inner, "is_mixed", True)
+
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
         """Return the number of rows in one epoch, over all ranks."""
         del file_rows

@@ -16,10 +16,12 @@ import gpuload
 from gpuload import (
     BlockShuffle,
     ClassBalanced,
+    Custom,
     Grouped,
     Mixture,
     PairedControl,
     PairedNeighbor,
+    PlanError,
     Sequential,
     Subset,
     Weighted,
@@ -208,6 +210,54 @@ def test_a_function_of_the_users(files: Any) -> None:
     assert np.all(rows[:32] >= 500)
     with gpuload.open_loader(files[0], sampler=backwards, device="cpu") as loader:
         assert len(loader) == -(-300 // 64)
+
+
+@pytest.mark.parametrize("is_in_subset", [False, True])
+def test_minibatches_of_a_sampler_of_pytorch(files: Any, is_in_subset: bool) -> None:
+    """Cell by cell what the sampler draws, whatever the fetches; also over two ranks and after a resume."""
+    torch = pytest.importorskip("torch")
+    within = EVERY[5:400] if is_in_subset else EVERY
+
+    def drawn(epoch_seed: int) -> np.ndarray:
+        generator = torch.Generator().manual_seed(epoch_seed >> 1)
+        weights = 1.0 + torch.arange(within.size) % 3
+        sampler = torch.utils.data.WeightedRandomSampler(weights, 203, generator=generator)
+        seeds.append(epoch_seed)
+        return np.fromiter(sampler, np.int64)
+
+    def blocks(epoch_seed: int, rank: int, world_size: int) -> np.ndarray:
+        rows = drawn(epoch_seed)[rank::world_size]
+        return np.stack([rows, rows + 1], axis=1)
+
+    seeds: list[int] = []
+    custom = Custom(blocks, shuffle_fetch=False)
+    sampler = Subset(within, custom) if is_in_subset else custom
+    settings: dict[str, Any] = {"sampler": sampler, "batch_size": 16, "fetch_factor": 3, "device": "cpu"}
+    with gpuload.open_loader(files[0], **settings) as loader:
+        for _ in range(2):
+            batches = list(loader)
+            expected = within[drawn(seeds[-1])]
+            assert np.unique(expected).size < expected.size
+            np.testing.assert_array_equal(np.concatenate([batch.rows for batch in batches]), expected)
+            assert [len(batch) for batch in batches] == [16] * 12 + [11]
+            for batch in batches:
+                np.testing.assert_array_equal(batch.X, files[1][batch.rows])
+        assert seeds[0] != seeds[-1]
+        loader.set_epoch(0)
+        first = iter(loader)
+        taken = [next(first).rows for _ in range(5)]
+        state = loader.state_dict()
+    with gpuload.open_loader(files[0], **settings) as loader:
+        loader.load_state_dict(state)
+        rest = [batch.rows for batch in loader]
+    np.testing.assert_array_equal(np.concatenate(taken + rest), within[drawn(seeds[0])])
+    for rank in (0, 1):
+        with gpuload.open_loader(files[0], rank=rank, world_size=2, uneven="pad", **settings) as loader:
+            found = np.concatenate([batch.rows for batch in loader])
+        mine = within[drawn(seeds[0])][rank::2]
+        np.testing.assert_array_equal(found, np.append(mine, mine[0]) if rank else mine)
+    with gpuload.open_loader(files[0], **{**settings, "sampler": blocks}) as loader, pytest.raises(PlanError):
+        loader.load_state_dict(state)
 
 
 def test_rank_by_rank(files: Any) -> None:

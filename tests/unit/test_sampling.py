@@ -117,6 +117,7 @@ def cells(**more: Any) -> Cells:
             "PairedControl(fallback='b'): expected some of the columns of match, but not all of ('b',).",
         ),
         (lambda: Custom(3), "Custom(3): expected a function (epoch_seed, rank, world_size) -> blocks of rows."),
+        (lambda: Custom(len, 1), "Custom(shuffle_fetch=1): expected True or False."),
         (lambda: Subset([1], 3), "sampler=3: expected a sampler such as gpuload.ClassBalanced('cell_type'), or a"),
         (lambda: Sequential("yes"), "Sequential(shuffle_fetch='yes'): expected True or False."),
         (lambda: as_sampler(Sequential), "sampler=<class 'gpuload.sampling.blocks.Sequential'>: expected a sampler"),
