@@ -24,7 +24,7 @@ LAYERS = [
     {"torch", "dali", "splitting", "estimators", "tune", "samples", "packing", "prometheus"},
     {"outlook", "mapped"},
     {"loader"},
-    {"tables"},
+    {"tables", "opening"},
     {"formats"},
     {"cache"},
     {"backends"},
