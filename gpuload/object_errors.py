@@ -106,7 +106,7 @@ def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanEr
     scheme = url.partition(":")[0]
     if scheme not in _SCHEMES and "recognise" in said:
         return PlanError(
-            f"{url}: {scheme}:// is not supported; expected s3://, gs://, az://, abfss://, http:// or https://."
+            f"{url}: {scheme}:// is not supported; expected s3://, gs://, az://, abfss://, hf://, http:// or https://."
         )
     if "recognise" in said or "empty host" in said:
         return PlanError(f"{url}: it has no bucket or host; expected, for example, s3://bucket/folder.")

@@ -8,18 +8,19 @@ do not handle a 429, are disabled.
 
 from __future__ import annotations
 
-import configparser
 import os
 import random
 import re
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote
 
-from gpuload import threads
+from gpuload import hub, threads
+from gpuload.aws import aws_profile
 from gpuload.checks import check_seconds
 from gpuload.errors import BusyError, MissingDependencyError, PlanError, ReadError
 from gpuload.object_errors import BUSY, address_error, read_error
@@ -275,7 +276,10 @@ class ObjectRemote:
         self.name = url.rstrip("/")
         self._settings = {"timeout_s": timeout_s, "anonymous": anonymous, "profile": profile, **options}
         if url.startswith("s3://") and not anonymous:
-            options = {**_aws_profile(profile, options), **options}
+            found = aws_profile(profile, options)
+            if "profile" in found:
+                found["credential_provider"] = _boto3_credentials(found.pop("profile"))
+            options = {**found, **options}
         self._options = options
         self._obstore, self._store = _open(self.name, timeout_s, anonymous, options)
 
@@ -387,6 +391,98 @@ class ObjectRemote:
         return read_error(error, kinds, self.name, key, can_list=self.can_list, was_listed=was_listed)
 
 
+class HubRemote:
+    """The files under an address of the Hugging Face Hub, at one commit: ``hf://datasets/OWNER/NAME[@REVISION]/FOLDER``.
+
+    The commit is the one that the branch, or the revision in the address, is at when this process first asks for it;
+    so what is read cannot change. The bytes come by way of an `ObjectRemote`.
+
+    Parameters
+    ----------
+    url
+        The address of a repository, or of a folder in it.
+    token
+        An access token. None: ``HF_TOKEN``, or the one that ``hf auth login`` stored.
+    anonymous
+        Send no token.
+    commit
+        The commit; it is then not asked for.
+    timeout_s
+        As for `ObjectRemote`.
+
+    Raises
+    ------
+    MissingDependencyError
+        huggingface_hub or obstore is not installed.
+    PlanError
+        The address names no repository, or an option is unknown.
+    """
+
+    can_list = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        anonymous: bool = False,
+        commit: str = "",
+        timeout_s: float = 30.0,
+        **unknown: Any,
+    ) -> None:
+        for name in unknown:
+            raise PlanError(
+                f"{url}: storage_options has {name!r}, which is not a setting for such an address; expected token=, "
+                "anonymous=, commit= or timeout_s=."
+            )
+        self.name = url.rstrip("/")
+        repository, self._folder = hub.split_address(self.name)
+        self._repository = hub.Repository(repository, False if anonymous else token, commit)
+        self._timeout_s = timeout_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        token = self._repository.token
+        settings = {"token": token or None, "anonymous": token is False, "timeout_s": self._timeout_s}
+        return _hub_remote, (self.name, {**settings, "commit": self._repository.commit})
+
+    @cached_property
+    def _files(self) -> ObjectRemote:
+        client: dict[str, Any] = {"client_options": {"default_headers": self._repository.headers}}
+        url = f"{self._repository.url}/{quote(self._folder)}".rstrip("/")
+        return ObjectRemote(url, timeout_s=self._timeout_s, **client)
+
+    def list(self, prefix: str = "") -> Iterator[RemoteObject]:
+        """Yield every file under the address, or in a folder below it."""
+        return map(self._object, self._repository.files(self._path_of(prefix)))
+
+    def head(self, key: str) -> RemoteObject | None:
+        """Return a file's metadata, or None if it does not exist."""
+        found = self._repository.file(self._path_of(key))
+        return None if found is None else self._object(found)
+
+    def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
+        """Return bytes of a file."""
+        return self._files.get(RemoteObject(wanted.key, wanted.nbytes, ""), start, stop)
+
+    def get_whole(self, key: str) -> Any:
+        """Return all bytes of a file as a buffer."""
+        return self._files.get_whole(key)
+
+    def reach(self, key: str) -> None:
+        """Return None: other clients cannot send the token without sending it on."""
+
+    def _path_of(self, key: str) -> str:
+        return f"{self._folder}/{key}".strip("/")
+
+    def _object(self, file: hub.HubFile) -> RemoteObject:
+        key = file.path[len(self._folder) :].removeprefix("/")
+        return RemoteObject(key, file.nbytes, file.oid, file.sha256 and f"sha256:{file.sha256}")
+
+
+def _hub_remote(url: str, settings: dict[str, Any]) -> HubRemote:
+    return HubRemote(url, **settings)
+
+
 def _has_tag(wanted: RemoteObject, etag: str) -> bool:
     """Return whether a response's ETag matches that of an object, by the weak comparison of RFC 9110, 8.8.3.2."""
     return not wanted.etag or etag.removeprefix("W/") == wanted.etag.removeprefix("W/")
@@ -443,40 +539,6 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any]) 
         raise address_error(url, options, error) from error
 
 
-def _aws_profile(profile: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Return keys, region and endpoint of an AWS profile, if the environment has no key."""
-    given = {name.lower().removeprefix("aws_") for name in options}
-    if profile is None and ("AWS_ACCESS_KEY_ID" in os.environ or "access_key_id" in given):
-        return {}
-    name = profile or os.environ.get("AWS_PROFILE")
-    home = os.path.join(os.path.expanduser("~"), ".aws")
-    found: dict[str, str] = {}
-    for variable, file, prefix in (
-        ("AWS_CONFIG_FILE", "config", "profile "),
-        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", ""),
-    ):
-        parser = configparser.RawConfigParser()
-        parser.read(os.environ.get(variable) or os.path.join(home, file))
-        section = f"{prefix}{name}" if name and name != "default" else "default"
-        if parser.has_section(section):
-            found |= dict(parser.items(section))
-    if not found:
-        if name:
-            raise PlanError(
-                f"profile={name!r}: neither the credentials nor the config file in {home} has it; expected a profile "
-                "of the AWS tools."
-            )
-        return {}
-    settings: dict[str, Any] = {
-        ours: found[theirs]
-        for ours, theirs, variables in _PROFILE
-        if theirs in found and ours not in given and not any(os.environ.get(variable) for variable in variables)
-    }
-    if "access_key_id" not in {*settings, *given} and (name or found.keys() & _OF_BOTO3):
-        settings["credential_provider"] = _boto3_credentials(name or "default")
-    return settings
-
-
 def _boto3_credentials(profile: str) -> Any:
     """Return the credential provider of a profile that has no keys of its own."""
     try:
@@ -493,19 +555,7 @@ def _boto3_credentials(profile: str) -> Any:
         ) from error
 
 
-_OF_BOTO3 = {"sso_session", "sso_start_url", "role_arn", "credential_process"}
-"""Settings through which an AWS profile obtains keys if it has none itself."""
-
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
-
-_PROFILE = (
-    ("access_key_id", "aws_access_key_id", ()),
-    ("secret_access_key", "aws_secret_access_key", ()),
-    ("session_token", "aws_session_token", ()),
-    ("region", "region", ("AWS_REGION", "AWS_DEFAULT_REGION")),
-    ("endpoint", "endpoint_url", ("AWS_ENDPOINT_URL", "AWS_ENDPOINT")),
-)
-"""obstore's settings, their names in the AWS tools' files, and the environment variables that take precedence."""
 
 
 def open_remote(place: str | os.PathLike[str], **options: Any) -> Remote:
@@ -516,13 +566,15 @@ def open_remote(place: str | os.PathLike[str], **options: Any) -> Remote:
     place
         A folder, or an address with ``://``.
     **options
-        Passed to `ObjectRemote`.
+        Passed to `ObjectRemote`, or for ``hf://`` to `HubRemote`.
 
     Raises
     ------
     ReadError, PlanError, MissingDependencyError
-        See `FolderRemote` and `ObjectRemote`.
+        See `FolderRemote`, `ObjectRemote` and `HubRemote`.
     """
+    if os.fspath(place).startswith("hf://"):
+        return HubRemote(os.fspath(place), **options)
     if "://" in os.fspath(place) and not os.fspath(place).startswith("file://"):
         return ObjectRemote(os.fspath(place), **options)
     if options:

@@ -37,7 +37,7 @@ LAYERS = [
     {"sampling"},
     {"order"},
     {"permute"},
-    {"types", "logs", "checks", "threads", "object_errors"},
+    {"types", "logs", "checks", "threads", "object_errors", "hub", "aws"},
     {"errors"},
 ]
 """From the top down; a module imports from lower layers, or from its own part; others are for the command line only."""
@@ -60,6 +60,7 @@ HOMES = {
     "cupyx": {"backends/cuda/device.py", "estimators/arrays.py"},
     "kvikio": {"backends/cuda/kvikio.py"},
     "obstore": {"remote.py"},
+    "huggingface_hub": {"hub.py"},
     "prometheus_client": {"prometheus.py"},
     "pynvml": {"cli/utilisation.py"},
     "dask": {"packing/cluster.py"},

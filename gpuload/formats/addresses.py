@@ -13,7 +13,8 @@ from urllib.parse import unquote
 
 from gpuload.errors import PlanError, ReadError
 from gpuload.formats.zarr_nodes import GROUP_FILES
-from gpuload.remote import ObjectRemote, Patience, open_remote
+from gpuload.hub import split_address
+from gpuload.remote import Patience, open_remote
 
 if TYPE_CHECKING:
     from gpuload.cache import SampleStore
@@ -70,6 +71,9 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
                 )
             return remote, self[len(remote.name) + 1 :]
         scheme, _, rest = self.partition("://")
+        if scheme == "hf":
+            repository, key = split_address(self)
+            return open_remote(repository, **self.options), key
         if not rest:
             raise PlanError(f"{self}: it has no bucket or host; expected, for example, s3://bucket/atlas.h5ad.")
         folder, _, key = rest.rpartition("/")
@@ -101,12 +105,12 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
     def listed(self) -> dict[str, RemoteObject] | None:
         """The objects of the folder, by their keys relative to it; None if the remote cannot list."""
         inner: Any = self.uncached
-        if isinstance(inner, ObjectRemote) and not inner.can_list:
+        if not getattr(inner, "can_list", True):
             return None
         prefix = f"{self.key}/" if self.key else ""
 
         def listing() -> dict[str, RemoteObject]:  # starts afresh each time
-            every = inner.list(self.key) if isinstance(inner, ObjectRemote) else inner.list()
+            every = inner.list(self.key) if hasattr(inner, "can_list") else inner.list()
             return {o.key[len(prefix) :]: o for o in every if o.key.startswith(prefix)}
 
         return Patience().ask(listing)

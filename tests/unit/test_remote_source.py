@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from gpuload import remote_source
+from gpuload.aws import aws_profile
 from gpuload.errors import BusyError, PlanError, ReadError
-from gpuload.remote import Patience, RemoteObject, _aws_profile
+from gpuload.remote import Patience, RemoteObject
 from gpuload.remote_source import RemoteFile, RemoteSource, Requests, _Piece
 
 if TYPE_CHECKING:
@@ -262,28 +263,28 @@ def test_profiles_of_the_aws_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    assert _aws_profile(None, {}) == {}
+    assert aws_profile(None, {}) == {}
     (tmp_path / "config").write_text("[default]\nregion = a\n[profile lab]\nregion = b\nendpoint_url = http://c\n")
-    assert _aws_profile(None, {}) == {"region": "a"}  # the keys are a machine's role's
+    assert aws_profile(None, {}) == {"region": "a"}  # the keys are a machine's role's
     (tmp_path / "credentials").write_text(
         "[default]\naws_access_key_id = d\naws_secret_access_key = e\n"
         "[lab]\naws_access_key_id = f\naws_secret_access_key = g\naws_session_token = h\n"
     )
-    assert _aws_profile(None, {}) == {"access_key_id": "d", "secret_access_key": "e", "region": "a"}
+    assert aws_profile(None, {}) == {"access_key_id": "d", "secret_access_key": "e", "region": "a"}
     lab = {
         "access_key_id": "f", "secret_access_key": "g", "session_token": "h", "region": "b", "endpoint": "http://c"
     }  # fmt: skip
-    assert _aws_profile("lab", {}) == lab
+    assert aws_profile("lab", {}) == lab
     monkeypatch.setenv("AWS_REGION", "elsewhere")
-    assert "region" not in _aws_profile("lab", {})
+    assert "region" not in aws_profile("lab", {})
     monkeypatch.setenv("AWS_PROFILE", "lab")
-    assert _aws_profile(None, {})["access_key_id"] == "f"
+    assert aws_profile(None, {})["access_key_id"] == "f"
     for prefix in ("", "aws_", "AWS_"):  # what is given goes before what a profile has
-        assert _aws_profile(None, {f"{prefix}access_key_id": "g"}) == {}
-        assert "endpoint" in _aws_profile("lab", {})
-        assert "endpoint" not in _aws_profile("lab", {f"{prefix}endpoint": "g"})
-        assert "credential_provider" not in _aws_profile("lab", {f"{prefix}access_key_id": "g"})
+        assert aws_profile(None, {f"{prefix}access_key_id": "g"}) == {}
+        assert "endpoint" in aws_profile("lab", {})
+        assert "endpoint" not in aws_profile("lab", {f"{prefix}endpoint": "g"})
+        assert "profile" not in aws_profile("lab", {f"{prefix}access_key_id": "g"})
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mine")
-    assert _aws_profile(None, {}) == {}
+    assert aws_profile(None, {}) == {}
     with pytest.raises(PlanError, match="profile='none': neither the credentials nor the config file"):
-        _aws_profile("none", {})
+        aws_profile("none", {})

@@ -1,0 +1,193 @@
+"""Repositories of the Hugging Face Hub: their files, at one commit. The only module that imports huggingface_hub.
+
+That library knows the Hub's addresses, its tokens (``HF_TOKEN``, ``hf auth login``) and ``HF_ENDPOINT``; bytes are read
+by `gpuload.remote`, from the web addresses that `Repository.address` gives.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
+
+from gpuload.errors import BusyError, GpuloadError, MissingDependencyError, PlanError, ReadError, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_ADDRESS = re.compile(
+    r"hf://(?P<kind>datasets/|spaces/|)(?P<name>(?!datasets/|spaces/)[^/@]+/[^/@]+)"
+    r"(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.*))?"
+)
+TOO_MANY, SERVER_FAILED = 429, 500
+"""Statuses of HTTP after which a retry may help: this one, and from this one on."""
+
+_KINDS = {"datasets/": "dataset", "spaces/": "space", "": "model"}
+
+
+class HubFile(NamedTuple):
+    """A file of a repository.
+
+    Attributes
+    ----------
+    path
+        Within the repository.
+    nbytes
+        Its size.
+    oid
+        Identifies its content.
+    sha256
+        Of its content, in hexadecimal; empty for a small file, which git keeps itself.
+    """
+
+    path: str
+    nbytes: int
+    oid: str
+    sha256: str
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Return the address of the repository that an address leads to, and the path within it.
+
+    Raises
+    ------
+    PlanError
+        It is not of the form ``hf://datasets/OWNER/NAME[@REVISION]/PATH``, as other libraries have it.
+    """
+    found = _ADDRESS.fullmatch(address)
+    if found is None:
+        raise PlanError(
+            f"{address}: it names no repository; expected hf://datasets/OWNER/NAME/PATH, or with a branch, tag or "
+            "commit hf://datasets/OWNER/NAME@REVISION/PATH."
+        )
+    path = found["path"] or ""
+    return address.removesuffix(f"/{path}") if path else address.rstrip("/"), path
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at the commit that its branch is at when this process first asks for it.
+
+    So all files are of one commit, and none changes while it is read.
+
+    Attributes
+    ----------
+    address
+        ``hf://datasets/OWNER/NAME``, perhaps with a revision.
+    token
+        An access token; None takes the user's own, if there is one, and False none.
+    at
+        The commit, if it is known.
+    """
+
+    address: str
+    token: str | bool | None = None
+    at: str = ""
+
+    @property
+    def commit(self) -> str:
+        """The commit; asked for once in a process."""
+        return self.at or _commit_of(self.address, self.token, _endpoint())
+
+    @property
+    def url(self) -> str:
+        """The web address of its files at the commit."""
+        kind, name, _ = _parts(self.address)
+        root = "" if kind == "model" else f"{kind}s/"
+        return f"{_endpoint()}/{root}{name}/resolve/{quote(self.commit, safe='')}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of requests to it."""
+        token = _hub(self.address).get_token() if self.token in (None, True) else self.token
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+    def files(self, folder: str) -> Iterator[HubFile]:
+        """Yield the files of a folder, also those of folders in it; none if there is no such folder."""
+        kind, name, _ = _parts(self.address)
+        try:
+            tree = _api(self).list_repo_tree(name, folder or None, recursive=True, revision=self.commit, repo_type=kind)
+            yield from _files_of(tree)
+        except Exception as error:
+            if not isinstance(error, _hub(self.address).errors.EntryNotFoundError):
+                raise _translated(error, self.address) from error
+
+    def file(self, path: str) -> HubFile | None:
+        """Return a file; None if there is none of that name."""
+        kind, name, _ = _parts(self.address)
+        try:
+            found = _api(self).get_paths_info(name, [path], revision=self.commit, repo_type=kind)
+            return next((file for file in _files_of(found) if file.path == path), None)
+        except Exception as error:
+            if isinstance(error, _hub(self.address).errors.EntryNotFoundError):
+                return None
+            raise _translated(error, self.address) from error
+
+
+def _translated(error: Exception, address: str) -> Exception:
+    """Return the error to raise for one of huggingface_hub."""
+    if isinstance(error, GpuloadError):
+        return error
+    errors = _hub(address).errors
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ReadError(f"{address}: the repository has no such branch, tag or commit. Check the address.")
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403, 404):
+        return ReadError(
+            f"{address}: there is no such repository, or it is not open to you; check its name, accept its terms on "
+            "its page, and log in with: hf auth login (or set HF_TOKEN)."
+        )
+    if isinstance(error, errors.HFValidationError):
+        return PlanError(f"{address}: it names no repository ({first_line(error)}); check the address.")
+    is_refused = status is not None and status != TOO_MANY and status < SERVER_FAILED
+    if is_refused or isinstance(error, errors.OfflineModeIsEnabled):
+        return ReadError(
+            f"{address}: the request is refused ({first_line(error)}); check the address and the settings."
+        )
+    return BusyError(
+        f"{address}: the Hub does not answer ({first_line(error)}); try again later, or check the network."
+    )
+
+
+def _hub(address: str) -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as error:
+        raise MissingDependencyError("huggingface_hub", f"reading {address}", "hub") from error
+    return huggingface_hub
+
+
+def _endpoint() -> str:
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def _api(repository: Repository) -> Any:
+    return _hub(repository.address).HfApi(endpoint=_endpoint(), token=repository.token, library_name="gpuload")
+
+
+def _parts(address: str) -> tuple[str, str, str | None]:
+    found = _ADDRESS.fullmatch(address)
+    assert found is not None  # noqa: S101 - narrows the type; it was made by split_address
+    return _KINDS[found["kind"]], found["name"], found["revision"]
+
+
+@cache
+def _commit_of(address: str, token: str | bool | None, endpoint: str) -> str:
+    del endpoint  # another one has another repository
+    kind, name, revision = _parts(address)
+    try:
+        api = _api(Repository(address, token))
+        return str(api.repo_info(name, repo_type=kind, revision=revision, expand=["sha"]).sha)
+    except Exception as error:
+        raise _translated(error, address) from error
+
+
+def _files_of(entries: Any) -> Iterator[HubFile]:
+    for entry in entries:
+        if hasattr(entry, "blob_id"):  # a folder has none
+            sha256 = "" if entry.lfs is None else entry.lfs.sha256
+            yield HubFile(entry.path, entry.size, sha256 or entry.blob_id, sha256)
