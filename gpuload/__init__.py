@@ -165,9 +165,9 @@ def open_loader(
         order is copied once), so do not modify it while the loader is open. A plain matrix has no obs, and its genes
         are named ``"0"``, ``"1"``, ... X and raw.X of a backed AnnData are read from its file. A mapping names
         modalities of the same cells: ``{"rna": adata, "prot": "prot.h5ad"}``. A URL (``s3://``, ``gs://``, ``az://``,
-        ``http(s)://``) of an HDF5 or Parquet file or a zarr store is read over the network with many concurrent
-        byte-range requests, which a web server must support. A URL may also be a folder of files or a pattern where
-        objects can be listed, which a web server does not allow.
+        ``hf://``, ``http(s)://``) of an HDF5 or Parquet file or a zarr store is read over the network with many
+        concurrent byte-range requests, which a web server must support. A URL may also be a folder of files or a
+        pattern where objects can be listed, which a web server does not allow.
     batch_size
         Cells per minibatch.
     block_size
@@ -270,7 +270,7 @@ def open_loader(
     storage_options
         For URLs: credentials and other client options that should not come from the environment: ``{"anonymous":
         True}`` for public buckets, ``{"profile": "lab"}``, ``{"endpoint": "http://..."}``; see
-        `gpuload.remote.ObjectRemote`.
+        `gpuload.remote.ObjectRemote`, and for ``hf://`` `gpuload.remote.HubRemote`.
     settings
         A settings file written by ``gpuload tune``, or its contents: supplies every argument above that is not given.
         Arguments given take precedence, even if they equal the default.

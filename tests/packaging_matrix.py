@@ -37,6 +37,7 @@ TRIES = {
     "dask": "from distributed import Client; Client(processes=False, dashboard_address=None).close()",
     "remote": "from gpuload.remote import open_remote; import os; open_remote(os.getcwd())",
     "aws": "import boto3, obstore",
+    "hub": "import huggingface_hub, obstore; from gpuload.remote import open_remote; open_remote('hf://datasets/a/b')",
     "samples": "import torch; from gpuload.samples import SampleLoader, SampleSet; torch.save(torch.ones(3), 'a.pt'); "
     "assert len(list(SampleLoader(SampleSet(['a'], {'a': 1}, '.')))) == 1",
     "demo": "import sys; from gpuload.cli import main; "

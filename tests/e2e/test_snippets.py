@@ -84,12 +84,10 @@ INSTEAD = {
             "it needs pyarrow; tests/golden/test_addresses.py reads Parquet at addresses",
         ),
         (
-            '"https://huggingface.co/datasets/ORGANISATION/NAME/resolve/main"',
-            "__import__('os').environ['AWS_ENDPOINT_URL'] + '/bucket'",
-            "a test asks no one else",
+            '"hf://datasets/ORGANISATION/NAME/data/train-*.parquet", obs=["drug"]',
+            '"s3://bucket/atlas.h5ad", obs=["cell_type"]',
+            "a test asks no one else; tests/golden/test_hub.py reads addresses of the Hub",
         ),
-        ("data/train-{k:05d}-of-00020.parquet", "atlas.h5ad", "as above"),
-        ("range(20)", "range(1)", "as above"),
     ],
     "docs/howto/slow-file.md": [("--out settings.json", "--out settings.json --seconds 0.5 --quiet", SHORT)],
     "docs/howto/several-matrices.md": [
