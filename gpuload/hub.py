@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
@@ -24,6 +25,8 @@ _ADDRESS = re.compile(
 )
 TOO_MANY, SERVER_FAILED = 429, 500
 """Statuses of HTTP after which a retry may help: this one, and from this one on."""
+
+_asking = threading.Lock()
 
 _KINDS = {"datasets/": "dataset", "spaces/": "space", "": "model"}
 
@@ -84,13 +87,16 @@ class Repository:
     """
 
     address: str
-    token: str | bool | None = None
+    token: str | bool | None = field(default=None, repr=False)
     at: str = ""
 
     @property
     def commit(self) -> str:
         """The commit; asked for once in a process."""
-        return self.at or _commit_of(self.address, self.token, _endpoint())
+        if self.at:
+            return self.at
+        with _asking:  # two threads might be told of two commits
+            return _commit_of(self.address, self.token, _endpoint())
 
     @property
     def url(self) -> str:
