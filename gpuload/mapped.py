@@ -111,8 +111,7 @@ class Mapped(Generic[Made]):
 
     def __getitem__(self, _: object) -> Made:
         raise PlanError(
-            "Mapped: it is iterated, not indexed; for a DataLoader of PyTorch, import gpuload.torch first, which tells "
-            "it so."
+            "Mapped: it is iterated, not indexed; import gpuload.torch first, then PyTorch's DataLoader knows."
         )
 
     def _made(self, batches: Iterator[Any], live: object) -> Generator[Made, None, None]:
