@@ -23,7 +23,7 @@ from gpuload.checks import check_seed, check_whole
 from gpuload.errors import PlanError
 from gpuload.order import merge_ranges
 from gpuload.permute import permuted_table, random_keys
-from gpuload.sampling.custom import ListOrder
+from gpuload.sampling.custom import ListOrder, as_blocks
 from gpuload.sampling.rows import list_of_runs
 from gpuload.types import Fetch, expand_ranges
 
@@ -282,13 +282,13 @@ def _n_rows(ranges: NDArray[np.int64]) -> int:
 
 def _check_blocks(given: Any, rank: int, n_rows: int) -> NDArray[np.int64]:
     """Validate the output of a user-defined sampler for a rank, and return its non-empty blocks."""
-    blocks = np.asarray(given)
+    blocks = as_blocks(given)
     if blocks.size == 0:
         return np.empty((0, 2), dtype=np.int64)
     if blocks.ndim != 2 or blocks.shape[1] != 2 or blocks.dtype.kind not in "iu":
         raise PlanError(
             f"sampler: for rank {rank} it returned an array of shape {blocks.shape} and dtype {blocks.dtype}; expected "
-            "blocks of rows, shape (n, 2), of whole numbers."
+            "blocks of rows, shape (n, 2), or rows, shape (n,), of whole numbers."
         )
     bad = np.flatnonzero((blocks[:, 0] < 0) | (blocks[:, 0] > blocks[:, 1]) | (blocks[:, 1] > n_rows))
     if bad.size:

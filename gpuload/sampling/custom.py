@@ -35,8 +35,8 @@ class Custom:
     function
         ``function(epoch_seed, rank, world_size) -> blocks``. `epoch_seed` is an integer from 0 to 2**64 - 1 derived
         from the loader's seed and the epoch, different in every epoch. `blocks` is an integer array of shape (n, 2):
-        half-open ranges of rows over all paths, which may overlap. The function must depend only on its arguments: it
-        is called in every process, and again when an epoch is resumed.
+        half-open ranges of rows over all paths, which may overlap; or of shape (n,): single rows, which may repeat. The
+        function must depend only on its arguments: it is called in every process, and again when an epoch is resumed.
     shuffle_fetch
         Whether the cells of each fetch are shuffled. False: cells come exactly in the order of the blocks, so the
         function determines every minibatch.
@@ -65,10 +65,9 @@ class Custom:
 
     >>> def as_drawn(epoch_seed, rank, world_size):
     ...     rows = np.array([4, 0, 4, 2])  # np.fromiter(torch_sampler, int), seeded with epoch_seed
-    ...     rows = rows[rank::world_size]
-    ...     return np.stack([rows, rows + 1], axis=1)
-    >>> as_drawn(epoch_seed=2, rank=0, world_size=1).tolist()
-    [[4, 5], [0, 1], [4, 5], [2, 3]]
+    ...     return rows[rank::world_size]
+    >>> as_drawn(epoch_seed=2, rank=0, world_size=2).tolist()
+    [4, 4]
 
     Use it as ``sampler=gpuload.Custom(as_drawn, shuffle_fetch=False)``.
     """
@@ -116,7 +115,16 @@ class Given:
 
     def _rows(self, key_words: tuple[int, ...]) -> RowList:
         (epoch_seed,) = random_keys(1, *key_words)
-        return list_of_runs(np.asarray(self.per_rank(int(epoch_seed), 0, 1), dtype=np.int64).reshape(-1, 2))
+        return list_of_runs(as_blocks(self.per_rank(int(epoch_seed), 0, 1)).astype(np.int64).reshape(-1, 2))
+
+
+def as_blocks(given: Any) -> NDArray[Any]:
+    """Return what a function gave as an array, unchecked; single rows, shape (n,), as blocks, shape (n, 2)."""
+    found: NDArray[Any] = np.asarray(given)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        return found
+    rows = found.astype(np.int64)
+    return np.stack([rows, rows + 1], axis=1)
 
 
 class ListOrder:

@@ -10,6 +10,7 @@ import numpy as np
 from gpuload.errors import PlanError
 from gpuload.sampling.base import as_sampler, check_mask, digest
 from gpuload.sampling.blocks import BlockShuffle, plain
+from gpuload.sampling.custom import as_blocks
 from gpuload.sampling.rows import list_of_mask
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Part:
         return {"name": "Subset", "rows": digest(self.rows.starts, self.rows.ends), "inner": self.inner.describe()}
 
     def _blocks(self, given: Any) -> Any:
-        blocks = np.asarray(given)
+        blocks = as_blocks(given)
         if blocks.ndim != 2 or blocks.shape[1] != 2 or blocks.dtype.kind not in "iu":
             return given  # the caller rejects it
         if blocks.size and (blocks.min() < 0 or blocks.max() > self.rows.n_rows):

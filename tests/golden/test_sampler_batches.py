@@ -212,8 +212,9 @@ def test_a_function_of_the_users(files: Any) -> None:
         assert len(loader) == -(-300 // 64)
 
 
+@pytest.mark.parametrize("is_in_rows", [False, True])
 @pytest.mark.parametrize("is_in_subset", [False, True])
-def test_minibatches_of_a_sampler_of_pytorch(files: Any, is_in_subset: bool) -> None:
+def test_minibatches_of_a_sampler_of_pytorch(files: Any, is_in_subset: bool, is_in_rows: bool) -> None:
     """Cell by cell what the sampler draws, whatever the fetches; also over two ranks and after a resume."""
     torch = pytest.importorskip("torch")
     within = EVERY[5:400] if is_in_subset else EVERY
@@ -227,7 +228,7 @@ def test_minibatches_of_a_sampler_of_pytorch(files: Any, is_in_subset: bool) -> 
 
     def blocks(epoch_seed: int, rank: int, world_size: int) -> np.ndarray:
         rows = drawn(epoch_seed)[rank::world_size]
-        return np.stack([rows, rows + 1], axis=1)
+        return rows if is_in_rows else np.stack([rows, rows + 1], axis=1)
 
     seeds: list[int] = []
     custom = Custom(blocks, shuffle_fetch=False)

@@ -560,7 +560,19 @@ def test_the_halves_of_a_minibatch() -> None:
         gpuload.split_pairs([batch])
 
 
-@pytest.mark.parametrize("given", [[0, 4], [[0, 4, 8]], [[0.0, 4.0]]])
+@pytest.mark.parametrize("is_in_subset", [False, True])
+@pytest.mark.parametrize("row", [-1, 10_000])
+def test_single_rows_that_are_not_there(plain: Stored, row: int, is_in_subset: bool) -> None:
+    custom = Custom(lambda epoch_seed, rank, world_size: [3, row])
+    sampler = Subset(np.arange(50, 60), custom) if is_in_subset else custom
+    with (
+        gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader,
+        pytest.raises(PlanError, match=r"sampler: .*expected 0 <= start <= stop <= "),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize("given", [[0.0, 4.0], [[0, 4, 8]], [[0.0, 4.0]]])
 def test_what_is_no_block_is_refused_inside_a_subset_too(plain: Stored, given: Any) -> None:
     sampler = Subset(np.arange(50, 60), Custom(lambda epoch_seed, rank, world_size: given))
     with (
