@@ -7,6 +7,7 @@ import json
 import pickle
 import shutil
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -223,6 +224,26 @@ def test_a_folder_as_a_remote(repository: Callable[[str], Path]) -> None:
     assert bytes(memoryview(remote.get(found, 7, 9))) == b"\7\10"
     assert bytes(memoryview(remote.get_whole("a/1 +.npy"))) == bytes(range(200))
     assert remote.head("other.npy") is None
+
+
+def test_samples_and_a_store_of_them(repository: Callable[[str], Path], tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from gpuload.samples import SampleLoader, SampleSet
+
+    (folder := repository("main") / "train").mkdir()
+    for k in range(6):
+        np.save(folder / f"id-{k}.npy", np.full(400, k, np.float32))
+    labels = {f"id-{k}": k for k in range(6)}
+    address = "hf://datasets/some/cells/train/"
+    samples = SampleSet(list(labels), labels, address, suffix=".npy", decode="npy")
+    for X, y in SampleLoader(samples, batch_size=3):
+        assert X[:, -1].tolist() == y.tolist()
+    with SampleStore(tmp_path / "store", open_remote(address), budget="1MiB") as store:  # by processes of its own
+        until = time.monotonic() + 30
+        while store.stats()["n_fetched"] < 6 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert store.stats()["n_fetched"] == 6
+        assert store.stats()["n_quarantined"] == 0
 
 
 def test_who_may_read(repository: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, plain: Any) -> None:
