@@ -574,8 +574,11 @@ def test_a_short_rank_is_padded_by_its_own_rows_over_and_over() -> None:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        (np.arange(4), r"shape \(4,\)"),
+        (np.zeros((2, 3), dtype=int), r"shape \(2, 3\)"),
         (np.zeros((2, 2)), "float64"),
+        (np.arange(4.0), r"shape \(4,\) and dtype float64"),
+        ([3, 50], r"block \[50, 51\].*<= 50"),
+        ([3, -1], r"block \[-1, 0\]"),
         ([[0, 5], [3, 51]], r"block \[3, 51\].*<= 50"),
         ([[-1, 5]], r"block \[-1, 5\]"),
         ([[5, 4]], r"block \[5, 4\]"),
