@@ -10,7 +10,7 @@ import numpy as np
 from gpuload.alignment import align
 from gpuload.errors import StoreError
 from gpuload.joined import join_files
-from gpuload.store import ObsColumn, Store
+from gpuload.store import ObsColumn, Store, check_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,7 +159,12 @@ def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
     if len(columns) == 1:
         return columns[0]
     if columns[0].categories is None:
-        return ObsColumn(np.concatenate([c.values for c in columns if c.values.size] or [columns[0].values]))
+        values = [c.values for c in columns if c.values.size] or [columns[0].values]
+        if np.result_type(*values).kind == "f":
+            for store, column in zip(stores, columns, strict=True):
+                if column.values.dtype.kind in "iu":
+                    check_whole(column.values, f"{store.paths[0]}: obs column {name!r}")
+        return ObsColumn(np.concatenate(values))
     place: dict[object, int] = {}
     codes = np.empty(sum(c.values.size for c in columns), dtype=np.int32)
     last, at = None, 0

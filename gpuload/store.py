@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.errors import StoreError
 from gpuload.joined import Joined
 from gpuload.types import ArrayRead, Recipe, expand_ranges
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 CONTIGUOUS_BLOCK = 64 << 10
 """Bytes of contiguous storage that ``block_size="chunk"`` treats as one chunk."""
+
+MAX_WHOLE = 1 << 53
+"""Largest whole number up to which float64 holds every one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +60,24 @@ class ObsColumn:
     def missing(cls, n_obs: int) -> ObsColumn:
         """Return a column whose values are all missing."""
         return cls(np.full(n_obs, -1, dtype=np.int32), np.empty(0, dtype=object))
+
+
+def check_whole(values: NDArray[Any], where: str) -> None:
+    """Raise StoreError if float64, in which whole numbers are to be delivered, may not hold them exactly.
+
+    Parameters
+    ----------
+    values : (n,) integers
+        The whole numbers, without missing ones.
+    where
+        Their name in the error: the file or argument and the column.
+    """
+    largest = max(int(values.max(initial=0)), int(values.min(initial=0)), key=abs)
+    if abs(largest) > MAX_WHOLE:
+        raise StoreError(
+            f"{where} holds the whole number {largest} and would become float64, as whole numbers with missing values "
+            f"or of several types do, which is exact to {MAX_WHOLE} only; make them text or categories."
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

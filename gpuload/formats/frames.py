@@ -16,6 +16,7 @@ from gpuload.formats.arrays import as_strings, check_length, numbered
 from gpuload.formats.members import keys_of
 from gpuload.formats.obs import column_names, index_name, read_index, read_values
 from gpuload.formats.recognise import anndata_groups, obs_columns, open_path
+from gpuload.store import check_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,6 +111,10 @@ def join(parts: Sequence[Any], where: str) -> Any:
         is_one = all(part.dtype == parts[0].dtype for part in parts)
         return pd.api.types.union_categoricals(parts, ignore_order=not is_one)
     joined = pd.concat([pd.Series(part) for part in parts], ignore_index=True)
+    if pd.api.types.is_float_dtype(joined.dtype):
+        for part in map(pd.Series, parts):
+            if pd.api.types.is_integer_dtype(part.dtype):
+                check_whole(part.dropna().to_numpy(dtype=getattr(part.dtype, "numpy_dtype", part.dtype)), where)
     return joined.array if pd.api.types.is_extension_array_dtype(joined.dtype) else joined.to_numpy()
 
 

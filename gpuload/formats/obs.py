@@ -14,7 +14,7 @@ import pandas as pd
 
 from gpuload.errors import StoreError
 from gpuload.formats.arrays import as_strings, as_text, no_column
-from gpuload.store import ObsColumn
+from gpuload.store import ObsColumn, check_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -178,6 +178,8 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
         codes = np.where(values.isna(), -1, values.to_numpy(dtype=bool, na_value=False)).astype(np.int32)
         return ObsColumn(codes, np.array([False, True], dtype=object))
     if is_extension and pd.api.types.is_numeric_dtype(values):
+        if pd.api.types.is_integer_dtype(values):
+            check_whole(values.dropna().to_numpy(dtype=values.dtype.numpy_dtype), f"{path}: obs column {name!r}")
         return ObsColumn(np.asarray(values.to_numpy(dtype=np.float64, na_value=np.nan)))
     array = values if is_extension else np.asarray(values)
     if array.dtype.kind in "biuf" and array.dtype.itemsize <= 8:

@@ -112,6 +112,8 @@ def _column(table: pd.DataFrame, name: str, place: NDArray[np.int64]) -> ObsColu
     is_missing = bool((place < 0).any())
     if is_missing and values.dtype == bool:
         values = values.astype("boolean")
+    elif is_missing and values.dtype.kind in "iu":
+        values = values.astype("UInt64" if values.dtype.kind == "u" else "Int64")
     kind = pd.api.types.infer_dtype(values, skipna=True) if values.dtype == object else "string"
     if kind not in ("string", "empty"):
         raise PlanError(

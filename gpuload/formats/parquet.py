@@ -20,6 +20,7 @@ from gpuload.formats.addresses import as_address
 from gpuload.formats.parquet_footer import read_footer
 from gpuload.remote_source import RemoteFile, RemoteSource
 from gpuload.source import FileSource
+from gpuload.store import check_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -287,6 +288,8 @@ def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
             return _categorical(whole, paths[0])
         if pa.types.is_boolean(whole.type) and whole.null_count:
             return pd.array(whole.to_pylist(), dtype="boolean")
+        if pa.types.is_integer(whole.type) and whole.null_count:
+            check_whole(whole.drop_null().to_numpy(), f"{paths[0]}: obs column {name!r}")
         return whole.to_pandas(use_threads=False).to_numpy()
 
 
