@@ -26,6 +26,10 @@ MAX_COMPARED = 5_000
 alike."""
 
 
+WITH_CUDA_12 = {"cuda13": "cuda12", "dali": "dali-cuda12"}
+"""Extra -> the one that installs the same for CUDA 12."""
+
+
 class GpuloadError(Exception):
     """Base class of all errors that gpuload raises deliberately."""
 
@@ -58,8 +62,10 @@ class MissingDependencyError(GpuloadError, ImportError):
     """A package required by the requested feature is not installed."""
 
     def __init__(self, package: str, feature: str, extra: str) -> None:
+        other = WITH_CUDA_12.get(extra)
         super().__init__(
             f"{feature} needs {package}, which is not installed; install it with: pip install 'gpuload[{extra}]'"
+            + (f", or with CUDA 12 'gpuload[{other}]'" if other else "")
         )
         self.package = package
 

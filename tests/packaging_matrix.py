@@ -50,7 +50,9 @@ TRIES = {
 }
 """What each extra is for, in a line or two."""
 
-HEAVY = ("cuda13", "cuml", "test")
+TRIES["dali-cuda12"] = TRIES["dali"]
+
+HEAVY = ("cuda13", "cuda12", "cuml", "test")
 """Extras that pull in all of CUDA: resolved, not installed."""
 
 BASE = ("numpy", "scipy", "pandas", "numba", "llvmlite", "h5py", "anndata", "imagecodecs")

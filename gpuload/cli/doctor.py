@@ -44,7 +44,7 @@ GPU_PACKAGES = {
 LOW_FILE_LIMIT = 1024
 LOW_MEMORY = 4 << 30
 
-_UNUSED = "not installed (only a GPU needs it: pip install 'gpuload[cuda13]')"
+_UNUSED = "not installed (only a GPU needs it: pip install 'gpuload[cuda13]', or with CUDA 12 'gpuload[cuda12]')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,10 @@ def _path() -> list[Finding]:
         return [Finding("device='auto'", device, "broken", "Install gpuload again in a fresh virtual environment.")]
     cure = ""
     if gpus and device == "cpu":
-        cure = "A GPU is present but is not used: pip install 'gpuload[cuda13]' installs what the CUDA backend needs."
+        cure = (
+            "A GPU is present but is not used: pip install 'gpuload[cuda13]', or with CUDA 12 'gpuload[cuda12]', "
+            "installs what the CUDA backend needs."
+        )
     return [
         Finding("GPUs", ", ".join(gpus) or "none seen"),
         Finding("device='auto'", device, "note" if cure else "ok", cure),

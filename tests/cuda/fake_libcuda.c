@@ -209,6 +209,12 @@ result_t cuMemcpyBatchAsync_v2(pointer_t *to, pointer_t *from, size_t *nbytes, s
     }
     return SUCCESS;
 }
+/* As KvikIO for CUDA 12 calls it. */
+result_t cuMemcpyBatchAsync(pointer_t *to, pointer_t *from, size_t *nbytes, size_t count, void *attributes,
+                            size_t *indices, size_t n_attributes, size_t *failed, void *stream) {
+    (void)failed;
+    return cuMemcpyBatchAsync_v2(to, from, nbytes, count, attributes, indices, n_attributes, stream);
+}
 
 result_t cuStreamCreate(void **stream, unsigned flags) {
     (void)flags;

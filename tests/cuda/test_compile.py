@@ -60,6 +60,10 @@ def test_kernels_are_compiled_for_the_blocks_that_are_launched() -> None:
     assert N_LZF_THREADS <= N_THREADS
 
 
+def test_nothing_is_used_that_the_first_compilers_of_cuda_12_lack() -> None:
+    assert "__dp4a(" not in source_of_kernels(), "NVRTC 12.0 to 12.2 declare it without defining it"
+
+
 def test_no_file_is_included_for_the_device() -> None:
     included = re.findall(r"^#include.*", source_of_kernels(), re.MULTILINE)
     assert included == ["#include <cstdint>"]  # for nvcc and g++; NVRTC has no such file

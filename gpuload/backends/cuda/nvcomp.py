@@ -162,7 +162,7 @@ class Nvcomp:
         if major not in {5, 6}:
             raise DeviceError(
                 f"{self.path} is nvCOMP {self.version}, but versions 5 and 6 are supported; install another with: "
-                "pip install 'gpuload[cuda13]'"
+                "pip install 'gpuload[cuda13]', or with CUDA 12 'gpuload[cuda12]'"
             )
         self._takes_stream = major == 6
         temp_size = "DecompressGetTempSize" if self._takes_stream else "DecompressGetTempSizeAsync"
@@ -298,7 +298,7 @@ class Nvcomp:
         except AttributeError:
             raise DeviceError(
                 f"{self.path} has no function {name}, so it is not nvCOMP 5 or 6; install it with: "
-                "pip install 'gpuload[cuda13]'"
+                "pip install 'gpuload[cuda13]', or with CUDA 12 'gpuload[cuda12]'"
             ) from None
         function.argtypes, function.restype = argtypes, ctypes.c_int
         return function
@@ -340,7 +340,8 @@ def _load(path: str | None) -> ctypes.CDLL:
             return ctypes.CDLL(file)
         except OSError as error:
             raise DeviceError(
-                f"{file} cannot be loaded ({error}); reinstall it with: pip install --force-reinstall 'gpuload[cuda13]'"
+                f"{file} cannot be loaded ({error}); reinstall it with: pip install --force-reinstall "
+                "'gpuload[cuda13]', or with CUDA 12 'gpuload[cuda12]'"
             ) from error
     for name in LIBRARIES:
         try:

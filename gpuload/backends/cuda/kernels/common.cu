@@ -90,8 +90,12 @@ DEVICE double double_of(uint64_t bits) { return __longlong_as_double(int64_t(bit
 DEVICE uint32_t bits_of(float value) { return __float_as_uint(value); }
 DEVICE uint64_t bits_of(double value) { return uint64_t(__double_as_longlong(value)); }
 
-// Dot product of the bytes of two words.
-DEVICE uint32_t dot_bytes(uint32_t a, uint32_t b) { return __dp4a(a, b, 0u); }
+// Dot product of the bytes of two words. NVRTC before 12.3 declares __dp4a but does not define it.
+DEVICE uint32_t dot_bytes(uint32_t a, uint32_t b) {
+    uint32_t sum;
+    asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(0));
+    return sum;
+}
 
 // CuPy has NVRTC flush float32 denormals (below 2**-126) to zero (-ftz=true) in all C++ code. So every function that
 // reads or produces a float32 arithmetically is one of these.
