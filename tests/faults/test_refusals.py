@@ -89,7 +89,10 @@ def test_no_cuda_backend_yet(plain: Stored) -> None:
 
 def test_a_gpu_without_cupy(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    told = r"^device='cuda' needs cupy-cuda13x, which is not installed; .* pip install 'gpuload\[cuda13\]', or with CUDA 12 'gpuload\[cuda12\]'$"
+    told = (
+        r"^device='cuda' needs cupy-cuda13x, which is not installed; .* pip install 'gpuload\[cuda13\]', "
+        r"or with CUDA 12 'gpuload\[cuda12\]'$"
+    )
     with pytest.raises(gpuload.MissingDependencyError, match=told):
         gpuload.open_loader(plain.path, device="cuda:0")
 
