@@ -595,7 +595,10 @@ def test_dali_refuses_bfloat16(plain: Stored, dali: Any) -> None:
 
 def test_dali_without_torch_says_how_to_get_it(plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvidia.dali.plugin.pytorch", None)
-    told = r"^gpuload\.dali\.CellIterator needs torch, .* pip install 'gpuload\[dali\]'$"
+    told = (
+        r"^gpuload\.dali\.CellIterator needs torch, .* pip install 'gpuload\[dali\]', "
+        r"or with CUDA 12 'gpuload\[dali-cuda12\]'$"
+    )
     with gpuload.open_loader(plain.path) as loader, pytest.raises(gpuload.MissingDependencyError, match=told):
         dali.CellIterator(loader)
 
