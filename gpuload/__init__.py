@@ -156,12 +156,13 @@ def open_loader(
         One .h5ad file or several, whose rows are numbered consecutively in the order given. A folder stands for its
         files, sorted by name. Other formats are recognised by content: zarr stores, 10x .h5 files (genes by name or
         id), MuData (``"cells.h5mu/rna"`` or `modality` selects one of several modalities), BioNeMo-SCDL folders, dense
-        .npy, CSR matrices saved by scipy.sparse.save_npz (preferably with ``compressed=False``), and Parquet files with
-        one cell per row: a list of gene indices (``genes`` or ``indices``) and a list of values (``expressions``,
-        ``data`` or ``values``). A pattern (``"train-*.parquet"``) stands for the files that match it. Large files open
-        faster from the second time on: chunk addresses and row offsets are kept in a hidden file beside them, or in the
-        user's cache folder; the environment variable GPULOAD_INDEX names another folder, or is ``off`` to disable this.
-        In place of a file: an AnnData, a SciPy CSR matrix or a 2-D NumPy array, read in place (a dense array not in C
+        .npy and zarr arrays of two or more dimensions, CSR matrices saved by scipy.sparse.save_npz (preferably with
+        ``compressed=False``), and Parquet files with one cell per row: a list of gene indices (``genes`` or
+        ``indices``) and a list of values (``expressions``, ``data`` or ``values``). A pattern (``"train-*.parquet"``)
+        stands for the files that match it. Large files open faster from the second time on: chunk addresses and row
+        offsets are kept in a hidden file beside them, or in the user's cache folder; the environment variable
+        GPULOAD_INDEX names another folder, or is ``off`` to disable this.
+        In place of a file: an AnnData, a SciPy CSR matrix or a NumPy array, read in place (a dense array not in C
         order is copied once), so do not modify it while the loader is open. A plain matrix has no obs, and its genes
         are named ``"0"``, ``"1"``, ... X and raw.X of a backed AnnData are read from its file. A mapping names
         modalities of the same cells: ``{"rna": adata, "prot": "prot.h5ad"}``. A URL (``s3://``, ``gs://``, ``az://``,
@@ -214,7 +215,8 @@ def open_loader(
         ``"X"``, ``"raw.X"``, or the name of a layer. Of several, the first becomes ``batch.X`` and the others
         ``batch.layers[name]``, with the same `genes` (raw.X has its own genes), `output` and `dtype`.
     obsm
-        Keys of obsm, returned as dense float32 ``batch.obsm[name]``.
+        Keys of obsm, returned as dense float32 ``batch.obsm[name]``. Cells may have arrays of any shape there, such as
+        images: (n, 3, 64, 64). ``layer="obsm/<name>"`` returns such a matrix alone, as ``batch.X``.
     modality
         Modalities of .h5mu files, or members of a mapping (by default all of them). Of several, `layer`, `obsm`, `obs`
         and `genes` refer to the first, and ``batch.modalities[name]`` holds the X of each of the others with all of its

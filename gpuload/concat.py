@@ -87,6 +87,11 @@ def _check_kind(first: Store, other: Store) -> None:
             f"{other.paths[0]}: its matrix is {other.kind} but that of {first.paths[0]} is {first.kind}; open them "
             "separately, or rewrite one so that both are alike."
         )
+    if other.row_shape != first.row_shape and max(len(other.row_shape), len(first.row_shape)) > 1:
+        raise StoreError(
+            f"{other.paths[0]}: its cells have arrays of shape {other.row_shape} but those of {first.paths[0]} have "
+            f"{first.row_shape}; open them separately."
+        )
 
 
 def _check_genes(first: Store, other: Store, cure: str) -> None:

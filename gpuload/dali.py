@@ -152,7 +152,7 @@ def cells(loader: Loader) -> list[Any]:
             batch=True,
             **on_gpu,
             dtype=[_DALI_TYPES[dtype.name] for dtype in dtypes],
-            ndim=[1] * len(loader.tables) + [0] * (len(dtypes) - len(loader.tables)),
+            ndim=[len(table.row_shape) for table in loader.tables.values()] + [0] * (len(dtypes) - len(loader.tables)),
         )
     )
 

@@ -49,7 +49,9 @@ class Filter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayLayout:
-    """A stored 1-D or 2-D array: byte ranges of its chunks and their codecs. Metadata only.
+    """A stored array: byte ranges of its chunks and their codecs. Metadata only.
+
+    Reads are planned for one or two axes; `flattened` turns more into two.
 
     Attributes
     ----------
@@ -58,7 +60,7 @@ class ArrayLayout:
     name
         Path of the dataset within the file, for error messages: ``"/X/data"``.
     shape
-        (n,) or (n_rows, n_cols), in elements.
+        (n,), (n_rows, n_cols) or (n_rows, ...), in elements.
     dtype
         Dtype of the stored elements, byte order included.
     chunk_shape
@@ -121,6 +123,19 @@ class ArrayLayout:
         if self.first_chunks is None:
             return chunk
         return chunk - int(self.first_chunks[np.searchsorted(self.first_chunks, chunk, side="right") - 1])
+
+    def flattened(self) -> ArrayLayout | None:
+        """Return the layout with each row's elements along one axis; None if a chunk holds them in another order.
+
+        The elements of a row remain in C order if chunks are whole along all axes after the second.
+        """
+        if len(self.shape) == 2:
+            return self
+        if self.chunk_shape[2:] != self.shape[2:]:
+            return None
+        n_inner = int(np.prod(self.shape[2:]))
+        shape, chunk_shape = ((n[0], n[1] * n_inner) for n in (self.shape, self.chunk_shape))
+        return replace(self, shape=shape, chunk_shape=chunk_shape)
 
     @property
     def chunk_size(self) -> int:

@@ -109,9 +109,10 @@ class Loader:
         self._closer = weakref.finalize(self, _close, backend, [table.store for table in tables.values()])
 
     def __repr__(self) -> str:
-        n_files = len(self._store.paths)
+        n_files, shape = len(self._store.paths), self._tables["X"].row_shape
+        columns = f"{self.n_vars:,} genes" if len(shape) == 1 else f"arrays of {shape}"
         return (
-            f"<Loader of {self.n_obs:,} cells x {self.n_vars:,} genes in {n_files} file{'s' * (n_files > 1)}: "
+            f"<Loader of {self.n_obs:,} cells x {columns} in {n_files} file{'s' * (n_files > 1)}: "
             f"{len(self):,} minibatches of {self.batch_size}, {self.output}, {self.device}>"
         )
 
@@ -561,7 +562,8 @@ class Loader:
         return batch
 
     def _batch_of(self, take: _Take) -> Batch:
-        X, *further = [pending.result() for pending in take.pending]
+        pairs = zip(take.pending, self._tables.values(), strict=True)
+        X, *further = [_shaped(pending.result(), table) for pending, table in pairs]
         return Batch(X, take.obs, take.rows, **_grouped(list(self._tables)[1:], further) if further else {})
 
 
@@ -603,6 +605,11 @@ def _handed_over(column: ObsColumn, rows: Any) -> NDArray[Any]:
     """Return a column's values at `rows`, as they appear in minibatches."""
     values: NDArray[Any] = column.values[rows]  # noqa: PD011 - no frame of pandas
     return values if column.categories is None else values.astype(np.int64)
+
+
+def _shaped(matrix: Any, table: Table) -> Any:
+    """Return a minibatch's matrix with the shape that its cells have."""
+    return matrix.reshape(matrix.shape[0], *table.row_shape) if len(table.row_shape) > 1 else matrix
 
 
 def _grouped(names: list[str], matrices: list[Any]) -> dict[str, dict[str, Any]]:

@@ -134,9 +134,18 @@ class CsrMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseMatrix:
-    """A dense 2-D matrix on disk."""
+    """A dense matrix on disk.
+
+    Attributes
+    ----------
+    X
+        Layout of the values, on two axes: rows, and the values of a row.
+    row_shape
+        Shape of a row: (n_vars,), unless each cell has an array of more dimensions.
+    """
 
     X: ArrayLayout
+    row_shape: tuple[int, ...]
 
     kind = "dense"
     targets = ("X",)
@@ -159,7 +168,7 @@ class DenseMatrix:
 
     def over(self, X: ArrayLayout) -> DenseMatrix:
         """Return the same rows over another layout of its array."""
-        return DenseMatrix(X)
+        return replace(self, X=X)
 
     def chunk_edges(self) -> NDArray[np.int64]:
         """Return row edges snapped to the chunk grid: increasing, from 0 to n_rows."""
@@ -215,6 +224,13 @@ class Store:
     def kind(self) -> str:
         """``"csr"`` or ``"dense"``."""
         return self.matrices[0].kind
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of a cell's values: (n_vars,), unless each cell has an array of more dimensions."""
+        first = self.matrices[0]
+        is_array = isinstance(first, DenseMatrix) and len(first.row_shape) > 1
+        return first.row_shape if is_array else (self.n_vars,)  # type: ignore[union-attr]
 
     @property
     def n_obs(self) -> int:

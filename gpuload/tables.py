@@ -46,6 +46,12 @@ class Table:
     var_names: NDArray[np.object_]
 
     @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of a cell's values in a minibatch: (form.n_cols,), unless each cell has an array of more dimensions."""
+        shape = self.store.row_shape
+        return shape if len(shape) > 1 else (self.form.n_cols,)
+
+    @property
     def nbytes_per_row(self) -> float:
         """Mean bytes per delivered row: 4 per column, or for CSR 8 per value."""
         return 4.0 * self.form.n_cols if self.form.output == "dense" else 8.0 * self.store.values_per_row
@@ -99,7 +105,7 @@ def make_tables(
     Raises
     ------
     PlanError
-        A store lacks some of `genes`.
+        A store lacks some of `genes`; or its cells have arrays, of which there are no genes and no CSR.
     """
     tables: dict[str, Table] = {}
     for name, store in stores.items():
@@ -107,6 +113,7 @@ def make_tables(
         if group == "obsm":
             form, var_names = Form("dense", "float32", store.n_vars, store.columns()), store.var_names
         else:
+            _check_rows(store, genes, output)
             chosen, var_names = (None, store.var_names) if group == "modalities" else select_genes(genes, store)
             if isinstance(transform, Mapping):
                 own_transform = transform.get(own or layer)
@@ -115,6 +122,13 @@ def make_tables(
             form = Form(output, dtype, var_names.size, store.columns(chosen), own_transform)
         tables[name] = Table(store, form, var_names)
     return tables
+
+
+def _check_rows(store: Store, genes: Any, output: str) -> None:
+    """Raise PlanError for settings that arrays of cells do not have."""
+    if len(store.row_shape) > 1 and (genes is not None or output == "csr"):
+        setting = "output='csr'" if genes is None else "genes"
+        raise PlanError(f"{setting}: cells of {store.paths[0]} have arrays of shape {store.row_shape}; leave it out.")
 
 
 def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, NDArray[np.object_]]:

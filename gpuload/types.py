@@ -220,7 +220,8 @@ class Batch:
     Attributes
     ----------
     X : (n, n_vars) array or CSR matrix
-        Values, on the loader's device; owned by the consumer, who may keep or modify it.
+        Values, on the loader's device; owned by the consumer, who may keep or modify it. If each cell has an array of
+        more dimensions: (n, ...).
     obs
         The chosen columns of obs, each of shape (n,): int64 codes for categorical and string columns (-1 = missing),
         values otherwise.
@@ -229,7 +230,7 @@ class Batch:
     layers
         The additional layers requested, by name, as X.
     obsm
-        The obsm matrices requested, by name: (n, k) float32 arrays.
+        The obsm matrices requested, by name: (n, k) or (n, ...) float32 arrays.
     modalities
         The additional modalities requested, by name, as X.
     """

@@ -50,6 +50,9 @@ class Passes:
         self.is_bfloat16 = isinstance(X, Loader) and X.dtype == "bfloat16"
         if isinstance(X, Loader):
             self.n_rows, self.n_columns = X.n_obs, X.n_vars
+            row_shape = X.tables["X"].row_shape
+            if len(row_shape) > 1:
+                raise PlanError(f"X: its loader's cells have arrays of shape {row_shape}; expected rows of a matrix.")
             if len(X) * X.batch_size < X.n_obs:
                 raise PlanError("X: its loader leaves the last rows out; open it with drop_last=False.")
             self._X = X

@@ -5,6 +5,7 @@ Depends on no file format, and on no library but NumPy.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from gpuload.errors import CorruptDataError, ReadError, StoreError, listing, nearest
 from gpuload.layout import ArrayLayout
+from gpuload.store import DenseMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -72,10 +74,38 @@ def plain_layout(
     )
 
 
+def dense_matrix(layout: ArrayLayout, where: str) -> DenseMatrix:
+    """Return the matrix of an array of cells x values; each cell's values may have several dimensions.
+
+    Raises
+    ------
+    StoreError
+        There are too many values per cell, or a chunk does not hold those of a cell in their order.
+    """
+    check_n_vars(where, math.prod(layout.shape[1:]))
+    flat = layout.flattened()
+    if flat is None:
+        whole = (layout.chunk_shape[0], *layout.shape[1:])
+        raise StoreError(
+            f"{where} has chunks of shape {layout.chunk_shape}, which cut the arrays of {layout.shape[1:]} that its "
+            f"cells have; rewrite it with whole ones in each chunk, such as {whole}."
+        )
+    return DenseMatrix(flat, layout.shape[1:])
+
+
 def check_dtype(where: str, dtype: np.dtype[Any]) -> None:
     """Raise StoreError if minibatches do not support values of a dtype."""
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise StoreError(f"{where} has dtype {dtype}; only integers, booleans and floats of up to 8 bytes can be read.")
+
+
+def check_n_dims(where: str, n_dims: int) -> None:
+    """Raise StoreError if an array has too few dimensions to have cells and their values."""
+    if n_dims < 2:
+        raise StoreError(
+            f"{where} has {n_dims} dimensions; expected a matrix of cells x columns, or more dimensions for arrays of "
+            "cells."
+        )
 
 
 def check_integers(where: str, dtype: np.dtype[Any]) -> None:

@@ -11,9 +11,8 @@ import shlex
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpuload.errors import StoreError
-from gpuload.formats.arrays import OBSM, as_text, check_length, no_obsm, numbered
+from gpuload.formats.arrays import OBSM, as_text, check_length, check_n_dims, dense_matrix, no_obsm, numbered
 from gpuload.formats.obs import read_column, read_index
-from gpuload.store import DenseMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,10 +131,10 @@ def _member(file: Any, key: str, path: str, access: Access) -> Any:
 def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
     node = file[key]
     if access.is_array(node):
-        if node.ndim != 2:
-            what = "columns" if key.startswith(OBSM) else "genes"
-            raise StoreError(f"{path}: /{key} has {node.ndim} dimensions; expected a matrix of cells x {what}.")
-        return DenseMatrix(access.layout(node))
+        if node.ndim != 2 and not key.startswith(OBSM):
+            raise StoreError(f"{path}: /{key} has {node.ndim} dimensions; expected a matrix of cells x genes.")
+        check_n_dims(f"{path}: /{key}", node.ndim)
+        return dense_matrix(access.layout(node), f"{path}: /{key}")
     encoding, kind, shape = _sparse(node)
     group, _, name = key.partition("/")
     attribute = "adata.X" if key == "X" else f"adata.{group}[{name!r}]"

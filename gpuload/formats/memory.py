@@ -30,15 +30,17 @@ from gpuload.formats.arrays import (
     check_dtype,
     check_integers,
     check_length,
+    check_n_dims,
     check_n_vars,
     check_plain_matrix,
     checked_indptr,
+    dense_matrix,
     no_obsm,
     numbered,
     plain_layout,
 )
 from gpuload.source import BufferSource
-from gpuload.store import CsrMatrix, DenseMatrix, Store
+from gpuload.store import CsrMatrix, Store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +71,7 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
     Parameters
     ----------
     cells
-        An AnnData, a SciPy CSR matrix or array, or a 2-D NumPy array. A view of an AnnData gives its own rows, as a
+        An AnnData, a SciPy CSR matrix or array, or a NumPy array. A view of an AnnData gives its own rows, as a
         copy that anndata makes. For a backed AnnData, X and raw.X are read from its file, the rest from memory. The
         genes of a plain matrix are named ``"0"``, ``"1"``, ...; it has no obs.
     place
@@ -95,7 +97,7 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
         return _open_anndata(cells, where, layer, obs)
     if not is_matrix(cells):
         raise StoreError(
-            f"{where}: this is a {_kind(cells)}; expected a path, an AnnData, a SciPy CSR matrix or a 2-D NumPy array."
+            f"{where}: this is a {_kind(cells)}; expected a path, an AnnData, a SciPy CSR matrix or a NumPy array."
         )
     check_plain_matrix(where, layer, obs, "pass an AnnData")
     matrix, sources = _matrix(cells, where, "", "X = X.tocsr()")
@@ -179,7 +181,9 @@ def _matrix(X: Any, where: str, name: str, cure: str) -> tuple[Matrix, tuple[Buf
     from scipy.sparse import issparse
 
     label = name or "it"
-    if getattr(X, "ndim", 2) != 2:
+    if isinstance(X, np.ndarray) and (not name or name.startswith("obsm")):
+        check_n_dims(f"{where}: {label}", X.ndim)
+    elif getattr(X, "ndim", 2) != 2:
         raise StoreError(f"{where}: {label} has {X.ndim} dimensions; expected a matrix of cells x genes.")
     if issparse(X):
         if X.format != "csr":
@@ -194,7 +198,7 @@ def _matrix(X: Any, where: str, name: str, cure: str) -> tuple[Matrix, tuple[Buf
             "convert it first."
         )
     layout, source = _layout(X, where, name or "X")
-    return DenseMatrix(layout), (source,)
+    return dense_matrix(layout, f"{where}: {label}"), (source,)
 
 
 def _csr(X: Any, where: str, prefix: str) -> tuple[CsrMatrix, tuple[BufferSource, ...]]:

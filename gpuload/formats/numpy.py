@@ -2,8 +2,8 @@
 
 Requirements this module answers
 --------------------------------
-- A dense 2-D .npy is read in place. Fortran order is refused: a cell's values are scattered all over such a file, so
-  each fetch would read all of it.
+- A dense .npy of two dimensions or more is read in place. Fortran order is refused: a cell's values are scattered all
+  over such a file, so each fetch would read all of it.
 - Stored members of an .npz are read in place. Deflated ones do not allow random access: they are inflated into memory
   once and checked against their CRC-32, or refused if the machine has too little memory.
 - The CRC-32 of a stored member covers all of it, so partial reads cannot check it; it is not checked.
@@ -31,15 +31,17 @@ from numpy.lib import format as npy
 from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line, listing
 from gpuload.formats.arrays import (
     check_integers,
+    check_n_dims,
     check_n_vars,
     check_plain_matrix,
     checked_indptr,
+    dense_matrix,
     memory_nbytes,
     numbered,
     plain_layout,
 )
 from gpuload.source import BufferSource, FileSource
-from gpuload.store import CsrMatrix, DenseMatrix, Store
+from gpuload.store import CsrMatrix, Store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +70,7 @@ class _Array:
 
 
 def open_npy(path: str, *, layer: str, obs: Sequence[str]) -> Store:
-    """Open a dense matrix of cells x genes written by ``numpy.save``.
+    """Open a dense matrix of cells x genes, or an array of cells x anything, written by ``numpy.save``.
 
     Genes are named ``"0"``, ``"1"``, ...; there is no obs.
 
@@ -77,7 +79,7 @@ def open_npy(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     ReadError
         The file cannot be opened, or ends early.
     StoreError
-        It is not a 2-D matrix of numbers in C order; or a layer or obs is requested.
+        It is not an array of numbers in C order of two or more dimensions; or a layer or obs is requested.
     CorruptDataError
         Its header cannot be read.
     """
@@ -86,15 +88,14 @@ def open_npy(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     try:
         with open(path, "rb") as file:
             array = _read_header(file, path)
-        if len(array.shape) != 2:
-            raise StoreError(f"{path}: it has {len(array.shape)} dimensions; expected a matrix of cells x genes.")
-        if array.is_fortran and min(array.shape) > 1:
+        check_n_dims(f"{path}: it", len(array.shape))
+        if array.is_fortran and sum(n > 1 for n in array.shape) > 1:
             raise StoreError(
                 f"{path}: it is in Fortran order, in which the values of a cell are not contiguous; save it again with "
                 "numpy.save(path, numpy.ascontiguousarray(X))."
             )
-        check_n_vars(path, array.shape[1])
-        matrix = DenseMatrix(plain_layout(source, "its array", array.shape, array.dtype, array.offset))
+        layout = plain_layout(source, "its array", array.shape, array.dtype, array.offset)
+        matrix = dense_matrix(layout, f"{path}: it")
         return Store((matrix,), (path,), numbered(matrix.n_vars), {}, (source,))
     except BaseException:
         source.close()

@@ -26,7 +26,14 @@ import numpy as np
 from gpuload.concat import concat
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line
 from gpuload.formats.addresses import as_address
-from gpuload.formats.arrays import checked_indptr, csr_arrays
+from gpuload.formats.arrays import (
+    check_n_dims,
+    check_plain_matrix,
+    checked_indptr,
+    csr_arrays,
+    dense_matrix,
+    numbered,
+)
 from gpuload.formats.members import read_by_columns, read_members
 from gpuload.formats.mudata import find_modality, is_mudata, no_modalities, read_modality
 from gpuload.formats.mudata import obs_columns as columns_of
@@ -71,6 +78,8 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
         Metadata, a shard index or indptr is damaged.
     """
     with _opened(path) as (root, tree, held):
+        if isinstance(root, Array):
+            return _read_array(root, tree, held, path, layer, obs, modality)
         if is_mudata(root):
             return read_modality(
                 root, path, modality, obs, lambda group, own, name: _read(group, tree, held, layer, own, name)
@@ -84,6 +93,9 @@ def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | Non
     """Open a CSC matrix as a store of genes x cells, without names; None if it is not CSC, or is one of several."""
     with _opened(path) as (root, tree, held):
         name = path
+        if isinstance(root, Array):
+            _close(held)
+            return None
         if is_mudata(root):
             modality, group = find_modality(root, path, modality)
             name = f"{path}/{modality}"
@@ -106,10 +118,13 @@ def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | Non
 def obs_columns(path: str, modality: str = "") -> list[str]:
     """Return the names of the columns of obs; for a collection, those of its first data set."""
     with _opened(path) as (root, _, held):
-        is_whole = not is_mudata(root)
-        names = column_names(_datasets(root, path, modality)[0].get("obs")) if is_whole else columns_of(root, modality)
-        _close(held)
-        return names
+        try:
+            if isinstance(root, Array):
+                return []
+            is_whole = not is_mudata(root)
+            return column_names(_datasets(root, path, modality)[0].get("obs")) if is_whole else columns_of(root, modality)
+        finally:
+            _close(held)
 
 
 @contextmanager
@@ -117,8 +132,11 @@ def anndata_groups(path: str, modality: str = "") -> Iterator[list[Group]]:
     """Yield the AnnData groups of a store: the store itself, a modality, or a collection's data sets."""
     with _opened(path) as (root, _, held):
         try:
-            is_whole = not is_mudata(root)
-            yield _datasets(root, path, modality) if is_whole else [find_modality(root, path, modality)[1]]
+            if isinstance(root, Array):
+                yield []
+            else:
+                is_whole = not is_mudata(root)
+                yield _datasets(root, path, modality) if is_whole else [find_modality(root, path, modality)[1]]
         finally:
             _close(held)
 
@@ -133,7 +151,7 @@ def is_zarr_zip(path: str) -> bool:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[tuple[Group, Tree, list[Source]]]:
+def _opened(path: str) -> Iterator[tuple[Group | Array, Tree, list[Source]]]:
     """Open a store's root; if an error ends the block, close the sources noted in the list."""
     held: list[Source] = []
     address = as_address(path)
@@ -149,9 +167,8 @@ def _opened(path: str) -> Iterator[tuple[Group, Tree, list[Source]]]:
                 tree = ZipTree(path)
                 held.append(tree.source)
             root = open_node(tree, "")
-            if not isinstance(root, Group):
-                found = "an array" if isinstance(root, Array) else "no zarr group"
-                raise StoreError(f"{path}: this is {found}; expected an AnnData written by its write_zarr.")
+            if not isinstance(root, (Group, Array)):
+                raise StoreError(f"{path}: this is no zarr group; expected an AnnData written by its write_zarr.")
             yield root, tree, held
     except BaseException:
         _close(held)
@@ -190,6 +207,22 @@ def _datasets(root: Group, path: str, modality: str = "") -> list[Group]:
         missing = next(i for i, number in enumerate(numbers) if i != number)
         raise CorruptDataError(f"{path}: this collection lacks dataset_{missing}; copy all of it again.")
     return [root[name] for _, name in found]
+
+
+def _read_array(
+    array: Array, tree: Tree, held: list[Source], path: str, layer: str, obs: Sequence[str], modality: str
+) -> Store:
+    """Return the store of an array by itself, of cells x values."""
+    if modality:
+        raise no_modalities(path, modality)
+    check_plain_matrix(path, layer, obs, "store an AnnData")
+    check_n_dims(f"{path}: it", array.ndim)
+    access = _Access(tree.name)
+    try:
+        matrix = dense_matrix(access.layout(array), f"{path}: it")
+    finally:
+        held += access.sources
+    return Store((matrix,), (path,), numbered(matrix.n_vars), {}, tuple(dict.fromkeys(held)))
 
 
 def _read(group: Group, tree: Tree, held: list[Source], layer: str, obs: Sequence[str], name: str = "") -> Store:

@@ -105,7 +105,7 @@ class FolderTree:
         del names
         found = list(_walk(os.path.join(self.name, key), ""))
         nbytes, stamps = (np.array([f[i] for f in found], dtype=np.int64) for i in (1, 2))
-        source = FolderSource(self.name, [f"{key}/{f[0]}" for f in found], nbytes, stamps)
+        source = FolderSource(self.name, [os.path.join(key, f[0]) for f in found], nbytes, stamps)
         return source, {f[0]: (int(base), f[1]) for f, base in zip(found, source.base, strict=True)}
 
 
@@ -176,7 +176,7 @@ class ZipTree:
     def chunks(self, key: str, names: Iterable[str] = ()) -> tuple[Source, dict[str, tuple[int, int]]]:
         """Return the zip file, and the location of an array's chunks in it; see `Tree.chunks`."""
         del names
-        prefix = f"{key}/"
+        prefix = f"{key}/" if key else ""
         chosen = [i for n, i in self._members.items() if n.startswith(prefix) and n.rpartition("/")[2] not in METADATA]
         places = {info.filename[len(prefix) :]: self._place(info) for info in chosen}
         self.crc |= {place: info.CRC for info, place in zip(chosen, places.values(), strict=True)}

@@ -63,10 +63,9 @@ class RemoteTree:
 
     def chunks(self, key: str, names: Iterable[str]) -> tuple[RemoteSource, dict[str, tuple[int, int]]]:
         """Return a source of this array's objects only; see `Tree.chunks`."""
-        listed = self._address.listed
+        listed, prefix = self._address.listed, f"{key}/" if key else ""
         found: dict[str, RemoteObject]
         if listed is not None:
-            prefix = f"{key}/"
             found = {
                 name[len(prefix) :]: o
                 for name, o in sorted(listed.items())
@@ -79,7 +78,7 @@ class RemoteTree:
                     f"{self.name}: /{key} may have more than {MAX_ASKED} objects, and a web server cannot list which "
                     "are there; copy the store first, or rewrite it with larger chunks or shards."
                 )
-            heads = self._asking.requests.map(lambda name: self._address.head(self._key(f"{key}/{name}")), names)
+            heads = self._asking.requests.map(lambda name: self._address.head(self._key(prefix + name)), names)
             found = {name: o for name, o in zip(names, heads, strict=True) if o is not None}
         source = RemoteSource(self.name, self._address.remote, list(found.values()))
         bases = source.base.tolist()

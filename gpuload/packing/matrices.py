@@ -126,6 +126,11 @@ def open_matrices(wanted: Wanted, folder: str, stack: ExitStack) -> tuple[list[M
         reader = stack.enter_context(RowReader.of(sources, layer, join=origin.join, num_threads=wanted.num_threads))
         names = dict(zip(sources, wanted.files, strict=True))
         store = replace(reader.store, paths=tuple(names.get(path, path) for path in reader.store.paths))
+        if len(store.row_shape) > 1:
+            raise StoreError(
+                f"{store.paths[0]}: in {layer}, cells have arrays of shape {store.row_shape}; only matrices can be "
+                "packed."
+            )
         if matrices:
             _check_fit(matrices[0], member, layer, store)
         elif not store.n_obs or not store.n_vars:

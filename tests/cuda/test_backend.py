@@ -126,6 +126,19 @@ def test_cells_taken_beside_an_iteration(open_fake: Callable[..., Opened], store
         np.testing.assert_array_equal(batch.X, stored.dense[rows])
 
 
+def test_arrays_of_cells(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 200, (53, 3, 5, 4)).astype(np.uint8)
+    path = tmp_path / "cells.h5ad"
+    anndata.AnnData(csr_matrix(np.eye(53, 6, dtype=np.float32))).write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        file.create_dataset("obsm/image", data=images, chunks=(6, 2, 5, 4), compression="gzip")
+    for settings in ({"obsm": "image"}, {"layer": "obsm/image"}):
+        opened = open_fake(path, seed=3, **settings, **SMALL)
+        for batch in opened.epoch():
+            X = batch.obsm["image"] if "obsm" in settings else batch.X
+            np.testing.assert_array_equal(X, images[batch.rows])
+
+
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"transform": gpuload.Transform(target_sum=1e4, log1p=True)},

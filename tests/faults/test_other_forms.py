@@ -188,8 +188,9 @@ def test_mudata_without_modalities(tmp_path: Path) -> None:
     ("X", "kind", "parts"),
     [
         (np.asfortranarray(np.ones((4, 3))), "StoreError", ("Fortran", "ascontiguousarray")),
-        (np.ones(4), "StoreError", ("1 dimensions", "cells x genes")),
-        (np.ones((2, 2, 2)), "StoreError", ("3 dimensions",)),
+        (np.ones(4), "StoreError", ("1 dimensions", "cells x columns")),
+        (np.array(1.0), "StoreError", ("0 dimensions", "cells x columns")),
+        (np.asfortranarray(np.ones((2, 2, 2))), "StoreError", ("Fortran", "ascontiguousarray")),
         (np.ones((4, 3), np.complex64), "StoreError", ("complex64",)),
         (np.full((4, 3), "a", object), "StoreError", ("object",)),
         (np.zeros((4, 3), [("a", "f4")]), "StoreError", ("dtype",)),
@@ -415,7 +416,7 @@ def test_scdl_types_that_the_header_has_wrong(scdl: Path) -> None:
 
 
 def test_scdl_whose_tables_do_not_fit(scdl: Path) -> None:
-    shutil.copy(scdl / "var_features/dataframe_0.parquet", scdl / "var_features/dataframe_1.parquet")
+    shutil.copy(scdl / "obs_features/dataframe_0.parquet", scdl / "var_features/dataframe_1.parquet")
     assert_refused("StoreError", scdl, "2 sets of genes")
     (scdl / "var_features/dataframe_1.parquet").unlink()
     shutil.copy(scdl / "obs_features/dataframe_0.parquet", scdl / "obs_features/dataframe_1.parquet")

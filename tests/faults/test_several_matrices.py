@@ -114,12 +114,15 @@ def test_a_data_frame(tmp_path: Path, path: Path) -> None:
     assert message == f"<AnnData>: obsm['table'] is a data frame, not a matrix; set {cure}"
 
 
-def test_an_obsm_of_three_dimensions_or_of_columns(tmp_path: Path, path: Path) -> None:
+def test_an_obsm_of_one_dimension_or_of_columns(tmp_path: Path, path: Path) -> None:
     with h5py.File(path, "r+") as file:
-        file["obsm/cube"] = np.zeros((23, 2, 2))
+        file["obsm/line"] = np.zeros(23)
         file.copy("obsm/marks", "obsm/csc")
         file["obsm/csc"].attrs["encoding-type"] = "csc_matrix"
-    assert refusal(path, obsm="cube") == (f"{path}: /obsm/cube has 3 dimensions; expected a matrix of cells x columns.")
+    assert refusal(path, obsm="line") == (
+        f"{path}: /obsm/line has 1 dimensions; expected a matrix of cells x columns, or more dimensions for arrays of "
+        "cells."
+    )
     cure = f"adata.obsm['csc'] = adata.obsm['csc'].tocsr(), or with: gpuload pack {path} DST --obsm csc."
     assert refusal(path, obsm="csc").endswith(f"Rewrite it once with {cure}")
 

@@ -526,10 +526,10 @@ def test_members_that_are_not_there(tmp_path: Path) -> None:
     assert_refused("StoreError", path, str(path), "no /var", layer="spliced")
 
 
-def test_an_array_is_no_anndata(tmp_path: Path) -> None:
+def test_an_array_has_no_modalities(tmp_path: Path) -> None:
     path = tmp_path / "array.zarr"
     zarr.create_array(str(path), shape=(N_OBS, N_VARS), chunks=(10, 10), dtype="f4")
-    assert_refused("StoreError", path, str(path), "an array", "AnnData")
+    assert_refused("StoreError", path / "rna", str(path), "rna")
 
 
 def test_collections_that_are_not_whole(tmp_path: Path) -> None:

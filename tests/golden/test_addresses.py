@@ -121,6 +121,21 @@ def zarrs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_a_zarr_array_of_images(server: Running, tmp_path: Path, scheme: str) -> None:
+    import zarr
+
+    images = np.random.default_rng(0).integers(0, 200, (23, 3, 5, 4)).astype(np.uint8)
+    path = tmp_path / "images.zarr"
+    zarr.create_array(str(path), shape=images.shape, dtype=images.dtype, chunks=(6, 2, 5, 4))[:] = images
+    key = put(server, path)
+    address = f"s3://data/{key}" if scheme == "s3" else f"{server.url}/data/{key}"
+    reached = {"storage_options": options(server)} if scheme == "s3" else {}
+    far = batches(address, **reached)
+    assert_same(far, batches(path))
+    np.testing.assert_array_equal(far[0][0], images[far[0][1]])
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
 @pytest.mark.parametrize("name", [form.name for form in zarr_writers.forms() if "zip" not in form.name][::9])
 def test_a_folder_of_zarr(server: Running, zarrs: Callable[[str], Path], name: str, scheme: str) -> None:
     layer = next(form.layer for form in zarr_writers.forms() if form.name == name)

@@ -349,7 +349,7 @@ def test_columns_of_files_are_let_go_once_joined() -> None:
     labels = [["a", "b"], ["a", "b"], ["b", "c"], ["c"]]
     parts = [
         Store(
-            (DenseMatrix(layout),),
+            (DenseMatrix(layout, layout.shape[1:]),),
             ("memory",),
             np.array(["gene"], dtype=object),
             {

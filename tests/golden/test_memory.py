@@ -446,7 +446,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     ),
     "1-D": (lambda: np.arange(5.0), {}, "StoreError", r"<ndarray>: it has 1 dimensions; expected a matrix"),
     "0-D": (lambda: np.array(5.0), {}, "StoreError", "it has 0 dimensions"),
-    "3-D": (lambda: np.zeros((2, 3, 4)), {}, "StoreError", "it has 3 dimensions"),
+    "3-D and genes": (lambda: np.zeros((2, 3, 4)), {"genes": ["0"]}, "PlanError", r"arrays of shape \(3, 4\)"),
     "3-D layer": (
         lambda: as_anndata(layers={"a": np.zeros((N_OBS, N_VARS, 2))}),
         {"layer": "a"},

@@ -82,4 +82,4 @@ def test_row_edges_of_a_dense_matrix(chunk_rows: int, is_chunked: bool, expected
     layout = ArrayLayout(
         source, "X", (20, 1000), np.dtype("<f8"), (chunk_rows, 1000), nothing, nothing, mask, is_chunked=is_chunked
     )
-    assert DenseMatrix(layout).chunk_edges().tolist() == expected
+    assert DenseMatrix(layout, layout.shape[1:]).chunk_edges().tolist() == expected
