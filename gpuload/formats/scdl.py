@@ -10,7 +10,9 @@ Requirements this module answers
   Types are taken from the header; without one (before 0.1) they are SCDL's original ones: float32, uint32, uint64.
 - SCDL keeps the columns of var, but drops its index if there are any: genes are named by the first column of distinct
   strings, else by the first column of strings, else by number.
-- Several sets of genes in one folder (ragged) are refused: there is no common matrix.
+- SCDL starts another table of genes wherever joined data sets differ in any column of var, and NaN differs from NaN.
+  Several tables are read if they name the same genes in the same order; otherwise (ragged) they are refused: there is
+  no common matrix.
 
 References
 ----------
@@ -197,17 +199,25 @@ def _frames(folder: str) -> list[str]:
 
 def _gene_names(path: str) -> NDArray[np.object_]:
     folder = next((f for f in ("var_features", "features") if os.path.isdir(os.path.join(path, f))), "var_features")
-    frames = _frames(os.path.join(path, folder))
-    if len(frames) != 1:
+    tables = [_table_names(frame) for frame in _frames(os.path.join(path, folder))]
+    is_common = all(are_distinct and np.array_equal(names, tables[0][0]) for names, are_distinct in tables)
+    if not tables or (len(tables) > 1 and not is_common):
         raise StoreError(
-            f"{path}: {folder} holds {len(frames)} sets of genes; one can be read. Convert its sources one by one with "
+            f"{path}: {folder} holds {len(tables)} sets of genes; one can be read. Convert its sources one by one with "
             "the same genes, and pass the folders as a list."
         )
-    with opened(frames[0]) as table:
+    return tables[0][0]
+
+
+def _table_names(frame: str) -> tuple[NDArray[np.object_], bool]:
+    """Return the names of a table's genes, and whether they tell genes apart."""
+    with opened(frame) as table:
         columns, n_genes = [table.column(name) for name in table.names()], table.n_rows()
     texts = [as_strings(values) for values in columns if getattr(values, "dtype", np.dtype("O")).kind in "OU"]
-    chosen = next((t for t in texts if len(set(t)) == t.size), texts[0] if texts else None)
-    return numbered(n_genes) if chosen is None else chosen
+    distinct = next((t for t in texts if len(set(t)) == t.size), None)
+    if distinct is not None:
+        return distinct, True
+    return texts[0] if texts else numbered(n_genes), False
 
 
 def _obs_column(path: str, name: str, n_rows: int) -> ObsColumn:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from scipy.sparse import csr_matrix, random_array
 
 import gpuload
 from tests import writers
@@ -30,7 +31,7 @@ def library(name: str) -> Any:
 
 def everything(path: Any, **settings: Any) -> tuple[Any, np.ndarray, dict[str, Any]]:
     """Return gene names, all rows in order, and decoded obs."""
-    with gpuload.open_loader(path, shuffle=False, batch_size=10_000, **settings) as loader:
+    with gpuload.open_loader(path, shuffle=False, batch_size=20_000, **settings) as loader:
         (batch,) = loader
         obs = {}
         for name, values in batch.obs.items():
@@ -83,48 +84,191 @@ def test_mudata_as_mudata_reads_and_writes_it(tmp_path: Path) -> None:
         np.testing.assert_array_equal(columns["batch"], whole.obs.loc[part.obs_names, "batch"])
 
 
-@pytest.mark.parametrize("dtype", [None, "uint8", "uint16", "float16", "float64"])
-def test_scdl_as_bionemo_writes_and_reads_it(dtype: str | None, tmp_path: Path) -> None:
-    scdl, anndata = library("bionemo.scdl.io.single_cell_memmap_dataset"), library("anndata")
-    var = writers.genes_frame().assign(feature_name=[f"name {i}" for i in range(writers.N_VARS)])
+# --- SCDL
+
+SCDL = "bionemo.scdl.io.single_cell_memmap_dataset"
+
+PAGES = {"paginated_load_cutoff": 0, "load_block_row_size": 30}
+"""Settings for SCDL to read a file in blocks of rows, as it does with large ones."""
+
+
+def named_genes(n_vars: int = writers.N_VARS) -> Any:
+    """Return a var with a column of names."""
+    return writers.genes_frame(n_vars).assign(feature_name=[f"name {i}" for i in range(n_vars)])
+
+
+def write_h5ad(path: Path, X: Any, *, obs: Any = None, var: Any = None, obsp: Any = None) -> Path:
+    """Write cells to a file and return its path."""
+    obs = writers.cells_frame(X.shape[0])[["cell_line", "depth", "n_counts"]] if obs is None else obs
+    adata = library("anndata").AnnData(X, obs, named_genes(X.shape[1]) if var is None else var)
+    if obsp is not None:
+        adata.obsp["next_cell_ids"] = obsp
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        obs = writers.cells_frame()[["cell_line", "depth", "n_counts"]]
-        for k in range(2):
-            anndata.AnnData(counts(seed=k), obs, var).write_h5ad(tmp_path / f"{k}.h5ad")
-            made = scdl.SingleCellMemMapDataset(
-                str(tmp_path / f"scdl{k}"), str(tmp_path / f"{k}.h5ad"), use_X_not_raw=True, data_dtype=dtype
-            )
-            made.save()
-        # Joining leaves the lengths in the header and in the metadata as they were.
-        joined = scdl.SingleCellMemMapDataset(str(tmp_path / "scdl0"))
-        joined.concat([scdl.SingleCellMemMapDataset(str(tmp_path / "scdl1"))])
-        again = scdl.SingleCellMemMapDataset(str(tmp_path / "scdl0"))
-    names, X, columns = everything(tmp_path / "scdl0", obs=["cell_line", "n_counts"])
-    assert names == list(var["feature_name"])
-    assert len(X) == 2 * writers.N_OBS == len(again)
+        adata.write_h5ad(path)
+    return path
+
+
+def scdl_of(folder: Path, X: Any, *, obs: Any = None, var: Any = None, obsp: Any = None, **settings: Any) -> Any:
+    """Return a folder that SCDL made of cells, open in the process that made it."""
+    scdl = library(SCDL)
+    source = write_h5ad(folder.with_suffix(".h5ad"), X, obs=obs, var=var, obsp=obsp)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = scdl.SingleCellMemMapDataset(str(folder), str(source), use_X_not_raw=True, **settings)
+        made.save()
+    return made
+
+
+def assert_read(folder: Path, *parts: Any, obs: tuple[str, ...] = ("cell_line", "n_counts")) -> list[str]:
+    """Compare with what was converted, and with what SCDL reads; return the names of genes."""
+    names, X, columns = everything(folder, obs=obs)
+    np.testing.assert_array_equal(X, np.concatenate([part.toarray() for part in parts]))
+    again = library(SCDL).SingleCellMemMapDataset(str(folder))
+    assert len(again) == len(X)
     for row in range(len(X)):
-        (values, numbers), _, _ = again.get_row(row)
-        expected = np.zeros(writers.N_VARS, np.float32)
+        (values, numbers), _, of_cell = again.get_row(row, return_obs_features=True, obs_feature_names=list(obs))
+        expected = np.zeros(X.shape[1], np.float32)
         expected[numbers] = values
         np.testing.assert_array_equal(X[row], expected)
+        assert [columns[name][row] for name in obs] == of_cell
+    return names
+
+
+@pytest.mark.parametrize("settings", [{}, PAGES], ids=["whole", "pages"])
+@pytest.mark.parametrize(
+    "dtype", [None, "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"], ids=str
+)
+def test_scdl_as_bionemo_writes_and_reads_it(dtype: str | None, settings: dict[str, int], tmp_path: Path) -> None:
+    scdl = library(SCDL)
+    for k in range(2):
+        scdl_of(tmp_path / f"{k}", counts(seed=k), data_dtype=dtype, **settings)
+    assert assert_read(tmp_path / "0", counts()) == list(named_genes()["feature_name"])
+    # Joining leaves the lengths in the header and in the metadata as they were.
+    joined = scdl.SingleCellMemMapDataset(str(tmp_path / "0"))
+    joined.concat([scdl.SingleCellMemMapDataset(str(tmp_path / "1"))])
+    assert assert_read(tmp_path / "0", counts(), counts(seed=1)) == list(named_genes()["feature_name"])
+    _, _, columns = everything(tmp_path / "0", obs=["cell_line", "n_counts"])
+    obs = writers.cells_frame()
     np.testing.assert_array_equal(columns["n_counts"], np.tile(obs["n_counts"], 2))
     assert columns["cell_line"] == [None if v != v else v for v in obs["cell_line"].astype(object)] * 2
 
 
-def test_ragged_scdl_is_refused(tmp_path: Path) -> None:
-    scdl, anndata = library("bionemo.scdl.io.single_cell_memmap_dataset"), library("anndata")
-    made = []
+def test_scdl_of_many_blocks_and_pieces(tmp_path: Path) -> None:
+    X = counts(13_000)
+    scdl_of(tmp_path / "cells", X, data_dtype="float64", paginated_load_cutoff=0, load_block_row_size=1000)
+    assert (tmp_path / "cells" / "data.npy").stat().st_size > 1 << 20
+    assert_read(tmp_path / "cells", X)
+
+
+@pytest.mark.parametrize("settings", [{}, PAGES], ids=["whole", "pages"])
+def test_scdl_with_neighbors(settings: dict[str, int], tmp_path: Path) -> None:
+    obsp = random_array((writers.N_OBS, writers.N_OBS), density=0.05, format="csr", rng=np.random.default_rng(0))
+    made = [
+        scdl_of(tmp_path / f"{k}", counts(seed=k), obsp=csr_matrix(obsp), load_neighbors=True, **settings)
+        for k in range(2)
+    ]
+    assert (tmp_path / "0" / "neighbor_indices.npy").stat().st_size
+    assert_read(tmp_path / "0", counts())
+    made[0].concat(made[1])
+    assert_read(tmp_path / "0", counts(), counts(seed=1))
+
+
+@pytest.mark.parametrize("settings", [{}, {**PAGES, "data_dtype": "uint16"}], ids=["whole", "pages"])
+def test_scdl_collection(settings: dict[str, Any], tmp_path: Path) -> None:
+    collection = library("bionemo.scdl.io.single_cell_collection")
+    (tmp_path / "h5ad").mkdir()
+    parts = [counts(40 + 30 * k, seed=k) for k in range(3)]
+    for k, X in enumerate(parts):
+        write_h5ad(tmp_path / "h5ad" / f"{k}.h5ad", X)
+    cells = collection.SingleCellCollection(str(tmp_path / "cells"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for k in range(2):
-            var = writers.genes_frame(20 + k).assign(name=[f"{k} {i}" for i in range(20 + k)])
-            anndata.AnnData(counts(n_vars=20 + k), writers.cells_frame()[["depth"]], var).write_h5ad(
-                tmp_path / "a.h5ad"
-            )
-            made.append(
-                scdl.SingleCellMemMapDataset(str(tmp_path / f"{k}"), str(tmp_path / "a.h5ad"), use_X_not_raw=True)
-            )
-        made[0].concat([made[1]])
+        cells.load_h5ad_multi(str(tmp_path / "h5ad"), max_workers=1, use_X_not_raw=True, **settings)
+    _, X, _ = everything([tmp_path / "cells" / f"{k}" for k in range(3)])
+    np.testing.assert_array_equal(X, np.concatenate([part.toarray() for part in parts]))
+    cells.flatten(str(tmp_path / "flat"))
+    assert_read(tmp_path / "flat", *parts)
+
+
+def test_scdl_whose_types_grow(tmp_path: Path) -> None:
+    first, second = counts(16), counts(seed=1)
+    made = scdl_of(tmp_path / "a", first, data_dtype="float16")
+    other = scdl_of(tmp_path / "b", second, data_dtype="float32")
+    assert (made.dtypes["row_ptr.npy"], other.dtypes["row_ptr.npy"]) == ("uint8", "uint16")
+    made.concat(other)
+    assert_read(tmp_path / "a", first, second)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float64"])
+def test_scdl_of_another_type(dtype: str, tmp_path: Path) -> None:
+    scdl_of(tmp_path / "a", counts()).cast_data_to_dtype(dtype)
+    assert_read(tmp_path / "a", counts())
+
+
+def test_scdl_whose_header_is_outdated_is_refused(tmp_path: Path) -> None:
+    """SCDL 0.1.3 writes the header of a folder that it opened again as it was, and cannot read that itself."""
+    scdl = library(SCDL)
+    scdl_of(tmp_path / "a", counts(16))
+    scdl_of(tmp_path / "b", counts(seed=1))
+    scdl.SingleCellMemMapDataset(str(tmp_path / "a")).concat(scdl.SingleCellMemMapDataset(str(tmp_path / "b")))
+    with pytest.raises(ValueError, match="number of rows"):
+        len(scdl.SingleCellMemMapDataset(str(tmp_path / "a")))
+    with pytest.raises(gpuload.CorruptDataError, match=r"row_ptr\.npy has 296 entries for 147 rows"):
+        gpuload.open_loader(tmp_path / "a")
+    scdl.SingleCellMemMapDataset(str(tmp_path / "b")).cast_data_to_dtype("float64")
+    with pytest.raises(gpuload.CorruptDataError, match=r"row_ptr\.npy ends at"):
+        gpuload.open_loader(tmp_path / "b")
+
+
+def test_scdl_of_names_only(tmp_path: Path) -> None:
+    obs, var = writers.cells_frame()[[]], writers.genes_frame()
+    scdl_of(tmp_path / "a", counts(), obs=obs, var=var)
+    assert assert_read(tmp_path / "a", counts(), obs=("obs_feature_id",)) == list(var.index)
+
+
+def test_scdl_whose_obs_differ(tmp_path: Path) -> None:
+    obs = writers.cells_frame()[["cell_line", "n_counts"]]
+    made = [scdl_of(tmp_path / f"{k}", counts(seed=k), obs=obs.assign(**{f"only_{k}": 1.5})) for k in range(2)]
+    made[0].concat(made[1])
+    assert_read(tmp_path / "0", counts(), counts(seed=1))
+    with pytest.raises(gpuload.StoreError, match="no column 'only_1'"):
+        gpuload.open_loader(tmp_path / "0", obs=["only_1"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1.0], ids=["missing", "different"])
+def test_scdl_whose_tables_are_of_the_same_genes(value: float, tmp_path: Path) -> None:
+    made = [scdl_of(tmp_path / f"{k}", counts(seed=k), var=named_genes().assign(mean=value * k)) for k in range(3)]
+    made[0].concat(made[1:])
+    assert len(list((tmp_path / "0" / "var_features").glob("*.parquet"))) == 3
+    names = assert_read(tmp_path / "0", *(counts(seed=k) for k in range(3)))
+    assert names == list(named_genes()["feature_name"])
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"name": ("a", "b")},
+        {"name": ("gene", "gene"), "mean": (1.0, 2.0)},
+        {"mean": (1.0, 2.0)},
+    ],
+    ids=["other names", "equal names", "no names"],
+)
+def test_ragged_scdl_is_refused(columns: dict[str, Any], tmp_path: Path) -> None:
+    made = []
+    for k in range(2):
+        var = writers.genes_frame()
+        for name, values in columns.items():
+            is_unique = values[0] != values[1] and isinstance(values[0], str)
+            var[name] = [f"{values[k]} {i}" for i in range(writers.N_VARS)] if is_unique else values[k]
+        made.append(scdl_of(tmp_path / f"{k}", counts(seed=k), var=var))
+    made[0].concat(made[1])
+    with pytest.raises(gpuload.StoreError, match="2 sets of genes"):
+        gpuload.open_loader(tmp_path / "0")
+
+
+def test_scdl_of_different_numbers_of_genes_is_refused(tmp_path: Path) -> None:
+    made = [scdl_of(tmp_path / f"{k}", counts(n_vars=20 + k)) for k in range(2)]
+    made[0].concat(made[1])
     with pytest.raises(gpuload.StoreError, match="2 sets of genes"):
         gpuload.open_loader(tmp_path / "0")
