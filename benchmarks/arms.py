@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.job import Arm
+from benchmarks.job import LABEL, Arm
 
 SCDATASET_BLOCK = 16
 """Block size of scDataset's main result (its paper, 16 x 256): minibatches about as diverse as random ones."""
@@ -14,6 +14,9 @@ ANNBATCH_CHUNK = 32
 
 ANNBATCH_DEFAULT = 512
 """annbatch's default for rows read together; on its own store this costs no diversity either."""
+
+TILEDBSOMA_CHUNK = 64
+"""TileDB-SOMA-ML's default for rows shuffled together, which are a tile of its store here."""
 
 N_FILES = 20
 """Number of files over which the multi-file arms spread the cells."""
@@ -29,7 +32,10 @@ def arms(batch_size: int = 64, fetch_factor: int = 256) -> list[Arm]:
         *_collection(batch_size, fetch_factor, "csr"),
         *_streaming(batch_size, fetch_factor),
         *_random(batch_size, fetch_factor),
+        *_scdl(batch_size, fetch_factor, "dense"),
+        *_scdl(batch_size, fetch_factor, "csr"),
         *_files(batch_size, fetch_factor),
+        *_pairs(batch_size, fetch_factor),
         *_ours(batch_size, fetch_factor),
     ]
 
@@ -57,8 +63,8 @@ def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
         ),
         Arm("scdataset-anncollection/dense/16", "dense", "scdataset_anncollection", scdataset),
         Arm("annbatch/dense", "dense", "annbatch_store", _annbatch(common)),
+        Arm("tiledbsoma-ml/dense", "dense", "tiledbsoma_ml", _tiledbsoma(common)),
         Arm("scipy-in-ram/dense", "dense", "scipy_ram", single),
-        Arm("annloader/dense", "dense", "anndata_annloader", single),
     ]
 
 
@@ -97,6 +103,7 @@ def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
         Arm("scdataset/csr/16", "csr", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
         Arm("scdataset-mask/csr/16", "csr", "scdataset_backed", {**scdataset, "rows_by": "mask"}),
         Arm("annbatch/csr", "csr", "annbatch_store", _annbatch(common)),
+        Arm("tiledbsoma-ml/csr", "csr", "tiledbsoma_ml", _tiledbsoma(common)),
         Arm("scipy-in-ram/csr", "csr", "scipy_ram", {**common, "fetch_factor": 1}),
     ]
 
@@ -123,6 +130,7 @@ def _streaming(batch_size: int, fetch_factor: int) -> list[Arm]:
         Arm("gpuload/dense/streaming", "streaming", "gpuload_torch", common),
         Arm("scdataset/dense/streaming", "streaming", "scdataset_backed", {**common, "rows_by": "numbers"}),
         Arm("scdataset-mask/dense/streaming", "streaming", "scdataset_backed", {**common, "rows_by": "mask"}),
+        Arm("tiledbsoma-ml/dense/streaming", "streaming", "tiledbsoma_ml", common),
     ]
 
 
@@ -135,10 +143,35 @@ def _random(batch_size: int, fetch_factor: int) -> list[Arm]:
         "order": "blocks",
         "block_size": 1,
     }
+    single = {"batch_size": batch_size, "fetch_factor": 1, "output": "dense", "order": "random"}
     return [
         Arm("gpuload/dense/1", "random", "gpuload_torch", common),
         Arm("scdataset/dense/1", "random", "scdataset_backed", {**common, "rows_by": "numbers"}),
         Arm("scdataset-mask/dense/1", "random", "scdataset_backed", {**common, "rows_by": "mask"}),
+        Arm("mapped-collection/dense/1", "random", "mapped_collection", single),
+        Arm("annloader/dense/1", "random", "anndata_annloader", single),
+    ]
+
+
+def _scdl(batch_size: int, fetch_factor: int, output: str) -> list[Arm]:
+    """True random order: BioNeMo-SCDL's folder, by itself and by gpuload."""
+    common = {"batch_size": batch_size, "output": output}
+    theirs = {**common, "fetch_factor": 1, "order": "random"}
+    ours = {**common, "fetch_factor": fetch_factor, "order": "blocks", "block_size": 1}
+    return [
+        Arm(f"bionemo-scdl/{output}/1", f"scdl-{output}", "bionemo_scdl", theirs),
+        Arm(f"gpuload-scdl/{output}/1", f"scdl-{output}", "gpuload_scdl", ours),
+    ]
+
+
+def _pairs(batch_size: int, fetch_factor: int) -> list[Arm]:
+    """Sets of cells of one perturbation, each with a matched control, dense: half of a minibatch are controls."""
+    common = {"batch_size": 2 * batch_size, "set_size": batch_size, "output": "dense", "match": (LABEL, "cell_line")}
+    ours = {**common, "fetch_factor": fetch_factor // 2, "block_size": "chunk"}
+    theirs = {**common, "fetch_factor": 1, "n_workers": 0}
+    return [
+        Arm("gpuload/pairs/chunk", "pairs", "gpuload_pairs", ours),
+        Arm("cell-load/pairs", "pairs", "cell_load", {**theirs, "is_consecutive": False}),
     ]
 
 
@@ -171,6 +204,11 @@ def _ours(batch_size: int, fetch_factor: int) -> list[Arm]:
         Arm("gpuload/memory/chunk", "memory", "gpuload_torch", chunk, kind="memory"),
         Arm("gpuload/memory/1", "memory", "gpuload_torch", single, kind="memory"),
     ]
+
+
+def _tiledbsoma(common: dict[str, Any]) -> dict[str, Any]:
+    """Return TileDB-SOMA-ML's settings for the same number of resident rows."""
+    return {**common, "order": "blocks", "shuffle_chunk_size": TILEDBSOMA_CHUNK}
 
 
 def _annbatch(common: dict[str, Any], size: int = ANNBATCH_CHUNK) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 ``python -m benchmarks.report benchmarks/results/NAME.jsonl [OTHER.jsonl ...] --plot rivals.png --readme README.md
 --details benchmarks/README.md``
 
-The first file is plotted and makes the README's table; the README shows a few tasks of each further one, which is of
+The first file is plotted and makes the README's tables; the README shows a few tasks of each further one, which is of
 another machine or other files. Nothing is measured here, and no number in the README is written by hand: the tables are
 between two marker lines and are replaced.
 """
@@ -31,7 +31,10 @@ GROUPS = {
     "collection-csr": "annbatch's own collection, CSR",
     "streaming": "dense, in file order",
     "random": "dense, true random order",
+    "scdl-dense": "BioNeMo-SCDL's own folder, dense, true random order",
+    "scdl-csr": "BioNeMo-SCDL's own folder, CSR, true random order",
     "files": "dense, shuffled, the same cells in 20 files",
+    "pairs": "sets of 64 cells of one perturbation and their controls, dense",
     "front": "dense, shuffled, DALI's front",
     "overlap": "with a consumer that sleeps as long as the loader needs",
     "memory": "three whole epochs",
@@ -60,10 +63,37 @@ RATIOS = (
     ("gpuload-packed/csr/32", "gpuload-collection/csr/32", 1.0),
     ("gpuload/dense/streaming", "scdataset/dense/streaming", 3.0),
     ("gpuload/dense/1", "scdataset/dense/1", 2.5),
+    ("gpuload/dense/1", "mapped-collection/dense/1", 2.5),
+    ("gpuload/dense/1", "annloader/dense/1", 2.5),
+    ("gpuload-scdl/dense/1", "bionemo-scdl/dense/1", 2.0),
+    ("gpuload-scdl/csr/1", "bionemo-scdl/csr/1", 1.5),
+    ("gpuload/dense/chunk", "tiledbsoma-ml/dense", 7.0),
+    ("gpuload/csr/chunk", "tiledbsoma-ml/csr", 6.0),
+    ("gpuload/pairs/chunk", "cell-load/pairs", 7.0),
     ("gpuload/dense/16", "scdataset/dense/16", 3.0),
     ("gpuload-dali/dense/chunk", "gpuload/dense/chunk", 0.4),
 )
 """Goals: an arm, another one, and the required speed-up of the first."""
+
+LOADERS = (
+    ("SciPy", "scipy-in-ram/dense", "nothing: all cells are in memory", "true random"),
+    ("annbatch", "annbatch/dense", "its own store, shuffled when it was converted", "chunks of 32"),
+    ("TileDB-SOMA-ML", "tiledbsoma-ml/dense", "its own store", "chunks of 64"),
+    ("scDataset", "scdataset/dense/16", "the .h5ad file", "blocks of 16"),
+    ("BioNeMo-SCDL", "bionemo-scdl/dense/1", "its own memory maps", "true random"),
+    ("MappedCollection", "mapped-collection/dense/1", "the .h5ad file", "true random"),
+    ("AnnLoader", "annloader/dense/1", "the .h5ad file", "true random"),
+    ("cell-load", "cell-load/pairs", "the .h5ad file", "sets of a perturbation"),
+)
+"""The README's first table: each other loader, its arm, what it reads, and in which order."""
+
+BESIDE = {
+    "bionemo-scdl/dense/1": ("gpuload-scdl/dense/1", "the same memory maps, true random"),
+    "mapped-collection/dense/1": ("gpuload/dense/1", "the .h5ad file, true random"),
+    "annloader/dense/1": ("gpuload/dense/1", "the .h5ad file, true random"),
+    "cell-load/pairs": ("gpuload/pairs/chunk", "the .h5ad file, the same sets"),
+}
+"""Our arm that does what a loader's does, and what it reads; for the others, `REFERENCE` over the .h5ad file."""
 
 HEADLINE_RIVALS = ("scDataset", "scDataset, rows by mask", "annbatch (converted store)", "SciPy, all in RAM")
 
@@ -89,10 +119,7 @@ HEADLINE = (
 )
 """The README's table: a task, our arm, and each rival's, in the order above."""
 
-DRAWN = ("shuffled, dense float32", "shuffled, CSR")
-"""The tasks of the README's picture."""
-
-ALSO = (*DRAWN, "the same cells in 20 files")
+ALSO = ("shuffled, dense float32", "shuffled, CSR", "the same cells in 20 files")
 """The tasks of the README's tables after the first."""
 
 LIMITS = (
@@ -206,7 +233,36 @@ def _ours(rival: Summary, members: Sequence[Summary]) -> Summary | None:
     by_name = {member.name: member for member in members}
     if rival.group in REFERENCE:
         return by_name.get(REFERENCE[rival.group])
-    return by_name.get("gpuload" + rival.name.removeprefix("annbatch"), members[0])
+    own = next((member for member in members if member.name.startswith("gpuload")), None)
+    return by_name.get("gpuload" + rival.name.removeprefix("annbatch"), own)
+
+
+def loaders(records: Iterable[dict[str, Any]]) -> str:
+    """Return a Markdown table: one row per other loader, and our figure for the same task; "" if none was measured."""
+    pairs = _pairs(records)
+    if not pairs:
+        return ""
+    lines = ["| loader | reads | order | cells/s | gpuload, cells/s | reads | faster by |"]
+    lines.append("| --- | --- | --- | ---: | ---: | --- | ---: |")
+    for (name, _, reads, order), theirs, ours, we_read in pairs:
+        figures = f"{theirs.cells_per_s:,.0f} | {ours.cells_per_s:,.0f} | {we_read} | {_faster(ours, theirs)}"
+        lines.append(f"| {name} | {reads} | {order} | {figures} |")
+    return "\n".join(lines)
+
+
+def _pairs(records: Iterable[dict[str, Any]]) -> list[tuple[tuple[str, str, str, str], Summary, Summary, str]]:
+    """Return each other loader that was measured, its results, ours for the same task, and what we read."""
+    by_name = {summary.name: summary for summary in summarise(records) if summary.n_rounds}
+    found = []
+    for loader in LOADERS:
+        ours, reads = BESIDE.get(loader[1], (REFERENCE["dense"], "the .h5ad file, blocks of a chunk"))
+        if loader[1] in by_name and ours in by_name:
+            found.append((loader, by_name[loader[1]], by_name[ours], reads))
+    return found
+
+
+def _faster(ours: Summary, theirs: Summary) -> str:
+    return f"{ours.cells_per_s / theirs.cells_per_s:.1f}x"
 
 
 def headline(records: Iterable[dict[str, Any]], tasks: Sequence[str] = ()) -> str:
@@ -306,38 +362,31 @@ def conditions(records: list[dict[str, Any]]) -> str:
 
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """Draw the median cells/s of the README's first tasks beside the others', with the range as a line."""
+    """Draw the README's first table: the median cells/s of each loader and of gpuload, with the range as a line."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    by_name = {summary.name: summary for summary in summarise(records) if summary.n_rounds}
-    arms = {task: (ours, *others) for task, ours, others in HEADLINE}
+    pairs = _pairs(records)
     with mpl.rc_context({"svg.hashsalt": "gpuload", "font.size": 9}):
-        figure = Figure(figsize=(9, 2.1), layout="constrained")
-        panels = figure.subplots(1, len(DRAWN), sharex=True, sharey=True)
-        panels[0].invert_yaxis()
-        for panel, task in zip(panels, DRAWN, strict=True):
-            named = zip(("gpuload", *HEADLINE_RIVALS), arms[task], strict=True)
-            _draw(panel, task, {name: by_name[arm] for name, arm in named if arm in by_name})
-        figure.supxlabel("cells/s (median; line: range over the rounds)", fontsize=9)
+        figure = Figure(figsize=(9, 0.8 + 0.42 * len(pairs)), layout="constrained")
+        axes = figure.subplots()
+        for place, (_, theirs, ours, _) in enumerate(pairs):
+            _draw(axes, place - 0.2, ours, "#2a7f62", f"{ours.cells_per_s:,.0f}  ({_faster(ours, theirs)})")
+            _draw(axes, place + 0.2, theirs, "#9aa5b1", f"{theirs.cells_per_s:,.0f}")
+        axes.set_yticks(range(len(pairs)), [f"{name}\n{order}" for (name, _, _, order), *_ in pairs])
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("cells/s, dense float32 (median; line: range over the rounds)")
+        axes.set_title("gpuload (green) beside each loader (grey) at the same task", loc="left", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=150)
 
 
-def _draw(panel: Any, title: str, members: dict[str, Summary]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    rates = [member.cells_per_s for member in members.values()]
-    colours = ["#2a7f62" if name == "gpuload" else "#9aa5b1" for name in members]
-    below = [member.cells_per_s - member.lowest for member in members.values()]
-    above = [member.highest - member.cells_per_s for member in members.values()]
-    panel.barh(list(members), rates, color=colours, xerr=[below, above], ecolor="#333333")
-    for name, member in members.items():
-        panel.text(member.highest, name, f"  {member.cells_per_s:,.0f}", va="center")
-    panel.margins(x=0.2)
-    panel.xaxis.set_major_locator(MaxNLocator(3))
-    panel.xaxis.set_major_formatter("{x:,.0f}")
-    panel.set_title(title, loc="left", fontsize=9)
-    panel.spines[["top", "right"]].set_visible(False)
+def _draw(axes: Any, place: float, summary: Summary, colour: str, text: str) -> None:
+    spread = [[summary.cells_per_s - summary.lowest], [summary.highest - summary.cells_per_s]]
+    axes.barh(place, summary.cells_per_s, height=0.38, color=colour, xerr=spread, ecolor="#333333")
+    axes.text(summary.highest, place, f"  {text}", va="center", fontsize=8)
 
 
 def replace_between_markers(text: str, content: str) -> str:
@@ -355,6 +404,10 @@ def replace_between_markers(text: str, content: str) -> str:
     return f"{before}{BEGIN}\n{content}\n{END}{after}"
 
 
+def _short(runs: Sequence[list[dict[str, Any]]]) -> list[str]:
+    return [f"{headline(run, ALSO if number else ())}\n\n{conditions(run)}" for number, run in enumerate(runs)]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; write the figure and the README if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
@@ -368,7 +421,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(content)
     if options.plot:
         plot(runs[0], options.plot)
-    short = "\n\n".join(f"{headline(run, ALSO if k else ())}\n\n{conditions(run)}" for k, run in enumerate(runs))
+    short = "\n\n".join(filter(None, [loaders(runs[0]), *_short(runs)]))
     for path, text in ((options.readme, short), (options.details, content)):
         if path:
             path.write_text(replace_between_markers(path.read_text(), text))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -41,9 +40,24 @@ NEEDED = {
     "scdataset_anncollection": ("scdataset", "anndata", "torch"),
     "annbatch_store": ("annbatch", "zarrs", "anndata"),
     "anndata_annloader": ("anndata", "torch"),
+    "bionemo_scdl": ("bionemo.scdl", "torch"),
+    "cell_load": ("cell_load", "torch"),
+    "gpuload_pairs": ("torch", "numba", "anndata"),
+    "gpuload_scdl": ("numba",),
+    "mapped_collection": ("lamindb", "torch"),
     "scipy_ram": ("anndata", "torch"),
+    "tiledbsoma_ml": ("tiledbsoma_ml", "torch"),
 }
 """What each rival imports; a rival whose imports are missing is reported and skipped."""
+
+ENVIRONMENTS = {
+    "annbatch_store": "annbatch",
+    "bionemo_scdl": "bionemo-scdl",
+    "cell_load": "cell-load",
+    "mapped_collection": "lamindb",
+    "tiledbsoma_ml": "tiledbsoma-ml",
+}
+"""Rivals that run in an environment of their own if there is one of that name in the folder of environments."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print(*(f"{arm.group:10s} {arm.name}" for arm in chosen), sep="\n")
         return 0
-    runnable = [arm for arm in chosen if _can_run(arm, options.annbatch_python)]
+    runnable = [arm for arm in chosen if _can_run(arm, options.environments)]
     for arm in chosen:
         if arm not in runnable:
             print(f"skipped {arm.name}: {', '.join(NEEDED[arm.rival])} not all installed")
@@ -113,9 +127,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="list the arms and exit")
     parser.add_argument(
-        "--annbatch-python",
-        default=os.environ.get("ANNBATCH_PYTHON", sys.executable),
-        help="Python 3.12 or later with annbatch and zarrs (default: $ANNBATCH_PYTHON, else this one)",
+        "--environments",
+        type=Path,
+        default=Path(".rivals"),
+        metavar="FOLDER",
+        help="folder with a virtual environment for each library that needs its own (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     options.work_dir = options.work_dir or options.file.resolve().parent
@@ -126,20 +142,22 @@ def _is_wanted(arm: Arm, patterns: list[str]) -> bool:
     return any(fnmatch(arm.name, pattern) or fnmatch(arm.group, pattern) for pattern in patterns)
 
 
-def _python(arm: Arm, annbatch_python: str) -> str:
-    return annbatch_python if arm.rival == "annbatch_store" else sys.executable
+def _python(arm: Arm, environments: Path) -> str:
+    """Return the interpreter that runs an arm."""
+    if arm.rival in ENVIRONMENTS:
+        own = environments.absolute() / ENVIRONMENTS[arm.rival] / "bin" / "python"
+        if own.exists():
+            return str(own)
+    return sys.executable
 
 
-def _can_run(arm: Arm, annbatch_python: str) -> bool:
+def _can_run(arm: Arm, environments: Path) -> bool:
     """Return whether the rival's packages are installed in the Python that would run it."""
-    python = _python(arm, annbatch_python)
+    python = _python(arm, environments)
     if python == sys.executable:
         return all(_has_module(name) for name in NEEDED[arm.rival])
-    try:
-        subprocess.run([python, "-c", f"import {', '.join(NEEDED[arm.rival])}"], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return False
-    return True
+    done = subprocess.run([python, "-c", f"import {', '.join(NEEDED[arm.rival])}"], capture_output=True, check=False)
+    return not done.returncode
 
 
 def _has_module(name: str) -> bool:
@@ -163,7 +181,7 @@ def _run(arm: Arm, number: int, options: argparse.Namespace) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         job_path, result_path = Path(folder, "job.json"), Path(folder, "result.json")
         job_path.write_text(job.to_json())
-        command = [_python(arm, options.annbatch_python), "-m", "benchmarks.measure", str(job_path), str(result_path)]
+        command = [_python(arm, options.environments), "-m", "benchmarks.measure", str(job_path), str(result_path)]
         start = time.perf_counter()
         try:
             done = subprocess.run(

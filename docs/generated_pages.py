@@ -179,8 +179,10 @@ def _with_spread(values: list[float]) -> str:
 
 def _section(name: str, records: list[dict[str, Any]]) -> str:
     if name.startswith("rivals"):
-        short = [report.headline(records), report.conditions(records)]
-        return "\n\n".join([*short, "### All arms", report.table(records), "### Goals", report.goals(records)])
+        short = [report.loaders(records), report.headline(records), report.conditions(records)]
+        return "\n\n".join(
+            [*filter(None, short), "### All arms", report.table(records), "### Goals", report.goals(records)]
+        )
     if name == "stages":
         known = {field.name for field in fields(Rate)}
         return run_stages.table([Rate(**{k: v for k, v in r.items() if k in known}) for r in records])

@@ -21,8 +21,10 @@ from tests import writers
 from tests.writers import N_OBS, N_VARS, counts, write_csr, write_dense, write_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+    import pandas as pd
 
 GZIP = {"compression": "gzip", "chunks": (writers.DATA_CHUNK,)}
 
@@ -154,7 +156,15 @@ def npz(folder: Path, *, is_deflated: bool, is_array: bool = False, dtype: str =
     return Form(path, counts(), NUMBERS)
 
 
-def write_scdl(folder: Path, X: csr_matrix, dtypes: str = "f4 u8 u4", *, has_header: bool = True) -> None:
+def write_scdl(
+    folder: Path,
+    X: csr_matrix,
+    dtypes: str = "f4 u8 u4",
+    *,
+    has_header: bool = True,
+    genes: Sequence[str] = NAMES,
+    obs: pd.DataFrame | None = None,
+) -> None:
     """Write as SingleCellMemMapDataset does: "SCDL schema" 0.1.0; raw arrays, a big-endian header, Parquet."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -169,9 +179,9 @@ def write_scdl(folder: Path, X: csr_matrix, dtypes: str = "f4 u8 u4", *, has_hea
         header += shape
     if has_header:
         (folder / "header.sch").write_bytes(header + struct.pack(">I", 0))
-    obs = writers.cells_frame(X.shape[0])[["cell_line", "depth", "n_counts", "donor"]]
+    obs = writers.cells_frame(X.shape[0])[["cell_line", "depth", "n_counts", "donor"]] if obs is None else obs
     tables = {
-        "var_features": {"n": list(range(X.shape[1])), "kind": ["gene"] * X.shape[1], "name": NAMES[: X.shape[1]]},
+        "var_features": {"n": list(range(X.shape[1])), "kind": ["gene"] * X.shape[1], "name": genes[: X.shape[1]]},
         "obs_features": {name: obs[name].astype(object).where(obs[name].notna(), None).tolist() for name in obs},
     }
     for name, columns in tables.items():

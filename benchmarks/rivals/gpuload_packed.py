@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import gpuload
-from benchmarks.rivals.gpuload_zarr import ZarrLoading
+from benchmarks.rivals.gpuload_zarr import StoreLoading
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +48,6 @@ def warm_up(job: Job) -> None:
     loading.close()
 
 
-def start(job: Job) -> ZarrLoading:
+def start(job: Job) -> StoreLoading:
     """Open a loader with the settings of an arm."""
-    return ZarrLoading(job, store_path(job), "source_row")
+    return StoreLoading(job, store_path(job), "source_row")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import h5py
+
 import gpuload
 from benchmarks.job import LABEL, Job
 
@@ -38,13 +40,19 @@ def warm_up(job: Job) -> None:
     loading.close()
 
 
-def start(job: Job) -> ZarrLoading:
+def start(job: Job) -> StoreLoading:
     """Open a loader with the settings of an arm."""
-    return ZarrLoading(job, store_path(job))
+    return StoreLoading(job, store_path(job))
 
 
-class ZarrLoading:
-    """gpuload's own loader; what it calls rows are those of the store, so the file's are a column.
+def label_names(path: Path) -> list[str]:
+    """Return the names that the label's codes stand for in the file."""
+    with h5py.File(path) as file:
+        return list(file["obs"][LABEL]["categories"].asstr()[:])
+
+
+class StoreLoading:
+    """gpuload's own loader over a store that another library or gpuload's packer made of the file.
 
     Parameters
     ----------
@@ -53,10 +61,10 @@ class ZarrLoading:
     path
         The store.
     rows
-        The column.
+        The column that has the file's row numbers; None if the store has the cells in the file's order.
     """
 
-    def __init__(self, job: Job, path: Path, rows: str = "rows") -> None:
+    def __init__(self, job: Job, path: Path, rows: str | None = "rows") -> None:
         settings = job.arm.settings
         self._rows = rows
         self.loader = gpuload.open_loader(
@@ -66,7 +74,8 @@ class ZarrLoading:
             block_size=settings["block_size"],
             seed=job.seed,
             output=settings["output"],
-            obs=(LABEL, rows),
+            obs=(LABEL,) if rows is None else (LABEL, rows),
+            categories={LABEL: label_names(job.path)},
             device="cpu",
         )
         self.io_mode = self.loader.io_mode
@@ -74,7 +83,8 @@ class ZarrLoading:
     def epoch(self) -> Iterator[Mapping[str, Any]]:
         """Iterate over the minibatches of the next epoch."""
         for batch in self.loader:
-            yield {"X": batch.X, "label": batch.obs[LABEL], "rows": batch.obs[self._rows]}
+            rows = batch.rows if self._rows is None else batch.obs[self._rows]
+            yield {"X": batch.X, "label": batch.obs[LABEL], "rows": rows}
 
     def close(self) -> None:
         """Close the loader."""

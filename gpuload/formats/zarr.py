@@ -122,7 +122,9 @@ def obs_columns(path: str, modality: str = "") -> list[str]:
             if isinstance(root, Array):
                 return []
             is_whole = not is_mudata(root)
-            return column_names(_datasets(root, path, modality)[0].get("obs")) if is_whole else columns_of(root, modality)
+            return (
+                column_names(_datasets(root, path, modality)[0].get("obs")) if is_whole else columns_of(root, modality)
+            )
         finally:
             _close(held)
 
