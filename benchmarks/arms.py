@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from benchmarks.job import LABEL, Arm
@@ -168,10 +169,11 @@ def _pairs(batch_size: int, fetch_factor: int) -> list[Arm]:
     """Sets of cells of one perturbation, each with a matched control, dense: half of a minibatch are controls."""
     common = {"batch_size": 2 * batch_size, "set_size": batch_size, "output": "dense", "match": (LABEL, "cell_line")}
     ours = {**common, "fetch_factor": fetch_factor // 2, "block_size": "chunk"}
-    theirs = {**common, "fetch_factor": 1, "n_workers": 0}
+    theirs = {**common, "fetch_factor": 1}
     return [
         Arm("gpuload/pairs/chunk", "pairs", "gpuload_pairs", ours),
-        Arm("cell-load/pairs", "pairs", "cell_load", {**theirs, "is_consecutive": False}),
+        Arm("cell-load/pairs", "pairs", "cell_load", {**theirs, "is_consecutive": False, "n_workers": 2}),
+        Arm("cell-load/pairs-consecutive", "pairs", "cell_load", {**theirs, "is_consecutive": True, "n_workers": 0}),
     ]
 
 
@@ -207,8 +209,10 @@ def _ours(batch_size: int, fetch_factor: int) -> list[Arm]:
 
 
 def _tiledbsoma(common: dict[str, Any]) -> dict[str, Any]:
-    """Return TileDB-SOMA-ML's settings for the same number of resident rows."""
-    return {**common, "order": "blocks", "shuffle_chunk_size": TILEDBSOMA_CHUNK}
+    """Return TileDB-SOMA-ML's settings for as many blocks in memory as our arms of three chunks have."""
+    chunk = math.gcd(TILEDBSOMA_CHUNK, common["batch_size"])  # it must divide the rows in memory
+    fetch_factor = common["fetch_factor"] * 21 // 16
+    return {**common, "order": "blocks", "fetch_factor": fetch_factor, "shuffle_chunk_size": chunk}
 
 
 def _annbatch(common: dict[str, Any], size: int = ANNBATCH_CHUNK) -> dict[str, Any]:

@@ -67,9 +67,9 @@ RATIOS = (
     ("gpuload/dense/1", "annloader/dense/1", 2.5),
     ("gpuload-scdl/dense/1", "bionemo-scdl/dense/1", 2.0),
     ("gpuload-scdl/csr/1", "bionemo-scdl/csr/1", 1.5),
-    ("gpuload/dense/chunk", "tiledbsoma-ml/dense", 7.0),
+    ("gpuload/dense/chunk", "tiledbsoma-ml/dense", 5.0),
     ("gpuload/csr/chunk", "tiledbsoma-ml/csr", 6.0),
-    ("gpuload/pairs/chunk", "cell-load/pairs", 7.0),
+    ("gpuload/pairs/chunk", "cell-load/pairs-consecutive", 7.0),
     ("gpuload/dense/16", "scdataset/dense/16", 3.0),
     ("gpuload-dali/dense/chunk", "gpuload/dense/chunk", 0.4),
 )
@@ -83,7 +83,7 @@ LOADERS = (
     ("BioNeMo-SCDL", "bionemo-scdl/dense/1", "its own memory maps", "true random"),
     ("MappedCollection", "mapped-collection/dense/1", "the .h5ad file", "true random"),
     ("AnnLoader", "annloader/dense/1", "the .h5ad file", "true random"),
-    ("cell-load", "cell-load/pairs", "the .h5ad file", "sets of a perturbation"),
+    ("cell-load", "cell-load/pairs-consecutive", "the .h5ad file", "sets of a perturbation"),
 )
 """The README's first table: each other loader, its arm, what it reads, and in which order."""
 
@@ -91,7 +91,7 @@ BESIDE = {
     "bionemo-scdl/dense/1": ("gpuload-scdl/dense/1", "the same memory maps, true random"),
     "mapped-collection/dense/1": ("gpuload/dense/1", "the .h5ad file, true random"),
     "annloader/dense/1": ("gpuload/dense/1", "the .h5ad file, true random"),
-    "cell-load/pairs": ("gpuload/pairs/chunk", "the .h5ad file, the same sets"),
+    "cell-load/pairs-consecutive": ("gpuload/pairs/chunk", "the .h5ad file, the same sets"),
 }
 """Our arm that does what a loader's does, and what it reads; for the others, `REFERENCE` over the .h5ad file."""
 

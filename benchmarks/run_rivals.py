@@ -41,12 +41,12 @@ NEEDED = {
     "annbatch_store": ("annbatch", "zarrs", "anndata"),
     "anndata_annloader": ("anndata", "torch"),
     "bionemo_scdl": ("bionemo.scdl", "torch"),
-    "cell_load": ("cell_load", "torch"),
+    "cell_load": ("cell_load", "anndata", "torch"),
     "gpuload_pairs": ("torch", "numba", "anndata"),
     "gpuload_scdl": ("numba",),
     "mapped_collection": ("lamindb", "torch"),
     "scipy_ram": ("anndata", "torch"),
-    "tiledbsoma_ml": ("tiledbsoma_ml", "torch"),
+    "tiledbsoma_ml": ("tiledbsoma_ml", "tiledbsoma", "anndata", "torch"),
 }
 """What each rival imports; a rival whose imports are missing is reported and skipped."""
 

@@ -4,6 +4,10 @@ It reads X itself, all genes (no `embed_key`, output space "all"), as in its REA
 own (`should_yield_control_cells`), and incomplete sets are dropped: a cell occurs once, as with gpuload. The row
 numbers are the cells' names, which it returns with its `barcode` option.
 
+With `use_consecutive_loading`, which its README advises for all genes, sets are runs of neighbouring cells, each read
+with one call, and so are their controls; the file must have the cells of a set together, which it has within a plate.
+Without it, cells are read one by one. Sets and their order are the same in every epoch; with it, the pairs are too.
+
 It hands over perturbed cells and controls as two tensors. They are not put together for the clock (see `Halves`), which
 its users would not do either.
 """
