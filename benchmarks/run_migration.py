@@ -36,12 +36,14 @@ SCRIPTS = {
     "scDataset": ("docs/migration/with_scdataset.py", "scdataset"),
     "annbatch": ("docs/migration/with_annbatch.py", "annbatch"),
     "MappedCollection": ("docs/migration/with_mapped_collection.py", "lamindb"),
+    "BioNeMo-SCDL": ("docs/migration/with_bionemo_scdl.py", "bionemo"),
+    "TileDB-SOMA-ML": ("docs/migration/with_tiledbsoma_ml.py", "tiledbsoma_ml"),
     "samples by ID, PyTorch": ("pipelines/tutorial_before.py", "torch"),
     "samples by ID, gpuload": ("pipelines/tutorial_after.py", "gpuload"),
 }
 """Each arm's program, and the library that it uses."""
 
-PACKAGES = ("torch", "anndata", "scdataset", "annbatch", "lamindb", "numpy", "numba")
+PACKAGES = ("torch", "anndata", "scdataset", "annbatch", "lamindb", "bionemo-scdl", "tiledbsoma-ml", "numpy", "numba")
 
 SAMPLE_SHAPE = (4, 4, 8)
 """Shape of the samples by ID; the model sees the first 64 values of each."""
