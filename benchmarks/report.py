@@ -76,14 +76,14 @@ RATIOS = (
 """Goals: an arm, another one, and the required speed-up of the first."""
 
 LOADERS = (
-    ("SciPy", "scipy-in-ram/dense", "nothing: all cells are in memory", "true random"),
     ("annbatch", "annbatch/dense", "its own store, shuffled when it was converted", "chunks of 32"),
+    ("BioNeMo-SCDL", "bionemo-scdl/dense/1", "its own memory maps", "true random"),
     ("TileDB-SOMA-ML", "tiledbsoma-ml/dense", "its own store", "chunks of 64"),
     ("scDataset", "scdataset/dense/16", "the .h5ad file", "blocks of 16"),
-    ("BioNeMo-SCDL", "bionemo-scdl/dense/1", "its own memory maps", "true random"),
-    ("MappedCollection", "mapped-collection/dense/1", "the .h5ad file", "true random"),
-    ("AnnLoader", "annloader/dense/1", "the .h5ad file", "true random"),
     ("cell-load", "cell-load/pairs-consecutive", "the .h5ad file", "sets of a perturbation"),
+    ("AnnLoader", "annloader/dense/1", "the .h5ad file", "true random"),
+    ("MappedCollection", "mapped-collection/dense/1", "the .h5ad file", "true random"),
+    ("no loader: SciPy", "scipy-in-ram/dense", "nothing: all cells are in memory", "true random"),
 )
 """The README's first table: each other loader, its arm, what it reads, and in which order."""
 

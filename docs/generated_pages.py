@@ -23,8 +23,8 @@ from gpuload.cli.text import count
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 TITLES = {
-    "rivals": "Beside other loaders",
-    "rivals_epyc": "Beside other loaders, on another machine",
+    "rivals_epyc": "Beside other loaders",
+    "rivals": "Beside other loaders, on another machine",
     "gpu": "On a GPU",
     "stages": "Each stage beside what the machine allows",
     "ranks": "One rank on all cores, two on half of them each",
