@@ -109,6 +109,7 @@ def describe(store: Store, paths: list[str], layer: str) -> dict[str, Any]:
         "kind": store.kind,
         "n_obs": store.n_obs,
         "n_vars": store.n_vars,
+        "row_shape": list(store.row_shape),
         "nnz_per_cell": _nnz_per_cell(store),
         "stored_nbytes": stored,
         "decoded_nbytes": decoded,
@@ -242,7 +243,9 @@ def _general(found: dict[str, Any]) -> list[tuple[str, str]]:
     pairs = [
         ("matrix", f"{found['layer']}, {'CSR' if found['kind'] == 'csr' else 'dense'}"),
         ("cells", text.number(found["n_obs"])),
-        ("genes", text.number(found["n_vars"])),
+        ("genes", text.number(found["n_vars"]))
+        if len(found["row_shape"]) == 1
+        else ("array of a cell", " x ".join(map(text.number, found["row_shape"]))),
     ]
     nnz = found["nnz_per_cell"]
     if nnz is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import pytest
 from anndata.io import write_elem
 
 import gpuload
+from gpuload.cli import main
 from gpuload.errors import PlanError, StoreError
 
 if TYPE_CHECKING:
@@ -202,6 +204,14 @@ def test_by_dali(tmp_path: Path) -> None:
         for pipeline in (None, cell_pipeline(loader)):
             for (batch,) in CellIterator(loader, pipeline):
                 np.testing.assert_array_equal(batch["X"].numpy(), images[batch["rows"].numpy().reshape(-1)])
+
+
+def test_what_inspect_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = npy(tmp_path, images_of())
+    assert main(["inspect", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"array of a cell +3 x 5 x 4\n", out)
+    assert "genes" not in out
 
 
 # --- refusals
