@@ -26,6 +26,7 @@ import gpuload
 from benchmarks.s3server import start
 from gpuload import cli
 from gpuload.synthetic import tahoe_shaped
+from tests.other_forms import write_scdl
 
 torch = pytest.importorskip("torch", reason="the pages train with PyTorch")
 
@@ -136,6 +137,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(folder: Path) -> Path:
     """Write the files into a folder, and return it."""
     mudata = pytest.importorskip("mudata", reason="a page reads its files")
+    pytest.importorskip("pyarrow", reason="SCDL's tables are Parquet")
     X, obs, var = tahoe_shaped(600, n_vars=120, mean_counts_per_cell=20, n_plates=4, n_cell_lines=5, n_drugs=8)
     var.index = [*GENES, *(f"gene_{i}" for i in range(len(GENES), 120))]
     rng = np.random.default_rng(0)
@@ -147,9 +149,13 @@ def written(folder: Path) -> Path:
     for name in ("counts", "spliced", "unspliced"):
         adata.layers[name] = X.copy()
     adata.obsm["X_pca"] = rng.normal(size=(600, 10)).astype(np.float32)
+    adata.obsm["image"] = rng.integers(0, 256, (600, 3, 6, 6)).astype(np.uint8)
+    np.save(folder / "images.npy", adata.obsm["image"])
     for name in ("cells", "atlas"):
         adata.write_h5ad(folder / f"{name}.h5ad", compression="gzip")
     adata.write_zarr(folder / "cells.annbatch.zarr")
+    (folder / "cells.scdl").mkdir()
+    write_scdl(folder / "cells.scdl", X, genes=list(var.index), obs=obs[["plate"]])
     (folder / "plates").mkdir()
     for i in range(3):
         part = adata[200 * i : 200 * (i + 1)].copy()
