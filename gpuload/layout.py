@@ -12,6 +12,7 @@ Requirements this module answers
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -50,8 +51,6 @@ class Filter:
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayLayout:
     """A stored array: byte ranges of its chunks and their codecs. Metadata only.
-
-    Reads are planned for one or two axes; `flattened` turns more into two.
 
     Attributes
     ----------
@@ -124,17 +123,14 @@ class ArrayLayout:
             return chunk
         return chunk - int(self.first_chunks[np.searchsorted(self.first_chunks, chunk, side="right") - 1])
 
-    def flattened(self) -> ArrayLayout | None:
-        """Return the layout with each row's elements along one axis; None if a chunk holds them in another order.
+    def flattened(self) -> ArrayLayout:
+        """Return the layout with the elements of a row along as few axes as possible: there are fewer pieces then.
 
-        The elements of a row remain in C order if chunks are whole along all axes after the second.
+        Axes are joined from the last on, as long as chunks are whole along them.
         """
-        if len(self.shape) == 2:
-            return self
-        if self.chunk_shape[2:] != self.shape[2:]:
-            return None
-        n_inner = int(np.prod(self.shape[2:]))
-        shape, chunk_shape = ((n[0], n[1] * n_inner) for n in (self.shape, self.chunk_shape))
+        shape, chunk_shape = self.shape, self.chunk_shape
+        while len(shape) > 2 and chunk_shape[-1] == shape[-1]:
+            shape, chunk_shape = ((*n[:-2], n[-2] * n[-1]) for n in (shape, chunk_shape))
         return replace(self, shape=shape, chunk_shape=chunk_shape)
 
     @property
@@ -144,8 +140,8 @@ class ArrayLayout:
 
     @property
     def n_across(self) -> int:
-        """Chunks side by side: 1 unless the array is 2-D and its chunks are narrower."""
-        return 1 if len(self.shape) == 1 else -(-self.shape[1] // self.chunk_shape[1])
+        """Chunks that share each row: 1 unless chunks are narrower than rows."""
+        return math.prod(-(-n // c) for n, c in zip(self.shape[1:], self.chunk_shape[1:], strict=True))
 
     @property
     def index_nbytes(self) -> int:
@@ -156,12 +152,12 @@ class ArrayLayout:
     @property
     def src_stride(self) -> int:
         """Elements from one row of a decoded chunk to the next."""
-        return self.chunk_shape[-1]
+        return math.prod(self.chunk_shape[1:])
 
     @property
     def dest_stride(self) -> int:
         """Elements from one row of the resident's array to the next."""
-        return self.shape[-1]
+        return math.prod(self.shape[1:])
 
     def decoded_nbytes(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the decoded size in bytes of each of `chunks`, given by number."""
@@ -190,7 +186,7 @@ def plan_read(
     layout
         The array.
     ranges : (n, 2) int64
-        Half-open ranges along the first axis (elements, or rows of a 2-D array); disjoint, ascending, none empty.
+        Half-open ranges along the first axis (elements, or rows); disjoint, ascending, none empty.
     dest : (n,) int64
         Where each range starts in the resident's flat array, in elements.
     target
@@ -203,7 +199,8 @@ def plan_read(
     ArrayRead
         Every needed chunk once, extents in ascending order of offset; without a limit on column numbers.
     """
-    pieces = _pieces_1d(layout, ranges, dest) if len(layout.shape) == 1 else _pieces_2d(layout, ranges, dest)
+    cut = _pieces_1d if len(layout.shape) == 1 else _pieces_2d if len(layout.shape) == 2 else _pieces_nd
+    pieces = cut(layout, ranges, dest)
     return _coalesce(layout, target, pieces, *_limits(layout, max_gap, max_extent))
 
 
@@ -301,6 +298,49 @@ def _pieces_2d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.
         width, rows = width * rows, np.ones_like(rows)
     pieces = _Pieces(tile_row * n_tiles + tile_col, src, to, width, rows)
     return pieces if n_tiles == 1 else pieces.take(np.argsort(pieces.chunk, kind="stable"))
+
+
+def _pieces_nd(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
+    """Split row ranges into the runs of elements, along the last axis, that chunks share with rows."""
+    tile, src, to, width = _runs(layout.shape[1:], layout.chunk_shape[1:])
+    number, tile_row, start, stop = _split(ranges, layout.chunk_shape[0])
+    n_runs = tile.size
+    first_src = (start - tile_row * layout.chunk_shape[0]) * layout.src_stride
+    first_to = dest[number] + (start - ranges[number, 0]) * layout.dest_stride
+    pieces = _Pieces(
+        np.repeat(tile_row * layout.n_across, n_runs) + np.tile(tile, number.size),
+        np.repeat(first_src, n_runs) + np.tile(src, number.size),
+        np.repeat(first_to, n_runs) + np.tile(to, number.size),
+        np.tile(width, number.size),
+        np.repeat(stop - start, n_runs),
+    )
+    return pieces.take(np.argsort(pieces.chunk, kind="stable"))
+
+
+def _runs(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[NDArray[np.int64], ...]:
+    """Return the runs of a row's elements that are contiguous in the row and in a chunk.
+
+    Parameters
+    ----------
+    shape, chunk_shape
+        Of a row, and of a chunk's part of one.
+
+    Returns
+    -------
+    tuple of (n_runs,) int64
+        Each run's chunk among those that share the row, its first element in the chunk's part and in the row, and its
+        length.
+    """
+    grid = tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
+    starts = np.meshgrid(*(np.arange(n) for n in shape[:-1]), np.arange(grid[-1]) * chunk_shape[-1], indexing="ij")
+    at = np.stack([axis.reshape(-1) for axis in starts])
+    tile, within = np.divmod(at, np.array(chunk_shape)[:, None])
+    return (
+        np.ravel_multi_index(tuple(tile), grid),
+        np.ravel_multi_index(tuple(within), chunk_shape),
+        np.ravel_multi_index(tuple(at), shape),
+        np.minimum(chunk_shape[-1], shape[-1] - at[-1]),
+    )
 
 
 def _coalesce(layout: ArrayLayout, target: str, pieces: _Pieces, max_gap: int, max_extent: int) -> ArrayRead:

@@ -8,6 +8,7 @@ safe to share between threads.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -139,7 +140,7 @@ class DenseMatrix:
     Attributes
     ----------
     X
-        Layout of the values, on two axes: rows, and the values of a row.
+        Layout of the values: rows, and the values of a row along one axis or more.
     row_shape
         Shape of a row: (n_vars,), unless each cell has an array of more dimensions.
     """
@@ -158,8 +159,8 @@ class DenseMatrix:
 
     @property
     def n_vars(self) -> int:
-        """Columns."""
-        return self.X.shape[1]
+        """Columns, or values of a row."""
+        return math.prod(self.row_shape)
 
     @property
     def layouts(self) -> tuple[ArrayLayout, ...]:

@@ -80,17 +80,10 @@ def dense_matrix(layout: ArrayLayout, where: str) -> DenseMatrix:
     Raises
     ------
     StoreError
-        There are too many values per cell, or a chunk does not hold those of a cell in their order.
+        There are too many values per cell.
     """
     check_n_vars(where, math.prod(layout.shape[1:]))
-    flat = layout.flattened()
-    if flat is None:
-        whole = (layout.chunk_shape[0], *layout.shape[1:])
-        raise StoreError(
-            f"{where} has chunks of shape {layout.chunk_shape}, which cut the arrays of {layout.shape[1:]} that its "
-            f"cells have; rewrite it with whole ones in each chunk, such as {whole}."
-        )
-    return DenseMatrix(flat, layout.shape[1:])
+    return DenseMatrix(layout.flattened(), layout.shape[1:])
 
 
 def check_dtype(where: str, dtype: np.dtype[Any]) -> None:

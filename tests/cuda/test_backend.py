@@ -126,12 +126,13 @@ def test_cells_taken_beside_an_iteration(open_fake: Callable[..., Opened], store
         np.testing.assert_array_equal(batch.X, stored.dense[rows])
 
 
-def test_arrays_of_cells(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunks", [(6, 2, 5, 4), (6, 2, 3, 2), None])
+def test_arrays_of_cells(open_fake: Callable[..., Opened], tmp_path: Path, chunks: tuple[int, ...] | None) -> None:
     images = np.random.default_rng(0).integers(0, 200, (53, 3, 5, 4)).astype(np.uint8)
     path = tmp_path / "cells.h5ad"
     anndata.AnnData(csr_matrix(np.eye(53, 6, dtype=np.float32))).write_h5ad(path)
     with h5py.File(path, "r+") as file:
-        file.create_dataset("obsm/image", data=images, chunks=(6, 2, 5, 4), compression="gzip")
+        file.create_dataset("obsm/image", data=images, chunks=chunks, compression="gzip" if chunks else None)
     for settings in ({"obsm": "image"}, {"layer": "obsm/image"}):
         opened = open_fake(path, seed=3, **settings, **SMALL)
         for batch in opened.epoch():
