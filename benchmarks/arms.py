@@ -19,6 +19,10 @@ ANNBATCH_DEFAULT = 512
 TILEDBSOMA_CHUNK = 64
 """TileDB-SOMA-ML's default for rows shuffled together, which are a tile of its store here."""
 
+TILEDBSOMA_DEFAULT = 66_688
+"""Cells in memory: TileDB-SOMA-ML's default of 65,536, rounded up to thirds of the published file, lest the last fetch
+of an epoch be short and soon over."""
+
 N_FILES = 20
 """Number of files over which the multi-file arms spread the cells."""
 
@@ -65,6 +69,7 @@ def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
         Arm("scdataset-anncollection/dense/16", "dense", "scdataset_anncollection", scdataset),
         Arm("annbatch/dense", "dense", "annbatch_store", _annbatch(common)),
         Arm("tiledbsoma-ml/dense", "dense", "tiledbsoma_ml", _tiledbsoma(common)),
+        Arm("tiledbsoma-ml/dense-default", "dense", "tiledbsoma_ml", _tiledbsoma(common, TILEDBSOMA_DEFAULT)),
         Arm("scipy-in-ram/dense", "dense", "scipy_ram", single),
     ]
 
@@ -83,6 +88,7 @@ def _log1p(batch_size: int, fetch_factor: int) -> list[Arm]:
             {**blocks, "block_size": SCDATASET_BLOCK, "rows_by": "mask"},
         ),
         Arm("annbatch/log1p", "log1p", "annbatch_store", _annbatch(common)),
+        Arm("annbatch/log1p/512", "log1p", "annbatch_store", _annbatch(common, ANNBATCH_DEFAULT)),
         Arm("scipy-in-ram/log1p", "log1p", "scipy_ram", {**common, "fetch_factor": 1}),
     ]
 
@@ -150,6 +156,7 @@ def _random(batch_size: int, fetch_factor: int) -> list[Arm]:
         Arm("scdataset/dense/1", "random", "scdataset_backed", {**common, "rows_by": "numbers"}),
         Arm("scdataset-mask/dense/1", "random", "scdataset_backed", {**common, "rows_by": "mask"}),
         Arm("mapped-collection/dense/1", "random", "mapped_collection", single),
+        Arm("mapped-collection-workers/dense/1", "random", "mapped_collection", {**single, "n_workers": 2}),
         Arm("annloader/dense/1", "random", "anndata_annloader", single),
     ]
 
@@ -208,10 +215,10 @@ def _ours(batch_size: int, fetch_factor: int) -> list[Arm]:
     ]
 
 
-def _tiledbsoma(common: dict[str, Any]) -> dict[str, Any]:
-    """Return TileDB-SOMA-ML's settings for as many blocks in memory as our arms of three chunks have."""
+def _tiledbsoma(common: dict[str, Any], n_cells: int | None = None) -> dict[str, Any]:
+    """Return TileDB-SOMA-ML's settings for cells in memory; None: as many blocks as our arms of three chunks have."""
     chunk = math.gcd(TILEDBSOMA_CHUNK, common["batch_size"])  # it must divide the rows in memory
-    fetch_factor = common["fetch_factor"] * 21 // 16
+    fetch_factor = common["fetch_factor"] * 21 // 16 if n_cells is None else n_cells // common["batch_size"]
     return {**common, "order": "blocks", "fetch_factor": fetch_factor, "shuffle_chunk_size": chunk}
 
 
