@@ -50,6 +50,8 @@ Otherwise it is the one with a rival's own settings if there is one, or else the
 RATIOS = (
     ("gpuload/dense/chunk", "scdataset/dense/16", 7.0),
     ("gpuload/dense/chunk", "annbatch/dense", 2.0),
+    ("gpuload/dense/chunk", "annbatch-collection/dense/512", 1.0),
+    ("gpuload/csr/2-chunks", "annbatch-collection/csr/512", 1.0),
     ("gpuload/dense/3-chunks-later", "scipy-in-ram/dense", 1.0),
     ("gpuload/csr/chunk", "scdataset/csr/16", 6.0),
     ("gpuload/csr/2-chunks", "annbatch/csr", 1.5),
@@ -63,11 +65,12 @@ RATIOS = (
     ("gpuload-packed/csr/32", "gpuload-collection/csr/32", 1.0),
     ("gpuload/dense/streaming", "scdataset/dense/streaming", 3.0),
     ("gpuload/dense/1", "scdataset/dense/1", 2.5),
-    ("gpuload/dense/1", "mapped-collection/dense/1", 2.5),
+    ("gpuload/dense/1", "mapped-collection-workers/dense/1", 2.5),
     ("gpuload/dense/1", "annloader/dense/1", 2.5),
     ("gpuload-scdl/dense/1", "bionemo-scdl/dense/1", 2.0),
     ("gpuload-scdl/csr/1", "bionemo-scdl/csr/1", 1.5),
     ("gpuload/dense/chunk", "tiledbsoma-ml/dense", 5.0),
+    ("gpuload/dense/chunk", "tiledbsoma-ml/dense-default", 5.0),
     ("gpuload/csr/chunk", "tiledbsoma-ml/csr", 6.0),
     ("gpuload/pairs/chunk", "cell-load/pairs-consecutive", 7.0),
     ("gpuload/dense/16", "scdataset/dense/16", 3.0),
@@ -76,30 +79,31 @@ RATIOS = (
 """Goals: an arm, another one, and the required speed-up of the first."""
 
 LOADERS = (
-    ("annbatch", "annbatch/dense", "its own store, shuffled when it was converted", "chunks of 32"),
+    ("annbatch", "annbatch-collection/dense/512", "its own store, shuffled when it was converted", "chunks of 512"),
     ("BioNeMo-SCDL", "bionemo-scdl/dense/1", "its own memory maps", "true random"),
     ("TileDB-SOMA-ML", "tiledbsoma-ml/dense", "its own store", "chunks of 64"),
     ("scDataset", "scdataset/dense/16", "the .h5ad file", "blocks of 16"),
     ("cell-load", "cell-load/pairs-consecutive", "the .h5ad file", "sets of a perturbation"),
     ("AnnLoader", "annloader/dense/1", "the .h5ad file", "true random"),
-    ("MappedCollection", "mapped-collection/dense/1", "the .h5ad file", "true random"),
+    ("MappedCollection", "mapped-collection-workers/dense/1", "the .h5ad file", "true random"),
     ("no loader: SciPy", "scipy-in-ram/dense", "nothing: all cells are in memory", "true random"),
 )
 """The README's first table: each other loader, its arm, what it reads, and in which order."""
 
 BESIDE = {
+    "annbatch-collection/dense/512": ("gpuload-collection/dense/512", "the same store, blocks of 512"),
     "bionemo-scdl/dense/1": ("gpuload-scdl/dense/1", "the same memory maps, true random"),
-    "mapped-collection/dense/1": ("gpuload/dense/1", "the .h5ad file, true random"),
+    "mapped-collection-workers/dense/1": ("gpuload/dense/1", "the .h5ad file, true random"),
     "annloader/dense/1": ("gpuload/dense/1", "the .h5ad file, true random"),
-    "cell-load/pairs-consecutive": ("gpuload/pairs/chunk", "the .h5ad file, the same sets"),
+    "cell-load/pairs-consecutive": ("gpuload/pairs/chunk", "the .h5ad file, such sets"),
 }
-"""Our arm that does what a loader's does, and what it reads; for the others, `REFERENCE` over the .h5ad file."""
+"""Our arm beside a loader's, and what it reads; for the others, `REFERENCE` over the .h5ad file."""
 
 HEADLINE_RIVALS = ("scDataset", "scDataset, rows by mask", "annbatch (converted store)", "SciPy, all in RAM")
 
-_DENSE = ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch/dense", "scipy-in-ram/dense")
-_LOG1P = ("", "scdataset-mask/log1p/16", "annbatch/log1p", "scipy-in-ram/log1p")
-_CSR = ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch/csr", "")
+_DENSE = ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch-collection/dense/512", "scipy-in-ram/dense")
+_LOG1P = ("", "scdataset-mask/log1p/16", "annbatch/log1p/512", "scipy-in-ram/log1p")
+_CSR = ("scdataset/csr/16", "scdataset-mask/csr/16", "annbatch-collection/csr/512", "")
 _COLLECTION_DENSE = ("", "", "annbatch-collection/dense/512", "")
 _COLLECTION_CSR = ("", "", "annbatch-collection/csr/512", "")
 
@@ -378,7 +382,8 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
         axes.margins(x=0.12)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("cells/s, dense float32 (median; line: range over the rounds)")
-        axes.set_title("gpuload (green) beside each loader (grey) at the same task", loc="left", fontsize=9)
+        title = "gpuload (green) beside each loader (grey), minibatches of equal diversity"
+        axes.set_title(title, loc="left", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=150)
 

@@ -9,6 +9,7 @@ Requirements this module answers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -113,7 +114,7 @@ def make_tables(
         if group == "obsm":
             form, var_names = Form("dense", "float32", store.n_vars, store.columns()), store.var_names
         else:
-            _check_rows(store, genes, output)
+            check_rows(store, genes, output, own or layer)
             chosen, var_names = (None, store.var_names) if group == "modalities" else select_genes(genes, store)
             if isinstance(transform, Mapping):
                 own_transform = transform.get(own or layer)
@@ -124,11 +125,17 @@ def make_tables(
     return tables
 
 
-def _check_rows(store: Store, genes: Any, output: str) -> None:
-    """Raise PlanError for settings that arrays of cells do not have."""
-    if len(store.row_shape) > 1 and (genes is not None or output == "csr"):
-        setting = "output='csr'" if genes is None else "genes"
-        raise PlanError(f"{setting}: cells of {store.paths[0]} have arrays of shape {store.row_shape}; leave it out.")
+def check_rows(store: Store, genes: Any, output: str, name: str = "X") -> None:
+    """Raise PlanError for settings that arrays of cells do not have; `name` is that of the matrix."""
+    if len(store.row_shape) == 1:
+        return
+    is_cut = store.n_vars != math.prod(store.row_shape)
+    setting = "join" if is_cut else "output='csr'" if output == "csr" else "genes" if genes is not None else ""
+    if setting:
+        also = "" if name == "X" else f" in {name}, which obsm= returns without"
+        raise PlanError(
+            f"{setting}: cells of {store.paths[0]} have arrays of shape {store.row_shape}{also}; leave it out."
+        )
 
 
 def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, NDArray[np.object_]]:

@@ -31,6 +31,7 @@ from gpuload.outlook import (
     open_part,
 )
 from gpuload.plan import DEFAULT_BLOCK_SIZE
+from gpuload.tables import check_rows
 from gpuload.types import Form
 
 if TYPE_CHECKING:
@@ -186,6 +187,7 @@ def tune(paths: Any, wish: Wish, progress: Callable[[float], None] = lambda _: N
     with closing(open_store(paths, layer=wish.layer, obs=labels, join=join)) as store:
         if not store.n_obs:
             raise PlanError(f"{store.paths[0]}: there are no cells to time; pass a file that has some.")
+        check_rows(store, None, wish.output)
         bench = Bench(store, wish)
         start = time.perf_counter()
         turns = _Turns(bench, bench.first_trials(), wish.seconds, progress)

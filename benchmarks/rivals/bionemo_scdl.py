@@ -2,9 +2,10 @@
 
 The folder is read as its documentation shows: one cell after another, by a DataLoader whose minibatches are made by
 `collate_sparse_matrix_batch`. A cell comes without its number, so a wrapper adds that, and the labels are taken
-from a tensor in the order of the rows, which its documentation advises for speed. SCDL leaves open how to make dense
-minibatches; SciPy does that several times faster than `torch.Tensor.to_dense`. PyTorch is kept to one thread, as it is
-in a DataLoader's workers: more gain nothing on so few values, and wait for one another where other programs run too.
+from a tensor in the order of the rows, which its documentation advises for speed. It makes rows dense one by one
+(`get_row_padded`); SciPy makes a minibatch dense many times faster, and also faster than `torch.Tensor.to_dense`.
+PyTorch is kept to one thread, as it is in a DataLoader's workers: more gain nothing on so few values, and wait for one
+another where other programs run too.
 """
 
 from __future__ import annotations

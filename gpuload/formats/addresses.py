@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
 
 from gpuload.errors import PlanError, ReadError
-from gpuload.formats.zarr_nodes import GROUP_FILES
+from gpuload.formats.zarr_nodes import NODE_FILES
 from gpuload.hub import split_address
 from gpuload.remote import Patience, open_remote
 
@@ -124,8 +124,8 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
     def is_zarr(self) -> bool:
         """Whether there is a folder that is a zarr store."""
         if self.listed is not None:
-            return any(name in self.listed for name in GROUP_FILES)
-        return any(self.head(f"{self.key}/{name}") is not None for name in GROUP_FILES)
+            return any(name in self.listed for name in NODE_FILES)
+        return any(self.head(f"{self.key}/{name}") is not None for name in NODE_FILES)
 
     @property
     def is_folder(self) -> bool:

@@ -82,7 +82,7 @@ def dense_matrix(layout: ArrayLayout, where: str) -> DenseMatrix:
     StoreError
         There are too many values per cell.
     """
-    check_n_vars(where, math.prod(layout.shape[1:]))
+    check_n_vars(where, math.prod(layout.shape[1:]), "genes" if len(layout.shape) == 2 else "values in each cell")
     return DenseMatrix(layout.flattened(), layout.shape[1:])
 
 
@@ -107,10 +107,10 @@ def check_integers(where: str, dtype: np.dtype[Any]) -> None:
         raise StoreError(f"{where} has dtype {dtype}; expected integers.")
 
 
-def check_n_vars(where: str, n_vars: int) -> None:
-    """Raise StoreError if there are more genes than column numbers can count."""
+def check_n_vars(where: str, n_vars: int, what: str = "genes") -> None:
+    """Raise StoreError if there are more genes, or other values of a cell, than column numbers can count."""
     if not 0 <= n_vars < 1 << 31:
-        raise StoreError(f"{where} has {n_vars} genes; at most 2**31 - 1 can be addressed.")
+        raise StoreError(f"{where} has {n_vars} {what}; at most 2**31 - 1 can be addressed.")
 
 
 def ends_early(source: Source, name: str, wanted: int) -> ReadError:

@@ -11,8 +11,8 @@ Requirements this module answers
 - SCDL keeps the columns of var, but drops its index if there are any: genes are named by the first column of distinct
   strings, else by the first column of strings, else by number.
 - SCDL starts another table of genes wherever joined data sets differ in any column of var, and NaN differs from NaN.
-  Several tables are read if they name the same genes in the same order; otherwise (ragged) they are refused: there is
-  no common matrix.
+  Several tables are read if all columns of strings that tell genes apart in each are the same, in the same order;
+  otherwise (ragged) they are refused: there is no common matrix.
 
 References
 ----------
@@ -199,25 +199,31 @@ def _frames(folder: str) -> list[str]:
 
 def _gene_names(path: str) -> NDArray[np.object_]:
     folder = next((f for f in ("var_features", "features") if os.path.isdir(os.path.join(path, f))), "var_features")
-    tables = [_table_names(frame) for frame in _frames(os.path.join(path, folder))]
-    is_common = all(are_distinct and np.array_equal(names, tables[0][0]) for names, are_distinct in tables)
-    if not tables or (len(tables) > 1 and not is_common):
+    tables = [_texts(frame) for frame in _frames(os.path.join(path, folder))]
+    if len(tables) == 1:
+        ((columns, n_genes),) = tables
+        names = next((t for t in columns.values() if _is_distinct(t)), next(iter(columns.values()), None))
+        return numbered(n_genes) if names is None else names
+    first = tables[0][0] if tables else {}
+    telling = [name for name in first if all(name in t and _is_distinct(t[name]) for t, _ in tables)]
+    if not telling or not all(np.array_equal(t[name], first[name]) for t, _ in tables for name in telling):
         raise StoreError(
             f"{path}: {folder} holds {len(tables)} sets of genes; one can be read. Convert its sources one by one with "
             "the same genes, and pass the folders as a list."
         )
-    return tables[0][0]
+    return first[telling[0]]
 
 
-def _table_names(frame: str) -> tuple[NDArray[np.object_], bool]:
-    """Return the names of a table's genes, and whether they tell genes apart."""
+def _texts(frame: str) -> tuple[dict[str, NDArray[np.object_]], int]:
+    """Return the columns of strings of a table of genes, and its length."""
     with opened(frame) as table:
-        columns, n_genes = [table.column(name) for name in table.names()], table.n_rows()
-    texts = [as_strings(values) for values in columns if getattr(values, "dtype", np.dtype("O")).kind in "OU"]
-    distinct = next((t for t in texts if len(set(t)) == t.size), None)
-    if distinct is not None:
-        return distinct, True
-    return texts[0] if texts else numbered(n_genes), False
+        columns, n_genes = {name: table.column(name) for name in table.names()}, table.n_rows()
+    is_text = {name: getattr(values, "dtype", np.dtype("O")).kind in "OU" for name, values in columns.items()}
+    return {name: as_strings(values) for name, values in columns.items() if is_text[name]}, n_genes
+
+
+def _is_distinct(names: NDArray[np.object_]) -> bool:
+    return len(set(names)) == names.size
 
 
 def _obs_column(path: str, name: str, n_rows: int) -> ObsColumn:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 GROUP_FILES = ("zarr.json", ".zgroup")
 """Files one of which a folder has that is a group, whatever the version."""
 
+NODE_FILES = ("zarr.json", ".zgroup", ".zarray")
+"""Files one of which a folder has that is a group or an array, whatever the version."""
+
 METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 """All files of a store that hold no chunk; the first three say what a node is."""
 

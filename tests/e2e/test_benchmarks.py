@@ -245,13 +245,13 @@ def test_every_loader_is_named_beside_ours():
     assert report.BESIDE.keys() <= {arm for _, arm, *_ in report.LOADERS}
     records = [record("gpuload/dense/chunk", 800.0), record("scdataset/dense/16", 100.0), record("scdataset/csr", 1.0)]
     records += [
-        record("annbatch/dense", 400.0),
+        record("scipy-in-ram/dense", 400.0),
         record("bionemo-scdl/dense/1", 300.0),
     ]  # ours beside the last is lacking
     ours = "800 | the .h5ad file, blocks of a chunk"
     assert report.loaders(records).splitlines()[2:] == [
-        f"| annbatch | its own store, shuffled when it was converted | chunks of 32 | 400 | {ours} | 2.0x |",
         f"| scDataset | the .h5ad file | blocks of 16 | 100 | {ours} | 8.0x |",
+        f"| no loader: SciPy | nothing: all cells are in memory | true random | 400 | {ours} | 2.0x |",
     ]
     assert report.loaders(records[:1]) == ""
 

@@ -432,6 +432,30 @@ def test_scdl_whose_tables_do_not_fit(scdl: Path) -> None:
     assert_refused("StoreError", scdl, "0 sets of genes")
 
 
+@pytest.mark.parametrize(
+    ("other", "is_same"),
+    [
+        ({"n": ["0", "1", "2"], "id": ["a", "b", "c"], "kind": ["x", "y", "y"]}, True),  # kind tells no genes apart
+        ({"id": ["a", "b", "c"], "n": ["0", "1", "2"]}, True),
+        ({"n": ["0", "1", "2"], "id": ["a", "b", "d"]}, False),  # n would hide it
+        ({"n": ["0", "1", "2"], "id": ["b", "a", "c"]}, False),
+        ({"other": ["a", "b", "c"]}, False),
+    ],
+)
+def test_scdl_tables_of_genes(scdl: Path, other: dict[str, list[str]], is_same: bool) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    first = {"n": ["0", "1", "2"], "id": ["a", "b", "c"], "kind": ["x", "x", "y"]}
+    for number, table in enumerate((first, other)):
+        parquet.write_table(pa.table(table), scdl / "var_features" / f"dataframe_{number}.parquet")
+    if is_same:
+        with gpuload.open_loader(scdl) as loader:
+            assert loader.n_vars == 3
+    else:
+        assert_refused("StoreError", scdl, "2 sets of genes")
+
+
 def test_scdl_whose_number_of_rows_cannot_be_read(scdl: Path) -> None:
     index = scdl / "var_features" / "cumulative_sum_index.npy"
     index.write_bytes(index.read_bytes()[:-9])

@@ -120,13 +120,15 @@ def zarrs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
+@pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("scheme", ["s3", "http"])
-def test_a_zarr_array_of_images(server: Running, tmp_path: Path, scheme: str) -> None:
+def test_a_zarr_array_of_images(server: Running, tmp_path: Path, scheme: str, zarr_format: int) -> None:
     import zarr
 
     images = np.random.default_rng(0).integers(0, 200, (23, 3, 5, 4)).astype(np.uint8)
-    path = tmp_path / "images.zarr"
-    zarr.create_array(str(path), shape=images.shape, dtype=images.dtype, chunks=(6, 2, 5, 4))[:] = images
+    path = tmp_path / f"images{zarr_format}.zarr"
+    how: dict[str, Any] = {"shape": images.shape, "dtype": images.dtype, "chunks": (6, 2, 5, 4)}
+    zarr.create_array(str(path), zarr_format=zarr_format, **how)[:] = images
     key = put(server, path)
     address = f"s3://data/{key}" if scheme == "s3" else f"{server.url}/data/{key}"
     reached = {"storage_options": options(server)} if scheme == "s3" else {}

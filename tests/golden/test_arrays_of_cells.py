@@ -279,6 +279,22 @@ def test_settings_that_arrays_do_not_have() -> None:
             gpuload.open_loader(images_of(), **settings, **SMALL)
 
 
+def test_names_select_no_values_of_arrays() -> None:
+    with pytest.raises(PlanError, match=r"join: cells of <ndarray> have arrays of shape \(3, 5, 4\); leave it out"):
+        gpuload.open_loader(images_of(), join=["0", "1"], **SMALL)
+
+
+def test_as_a_layer_with_genes() -> None:
+    with pytest.raises(PlanError, match=r"genes: .* of shape \(3, 5, 4\) in obsm/image, which obsm= returns without"):
+        gpuload.open_loader(cells_of(images_of()), layer=["X", "obsm/image"], genes=["1"], **SMALL)
+
+
+def test_tune_refuses_csr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = npy(tmp_path, images_of())
+    assert main(["tune", str(path), "--output", "csr", "--seconds", "0.1"]) == 2
+    assert "output='csr': cells of" in capsys.readouterr().err
+
+
 def test_a_zarr_array_has_no_members(tmp_path: Path) -> None:
     path, _ = zarr_array(tmp_path, images_of())
     with pytest.raises(StoreError, match=r"this format has no obs, so obs=\['a'\]"):
