@@ -15,6 +15,7 @@ from anndata.io import write_elem
 import gpuload
 from gpuload.cli import main
 from gpuload.errors import PlanError, StoreError
+from gpuload.formats import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,6 +165,16 @@ def test_chunks_that_cut_all_axes(
         assert_images(loader, images)
         rows = np.array([9, 0, 52, 9])
         np.testing.assert_array_equal(loader.take(rows).X, images[rows])
+
+
+def test_each_chunk_is_decoded_once(tmp_path: Path) -> None:
+    path, settings = h5ad_chunked(tmp_path, images_of(), chunks=(6, 2, 2, 3))
+    store = open_store([str(path)], obs=(), **settings)
+    (read,) = store.recipe(np.array([[2, 5], [5, 9], [30, 41]])).reads
+    store.close()
+    n_rows_of_chunks = len({0, 1, 5, 6})
+    assert read.chunk_id.size == np.unique(read.chunk_id).size == n_rows_of_chunks * 2 * 3 * 2
+    assert (read.piece_width * read.piece_rows).sum() == 18 * 3 * 5 * 4
 
 
 def test_as_anndata_writes_them_with_gzip(tmp_path: Path) -> None:
