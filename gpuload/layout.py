@@ -199,8 +199,7 @@ def plan_read(
     ArrayRead
         Every needed chunk once, extents in ascending order of offset; without a limit on column numbers.
     """
-    cut = _pieces_1d if len(layout.shape) == 1 else _pieces_2d if len(layout.shape) == 2 else _pieces_nd
-    pieces = cut(layout, ranges, dest)
+    pieces = _pieces_1d(layout, ranges, dest) if len(layout.shape) == 1 else _pieces_of_rows(layout, ranges, dest)
     return _coalesce(layout, target, pieces, *_limits(layout, max_gap, max_extent))
 
 
@@ -282,37 +281,21 @@ def _pieces_1d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.
     )
 
 
-def _pieces_2d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
-    """Split row ranges into tiles; a tile as wide as the array is one run of elements, however many rows."""
-    n_cols = layout.shape[1]
-    tile_rows, tile_cols = layout.chunk_shape
-    number, tile_row, start, stop = _split(ranges, tile_rows)
-    n_tiles = layout.n_across
-    tile_col = np.tile(np.arange(n_tiles), number.size)
-    number, tile_row, start, stop = (np.repeat(a, n_tiles) for a in (number, tile_row, start, stop))
-    src = (start - tile_row * tile_rows) * tile_cols
-    to = dest[number] + (start - ranges[number, 0]) * n_cols + tile_col * tile_cols
-    width = np.minimum(tile_cols, n_cols - tile_col * tile_cols)
-    rows = stop - start
-    if tile_cols == n_cols:
-        width, rows = width * rows, np.ones_like(rows)
-    pieces = _Pieces(tile_row * n_tiles + tile_col, src, to, width, rows)
-    return pieces if n_tiles == 1 else pieces.take(np.argsort(pieces.chunk, kind="stable"))
-
-
-def _pieces_nd(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
-    """Split row ranges into the runs of elements, along the last axis, that chunks share with rows."""
-    tile, src, to, width = _runs(layout.shape[1:], layout.chunk_shape[1:])
+def _pieces_of_rows(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
+    """Split row ranges into the runs of elements that chunks share with rows; whole rows are one, however many."""
     number, tile_row, start, stop = _split(ranges, layout.chunk_shape[0])
-    n_runs = tile.size
     first_src = (start - tile_row * layout.chunk_shape[0]) * layout.src_stride
     first_to = dest[number] + (start - ranges[number, 0]) * layout.dest_stride
+    rows = stop - start
+    if layout.chunk_shape[1:] == layout.shape[1:]:
+        return _Pieces(tile_row, first_src, first_to, rows * layout.dest_stride, np.ones_like(rows))
+    tile, src, to, width = _runs(layout.shape[1:], layout.chunk_shape[1:])
     pieces = _Pieces(
-        np.repeat(tile_row * layout.n_across, n_runs) + np.tile(tile, number.size),
-        np.repeat(first_src, n_runs) + np.tile(src, number.size),
-        np.repeat(first_to, n_runs) + np.tile(to, number.size),
+        np.repeat(tile_row * layout.n_across, tile.size) + np.tile(tile, number.size),
+        np.repeat(first_src, tile.size) + np.tile(src, number.size),
+        np.repeat(first_to, tile.size) + np.tile(to, number.size),
         np.tile(width, number.size),
-        np.repeat(stop - start, n_runs),
+        np.repeat(rows, tile.size),
     )
     return pieces.take(np.argsort(pieces.chunk, kind="stable"))
 
