@@ -208,6 +208,21 @@ def _parquet(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -
     return parquet.decode(np.frombuffer(data, dtype=np.uint8), values, nbytes, itemsize)
 
 
+def _tiledb(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    """Decode a data tile; `values` describe its filters, in the order of `native.tiledb`."""
+    from gpuload.backends import tiledb
+
+    del itemsize
+    return tiledb.decode_tiles(np.frombuffer(data, dtype=np.uint8), values, np.array([nbytes], dtype=np.int64))
+
+
+def _tiledb_band(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    """Decode a band of rows; `values` are as for `tiledb.decode_band`."""
+    from gpuload.backends import tiledb
+
+    return tiledb.decode_band(np.frombuffer(data, dtype=np.uint8), values, nbytes, itemsize)
+
+
 def _room(nbytes: int) -> Any:
     """Return memory for a decoder; a chunk is small enough to come from the allocator's free lists."""
     return np.empty(nbytes, dtype=np.uint8) if nbytes >= 0 else None
@@ -226,6 +241,8 @@ DECODERS: dict[str, Decoder] = {
     "lz4-sized": _lz4_sized,
     "bitshuffle": _bitshuffle,
     "parquet": _parquet,
+    "tiledb": _tiledb,
+    "tiledb-band": _tiledb_band,
 }
 
 

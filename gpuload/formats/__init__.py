@@ -17,7 +17,7 @@ from gpuload.formats.addresses import as_address, check_given
 from gpuload.formats.arrays import OBSM, as_strings, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
-from gpuload.formats.recognise import anndata_groups, expand, is_parquet, obs_columns, open_parquet, open_path
+from gpuload.formats.recognise import anndata_groups, expand, is_parquet, is_soma, obs_columns, open_parquet, open_path
 from gpuload.store import ObsColumn
 from gpuload.threads import DaemonThreads
 
@@ -375,9 +375,12 @@ def _cell_names(cells: Any, modality: str) -> tuple[str, NDArray[np.object_]]:
     if is_anndata(cells):
         return f"<AnnData {modality!r}>", as_strings(cells.obs_names)
     if isinstance(cells, (str, os.PathLike)):
+        from gpuload.formats.frames import cell_names
         from gpuload.formats.obs import read_index
 
         path = os.fspath(cells)
+        if is_soma(path):
+            return path, cell_names(path, "X")
         with anndata_groups(path) as groups:
             found = [read_index(group["obs"], path, "obs") for group in groups if "obs" in group]
         if found:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from gpuload.cache import SampleStore
     from gpuload.remote import Remote, RemoteObject
 
+TILEDB_GROUP = ("__tiledb_group.tdb", "__group")
+"""Members of the folder of a TileDB group."""
+
 
 class Address(str):  # noqa: SLOT000 - caches what it has found
     """The address of an object, or of a folder of objects, with what is needed to reach it.
@@ -114,6 +117,11 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
             return {o.key[len(prefix) :]: o for o in every if o.key.startswith(prefix)}
 
         return Patience().ask(listing)
+
+    @property
+    def is_tiledb(self) -> bool:
+        """Whether there is a folder that is a TileDB group; a web server cannot tell."""
+        return any(key.partition("/")[0] in TILEDB_GROUP for key in self.listed or ())
 
     @property
     def is_file(self) -> bool:

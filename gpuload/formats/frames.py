@@ -15,7 +15,7 @@ from gpuload.errors import StoreError
 from gpuload.formats.arrays import as_strings, check_length, numbered
 from gpuload.formats.members import keys_of
 from gpuload.formats.obs import column_names, index_name, read_index, read_values
-from gpuload.formats.recognise import anndata_groups, obs_columns, open_path
+from gpuload.formats.recognise import anndata_groups, file_of, is_soma, obs_columns, open_path
 from gpuload.store import check_whole
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ def checked_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
 
 def _stored_names(path: str, layer: str) -> NDArray[np.object_] | int:
     """Return the index of obs, or, in a format without one, a column ``"barcode"`` (10x), or the number of cells."""
+    soma = soma_names(path)
+    if soma is not None:
+        return soma
     with anndata_groups(path) as groups:
         frames = [group.get("obs") for group in groups]
         if frames and all(frame is not None for frame in frames):
@@ -52,6 +55,15 @@ def _stored_names(path: str, layer: str) -> NDArray[np.object_] | int:
     named = [name for name in obs_columns(path) if name == "barcode"]
     store = _opened(path, layer, named)
     return as_strings(_decoded(store.obs["barcode"])) if named else store.n_obs
+
+
+def soma_names(path: str) -> NDArray[np.object_] | int | None:
+    """Return the names of the cells of a SOMA experiment, or their number; None if the path is not one."""
+    if not is_soma(path):
+        return None
+    from gpuload.formats.soma import cell_names as names_of
+
+    return names_of(file_of(path))
 
 
 def cell_column(path: str, name: str, layer: str) -> Any:

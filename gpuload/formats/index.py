@@ -21,7 +21,7 @@ import logging
 import os
 import time
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -46,13 +46,23 @@ _DIGEST = 32
 _STEP = 1 << 15
 
 
+class Named(Protocol):
+    """What an index is of: a file, an object or a folder."""
+
+    @property
+    def name(self) -> str:
+        """Its path or address."""
+
+
 class Index:
     """Arrays kept from an earlier opening of a file, by name; and those to keep.
 
     Parameters
     ----------
     source
-        The file, open.
+        The file, open; or anything with a name, if a key is given.
+    key
+        What identifies the state of the data, if its entries do so themselves.
 
     Attributes
     ----------
@@ -62,10 +72,10 @@ class Index:
         Smaller arrays are not kept.
     """
 
-    def __init__(self, source: FileSource | RemoteSource) -> None:
+    def __init__(self, source: Named, key: dict[str, Any] | None = None) -> None:
         self._source = source
         self._arrays: dict[str, NDArray[Any]] | None = None
-        self._key: dict[str, Any] | None = None
+        self._key = key
         self._has_news = False
         self.is_exact = isinstance(source, RemoteSource)
         self.min_chunks, self.min_rows = (1, 1) if self.is_exact else (MIN_CHUNKS, MIN_ROWS)
@@ -116,7 +126,7 @@ class Index:
 
     def _places(self) -> list[str]:
         """Return the possible paths of the index, in order of preference."""
-        is_remote = isinstance(self._source, RemoteSource)
+        is_remote = isinstance(self._source, RemoteSource) or "://" in self._source.name
         path = self._source.name if is_remote else os.path.realpath(self._source.name)
         name = f"{blake2b(os.fsencode(path), digest_size=16).hexdigest()}.gpuload-index"
         chosen = os.environ.get("GPULOAD_INDEX")

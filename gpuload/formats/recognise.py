@@ -13,10 +13,11 @@ import os
 from contextlib import closing, contextmanager
 from fnmatch import fnmatchcase
 from glob import glob, has_magic
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import ReadError, StoreError
-from gpuload.formats.addresses import as_address
+from gpuload.formats.addresses import TILEDB_GROUP, as_address
 from gpuload.formats.zarr_nodes import METADATA
 
 if TYPE_CHECKING:
@@ -34,8 +35,23 @@ ENDINGS = (".h5ad", ".h5mu", ".h5", ".zarr", ".npz", ".npy", ".parquet")
 GENES_FILE = "gene_metadata.parquet"
 """The table beside Parquet files of cells that says which gene a number stands for; see `parquet_genes`."""
 
-MODALITIES = "mod"
-"""The group of a MuData that holds its modalities."""
+MODALITIES, MEASUREMENTS = "mod", "ms"
+"""The groups of a MuData, and of a SOMA experiment, that hold their modalities."""
+
+_WITH_MODALITIES = {"zarr": MODALITIES, "soma": MEASUREMENTS}
+"""Folders of which a modality may be chosen by the path, and the group that holds them."""
+
+_OPENERS = {
+    "npy": ("numpy", "open_npy"),
+    "npz": ("numpy", "open_npz"),
+    "scdl": ("scdl", "open_scdl"),
+    "soma": ("soma", "open_soma"),
+    "zarr": ("zarr", "open_zarr"),
+}
+"""Module and function that opens one path of a form, imported only for a path of it."""
+
+_WITH_COLUMNS = {"parquet": "parquet_cells", "scdl": "scdl", "soma": "soma"}
+"""Modules that name the columns of obs."""
 
 
 def expand(path: str) -> list[str]:
@@ -65,7 +81,7 @@ def expand(path: str) -> list[str]:
     if not names:
         raise StoreError(
             f"{path}: this folder has no cells: neither files that end in {', '.join(ENDINGS)} nor the parts of a "
-            "zarr or an SCDL store. Check the path."
+            "zarr, an SCDL or a SOMA store. Check the path."
         )
     if len(endings) > 1:
         raise StoreError(
@@ -88,14 +104,16 @@ def _fitting(pattern: Address) -> list[Address]:
 
 
 def folder_form(path: str) -> str:
-    """Return ``"zarr"`` or ``"scdl"`` if a folder is a store of that format, else ``""``."""
+    """Return ``"zarr"``, ``"scdl"`` or ``"soma"`` if a folder is a store of that format, else ``""``."""
     from gpuload.formats.scdl import is_scdl
 
     address = as_address(path)
     if address is not None:
-        return "zarr" if address.is_zarr else ""
+        return "zarr" if address.is_zarr else "soma" if address.is_tiledb else ""
     if any(os.path.exists(os.path.join(path, name)) for name in METADATA):
         return "zarr"
+    if any(os.path.exists(os.path.join(path, name)) for name in TILEDB_GROUP):
+        return "soma"
     return "scdl" if is_scdl(path) else ""
 
 
@@ -105,7 +123,7 @@ def open_path(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     Parameters
     ----------
     path
-        The path; for a MuData with several modalities, followed by a modality: ``"cells.h5mu/rna"``, also in zarr.
+        The path; for a MuData or a SOMA experiment with several modalities, followed by one: ``"cells.h5mu/rna"``.
     layer, obs
         As for `formats.open_store`.
 
@@ -120,27 +138,18 @@ def open_path(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     """
     path, modality = _modality(path)
     form = _form(path)
-    if modality and form not in ("zarr", "hdf5"):
+    if modality and form not in ("hdf5", *_WITH_MODALITIES):
         from gpuload.formats.mudata import no_modalities
 
         raise no_modalities(path, modality)
-    if form == "scdl":
-        from gpuload.formats.scdl import open_scdl
-
-        return open_scdl(path, layer=layer, obs=obs)
-    if form == "zarr":
-        from gpuload.formats.zarr import open_zarr
-
-        return open_zarr(path, layer=layer, obs=obs, modality=modality)
-    if form == "npy":
-        from gpuload.formats.numpy import open_npy
-
-        return open_npy(path, layer=layer, obs=obs)
-    if form == "npz":
-        from gpuload.formats.numpy import open_npz
-
-        return open_npz(path, layer=layer, obs=obs)
-    return open_parquet([path], layer=layer, obs=obs) if form == "parquet" else _open_hdf5(path, modality, layer, obs)
+    if form == "hdf5":
+        return _open_hdf5(path, modality, layer, obs)
+    if form == "parquet":
+        return open_parquet([path], layer=layer, obs=obs)
+    module, function = _OPENERS[form]
+    named = {"modality": modality} if form in _WITH_MODALITIES else {}
+    opened: Store = getattr(import_module(f"gpuload.formats.{module}"), function)(path, layer=layer, obs=obs, **named)
+    return opened
 
 
 def open_parquet(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store:
@@ -155,6 +164,11 @@ def is_parquet(path: str) -> bool:
     if as_address(path) is not None:
         return path.endswith(".parquet")
     return os.path.isfile(path) and _first_bytes(path).startswith(PARQUET)
+
+
+def is_soma(path: str) -> bool:
+    """Return whether a path is a SOMA experiment, or a measurement of one."""
+    return _form(_modality(path)[0]) == "soma"
 
 
 def obs_columns(path: str) -> list[str]:
@@ -172,15 +186,10 @@ def obs_columns(path: str) -> list[str]:
         from gpuload.formats import zarr
 
         return zarr.obs_columns(path, modality)
-    if form == "scdl":
-        from gpuload.formats import scdl
-
-        return scdl.obs_columns(path)
-    if form == "parquet":
-        from gpuload.formats import parquet_cells
-
-        return parquet_cells.obs_columns(path)
-    return []
+    if form not in _WITH_COLUMNS:
+        return []
+    names: list[str] = import_module(f"gpuload.formats.{_WITH_COLUMNS[form]}").obs_columns(path)
+    return names
 
 
 def open_by_columns(path: str, *, layer: str) -> Store | None:
@@ -232,30 +241,35 @@ def file_of(path: str) -> str:
 
 
 def _modality(path: str) -> tuple[str, str]:
-    """Return a path, and what follows the name of its file, or of its folder if that is a MuData in zarr."""
+    """Return a path, and what follows the name of its file, or of its folder if that has modalities."""
     address = as_address(path)
     if address is not None:
         return _modality_at(address)
     head, tail = os.path.split(path.rstrip("/"))
     if os.path.exists(path):
         whole, middle = os.path.split(head)
-        is_part = middle == MODALITIES and os.path.isdir(path) and folder_form(whole) == "zarr"
+        is_part = os.path.isdir(path) and middle in _WITH_MODALITIES.values() and _group_of(whole) == middle
         return (whole, tail) if is_part else (path, "")
     for _ in range(2):  # "cells.h5mu/rna" or "cells.h5mu/mod/rna"
-        is_zarr = os.path.isdir(head) and os.path.basename(head) != MODALITIES and folder_form(head) == "zarr"
-        if is_zarr or os.path.isfile(head):
-            return head, tail.removeprefix(f"{MODALITIES}/")
+        group = _group_of(head) if os.path.isdir(head) else ""
+        if os.path.isfile(head) or (group and os.path.basename(head) != group):
+            return head, tail.removeprefix(f"{group or MODALITIES}/")
         head, name = os.path.split(head)
         tail = f"{name}/{tail}"
     raise ReadError(f"{path}: no such file. Check the path.")
 
 
+def _group_of(path: str) -> str:
+    """Return the group that holds the modalities of a folder, if it is of a format that has such; else ``""``."""
+    return _WITH_MODALITIES.get(folder_form(path), "")
+
+
 def _modality_at(address: Address) -> tuple[Address, str]:
-    """Return an address, and what follows the key of its object, or of its folder if that is a MuData in zarr."""
+    """Return an address, and what follows the key of its object, or of its folder if that has modalities."""
     at, tail = address, ""
     for _ in range(3):
         if at.is_file or (at.is_folder and (_is_whole_at(at) if tail else not _is_part_at(at))):
-            return at, tail.removeprefix(f"{MODALITIES}/")
+            return at, tail.removeprefix(f"{'' if at.is_file else _group_of(at) or MODALITIES}/")
         tail = f"{at.rpartition('/')[2]}/{tail}".strip("/")
         at = at.parent()
         if not at.key:
@@ -264,14 +278,16 @@ def _modality_at(address: Address) -> tuple[Address, str]:
 
 
 def _is_whole_at(address: Address) -> bool:
-    """Return whether a folder may be a MuData in zarr, as opposed to its group of modalities."""
-    return address.is_zarr and not address.endswith(f"/{MODALITIES}")
+    """Return whether a folder may have modalities, as opposed to being the group that holds them."""
+    group = _group_of(address)
+    return bool(group) and not address.endswith(f"/{group}")
 
 
 def _is_part_at(address: Address) -> bool:
-    """Return whether a folder is a modality of a MuData in zarr."""
+    """Return whether a folder is a modality of another folder."""
     folder = address.parent()
-    return folder.endswith(f"/{MODALITIES}") and bool(folder.parent().key) and folder.parent().is_zarr
+    whole, middle = folder.parent(), folder.rpartition("/")[2]
+    return middle in _WITH_MODALITIES.values() and bool(whole.key) and _group_of(whole) == middle
 
 
 def nbytes_at(address: Address) -> int:
@@ -281,7 +297,7 @@ def nbytes_at(address: Address) -> int:
 
 
 def _form(path: str) -> str:
-    """Return ``"zarr"``, ``"scdl"``, ``"npy"``, ``"npz"``, ``"parquet"`` or, for anything else, ``"hdf5"``."""
+    """Return a form of folder, ``"npy"``, ``"npz"``, ``"parquet"`` or, for any other file, ``"hdf5"``."""
     if _is_folder(path):
         return folder_form(path) or "zarr"  # whose error says what it is not
     first = _first_bytes(path)

@@ -2,8 +2,8 @@
 
 Every function here runs without the GIL and without allocating, on arrays that its caller owns. `inflate` (with
 `deflate` and `huffman`) decodes zlib streams, `frames` the other chunk encodings; `chunks` reads stored chunks and
-decodes them with one of `decoders`; `parquet` decodes lists of Parquet, `rows` gathers resident rows into minibatches,
-and `runs` moves and checks data that is rewritten.
+decodes them with one of `decoders`; `parquet` decodes lists of Parquet, `tiledb` tiles of TileDB, `rows` gathers
+resident rows into minibatches, and `runs` moves and checks data that is rewritten.
 
 Compiled code is cached in the user's cache folder, under a digest of all sources of this package. numba keys its cache
 on the one file that defines a function, but a kernel inlines the functions it calls: it would outlive a change to them.
@@ -78,7 +78,7 @@ def _remove_empty(folder: str) -> None:
 
 _MODULES = (
     *("words", "checksums", "huffman", "deflate", "inflate", "calls", "frames", "decoders", "chunks"),
-    *("parquet_pages", "parquet_encodings", "parquet", "rows", "runs"),
+    *("parquet_pages", "parquet_encodings", "parquet", "tiledb_filters", "tiledb", "rows", "runs"),
 )
 
 _others, config.CACHE_DIR = config.CACHE_DIR, cache_folder()

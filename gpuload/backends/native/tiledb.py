@@ -1,0 +1,285 @@
+"""Tiles of TileDB arrays, decoded, and the cells of a sparse matrix put in the order of rows.
+
+A tile is a sequence of chunks, each with metadata of its filters and with data; `tiledb_filters` undoes them.
+
+A sparse matrix is stored as coordinates and values, in tiles of cells. Where tiles of its space are narrower than its
+rows, the values of a row are scattered over many; `gather_rows` puts those of a band of rows in order.
+
+Input is untrusted: whatever the bytes, a call terminates, and nothing outside input and output is accessed.
+
+References
+----------
+.. [1] TileDB, Inc., TileDB format specification, format version 23: "Tile", "Fragment".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from gpuload.backends.native.tiledb_filters import (
+    BAD_COLUMN,
+    BAD_COUNT,
+    BAD_ROW,
+    BAD_SIZE,
+    BAD_TILE,
+    get_item,
+    put_item,
+    undo_filters,
+)
+from gpuload.backends.native.words import load32, load64, store32
+
+HEADER = 4
+"""Words before the tables of a band: its first row, number of rows, number of tiles, stored bytes of their rows."""
+
+_native = numba.njit(nogil=True, cache=True, error_model="numpy")
+
+
+@_native
+def decode_tile(
+    at: int,
+    end: int,
+    steps: Any,
+    to: int,
+    size: int,
+    work: int,
+    room: int,
+    tables: int,
+    addresses: Any,
+    inflate: int,
+) -> Any:  # pragma: no cover - compiled
+    """Decode a tile of exactly `size` bytes; parameters as for `undo_filters`.
+
+    Returns
+    -------
+    tuple
+        0 or a code; the address after the tile.
+    """
+    if end - at < 8:
+        return BAD_TILE, at
+    n_chunks = load64(at)
+    at += 8
+    if n_chunks < 0 or n_chunks > (end - at) // 12:
+        return BAD_TILE, at
+    done = 0
+    for _ in range(n_chunks):
+        if end - at < 12:
+            return BAD_TILE, at
+        full, n_data, n_md = load32(at), load32(at + 4), load32(at + 8)
+        at += 12
+        if n_md + n_data > end - at or full > size - done:
+            return BAD_TILE, at
+        found, n, _, _ = undo_filters(
+            at, n_md, at + n_md, n_data, steps, to + done, full, work, room, tables, addresses, inflate
+        )
+        if found < 0:
+            return found, at
+        if n != full:
+            return BAD_SIZE, at
+        at += n_md + n_data
+        done += full
+    return 0 if done == size else BAD_SIZE, at
+
+
+@_native
+def largest_chunk(at: int, end: int) -> int:  # pragma: no cover - compiled
+    """Return the largest decoded or stored size of the chunks of a tile, or of tiles in a row; or a code."""
+    most = 0
+    while at < end:
+        if end - at < 8:
+            return BAD_TILE
+        n_chunks = load64(at)
+        at += 8
+        if n_chunks < 0 or n_chunks > (end - at) // 12:
+            return BAD_TILE
+        for _ in range(n_chunks):
+            if end - at < 12:
+                return BAD_TILE
+            n = load32(at + 4) + load32(at + 8)
+            most = max(most, load32(at), n)
+            if n > end - at - 12:
+                return BAD_TILE
+            at += 12 + n
+    return most
+
+
+@_native
+def decode_tiles(
+    stored: Any,
+    steps: Any,
+    sizes: Any,
+    out: Any,
+    work: Any,
+    room: int,
+    tables: Any,
+    addresses: Any,
+    inflate: int,
+) -> int:  # pragma: no cover - compiled
+    """Decode consecutive tiles of `sizes` bytes each into `out`, one after the other; return 0 or a code."""
+    at = np.int64(stored.ctypes.data)
+    end, to = at + stored.size, np.int64(out.ctypes.data)
+    for k in range(sizes.size):
+        code, at = decode_tile(
+            at,
+            end,
+            steps,
+            to,
+            sizes[k],
+            np.int64(work.ctypes.data),
+            room,
+            np.int64(tables.ctypes.data),
+            addresses,
+            inflate,
+        )
+        if code < 0:
+            return code
+        to += sizes[k]
+    return 0 if at == end else BAD_TILE
+
+
+@_native
+def count_rows(rows: Any, first: int, counts: Any, last: int) -> Any:  # pragma: no cover - compiled
+    """Count the values of each row.
+
+    Parameters
+    ----------
+    rows : (n,) int64
+        Row of each value.
+    first
+        The row that ``counts[0]`` counts.
+    counts : int64
+        To be added to.
+    last
+        The row of the value before.
+
+    Returns
+    -------
+    tuple
+        0 or a code; whether rows never descend, `last` included; the last row.
+    """
+    is_ascending = True
+    for k in range(rows.size):
+        row = rows[k]
+        if row < first or row - first >= counts.size:
+            return BAD_ROW, False, last
+        counts[row - first] += 1
+        is_ascending &= row >= last
+        last = row
+    return 0, is_ascending, last
+
+
+@_native
+def gather_rows(
+    stored: Any,
+    row_steps: Any,
+    steps: Any,
+    item: int,
+    n_columns: int,
+    n_values: int,
+    out: int,
+    rows: Any,
+    values: Any,
+    place: Any,
+    work: Any,
+    room: int,
+    tables: Any,
+    addresses: Any,
+    inflate: int,
+) -> int:  # pragma: no cover - compiled
+    """Decode a band of rows: the tiles that its values are in, put in the order of rows.
+
+    Parameters
+    ----------
+    stored : uint8
+        `HEADER` words; the number of values of each row, and of cells of each tile (int64); the stored tiles of rows;
+        those of the columns, or of the values.
+    row_steps, steps
+        The filters of both.
+    item
+        Bytes of a value.
+    n_columns
+        Number of columns, if these are columns, which are int64 and are returned as int32; else 0.
+    n_values
+        Number of values in the band.
+    out
+        Address of the result.
+    rows, values, place
+        Scratch: one tile's rows (int64) and values (uint8), and a word per row of the band.
+    work, room, tables, addresses, inflate
+        As for `undo_filters`.
+
+    Returns
+    -------
+    int
+        0 or a code.
+    """
+    at = np.int64(stored.ctypes.data)
+    end = at + stored.size
+    if stored.size < 8 * HEADER:
+        return BAD_TILE
+    first, n_rows, n_tiles, nbytes = load64(at), load64(at + 8), load64(at + 16), load64(at + 24)
+    counts = at + 8 * HEADER
+    cells = counts + 8 * n_rows
+    at = cells + 8 * n_tiles
+    at_values = at + nbytes
+    if n_rows < 0 or n_tiles < 0 or nbytes < 0 or n_rows > place.size - 1 or at_values > end:
+        return BAD_TILE
+    place[0] = 0
+    for r in range(n_rows):
+        place[r + 1] = place[r] + load64(counts + 8 * r)
+    if place[n_rows] != n_values:
+        return BAD_COUNT
+    end_rows = at_values
+    at_work, at_tables = np.int64(work.ctypes.data), np.int64(tables.ctypes.data)
+    stored_item = 8 if n_columns else item
+    to_values = np.int64(values.ctypes.data)
+    n_done = 0
+    for t in range(n_tiles):
+        n = load64(cells + 8 * t)
+        if n < 0 or n > rows.size or n * stored_item > values.size:
+            return BAD_TILE
+        code, at = decode_tile(
+            at,
+            end_rows,
+            row_steps,
+            np.int64(rows.ctypes.data),
+            8 * n,
+            at_work,
+            room,
+            at_tables,
+            addresses,
+            inflate,
+        )
+        if code < 0:
+            return code
+        code, at_values = decode_tile(
+            at_values, end, steps, to_values, n * stored_item, at_work, room, at_tables, addresses, inflate
+        )
+        if code < 0:
+            return code
+        for k in range(n):
+            row = rows[k] - first
+            if row < 0 or row >= n_rows:
+                continue
+            p = place[row]
+            if p >= n_values:
+                return BAD_COUNT
+            place[row] = p + 1
+            n_done += 1
+            if n_columns:
+                column = load64(to_values + 8 * k)
+                if column < 0 or column >= n_columns:
+                    return BAD_COLUMN
+                store32(out + 4 * p, column)
+            else:
+                put_item(out + item * p, item, get_item(to_values + item * k, item))
+    if n_done != n_values:
+        return BAD_COUNT
+    start = 0
+    for r in range(n_rows):
+        start += load64(counts + 8 * r)
+        if place[r] != start:
+            return BAD_COUNT
+    return 0

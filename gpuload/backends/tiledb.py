@@ -1,0 +1,228 @@
+"""Decode tiles of TileDB arrays on the host: per-thread workspace around the native decoder.
+
+The filters of a column are passed around as a flat tuple of integers (`steps_of`), as `ArrayLayout` keeps them.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends import codecs
+from gpuload.backends.native import decoders, inflate
+from gpuload.backends.native import tiledb as native
+from gpuload.backends.native import tiledb_filters as filters
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+HEADER = native.HEADER
+"""Words (int64) at the beginning of a band; see `native.tiledb.gather_rows`."""
+
+_SLACK = 64
+_META_NBYTES = 1 << 20
+"""Room for the metadata of a chunk's filters: some bytes per window of 256."""
+
+
+class _Work(threading.local):
+    """Working memory of one thread, grown to its largest tile so far."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, NDArray[Any]] = {}
+
+    @cached_property
+    def libraries(self) -> tuple[NDArray[np.uint8], codecs.Addresses, int]:
+        """The inflater's workspace, the addresses of libraries, and the address of the inflater."""
+        return inflate.new_tables(), codecs.Addresses(), int(decoders.addresses_of("deflate", may_pair=False)[0])
+
+    def memory(self, name: str, n: int, dtype: Any = np.uint8) -> NDArray[Any]:
+        found = self._memory.get(name)
+        if found is None or found.size < n:
+            found = self._memory[name] = np.empty(n, dtype=dtype)
+        return found
+
+    def decoding(self, stored: NDArray[np.uint8], first: int) -> tuple[Any, ...]:
+        """Return the last arguments of the native functions, for tiles that begin at byte `first`."""
+        start = stored.ctypes.data
+        most = native.largest_chunk(start + first, start + stored.size)
+        if most < 0:
+            raise codecs.DecodeError(filters.describe(most))
+        room = 4 * most + _META_NBYTES
+        tables, addresses, inflater = self.libraries
+        return self.memory("work", 4 * room), room, tables, addresses.table, inflater
+
+
+_work = _Work()
+
+
+def can_decode(kind: int) -> bool:
+    """Return whether this machine can undo a filter, given by its number in the specification."""
+    known = (
+        filters.GZIP,
+        filters.RLE,
+        filters.DOUBLE_DELTA,
+        filters.BIT_WIDTH,
+        filters.BIT_SHUFFLE,
+        filters.BYTE_SHUFFLE,
+    )
+    more = (filters.POSITIVE_DELTA, filters.FLOAT_SCALE, filters.XOR, filters.DELTA)
+    return kind in known + more or (kind in (filters.ZSTD, filters.LZ4) and codecs.has_addresses())
+
+
+def steps_of(flat: Sequence[int]) -> NDArray[np.int64]:
+    """Return a flat tuple as the description of filters, shape (n_steps, 5); see `native.tiledb`."""
+    return np.array(flat, dtype=np.int64).reshape(-1, filters.N_STEP)
+
+
+def decode_tiles(stored: NDArray[np.uint8], steps: Sequence[int], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Decode consecutive tiles.
+
+    Parameters
+    ----------
+    stored : (n,) uint8
+        The stored tiles.
+    steps
+        Their filters; see `steps_of`.
+    sizes : (n_tiles,) int64
+        Decoded size of each tile, in bytes.
+
+    Returns
+    -------
+    (sizes.sum(),) uint8
+        Their bytes.
+
+    Raises
+    ------
+    DecodeError
+        The bytes are damaged.
+    """
+    stored = np.require(stored, requirements=["C", "W"])
+    total = int(sizes.sum())
+    out = np.empty(total + _SLACK, dtype=np.uint8)
+    _check(native.decode_tiles(stored, steps_of(steps), sizes, out, *_work.decoding(stored, 0)))
+    return out[:total]
+
+
+def chunks_of(stored: NDArray[np.uint8], steps: Sequence[int]) -> list[tuple[bytes, bytes]]:
+    """Return the data and the remaining metadata of the chunks of one tile, whose first filter is left to the caller.
+
+    `steps` describe the other filters. Raise DecodeError if the bytes are damaged.
+    """
+    stored = np.require(stored, requirements=["C", "W"])
+    arguments = _work.decoding(stored, 0)
+    work, room, tables, addresses, inflater = arguments
+    start, out = stored.ctypes.data, []
+    at, n_chunks = 8, int(stored[:8].view(np.int64)[0])
+    for _ in range(n_chunks):
+        _, n_data, n_md = stored[at : at + 12].view(np.uint32).tolist()
+        at += 12
+        data, n, md, left = filters.undo_filters(
+            start + at,
+            n_md,
+            start + at + n_md,
+            n_data,
+            steps_of(steps),
+            0,
+            0,
+            work.ctypes.data,
+            room,
+            tables.ctypes.data,
+            addresses,
+            inflater,
+        )
+        _check(data)
+        out.append((_bytes_at(data, n, stored, work), _bytes_at(md, left, stored, work)))
+        at += n_md + n_data
+    return out
+
+
+def decode_band(stored: NDArray[np.uint8], values: Sequence[int], nbytes: int, itemsize: int) -> NDArray[np.uint8]:
+    """Decode the columns, or the values, of a band of rows, in the order of rows.
+
+    Parameters
+    ----------
+    stored : (n,) uint8
+        See `native.tiledb.gather_rows`.
+    values
+        `band_values` of the matrix.
+    nbytes, itemsize
+        Decoded size, and bytes per decoded value.
+
+    Raises
+    ------
+    DecodeError
+        The bytes are damaged.
+    """
+    capacity, n_columns, n_row_steps, *flat = values
+    stored = np.require(stored, requirements=["C", "W", "A"])
+    if stored.size < 8 * HEADER:
+        raise codecs.DecodeError(filters.describe(filters.BAD_TILE))
+    _, n_rows, n_tiles, _ = stored[: 8 * HEADER].view(np.int64).tolist()
+    out = np.empty(nbytes + _SLACK, dtype=np.uint8)
+    cut = n_row_steps * filters.N_STEP
+    code = native.gather_rows(
+        stored,
+        steps_of(flat[:cut]),
+        steps_of(flat[cut:]),
+        itemsize,
+        n_columns,
+        nbytes // itemsize,
+        out.ctypes.data,
+        _work.memory("rows", capacity + 8, np.int64),
+        _work.memory("values", 8 * capacity + _SLACK),
+        _work.memory("place", n_rows + 1, np.int64),
+        *_work.decoding(stored, 8 * (HEADER + n_rows + n_tiles)),
+    )
+    _check(code)
+    return out[:nbytes]
+
+
+def band_values(capacity: int, n_columns: int, row_steps: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
+    """Return the description of a banded array, for `decode_band`.
+
+    Parameters
+    ----------
+    capacity
+        Most cells of a tile.
+    n_columns
+        Number of columns if these are the columns; 0 if they are the values.
+    row_steps, steps
+        Filters of the rows, and of the columns or values.
+    """
+    return capacity, n_columns, len(row_steps) // filters.N_STEP, *row_steps, *steps
+
+
+def count_rows(rows: NDArray[np.int64], first: int, counts: NDArray[np.int64], last: int) -> tuple[bool, int]:
+    """Add the values of each row to `counts`, of which the first is for row `first`.
+
+    Returns
+    -------
+    tuple
+        Whether rows never descend, beginning with `last`; the last row.
+
+    Raises
+    ------
+    DecodeError
+        There is a row that is not counted.
+    """
+    code, is_ascending, last = native.count_rows(rows, first, counts, last)
+    _check(code)
+    return bool(is_ascending), int(last)
+
+
+def _bytes_at(address: int, n: int, *memory: NDArray[np.uint8]) -> bytes:
+    for known in memory:
+        start = address - known.ctypes.data
+        if 0 <= start <= known.size - n:
+            return known[start : start + n].tobytes()
+    raise codecs.DecodeError(filters.describe(filters.BAD_TILE))
+
+
+def _check(code: int) -> None:
+    if code < 0:
+        raise codecs.DecodeError(filters.describe(code))

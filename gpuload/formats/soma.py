@@ -1,0 +1,227 @@
+"""Open SOMA experiments, as tiledbsoma writes them and the CELLxGENE Census is published, as a `Store`.
+
+An experiment is a TileDB group: ``obs``, and ``ms`` with one measurement per modality. A measurement has ``var``, and
+groups ``X`` of layers and ``obsm`` of embeddings. Neither TileDB nor tiledbsoma is needed.
+
+Requirements this module answers
+--------------------------------
+- Row r of a matrix is the cell whose ``soma_joinid`` is r. Cells and genes must be numbered from 0 without gaps.
+- Cells and genes are named by the columns that tiledbsoma keeps their names in, ``obs_id`` and ``var_id``; in the
+  Census, genes by ``feature_name``, and by ``feature_id`` too.
+- ``"X"`` is the layer ``"data"``, else ``"raw"``, else the only one; ``"raw.X"`` is that of the measurement ``"raw"``.
+
+References
+----------
+.. [1] TileDB, Inc. and Chan Zuckerberg Initiative, SOMA abstract specification ("Experiment", "Measurement").
+.. [2] Chan Zuckerberg Initiative, CZ CELLxGENE Discover Census Schema ("census_data").
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.errors import StoreError, listing
+from gpuload.formats.arrays import OBSM, no_column, no_obsm, numbered
+from gpuload.formats.soma_matrices import open_matrix
+from gpuload.formats.tiledb_arrays import Array
+from gpuload.formats.tiledb_files import files_of
+from gpuload.formats.tiledb_schema import parse_group
+from gpuload.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.formats.tiledb_files import Files
+
+ID, RAW, _MEASUREMENTS = "soma_joinid", "raw", "ms"
+
+_LAYERS = ("data", RAW)
+_CELL_NAMES = ("obs_id",)
+_GENE_NAMES = ("var_id", "feature_name", "feature_id")
+
+
+def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "") -> Store:
+    """Open an experiment.
+
+    Parameters
+    ----------
+    path
+        The experiment.
+    layer
+        ``"X"``, ``"raw.X"``, the name of a layer, or ``"obsm/<name>"``.
+    obs
+        Columns of obs to keep in memory.
+    modality
+        The measurement; empty if there is only one, besides ``"raw"``.
+
+    Raises
+    ------
+    StoreError
+        It is not an experiment, lacks what was requested, or is not stored in a supported way.
+    ReadError, CorruptDataError
+        Files are missing or damaged.
+    """
+    with _opened(path) as experiment, ExitStack() as on_error:
+        cells = experiment.obs()
+        ids, columns = _columns(cells, obs, path)
+        n_obs = _checked(ids, cells)
+        own = experiment.measurement(modality, layer)
+        array, var = experiment.matrix(own, layer)
+        if var is None:
+            matrix, source = open_matrix(array, path, n_obs, None)
+            names, gene_ids = numbered(matrix.n_vars), None
+        else:
+            gene_numbers, named = var.read([name for name in _GENE_NAMES if name in var.schema.fields], ID)
+            n_vars = _checked(gene_numbers, var)
+            matrix, source = open_matrix(array, path, n_obs, n_vars)
+            names, gene_ids = _gene_names(named, n_vars)
+        on_error.callback(source.close)
+        from gpuload.formats.obs import encode
+
+        encoded = {name: encode(values, name, path) for name, values in columns.items()}
+        on_error.pop_all()
+    return Store((matrix,), (path,), names, encoded, (source,), gene_ids)
+
+
+def obs_columns(path: str) -> list[str]:
+    """Return the names of the columns of obs."""
+    with _opened(path) as experiment:
+        return [name for name in experiment.obs().schema.fields if name != ID]
+
+
+def cell_names(path: str) -> NDArray[np.object_] | int:
+    """Return the names of the cells as strings, shape (n_obs,) object; their number if they have none."""
+    with _opened(path) as experiment:
+        cells = experiment.obs()
+        name = next((name for name in _CELL_NAMES if name in cells.schema.fields), None)
+        ids, found = cells.read([] if name is None else [name], ID)
+        n_obs = _checked(ids, cells)
+        return n_obs if name is None else np.asarray(found[name], dtype=object)
+
+
+class _Experiment:
+    """The arrays of an experiment."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        members = self._members("")
+        if "obs" not in members or _MEASUREMENTS not in members:
+            inside = [name for name in members if "obs" in self._members(members[name])]
+            raise StoreError(
+                f"{files.name}: this TileDB group is not a SOMA experiment, which has obs and ms; it has "
+                f"{listing(sorted(members)) if members else 'nothing'}."
+                + (f" Pass one of its experiments, such as {os.path.join(files.name, inside[0])}." if inside else "")
+            )
+        self._obs = members["obs"]
+        self._measurements = self._members(members[_MEASUREMENTS])
+
+    def obs(self) -> Array:
+        return Array(self._files, self._obs)
+
+    def measurement(self, name: str, layer: str) -> str:
+        """Return the key of a measurement."""
+        known = self._measurements
+        if layer == "raw.X":
+            name = RAW
+        others = [other for other in known if other != RAW]
+        if not name:
+            if len(others) == 1 or len(known) == 1:
+                return known[(others or list(known))[0]]
+            raise StoreError(
+                f"{self._files.name}: it has {len(known)} measurements; name one of them with modality=: "
+                f"{listing(list(known))}."
+            )
+        if name not in known:
+            raise StoreError(
+                f"{self._files.name}: there is no measurement {name!r}; its measurements are {listing(list(known))}."
+            )
+        return known[name]
+
+    def matrix(self, measurement: str, layer: str) -> tuple[Array, Array | None]:
+        """Return the array of a layer or an embedding, and of the genes that are its columns."""
+        members = self._members(measurement)
+        if layer.startswith(OBSM):
+            known = self._members(members["obsm"]) if "obsm" in members else {}
+            key = known.get(layer.removeprefix(OBSM))
+            if key is None:
+                raise no_obsm(self._files.name, layer, known)
+            return Array(self._files, key), None
+        known = self._members(members["X"]) if "X" in members else {}
+        name = layer
+        if layer in ("X", "raw.X"):
+            name = next((one for one in _LAYERS if one in known), next(iter(known), "") if len(known) == 1 else "")
+        if name not in known or "var" not in members:
+            raise StoreError(
+                f"{self._files.name}: there is no layer {layer!r} in {measurement}; "
+                + (f"its layers are {listing(list(known))}. Name one with layer=." if known else "it has no layers.")
+            )
+        return Array(self._files, known[name]), Array(self._files, members["var"])
+
+    def _members(self, key: str) -> dict[str, str]:
+        """Return the members of a group, name to key; none if it is not a group."""
+        folder = f"{key}/__group" if key else "__group"
+        names = sorted(self._files.names(folder), key=lambda name: (name.split("_")[2:4], name))
+        names = [name for name in names if not name.endswith(".vac")]
+        raw = self._files.read([f"{folder}/{name}" for name in names])
+        where = os.path.join(self._files.name, folder)
+        found = {}
+        for name, path in parse_group([(one, f"{where}/{file}") for one, file in zip(raw, names, strict=True)]).items():
+            own = path
+            if "://" in path or path.startswith("/"):
+                root = f"{self._files.name.rstrip('/')}/"
+                if not path.startswith(root):
+                    raise StoreError(
+                        f"{where}: member {name!r} is elsewhere, at {path}; copy it into the experiment, under a "
+                        "relative path."
+                    )
+                own = path.removeprefix(root)
+            elif key:
+                own = f"{key}/{path}"
+            found[name] = own.strip("/")
+        return found
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[_Experiment]:
+    files = files_of(path)
+    try:
+        yield _Experiment(files)
+    finally:
+        files.close()
+
+
+def _columns(cells: Array, names: Sequence[str], path: str) -> tuple[NDArray[np.int64], dict[str, Any]]:
+    known = [name for name in cells.schema.fields if name != ID]
+    for name in names:
+        if name not in known:
+            raise no_column(path, name, known)
+        if cells.field(name).is_time:
+            raise StoreError(
+                f"{path}: obs column {name!r} holds dates or times; only categorical, string, numeric and boolean "
+                "columns can be delivered."
+            )
+    return cells.read(list(names), ID)
+
+
+def _checked(ids: NDArray[np.int64], array: Array) -> int:
+    """Return the number of cells or genes; raise StoreError if they are not numbered from 0 without gaps."""
+    if ids.size and (ids[0] != 0 or ids[-1] != ids.size - 1):
+        raise StoreError(
+            f"{array.where}: its {ids.size} rows are numbered {ids[0]} to {ids[-1]} (soma_joinid); expected 0 to "
+            f"{ids.size - 1}, without gaps: write the experiment again."
+        )
+    return int(ids.size)
+
+
+def _gene_names(named: dict[str, Any], n: int) -> tuple[NDArray[np.object_], NDArray[np.object_] | None]:
+    """Return the names of genes, and their ids if they have such too."""
+    found = [np.asarray(named[name], dtype=object) for name in _GENE_NAMES if name in named]
+    if not found:
+        return numbered(n), None
+    return found[0], found[1] if len(found) > 1 else None
