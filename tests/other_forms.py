@@ -1,7 +1,8 @@
 """Write cells in every format other than .h5ad, by hand from the formats' documentation. Does not use gpuload.
 
 10x files, MuData and SCDL folders are written here without the libraries that define them, so that the tests run where
-those are not installed; `tests/golden/test_owners.py` compares with the libraries themselves.
+those are not installed; `tests/golden/test_owners.py` compares with the libraries themselves. SOMA experiments are
+written with TileDB's own library (`tests/soma_writers.py`); tests of them are skipped where it is not installed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from anndata.io import write_elem
 from scipy.sparse import csr_array, csr_matrix, save_npz, vstack
 
-from tests import writers
+from tests import soma_writers, writers
 from tests.writers import N_OBS, N_VARS, counts, write_csr, write_dense, write_plain
 
 if TYPE_CHECKING:
@@ -277,6 +278,17 @@ def list_of_forms(folder: Path) -> Form:
 npz_stored = partial(npz, is_deflated=False)
 npz_deflated = partial(npz, is_deflated=True)
 
+
+def soma(folder: Path, *, is_dense: bool = False, **storage: Any) -> Form:
+    X = counts()
+    path = soma_writers.write_experiment(
+        folder / "cells.soma", {"data": X.toarray() if is_dense else X}, frames={"parts": (40,)}, **storage
+    )
+    frame = writers.cells_frame()[["depth", "donor", "stage", "passed"]]
+    obs = {name: frame[name].astype(object).tolist() for name in frame}
+    return Form(path, X.toarray() if is_dense else X, NAMES, obs)
+
+
 FORMS: dict[str, Callable[[Path], Form]] = {
     "folder-of-h5ad": folder_of_files,
     "tenx-3": partial(tenx, options=GZIP),
@@ -309,6 +321,11 @@ FORMS: dict[str, Callable[[Path], Form]] = {
     "scdl-half": partial(scdl, dtypes="f2 u4 u2"),
     "scdl-wide": partial(scdl, dtypes="f8 u8 u8"),
     "scdl-no-header": partial(scdl, has_header=False),
+    "soma": partial(soma, parts=(50, 90)),
+    "soma-narrow": partial(
+        soma, tiles=(16, 8), parts=(90, 50), columns=soma_writers.SHUFFLED, values=soma_writers.SHUFFLED
+    ),
+    "soma-dense": partial(soma, is_dense=True),
     "parquet": parquet,
     "parquet-tahoe": partial(parquet, as_tahoe=True),
     "parquet-tahoe-small-pages": partial(parquet, as_tahoe=True, data_page_size=256, dictionary_pagesize_limit=64),

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 HEADER = native.HEADER
 """Words (int64) at the beginning of a band; see `native.tiledb.gather_rows`."""
 
+MAX_RATIO = 1 << 14
+"""Most bytes that a stored byte may stand for: a chunk of 64 KiB takes some dozen at least."""
+
 _SLACK = 64
 _META_NBYTES = 1 << 20
 """Room for the metadata of a chunk's filters: some bytes per window of 256."""
@@ -46,12 +49,11 @@ class _Work(threading.local):
             found = self._memory[name] = np.empty(n, dtype=dtype)
         return found
 
-    def decoding(self, stored: NDArray[np.uint8], first: int) -> tuple[Any, ...]:
-        """Return the last arguments of the native functions, for tiles that begin at byte `first`."""
+    def decoding(self, stored: NDArray[np.uint8], first: int, largest: int) -> tuple[Any, ...]:
+        """Return the last arguments of the native functions, for tiles of at most `largest` bytes from `first` on."""
         start = stored.ctypes.data
         most = native.largest_chunk(start + first, start + stored.size)
-        if most < 0:
-            raise codecs.DecodeError(filters.describe(most))
+        _check(most if most <= max(largest, stored.size) else filters.BAD_TILE)
         room = 4 * most + _META_NBYTES
         tables, addresses, inflater = self.libraries
         return self.memory("work", 4 * room), room, tables, addresses.table, inflater
@@ -103,18 +105,22 @@ def decode_tiles(stored: NDArray[np.uint8], steps: Sequence[int], sizes: NDArray
     """
     stored = np.require(stored, requirements=["C", "W"])
     total = int(sizes.sum())
+    if total > MAX_RATIO * (stored.size + 1024):
+        raise codecs.DecodeError(filters.describe(filters.BAD_SIZE))
     out = np.empty(total + _SLACK, dtype=np.uint8)
-    _check(native.decode_tiles(stored, steps_of(steps), sizes, out, *_work.decoding(stored, 0)))
+    _check(
+        native.decode_tiles(stored, steps_of(steps), sizes, out, *_work.decoding(stored, 0, int(sizes.max(initial=0))))
+    )
     return out[:total]
 
 
-def chunks_of(stored: NDArray[np.uint8], steps: Sequence[int]) -> list[tuple[bytes, bytes]]:
+def chunks_of(stored: NDArray[np.uint8], steps: Sequence[int], size: int) -> list[tuple[bytes, bytes]]:
     """Return the data and the remaining metadata of the chunks of one tile, whose first filter is left to the caller.
 
-    `steps` describe the other filters. Raise DecodeError if the bytes are damaged.
+    `steps` describe the other filters, and `size` is the decoded size. Raise DecodeError if the bytes are damaged.
     """
     stored = np.require(stored, requirements=["C", "W"])
-    arguments = _work.decoding(stored, 0)
+    arguments = _work.decoding(stored, 0, size)
     work, room, tables, addresses, inflater = arguments
     start, out = stored.ctypes.data, []
     at, n_chunks = 8, int(stored[:8].view(np.int64)[0])
@@ -176,7 +182,7 @@ def decode_band(stored: NDArray[np.uint8], values: Sequence[int], nbytes: int, i
         _work.memory("rows", capacity + 8, np.int64),
         _work.memory("values", 8 * capacity + _SLACK),
         _work.memory("place", n_rows + 1, np.int64),
-        *_work.decoding(stored, 8 * (HEADER + n_rows + n_tiles)),
+        *_work.decoding(stored, 8 * (HEADER + n_rows + n_tiles), 8 * capacity),
     )
     _check(code)
     return out[:nbytes]
@@ -197,22 +203,17 @@ def band_values(capacity: int, n_columns: int, row_steps: Sequence[int], steps: 
     return capacity, n_columns, len(row_steps) // filters.N_STEP, *row_steps, *steps
 
 
-def count_rows(rows: NDArray[np.int64], first: int, counts: NDArray[np.int64], last: int) -> tuple[bool, int]:
-    """Add the values of each row to `counts`, of which the first is for row `first`.
-
-    Returns
-    -------
-    tuple
-        Whether rows never descend, beginning with `last`; the last row.
+def count_rows(rows: NDArray[np.int64], first: int, counts: NDArray[np.int64]) -> bool:
+    """Add the values of each row to `counts`, of which the first is for row `first`; return whether rows ascend.
 
     Raises
     ------
     DecodeError
         There is a row that is not counted.
     """
-    code, is_ascending, last = native.count_rows(rows, first, counts, last)
+    code = native.count_rows(rows, first, counts)
     _check(code)
-    return bool(is_ascending), int(last)
+    return bool(code)
 
 
 def _bytes_at(address: int, n: int, *memory: NDArray[np.uint8]) -> bytes:

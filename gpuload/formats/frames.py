@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from gpuload.errors import StoreError
+from gpuload.formats import soma
 from gpuload.formats.arrays import as_strings, check_length, numbered
 from gpuload.formats.members import keys_of
 from gpuload.formats.obs import column_names, index_name, read_index, read_values
@@ -45,9 +46,8 @@ def checked_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
 
 def _stored_names(path: str, layer: str) -> NDArray[np.object_] | int:
     """Return the index of obs, or, in a format without one, a column ``"barcode"`` (10x), or the number of cells."""
-    soma = soma_names(path)
-    if soma is not None:
-        return soma
+    if is_soma(path):
+        return soma.cell_names(file_of(path))
     with anndata_groups(path) as groups:
         frames = [group.get("obs") for group in groups]
         if frames and all(frame is not None for frame in frames):
@@ -57,20 +57,14 @@ def _stored_names(path: str, layer: str) -> NDArray[np.object_] | int:
     return as_strings(_decoded(store.obs["barcode"])) if named else store.n_obs
 
 
-def soma_names(path: str) -> NDArray[np.object_] | int | None:
-    """Return the names of the cells of a SOMA experiment, or their number; None if the path is not one."""
-    if not is_soma(path):
-        return None
-    from gpuload.formats.soma import cell_names as names_of
-
-    return names_of(file_of(path))
-
-
 def cell_column(path: str, name: str, layer: str) -> Any:
     """Return a column of obs as a NumPy or pandas array of length n_obs.
 
-    For formats other than AnnData, and for a MuData column shared by all modalities, it is as minibatches have it.
+    For formats other than AnnData and SOMA, and for a MuData column shared by all modalities, it is as minibatches
+    have it.
     """
+    if is_soma(path):
+        return soma.cell_column(file_of(path), name)
     with anndata_groups(path) as groups:
         if groups and all(name in column_names(group.get("obs")) for group in groups):
             return join([read_values(group["obs"], name) for group in groups], f"{path}: obs column {name!r}")

@@ -168,7 +168,8 @@ def is_parquet(path: str) -> bool:
 
 def is_soma(path: str) -> bool:
     """Return whether a path is a SOMA experiment, or a measurement of one."""
-    return _form(_modality(path)[0]) == "soma"
+    whole, _ = _modality(path)
+    return _is_folder(whole) and folder_form(whole) == "soma"
 
 
 def obs_columns(path: str) -> list[str]:

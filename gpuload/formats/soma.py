@@ -22,10 +22,8 @@ import os
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gpuload.errors import StoreError, listing
-from gpuload.formats.arrays import OBSM, no_column, no_obsm, numbered
+from gpuload.formats.arrays import OBSM, as_strings, no_column, no_obsm, numbered
 from gpuload.formats.soma_matrices import open_matrix
 from gpuload.formats.tiledb_arrays import Array
 from gpuload.formats.tiledb_files import files_of
@@ -35,6 +33,7 @@ from gpuload.store import Store
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from gpuload.formats.tiledb_files import Files
@@ -90,9 +89,9 @@ def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
 
 
 def obs_columns(path: str) -> list[str]:
-    """Return the names of the columns of obs."""
+    """Return the names of the columns of obs, without the names of cells."""
     with _opened(path) as experiment:
-        return [name for name in experiment.obs().schema.fields if name != ID]
+        return [name for name in experiment.obs().schema.fields if name not in (ID, *_CELL_NAMES)]
 
 
 def cell_names(path: str) -> NDArray[np.object_] | int:
@@ -102,7 +101,16 @@ def cell_names(path: str) -> NDArray[np.object_] | int:
         name = next((name for name in _CELL_NAMES if name in cells.schema.fields), None)
         ids, found = cells.read([] if name is None else [name], ID)
         n_obs = _checked(ids, cells)
-        return n_obs if name is None else np.asarray(found[name], dtype=object)
+        return n_obs if name is None else as_strings(found[name])
+
+
+def cell_column(path: str, name: str) -> Any:
+    """Return a column of obs as stored: a NumPy or pandas array of length n_obs."""
+    with _opened(path) as experiment:
+        cells = experiment.obs()
+        ids, found = _columns(cells, [name], path)
+        _checked(ids, cells)
+        return found[name]
 
 
 class _Experiment:
@@ -184,7 +192,7 @@ class _Experiment:
             elif key:
                 own = f"{key}/{path}"
             found[name] = own.strip("/")
-        return found
+        return dict(sorted(found.items()))
 
 
 @contextmanager
@@ -221,7 +229,7 @@ def _checked(ids: NDArray[np.int64], array: Array) -> int:
 
 def _gene_names(named: dict[str, Any], n: int) -> tuple[NDArray[np.object_], NDArray[np.object_] | None]:
     """Return the names of genes, and their ids if they have such too."""
-    found = [np.asarray(named[name], dtype=object) for name in _GENE_NAMES if name in named]
+    found = [as_strings(named[name]) for name in _GENE_NAMES if name in named]
     if not found:
         return numbered(n), None
     return found[0], found[1] if len(found) > 1 else None

@@ -16,6 +16,7 @@ References
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -30,6 +31,7 @@ from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.arrays import check_dtype, check_n_vars
 from gpuload.formats.index import Index, indptr_of
 from gpuload.formats.soma_bands import Bands, BandSource, Tiles
+from gpuload.formats.tiledb_arrays import READ, runs_of
 from gpuload.formats.tiledb_schema import damaged
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.store import CsrMatrix, DenseMatrix
@@ -51,7 +53,7 @@ MAX_BAND = 1 << 24
 """Values in a band, which is decoded as a whole, that it should not exceed."""
 
 _AT_A_TIME = 8
-"""Fragments examined concurrently."""
+"""Parts of a column examined concurrently."""
 
 _LONG_S = 10.0
 
@@ -229,70 +231,123 @@ def _counts(array: Array, fragments: list[Fragment], root: str, n_obs: int) -> t
     return counts, is_ordered
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Counted:
+    """How many values rows have in some tiles of a fragment.
+
+    Attributes
+    ----------
+    fragment
+        Its number.
+    low, counts
+        The first row, and the number of values of it and the following.
+    is_ordered
+        Whether values are in the order of rows.
+    first, last
+        The rows of the first and the last value.
+    """
+
+    fragment: int
+    low: int
+    counts: NDArray[np.int64]
+    is_ordered: bool
+    first: int
+    last: int
+
+
 def _count(array: Array, fragments: list[Fragment], n_obs: int) -> tuple[NDArray[np.int64], bool]:
+    """Return the number of values of each row, and whether all are in the order of rows; see `_counts`."""
     row = array.field(ROW)
-    start = said = time.monotonic()
+    tasks = [
+        (k, first, last) for k, fragment in enumerate(fragments) for first, last in runs_of(fragment.tiles(row), READ)
+    ]
+    progress = _Progress(array.where, len(tasks))
 
-    def of_one(fragment: Fragment) -> tuple[int, NDArray[np.int64], bool, int, int]:
-        nonlocal said
-        low, high = fragment.domain[0].tolist()
-        if low < 0 or high >= n_obs:
-            raise CorruptDataError(
-                f"{array.files.name}/{fragment.key}: it has values for cell {high if high >= n_obs else low}, but there "
-                f"are {n_obs} cells. Is obs complete?"
-            )
-        counts = np.zeros(high - low + 1, dtype=np.int64)
-        is_ordered, last, first = True, low, None
-        for rows in array.parts(fragment, row):
-            try:
-                is_ascending, last = tiledb.count_rows(rows.view(np.int64), low, counts, last)
-            except DecodeError as error:
-                raise damaged(f"{fragment.key}/{row.file}.tdb", str(error)) from error
-            is_ordered &= is_ascending
-            first = int(rows[0]) if first is None and rows.size else first
-            if time.monotonic() - said > _LONG_S:
-                said = time.monotonic()
-                _log.warning(
-                    "%s: counting the values of each cell takes long (%.0f s so far); the counts are kept for the next time.",
-                    array.where,
-                    said - start,
-                )
-        return low, counts, is_ordered, low if first is None else first, last
+    def count(task: tuple[int, int, int]) -> _Counted:
+        k, first, last = task
+        counted = _count_tiles(array, fragments[k], k, (first, last), n_obs)
+        progress.one()
+        return counted
 
-    pool = DaemonThreads(min(_AT_A_TIME, max(1, len(fragments))), "gpuload-soma")
+    pool = DaemonThreads(_AT_A_TIME, "gpuload-soma")
     try:
-        found = pool.map(of_one, fragments)
+        found = pool.map(count, tasks)
     finally:
         pool.close()
-    total = np.zeros(n_obs, dtype=np.int64)
-    n_parts = np.zeros(n_obs, dtype=np.uint8)
-    for low, counts, *_ in found:
-        total[low : low + counts.size] += counts
-        np.minimum(n_parts[low : low + counts.size] + (counts > 0), 2, out=n_parts[low : low + counts.size])
+    total, owner = np.zeros(n_obs, dtype=np.int64), np.full(n_obs, -1, dtype=np.int32)
+    is_shared = np.zeros(n_obs, dtype=bool)
+    for part in found:
+        rows, is_there = slice(part.low, part.low + part.counts.size), part.counts > 0
+        total[rows] += part.counts
+        is_shared[rows] |= is_there & (owner[rows] >= 0) & (owner[rows] != part.fragment)
+        owner[rows][is_there] = part.fragment
     if not array.schema.allows_duplicates:
-        shared = np.flatnonzero(n_parts > 1)
-        mixed = [f for f in fragments if f.has_timestamps]
-        if shared.size or mixed:
-            _check_distinct(array, fragments, shared, bool(mixed))
-    is_ordered = all(each[2] for each in found)
-    is_ordered &= all(a[4] <= b[3] for a, b in pairwise(found))
+        _check_distinct(array, fragments, np.flatnonzero(is_shared))
+    is_ordered = all(part.is_ordered for part in found) and all(a.last <= b.first for a, b in pairwise(found))
     return total, is_ordered
 
 
-def _check_distinct(array: Array, fragments: list[Fragment], shared: NDArray[np.int64], is_everywhere: bool) -> None:
-    """Refuse values written twice, in rows that several fragments have, or everywhere."""
-    keys = []
+def _count_tiles(array: Array, fragment: Fragment, number: int, tiles: tuple[int, int], n_obs: int) -> _Counted:
+    row, where = array.field(ROW), f"{array.files.name}/{fragment.key}"
+    bounds = fragment.bounds()[slice(*tiles), 0]
+    low, high = int(bounds[:, 0].min()), int(bounds[:, 1].max())
+    if low < 0 or high >= n_obs:
+        raise CorruptDataError(
+            f"{where}: it has values for cell {high if high >= n_obs else low}, but there are {n_obs} cells. Is obs "
+            "complete?"
+        )
+    counts, ends, is_ordered = np.zeros(high - low + 1, dtype=np.int64), [low], True
+    for rows in array.parts(fragment, row, *tiles):
+        try:
+            is_ordered &= tiledb.count_rows(rows, low, counts)
+        except DecodeError as error:
+            raise damaged(f"{where}/{row.file}.tdb", str(error)) from error
+        ends += rows[[0, -1]].tolist()
+    if counts[0] == 0 or counts[-1] == 0:
+        raise damaged(where, f"it should have values for cells {low} and {high}")
+    return _Counted(number, low, counts, is_ordered and ends == sorted(ends), ends[1], ends[-1])
+
+
+class _Progress:
+    """Log progress in counting now and then, if it takes long."""
+
+    def __init__(self, where: str, n: int) -> None:
+        self._where, self._n, self._done, self._lock = where, n, 0, threading.Lock()
+        self._start = self._said = time.monotonic()
+
+    def one(self) -> None:
+        """Count a part."""
+        with self._lock:
+            self._done += 1
+            now = time.monotonic()
+            if now - self._said < _LONG_S or self._done == self._n:
+                return
+            self._said = now
+            _log.warning(
+                "%s: values of cells were counted in %d of %d parts in %.0f s; the counts are kept for the next time.",
+                self._where,
+                self._done,
+                self._n,
+                now - self._start,
+            )
+
+
+def _check_distinct(array: Array, fragments: list[Fragment], shared: NDArray[np.int64]) -> None:
+    """Refuse values that were written twice: in rows that several fragments share, or in one that kept both."""
+    is_mixed = any(fragment.has_timestamps for fragment in fragments)
+    if not shared.size and not is_mixed:
+        return
+    keys = [np.empty((0, 2), dtype=np.int64)]
     for fragment in fragments:
-        parts = zip(array.parts(fragment, array.field(ROW)), array.parts(fragment, array.field(COLUMN)), strict=False)
-        both = list(parts)
-        rows, columns = (np.concatenate([np.empty(0, np.int64), *(p[k] for p in both)]) for k in (0, 1))
-        chosen = np.ones(rows.size, bool) if is_everywhere else np.isin(rows, shared)
-        keys.append(np.stack([rows[chosen], columns[chosen]], axis=1))
+        pairs = zip(*(array.parts(fragment, array.field(name)) for name in (ROW, COLUMN)), strict=True)
+        for rows, columns in pairs:
+            chosen = slice(None) if is_mixed else np.isin(rows, shared)
+            keys.append(np.stack([rows[chosen], columns[chosen]], axis=1))
     every = np.concatenate(keys)
-    order = np.lexsort((every[:, 1], every[:, 0]))
-    same = np.all(every[order][1:] == every[order][:-1], axis=1)
-    if same.any():
-        row, column = every[order][np.argmax(same)].tolist()
+    every = every[np.lexsort((every[:, 1], every[:, 0]))]
+    is_same = np.all(every[1:] == every[:-1], axis=1)
+    if is_same.any():
+        row, column = every[np.argmax(is_same)].tolist()
         raise StoreError(
             f"{array.where}: the value of cell {row} and gene {column} was written twice, at different times; write "
             "the layer again as a new one."

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,8 +47,11 @@ if TYPE_CHECKING:
 _FRAGMENTS, _COMMITS, _SCHEMA = "__fragments", "__commits", "__schema"
 _DATA = "__fragment_metadata.tdb"
 
-_TOGETHER = 32 << 20
-"""Bytes of a column read at a time; more if a tile is larger."""
+_WIDTHS = (1, 2, 4, 8)
+"""Bytes of the integers that filters of text write."""
+
+READ, DECODED = 8 << 20, 32 << 20
+"""Bytes of a column that are read, and decoded, at a time; the rows of a matrix decode to a thousand times as many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,8 +178,8 @@ class Array:
         """Return a column of the latest schema."""
         return self.schema.fields[name]
 
-    def enumeration(self, name: str) -> Any:
-        """Return the values of an enumeration."""
+    def enumeration(self, name: str) -> tuple[Any, bool]:
+        """Return the values of an enumeration, and whether they are ordered."""
         file = self.schema.enumerations.get(name)
         if file is None:
             raise damaged(self.where, f"it has no enumeration {name!r}")
@@ -240,44 +244,48 @@ class Array:
         assert stamps.size == n  # noqa: S101 - one for each cell
         return stamps
 
-    def parts(self, fragment: Fragment, column: Field) -> Iterator[NDArray[Any]]:
-        """Yield the values of a column of numbers, some tiles at a time."""
+    def parts(
+        self, fragment: Fragment, column: Field, first: int = 0, last: int | None = None
+    ) -> Iterator[NDArray[Any]]:
+        """Yield the values of tiles ``first:last`` of a column of numbers, some tiles at a time."""
         if column.dtype is None:
             raise StoreError(f"{self.where}: column {column.name!r} is text; expected numbers.")
-        sizes = fragment.cells * column.dtype.itemsize
-        for plain in self.tiles(fragment, f"{column.file}.tdb", fragment.tiles(column), column.filters, sizes):
+        sizes = fragment.cells[first:last] * column.dtype.itemsize
+        edges = fragment.tiles(column)[first:][: sizes.size + 1]
+        for plain in self._decoded(fragment, f"{column.file}.tdb", edges, column.filters, sizes):
             yield plain.view(column.dtype)
 
     def tiles(
         self, fragment: Fragment, file: str, edges: NDArray[np.int64], filters: Filters, sizes: NDArray[np.int64]
-    ) -> Iterator[NDArray[np.uint8]]:
-        """Yield the decoded tiles of a file of a fragment, some at a time."""
-        for first, last, stored in self.stored(fragment, file, edges):
-            try:
-                yield tiledb.decode_tiles(stored, filters.steps, sizes[first:last])
-            except DecodeError as error:
-                raise damaged(f"{fragment.key}/{file}", str(error)) from error
+    ) -> NDArray[np.uint8]:
+        """Return all decoded tiles of a file of a fragment, given where they begin and their sizes."""
+        return np.concatenate([np.empty(0, np.uint8), *self._decoded(fragment, file, edges, filters, sizes)])
 
-    def stored(
-        self, fragment: Fragment, file: str, edges: NDArray[np.int64]
-    ) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
-        """Yield runs of tiles of a file: the first, the one after the last, and their stored bytes."""
-        n_tiles = edges.size - 1
-        if not n_tiles:
-            return
+    def _decoded(
+        self, fragment: Fragment, file: str, edges: NDArray[np.int64], filters: Filters, sizes: NDArray[np.int64]
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Yield decoded tiles, `DECODED` bytes at a time, read `READ` bytes at a time; more if one tile has more."""
+        for first, last in runs_of(edges, READ):
+            own = edges[first : last + 1]
+            stored = self.stored(fragment, file, own)
+            own = own - own[0]
+            for a, b in runs_of(np.append(0, np.cumsum(sizes[first:last])), DECODED):
+                try:
+                    yield tiledb.decode_tiles(stored[own[a] : own[b]], filters.steps, sizes[first + a : first + b])
+                except DecodeError as error:
+                    raise damaged(f"{self.files.name}/{fragment.key}/{file}", str(error)) from error
+
+    def stored(self, fragment: Fragment, file: str, edges: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return the stored bytes of consecutive tiles of a file."""
         source, base, nbytes = self.files.source([f"{fragment.key}/{file}"])
         try:
+            where = f"{self.files.name}/{fragment.key}/{file}"
             if edges[-1] > nbytes[0]:
-                raise damaged(f"{fragment.key}/{file}", f"it has {nbytes[0]} bytes of {edges[-1]}")
-            first = 0
-            while first < n_tiles:
-                last = max(first + 1, int(np.searchsorted(edges, edges[first] + _TOGETHER, side="right")) - 1)
-                last = min(last, n_tiles)
-                stored = np.empty(int(edges[last] - edges[first]), dtype=np.uint8)
-                if source.read_into(stored, int(base[0] + edges[first])) < stored.size:
-                    raise damaged(f"{fragment.key}/{file}", "it ends early")
-                yield first, last, stored
-                first = last
+                raise damaged(where, f"it has {nbytes[0]} bytes, and should have {edges[-1]}")
+            stored = np.empty(int(edges[-1] - edges[0]), dtype=np.uint8)
+            if source.read_into(stored, int(base[0] + edges[0])) < stored.size:
+                raise damaged(where, "it ends early")
+            return stored
         finally:
             source.close()
 
@@ -333,6 +341,8 @@ class Array:
                 cursor.take(n)
             else:
                 domain[k] = np.frombuffer(cursor.take(2 * dim.dtype.itemsize), dim.dtype)
+                if dim.extent and not dim.domain[0] <= domain[k, 0] <= domain[k, 1] <= dim.domain[1]:
+                    raise damaged(where, "its coordinates are outside the array's domain")
         n_tiles, n_last = cursor.read("QQ")
         has_timestamps, has_deletes = cursor.read("BB")
         if has_deletes:
@@ -344,8 +354,8 @@ class Array:
             ]
             cells = np.full(int(np.prod(shape)), int(np.prod([d.extent for d in schema.dims])), dtype=np.int64)
         else:
-            if n_tiles > len(raw):
-                raise damaged(where, f"it should have {n_tiles} tiles")
+            if n_tiles > len(raw) or n_last > schema.capacity:
+                raise damaged(where, f"it should have {n_tiles} tiles, the last of {n_last} cells")
             cells = np.full(n_tiles, schema.capacity, dtype=np.int64)
             cells[-1:] = n_last
         n_columns = len(schema.attributes) + 1 + len(schema.dims) + has_timestamps
@@ -363,6 +373,13 @@ class Array:
             tables,
             rtree,
         )
+
+
+def runs_of(edges: NDArray[np.int64], nbytes: int) -> list[tuple[int, int]]:
+    """Return ranges of consecutive tiles of about `nbytes` together, given where they begin and end."""
+    number = (edges[1:] - 1 - edges[:1]).clip(0) // nbytes
+    starts = np.flatnonzero(np.diff(number, prepend=-1)).tolist()
+    return list(pairwise([*starts, number.size])) if number.size else []
 
 
 def stamp_of(fragment: Fragment) -> Field:
@@ -400,11 +417,11 @@ class _Column:
         if chosen is not None:
             values, missing = values[chosen], missing[chosen]
         if self._field.enumeration:
-            words = self._array.enumeration(self._field.enumeration)
+            words, is_ordered = self._array.enumeration(self._field.enumeration)
             codes = np.where(missing, -1, values.astype(np.int64))
             if codes.size and (codes.min() < -1 or codes.max() >= words.size):
                 raise damaged(self._array.where, f"column {self._field.name!r} has a number without a value")
-            return pd.Categorical.from_codes(codes, words)
+            return pd.Categorical.from_codes(codes, words, ordered=is_ordered)
         if values.dtype == object:
             values[missing] = None
             return values
@@ -430,23 +447,22 @@ class _Column:
         if not own.is_nullable:
             return np.zeros(fragment.n_cells, dtype=bool)
         edges = fragment.validity_tiles(own)
-        parts = self._array.tiles(fragment, f"{own.file}_validity.tdb", edges, fragment.schema.validity, fragment.cells)
-        return np.asarray(np.concatenate([np.empty(0, np.uint8), *parts]) == 0)
+        found = self._array.tiles(fragment, f"{own.file}_validity.tdb", edges, fragment.schema.validity, fragment.cells)
+        return np.asarray(found == 0)
 
     def _texts(self, fragment: Fragment, own: Field) -> NDArray[np.object_]:
         edges, sizes = fragment.text_tiles(own)
         file, out = f"{own.file}_var.tdb", [np.empty(0, dtype=object)]
         if own.filters.of_text:
-            for first, last, stored in self._array.stored(fragment, file, edges):
-                for k in range(first, last):
-                    tile = stored[edges[k] - edges[first] : edges[k + 1] - edges[first]]
-                    out.append(_words(tile, own.filters, f"{fragment.key}/{file}"))
+            for k, n in enumerate(fragment.cells.tolist()):
+                tile = self._array.stored(fragment, file, edges[k : k + 2])
+                out.append(_words(tile, own.filters, int(sizes[k]), n, f"{fragment.key}/{file}"))
             return np.concatenate(out)
-        offsets = self._array.tiles(
-            fragment, f"{own.file}.tdb", fragment.tiles(own), fragment.schema.offsets, fragment.cells * 8
-        )
-        starts = np.concatenate([np.empty(0, np.uint8), *offsets]).view(np.int64)
-        values = np.concatenate([np.empty(0, np.uint8), *self._array.tiles(fragment, file, edges, own.filters, sizes)])
+        schema = fragment.schema
+        starts = self._array.tiles(
+            fragment, f"{own.file}.tdb", fragment.tiles(own), schema.offsets, fragment.cells * 8
+        ).view(np.int64)
+        values = self._array.tiles(fragment, file, edges, own.filters, sizes)
         cell, byte = 0, 0
         for n, size in zip(fragment.cells.tolist(), sizes.tolist(), strict=True):
             text = values[byte : byte + size].tobytes()
@@ -455,30 +471,37 @@ class _Column:
         return np.concatenate(out)
 
 
-def _words(tile: NDArray[np.uint8], filters: Filters, where: str) -> NDArray[np.object_]:
-    """Return the strings of a tile whose first filter works on strings: all its integers have their highest byte first."""
+def _words(tile: NDArray[np.uint8], filters: Filters, size: int, n: int, where: str) -> NDArray[np.object_]:
+    """Return the n strings, `size` bytes in all, of a tile whose first filter works on strings.
+
+    That filter writes integers with their highest byte first.
+    """
     out: list[bytes] = []
     try:
-        for data, about in tiledb.chunks_of(tile, filters.steps):
+        for data, about in tiledb.chunks_of(tile, filters.steps, size):
             cursor = Bytes(about, where)
             cursor.read("IIIII")
+            n_first, n_second = cursor.read("BB")
+            if n_first not in _WIDTHS or n_second not in _WIDTHS:
+                raise DecodeError("integers of text in it have an unknown size")
             if filters.of_text == RLE:
-                n_run, n_size = cursor.read("BB")
-                own = Bytes(data, where)
-                while own.at < len(data):
-                    run, size = (int.from_bytes(own.take(n), "big") for n in (n_run, n_size))
-                    out += [own.take(size)] * run
+                runs = Bytes(data, where)
+                while runs.at < len(data) and len(out) <= n:
+                    length, nbytes = (int.from_bytes(runs.take(width), "big") for width in (n_first, n_second))
+                    out += [runs.take(nbytes)] * min(length, n + 1)
                 continue
-            n_id, n_size, nbytes = cursor.read("BBI")
-            known = Bytes(cursor.take(nbytes), where)
-            words = []
-            while known.at < nbytes:
-                words.append(known.take(int.from_bytes(known.take(n_size), "big")))
-            ids = np.frombuffer(data, dtype=f">u{n_id}")
+            known, words = Bytes(cursor.take(cursor.read("I")), where), []
+            while known.at < len(known.raw):
+                words.append(known.take(int.from_bytes(known.take(n_second), "big")))
+            ids = np.frombuffer(data, dtype=f">u{n_first}")
             out += [words[number] for number in ids.tolist()]
-        made = np.empty(len(out), dtype=object)
+        if len(out) != n:
+            raise DecodeError(f"text of {len(out)} cells in it, not of {n}")
+        made = np.empty(n, dtype=object)
         made[:] = [word.decode() for word in out]
-    except (DecodeError, IndexError, UnicodeDecodeError, TypeError, ValueError) as error:
+    except CorruptDataError:
+        raise
+    except (DecodeError, IndexError, ValueError) as error:
         raise damaged(where, str(error)) from error
     return made
 

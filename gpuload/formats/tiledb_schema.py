@@ -75,7 +75,7 @@ class Bytes:
 
     def take(self, n: int) -> bytes:
         """Return the next n bytes."""
-        if n < 0 or self.at + n > len(self.raw):
+        if n < 0 or not 0 <= self.at <= len(self.raw) - n:
             raise damaged(self.where, "it ends early")
         self.at += n
         return self.raw[self.at - n : self.at]
@@ -278,20 +278,20 @@ def check_version(version: int, where: str) -> None:
         )
 
 
-def parse_enumeration(raw: bytes, where: str) -> Any:
-    """Return the values of an enumeration, as an array: text as object, else numbers or booleans."""
+def parse_enumeration(raw: bytes, where: str) -> tuple[Any, bool]:
+    """Return the values of an enumeration, text as object, else numbers or booleans; and whether they are ordered."""
     cursor = read_generic_tile(raw, where)
     cursor.read("I")
     cursor.text()
     cursor.text()
-    kind, per_cell, _ = cursor.read("BI?")
+    kind, per_cell, is_ordered = cursor.read("BI?")
     values = cursor.take(cursor.read("Q"))
     if per_cell != _VAR:
         if kind not in _DTYPES or per_cell != 1:
             raise StoreError(f"{where}: an enumeration of type {kind} is not supported; use text or numbers.")
-        return np.frombuffer(values, dtype=_DTYPES[kind])
+        return np.frombuffer(values, dtype=_DTYPES[kind]), bool(is_ordered)
     starts = cursor.words(cursor.read("Q") // 8)
-    return strings(values, starts, where)
+    return strings(values, starts, where), bool(is_ordered)
 
 
 def strings(values: bytes, starts: Any, where: str) -> Any:

@@ -38,7 +38,7 @@ _native = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 
 @_native
-def decode_tile(
+def decode_tile(  # noqa: PLR0911 - one return per fault
     at: int,
     end: int,
     steps: Any,
@@ -140,7 +140,7 @@ def decode_tiles(
 
 
 @_native
-def count_rows(rows: Any, first: int, counts: Any, last: int) -> Any:  # pragma: no cover - compiled
+def count_rows(rows: Any, first: int, counts: Any) -> int:  # pragma: no cover - compiled
     """Count the values of each row.
 
     Parameters
@@ -151,27 +151,25 @@ def count_rows(rows: Any, first: int, counts: Any, last: int) -> Any:  # pragma:
         The row that ``counts[0]`` counts.
     counts : int64
         To be added to.
-    last
-        The row of the value before.
 
     Returns
     -------
-    tuple
-        0 or a code; whether rows never descend, `last` included; the last row.
+    int
+        Whether rows never descend, as 0 or 1; or a code.
     """
-    is_ascending = True
+    is_ascending, last = True, first
     for k in range(rows.size):
         row = rows[k]
         if row < first or row - first >= counts.size:
-            return BAD_ROW, False, last
+            return BAD_ROW
         counts[row - first] += 1
         is_ascending &= row >= last
         last = row
-    return 0, is_ascending, last
+    return 1 if is_ascending else 0
 
 
 @_native
-def gather_rows(
+def gather_rows(  # noqa: PLR0911 - one return per fault
     stored: Any,
     row_steps: Any,
     steps: Any,

@@ -359,7 +359,7 @@ def undo_filters(  # noqa: PLR0911 - one return per fault
             done, md = _undo_windows(kind, item, data, data_end, md, md_end, into, limit)
             if done < 0:
                 return done, 0, md, 0
-        elif kind == BIT_SHUFFLE or kind == BYTE_SHUFFLE or kind == XOR or kind == FLOAT_SCALE:  # noqa: PLR1714
+        elif kind == BIT_SHUFFLE or kind == BYTE_SHUFFLE or kind == XOR or kind == FLOAT_SCALE:  # noqa: PLR1714, SIM109
             if md_end - md < 4 or load32(md) * 4 > md_end - md - 4:
                 return BAD_FILTER, 0, md, 0
             n_parts = load32(md)

@@ -1,0 +1,507 @@
+"""SOMA experiments: what is handed over is what TileDB's own library was given to write, however it is stored."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.sparse import csr_matrix
+
+import gpuload
+from tests import writers
+from tests.golden.test_columns import assert_columns
+from tests.several import dense
+from tests.soma_writers import ZSTD, write_cells, write_experiment, write_frame, write_group, write_sparse
+from tests.writers import N_OBS, N_VARS, cells_frame, counts, genes_frame
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+tiledb: Any = pytest.importorskip("tiledb")
+
+COLUMNS = list(cells_frame(1).columns)
+NUMBERS = [
+    ("gzip",),
+    ("zstd",),
+    ("lz4",),
+    ("rle",),
+    ("double-delta",),
+    ("delta",),
+    ("bit-width", "zstd"),
+    ("double-delta", "bit-width", "zstd"),
+    ("bitshuffle",),
+    ("bitshuffle", "lz4"),
+    ("byteshuffle", "gzip"),
+    ("xor", "zstd"),
+    ("rle", "gzip", "zstd"),
+    (),
+]
+
+
+def name_of(given: Any) -> str:
+    return "-".join(one if isinstance(one, str) else one[0] for one in given) or "none"
+
+
+def assert_rows(path: Any, X: Any, n_epochs: int = 2, **settings: Any) -> list[str]:
+    """Compare all cells with what was written, several times; return the names of the filters."""
+    settings = {"batch_size": 9, "fetch_factor": 3, "block_size": 4, **settings}
+    wanted = dense(X).astype(np.float32)
+    with gpuload.open_loader(path, **settings) as loader:
+        assert (loader.n_obs, loader.n_vars) == wanted.shape
+        for _ in range(n_epochs):
+            seen = [np.empty(0, np.int64)]
+            for batch in loader:
+                np.testing.assert_array_equal(dense(batch.X), wanted[batch.rows])
+                seen.append(batch.rows)
+            np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.arange(len(wanted)))
+        return [layout.filters[0].name for layout in loader._store.matrices[0].layouts]
+
+
+# --- the matrix
+
+
+@pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)], ids=["as wide as rows", "narrow"])
+@pytest.mark.parametrize("own", NUMBERS, ids=name_of)
+def test_filters(tmp_path: Path, own: Any, tiles: tuple[int, int]) -> None:
+    X = counts().astype(np.int32)
+    path = write_experiment(tmp_path / "cells", {"data": X}, rows=own, columns=own, values=own, tiles=tiles)
+    kinds = assert_rows(path, X)
+    assert kinds == (["tiledb"] * 2 if tiles[1] > N_VARS else ["tiledb-band"] * 2)
+
+
+def test_positive_deltas(tmp_path: Path) -> None:
+    """Only what ascends can be stored so: rows, where tiles are as wide as they."""
+    own = (("positive-delta", {"window": 64}), "zstd")
+    assert_rows(write_experiment(tmp_path / "cells", rows=own), counts())
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_scaled_floats(tmp_path: Path, width: int, dtype: str) -> None:
+    """As the Census stored normalized values; these are multiples of the scale, and nothing is lost."""
+    X = counts().astype(dtype)
+    X.data[:] = (X.data * 3 - 20) * 0.25 + 0.5
+    scale = ("float-scale", {"factor": 0.25, "offset": 0.5, "bytewidth": width})
+    assert_rows(write_experiment(tmp_path / "cells", {"data": X}, values=(scale, "byteshuffle", "zstd")), X)
+
+
+@pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)])
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8", "?"])
+def test_dtypes(tmp_path: Path, dtype: str, tiles: tuple[int, int]) -> None:
+    X = counts().astype(dtype)
+    if dtype.startswith("i"):
+        X.data[::3] *= -1
+    bits = () if dtype == "?" else ("bitshuffle",)
+    assert_rows(write_experiment(tmp_path / "cells", {"data": X}, values=(*bits, "zstd"), tiles=tiles), X)
+
+
+@pytest.mark.parametrize("tiles", [(16, 4096), (1, 1), (7, 5), (1024, 8), (1024, 4096)])
+@pytest.mark.parametrize("orders", [("row-major", "row-major"), ("col-major", "row-major"), ("col-major", "col-major")])
+@pytest.mark.parametrize("parts", [(), (40, 41, 100), (100, 41, 40)], ids=["one", "ascending", "descending"])
+def test_layouts(tmp_path: Path, tiles: Any, orders: Any, parts: Any) -> None:
+    path = write_experiment(tmp_path / "cells", tiles=tiles, orders=orders, parts=parts, capacity=70)
+    kinds = assert_rows(path, counts(), n_epochs=1)
+    assert kinds == assert_rows(path, counts(), output="csr", n_epochs=1)
+
+
+def test_columns_ascend_within_a_row(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", tiles=(16, 8), parts=(60,))
+    with gpuload.open_loader(path, output="csr", batch_size=20) as loader:
+        for batch in loader:
+            wanted = counts()[batch.rows]
+            np.testing.assert_array_equal(batch.X.indices, wanted.indices)
+            np.testing.assert_array_equal(batch.X.data, wanted.data)
+
+
+@pytest.mark.parametrize("is_in_parts", [True, False])
+def test_rows_that_several_fragments_share(tmp_path: Path, is_in_parts: bool) -> None:
+    """A row may be written in several turns, as long as no value is written twice."""
+    X = counts()
+    path = write_experiment(tmp_path / "cells", {"data": X[:0]}, obs=cells_frame(), var=genes_frame())
+    folder = path / "ms" / "RNA" / "X" / "data"
+    for k, (low, high) in enumerate([(20, N_VARS), (0, 20)]):
+        part = X.tocoo()
+        chosen = (part.col >= low) & (part.col < high)
+        at = [part.row[chosen].astype(np.int64), part.col[chosen].astype(np.int64)]
+        write_cells(folder, at, {"soma_data": part.data[chosen]}, k + 1)
+    if is_in_parts:
+        assert assert_rows(path, X) == ["tiledb-band"] * 2
+        assert_rows(path, X, output="csr")
+    else:
+        tiledb.consolidate(str(folder))
+        assert assert_rows(path, X) == ["tiledb"] * 2
+
+
+def test_a_value_written_twice(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", parts=(60,))
+    row, column = 80, int(counts()[80].indices[0])
+    folder = path / "ms" / "RNA" / "X" / "data"
+    write_cells(folder, [np.array([row]), np.array([column])], {"soma_data": np.array([7], np.float32)}, 9)
+    with pytest.raises(gpuload.StoreError, match=rf"cell {row} and gene {column} was written twice.*as a new one\.$"):
+        gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize("is_vacuumed", [True, False])
+@pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)])
+def test_consolidated(tmp_path: Path, tiles: Any, is_vacuumed: bool) -> None:
+    path = write_experiment(tmp_path / "cells", tiles=tiles, parts=(90, 50, 20))
+    for folder in (path / "ms" / "RNA" / "X" / "data", path / "obs"):
+        tiledb.consolidate(str(folder), config=tiledb.Config({"sm.consolidation.mode": "commits"}))
+        tiledb.consolidate(str(folder))
+        if is_vacuumed:
+            for mode in ("fragments", "commits"):
+                tiledb.vacuum(str(folder), config=tiledb.Config({"sm.vacuum.mode": mode}))
+    assert_rows(path, counts())
+    assert_columns(path, COLUMNS, cells_frame())
+
+
+def test_fragments_of_a_limited_size(tmp_path: Path) -> None:
+    """A consolidation may cut a band of rows between two of its tiles."""
+    path = write_experiment(tmp_path / "cells", tiles=(16, 8), parts=(90, 50, 20), capacity=10, columns=(), values=())
+    folder = str(path / "ms" / "RNA" / "X" / "data")
+    config = {"sm.consolidation.max_fragment_size": "2000", "sm.consolidation.step_min_frags": "2"}
+    tiledb.consolidate(folder, config=tiledb.Config(config))
+    tiledb.vacuum(folder)
+    assert len(list((path / "ms" / "RNA" / "X" / "data" / "__fragments").iterdir())) > 1
+    assert_rows(path, counts())
+
+
+def test_deleted_cells_are_refused(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    with tiledb.open(str(path / "ms" / "RNA" / "X" / "data"), "d") as array:
+        array.query(cond="soma_data > 3").submit()
+    with pytest.raises(gpuload.StoreError, match="cells were deleted from it by a condition"):
+        gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize("tiles", [(16, 20), (131, 53), (1, 53), (16, 1), (200, 60)])
+@pytest.mark.parametrize("dtype", ["f4", "f8", "u2", "i8"])
+def test_dense(tmp_path: Path, tiles: Any, dtype: str) -> None:
+    X = counts().toarray().astype(dtype)
+    assert assert_rows(write_experiment(tmp_path / "cells", {"data": X}, tiles=tiles), X) == ["tiledb"]
+
+
+def test_dense_in_parts(tmp_path: Path) -> None:
+    X = counts().toarray()
+    assert_rows(write_experiment(tmp_path / "aligned", {"data": X}, parts=(32, 64)), X)
+    path = write_experiment(tmp_path / "within", {"data": X}, parts=(40,))
+    with pytest.raises(gpuload.StoreError, match=r"parts that end within tiles of 16 x 20 values; write it at once"):
+        gpuload.open_loader(path)
+    tiledb.consolidate(str(path / "ms" / "RNA" / "X" / "data"))
+    tiledb.vacuum(str(path / "ms" / "RNA" / "X" / "data"))
+    assert_rows(path, X)
+
+
+def test_nothing_stored(tmp_path: Path) -> None:
+    assert_rows(
+        write_experiment(tmp_path / "cells", {"data": csr_matrix((N_OBS, N_VARS), dtype=np.float32)}),
+        np.zeros((N_OBS, N_VARS)),
+    )
+
+
+# --- cells and genes
+
+
+@pytest.mark.parametrize(
+    "numbers", [ZSTD, ("double-delta", "zstd"), ("byteshuffle", "zstd"), ("bit-width", "lz4")], ids=name_of
+)
+@pytest.mark.parametrize(
+    "text", [("zstd",), ("dictionary", "zstd"), ("rle",), ("rle", "lz4"), ("dictionary",), ()], ids=name_of
+)
+@pytest.mark.parametrize("parts", [(), (40,)], ids=["one", "two"])
+def test_every_kind_of_column(tmp_path: Path, text: Any, numbers: Any, parts: Any) -> None:
+    path = write_experiment(tmp_path / "cells", frames={"text": text, "numbers": numbers, "parts": parts})
+    assert_columns(path, COLUMNS, cells_frame())
+    assert gpuload.obs_names(path).tolist() == cells_frame().index.tolist()
+    with gpuload.open_loader(path) as loader:
+        assert loader.var_names.tolist() == genes_frame().index.tolist()
+
+
+@pytest.mark.parametrize("is_consolidated", [True, False])
+def test_columns_written_again(tmp_path: Path, is_consolidated: bool) -> None:
+    """The later value counts, as `tiledbsoma.io.update_obs` needs it."""
+    frame = cells_frame()[["n_counts", "donor"]]
+    path = write_experiment(tmp_path / "cells", obs=frame)
+    rows = np.array([3, 77, 20])
+    new = {"obs_id": frame.index.to_numpy()[rows], "n_counts": np.array([1000, 2000, 3000], np.int32)}
+    write_cells(path / "obs", [rows], {**new, "donor": np.array(["new"] * 3, object)}, 50)
+    if is_consolidated:
+        tiledb.consolidate(str(path / "obs"))
+        tiledb.vacuum(str(path / "obs"))
+    wanted = frame.copy()
+    wanted.iloc[rows, 0], wanted.iloc[rows, 1] = new["n_counts"], "new"
+    assert_columns(path, ["n_counts", "donor"], wanted)
+
+
+def test_a_column_added_later(tmp_path: Path) -> None:
+    """Cells written before have no value."""
+    frame = cells_frame()[["n_counts"]]
+    path = write_experiment(tmp_path / "cells", obs=frame)
+    ctx = tiledb.default_ctx()
+    evolution = tiledb.ArraySchemaEvolution(ctx)
+    evolution.add_attribute(tiledb.Attr(name="score", dtype=np.float64, nullable=True))
+    evolution.add_attribute(tiledb.Attr(name="kind", dtype="U0", var=True, nullable=True))
+    evolution.add_attribute(tiledb.Attr(name="whole", dtype=np.int32, fill=np.int32(-5)))
+    evolution.array_evolve(str(path / "obs"))
+    rows = np.arange(0, N_OBS, 2)
+    values = {
+        "obs_id": frame.index.to_numpy()[rows],
+        "n_counts": frame["n_counts"].to_numpy()[rows],
+        "score": np.arange(rows.size, dtype=np.float64),
+        "kind": np.array(["late"] * rows.size, object),
+        "whole": np.arange(rows.size, dtype=np.int32),
+    }
+    write_cells(path / "obs", [rows], values)
+    wanted = frame.assign(
+        score=np.nan, kind=pd.Series([None] * N_OBS, dtype=object, index=frame.index), whole=np.int32(-5)
+    )
+    for name in ("score", "kind", "whole"):
+        wanted.iloc[rows, wanted.columns.get_loc(name)] = values[name]
+    assert_columns(path, ["n_counts", "score", "kind", "whole"], wanted)
+
+
+def test_an_enumeration_extended(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"kind": pd.Categorical(["b", "a", "b"])}, index=pd.Index(["x", "y", "z"], dtype=object))
+    path = write_experiment(tmp_path / "cells", {"data": counts(4)}, obs=frame)
+    ctx = tiledb.default_ctx()
+    with tiledb.open(str(path / "obs")) as array:
+        extended = array.enum("kind_words").extend(["c"])
+    evolution = tiledb.ArraySchemaEvolution(ctx)
+    evolution.extend_enumeration(extended)
+    evolution.array_evolve(str(path / "obs"))
+    write_cells(path / "obs", [np.array([3])], {"obs_id": np.array(["w"], object), "kind": np.array([2], np.int32)})
+    wanted = pd.DataFrame({"kind": pd.Categorical(["b", "a", "b", "c"])})
+    assert_columns(path, ["kind"], wanted)
+
+
+def test_genes_of_the_census(tmp_path: Path) -> None:
+    var = pd.DataFrame(
+        {"feature_id": [f"ENSG{i}" for i in range(N_VARS)], "feature_name": [f"TP{i}" for i in range(N_VARS)]},
+        dtype=object,
+    )
+    var.index = pd.Index([f"row {i}" for i in range(N_VARS)], dtype=object)
+    path = write_experiment(tmp_path / "cells")
+    shutil.rmtree(path / "ms" / "RNA" / "var")
+    write_frame(path / "ms" / "RNA" / "var", var, "name_of_row")
+    with gpuload.open_loader(path, genes=["ENSG7", "TP3"], batch_size=10) as loader:
+        assert loader.var_names.tolist() == ["TP7", "TP3"]
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, counts()[batch.rows][:, [7, 3]].toarray())
+
+
+def test_names_that_are_not_there(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    for folder, frame in (("obs", cells_frame()[["depth"]]), ("ms/RNA/var", genes_frame().assign(a=1))):
+        shutil.rmtree(path / folder)
+        write_frame(path / folder, frame, "other")
+    assert gpuload.obs_names(path).tolist() == [str(i) for i in range(N_OBS)]
+    with gpuload.open_loader(path) as loader:
+        assert loader.var_names.tolist() == [str(i) for i in range(N_VARS)]
+
+
+# --- what an experiment holds
+
+
+def test_layers_and_embeddings(tmp_path: Path) -> None:
+    layers = {"counts": counts(), "scaled": counts(seed=1).astype(np.float64)}
+    pca = np.random.default_rng(0).normal(size=(N_OBS, 5)).astype(np.float32)
+    wide = csr_matrix(counts(N_OBS, 7, seed=3))
+    raw = counts(N_OBS, 70, seed=2)
+    path = write_experiment(tmp_path / "cells", layers, obsm={"X_pca": pca}, raw=raw)
+    write_sparse(path / "ms" / "RNA" / "obsm" / "few", wide)
+    with tiledb.Group(str(path / "ms" / "RNA" / "obsm"), "w") as group:
+        group.add(uri="few", name="few", relative=True)
+    with gpuload.open_loader(path, layer=["counts", "scaled"], obsm=["X_pca", "few"], batch_size=11) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, layers["counts"][batch.rows].toarray())
+            np.testing.assert_array_equal(batch.layers["scaled"], layers["scaled"][batch.rows].toarray())
+            np.testing.assert_array_equal(batch.obsm["X_pca"], pca[batch.rows])
+            np.testing.assert_array_equal(batch.obsm["few"], wide[batch.rows].toarray())
+    assert_rows(path, raw, layer="raw.X")
+    with pytest.raises(gpuload.StoreError, match=r"there is no layer 'X'.*its layers are .*'counts'.*'scaled'"):
+        gpuload.open_loader(path)
+    with pytest.raises(gpuload.StoreError, match=r"there is no obsm 'umap'; its obsm has '(X_pca|few)'"):
+        gpuload.open_loader(path, layer="counts", obsm=["umap"])
+    with pytest.raises(gpuload.StoreError, match=r"obs has no column 'dept'; did you mean 'depth'"):
+        gpuload.open_loader(path, layer="counts", obs=["dept"])
+
+
+def test_measurements(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    prot = counts(N_OBS, 9, seed=4)
+    other = write_experiment(tmp_path / "other", {"data": prot}, measurement="ADT")
+    shutil.copytree(other / "ms" / "ADT", path / "ms" / "ADT")
+    with tiledb.Group(str(path / "ms"), "w") as group:
+        group.add(uri="ADT", name="ADT", relative=True)
+    with gpuload.open_loader(path, modality=["ADT", "RNA"], obs=["donor"], batch_size=11) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, prot[batch.rows].toarray())
+            np.testing.assert_array_equal(batch.modalities["RNA"], counts()[batch.rows].toarray())
+    for way in (path / "ADT", path / "ms" / "ADT"):
+        assert_rows(way, prot)
+    with pytest.raises(gpuload.StoreError, match=r"it has 2 measurements; name one of them with modality=: .*'ADT'"):
+        gpuload.open_loader(path)
+    with pytest.raises(gpuload.StoreError, match=r"there is no measurement 'rna'; its measurements are"):
+        gpuload.open_loader(path / "rna")
+    assert gpuload.obs_names(path / "ADT").tolist() == cells_frame().index.tolist()
+
+
+def test_with_other_files(tmp_path: Path) -> None:
+    """Files of any format are one table of cells."""
+    path = write_experiment(tmp_path / "cells")
+    X = writers.write_plain(tmp_path / "more.h5ad", seed=5)
+    both = np.concatenate([counts().toarray(), X.toarray()])
+    assert_rows([path, tmp_path / "more.h5ad", path], np.concatenate([both, counts().toarray()]))
+    gpuload.pack([path, tmp_path / "more.h5ad"], tmp_path / "out.zarr")
+    found = anndata.read_zarr(tmp_path / "out.zarr")
+    assert found.shape == both.shape
+
+
+def test_a_condition_reads_no_matrix(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", tiles=(16, 8))
+    frame = cells_frame()
+    rows = np.flatnonzero((frame["donor"] == "ann") & (frame["n_counts"] > 100))
+    with gpuload.open_loader(path, where="donor == 'ann' and n_counts > 100", batch_size=5) as loader:
+        found = list(loader)
+    np.testing.assert_array_equal(np.sort(np.concatenate([b.rows for b in found])), rows)
+    for batch in found:
+        np.testing.assert_array_equal(batch.X, counts()[batch.rows].toarray())
+
+
+# --- the index
+
+
+def test_counts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpuload.formats import index, soma_matrices
+
+    monkeypatch.setattr(index, "MIN_ROWS", 1)
+    path = write_experiment(tmp_path / "cells", {"data": counts()[:100]}, tiles=(16, 8))
+    assert_rows(path, counts()[:100])
+    assert (tmp_path / ".cells.gpuload-index").exists()
+    with monkeypatch.context() as only:
+        only.setattr(soma_matrices, "_count", None)
+        assert_rows(path, counts()[:100])
+    # cells are added: the counts are of another state
+    frame = cells_frame()
+    shutil.rmtree(path / "obs")
+    write_frame(path / "obs", frame, "obs_id")
+    part = counts()[100:].tocoo()
+    at = [(part.row + 100).astype(np.int64), part.col.astype(np.int64)]
+    write_cells(path / "ms" / "RNA" / "X" / "data", at, {"soma_data": part.data}, 90)
+    for _ in range(2):
+        assert_rows(path, counts())
+
+
+# --- what is refused
+
+
+def test_no_experiment(tmp_path: Path) -> None:
+    (tmp_path / "census").mkdir()
+    shutil.rmtree(tmp_path / "census")
+    write_group(tmp_path / "census", ["human", "notes"])
+    write_experiment(tmp_path / "census" / "human")
+    write_group(tmp_path / "census" / "notes", [])
+    with pytest.raises(
+        gpuload.StoreError, match=r"not a SOMA experiment.*it has .*'human'.* such as .*/census/human\.$"
+    ):
+        gpuload.open_loader(tmp_path / "census")
+    with pytest.raises(gpuload.StoreError, match=r"not a SOMA experiment, which has obs and ms; it has nothing"):
+        gpuload.open_loader(tmp_path / "census" / "notes")
+    with pytest.raises(gpuload.StoreError, match=r"not a SOMA experiment"):
+        gpuload.open_loader(tmp_path / "census" / "human" / "ms")
+
+
+def test_a_group_that_names_what_is_elsewhere(tmp_path: Path) -> None:
+    write_experiment(tmp_path / "other")
+    tiledb.Group.create(str(tmp_path / "cells"))
+    with tiledb.Group(str(tmp_path / "cells"), "w") as group:
+        group.add(uri=str(tmp_path / "other" / "obs"), name="obs", relative=False)
+        group.add(uri="ms", name="ms", relative=True) if (tmp_path / "cells" / "ms").exists() else None
+    with pytest.raises(gpuload.StoreError, match=r"member 'obs' is elsewhere"):
+        gpuload.open_loader(tmp_path / "cells")
+
+
+def test_cells_with_gaps(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    write_cells(path / "obs", [np.array([500])], {name: np.array([value]) for name, value in one_cell().items()}, 9)
+    with pytest.raises(gpuload.StoreError, match=r"132 rows are numbered 0 to 500 \(soma_joinid\); expected 0 to 131"):
+        gpuload.open_loader(path)
+
+
+def one_cell() -> dict[str, Any]:
+    row = cells_frame().iloc[0]
+    codes = {"cell_line": 0, "stage": 0, "year": 0}
+    return {"obs_id": "new", **{name: codes.get(name, row[name]) for name in row.index}, "number": 1, "flag": True}
+
+
+def test_values_for_no_cell(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", {"data": counts(N_OBS + 5)}, obs=cells_frame())
+    with pytest.raises(gpuload.CorruptDataError, match=r"values for cell 13\d, but there are 131 cells"):
+        gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)])
+def test_values_for_no_gene(tmp_path: Path, tiles: Any) -> None:
+    path = write_experiment(tmp_path / "cells", {"data": counts(N_OBS, N_VARS + 9)}, var=genes_frame(), tiles=tiles)
+    with gpuload.open_loader(path, batch_size=10) as loader, pytest.raises(gpuload.CorruptDataError, match="column"):
+        list(loader)
+
+
+@pytest.mark.parametrize(("name", "words"), [("bzip2", "bzip2"), ("md5", "an MD5 checksum")])
+def test_filters_that_are_not_supported(tmp_path: Path, name: str, words: str) -> None:
+    path = write_experiment(tmp_path / "cells", values=(name,))
+    with pytest.raises(gpuload.StoreError, match=rf"encoded with {words}, which cannot be decoded here; supported are"):
+        gpuload.open_loader(path)
+
+
+def test_a_column_of_times(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    frame = cells_frame()[["depth"]].assign(when=np.arange(N_OBS).astype("datetime64[s]"))
+    shutil.rmtree(path / "obs")
+    write_frame(path / "obs", frame, "obs_id")
+    with pytest.raises(gpuload.StoreError, match=r"obs column 'when' holds dates or times; only categorical"):
+        gpuload.open_loader(path, obs=["when"])
+    assert_columns(path, ["depth"], frame)
+
+
+def test_encrypted(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder)
+    config = tiledb.Config(
+        {"sm.encryption_type": "AES_256_GCM", "sm.encryption_key": "0123456789abcdeF0123456789abcdeF"}
+    )
+    schema = tiledb.ArraySchema(
+        tiledb.Domain(tiledb.Dim("soma_dim_0", domain=(0, 9), tile=5, dtype=np.int64)),
+        [tiledb.Attr("soma_data")],
+        sparse=True,
+    )
+    tiledb.Array.create(str(folder), schema, ctx=tiledb.Ctx(config))
+    with pytest.raises(gpuload.StoreError, match="the array is encrypted, which is not supported"):
+        gpuload.open_loader(path)
+
+
+def test_no_matrix_of_cells_and_genes(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder)
+    write_frame(folder, cells_frame()[["depth"]], "obs_id")
+    with pytest.raises(gpuload.StoreError, match=r"its dimensions are soma_joinid; expected a matrix of cells x genes"):
+        gpuload.open_loader(path)
+
+
+def test_dense_in_columns(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder)
+    dims = [
+        tiledb.Dim(f"soma_dim_{k}", domain=(0, n - 1), tile=8, dtype=np.int64) for k, n in enumerate((N_OBS, N_VARS))
+    ]
+    schema = tiledb.ArraySchema(tiledb.Domain(*dims), [tiledb.Attr("soma_data")], cell_order="col-major")
+    tiledb.Array.create(str(folder), schema)
+    with pytest.raises(gpuload.StoreError, match="column-major order is not supported"):
+        gpuload.open_loader(path)

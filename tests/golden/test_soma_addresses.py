@@ -1,0 +1,100 @@
+"""SOMA experiments at addresses are read as on disk: with few requests, through a cache, in measurements."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("obstore")
+pytest.importorskip("tiledb")
+
+from benchmarks.s3server import start
+from gpuload import CorruptDataError, ReadError, open_loader
+from gpuload.cache import BlockRemote, SampleStore
+from gpuload.remote import open_remote
+from tests.soma_writers import write_experiment
+from tests.writers import cells_frame, counts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from benchmarks.s3server import Running
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    (tmp_path / "served" / "data").mkdir(parents=True)
+    with start(tmp_path / "served") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _no_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GPULOAD_INDEX", str(tmp_path / "indexes"))
+
+
+def options(server: Running) -> dict[str, Any]:
+    return {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
+
+
+def assert_rows(address: str, **settings: Any) -> None:
+    settings = {"batch_size": 9, "fetch_factor": 3, "block_size": 4, "obs": ["donor"], **settings}
+    donors = cells_frame()["donor"].to_numpy()
+    with open_loader(address, **settings) as loader:
+        for _ in range(2):
+            seen = [np.empty(0, np.int64)]
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X, counts()[batch.rows].toarray())
+                assert list(loader.categories["donor"][batch.obs["donor"]]) == list(donors[batch.rows])
+                seen.append(batch.rows)
+            assert np.sort(np.concatenate(seen)).tolist() == list(range(counts().shape[0]))
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)], ids=["as wide as rows", "narrow"])
+def test_objects(server: Running, tmp_path: Path, tiles: Any, is_cached: bool) -> None:
+    write_experiment(server.root / "data" / "cells", tiles=tiles, parts=(90, 50))
+    if not is_cached:
+        assert_rows("s3://data/cells", storage_options=options(server))
+        return
+    remote = BlockRemote(open_remote("s3://data", **options(server)), 1 << 16)
+    with SampleStore(tmp_path / "cache", remote, "64MiB", n_processes=0, min_free=0, fetch=False) as store:
+        assert_rows("s3://data/cells", cache=store)
+    assert list((tmp_path / "cache" / "objects").rglob("*.*"))
+
+
+def test_a_measurement(server: Running) -> None:
+    write_experiment(server.root / "data" / "cells", raw=counts(seed=1))
+    for way in ("s3://data/cells/RNA", "s3://data/cells/ms/RNA", "s3://data/cells"):
+        assert_rows(way, storage_options=options(server))
+    with open_loader("s3://data/cells", layer="raw.X", storage_options=options(server)) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, counts(seed=1)[batch.rows].toarray())
+
+
+def test_dense(server: Running) -> None:
+    write_experiment(server.root / "data" / "cells", {"data": counts().toarray()})
+    assert_rows("s3://data/cells", storage_options=options(server))
+
+
+def test_what_is_missing_or_damaged(server: Running) -> None:
+    path = write_experiment(server.root / "data" / "cells", tiles=(16, 8))
+    (file,) = (path / "ms" / "RNA" / "X" / "data" / "__fragments").glob("*/d1.tdb")
+    raw = bytearray(file.read_bytes())
+    raw[8:20] = b"\xff" * 12
+    file.write_bytes(raw)
+    with (
+        open_loader("s3://data/cells", storage_options=options(server)) as loader,
+        pytest.raises(CorruptDataError, match=r"s3://data/cells/ms/RNA/X/data/__fragments/.*soma_dim_1"),
+    ):
+        list(loader)
+    file.unlink()
+    with pytest.raises(ReadError, match=r"d1\.tdb: cannot be read: no such object\. Is the TileDB array complete\?"):
+        open_loader("s3://data/cells", storage_options=options(server))
+    shutil.rmtree(path / "ms" / "RNA" / "X" / "data" / "__schema")
+    with pytest.raises(Exception, match="it is not a TileDB array"):
+        open_loader("s3://data/cells", storage_options=options(server))

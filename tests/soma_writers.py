@@ -1,0 +1,258 @@
+"""Write SOMA experiments with TileDB's own library, laid out as tiledbsoma lays them out. Does not use gpuload."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tests.writers import cells_frame, counts, genes_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from scipy.sparse import csr_matrix
+
+MAX = 2**63 - 2 - 4096
+"""As tiledbsoma, leave room in the domain for tiles, so that it can grow."""
+
+ZSTD, SHUFFLED = ("zstd",), ("byteshuffle", "zstd")
+
+
+def library() -> Any:
+    """Return tiledb, or skip the test."""
+    return pytest.importorskip("tiledb")
+
+
+def filters(names: Sequence[Any]) -> Any:
+    """Return a filter list; a filter is a name, or a name and its options."""
+    tiledb = library()
+    known = {
+        "gzip": tiledb.GzipFilter,
+        "zstd": tiledb.ZstdFilter,
+        "lz4": tiledb.LZ4Filter,
+        "rle": tiledb.RleFilter,
+        "double-delta": tiledb.DoubleDeltaFilter,
+        "delta": tiledb.DeltaFilter,
+        "bit-width": tiledb.BitWidthReductionFilter,
+        "positive-delta": tiledb.PositiveDeltaFilter,
+        "bitshuffle": tiledb.BitShuffleFilter,
+        "byteshuffle": tiledb.ByteShuffleFilter,
+        "float-scale": tiledb.FloatScaleFilter,
+        "xor": tiledb.XORFilter,
+        "dictionary": tiledb.DictionaryFilter,
+        "bzip2": tiledb.Bzip2Filter,
+        "md5": tiledb.ChecksumMD5Filter,
+    }
+    made = [known[name]() if isinstance(name, str) else known[name[0]](**name[1]) for name in names]
+    return tiledb.FilterList(made)
+
+
+def write_group(path: Path, members: Sequence[str]) -> None:
+    """Write a group, whose members are in it."""
+    tiledb = library()
+    tiledb.Group.create(str(path))
+    with tiledb.Group(str(path), "w") as group:
+        for name in members:
+            group.add(uri=name, name=name, relative=True)
+
+
+def write_frame(
+    path: Path,
+    frame: pd.DataFrame,
+    names: str,
+    *,
+    text: Sequence[Any] = ZSTD,
+    numbers: Sequence[Any] = ZSTD,
+    offsets: Sequence[Any] = ("double-delta", "bit-width", "zstd"),
+    capacity: int = 50,
+    allows_duplicates: bool = False,
+    parts: Sequence[int] = (),
+) -> None:
+    """Write a table of cells or genes.
+
+    Parameters
+    ----------
+    frame
+        The table; its index becomes the column `names`.
+    text, numbers, offsets
+        Filters of text, of numbers, and of the offsets of text.
+    parts
+        Rows at which another fragment begins.
+    """
+    tiledb = library()
+    attributes, enumerations, values = [], [], {}
+    for name, column in {names: frame.index.to_series(), **frame}.items():
+        kind: dict[str, Any] = {}
+        if isinstance(column.dtype, pd.CategoricalDtype):
+            words = column.cat.categories
+            known = list(words) if words.dtype == object else np.asarray(words)
+            enumerations.append(tiledb.Enumeration(f"{name}_words", bool(column.cat.ordered), known))
+            codes = column.cat.codes.to_numpy(dtype=np.int32)
+            values[name] = np.array([None if c < 0 else int(c) for c in codes], dtype=object)
+            kind = {"dtype": np.int32, "nullable": True, "enum_label": f"{name}_words"}
+        elif column.dtype == object:
+            kind = {"dtype": "U0", "var": True, "nullable": True}
+            values[name] = np.asarray(column, dtype=object)
+        elif pd.api.types.is_extension_array_dtype(column.dtype):
+            dtype = np.bool_ if column.dtype == "boolean" else column.dtype.numpy_dtype
+            values[name] = np.array([None if v is pd.NA else v for v in column], dtype=object)
+            kind = {"dtype": dtype, "nullable": True}
+        else:
+            values[name] = column.to_numpy()
+            kind = {"dtype": column.dtype}
+        is_text = kind["dtype"] == "U0"
+        of_floats = [one for one in numbers if one in ("zstd", "gzip", "lz4", "byteshuffle", "bitshuffle")]
+        own = text if is_text else numbers if np.dtype(kind["dtype"]).kind in "iu" else of_floats
+        attributes.append(tiledb.Attr(name=name, filters=filters(own), **kind))
+    dim = tiledb.Dim("soma_joinid", domain=(0, MAX), tile=4096, dtype=np.int64, filters=filters(numbers))
+    schema = tiledb.ArraySchema(
+        tiledb.Domain(dim),
+        attributes,
+        sparse=True,
+        capacity=capacity,
+        allows_duplicates=allows_duplicates,
+        offsets_filters=filters(offsets),
+        enums=enumerations,
+    )
+    tiledb.Array.create(str(path), schema)
+    edges = [0, *parts, len(frame)]
+    for k, (low, high) in enumerate(itertools.pairwise(edges)):
+        if low < high:
+            write_cells(path, [np.arange(low, high)], {n: v[low:high] for n, v in values.items()}, k + 1)
+
+
+def write_cells(path: Path, coordinates: Sequence[Any], values: Mapping[str, Any], when: int | None = None) -> None:
+    """Write cells of a sparse array as a fragment, of a given time or of now."""
+    tiledb = library()
+    with tiledb.open(str(path), "w", timestamp=when) as array:
+        array[tuple(coordinates)] = dict(values)
+
+
+def write_sparse(
+    path: Path,
+    X: csr_matrix,
+    *,
+    tiles: tuple[int, int] = (16, 4096),
+    capacity: int = 100,
+    rows: Sequence[Any] = ZSTD,
+    columns: Sequence[Any] = ZSTD,
+    values: Sequence[Any] = ZSTD,
+    orders: tuple[str, str] = ("row-major", "row-major"),
+    allows_duplicates: bool = False,
+    parts: Sequence[int] = (),
+) -> None:
+    """Write a sparse matrix.
+
+    Parameters
+    ----------
+    tiles, orders
+        Tiles of its space; order of cells in a tile, and of tiles.
+    rows, columns, values
+        Filters.
+    parts
+        Rows at which another fragment begins; descending ones make fragments that are not in the order of rows.
+    """
+    tiledb = library()
+    pairs = zip(("soma_dim_0", "soma_dim_1"), tiles, (rows, columns), strict=True)
+    dims = [
+        tiledb.Dim(name, domain=(0, MAX), tile=tile, dtype=np.int64, filters=filters(own)) for name, tile, own in pairs
+    ]
+    schema = tiledb.ArraySchema(
+        tiledb.Domain(*dims),
+        [tiledb.Attr(name="soma_data", dtype=X.dtype, filters=filters(values))],
+        sparse=True,
+        capacity=capacity,
+        allows_duplicates=allows_duplicates,
+        cell_order=orders[0],
+        tile_order=orders[1],
+    )
+    tiledb.Array.create(str(path), schema)
+    edges = sorted({0, *parts, X.shape[0]})
+    pieces = list(itertools.pairwise(edges))
+    if list(parts) != sorted(parts):
+        pieces.reverse()
+    for k, (low, high) in enumerate(pieces):
+        part = X[low:high].tocoo()
+        if part.nnz:
+            at = [(part.row + low).astype(np.int64), part.col.astype(np.int64)]
+            write_cells(path, at, {"soma_data": part.data}, k + 1)
+
+
+def write_dense(
+    path: Path,
+    X: np.ndarray,
+    *,
+    tiles: tuple[int, int] = (16, 20),
+    values: Sequence[Any] = ZSTD,
+    parts: Sequence[int] = (),
+) -> None:
+    """Write a dense matrix; parameters as for `write_sparse`."""
+    tiledb = library()
+    dims = [
+        tiledb.Dim(f"soma_dim_{k}", domain=(0, max(1, n) - 1), tile=min(tile, max(1, n)), dtype=np.int64)
+        for k, (n, tile) in enumerate(zip(X.shape, tiles, strict=True))
+    ]
+    attribute = tiledb.Attr(name="soma_data", dtype=X.dtype, filters=filters(values))
+    tiledb.Array.create(str(path), tiledb.ArraySchema(tiledb.Domain(*dims), [attribute], sparse=False))
+    edges = [0, *parts, X.shape[0]]
+    for k, (low, high) in enumerate(itertools.pairwise(edges)):
+        with tiledb.open(str(path), "w", timestamp=k + 1) as array:
+            array[low:high] = np.ascontiguousarray(X[low:high])
+
+
+def write_experiment(
+    path: Path,
+    X: Mapping[str, Any] | None = None,
+    *,
+    obs: pd.DataFrame | None = None,
+    var: pd.DataFrame | None = None,
+    obsm: Mapping[str, np.ndarray] | None = None,
+    raw: csr_matrix | None = None,
+    measurement: str = "RNA",
+    frames: Mapping[str, Any] | None = None,
+    **storage: Any,
+) -> Path:
+    """Write an experiment, and return its path.
+
+    Parameters
+    ----------
+    X
+        Layers by name; None is one of counts, ``"data"``.
+    obs, var
+        Tables of cells and genes; None are those of the other writers.
+    obsm
+        Embeddings.
+    raw
+        The layer of a measurement ``"raw"``.
+    frames
+        Passed to `write_frame`.
+    storage
+        Passed to `write_sparse`, or to `write_dense` for dense layers.
+    """
+    layers = {"data": counts()} if X is None else X
+    n_obs, n_vars = next(iter(layers.values())).shape
+    obs = cells_frame(n_obs) if obs is None else obs
+    write_group(path, ["obs", "ms"])
+    write_frame(path / "obs", obs, "obs_id", **(frames or {}))
+    write_group(path / "ms", [measurement, *(["raw"] if raw is not None else [])])
+    for name, own, genes in ((measurement, layers, var), *([("raw", {"data": raw}, None)] if raw is not None else [])):
+        write_group(path / "ms" / name, ["var", "X", *(["obsm"] if obsm and name == measurement else [])])
+        n_vars = next(iter(own.values())).shape[1]
+        write_frame(
+            path / "ms" / name / "var", genes_frame(n_vars) if genes is None else genes, "var_id", **(frames or {})
+        )
+        write_group(path / "ms" / name / "X", list(own))
+        for layer, values in own.items():
+            write = write_dense if isinstance(values, np.ndarray) else write_sparse
+            write(path / "ms" / name / "X" / layer, values, **storage)
+    if obsm:
+        folder = path / "ms" / measurement / "obsm"
+        write_group(folder, list(obsm))
+        for name, values in obsm.items():
+            write_dense(folder / name, values)
+    return path
