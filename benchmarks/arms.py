@@ -70,6 +70,7 @@ def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
         Arm("annbatch/dense", "dense", "annbatch_store", _annbatch(common)),
         Arm("tiledbsoma-ml/dense", "dense", "tiledbsoma_ml", _tiledbsoma(common)),
         Arm("tiledbsoma-ml/dense-default", "dense", "tiledbsoma_ml", _tiledbsoma(common, TILEDBSOMA_DEFAULT)),
+        Arm("gpuload-soma/dense/64", "dense", "gpuload_soma", _as_tiledbsoma(common)),
         Arm("scipy-in-ram/dense", "dense", "scipy_ram", single),
     ]
 
@@ -111,6 +112,7 @@ def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
         Arm("scdataset-mask/csr/16", "csr", "scdataset_backed", {**scdataset, "rows_by": "mask"}),
         Arm("annbatch/csr", "csr", "annbatch_store", _annbatch(common)),
         Arm("tiledbsoma-ml/csr", "csr", "tiledbsoma_ml", _tiledbsoma(common)),
+        Arm("gpuload-soma/csr/64", "csr", "gpuload_soma", _as_tiledbsoma(common)),
         Arm("scipy-in-ram/csr", "csr", "scipy_ram", {**common, "fetch_factor": 1}),
     ]
 
@@ -220,6 +222,12 @@ def _tiledbsoma(common: dict[str, Any], n_cells: int | None = None) -> dict[str,
     chunk = math.gcd(TILEDBSOMA_CHUNK, common["batch_size"])  # it must divide the rows in memory
     fetch_factor = common["fetch_factor"] * 21 // 16 if n_cells is None else n_cells // common["batch_size"]
     return {**common, "order": "blocks", "fetch_factor": fetch_factor, "shuffle_chunk_size": chunk}
+
+
+def _as_tiledbsoma(common: dict[str, Any]) -> dict[str, Any]:
+    """Return the same of gpuload: blocks of as many cells, and as many of them in memory."""
+    theirs = _tiledbsoma(common)
+    return {**common, "order": "blocks", "fetch_factor": theirs["fetch_factor"], "block_size": TILEDBSOMA_CHUNK}
 
 
 def _annbatch(common: dict[str, Any], size: int = ANNBATCH_CHUNK) -> dict[str, Any]:

@@ -72,6 +72,8 @@ RATIOS = (
     ("gpuload/dense/chunk", "tiledbsoma-ml/dense", 5.0),
     ("gpuload/dense/chunk", "tiledbsoma-ml/dense-default", 5.0),
     ("gpuload/csr/chunk", "tiledbsoma-ml/csr", 6.0),
+    ("gpuload-soma/dense/64", "tiledbsoma-ml/dense", 4.0),
+    ("gpuload-soma/csr/64", "tiledbsoma-ml/csr", 4.0),
     ("gpuload/pairs/chunk", "cell-load/pairs-consecutive", 7.0),
     ("gpuload/dense/16", "scdataset/dense/16", 3.0),
     ("gpuload-dali/dense/chunk", "gpuload/dense/chunk", 0.4),
@@ -93,6 +95,7 @@ LOADERS = (
 BESIDE = {
     "annbatch-collection/dense/512": ("gpuload-collection/dense/512", "the same store, blocks of 512"),
     "bionemo-scdl/dense/1": ("gpuload-scdl/dense/1", "the same memory maps, true random"),
+    "tiledbsoma-ml/dense": ("gpuload-soma/dense/64", "the same store, blocks of 64"),
     "mapped-collection-workers/dense/1": ("gpuload/dense/1", "the .h5ad file, true random"),
     "annloader/dense/1": ("gpuload/dense/1", "the .h5ad file, true random"),
     "cell-load/pairs-consecutive": ("gpuload/pairs/chunk", "the .h5ad file, such sets"),

@@ -44,6 +44,7 @@ NEEDED = {
     "cell_load": ("cell_load", "anndata", "torch"),
     "gpuload_pairs": ("torch", "numba", "anndata"),
     "gpuload_scdl": ("numba",),
+    "gpuload_soma": ("numba",),
     "mapped_collection": ("lamindb", "torch"),
     "scipy_ram": ("anndata", "torch"),
     "tiledbsoma_ml": ("tiledbsoma_ml", "tiledbsoma", "anndata", "torch"),

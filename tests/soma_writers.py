@@ -52,12 +52,16 @@ def filters(names: Sequence[Any]) -> Any:
     return tiledb.FilterList(made)
 
 
-def write_group(path: Path, members: Sequence[str]) -> None:
-    """Write a group, whose members are in it."""
-    tiledb = library()
-    tiledb.Group.create(str(path))
-    with tiledb.Group(str(path), "w") as group:
-        for name in members:
+def write_group(path: Path) -> Path:
+    """Write a group without members, and return its path."""
+    library().Group.create(str(path))
+    return path
+
+
+def add_members(path: Path, *names: str) -> None:
+    """Add to a group what is in its folder."""
+    with library().Group(str(path), "w") as group:
+        for name in names:
             group.add(uri=name, name=name, relative=True)
 
 
@@ -235,24 +239,27 @@ def write_experiment(
         Passed to `write_sparse`, or to `write_dense` for dense layers.
     """
     layers = {"data": counts()} if X is None else X
-    n_obs, n_vars = next(iter(layers.values())).shape
+    n_obs = next(iter(layers.values())).shape[0]
     obs = cells_frame(n_obs) if obs is None else obs
-    write_group(path, ["obs", "ms"])
-    write_frame(path / "obs", obs, "obs_id", **(frames or {}))
-    write_group(path / "ms", [measurement, *(["raw"] if raw is not None else [])])
-    for name, own, genes in ((measurement, layers, var), *([("raw", {"data": raw}, None)] if raw is not None else [])):
-        write_group(path / "ms" / name, ["var", "X", *(["obsm"] if obsm and name == measurement else [])])
-        n_vars = next(iter(own.values())).shape[1]
-        write_frame(
-            path / "ms" / name / "var", genes_frame(n_vars) if genes is None else genes, "var_id", **(frames or {})
-        )
-        write_group(path / "ms" / name / "X", list(own))
+    write_frame(write_group(path) / "obs", obs, "obs_id", **(frames or {}))
+    measurements = {measurement: layers, **({} if raw is None else {"raw": {"data": raw}})}
+    write_group(path / "ms")
+    for name, own in measurements.items():
+        folder = write_group(path / "ms" / name)
+        genes = var if var is not None and name == measurement else genes_frame(next(iter(own.values())).shape[1])
+        write_frame(folder / "var", genes, "var_id", **(frames or {}))
+        write_group(folder / "X")
         for layer, values in own.items():
             write = write_dense if isinstance(values, np.ndarray) else write_sparse
-            write(path / "ms" / name / "X" / layer, values, **storage)
+            write(folder / "X" / layer, values, **storage)
+        add_members(folder / "X", *own)
+        add_members(folder, "var", "X")
     if obsm:
-        folder = path / "ms" / measurement / "obsm"
-        write_group(folder, list(obsm))
+        folder = write_group(path / "ms" / measurement / "obsm")
         for name, values in obsm.items():
             write_dense(folder / name, values)
+        add_members(folder, *obsm)
+        add_members(folder.parent, "obsm")
+    add_members(path / "ms", *measurements)
+    add_members(path, "obs", "ms")
     return path

@@ -45,7 +45,12 @@ class DecodeError(Exception):
 
 
 def decode(
-    filters: tuple[Filter, ...], mask: int, stored: NDArray[np.uint8], nbytes: int, itemsize: int
+    filters: tuple[Filter, ...],
+    mask: int,
+    stored: NDArray[np.uint8],
+    nbytes: int,
+    itemsize: int,
+    wanted: tuple[int, int] | None = None,
 ) -> NDArray[np.uint8]:
     """Undo a chunk's filters, last first.
 
@@ -61,10 +66,12 @@ def decode(
         Decoded size; -1 if only the codecs know it.
     itemsize
         Bytes per element.
+    wanted
+        Half-open range of the decoded bytes that are wanted; None: all.
 
     Returns
     -------
-    (nbytes,) uint8 array, possibly a view of `stored`.
+    (nbytes,) uint8 array, possibly a view of `stored`; bytes that are not wanted may be undefined.
 
     Raises
     ------
@@ -75,6 +82,9 @@ def decode(
     for place in range(len(filters) - 1, -1, -1):
         if not mask >> place & 1:
             step = filters[place]
+            if wanted is not None and step.name in IN_PART:
+                data = IN_PART[step.name](data, step.values, nbytes, wanted)
+                continue
             added = sum(4 for k in range(place) if filters[k].name in _CHECKSUMS and not mask >> k & 1)
             try:
                 data = DECODERS[step.name](data, step.values, nbytes + added if nbytes >= 0 else -1, itemsize)
@@ -209,11 +219,16 @@ def _parquet(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -
 
 
 def _tiledb(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    """Decode a data tile; `values` describe its filters, in the order of `native.tiledb`."""
+    del itemsize
+    return _tiledb_part(data, values, nbytes, (0, nbytes))
+
+
+def _tiledb_part(data: Bytes, values: tuple[int, ...], nbytes: int, wanted: tuple[int, int]) -> Bytes:
+    """Decode a data tile; `values` describe its filters, in the order of `native.tiledb_filters`."""
     from gpuload.backends import tiledb
 
-    del itemsize
-    return tiledb.decode_tiles(np.frombuffer(data, dtype=np.uint8), values, np.array([nbytes], dtype=np.int64))
+    stored = np.frombuffer(data, dtype=np.uint8)
+    return tiledb.decode_tiles(stored, values, np.array([nbytes], dtype=np.int64), wanted)
 
 
 def _tiledb_band(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
@@ -244,6 +259,9 @@ DECODERS: dict[str, Decoder] = {
     "tiledb": _tiledb,
     "tiledb-band": _tiledb_band,
 }
+
+IN_PART: dict[str, Callable[[Bytes, tuple[int, ...], int, tuple[int, int]], Bytes]] = {"tiledb": _tiledb_part}
+"""Decoders that can leave out bytes that are not wanted; a pipeline has no other filter then."""
 
 
 def encode_zstd(plain: Any, level: int) -> bytes:

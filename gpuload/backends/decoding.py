@@ -159,7 +159,7 @@ def _by_library(part: Part) -> tuple[int, int, bool]:
     full = layout.decoded_nbytes(read.chunk_id[first:last])
     strides = np.array([layout.src_stride, layout.dest_stride], dtype=np.int64)
     pieces = (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows)
-    is_rounded = False
+    is_rounded, itemsize = False, layout.dtype.itemsize
     for c in range(first, last):
         lo, hi = int(read.chunk_pieces[c]), int(read.chunk_pieces[c + 1])
         stored, limit = int(read.chunk_nbytes[c]), int(read.chunk_limit[c])
@@ -167,13 +167,18 @@ def _by_library(part: Part) -> tuple[int, int, bool]:
             code = chunks.fill_pieces(lo, hi, *pieces[1:], layout.dest_stride, float(layout.fill_value), limit, out)
         else:
             place = int(read.chunk_offset[c] + part.shift[c - first])
+            wanted = None
+            if layout.dest_stride == 1:
+                start, stop = int(read.piece_src[lo]), int(read.piece_src[hi - 1] + read.piece_width[hi - 1])
+                wanted = start * itemsize, stop * itemsize
             try:
                 plain = codecs.decode(
                     layout.filters,
                     int(read.chunk_mask[c]),
                     part.buffer[place : place + stored],
                     stored if layout.is_raw else int(full[c - first]),
-                    layout.dtype.itemsize,
+                    itemsize,
+                    wanted,
                 )
             except codecs.DecodeError as error:
                 raise corrupt(read, c, str(error)) from error

@@ -81,7 +81,9 @@ def steps_of(flat: Sequence[int]) -> NDArray[np.int64]:
     return np.array(flat, dtype=np.int64).reshape(-1, filters.N_STEP)
 
 
-def decode_tiles(stored: NDArray[np.uint8], steps: Sequence[int], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:
+def decode_tiles(
+    stored: NDArray[np.uint8], steps: Sequence[int], sizes: NDArray[np.int64], wanted: tuple[int, int] | None = None
+) -> NDArray[np.uint8]:
     """Decode consecutive tiles.
 
     Parameters
@@ -92,11 +94,13 @@ def decode_tiles(stored: NDArray[np.uint8], steps: Sequence[int], sizes: NDArray
         Their filters; see `steps_of`.
     sizes : (n_tiles,) int64
         Decoded size of each tile, in bytes.
+    wanted
+        Half-open range of the bytes of each tile that are wanted; None: all.
 
     Returns
     -------
     (sizes.sum(),) uint8
-        Their bytes.
+        Their bytes; those not wanted may be undefined.
 
     Raises
     ------
@@ -108,9 +112,9 @@ def decode_tiles(stored: NDArray[np.uint8], steps: Sequence[int], sizes: NDArray
     if total > MAX_RATIO * (stored.size + 1024):
         raise codecs.DecodeError(filters.describe(filters.BAD_SIZE))
     out = np.empty(total + _SLACK, dtype=np.uint8)
-    _check(
-        native.decode_tiles(stored, steps_of(steps), sizes, out, *_work.decoding(stored, 0, int(sizes.max(initial=0))))
-    )
+    lo, hi = wanted or (0, total)
+    arguments = _work.decoding(stored, 0, int(sizes.max(initial=0)))
+    _check(native.decode_tiles(stored, steps_of(steps), sizes, lo, hi, out, *arguments))
     return out[:total]
 
 

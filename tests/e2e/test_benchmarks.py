@@ -19,6 +19,7 @@ from benchmarks.measure import Batches, WrongRowsError, check_rows, entropy_bits
 from benchmarks.run_rivals import NEEDED
 from gpuload.synthetic import tahoe_shaped
 from tests.other_forms import write_scdl
+from tests.soma_writers import write_experiment
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the rivals warn of things that are theirs
 
@@ -69,6 +70,8 @@ def test_every_arm_runs(name, job):
     if arm.rival == "gpuload_scdl":
         pytest.importorskip("pyarrow")
         write_memory_maps(job)
+    if arm.rival == "gpuload_soma":
+        write_soma(job)
     if arm.group == "pairs":  # so few cells have no larger sets
         arm = replace(arm, settings={**arm.settings, "set_size": 4})
     record = measure(replace(job, arm=arm))
@@ -106,6 +109,16 @@ def write_memory_maps(job):
     folder = job.work_dir / f"{job.path.stem}-scdl"
     folder.mkdir()
     write_scdl(folder, adata.X, genes=list(adata.var_names), obs=adata.obs[[LABEL]])
+    folder.with_name(f"{folder.name}.json").write_text("{}")
+
+
+def write_soma(job):
+    """Write what TileDB-SOMA-ML would make of the job's file, and its record that it is whole."""
+    anndata = pytest.importorskip("anndata")
+    adata = anndata.read_h5ad(job.path)
+    folder = job.work_dir / f"{job.path.stem}-soma"
+    if not folder.exists():
+        write_experiment(folder, {"data": adata.X}, obs=adata.obs[[LABEL]], var=adata.var)
     folder.with_name(f"{folder.name}.json").write_text("{}")
 
 

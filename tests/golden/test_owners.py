@@ -272,3 +272,92 @@ def test_scdl_of_different_numbers_of_genes_is_refused(tmp_path: Path) -> None:
     made[0].concat(made[1])
     with pytest.raises(gpuload.StoreError, match="2 sets of genes"):
         gpuload.open_loader(tmp_path / "0")
+
+
+# --- SOMA, by tiledbsoma
+
+CENSUS = {
+    "capacity": 128,
+    "dims": {
+        "soma_dim_0": {"tile": 32, "filters": [{"_type": "ZstdFilter", "level": 5}]},
+        "soma_dim_1": {"tile": 16, "filters": ["ByteShuffleFilter", {"_type": "ZstdFilter", "level": 5}]},
+    },
+    "attrs": {"soma_data": {"filters": ["ByteShuffleFilter", {"_type": "ZstdFilter", "level": 5}]}},
+    "cell_order": "row-major",
+    "tile_order": "row-major",
+    "allows_duplicates": True,
+}
+"""The Census's own layout, with smaller tiles."""
+
+
+def soma_cells(seed: int = 0) -> Any:
+    """Return an AnnData with what an experiment can hold."""
+    import anndata
+
+    obs = writers.cells_frame(seed=seed)
+    obs.index = [f"cell_{seed}_{i}" for i in range(len(obs))]
+    adata = anndata.AnnData(counts(seed=seed), obs, writers.genes_frame())
+    adata.layers["scaled"] = counts(seed=seed + 10).toarray()
+    adata.obsm["X_pca"] = np.random.default_rng(seed).normal(size=(len(obs), 4)).astype(np.float32)
+    adata.raw = anndata.AnnData(counts(n_vars=70, seed=seed), obs, writers.genes_frame(70))
+    return adata
+
+
+@pytest.mark.parametrize(
+    "create", [{}, CENSUS, {"dims": {"soma_dim_1": {"tile": 53}}}], ids=["default", "census", "wide"]
+)
+def test_soma_as_tiledbsoma_writes_and_reads_it(tmp_path: Path, create: dict[str, Any]) -> None:
+    io, soma = library("tiledbsoma.io"), library("tiledbsoma")
+    adata, path = soma_cells(), str(tmp_path / "cells")
+    settings = {} if not create else {"platform_config": {"tiledb": {"create": create}}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        io.from_anndata(path, adata, measurement_name="RNA", **settings)
+        with soma.Experiment.open(path) as experiment:
+            back = experiment.axis_query("RNA").to_anndata("data", X_layers=["scaled"])
+    columns = [name for name in adata.obs if name != "number"]  # of which tiledbsoma loses the missing values
+    names, X, obs = everything(path, obs=columns)
+    assert names == list(adata.var_names)
+    np.testing.assert_array_equal(X, adata.X.toarray())
+    np.testing.assert_array_equal(X, back.X.toarray())
+    assert gpuload.obs_names(path).tolist() == list(adata.obs_names)
+    for name in columns:
+        wanted = adata.obs[name].astype(object).where(adata.obs[name].notna(), None).tolist()
+        found = np.asarray(obs[name], dtype=object)
+        assert [None if f != f else f for f in found] == wanted
+    with gpuload.open_loader(path, layer=["X", "scaled"], obsm=["X_pca"], batch_size=13) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.layers["scaled"], adata.layers["scaled"][batch.rows])
+            np.testing.assert_array_equal(batch.obsm["X_pca"], adata.obsm["X_pca"][batch.rows])
+    np.testing.assert_array_equal(everything(path, layer="raw.X")[1], adata.raw.X.toarray())
+
+
+def test_soma_that_grew(tmp_path: Path) -> None:
+    """Cells appended, and columns of obs changed and added, as tiledbsoma documents it."""
+    io, soma = library("tiledbsoma.io"), library("tiledbsoma")
+    path, parts = str(tmp_path / "cells"), []
+    for seed in (0, 1):
+        adata = soma_cells(seed)
+        del adata.raw, adata.layers["scaled"], adata.obsm["X_pca"]
+        adata.obs = adata.obs[["depth", "n_counts", "donor"]]
+        parts.append(adata)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        io.from_anndata(path, parts[0], measurement_name="RNA")
+        mapping = io.register_anndatas(
+            path, parts[1:], measurement_name="RNA", obs_field_name="obs_id", var_field_name="var_id"
+        )
+        mapping.prepare_experiment(path)
+        io.from_anndata(path, parts[1], measurement_name="RNA", registration_mapping=mapping)
+        with soma.Experiment.open(path) as experiment:
+            frame = experiment.obs.read().concat().to_pandas()
+        frame["n_counts"] = frame["n_counts"] * 2
+        frame["extra"] = np.arange(len(frame))
+        with soma.Experiment.open(path, "w") as experiment:
+            io.update_obs(experiment, frame.drop(columns="soma_joinid"))
+    X = np.concatenate([part.X.toarray() for part in parts])
+    _, found, obs = everything(path, obs=["n_counts", "extra", "donor"])
+    np.testing.assert_array_equal(found, X)
+    np.testing.assert_array_equal(obs["n_counts"], np.concatenate([part.obs["n_counts"] for part in parts]) * 2)
+    np.testing.assert_array_equal(obs["extra"], np.arange(len(X)))
+    assert list(obs["donor"]) == [donor for part in parts for donor in part.obs["donor"]]

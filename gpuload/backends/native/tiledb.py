@@ -44,13 +44,17 @@ def decode_tile(  # noqa: PLR0911 - one return per fault
     steps: Any,
     to: int,
     size: int,
+    lo: int,
+    hi: int,
     work: int,
     room: int,
     tables: int,
     addresses: Any,
     inflate: int,
 ) -> Any:  # pragma: no cover - compiled
-    """Decode a tile of exactly `size` bytes; parameters as for `undo_filters`.
+    """Decode the chunks of a tile of exactly `size` bytes that have any of bytes lo..hi; others are left undefined.
+
+    The other parameters are as for `undo_filters`.
 
     Returns
     -------
@@ -71,13 +75,14 @@ def decode_tile(  # noqa: PLR0911 - one return per fault
         at += 12
         if n_md + n_data > end - at or full > size - done:
             return BAD_TILE, at
-        found, n, _, _ = undo_filters(
-            at, n_md, at + n_md, n_data, steps, to + done, full, work, room, tables, addresses, inflate
-        )
-        if found < 0:
-            return found, at
-        if n != full:
-            return BAD_SIZE, at
+        if done < hi and done + full > lo:
+            found, n, _, _ = undo_filters(
+                at, n_md, at + n_md, n_data, steps, to + done, full, work, room, tables, addresses, inflate
+            )
+            if found < 0:
+                return found, at
+            if n != full:
+                return BAD_SIZE, at
         at += n_md + n_data
         done += full
     return 0 if done == size else BAD_SIZE, at
@@ -110,6 +115,8 @@ def decode_tiles(
     stored: Any,
     steps: Any,
     sizes: Any,
+    lo: int,
+    hi: int,
     out: Any,
     work: Any,
     room: int,
@@ -117,7 +124,10 @@ def decode_tiles(
     addresses: Any,
     inflate: int,
 ) -> int:  # pragma: no cover - compiled
-    """Decode consecutive tiles of `sizes` bytes each into `out`, one after the other; return 0 or a code."""
+    """Decode consecutive tiles of `sizes` bytes each into `out`, one after the other; return 0 or a code.
+
+    Of each, chunks without any of bytes lo..hi are left undefined.
+    """
     at = np.int64(stored.ctypes.data)
     end, to = at + stored.size, np.int64(out.ctypes.data)
     for k in range(sizes.size):
@@ -127,6 +137,8 @@ def decode_tiles(
             steps,
             to,
             sizes[k],
+            lo,
+            hi,
             np.int64(work.ctypes.data),
             room,
             np.int64(tables.ctypes.data),
@@ -244,6 +256,8 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
             row_steps,
             np.int64(rows.ctypes.data),
             8 * n,
+            0,
+            8 * n,
             at_work,
             room,
             at_tables,
@@ -253,7 +267,18 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         if code < 0:
             return code
         code, at_values = decode_tile(
-            at_values, end, steps, to_values, n * stored_item, at_work, room, at_tables, addresses, inflate
+            at_values,
+            end,
+            steps,
+            to_values,
+            n * stored_item,
+            0,
+            n * stored_item,
+            at_work,
+            room,
+            at_tables,
+            addresses,
+            inflate,
         )
         if code < 0:
             return code
