@@ -155,20 +155,21 @@ def open_loader(
     paths
         One .h5ad file or several, whose rows are numbered consecutively in the order given. A folder stands for its
         files, sorted by name. Other formats are recognised by content: zarr stores, 10x .h5 files (genes by name or
-        id), MuData (``"cells.h5mu/rna"`` or `modality` selects one of several modalities), BioNeMo-SCDL folders, dense
-        .npy and zarr arrays of two or more dimensions, CSR matrices saved by scipy.sparse.save_npz (preferably with
-        ``compressed=False``), and Parquet files with one cell per row: a list of gene indices (``genes`` or
-        ``indices``) and a list of values (``expressions``, ``data`` or ``values``). A pattern (``"train-*.parquet"``)
-        stands for the files that match it. Large files open faster from the second time on: chunk addresses and row
+        id), MuData (``"cells.h5mu/rna"`` or `modality` selects one of several modalities), BioNeMo-SCDL folders, SOMA
+        experiments of tiledbsoma (`modality` selects a measurement), dense .npy and zarr arrays of two or more
+        dimensions, CSR matrices saved by scipy.sparse.save_npz (preferably with ``compressed=False``), and Parquet
+        files with one cell per row: a list of gene indices (``genes`` or ``indices``) and a list of values
+        (``expressions``, ``data`` or ``values``). A pattern (``"train-*.parquet"``) stands for the files that match it.
+        Large files open faster from the second time on: chunk addresses and row
         offsets are kept in a hidden file beside them, or in the user's cache folder; the environment variable
         GPULOAD_INDEX names another folder, or is ``off`` to disable this.
         In place of a file: an AnnData, a SciPy CSR matrix or a NumPy array, read in place (a dense array not in C
         order is copied once), so do not modify it while the loader is open. A plain matrix has no obs, and its genes
         are named ``"0"``, ``"1"``, ... X and raw.X of a backed AnnData are read from its file. A mapping names
         modalities of the same cells: ``{"rna": adata, "prot": "prot.h5ad"}``. A URL (``s3://``, ``gs://``, ``az://``,
-        ``hf://``, ``http(s)://``) of an HDF5 or Parquet file or a zarr store is read over the network with many
-        concurrent byte-range requests, which a web server must support. A URL may also be a folder of files or a
-        pattern where objects can be listed, which a web server does not allow.
+        ``hf://``, ``http(s)://``) of an HDF5 or Parquet file, a zarr store or a SOMA experiment is read over the
+        network with many concurrent byte-range requests, which a web server must support. A URL may also be a folder
+        of files, a pattern or a SOMA experiment where objects can be listed, which a web server does not allow.
     batch_size
         Cells per minibatch.
     block_size

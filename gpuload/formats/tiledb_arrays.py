@@ -208,21 +208,23 @@ class Array:
         """
         found = [self._numbers(fragment, ids) for fragment in self.fragments]
         every = np.concatenate([np.empty(0, dtype=np.int64), *found])
-        turn = np.repeat(np.arange(len(found)), [part.size for part in found])
-        stamps = self._stamps(every.size)
-        order = np.lexsort((turn, every) if stamps is None else (turn, stamps, every))
-        is_last = np.append(every[order][1:] != every[order][:-1], True)[: every.size]
-        if self.schema.allows_duplicates and not is_last.all():
-            raise CorruptDataError(
-                f"{self.where}: {ids} {every[order][np.argmin(is_last)]} occurs twice; write it again."
-            )
-        chosen = order[is_last]
+        chosen = None if bool(np.all(every[1:] > every[:-1])) else self._latest(every, found, ids)
         columns = {name: _Column(self, name) for name in names}
         for fragment in self.fragments:
             for column in columns.values():
                 column.add(fragment)
-        is_whole = chosen.size == every.size and bool(np.all(chosen[1:] > chosen[:-1]))
-        return every[chosen], {name: column.result(None if is_whole else chosen) for name, column in columns.items()}
+        return every if chosen is None else every[chosen], {n: column.result(chosen) for n, column in columns.items()}
+
+    def _latest(self, every: NDArray[np.int64], found: list[NDArray[Any]], name: str) -> NDArray[np.int64]:
+        """Return where the latest version of each cell is, in the order of their ids, given those of each fragment."""
+        turn = np.repeat(np.arange(len(found)), [part.size for part in found])
+        stamps = self._stamps(every.size)
+        order = np.lexsort((turn, every) if stamps is None else (turn, stamps, every))
+        is_last = np.append(every[order][1:] != every[order][:-1], True)
+        if self.schema.allows_duplicates and not is_last.all():
+            twice = every[order][np.argmin(is_last)]
+            raise CorruptDataError(f"{self.where}: {name} {twice} occurs twice; write it again.")
+        return np.asarray(order[is_last])
 
     def _numbers(self, fragment: Fragment, name: str) -> NDArray[Any]:
         column = fragment.schema.fields.get(name)

@@ -27,6 +27,7 @@ from benchmarks.s3server import start
 from gpuload import cli
 from gpuload.synthetic import tahoe_shaped
 from tests.other_forms import write_scdl
+from tests.soma_writers import write_experiment
 
 torch = pytest.importorskip("torch", reason="the pages train with PyTorch")
 
@@ -156,6 +157,7 @@ def written(folder: Path) -> Path:
     adata.write_zarr(folder / "cells.annbatch.zarr")
     (folder / "cells.scdl").mkdir()
     write_scdl(folder / "cells.scdl", X, genes=list(var.index), obs=obs[["plate"]])
+    write_experiment(folder / "cells.soma", {"data": X}, obs=obs[["plate"]], var=var)
     (folder / "plates").mkdir()
     for i in range(3):
         part = adata[200 * i : 200 * (i + 1)].copy()
