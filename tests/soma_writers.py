@@ -99,6 +99,9 @@ def write_frame(
             codes = column.cat.codes.to_numpy(dtype=np.int32)
             values[name] = np.array([None if c < 0 else int(c) for c in codes], dtype=object)
             kind = {"dtype": np.int32, "nullable": True, "enum_label": f"{name}_words"}
+        elif column.dtype == object and isinstance(column.iloc[0], bytes):
+            kind = {"dtype": "blob", "var": True}
+            values[name] = np.asarray(column, dtype=object)
         elif column.dtype == object:
             kind = {"dtype": "U0", "var": True, "nullable": True}
             values[name] = np.asarray(column, dtype=object)
@@ -109,7 +112,7 @@ def write_frame(
         else:
             values[name] = column.to_numpy()
             kind = {"dtype": column.dtype}
-        is_text = kind["dtype"] == "U0"
+        is_text = kind["dtype"] in ("U0", "blob")
         of_floats = [one for one in numbers if one in ("zstd", "gzip", "lz4", "byteshuffle", "bitshuffle")]
         own = text if is_text else numbers if np.dtype(kind["dtype"]).kind in "iu" else of_floats
         attributes.append(tiledb.Attr(name=name, filters=filters(own), **kind))
@@ -149,6 +152,7 @@ def write_sparse(
     orders: tuple[str, str] = ("row-major", "row-major"),
     allows_duplicates: bool = False,
     parts: Sequence[int] = (),
+    domain: tuple[int, int] = (MAX + 1, MAX + 1),
 ) -> None:
     """Write a sparse matrix.
 
@@ -160,11 +164,13 @@ def write_sparse(
         Filters.
     parts
         Rows at which another fragment begins; descending ones make fragments that are not in the order of rows.
+    domain
+        Most rows and columns that it may have.
     """
     tiledb = library()
-    pairs = zip(("soma_dim_0", "soma_dim_1"), tiles, (rows, columns), strict=True)
     dims = [
-        tiledb.Dim(name, domain=(0, MAX), tile=tile, dtype=np.int64, filters=filters(own)) for name, tile, own in pairs
+        tiledb.Dim(f"soma_dim_{k}", domain=(0, n - 1), tile=tile, dtype=np.int64, filters=filters(own))
+        for k, (n, tile, own) in enumerate(zip(domain, tiles, (rows, columns), strict=True))
     ]
     schema = tiledb.ArraySchema(
         tiledb.Domain(*dims),
@@ -194,19 +200,21 @@ def write_dense(
     tiles: tuple[int, int] = (16, 20),
     values: Sequence[Any] = ZSTD,
     parts: Sequence[int] = (),
+    domain: tuple[int, int] | None = None,
 ) -> None:
     """Write a dense matrix; parameters as for `write_sparse`."""
     tiledb = library()
+    domain = domain or (X.shape[0], X.shape[1])
     dims = [
-        tiledb.Dim(f"soma_dim_{k}", domain=(0, max(1, n) - 1), tile=min(tile, max(1, n)), dtype=np.int64)
-        for k, (n, tile) in enumerate(zip(X.shape, tiles, strict=True))
+        tiledb.Dim(f"soma_dim_{k}", domain=(0, n - 1), tile=min(tile, n), dtype=np.int64)
+        for k, (n, tile) in enumerate(zip(domain, tiles, strict=True))
     ]
     attribute = tiledb.Attr(name="soma_data", dtype=X.dtype, filters=filters(values))
     tiledb.Array.create(str(path), tiledb.ArraySchema(tiledb.Domain(*dims), [attribute], sparse=False))
     edges = [0, *parts, X.shape[0]]
     for k, (low, high) in enumerate(itertools.pairwise(edges)):
         with tiledb.open(str(path), "w", timestamp=k + 1) as array:
-            array[low:high] = np.ascontiguousarray(X[low:high])
+            array[low:high, : X.shape[1]] = np.ascontiguousarray(X[low:high])
 
 
 def write_experiment(

@@ -168,7 +168,7 @@ def _by_library(part: Part) -> tuple[int, int, bool]:
         else:
             place = int(read.chunk_offset[c] + part.shift[c - first])
             wanted = None
-            if layout.dest_stride == 1:
+            if len(layout.shape) == 1:
                 start, stop = int(read.piece_src[lo]), int(read.piece_src[hi - 1] + read.piece_width[hi - 1])
                 wanted = start * itemsize, stop * itemsize
             try:

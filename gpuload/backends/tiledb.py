@@ -108,9 +108,10 @@ def decode_tiles(
         The bytes are damaged.
     """
     stored = np.require(stored, requirements=["C", "W"])
-    total = int(sizes.sum())
-    if total > MAX_RATIO * (stored.size + 1024):
+    most = MAX_RATIO * (stored.size + 1024)
+    if sizes.size and (int(sizes.min()) < 0 or int(sizes.max()) > most or sum(sizes.tolist()) > most):
         raise codecs.DecodeError(filters.describe(filters.BAD_SIZE))
+    total = int(sizes.sum())
     out = np.empty(total + _SLACK, dtype=np.uint8)
     lo, hi = wanted or (0, total)
     arguments = _work.decoding(stored, 0, int(sizes.max(initial=0)))

@@ -78,7 +78,8 @@ class Index:
         self._key = key
         self._has_news = False
         self.is_exact = isinstance(source, RemoteSource)
-        self.min_chunks, self.min_rows = (1, 1) if self.is_exact else (MIN_CHUNKS, MIN_ROWS)
+        self._is_remote = self.is_exact or "://" in source.name
+        self.min_chunks, self.min_rows = (1, 1) if self._is_remote else (MIN_CHUNKS, MIN_ROWS)
 
     def get(self, name: str) -> NDArray[Any] | None:
         """Return a kept array, or None."""
@@ -126,15 +127,14 @@ class Index:
 
     def _places(self) -> list[str]:
         """Return the possible paths of the index, in order of preference."""
-        is_remote = isinstance(self._source, RemoteSource) or "://" in self._source.name
-        path = self._source.name if is_remote else os.path.realpath(self._source.name)
+        path = self._source.name if self._is_remote else os.path.realpath(self._source.name)
         name = f"{blake2b(os.fsencode(path), digest_size=16).hexdigest()}.gpuload-index"
         chosen = os.environ.get("GPULOAD_INDEX")
         if chosen:
             return [os.path.join(chosen, name)]
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         folder, base = os.path.split(path)
-        beside = [] if is_remote else [os.path.join(folder, f".{base}.gpuload-index")]
+        beside = [] if self._is_remote else [os.path.join(folder, f".{base}.gpuload-index")]
         return [*beside, os.path.join(cache, "gpuload", name)]
 
     def _key_of_file(self) -> dict[str, Any]:

@@ -270,7 +270,7 @@ def _modality_at(address: Address) -> tuple[Address, str]:
     at, tail = address, ""
     for _ in range(3):
         if at.is_file or (at.is_folder and (_is_whole_at(at) if tail else not _is_part_at(at))):
-            return at, tail.removeprefix(f"{'' if at.is_file else _group_of(at) or MODALITIES}/")
+            return at, tail.removeprefix(f"{MODALITIES if at.is_file else _group_of(at)}/")
         tail = f"{at.rpartition('/')[2]}/{tail}".strip("/")
         at = at.parent()
         if not at.key:

@@ -27,6 +27,7 @@ from gpuload.formats.arrays import OBSM, as_strings, no_column, no_obsm, numbere
 from gpuload.formats.soma_matrices import open_matrix
 from gpuload.formats.tiledb_arrays import Array
 from gpuload.formats.tiledb_files import files_of
+from gpuload.formats.tiledb_fragments import time_of
 from gpuload.formats.tiledb_schema import parse_group
 from gpuload.store import Store
 
@@ -174,25 +175,28 @@ class _Experiment:
     def _members(self, key: str) -> dict[str, str]:
         """Return the members of a group, name to key; none if it is not a group."""
         folder = f"{key}/__group" if key else "__group"
-        names = sorted(self._files.names(folder), key=lambda name: (name.split("_")[2:4], name))
-        names = [name for name in names if not name.endswith(".vac")]
+        names = sorted((name for name in self._files.names(folder) if not name.endswith(".vac")), key=time_of)
         raw = self._files.read([f"{folder}/{name}" for name in names])
         where = os.path.join(self._files.name, folder)
         found = {}
         for name, path in parse_group([(one, f"{where}/{file}") for one, file in zip(raw, names, strict=True)]).items():
-            own = path
-            if "://" in path or path.startswith("/"):
-                root = f"{self._files.name.rstrip('/')}/"
-                if not path.startswith(root):
-                    raise StoreError(
-                        f"{where}: member {name!r} is elsewhere, at {path}; copy it into the experiment, under a "
-                        "relative path."
-                    )
-                own = path.removeprefix(root)
-            elif key:
-                own = f"{key}/{path}"
-            found[name] = own.strip("/")
+            own = self._relative(path, key)
+            if own is None:
+                raise StoreError(
+                    f"{where}: member {name!r} is elsewhere, at {path}; copy it into the experiment, under a relative "
+                    "path."
+                )
+            found[name] = own
         return dict(sorted(found.items()))
+
+    def _relative(self, path: str, key: str) -> str | None:
+        """Return the key of a member of a group, given its path as stored; None if it is not in the experiment."""
+        if "://" not in path and not path.startswith("/"):
+            own = os.path.normpath(os.path.join(key, path))
+            return None if own.startswith("..") else own
+        root = self._files.name if "://" in self._files.name else os.path.abspath(self._files.name)
+        path, root = path.removeprefix("file://").rstrip("/"), f"{root.rstrip('/')}/"
+        return path.removeprefix(root) if path.startswith(root) else None
 
 
 @contextmanager

@@ -70,6 +70,11 @@ class Bands:
     tile: NDArray[np.int64]
     first: NDArray[np.int64]
 
+    @staticmethod
+    def n_uses(tiles: Tiles, n_rows: int) -> int:
+        """Return how often tiles are needed in all by bands of `n_rows` rows."""
+        return int((tiles.last_row // n_rows - tiles.first_row // n_rows + 1).sum())
+
     @classmethod
     def over(cls, tiles: Tiles, indptr: NDArray[np.int64], n_rows: int) -> Bands:
         """Return bands of `n_rows` rows each."""
@@ -130,7 +135,7 @@ class BandSource:
         first = np.searchsorted(band, np.arange(bands.edges.size))
         skipped = np.append(before, nbytes.sum())[first[:-1]]
         self._run = before + (self.start[:-1] + bands.table_nbytes - skipped)[band]
-        self._run_nbytes = nbytes
+        self._run_stop = self._run + nbytes
 
     def _runs(self, which: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the band, the address and the size of each run of consecutive tiles, in the order of a band."""
@@ -174,7 +179,12 @@ class BandSource:
     ) -> None:
         """Read byte ranges completely; see `RangeReader.read_many`."""
         wanted = zip(offset.tolist(), nbytes.tolist(), place.tolist(), strict=True)
-        pieces = [piece for one in wanted for piece in self._pieces(*one, buffer)]
+        pieces = [
+            (at + done, min(_MAX_EXTENT, n - done), to + done)
+            for one in wanted
+            for at, n, to in self._pieces(*one, buffer)
+            for done in range(0, n, _MAX_EXTENT)
+        ]
         if pieces:
             at, n, to = np.array(pieces, dtype=np.int64).T.copy()
             self._far.read_many(at, n, to, buffer)
@@ -189,17 +199,17 @@ class BandSource:
             a, b = max(offset, at), min(stop, at + table.size)
             if a < b:
                 buffer[to + a - offset : to + b - offset] = table[a - at : b - at]
-        first = int(np.searchsorted(self._run + self._run_nbytes, offset, side="right"))
+        first = int(np.searchsorted(self._run_stop, offset, side="right"))
         last = int(np.searchsorted(self._run, stop, side="left"))
         for k in range(first, last):
             at = int(self._run[k])
-            a, b = max(offset, at), min(stop, at + int(self._run_nbytes[k]))
+            a, b = max(offset, at), min(stop, int(self._run_stop[k]))
             if a < b:
                 yield int(self._address[k]) + a - at, b - a, to + a - offset
 
     def where_is(self, offset: int) -> tuple[str, int]:
         """Return the path of the file of the first tile of the band at an address, and the position in it."""
-        k = min(int(np.searchsorted(self._run + self._run_nbytes, offset, side="right")), self._run.size - 1)
+        k = min(int(np.searchsorted(self._run_stop, offset, side="right")), self._run.size - 1)
         return self._inner.where_is(int(self._address[k])) if k >= 0 else (self.name, offset)
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

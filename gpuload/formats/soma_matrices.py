@@ -2,11 +2,9 @@
 
 Requirements this module answers
 --------------------------------
-- How many values a row has is written nowhere: the rows of all values are read once, when a matrix is first opened,
-  and their counts are kept in the index.
 - Where tiles are as wide as rows, as for training they should be, values are stored in the order of rows, and each
   data tile is one stored chunk. Where they are narrower, bands of rows are; see `soma_bands`.
-- A value that was written twice is refused, unless the array allows duplicates: which one counts, no chunk can tell.
+- Of a dense matrix, each tile of its space is one chunk.
 
 References
 ----------
@@ -15,56 +13,38 @@ References
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from dataclasses import dataclass
-from hashlib import blake2b
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.backends import tiledb
-from gpuload.backends.codecs import DecodeError
-from gpuload.errors import CorruptDataError, StoreError
+from gpuload.errors import StoreError
 from gpuload.formats.arrays import check_dtype, check_n_vars
-from gpuload.formats.index import Index, indptr_of
+from gpuload.formats.index import indptr_of
 from gpuload.formats.soma_bands import Bands, BandSource, Tiles
-from gpuload.formats.tiledb_arrays import READ, runs_of
+from gpuload.formats.soma_rows import COLUMN, ROW, count_values
 from gpuload.formats.tiledb_schema import damaged
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.store import CsrMatrix, DenseMatrix
-from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from gpuload.formats.tiledb_arrays import Array, Fragment
+    from gpuload.formats.tiledb_arrays import Array
+    from gpuload.formats.tiledb_fragments import Fragment
     from gpuload.formats.tiledb_schema import Field
     from gpuload.types import Source
 
-ROW, COLUMN, VALUE = "soma_dim_0", "soma_dim_1", "soma_data"
+VALUE = "soma_data"
 
 BAND_TILES = 4
 """A band has at least the cells of so many data tiles: those at its two ends are decoded for its neighbours too."""
 
+MAX_USES = 64
+"""A data tile should not be decoded for more bands, on average: in row-major order it is for one or two."""
+
 MAX_BAND = 1 << 24
 """Values in a band, which is decoded as a whole, that it should not exceed."""
-
-_AT_A_TIME = 8
-"""Parts of a column examined concurrently."""
-
-_LONG_S = 10.0
-
-_log = logging.getLogger("gpuload")
-
-
-@dataclass(frozen=True, slots=True)
-class _Experiment:
-    """What an index is of."""
-
-    name: str
 
 
 def open_matrix(array: Array, root: str, n_obs: int, n_vars: int | None) -> tuple[CsrMatrix | DenseMatrix, Source]:
@@ -92,17 +72,31 @@ def open_matrix(array: Array, root: str, n_obs: int, n_vars: int | None) -> tupl
             f"{array.where}: its dimensions are {', '.join(d.name for d in array.schema.dims)}; expected a matrix of "
             "cells x genes."
         )
+    for dim in array.schema.dims:
+        if dim.dtype != np.int64 or dim.domain[0] != 0:
+            raise StoreError(
+                f"{array.where}: its dimension {dim.name} is of {dim.dtype or 'text'}, from {dim.domain[0]} on; "
+                "expected int64, from 0 on. Write the array again."
+            )
     value = array.field(VALUE)
     if value.dtype is None or value.is_time:
         raise StoreError(f"{array.where}: its values are neither numbers nor booleans; choose another layer.")
     check_dtype(f"{array.where}: its values", value.dtype)
     _check_alike(array)
     if n_vars is None:
-        n_vars = max((int(fragment.domain[1, 1]) + 1 for fragment in array.fragments), default=0)
+        n_vars = _width(array)
     check_n_vars(array.where, n_vars)
     if array.schema.is_dense:
         return _dense(array, n_obs, n_vars)
     return _sparse(array, root, n_obs, n_vars)
+
+
+def _width(array: Array) -> int:
+    """Return the number of columns: as the array says or, where it may grow without limit, as many as were written."""
+    stop = array.field(COLUMN).current[1] + 1
+    if stop < 1 << 31:
+        return stop
+    return max((int(fragment.domain[1, 1]) + 1 for fragment in array.fragments), default=0)
 
 
 def _check_alike(array: Array) -> None:
@@ -118,13 +112,13 @@ def _check_alike(array: Array) -> None:
 
 def _sparse(array: Array, root: str, n_obs: int, n_vars: int) -> tuple[CsrMatrix, Source]:
     fragments = sorted((f for f in array.fragments if f.cells.size), key=lambda f: f.domain[0].tolist())
-    counts, is_ordered = _counts(array, fragments, root, n_obs)
+    counts, is_ordered = count_values(array, fragments, root, n_obs)
     indptr = indptr_of(counts)
     columns = [array.field(name) for name in (ROW, COLUMN, VALUE)]
     keys = [f"{fragment.key}/{column.file}.tdb" for column in columns for fragment in fragments]
     source, base, nbytes = array.files.source(keys)
     try:
-        tiles = _tiles(array, fragments, columns, base.reshape(3, -1), nbytes.reshape(3, -1))
+        tiles = _tiles(fragments, columns, base.reshape(3, -1), nbytes.reshape(3, -1))
         name = f"/{array.key}"
         if is_ordered:
             edges = np.append(0, np.cumsum(tiles.cells))
@@ -146,7 +140,13 @@ def _sparse(array: Array, root: str, n_obs: int, n_vars: int) -> tuple[CsrMatrix
                 for which, column in enumerate(columns)
             ]
             return CsrMatrix(indptr, layouts[2], layouts[1], n_vars), source
-        bands = Bands.over(tiles, indptr, _band_rows(array, indptr))
+        n_rows = _band_rows(array, indptr)
+        if Bands.n_uses(tiles, n_rows) > MAX_USES * tiles.cells.size:
+            raise StoreError(
+                f"{array.where}: its values are not in the order of cells, so that each cell needs a large part of the "
+                "matrix; write it with cell_order and tile_order 'row-major', or pack the cells from their .h5ad files."
+            )
+        bands = Bands.over(tiles, indptr, n_rows)
         layouts = [_banded(array, source, tiles, bands, which, n_vars) for which in (1, 2)]
         return CsrMatrix(indptr, layouts[1], layouts[0], n_vars), source
     except BaseException:
@@ -155,7 +155,7 @@ def _sparse(array: Array, root: str, n_obs: int, n_vars: int) -> tuple[CsrMatrix
 
 
 def _tiles(
-    array: Array, fragments: list[Fragment], columns: list[Field], base: NDArray[np.int64], nbytes: NDArray[np.int64]
+    fragments: list[Fragment], columns: list[Field], base: NDArray[np.int64], nbytes: NDArray[np.int64]
 ) -> Tiles:
     """Return the data tiles of all fragments."""
     none = np.empty(0, dtype=np.int64)
@@ -167,10 +167,7 @@ def _tiles(
         for which, column in enumerate(columns):
             edges = fragment.tiles(column)
             if edges[-1] > nbytes[which, k]:
-                raise damaged(
-                    f"{array.files.name}/{fragment.key}/{column.file}.tdb",
-                    f"it has {nbytes[which, k]} bytes of {edges[-1]}",
-                )
+                raise damaged(f"{fragment.where}/{column.file}.tdb", f"it has {nbytes[which, k]} bytes of {edges[-1]}")
             offset[which].append(edges[:-1] + base[which, k])
             sizes[which].append(np.diff(edges))
     rows = np.concatenate(bounds)
@@ -215,151 +212,18 @@ def _banded(array: Array, inner: Any, tiles: Tiles, bands: Bands, which: int, n_
     )
 
 
-def _counts(array: Array, fragments: list[Fragment], root: str, n_obs: int) -> tuple[NDArray[np.int64], bool]:
-    """Return the number of values of each row, and whether values are stored in the order of rows."""
-    state = blake2b(repr((sorted(f.key for f in fragments), n_obs)).encode(), digest_size=16).digest()
-    index = Index(_Experiment(root), key={"format": "soma"})  # each entry says what it was made of
-    kept = [index.get(f"{array.key} {name}") for name in ("state", "counts", "order")]
-    if all(part is not None for part in kept) and kept[0].astype(np.uint8).tobytes() == state:  # type: ignore[union-attr]
-        return kept[1].astype(np.int64), bool(kept[2][0])  # type: ignore[union-attr,index]
-    counts, is_ordered = _count(array, fragments, n_obs)
-    if n_obs >= index.min_rows:
-        index.keep(f"{array.key} state", np.frombuffer(state, dtype=np.uint8))
-        index.keep(f"{array.key} counts", counts)
-        index.keep(f"{array.key} order", np.array([is_ordered], dtype=np.uint8))
-        index.save()
-    return counts, is_ordered
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Counted:
-    """How many values rows have in some tiles of a fragment.
-
-    Attributes
-    ----------
-    fragment
-        Its number.
-    low, counts
-        The first row, and the number of values of it and the following.
-    is_ordered
-        Whether values are in the order of rows.
-    first, last
-        The rows of the first and the last value.
-    """
-
-    fragment: int
-    low: int
-    counts: NDArray[np.int64]
-    is_ordered: bool
-    first: int
-    last: int
-
-
-def _count(array: Array, fragments: list[Fragment], n_obs: int) -> tuple[NDArray[np.int64], bool]:
-    """Return the number of values of each row, and whether all are in the order of rows; see `_counts`."""
-    row = array.field(ROW)
-    tasks = [
-        (k, first, last) for k, fragment in enumerate(fragments) for first, last in runs_of(fragment.tiles(row), READ)
-    ]
-    progress = _Progress(array.where, len(tasks))
-
-    def count(task: tuple[int, int, int]) -> _Counted:
-        k, first, last = task
-        counted = _count_tiles(array, fragments[k], k, (first, last), n_obs)
-        progress.one()
-        return counted
-
-    pool = DaemonThreads(_AT_A_TIME, "gpuload-soma")
-    try:
-        found = pool.map(count, tasks)
-    finally:
-        pool.close()
-    total, owner = np.zeros(n_obs, dtype=np.int64), np.full(n_obs, -1, dtype=np.int32)
-    is_shared = np.zeros(n_obs, dtype=bool)
-    for part in found:
-        rows, is_there = slice(part.low, part.low + part.counts.size), part.counts > 0
-        total[rows] += part.counts
-        is_shared[rows] |= is_there & (owner[rows] >= 0) & (owner[rows] != part.fragment)
-        owner[rows][is_there] = part.fragment
-    if not array.schema.allows_duplicates:
-        _check_distinct(array, fragments, np.flatnonzero(is_shared))
-    is_ordered = all(part.is_ordered for part in found) and all(a.last <= b.first for a, b in pairwise(found))
-    return total, is_ordered
-
-
-def _count_tiles(array: Array, fragment: Fragment, number: int, tiles: tuple[int, int], n_obs: int) -> _Counted:
-    row, where = array.field(ROW), f"{array.files.name}/{fragment.key}"
-    bounds = fragment.bounds()[slice(*tiles), 0]
-    low, high = int(bounds[:, 0].min()), int(bounds[:, 1].max())
-    if low < 0 or high >= n_obs:
-        raise CorruptDataError(
-            f"{where}: it has values for cell {high if high >= n_obs else low}, but there are {n_obs} cells. Is obs "
-            "complete?"
-        )
-    counts, ends, is_ordered = np.zeros(high - low + 1, dtype=np.int64), [low], True
-    for rows in array.parts(fragment, row, *tiles):
-        try:
-            is_ordered &= tiledb.count_rows(rows, low, counts)
-        except DecodeError as error:
-            raise damaged(f"{where}/{row.file}.tdb", str(error)) from error
-        ends += rows[[0, -1]].tolist()
-    if counts[0] == 0 or counts[-1] == 0:
-        raise damaged(where, f"it should have values for cells {low} and {high}")
-    return _Counted(number, low, counts, is_ordered and ends == sorted(ends), ends[1], ends[-1])
-
-
-class _Progress:
-    """Log progress in counting now and then, if it takes long."""
-
-    def __init__(self, where: str, n: int) -> None:
-        self._where, self._n, self._done, self._lock = where, n, 0, threading.Lock()
-        self._start = self._said = time.monotonic()
-
-    def one(self) -> None:
-        """Count a part."""
-        with self._lock:
-            self._done += 1
-            now = time.monotonic()
-            if now - self._said < _LONG_S or self._done == self._n:
-                return
-            self._said = now
-            _log.warning(
-                "%s: values of cells were counted in %d of %d parts in %.0f s; the counts are kept for the next time.",
-                self._where,
-                self._done,
-                self._n,
-                now - self._start,
-            )
-
-
-def _check_distinct(array: Array, fragments: list[Fragment], shared: NDArray[np.int64]) -> None:
-    """Refuse values that were written twice: in rows that several fragments share, or in one that kept both."""
-    is_mixed = any(fragment.has_timestamps for fragment in fragments)
-    if not shared.size and not is_mixed:
-        return
-    keys = [np.empty((0, 2), dtype=np.int64)]
-    for fragment in fragments:
-        pairs = zip(*(array.parts(fragment, array.field(name)) for name in (ROW, COLUMN)), strict=True)
-        for rows, columns in pairs:
-            chosen = slice(None) if is_mixed else np.isin(rows, shared)
-            keys.append(np.stack([rows[chosen], columns[chosen]], axis=1))
-    every = np.concatenate(keys)
-    every = every[np.lexsort((every[:, 1], every[:, 0]))]
-    is_same = np.all(every[1:] == every[:-1], axis=1)
-    if is_same.any():
-        row, column = every[np.argmax(is_same)].tolist()
-        raise StoreError(
-            f"{array.where}: the value of cell {row} and gene {column} was written twice, at different times; write "
-            "the layer again as a new one."
-        )
-
-
 def _dense(array: Array, n_obs: int, n_vars: int) -> tuple[DenseMatrix, Source]:
     """Return a dense matrix: each tile of its space is one chunk, from the one fragment that has all of it."""
     row, column, value = (array.field(name) for name in (ROW, COLUMN, VALUE))
     if not array.schema.is_row_major:
         raise StoreError(f"{array.where}: a dense array in column-major order is not supported; write it row-major.")
     shape, extents = (n_obs, n_vars), (row.extent, column.extent)
+    written = [max((int(f.domain[d, 1]) + 1 for f in array.fragments), default=0) for d in (0, 1)]
+    if written != list(shape):
+        raise StoreError(
+            f"{array.where}: it has {written[0]} cells x {written[1]} columns, where {n_obs} x {n_vars} are expected; "
+            "write it whole."
+        )
     grid = tuple(-(-n // max(1, extent)) for n, extent in zip(shape, extents, strict=True))
     source, base, nbytes = array.files.source([f"{fragment.key}/{value.file}.tdb" for fragment in array.fragments])
     try:
@@ -367,7 +231,7 @@ def _dense(array: Array, n_obs: int, n_vars: int) -> tuple[DenseMatrix, Source]:
         for k, fragment in enumerate(array.fragments):
             edges = fragment.tiles(value)
             if edges[-1] > nbytes[k]:
-                raise damaged(f"{array.files.name}/{fragment.key}", f"it has {nbytes[k]} bytes of {edges[-1]}")
+                raise damaged(f"{fragment.where}/{value.file}.tdb", f"it has {nbytes[k]} bytes of {edges[-1]}")
             low = [int(fragment.domain[d, 0]) // extents[d] for d in (0, 1)]
             n_own = [int(fragment.domain[d, 1]) // extents[d] + 1 - low[d] for d in (0, 1)]
             whole = np.ones(n_own, dtype=bool)

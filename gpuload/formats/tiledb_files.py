@@ -97,10 +97,10 @@ class FarFiles:
     def __init__(self, address: Address) -> None:
         self.name = str(address)
         self._address = address
-        self._asking = RemoteSource(self.name, address.remote, [])
         listed = address.listed
         if listed is None:
             raise ReadError(f"{address}: a web server cannot list the files of a TileDB array; copy it first.")
+        self._asking = RemoteSource(self.name, address.remote, [])
         self._listed: dict[str, RemoteObject] = listed
         self._names: dict[str, set[str]] = {}
         for key in listed:

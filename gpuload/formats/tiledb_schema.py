@@ -9,7 +9,7 @@ References
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -58,6 +58,7 @@ _CHAR, _ASCII, _UTF8, _BLOB, _ANY = 4, 11, 12, 40, 17
 _TIMES = range(18, 40)
 _INT32_OF_SIZE = {1: 5, 2: 7, 4: 0, 8: 1}
 _VAR = 0xFFFFFFFF
+_MAX_CAPACITY = 1 << 32
 _GENERIC_HEADER = "<IQQBQBI"
 
 
@@ -171,6 +172,8 @@ class Field:
         How its tiles are encoded.
     domain, extent
         For a dimension of integers, its first and last value, and the length of its tiles.
+    current
+        The same of the array's current domain; `domain` if it has none.
     is_time
         Whether it is a date or a time.
     """
@@ -187,6 +190,7 @@ class Field:
     filters: Filters
     domain: tuple[int, int] = (0, -1)
     extent: int = 0
+    current: tuple[int, int] = (0, -1)
     is_time: bool = False
 
 
@@ -241,6 +245,8 @@ def parse_schema(raw: bytes, where: str) -> Schema:
     version = cursor.read("I")
     check_version(version, where)
     allows_duplicates, kind, tile_order, cell_order, capacity = cursor.read("?BBBQ")
+    if not 0 < capacity <= _MAX_CAPACITY:
+        raise damaged(where, f"its tiles should have {capacity} cells")
     coords, offsets = (_read_pipeline(cursor, version, 10, 8, where) for _ in range(2))
     validity = _read_pipeline(cursor, version, 6, 1, where)
     n_dims = cursor.read("I")
@@ -255,6 +261,8 @@ def parse_schema(raw: bytes, where: str) -> Schema:
         for _ in range(cursor.read("I")):
             name = cursor.text()
             enumerations[name] = cursor.text()
+    if version >= 22:
+        dims = _with_current_domain(cursor, dims, where)
     return Schema(
         kind == 0,
         bool(allows_duplicates),
@@ -267,6 +275,24 @@ def parse_schema(raw: bytes, where: str) -> Schema:
         validity,
         enumerations,
     )
+
+
+def _with_current_domain(cursor: Bytes, dims: list[Field], where: str) -> list[Field]:
+    _, is_empty = cursor.read("I?")
+    if is_empty:
+        return dims
+    if cursor.read("B"):
+        raise StoreError(f"{where}: its current domain is not a rectangle, which is not supported; write it again.")
+    found = []
+    for dim in dims:
+        if dim.dtype is None:
+            n, _ = cursor.read("QQ")
+            cursor.take(n)
+            found.append(dim)
+            continue
+        bounds = np.frombuffer(cursor.take(2 * dim.dtype.itemsize), dim.dtype).tolist()
+        found.append(replace(dim, current=tuple(bounds)) if dim.dtype.kind in "iu" else dim)
+    return found
 
 
 def check_version(version: int, where: str) -> None:
@@ -402,7 +428,7 @@ def _read_dim(cursor: Bytes, version: int, where: str, coords: Filters) -> Any:
     def make(file: str, index: int) -> Field:
         plain = None if dtype is None else np.dtype(dtype)
         is_text, is_time = kind in (_ASCII, _UTF8, _CHAR), kind in _TIMES
-        return Field(name, file, index, plain, is_text, False, b"", False, "", filters, bounds, extent, is_time)
+        return Field(name, file, index, plain, is_text, False, b"", False, "", filters, bounds, extent, bounds, is_time)
 
     return make
 

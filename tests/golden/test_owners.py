@@ -299,6 +299,7 @@ def soma_cells(seed: int = 0) -> Any:
     adata = anndata.AnnData(counts(seed=seed), obs, writers.genes_frame())
     adata.layers["scaled"] = counts(seed=seed + 10).toarray()
     adata.obsm["X_pca"] = np.random.default_rng(seed).normal(size=(len(obs), 4)).astype(np.float32)
+    adata.obsm["few"] = csr_matrix(np.eye(len(obs), 9) * ([1] * 7 + [0, 0]))
     adata.raw = anndata.AnnData(counts(n_vars=70, seed=seed), obs, writers.genes_frame(70))
     return adata
 
@@ -325,8 +326,9 @@ def test_soma_as_tiledbsoma_writes_and_reads_it(tmp_path: Path, create: dict[str
         wanted = adata.obs[name].astype(object).where(adata.obs[name].notna(), None).tolist()
         found = np.asarray(obs[name], dtype=object)
         assert [None if f != f else f for f in found] == wanted
-    with gpuload.open_loader(path, layer=["X", "scaled"], obsm=["X_pca"], batch_size=13) as loader:
+    with gpuload.open_loader(path, layer=["X", "scaled"], obsm=["X_pca", "few"], batch_size=13) as loader:
         for batch in loader:
+            np.testing.assert_array_equal(batch.obsm["few"], adata.obsm["few"][batch.rows].toarray())
             np.testing.assert_array_equal(batch.layers["scaled"], adata.layers["scaled"][batch.rows])
             np.testing.assert_array_equal(batch.obsm["X_pca"], adata.obsm["X_pca"][batch.rows])
     np.testing.assert_array_equal(everything(path, layer="raw.X")[1], adata.raw.X.toarray())
@@ -338,7 +340,7 @@ def test_soma_that_grew(tmp_path: Path) -> None:
     path, parts = str(tmp_path / "cells"), []
     for seed in (0, 1):
         adata = soma_cells(seed)
-        del adata.raw, adata.layers["scaled"], adata.obsm["X_pca"]
+        del adata.raw, adata.layers["scaled"], adata.obsm
         adata.obs = adata.obs[["depth", "n_counts", "donor"]]
         parts.append(adata)
     with warnings.catch_warnings():

@@ -15,7 +15,16 @@ import gpuload
 from tests import writers
 from tests.golden.test_columns import assert_columns
 from tests.several import dense
-from tests.soma_writers import ZSTD, add_members, write_cells, write_experiment, write_frame, write_group, write_sparse
+from tests.soma_writers import (
+    ZSTD,
+    add_members,
+    write_cells,
+    write_dense,
+    write_experiment,
+    write_frame,
+    write_group,
+    write_sparse,
+)
 from tests.writers import N_OBS, N_VARS, cells_frame, counts, genes_frame
 
 if TYPE_CHECKING:
@@ -38,6 +47,8 @@ NUMBERS = [
     ("byteshuffle", "gzip"),
     ("xor", "zstd"),
     ("rle", "gzip", "zstd"),
+    ("bit-width", "zstd", "byteshuffle", "zstd"),
+    ("xor", "gzip", "byteshuffle", "lz4"),
     (),
 ]
 
@@ -196,6 +207,79 @@ def test_dense_in_parts(tmp_path: Path) -> None:
     assert_rows(path, X)
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_dense_in_tiles_wider_than_rows(tmp_path: Path, width: int) -> None:
+    """A tile is decoded only where its wanted rows are: they lie far apart in it."""
+    X = np.arange(3000 * width, dtype=np.float32).reshape(3000, width)
+    path = write_experiment(tmp_path / "cells", {"data": X}, tiles=(2048, 2048), domain=(10**6, 10**6))
+    assert_rows(path, X, n_epochs=1)
+
+
+@pytest.mark.parametrize(("n_obs", "domain"), [(20, None), (30, (200, 6))])
+def test_dense_that_does_not_fit(tmp_path: Path, n_obs: int, domain: Any) -> None:
+    path = write_experiment(tmp_path / "cells", {"data": counts(n_obs, 6)})
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder)
+    write_dense(folder, counts(24, 6).toarray(), tiles=(4, 6), domain=domain)
+    with pytest.raises(gpuload.StoreError, match=f"it has 24 cells x 6 columns, where {n_obs} x 6 are expected"):
+        gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "words"), [("int32", 0, "int32, from 0 on"), ("int64", -5, "int64, from -5 on")]
+)
+def test_dimensions_that_soma_does_not_have(tmp_path: Path, dtype: str, first: int, words: str) -> None:
+    path = write_experiment(tmp_path / "cells")
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder)
+    dims = [tiledb.Dim(f"soma_dim_{k}", domain=(first, 200), tile=8, dtype=dtype) for k in (0, 1)]
+    schema = tiledb.ArraySchema(tiledb.Domain(*dims), [tiledb.Attr("soma_data")], sparse=True)
+    tiledb.Array.create(str(folder), schema)
+    with pytest.raises(gpuload.StoreError, match=f"its dimension soma_dim_0 is of {words}; expected int64, from 0 on"):
+        gpuload.open_loader(path)
+
+
+def test_values_in_the_order_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cell would need most of the matrix."""
+    from gpuload.formats import soma_matrices
+
+    monkeypatch.setattr(soma_matrices, "MAX_USES", 1)
+    monkeypatch.setattr(soma_matrices, "BAND_TILES", 1)
+    path = write_experiment(tmp_path / "cells", tiles=(16, 8), capacity=90)
+    with pytest.raises(gpuload.StoreError, match="not in the order of cells, so that each cell needs a large part"):
+        gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_written_twice_is_looked_for_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_twice: bool) -> None:
+    from gpuload.formats import soma_rows
+
+    monkeypatch.setattr(soma_rows, "TOGETHER", 50)
+    path = write_experiment(tmp_path / "cells", tiles=(16, 8), parts=(90, 50))
+    folder = path / "ms" / "RNA" / "X" / "data"
+    if is_twice:
+        row, column = 129, int(counts()[129].indices[-1])
+        write_cells(folder, [np.array([row]), np.array([column])], {"soma_data": np.array([7], np.float32)}, 9)
+    tiledb.consolidate(str(folder))
+    tiledb.vacuum(str(folder))
+    if is_twice:
+        with pytest.raises(gpuload.StoreError, match=rf"cell {row} and gene {column} was written twice"):
+            gpuload.open_loader(path)
+    else:
+        assert_rows(path, counts())
+
+
+def test_what_is_dated_later_is_not_there_yet(tmp_path: Path) -> None:
+    """As for TileDB, which opens an array as of now."""
+    path = write_experiment(tmp_path / "cells")
+    folder = path / "ms" / "RNA" / "X" / "data"
+    at = [np.array([0]), np.array([5])]
+    write_cells(folder, at, {"soma_data": np.array([7], np.float32)}, 9999999999999)
+    with tiledb.open(str(folder)) as array:
+        assert array[:]["soma_data"].size == counts().nnz
+    assert_rows(path, counts())
+
+
 def test_nothing_stored(tmp_path: Path) -> None:
     assert_rows(
         write_experiment(tmp_path / "cells", {"data": csr_matrix((N_OBS, N_VARS), dtype=np.float32)}),
@@ -264,6 +348,41 @@ def test_a_column_added_later(tmp_path: Path) -> None:
     assert_columns(path, ["n_counts", "score", "kind", "whole"], wanted)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "uint64", "str"])
+def test_cells_found_by_another_column(tmp_path: Path, dtype: str) -> None:
+    """A later version of a cell has the same coordinates, not the same number."""
+    path = write_experiment(tmp_path / "cells", {"data": counts(6)})
+    shutil.rmtree(path / "obs")
+    names = np.array([3.5, 1.5, 2.5]) if dtype == "float64" else np.array([2**63 + 9, 4, 2**63], np.uint64)
+    low_high = (-10.0, 10.0) if dtype == "float64" else (0, 2**64 - 2049)
+    if dtype == "str":
+        names = np.array(["b", "a", "c"], dtype=object)
+        dim = tiledb.Dim("name", domain=(None, None), tile=None, dtype="ascii")
+    else:
+        dim = tiledb.Dim("name", domain=low_high, tile=2, dtype=dtype)
+    attributes = [tiledb.Attr("soma_joinid", dtype=np.int64), tiledb.Attr("value", dtype=np.int32)]
+    tiledb.Array.create(str(path / "obs"), tiledb.ArraySchema(tiledb.Domain(dim), attributes, sparse=True))
+    shutil.rmtree(path / "ms" / "RNA" / "X" / "data")
+    write_sparse(path / "ms" / "RNA" / "X" / "data", counts(3))
+    write_cells(path / "obs", [names], {"soma_joinid": np.arange(3), "value": np.array([10, 11, 12], np.int32)}, 1)
+    swapped = {"soma_joinid": np.array([1, 0]), "value": np.array([20, 21], np.int32)}
+    write_cells(path / "obs", [names[:2]], swapped, 2)
+    assert_columns(path, ["value"], pd.DataFrame({"value": np.array([21, 20, 12], np.int32)}))
+    write_cells(path / "obs", [names[2:]], {"soma_joinid": np.array([1]), "value": np.array([30], np.int32)}, 3)
+    with pytest.raises(gpuload.CorruptDataError, match="soma_joinid 1 occurs twice"):
+        gpuload.open_loader(path)
+
+
+def test_a_column_of_bytes(tmp_path: Path) -> None:
+    frame = cells_frame()[["depth"]].assign(raw=[bytes([200, i]) for i in range(N_OBS)])
+    path = write_experiment(tmp_path / "cells")
+    shutil.rmtree(path / "obs")
+    write_frame(path / "obs", frame, "obs_id")
+    with pytest.raises(gpuload.StoreError, match="column 'raw' does not hold numbers or text"):
+        gpuload.open_loader(path, obs=["raw"])
+    assert_columns(path, ["depth"], frame)
+
+
 def test_an_enumeration_extended(tmp_path: Path) -> None:
     frame = pd.DataFrame({"kind": pd.Categorical(["b", "a", "b"])}, index=pd.Index(["x", "y", "z"], dtype=object))
     path = write_experiment(tmp_path / "cells", {"data": counts(4)}, obs=frame)
@@ -329,6 +448,33 @@ def test_layers_and_embeddings(tmp_path: Path) -> None:
         gpuload.open_loader(path, layer="counts", obs=["dept"])
 
 
+def test_the_width_of_an_embedding(tmp_path: Path) -> None:
+    """Its last columns may hold nothing."""
+    few = csr_matrix(counts(N_OBS, 9).toarray() * ([1] * 7 + [0, 0]))
+    path = write_experiment(tmp_path / "cells", obsm={"X_pca": counts(N_OBS, 4).toarray()})
+    write_sparse(path / "ms" / "RNA" / "obsm" / "few", few, domain=few.shape, tiles=(16, 9))
+    add_members(path / "ms" / "RNA" / "obsm", "few")
+    assert_rows(path, few, layer="obsm/few")
+
+
+def test_members_by_time_and_by_absolute_paths(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", {"data": counts(), "other": counts(seed=1)})
+    folder = path / "ms" / "RNA" / "X"
+    for file in (folder / "__group").iterdir():
+        file.unlink()
+    uri = str(folder)
+    for when, name in ((8, "data"), (9, "other")):
+        with tiledb.Group(uri, "w", config=tiledb.Config({"sm.group.timestamp_end": when})) as group:
+            group.add(uri=f"{uri}/{name}", name=name, relative=False)
+    with gpuload.open_loader(path, layer="other") as loader:
+        assert loader.n_obs == N_OBS
+    with tiledb.Group(uri, "w", config=tiledb.Config({"sm.group.timestamp_end": 10})) as group:
+        group.remove("other")
+    with pytest.raises(gpuload.StoreError, match=r"there is no layer 'other'.*its layers are 'data'\."):
+        gpuload.open_loader(path, layer="other")
+    assert_rows(path, counts())
+
+
 def test_measurements(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells")
     prot = counts(N_OBS, 9, seed=4)
@@ -374,14 +520,14 @@ def test_a_condition_reads_no_matrix(tmp_path: Path) -> None:
 
 
 def test_counts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpuload.formats import index, soma_matrices
+    from gpuload.formats import index, soma_rows
 
     monkeypatch.setattr(index, "MIN_ROWS", 1)
     path = write_experiment(tmp_path / "cells", {"data": counts()[:100]}, tiles=(16, 8))
     assert_rows(path, counts()[:100])
     assert (tmp_path / ".cells.gpuload-index").exists()
     with monkeypatch.context() as only:
-        only.setattr(soma_matrices, "_count", None)
+        only.setattr(soma_rows, "_Count", None)
         assert_rows(path, counts()[:100])
     # cells are added: the counts are of another state
     frame = cells_frame()
@@ -392,6 +538,40 @@ def test_counts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write_cells(path / "ms" / "RNA" / "X" / "data", at, {"soma_data": part.data}, 90)
     for _ in range(2):
         assert_rows(path, counts())
+
+
+def more_counts(given: dict[str, Any]) -> None:
+    given["counts"] = np.append(given["counts"], 0)
+
+
+def huge_counts(given: dict[str, Any]) -> None:
+    given["counts"] = given["counts"].astype(np.int64)
+    given["counts"][[3, 80]] += [-(10**6), 10**6]
+
+
+def other_order(given: dict[str, Any]) -> None:
+    given["order"] = 1 - given["order"]
+
+
+@pytest.mark.parametrize("change", [more_counts, huge_counts, other_order])
+@pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)])
+def test_counts_that_do_not_fit_are_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, tiles: Any
+) -> None:
+    from gpuload.formats import index
+
+    monkeypatch.setattr(index, "MIN_ROWS", 1)
+    path = write_experiment(tmp_path / "cells", tiles=tiles)
+    assert_rows(path, counts(), n_epochs=1)
+    with monkeypatch.context() as only:
+        only.setattr(index, "_narrow", lambda array: array)
+        kept = index.Index(type("Named", (), {"name": str(path)})(), key={"format": "soma"})
+        arrays = {name: kept.get(f"ms/RNA/X/data {name}").copy() for name in ("counts", "order")}
+        change(arrays)
+        for name, array in arrays.items():
+            kept.keep(f"ms/RNA/X/data {name}", array)
+        kept.save()
+    assert_rows(path, counts())
 
 
 # --- what is refused

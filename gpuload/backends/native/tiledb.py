@@ -130,7 +130,10 @@ def decode_tiles(
     """
     at = np.int64(stored.ctypes.data)
     end, to = at + stored.size, np.int64(out.ctypes.data)
+    end_out = to + out.size
     for k in range(sizes.size):
+        if sizes[k] < 0 or sizes[k] > end_out - to:
+            return BAD_SIZE
         code, at = decode_tile(
             at,
             end,
@@ -230,15 +233,21 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
     if stored.size < 8 * HEADER:
         return BAD_TILE
     first, n_rows, n_tiles, nbytes = load64(at), load64(at + 8), load64(at + 16), load64(at + 24)
+    n_words = stored.size // 8
+    if n_rows < 0 or n_rows > min(n_words, place.size - 1) or n_tiles < 0 or n_tiles > n_words:
+        return BAD_TILE
     counts = at + 8 * HEADER
     cells = counts + 8 * n_rows
     at = cells + 8 * n_tiles
-    at_values = at + nbytes
-    if n_rows < 0 or n_tiles < 0 or nbytes < 0 or n_rows > place.size - 1 or at_values > end:
+    if at > end or nbytes < 0 or nbytes > end - at:
         return BAD_TILE
+    at_values = at + nbytes
     place[0] = 0
     for r in range(n_rows):
-        place[r + 1] = place[r] + load64(counts + 8 * r)
+        n = load64(counts + 8 * r)
+        if n < 0 or n > n_values:
+            return BAD_COUNT
+        place[r + 1] = place[r] + n
     if place[n_rows] != n_values:
         return BAD_COUNT
     end_rows = at_values
@@ -287,7 +296,7 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
             if row < 0 or row >= n_rows:
                 continue
             p = place[row]
-            if p >= n_values:
+            if p < 0 or p >= n_values:
                 return BAD_COUNT
             place[row] = p + 1
             n_done += 1

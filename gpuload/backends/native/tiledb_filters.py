@@ -347,11 +347,10 @@ def undo_filters(  # noqa: PLR0911 - one return per fault
         Address and number of the decoded bytes, or a code and 0; address and number of the metadata that are left.
     """
     n_steps = steps.shape[0]
-    md_end, data_end, turn = md + n_md, data + n_data, 0
+    md_end, data_end, turn, md_turn = md + n_md, data + n_data, 0, 0
     for k in range(n_steps - 1, -1, -1):
         kind, item = steps[k, KIND], steps[k, ITEM]
         into, limit = (to, size) if k == 0 and to else (work + turn * room, room)
-        into_md = work + (2 + turn) * room
         turn = 1 - turn
         done = 0
         is_windowed = kind == BIT_WIDTH or kind == POSITIVE_DELTA  # noqa: PLR1714 - compiled
@@ -382,7 +381,8 @@ def undo_filters(  # noqa: PLR0911 - one return per fault
             if (n_md_parts + n_parts) * 8 > md_end - md - 8:
                 return BAD_FILTER, 0, md, 0
             md += 8
-            md_done = 0
+            into_md, md_done = work + (2 + md_turn) * room, 0
+            md_turn = 1 - md_turn
             for part in range(n_md_parts + n_parts):
                 full, n = load32(md), load32(md + 4)
                 md += 8
