@@ -19,7 +19,7 @@ References
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import StoreError, listing
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     from gpuload.formats.tiledb_files import Files
 
-ID, RAW, _MEASUREMENTS = "soma_joinid", "raw", "ms"
+_ID, _RAW, _MEASUREMENTS = "soma_joinid", "raw", "ms"
 
-_LAYERS = ("data", RAW)
+_LAYERS = ("data", _RAW)
 _CELL_NAMES = ("obs_id",)
 _GENE_NAMES = ("var_id", "feature_name", "feature_id")
 
@@ -67,32 +67,30 @@ def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
     ReadError, CorruptDataError
         Files are missing or damaged.
     """
-    with _opened(path) as experiment, ExitStack() as on_error:
+    from gpuload.formats.obs import encode
+
+    with _opened(path) as experiment:
         cells = experiment.obs()
         ids, columns = _columns(cells, obs, path)
         n_obs = _checked(ids, cells)
+        encoded = {name: encode(values, name, path) for name, values in columns.items()}
         own = experiment.measurement(modality, layer)
         array, var = experiment.matrix(own, layer)
         if var is None:
             matrix, source = open_matrix(array, path, n_obs, None)
             names, gene_ids = numbered(matrix.n_vars), None
         else:
-            gene_numbers, named = var.read([name for name in _GENE_NAMES if name in var.schema.fields], ID)
+            gene_numbers, named = var.read([name for name in _GENE_NAMES if name in var.schema.fields], _ID)
             n_vars = _checked(gene_numbers, var)
-            matrix, source = open_matrix(array, path, n_obs, n_vars)
             names, gene_ids = _gene_names(named, n_vars)
-        on_error.callback(source.close)
-        from gpuload.formats.obs import encode
-
-        encoded = {name: encode(values, name, path) for name, values in columns.items()}
-        on_error.pop_all()
+            matrix, source = open_matrix(array, path, n_obs, n_vars)
     return Store((matrix,), (path,), names, encoded, (source,), gene_ids)
 
 
 def obs_columns(path: str) -> list[str]:
     """Return the names of the columns of obs, without the names of cells."""
     with _opened(path) as experiment:
-        return [name for name in experiment.obs().schema.fields if name not in (ID, *_CELL_NAMES)]
+        return [name for name in experiment.obs().schema.fields if name not in (_ID, *_CELL_NAMES)]
 
 
 def cell_names(path: str) -> NDArray[np.object_] | int:
@@ -100,7 +98,7 @@ def cell_names(path: str) -> NDArray[np.object_] | int:
     with _opened(path) as experiment:
         cells = experiment.obs()
         name = next((name for name in _CELL_NAMES if name in cells.schema.fields), None)
-        ids, found = cells.read([] if name is None else [name], ID)
+        ids, found = cells.read([] if name is None else [name], _ID)
         n_obs = _checked(ids, cells)
         return n_obs if name is None else as_strings(found[name])
 
@@ -137,8 +135,8 @@ class _Experiment:
         """Return the key of a measurement."""
         known = self._measurements
         if layer == "raw.X":
-            name = RAW
-        others = [other for other in known if other != RAW]
+            name = _RAW
+        others = [other for other in known if other != _RAW]
         if not name:
             if len(others) == 1 or len(known) == 1:
                 return known[(others or list(known))[0]]
@@ -209,7 +207,7 @@ def _opened(path: str) -> Iterator[_Experiment]:
 
 
 def _columns(cells: Array, names: Sequence[str], path: str) -> tuple[NDArray[np.int64], dict[str, Any]]:
-    known = [name for name in cells.schema.fields if name != ID]
+    known = [name for name in cells.schema.fields if name != _ID]
     for name in names:
         if name not in known:
             raise no_column(path, name, known)
@@ -218,7 +216,7 @@ def _columns(cells: Array, names: Sequence[str], path: str) -> tuple[NDArray[np.
                 f"{path}: obs column {name!r} holds dates or times; only categorical, string, numeric and boolean "
                 "columns can be delivered."
             )
-    return cells.read(list(names), ID)
+    return cells.read(list(names), _ID)
 
 
 def _checked(ids: NDArray[np.int64], array: Array) -> int:

@@ -111,6 +111,7 @@ def _check_alike(array: Array) -> None:
 
 
 def _sparse(array: Array, root: str, n_obs: int, n_vars: int) -> tuple[CsrMatrix, Source]:
+    """Return a sparse matrix, over its data tiles if they are in the order of rows, else over bands of rows."""
     fragments = sorted((f for f in array.fragments if f.cells.size), key=lambda f: f.domain[0].tolist())
     counts, is_ordered = count_values(array, fragments, root, n_obs)
     indptr = indptr_of(counts)
@@ -119,35 +120,12 @@ def _sparse(array: Array, root: str, n_obs: int, n_vars: int) -> tuple[CsrMatrix
     source, base, nbytes = array.files.source(keys)
     try:
         tiles = _tiles(fragments, columns, base.reshape(3, -1), nbytes.reshape(3, -1))
-        name = f"/{array.key}"
         if is_ordered:
-            edges = np.append(0, np.cumsum(tiles.cells))
             first = np.cumsum([0, *(fragment.cells.size for fragment in fragments[:-1])]) if fragments else None
-            layouts = [
-                ArrayLayout(
-                    source,
-                    f"{name}/{column.name}",
-                    (int(indptr[-1]),),
-                    column.dtype,  # type: ignore[arg-type] # of numbers
-                    (max(1, array.schema.capacity),),
-                    tiles.offset[which],
-                    tiles.nbytes[which],
-                    np.zeros(tiles.cells.size, dtype=np.uint32),
-                    (Filter("tiledb", column.filters.steps),),
-                    edges=edges,
-                    first_chunks=first,
-                )
-                for which, column in enumerate(columns)
-            ]
-            return CsrMatrix(indptr, layouts[2], layouts[1], n_vars), source
-        n_rows = _band_rows(array, indptr)
-        if Bands.n_uses(tiles, n_rows) > MAX_USES * tiles.cells.size:
-            raise StoreError(
-                f"{array.where}: its values are not in the order of cells, so that each cell needs a large part of the "
-                "matrix; write it with cell_order and tile_order 'row-major', or pack the cells from their .h5ad files."
-            )
-        bands = Bands.over(tiles, indptr, n_rows)
-        layouts = [_banded(array, source, tiles, bands, which, n_vars) for which in (1, 2)]
+            layouts = [_in_order(array, source, tiles, first, which) for which in (1, 2)]
+        else:
+            bands = _bands(array, tiles, indptr)
+            layouts = [_banded(array, source, tiles, bands, which, n_vars) for which in (1, 2)]
         return CsrMatrix(indptr, layouts[1], layouts[0], n_vars), source
     except BaseException:
         source.close()
@@ -180,13 +158,40 @@ def _tiles(
     )
 
 
-def _band_rows(array: Array, indptr: NDArray[np.int64]) -> int:
-    """Return how many rows a band has."""
+def _in_order(array: Array, source: Source, tiles: Tiles, first: NDArray[np.int64] | None, which: int) -> ArrayLayout:
+    """Return the layout of the columns (1) or values (2) of tiles in the order of rows.
+
+    `first` are the numbers of each fragment's first tile.
+    """
+    column = array.field((ROW, COLUMN, VALUE)[which])
+    edges = np.append(0, np.cumsum(tiles.cells))
+    return ArrayLayout(
+        source,
+        f"/{array.key}/{column.name}",
+        (int(edges[-1]),),
+        column.dtype,  # type: ignore[arg-type] # of numbers
+        (int(tiles.cells.max(initial=1)),),
+        tiles.offset[which],
+        tiles.nbytes[which],
+        np.zeros(tiles.cells.size, dtype=np.uint32),
+        (Filter("tiledb", column.filters.steps),),
+        edges=edges,
+        first_chunks=first,
+    )
+
+
+def _bands(array: Array, tiles: Tiles, indptr: NDArray[np.int64]) -> Bands:
+    """Return bands as high as a tile of the matrix's space, or a multiple; raise StoreError if that is of no use."""
     mean = max(1.0, float(indptr[-1]) / max(1, indptr.size - 1))
     height = max(1, array.field(ROW).extent)
-    wanted = -(-BAND_TILES * array.schema.capacity // mean)
-    rows = int(-(-wanted // height) * height)
-    return int(max(1, min(rows, MAX_BAND // mean, indptr.size - 1)))
+    wanted = -(-BAND_TILES * int(tiles.cells.max(initial=1)) // mean)
+    n_rows = int(max(1, min(-(-wanted // height) * height, MAX_BAND // mean, indptr.size - 1)))
+    if Bands.n_uses(tiles, n_rows) > MAX_USES * tiles.cells.size:
+        raise StoreError(
+            f"{array.where}: its values are not in the order of cells, so that each cell needs a large part of the "
+            "matrix; write it with cell_order and tile_order 'row-major', or pack the cells from their .h5ad files."
+        )
+    return Bands.over(tiles, indptr, n_rows)
 
 
 def _banded(array: Array, inner: Any, tiles: Tiles, bands: Bands, which: int, n_vars: int) -> ArrayLayout:
@@ -195,9 +200,8 @@ def _banded(array: Array, inner: Any, tiles: Tiles, bands: Bands, which: int, n_
     source = BandSource(inner, tiles, bands, which)
     edges = bands.indptr[bands.edges]
     dtype = np.dtype(np.int32) if which == 1 else column.dtype
-    values = tiledb.band_values(
-        array.schema.capacity, n_vars if which == 1 else 0, array.field(ROW).filters.steps, column.filters.steps
-    )
+    largest, n_columns = int(tiles.cells.max(initial=1)), n_vars if which == 1 else 0
+    values = tiledb.band_values(largest, n_columns, array.field(ROW).filters.steps, column.filters.steps)
     return ArrayLayout(
         source,
         f"/{array.key}/{column.name}",
@@ -240,15 +244,14 @@ def _dense(array: Array, n_obs: int, n_vars: int) -> tuple[DenseMatrix, Source]:
                 stops = np.minimum(starts + extents[d], shape[d])
                 is_in = (starts >= fragment.domain[d, 0]) & (stops <= fragment.domain[d, 1] + 1)
                 whole &= is_in[:, None] if d == 0 else is_in[None]
-            there = tuple(slice(a, min(a + n, g)) for a, n, g in zip(low, n_own, grid, strict=True))
-            kept = tuple(slice(0, s.stop - s.start) for s in there)
-            if not whole[kept].all():
+            if not whole.all():
                 raise StoreError(
                     f"{array.where}: it was written in parts that end within tiles of {extents[0]} x {extents[1]} "
                     "values; write it at once, or consolidate the array."
                 )
-            offset[there] = (edges[:-1] + base[k]).reshape(n_own)[kept]
-            stored[there] = np.diff(edges).reshape(n_own)[kept]
+            there = tuple(slice(a, a + n) for a, n in zip(low, n_own, strict=True))
+            offset[there] = (edges[:-1] + base[k]).reshape(n_own)
+            stored[there] = np.diff(edges).reshape(n_own)
         fill = np.frombuffer(value.fill, value.dtype)
         layout = ArrayLayout(
             source,
