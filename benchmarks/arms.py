@@ -39,6 +39,7 @@ def arms(batch_size: int = 64, fetch_factor: int = 256) -> list[Arm]:
         *_random(batch_size, fetch_factor),
         *_scdl(batch_size, fetch_factor, "dense"),
         *_scdl(batch_size, fetch_factor, "csr"),
+        *_census(batch_size),
         *_files(batch_size, fetch_factor),
         *_pairs(batch_size, fetch_factor),
         *_ours(batch_size, fetch_factor),
@@ -171,6 +172,21 @@ def _scdl(batch_size: int, fetch_factor: int, output: str) -> list[Arm]:
     return [
         Arm(f"bionemo-scdl/{output}/1", f"scdl-{output}", "bionemo_scdl", theirs),
         Arm(f"gpuload-scdl/{output}/1", f"scdl-{output}", "gpuload_scdl", ours),
+    ]
+
+
+def _census(batch_size: int) -> list[Arm]:
+    """Shuffled, dense: an experiment laid out as the Census, whose cells are in bands of 2,048, by both.
+
+    TileDB-SOMA-ML with its defaults; gpuload with its settings, and in blocks of a band.
+    """
+    common = {"batch_size": batch_size, "output": "dense", "fetch_factor": TILEDBSOMA_DEFAULT // batch_size}
+    theirs = _tiledbsoma(common, TILEDBSOMA_DEFAULT)
+    ours = {**common, "order": "blocks"}
+    return [
+        Arm("tiledbsoma-ml-census/dense", "census", "tiledbsoma_ml", theirs),
+        Arm("gpuload-census/dense/64", "census", "gpuload_soma", {**ours, "block_size": TILEDBSOMA_CHUNK}),
+        Arm("gpuload-census/dense/chunk", "census", "gpuload_soma", {**ours, "block_size": "chunk"}),
     ]
 
 

@@ -24,7 +24,7 @@ def stored(job: Job) -> list[Path]:
 
 def store_path(job: Job) -> Path:
     """Return where the experiment of the job's file is; FileNotFoundError where it is not yet."""
-    path = job.work_dir / f"{job.path.stem}-soma"
+    path = job.work_dir / f"{job.path.stem}-{'census' if job.arm.group == 'census' else 'soma'}"
     if not path.with_name(f"{path.name}.json").exists():
         raise FileNotFoundError(f"{path.name}: run an arm of tiledbsoma-ml first, which makes this store.")
     return path

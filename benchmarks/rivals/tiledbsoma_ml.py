@@ -1,7 +1,8 @@
 """TileDB-SOMA-ML over its own store: the file ingested once into a SOMA experiment, before anything is timed.
 
 The store has the layout that its performance tuning guide advises for loading whole cells in shuffled chunks: its
-ingestion's own default, tiles of 2,048 cells by 2,048 genes, is meant for slices of both. Shuffled, an IO batch is made
+ingestion's own default, tiles of 2,048 cells by 2,048 genes, is meant for slices of both. The arms of the group
+``census`` read a store of such tiles, encoded as the CELLxGENE Census is. Shuffled, an IO batch is made
 of shuffled chunks of cells, so its two sizes are what scDataset calls a block and a fetch. The context keeps its
 defaults: buffers of 1 GiB, which the guide calls sufficient (2 GiB were no faster), and a thread per core.
 
@@ -43,6 +44,18 @@ MEASUREMENT, LAYER = "RNA", "data"
 TILE_CELLS, TILE_VALUES = 64, 2**16
 """Cells of a tile, as many as its default shuffle chunk has, and stored values that are compressed together."""
 
+CENSUS = {
+    "dims": {
+        "soma_dim_0": {"tile": 2048, "filters": [{"_type": "ZstdFilter", "level": 9}]},
+        "soma_dim_1": {"tile": 2048, "filters": ["ByteShuffleFilter", {"_type": "ZstdFilter", "level": 9}]},
+    },
+    "attrs": {"soma_data": {"filters": ["ByteShuffleFilter", {"_type": "ZstdFilter", "level": 9}]}},
+    "cell_order": "row-major",
+    "tile_order": "row-major",
+    "allows_duplicates": True,
+}
+"""The Census's layers (CZI, cellxgene-census, build_soma/globals.py)."""
+
 ROW = "soma_joinid"
 """The store's own number of a cell: ingestion numbers the cells in the order of the file."""
 
@@ -56,14 +69,15 @@ def prepare(job: Job) -> dict[str, Any]:
         return taken
     if store.exists():  # of an ingestion that was interrupted: it would be appended to
         shutil.rmtree(store)
-    tiles = {"soma_dim_0": {"tile": TILE_CELLS}, "soma_dim_1": {"tile": n_genes(job.path)}}
+    wide = {"dims": {"soma_dim_0": {"tile": TILE_CELLS}, "soma_dim_1": {"tile": n_genes(job.path)}}}
+    layout = CENSUS if is_census(job) else wide
     start = time.perf_counter()
     tiledbsoma.io.from_h5ad(
         str(store),
         job.path,
         measurement_name=MEASUREMENT,
         X_layer_name=LAYER,
-        platform_config={"tiledb": {"create": {"capacity": TILE_VALUES, "dims": tiles}}},
+        platform_config={"tiledb": {"create": {"capacity": TILE_VALUES, **layout}}},
     )
     seconds = time.perf_counter() - start
     taken = {"conversion_s": seconds, "store_nbytes": sum(part.stat().st_size for part in stored(job))}
@@ -102,7 +116,11 @@ def n_genes(path: Path) -> int:
 
 
 def store_path(job: Job) -> Path:
-    return job.work_dir / f"{job.path.stem}-soma"
+    return job.work_dir / f"{job.path.stem}-{'census' if is_census(job) else 'soma'}"
+
+
+def is_census(job: Job) -> bool:
+    return job.arm.group == "census"
 
 
 class SomaLoading:
