@@ -173,7 +173,8 @@ class _Experiment:
     def _members(self, key: str) -> dict[str, str]:
         """Return the members of a group, name to key; none if it is not a group."""
         folder = f"{key}/__group" if key else "__group"
-        names = sorted((name for name in self._files.names(folder) if not name.endswith(".vac")), key=time_of)
+        names = [name for name in self._files.names(folder) if name.startswith("__") and not name.endswith(".vac")]
+        names.sort(key=time_of)
         raw = self._files.read([f"{folder}/{name}" for name in names])
         where = os.path.join(self._files.name, folder)
         found = {}

@@ -76,7 +76,7 @@ class Array:
     def __init__(self, files: Files, key: str) -> None:
         self.files, self.key = files, key
         self.where = os.path.join(files.name, key)
-        names = [name for name in files.names(self._at(_SCHEMA)) if name != _ENUMERATIONS]
+        names = [n for n in files.names(self._at(_SCHEMA)) if n.startswith("__") and n != _ENUMERATIONS]
         if not names:
             raise StoreError(f"{self.where}: it is not a TileDB array, or one of before TileDB 2.4; write it again.")
         names.sort(key=time_of)

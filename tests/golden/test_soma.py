@@ -457,6 +457,13 @@ def test_the_width_of_an_embedding(tmp_path: Path) -> None:
     assert_rows(path, few, layer="obsm/few")
 
 
+def test_files_that_are_not_of_tiledb(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    for folder in [path, *(folder for folder in path.rglob("*") if folder.is_dir())]:
+        (folder / ".DS_Store").write_bytes(b"nothing")
+    assert_rows(path, counts())
+
+
 def test_members_by_time_and_by_absolute_paths(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells", {"data": counts(), "other": counts(seed=1)})
     folder = path / "ms" / "RNA" / "X"
