@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.backends import codecs
 from gpuload.backends.damage import corrupt, reason
-from gpuload.backends.native import chunks, decoders, inflate
+from gpuload.backends.native import chunks, decoders
+from gpuload.backends.workspace import Workspace
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -56,22 +56,12 @@ class Part:
     out: NDArray[Any]
 
 
-class Scratch(threading.local):
-    """Working memory of one thread, grown to its largest task so far."""
+class Scratch(Workspace):
+    """Working memory of one thread, whose size is reported."""
 
     def __init__(self, sizes: dict[tuple[int, str], int]) -> None:
-        self._memory: dict[str, NDArray[np.uint8]] = {}
+        super().__init__()
         self._sizes = sizes
-
-    @cached_property
-    def tables(self) -> NDArray[np.uint8]:
-        """The inflater's workspace."""
-        return inflate.new_tables()
-
-    @cached_property
-    def addresses(self) -> codecs.Addresses:
-        """Addresses of the library functions that decode natively."""
-        return codecs.Addresses()
 
     def zeros(self, name: str, nbytes: int) -> NDArray[np.uint8]:
         """Return zeroed memory; whoever writes to it must zero it again."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from gpuload.backends import codecs
-from gpuload.backends.native import inflate, parquet_pages
 from gpuload.backends.native import parquet as native
+from gpuload.backends.native import parquet_pages
+from gpuload.backends.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,24 +28,14 @@ class MissingError(codecs.DecodeError):
     """A list, or a value in a list, is missing."""
 
 
-class _Work(threading.local):
-    """Working memory of one thread, grown to its largest chunk so far."""
-
-    def __init__(self) -> None:
-        self._memory: dict[str, NDArray[Any]] = {}
+class _Work(Workspace):
+    """Working memory of one thread, and what snappy needs."""
 
     @cached_property
-    def libraries(self) -> tuple[NDArray[np.uint8], NDArray[np.int64], int, codecs.Addresses]:
-        """The inflater's workspace, the addresses of libraries and of snappy, and the object that keeps them valid."""
-        addresses = codecs.Addresses()
-        table = np.append(addresses.table, 0)  # one more slot, where snappy writes its output size
-        return inflate.new_tables(), table, codecs.snappy_address(), addresses
-
-    def memory(self, name: str, n: int, dtype: Any = np.uint8) -> NDArray[Any]:
-        found = self._memory.get(name)
-        if found is None or found.size < n:
-            found = self._memory[name] = np.empty(n, dtype=dtype)
-        return found
+    def libraries(self) -> tuple[NDArray[np.uint8], NDArray[np.int64], int]:
+        """The inflater's workspace, and the addresses of libraries and of snappy."""
+        table = np.append(self.addresses.table, 0)  # one more slot, where snappy writes its output size
+        return self.tables, table, codecs.snappy_address()
 
 
 _work = _Work()
@@ -80,7 +70,7 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
         out = np.empty(nbytes, dtype=np.uint8)
         n_rows = spec[parquet_pages.MAX_ROWS]
         n_plain = min(int(found[2]), nbytes // itemsize + n_rows)
-        tables, addresses, snappy, _ = _work.libraries
+        tables, addresses, snappy = _work.libraries
         code = native.decode_column(
             stored,
             stored.size,
@@ -123,7 +113,7 @@ def row_starts(
         The chunk is damaged, or its number of rows is different.
     """
     starts, found = np.empty(n_rows, dtype=np.int64), np.zeros(4, dtype=np.int64)
-    tables, addresses, snappy, _ = _work.libraries
+    tables, addresses, snappy = _work.libraries
     code = 1
     while code == 1:
         code = native.row_starts(
@@ -175,7 +165,7 @@ class RowFinder:
         """
         assert self.wanted is not None  # noqa: S101 - narrows the type
         first, n = self.wanted
-        tables, addresses, snappy, _ = _work.libraries
+        tables, addresses, snappy = _work.libraries
         at, needed = 0, 0
         while at < n and not needed:
             left = self._nbytes - first - at

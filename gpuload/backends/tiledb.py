@@ -5,20 +5,18 @@ The filters of a column are passed around as a flat tuple of integers (`steps_of
 
 from __future__ import annotations
 
-import threading
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.backends import codecs
-from gpuload.backends.native import decoders, inflate
+from gpuload.backends.native import decoders
 from gpuload.backends.native import tiledb as native
 from gpuload.backends.native import tiledb_filters as filters
+from gpuload.backends.workspace import Workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
 HEADER = native.HEADER
@@ -32,22 +30,13 @@ _META_NBYTES = 1 << 20
 """Room for the metadata of a chunk's filters: some bytes per window of 256."""
 
 
-class _Work(threading.local):
-    """Working memory of one thread, grown to its largest tile so far."""
-
-    def __init__(self) -> None:
-        self._memory: dict[str, NDArray[Any]] = {}
+class _Work(Workspace):
+    """Working memory of one thread, as the native functions take it."""
 
     @cached_property
-    def libraries(self) -> tuple[NDArray[np.uint8], codecs.Addresses, int]:
-        """The inflater's workspace, the addresses of libraries, and the address of the inflater."""
-        return inflate.new_tables(), codecs.Addresses(), int(decoders.addresses_of("deflate", may_pair=False)[0])
-
-    def memory(self, name: str, n: int, dtype: Any = np.uint8) -> NDArray[Any]:
-        found = self._memory.get(name)
-        if found is None or found.size < n:
-            found = self._memory[name] = np.empty(n, dtype=dtype)
-        return found
+    def inflater(self) -> int:
+        """Address of the inflater."""
+        return int(decoders.addresses_of("deflate", may_pair=False)[0])
 
     def decoding(self, stored: NDArray[np.uint8], first: int, largest: int) -> tuple[Any, ...]:
         """Return the last arguments of the native functions, for tiles of at most `largest` bytes from `first` on."""
@@ -55,8 +44,7 @@ class _Work(threading.local):
         most = native.largest_chunk(start + first, start + stored.size)
         _check(most if most <= max(largest, stored.size) else filters.BAD_TILE)
         room = 4 * most + _META_NBYTES
-        tables, addresses, inflater = self.libraries
-        return self.memory("work", 4 * room), room, tables, addresses.table, inflater
+        return self.memory("work", 4 * room), room, self.tables, self.addresses.table, self.inflater
 
 
 _work = _Work()
@@ -76,13 +64,14 @@ def can_decode(kind: int) -> bool:
     return kind in known + more or (kind in (filters.ZSTD, filters.LZ4) and codecs.has_addresses())
 
 
-def steps_of(flat: Sequence[int]) -> NDArray[np.int64]:
+@cache
+def steps_of(flat: tuple[int, ...]) -> NDArray[np.int64]:
     """Return a flat tuple as the description of filters, shape (n_steps, 5); see `native.tiledb`."""
     return np.array(flat, dtype=np.int64).reshape(-1, filters.N_STEP)
 
 
 def decode_tiles(
-    stored: NDArray[np.uint8], steps: Sequence[int], sizes: NDArray[np.int64], wanted: tuple[int, int] | None = None
+    stored: NDArray[np.uint8], steps: tuple[int, ...], sizes: NDArray[np.int64], wanted: tuple[int, int] | None = None
 ) -> NDArray[np.uint8]:
     """Decode consecutive tiles.
 
@@ -119,14 +108,14 @@ def decode_tiles(
     return out[:total]
 
 
-def chunks_of(stored: NDArray[np.uint8], steps: Sequence[int], size: int) -> list[tuple[bytes, bytes]]:
+def chunks_of(stored: NDArray[np.uint8], steps: tuple[int, ...], size: int) -> list[tuple[bytes, bytes]]:
     """Return the data and the remaining metadata of the chunks of one tile, whose first filter is left to the caller.
 
     `steps` describe the other filters, and `size` is the decoded size. Raise DecodeError if the bytes are damaged.
     """
     stored = np.require(stored, requirements=["C", "W"])
-    arguments = _work.decoding(stored, 0, size)
-    work, room, tables, addresses, inflater = arguments
+    work, room, tables, addresses, inflater = _work.decoding(stored, 0, size)
+    described = steps_of(steps)
     start, out = stored.ctypes.data, []
     at, n_chunks = 8, int(stored[:8].view(np.int64)[0])
     for _ in range(n_chunks):
@@ -137,7 +126,7 @@ def chunks_of(stored: NDArray[np.uint8], steps: Sequence[int], size: int) -> lis
             n_md,
             start + at + n_md,
             n_data,
-            steps_of(steps),
+            described,
             0,
             0,
             work.ctypes.data,
@@ -152,7 +141,7 @@ def chunks_of(stored: NDArray[np.uint8], steps: Sequence[int], size: int) -> lis
     return out
 
 
-def decode_band(stored: NDArray[np.uint8], values: Sequence[int], nbytes: int, itemsize: int) -> NDArray[np.uint8]:
+def decode_band(stored: NDArray[np.uint8], values: tuple[int, ...], nbytes: int, itemsize: int) -> NDArray[np.uint8]:
     """Decode the columns, or the values, of a band of rows, in the order of rows.
 
     Parameters
@@ -169,7 +158,7 @@ def decode_band(stored: NDArray[np.uint8], values: Sequence[int], nbytes: int, i
     DecodeError
         The bytes are damaged.
     """
-    capacity, n_columns, n_row_steps, *flat = values
+    (capacity, n_columns, n_row_steps), flat = values[:3], values[3:]
     stored = np.require(stored, requirements=["C", "W", "A"])
     if stored.size < 8 * HEADER:
         raise codecs.DecodeError(filters.describe(filters.BAD_TILE))
@@ -193,7 +182,7 @@ def decode_band(stored: NDArray[np.uint8], values: Sequence[int], nbytes: int, i
     return out[:nbytes]
 
 
-def band_values(capacity: int, n_columns: int, row_steps: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
+def band_values(capacity: int, n_columns: int, row_steps: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...]:
     """Return the description of a banded array, for `decode_band`.
 
     Parameters

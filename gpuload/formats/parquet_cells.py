@@ -14,10 +14,7 @@ Requirements this module answers
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-import time
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -33,6 +30,7 @@ from gpuload.formats.parquet import join_columns, opened
 from gpuload.formats.parquet_file import look_at
 from gpuload.formats.parquet_genes import genes_of
 from gpuload.formats.parquet_rows import spec_of
+from gpuload.formats.progress import Progress
 from gpuload.formats.recognise import GENES_FILE
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.remote_source import RemoteSource
@@ -52,10 +50,6 @@ MAX_CHUNK = 1 << 26
 
 _AT_A_TIME, _FAR_AT_A_TIME = 8, 16
 """Files examined concurrently; more if each has latency."""
-
-_LONG_S = 10.0
-
-_log = logging.getLogger("gpuload")
 
 
 def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store:
@@ -89,7 +83,8 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store
     if layer.startswith(OBSM):
         raise no_obsm(paths[0], layer, ())
     genes = genes_of(paths[0])
-    files = _each(paths, partial(_look_at, layer=layer, progress=_Progress(len(paths))))
+    progress = Progress(len(paths), "row lengths of %d of %d files were read")
+    files = _each(paths, partial(_look_at, layer=layer, progress=progress))
     first = 0 if genes is None else genes[0]
     n_vars = max(file.greatest for file in files) + 1 if genes is None else genes[1].size
     check_n_vars(paths[0], n_vars)
@@ -205,31 +200,7 @@ def _each(paths: Sequence[str], work: Callable[[str], T]) -> list[T]:
         pool.close()
 
 
-class _Progress:
-    """Log progress in reading row lengths now and then, if it takes long."""
-
-    def __init__(self, n: int) -> None:
-        self._n, self._done, self._lock = n, 0, threading.Lock()
-        self._start = self._said = time.monotonic()
-
-    def one(self, path: str) -> None:
-        """Count a file."""
-        with self._lock:
-            self._done += 1
-            now = time.monotonic()
-            if now - self._said < _LONG_S or self._done == self._n:
-                return
-            self._said = now
-            _log.warning(
-                "%s: row lengths of %d of %d files were read in %.0f s; they are kept for the next time.",
-                path,
-                self._done,
-                self._n,
-                now - self._start,
-            )
-
-
-def _look_at(path: str, layer: str, progress: _Progress) -> Cells:
+def _look_at(path: str, layer: str, progress: Progress) -> Cells:
     cells = look_at(path, layer)
     progress.one(path)
     return cells

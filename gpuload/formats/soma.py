@@ -77,13 +77,13 @@ def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
         own = experiment.measurement(modality, layer)
         array, var = experiment.matrix(own, layer)
         if var is None:
-            matrix, source = open_matrix(array, path, n_obs, None)
+            matrix, source = open_matrix(array, n_obs, None)
             names, gene_ids = numbered(matrix.n_vars), None
         else:
             gene_numbers, named = var.read([name for name in _GENE_NAMES if name in var.schema.fields], _ID)
             n_vars = _checked(gene_numbers, var)
             names, gene_ids = _gene_names(named, n_vars)
-            matrix, source = open_matrix(array, path, n_obs, n_vars)
+            matrix, source = open_matrix(array, n_obs, n_vars)
     return Store((matrix,), (path,), names, encoded, (source,), gene_ids)
 
 

@@ -23,7 +23,7 @@ from gpuload.formats.arrays import check_dtype, check_n_vars
 from gpuload.formats.index import indptr_of
 from gpuload.formats.soma_bands import Bands, BandSource, Tiles
 from gpuload.formats.soma_rows import COLUMN, ROW, count_values
-from gpuload.formats.tiledb_schema import damaged
+from gpuload.formats.tiledb_tiles import damaged
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.store import CsrMatrix, DenseMatrix
 
@@ -47,15 +47,13 @@ MAX_BAND = 1 << 24
 """Values in a band, which is decoded as a whole, that it should not exceed."""
 
 
-def open_matrix(array: Array, root: str, n_obs: int, n_vars: int | None) -> tuple[CsrMatrix | DenseMatrix, Source]:
+def open_matrix(array: Array, n_obs: int, n_vars: int | None) -> tuple[CsrMatrix | DenseMatrix, Source]:
     """Return a matrix, and its source.
 
     Parameters
     ----------
     array
         The array.
-    root
-        Path of the experiment, beside which the index is.
     n_obs, n_vars
         Number of cells and genes; None takes the array's own number of columns.
 
@@ -88,7 +86,7 @@ def open_matrix(array: Array, root: str, n_obs: int, n_vars: int | None) -> tupl
     check_n_vars(array.where, n_vars)
     if array.schema.is_dense:
         return _dense(array, n_obs, n_vars)
-    return _sparse(array, root, n_obs, n_vars)
+    return _sparse(array, n_obs, n_vars)
 
 
 def _width(array: Array) -> int:
@@ -110,10 +108,10 @@ def _check_alike(array: Array) -> None:
             raise StoreError(f"{array.where}: its fragments have tiles of different sizes; consolidate the array.")
 
 
-def _sparse(array: Array, root: str, n_obs: int, n_vars: int) -> tuple[CsrMatrix, Source]:
+def _sparse(array: Array, n_obs: int, n_vars: int) -> tuple[CsrMatrix, Source]:
     """Return a sparse matrix, over its data tiles if they are in the order of rows, else over bands of rows."""
     fragments = sorted((f for f in array.fragments if f.cells.size), key=lambda f: f.domain[0].tolist())
-    counts, is_ordered = count_values(array, fragments, root, n_obs)
+    counts, is_ordered = count_values(array, fragments, n_obs)
     indptr = indptr_of(counts)
     columns = [array.field(name) for name in (ROW, COLUMN, VALUE)]
     keys = [f"{fragment.key}/{column.file}.tdb" for column in columns for fragment in fragments]

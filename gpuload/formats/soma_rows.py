@@ -10,10 +10,7 @@ Requirements this module answers
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -24,8 +21,9 @@ from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.index import Index
+from gpuload.formats.progress import Progress
 from gpuload.formats.tiledb_arrays import AT_A_TIME, READ, runs_of
-from gpuload.formats.tiledb_schema import damaged
+from gpuload.formats.tiledb_tiles import damaged
 from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -39,19 +37,8 @@ ROW, COLUMN = "soma_dim_0", "soma_dim_1"
 TOGETHER = 1 << 23
 """Values compared at a time to find those that were written twice."""
 
-_LONG_S = 10.0
 
-_log = logging.getLogger("gpuload")
-
-
-@dataclass(frozen=True, slots=True)
-class _Experiment:
-    """What an index is of."""
-
-    name: str
-
-
-def count_values(array: Array, fragments: list[Fragment], root: str, n_obs: int) -> tuple[NDArray[np.int64], bool]:
+def count_values(array: Array, fragments: list[Fragment], n_obs: int) -> tuple[NDArray[np.int64], bool]:
     """Return the number of values of each row, and whether all are stored in the order of rows.
 
     Parameters
@@ -60,8 +47,6 @@ def count_values(array: Array, fragments: list[Fragment], root: str, n_obs: int)
         The array.
     fragments
         Its fragments, in the order of their first rows.
-    root
-        Path of the experiment, beside which the index is.
     n_obs
         Number of cells.
 
@@ -73,7 +58,7 @@ def count_values(array: Array, fragments: list[Fragment], root: str, n_obs: int)
         A fragment is damaged, or has values for cells that do not exist.
     """
     state = blake2b(repr((sorted(f.key for f in fragments), n_obs)).encode(), digest_size=16).digest()
-    index = Index(_Experiment(root), key={"format": "soma"})  # each entry says of which fragments it is
+    index = Index(array.files, key={"format": "soma"})  # each entry says of which fragments it is
     kept, counts, order = (index.get(f"{array.key} {name}") for name in ("state", "counts", "order"))
     if kept is not None and counts is not None and order is not None and kept.astype(np.uint8).tobytes() == state:
         known, is_ordered = counts.astype(np.int64), bool(order.any())
@@ -125,7 +110,7 @@ class _Count:
         self._lock = threading.Lock()
         row = array.field(ROW)
         tasks = [(k, *run) for k, fragment in enumerate(fragments) for run in runs_of(fragment.tiles(row), READ)]
-        self._progress = _Progress(array.where, len(tasks))
+        self._progress = Progress(len(tasks), "values of cells were counted in %d of %d parts")
         for fragment in fragments:
             self._check_bounds(fragment)
         pool = DaemonThreads(AT_A_TIME, "gpuload-soma")
@@ -166,7 +151,7 @@ class _Count:
             raise damaged(fragment.where, f"it should have values for cells {low} and {high}")
         with self._lock:
             self._add(number, low, counts)
-        self._progress.one()
+        self._progress.one(self._array.where)
         return (ends[1], ends[-1]) if is_ordered and ends == sorted(ends) else None
 
     def _add(self, number: int, low: int, counts: NDArray[np.int64]) -> None:
@@ -210,27 +195,3 @@ def _ranges(numbers: NDArray[np.int64]) -> list[tuple[int, int]]:
     """Return ascending numbers as half-open ranges."""
     parts = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1) if numbers.size else []
     return [(int(part[0]), int(part[-1]) + 1) for part in parts]
-
-
-class _Progress:
-    """Log progress in counting now and then, if it takes long."""
-
-    def __init__(self, where: str, n: int) -> None:
-        self._where, self._n, self._done, self._lock = where, n, 0, threading.Lock()
-        self._start = self._said = time.monotonic()
-
-    def one(self) -> None:
-        """Count a part."""
-        with self._lock:
-            self._done += 1
-            now = time.monotonic()
-            if now - self._said < _LONG_S or self._done == self._n:
-                return
-            self._said = now
-            _log.warning(
-                "%s: values of cells were counted in %d of %d parts in %.0f s; the counts are kept for the next time.",
-                self._where,
-                self._done,
-                self._n,
-                now - self._start,
-            )

@@ -25,7 +25,8 @@ from gpuload.backends.codecs import DecodeError
 from gpuload.backends.native.tiledb_filters import RLE
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.tiledb_fragments import committed, parse_fragment, time_of
-from gpuload.formats.tiledb_schema import Bytes, damaged, parse_enumeration, parse_schema, strings
+from gpuload.formats.tiledb_schema import parse_enumeration, parse_schema, strings
+from gpuload.formats.tiledb_tiles import Bytes, damaged
 from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
     from gpuload.formats.tiledb_files import Files
     from gpuload.formats.tiledb_fragments import Fragment
-    from gpuload.formats.tiledb_schema import Field, Filters
+    from gpuload.formats.tiledb_schema import Field
+    from gpuload.formats.tiledb_tiles import Filters
 
 _FRAGMENTS, _COMMITS, _SCHEMA, _ENUMERATIONS = "__fragments", "__commits", "__schema", "__enumerations"
 _METADATA = "__fragment_metadata.tdb"

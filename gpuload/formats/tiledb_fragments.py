@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import StoreError
-from gpuload.formats.tiledb_schema import Bytes, check_version, damaged, read_generic_tile
+from gpuload.formats.tiledb_tiles import Bytes, check_version, damaged, read_generic_tile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -58,12 +58,12 @@ def test_a_band() -> None:
 )
 def test_bands_that_do_not_fit(given: np.ndarray, code: int) -> None:
     scratch = np.empty(1 << 16, dtype=np.uint8)
-    tables, addresses, inflater = tiledb._work.libraries
+    work = tiledb._work
     steps, out = np.empty((0, 5), dtype=np.int64), np.empty(64, dtype=np.uint8)
     rows, values, place = np.empty(8, np.int64), np.empty(64, np.uint8), np.empty(8, np.int64)
     found = native.gather_rows(
         np.require(given, requirements=["W"]),
         *(steps, steps, 4, 0, 2, out.ctypes.data, rows, values, place, scratch, 1 << 14),
-        *(tables, addresses.table, inflater),
+        *(work.tables, work.addresses.table, work.inflater),
     )
     assert found == code or (code == BAD_TILE and found < 0)

@@ -20,7 +20,7 @@ import numpy as np
 from numba import carray
 
 from gpuload.backends.native.decoders import call_one
-from gpuload.backends.native.frames import _lz4, _zstd
+from gpuload.backends.native.frames import _lz4, _zstd, unshuffle_items
 from gpuload.backends.native.words import (
     copy_bytes,
     double_of,
@@ -189,35 +189,6 @@ def _decompress(  # noqa: PLR0911 - one return per codec
 
 
 @_native
-def _undo_byte_shuffle(src: int, n: int, to: int, item: int) -> None:  # pragma: no cover - compiled
-    n_items = n // item
-    if item == 4:
-        out = carray(pointer(to), n_items, np.uint32)
-        planes = carray(pointer(src), n_items * 4, np.uint8)
-        for i in range(n_items):
-            k = np.uint64(i)
-            out[k] = (
-                np.uint32(planes[k])
-                | (np.uint32(planes[np.uint64(n_items) + k]) << np.uint32(8))
-                | (np.uint32(planes[np.uint64(2 * n_items) + k]) << np.uint32(16))
-                | (np.uint32(planes[np.uint64(3 * n_items) + k]) << np.uint32(24))
-            )
-    elif item == 8:
-        longs = carray(pointer(to), n_items, np.uint64)
-        planes = carray(pointer(src), n_items * 8, np.uint8)
-        for i in range(n_items):
-            k, value = np.uint64(i), np.uint64(0)
-            for plane in range(8):
-                value |= np.uint64(planes[np.uint64(plane * n_items) + k]) << np.uint64(8 * plane)
-            longs[k] = value
-    else:
-        for k in range(item):
-            for i in range(n_items):
-                store8(to + i * item + k, load8(src + k * n_items + i))
-    copy_bytes(to + n_items * item, src + n_items * item, n - n_items * item)
-
-
-@_native
 def _undo_bit_shuffle(src: int, n: int, to: int, item: int) -> None:  # pragma: no cover - compiled
     """Undo the shuffle of a block: bit b of byte k of all items is a plane of bits, in the order of k and b."""
     n_items = n // item
@@ -238,7 +209,8 @@ def _undo_bit_shuffle(src: int, n: int, to: int, item: int) -> None:  # pragma: 
 @_native
 def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None:  # pragma: no cover - compiled
     if kind == BYTE_SHUFFLE:
-        _undo_byte_shuffle(src, n, to, item)
+        whole = carray(pointer(to), (n + 7) & -8, np.uint8)  # of which n bytes are written
+        unshuffle_items(carray(pointer(src), n, np.uint8), 0, whole, 0, n, item, 0, n // item)
     elif kind == XOR:
         value = 0
         for k in range(n // item):
