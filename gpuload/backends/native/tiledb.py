@@ -184,6 +184,43 @@ def count_rows(rows: Any, first: int, counts: Any) -> int:  # pragma: no cover -
 
 
 @_native
+def _place_values(
+    rows: Any,
+    n: int,
+    first: int,
+    n_rows: int,
+    place: Any,
+    n_values: int,
+    values: int,
+    item: int,
+    n_columns: int,
+    out: int,
+) -> int:  # pragma: no cover - compiled
+    """Put the values of a tile whose rows are in a band at the next place of each row; return their number, or a code.
+
+    Parameters are as for `gather_rows`; `values` is an address, and `place` is where each row's next value goes.
+    """
+    n_done = 0
+    for k in range(n):
+        row = rows[k] - first
+        if row < 0 or row >= n_rows:
+            continue
+        p = place[row]
+        if p < 0 or p >= n_values:
+            return BAD_COUNT
+        place[row] = p + 1
+        n_done += 1
+        if n_columns:
+            column = load64(values + 8 * k)
+            if column < 0 or column >= n_columns:
+                return BAD_COLUMN
+            store32(out + 4 * p, column)
+        else:
+            put_item(out + item * p, item, get_item(values + item * k, item))
+    return n_done
+
+
+@_native
 def gather_rows(  # noqa: PLR0911 - one return per fault
     stored: Any,
     row_steps: Any,
@@ -291,22 +328,10 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         )
         if code < 0:
             return code
-        for k in range(n):
-            row = rows[k] - first
-            if row < 0 or row >= n_rows:
-                continue
-            p = place[row]
-            if p < 0 or p >= n_values:
-                return BAD_COUNT
-            place[row] = p + 1
-            n_done += 1
-            if n_columns:
-                column = load64(to_values + 8 * k)
-                if column < 0 or column >= n_columns:
-                    return BAD_COLUMN
-                store32(out + 4 * p, column)
-            else:
-                put_item(out + item * p, item, get_item(to_values + item * k, item))
+        code = _place_values(rows, n, first, n_rows, place, n_values, to_values, item, n_columns, out)
+        if code < 0:
+            return code
+        n_done += code
     if n_done != n_values:
         return BAD_COUNT
     start = 0
