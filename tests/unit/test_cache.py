@@ -80,6 +80,11 @@ def checked(batch: Any) -> list[int]:
     return [int(row[0]) for row in batch.data]
 
 
+def keyed(snapshot: Any) -> dict[str, Any]:
+    """Read a whole snapshot; return its samples by their keys."""
+    return {key: row for batch in snapshot.batches(9) for key, row in zip(batch.keys, batch.data, strict=True)}
+
+
 def print_and_fail() -> None:
     raise RuntimeError("no such bucket")
 
@@ -275,17 +280,19 @@ def test_what_cannot_be_asked_is_not_removed(tmp_path: Path, remote: CountingRem
 
 
 def test_a_changed_object_replaces_its_old_copy(tmp_path: Path, remote: CountingRemote) -> None:
-    with opened(tmp_path, remote, n_held=N, relist_s=0.2) as store:
+    with opened(tmp_path, remote, n_held=N + 1, relist_s=0.2) as store:  # room that nobody need ask for
         full(store, N)
         values = np.zeros(1_000, dtype=np.float32)
-        np.save(tmp_path / "remote" / "0007.npy", values)
-        until(lambda: store._catalogue.n_ready() == N - 1)  # the old one is no longer handed over
+        with store.snapshot():  # an epoch that may still read the old copy
+            np.save(tmp_path / "changed.npy", values)
+            os.replace(tmp_path / "changed.npy", tmp_path / "remote" / "0007.npy")
+            until(lambda: store._catalogue.n_ready() == N - 1)
+            with store.snapshot() as later:
+                assert "0007.npy" not in keyed(later)
+                assert len(later) == N - 1
+        full(store, N)  # the old copy is let go, though it was never used
         with store.snapshot() as snapshot:
-            assert len(snapshot) == N - 1
-    with opened(tmp_path, remote, n_held=N + 1, relist_s=0.2) as store:
-        with store.snapshot() as snapshot:
-            list(snapshot.batches(9))  # to be let go it need not have been used
-        full(store, N)
+            assert np.array_equal(keyed(snapshot)["0007.npy"], values)
         assert remote.gets["0007.npy"] == 2
 
 
