@@ -18,6 +18,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import carray
 
 from gpuload.backends.native.tiledb_filters import (
     BAD_COLUMN,
@@ -25,11 +26,9 @@ from gpuload.backends.native.tiledb_filters import (
     BAD_ROW,
     BAD_SIZE,
     BAD_TILE,
-    get_item,
-    put_item,
     undo_filters,
 )
-from gpuload.backends.native.words import load32, load64, store32
+from gpuload.backends.native.words import copy_bytes, load32, load64, pointer
 
 HEADER = 4
 """Words before the tables of a band: its first row, number of rows, number of tiles, stored bytes of their rows."""
@@ -184,6 +183,17 @@ def count_rows(rows: Any, first: int, counts: Any) -> int:  # pragma: no cover -
 
 
 @_native
+def _narrow(at: int, n: int, n_columns: int, to: int) -> bool:  # pragma: no cover - compiled
+    """Write n columns, int64, as int32; return whether each is one of `n_columns`."""
+    found, narrow = carray(pointer(at), n, np.int64), carray(pointer(to), n, np.int32)
+    signs = np.int64(0)
+    for i in range(n):
+        signs |= found[i] | (n_columns - 1 - found[i])  # negative where either is
+        narrow[i] = np.int32(found[i])
+    return signs >= 0
+
+
+@_native
 def _place_values(
     rows: Any,
     n: int,
@@ -199,24 +209,26 @@ def _place_values(
     """Put the values of a tile whose rows are in a band at the next place of each row; return their number, or a code.
 
     Parameters are as for `gather_rows`; `values` is an address, and `place` is where each row's next value goes.
+    Consecutive values of a row are placed together: one by one, each would wait for the place that the last one left.
     """
-    n_done = 0
-    for k in range(n):
-        row = rows[k] - first
+    n_done, k = 0, 0
+    while k < n:
+        start, stored_row = k, rows[k]
+        k += 1
+        while k < n and rows[k] == stored_row:
+            k += 1
+        row, run = stored_row - first, k - start
         if row < 0 or row >= n_rows:
             continue
         p = place[row]
-        if p < 0 or p >= n_values:
+        if p < 0 or run > n_values - p:
             return BAD_COUNT
-        place[row] = p + 1
-        n_done += 1
-        if n_columns:
-            column = load64(values + 8 * k)
-            if column < 0 or column >= n_columns:
-                return BAD_COLUMN
-            store32(out + 4 * p, column)
-        else:
-            put_item(out + item * p, item, get_item(values + item * k, item))
+        place[row] = p + run
+        n_done += run
+        if n_columns == 0:
+            copy_bytes(out + item * p, values + item * start, item * run)
+        elif not _narrow(values + 8 * start, run, n_columns, out + 4 * p):
+            return BAD_COLUMN
     return n_done
 
 
