@@ -29,7 +29,7 @@ class Passes:
     Parameters
     ----------
     X : (n, p) array, SciPy sparse matrix, or Loader
-        A `Loader` yields its own minibatches (dense or CSR), one epoch per pass; it must deliver every row.
+        A `Loader` yields its own minibatches (dense or CSR), one epoch per pass, which must have every row once.
     engine
         Array library for the minibatches.
     of_bits
@@ -53,8 +53,12 @@ class Passes:
             row_shape = X.tables["X"].row_shape
             if len(row_shape) > 1:
                 raise PlanError(f"X: its loader's cells have arrays of shape {row_shape}; expected rows of a matrix.")
-            if len(X) * X.batch_size < X.n_obs:
-                raise PlanError("X: its loader leaves the last rows out; open it with drop_last=False.")
+            if X.world_size > 1:
+                raise PlanError(
+                    f"X: its loader has the cells of rank {X.rank} of {X.world_size}; open it with rank=0, world_size=1."
+                )
+            if X.epoch_n_obs != X.n_obs:
+                raise _incomplete(X.epoch_n_obs, X.n_obs)
             self._X = X
             return
         if not hasattr(X, "shape") or not hasattr(X, "dtype"):
@@ -74,7 +78,13 @@ class Passes:
             self._X = np.asarray(X) if not hasattr(X, "detach") and not hasattr(X, "get") else X
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
-        """Iterate over all rows once: (row numbers, (m, n_columns) dense array)."""
+        """Iterate over all rows once: (row numbers, (m, n_columns) dense array).
+
+        Raises
+        ------
+        PlanError
+            X has NaN or infinity; or it is a loader whose epoch did not have every row once, known at its end.
+        """
         return self.some(1.0)
 
     def some(self, share: float) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
@@ -89,13 +99,8 @@ class Passes:
 
     def _parts(self, share: float) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
         if isinstance(self._X, Loader):
-            batches = islice(self._X, math.ceil(share * len(self._X)))
-            while True:
-                with self._engine.on_stream(self._X):
-                    if (batch := next(batches, None)) is None:
-                        return
-                    part = self._dense(batch.X)
-                yield batch.rows, part
+            yield from self._batches(self._X, share)
+            return
         n_parts = -(-self.n_rows // BATCH_SIZE)
         n_chosen = math.ceil(share * n_parts)
         for k in range(n_chosen):
@@ -104,11 +109,31 @@ class Passes:
             part = self._X[rows]
             yield rows, part.toarray() if hasattr(part, "toarray") else part
 
+    def _batches(self, loader: Loader, share: float) -> Iterator[tuple[NDArray[np.int64], Any]]:
+        batches = islice(loader, math.ceil(share * len(loader)))
+        is_seen = np.zeros(self.n_rows, dtype=np.bool_)
+        while True:
+            with self._engine.on_stream(loader):
+                if (batch := next(batches, None)) is None:
+                    break
+                part = self._dense(batch.X)
+            is_seen[batch.rows] = True
+            yield batch.rows, part
+        if share == 1.0 and not is_seen.all():  # an epoch has as many as there are: one lacks if another is there twice
+            raise _incomplete(int(is_seen.sum()), self.n_rows)
+
     def _dense(self, X: Any) -> Any:
         """Return a loader's minibatch as a dense array of numbers."""
         if hasattr(X, "toarray"):
             return X.toarray()
         return self._of_bits(X) if self.is_bfloat16 else X
+
+
+def _incomplete(n: int, n_rows: int) -> PlanError:
+    return PlanError(
+        f"X: its loader's epoch has {n:,} of {n_rows:,} cells; open it with drop_last=False, and without where=, "
+        "a state to resume from, or a sampler that leaves out or repeats cells."
+    )
 
 
 def _is_finite(part: NDArray[np.generic]) -> bool:

@@ -521,13 +521,38 @@ def test_a_full_memory_is_not_taken_for_a_small_alpha(
         KernelRidge(engine=engine).fit(cells[:50], cells[:50, 0])
 
 
-def test_a_loader_that_leaves_rows_out_is_refused(cells: np.ndarray, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"drop_last": True}, r"^X: its loader's epoch has 64 of 100 cells; open it with drop_last=False, and without"),
+        ({"batch_size": 100, "where": "passed"}, r"^X: its loader's epoch has \d\d of 100 cells"),
+        ({"batch_size": 80, "world_size": 2, "rank": 1}, r"^X: its loader has the cells of rank 1 of 2; open it with"),
+        # as many as there are, but with replacement: known at the end of a pass
+        ({"sampler": gpuload.sampling.Weighted(np.arange(100))}, r"^X: its loader's epoch has \d\d of 100"),
+    ],
+)
+def test_a_loader_that_leaves_rows_out_is_refused(
+    cells: np.ndarray, tmp_path: Path, settings: dict[str, Any], told: str
+) -> None:
     path = tmp_path / "cells.h5ad"
     write_h5ad(path, lambda file: write_csr(file, "X", csr_matrix(cells[:100])), 100, 60)
-    told = r"^X: its loader leaves the last rows out; open it with drop_last=False\.$"
-    settings: dict[str, Any] = {"shuffle": False, "batch_size": 64, "drop_last": True}
-    with gpuload.open_loader(path, **settings) as loader, pytest.raises(gpuload.PlanError, match=told):
-        TruncatedSVD(2).fit(loader)
+    model = TruncatedSVD(2).fit(cells[:100])
+    with gpuload.open_loader(path, **{"batch_size": 64, **settings}) as loader:
+        for use in (model.transform, TruncatedSVD(2).fit, lambda X: KernelRidge().fit(X, cells[:100, 0])):
+            with pytest.raises(gpuload.PlanError, match=told):
+                use(loader)
+
+
+def test_a_loader_that_is_resumed_is_refused(cells: np.ndarray, tmp_path: Path) -> None:
+    path = tmp_path / "cells.h5ad"
+    write_h5ad(path, lambda file: write_csr(file, "X", csr_matrix(cells[:100])), 100, 60)
+    with gpuload.open_loader(path, batch_size=64) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with gpuload.open_loader(path, batch_size=64) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(gpuload.PlanError, match="^X: its loader's epoch has 36 of 100 cells"):
+            TruncatedSVD(2).fit(cells[:100]).transform(loader)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
