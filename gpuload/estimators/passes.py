@@ -55,7 +55,7 @@ class Passes:
                 raise PlanError(f"X: its loader's cells have arrays of shape {row_shape}; expected rows of a matrix.")
             if X.world_size > 1:
                 raise PlanError(
-                    f"X: its loader has the cells of rank {X.rank} of {X.world_size}; open it with rank=0, world_size=1."
+                    f"X: its loader has cells of rank {X.rank} of {X.world_size}; open it with rank=0, world_size=1."
                 )
             if X.epoch_n_obs != X.n_obs:
                 raise _incomplete(X.epoch_n_obs, X.n_obs)

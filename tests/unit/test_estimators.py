@@ -526,7 +526,7 @@ def test_a_full_memory_is_not_taken_for_a_small_alpha(
     [
         ({"drop_last": True}, r"^X: its loader's epoch has 64 of 100 cells; open it with drop_last=False, and without"),
         ({"batch_size": 100, "where": "passed"}, r"^X: its loader's epoch has \d\d of 100 cells"),
-        ({"batch_size": 80, "world_size": 2, "rank": 1}, r"^X: its loader has the cells of rank 1 of 2; open it with"),
+        ({"batch_size": 80, "world_size": 2, "rank": 1}, r"^X: its loader has cells of rank 1 of 2; open it with"),
         # as many as there are, but with replacement: known at the end of a pass
         ({"sampler": gpuload.sampling.Weighted(np.arange(100))}, r"^X: its loader's epoch has \d\d of 100"),
     ],
@@ -551,7 +551,7 @@ def test_a_loader_that_is_resumed_is_refused(cells: np.ndarray, tmp_path: Path) 
         state = loader.state_dict()
     with gpuload.open_loader(path, batch_size=64) as loader:
         loader.load_state_dict(state)
-        with pytest.raises(gpuload.PlanError, match="^X: its loader's epoch has 36 of 100 cells"):
+        with pytest.raises(gpuload.PlanError, match=r"^X: its loader's epoch has 36 of 100 cells"):
             TruncatedSVD(2).fit(cells[:100]).transform(loader)
 
 
