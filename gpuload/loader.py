@@ -21,6 +21,7 @@ from gpuload.errors import PlanError
 from gpuload.opening import check_row_numbers, check_take
 from gpuload.sampling.rows import as_ranges
 from gpuload.state import check_state, fingerprint, make_state
+from gpuload.threads import Closer
 from gpuload.types import Batch
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Loader:
         self._ahead: tuple[deque[_Load], deque[_Take]] = deque(), deque()  # of the live iteration
         self._is_closed = False
         self._process = os.getpid()
-        self._closer = weakref.finalize(self, _close, backend, [table.store for table in tables.values()])
+        self._closer = Closer(self, _close, backend, [table.store for table in tables.values()])
 
     def __repr__(self) -> str:
         n_files, shape = len(self._store.paths), self._tables["X"].row_shape

@@ -7,10 +7,13 @@ of their own, after which they end by themselves. They must hold nothing that ot
 that may have been reused by then.
 
 `QuickThreads` are for calls so short that an executor's futures, with their conditions, would cost as much.
+
+A `Closer` ends what an object has started, threads among it, when the object is closed or forgotten.
 """
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 import weakref
@@ -212,6 +215,35 @@ class QuickThreads:
             thread.join()
 
 
+class Closer:
+    """The call that closes an object: made once, when this is called or after the object was garbage-collected.
+
+    A collection may happen at any allocation, in any thread: under a lock that the call takes, or in a thread that it
+    waits for. So the call is then made by a thread of its own.
+
+    Parameters
+    ----------
+    owner
+        The object.
+    close, args
+        The call; must not refer to `owner`.
+    """
+
+    def __init__(self, owner: object, close: Callable[..., object], *args: Any) -> None:
+        self._finalizer = weakref.finalize(owner, _close_aside, close, *args)
+
+    def __call__(self) -> None:
+        """Close the object, unless that was done."""
+        found = self._finalizer.detach()
+        if found is not None:
+            close, *args = found[2]
+            close(*args)
+
+    def drop(self) -> None:
+        """Never close the object."""
+        self._finalizer.detach()
+
+
 def call_aside(function: Callable[..., T], *args: Any) -> T:
     """Call an uninterruptible function so that the main thread can be interrupted meanwhile; return its result.
 
@@ -254,6 +286,13 @@ def _carry_out(future: Future[Any], function: Callable[..., Any], args: tuple[An
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def _close_aside(close: Callable[..., object], *args: Any) -> None:
+    if threading.main_thread().is_alive():
+        _thread.start_new_thread(close, args)  # takes no lock and waits for nothing, unlike Thread.start
+    else:  # the interpreter exits, and would not wait for the thread
+        close(*args)
 
 
 def _end(tasks: SimpleQueue[_Task | None], ended: threading.Event) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,6 +22,7 @@ from gpuload.checks import check_choice, check_seconds, check_seed, check_share,
 from gpuload.distributed import rank_and_world_size
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, open_remote
+from gpuload.threads import Closer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -168,7 +168,7 @@ class SampleStore:
         self._window = Window(in_flight)
         self._fetchers: Fetchers | None = None
         self._waited_s = 0.0
-        self._closer = weakref.finalize(self, _close, self._stop, None, self._lease, self._catalogue)
+        self._closer = Closer(self, _close, self._stop, None, self._lease, self._catalogue)
         try:
             self._check_remote()
             repair(self._folders, self._catalogue, self._lease.name, self._settings.budget, is_opening=True)
@@ -182,8 +182,8 @@ class SampleStore:
                     n_processes=n_processes,
                     hung_s=hung_s,
                 )
-                self._closer.detach()
-                self._closer = weakref.finalize(self, _close, self._stop, self._fetchers, self._lease, self._catalogue)
+                self._closer.drop()
+                self._closer = Closer(self, _close, self._stop, self._fetchers, self._lease, self._catalogue)
         except BaseException:
             self.close()
             raise

@@ -1,17 +1,20 @@
-"""Threads for short calls: as a small executor, without its conditions."""
+"""Threads for short calls: as a small executor, without its conditions; and what closes objects that are forgotten."""
 
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from concurrent.futures import CancelledError
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
-from gpuload.threads import QuickThreads
+from gpuload.threads import Closer, QuickThreads
 
 
 class Thing:
@@ -232,3 +235,56 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert pool.submit(int).result() == 0  # by the thread that there is
     pool.close()
+
+
+# --- what closes objects ---
+
+
+def closed_by() -> tuple[Thing, list[str]]:
+    """Return an object in a cycle, and the names of the threads that closed it."""
+    names: list[str] = []
+    thing: Any = Thing()
+    thing.itself = thing
+    thing.closer = Closer(thing, lambda: names.append(threading.current_thread().name))
+    return thing, names
+
+
+def test_an_object_is_closed_once_and_by_whoever_closes_it() -> None:
+    thing, names = closed_by()
+    thing.closer()
+    thing.closer()
+    del thing
+    gc.collect()
+    assert names == [threading.current_thread().name]
+
+
+def test_an_object_that_is_dropped_is_not_closed() -> None:
+    thing, names = closed_by()
+    thing.closer.drop()
+    thing.closer()
+    assert not names
+
+
+def test_a_forgotten_object_is_closed_although_its_lock_is_held() -> None:
+    """A collection may happen in a thread that holds what the closing takes, as here."""
+    lock, found = threading.Lock(), SimpleQueue[bool]()
+    thing: Any = Thing()
+    thing.itself = thing
+    thing.closer = Closer(thing, lambda: found.put(lock.acquire(timeout=5)))
+    with lock:
+        del thing
+        gc.collect()
+    assert found.get(timeout=10)
+
+
+def test_at_exit_objects_are_closed_before_the_process_ends() -> None:
+    program = """if True:
+        import time
+        from gpuload.threads import Closer
+        class Thing: pass
+        thing = Thing()
+        closer = Closer(thing, lambda: (time.sleep(0.3), print("closed")))
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout == "closed\n"
+    assert not ended.stderr
