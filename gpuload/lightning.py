@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpuload import open_loader
+from gpuload.checks import check_obs_names
 from gpuload.errors import MissingDependencyError, PlanError
 from gpuload.loader import Loader
 from gpuload.sampling import Subset
+from gpuload.settings import fill_in
 from gpuload.torch import CellDataset
 
 try:
@@ -211,10 +213,10 @@ def _loader_of(
     """Return the loader of a part in a process: the one given, or one opened with the arguments given."""
     if isinstance(given, Mapping):
         wanted = dict(given)
-        if part != "train":
-            wanted.setdefault(
-                "categories", {name: categories[name] for name in wanted.get("obs", ()) if name in categories}
-            )
+        settled = fill_in(open_loader, wanted)
+        if part != "train" and "categories" not in settled:
+            names = check_obs_names("obs", settled.get("obs", ()))
+            wanted["categories"] = {name: categories[name] for name in names if name in categories}
         sampler = wanted.get("sampler")
         if part != "train" and (sampler is None or (isinstance(sampler, Subset) and sampler.inner is None)):
             wanted.setdefault("shuffle", False)

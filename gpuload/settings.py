@@ -34,20 +34,24 @@ def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
 
     The function itself sees only its own arguments; `settings` is passed on as given.
     """
-    known = tuple(name for name in inspect.signature(function).parameters if name not in NOT_SAVED)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: Any = kwargs
-        saved = read_settings(given.get("settings"), known)
-        sampler = given.get("sampler")
-        if sampler is not None:  # it sets the order, perhaps the block size too, as if given
-            saved.pop("shuffle", None)
-        if block_size_of(sampler) is not None:
-            saved.pop("block_size", None)
-        return function(*args, **{**saved, **given})
+        return function(*args, **fill_in(function, kwargs))
 
     return call
+
+
+def fill_in(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments, with those that `settings` among them supplies; raises as `read_settings`."""
+    known = tuple(name for name in inspect.signature(function).parameters if name not in NOT_SAVED)
+    saved = read_settings(given.get("settings"), known)
+    sampler = given.get("sampler")
+    if sampler is not None:  # it sets the order, perhaps the block size too, as if given
+        saved.pop("shuffle", None)
+    if block_size_of(sampler) is not None:
+        saved.pop("block_size", None)
+    return {**saved, **given}
 
 
 def read_settings(

@@ -101,14 +101,17 @@ def test_each_iteration_is_the_trainers_epoch(front, plain, train):
     module.teardown("fit")
 
 
-def test_codes_mean_the_same_in_all_parts(front, tmp_path):
+@pytest.mark.parametrize(
+    "named", [{"obs": ["kind"]}, {"obs": "kind"}, {"settings": {"obs": ["kind"], "batch_size": 2}}]
+)
+def test_codes_mean_the_same_in_all_parts(front, tmp_path, named):
     anndata = pytest.importorskip("anndata")
     given = {}
     for part, kinds in (("train", ["T", "B"]), ("val", ["NK", "T"])):
         adata = anndata.AnnData(np.eye(2, dtype=np.float32), {"kind": kinds})
         adata.obs["kind"] = adata.obs["kind"].astype("category")
         adata.write_h5ad(tmp_path / f"{part}.h5ad")
-        given[part] = {"paths": tmp_path / f"{part}.h5ad", "obs": ["kind"]}
+        given[part] = {"paths": tmp_path / f"{part}.h5ad", **named}
     module = attached(front.CellDataModule(**given, test=given["val"], predict={**given["val"], "categories": {}}))
     module.teardown("fit")
     for part, wanted in (("train", [0, 1]), ("val", [-1, 1]), ("test", [-1, 1]), ("predict", [0, 1])):
