@@ -57,6 +57,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         var_names=first.var_names,
         obs=obs,
         sources=tuple(x for s in stores for x in s.sources),
+        file_sources=tuple(x for s in stores for x in s.file_sources),
         var_ids=first.var_ids if all(_is_same(first.var_ids, s.var_ids) for s in stores) else None,
     )
     if join is None or join == UNCOMPARED:

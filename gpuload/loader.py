@@ -25,7 +25,7 @@ from gpuload.threads import Closer
 from gpuload.types import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping
+    from collections.abc import Collection, Generator, Iterator, Mapping
 
     import pandas as pd
     from numpy.typing import ArrayLike, NDArray
@@ -35,15 +35,17 @@ if TYPE_CHECKING:
     from gpuload.stats import Stats
     from gpuload.store import ObsColumn, Store
     from gpuload.tables import Table
+    from gpuload.types import Source
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A fetch in flight: positions of its rows in the residents, row numbers and obs, all in output order."""
+    """A fetch in flight: positions of its rows in the residents, row numbers and obs, all in output order; sources."""
 
     positions: NDArray[np.int32]
     rows: NDArray[np.int64]
     obs: Mapping[str, Any]
+    sources: Collection[Source]
     pending: list[Pending[Resident]]
     """One per table."""
 
@@ -530,20 +532,21 @@ class Loader:
     def _load_rows(self, ranges: NDArray[np.int64], positions: NDArray[np.int32], rows: NDArray[np.int64]) -> _Load:
         """Start loading row ranges of all tables, of which the rows at `positions` are `rows`."""
         stores = [table.store for table in self._tables.values()]
-        for store in stores:
-            store.check_unchanged()
+        sources = dict.fromkeys(source for store in stores for source in store.sources_of(ranges))
+        for source in sources:
+            source.check_unchanged()
         with self.stats.timed("plan_s"):
             recipes = [store.recipe(ranges) for store in stores]
         pending = [self._backend.load(recipe) for recipe in recipes]
         obs = {name: self._backend.asarray(_handed_over(column, rows)) for name, column in self._store.obs.items()}
         self.stats.add(n_fetches=1)
-        return _Load(positions, rows, obs, pending)
+        return _Load(positions, rows, obs, sources, pending)
 
     def _residents_of(self, load: _Load) -> list[Resident]:
         """Wait for a fetch."""
         residents = [pending.result() for pending in load.pending]
-        for table in self._tables.values():
-            table.store.check_unchanged()  # else data changed since the reads began would be yielded
+        for source in load.sources:
+            source.check_unchanged()  # else data changed since the reads began would be yielded
         return residents
 
     def _start_take(self, load: _Load, residents: list[Resident], part: slice) -> _Take:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -199,12 +199,16 @@ class Store:
         The chosen columns.
     sources
         Open sources.
+    file_sources
+        Those of each file; by default, all.
     var_ids : (n_vars,) object, optional
         Alternative gene names, if the file has both names and ids; genes may be chosen by either.
     alignment
         Maps the columns of each matrix to genes; None if all matrices have the genes `var_names`.
     joined
         The arrays of all matrices, those of matrices that are alike joined; by default, none is.
+    file_start : (n_files + 1,) int64
+        First row of each file, and the end.
     """
 
     matrices: tuple[Matrix, ...]
@@ -215,8 +219,16 @@ class Store:
     var_ids: NDArray[np.object_] | None = None
     alignment: Alignment | None = None
     joined: Joined = _NONE_JOINED
+    file_sources: tuple[tuple[Source, ...], ...] = ()
+    file_start: NDArray[np.int64] = field(init=False, repr=False)
+    _widths: NDArray[np.int64] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        rows, widths = np.array([(m.n_rows, m.n_vars) for m in self.matrices], dtype=np.int64).reshape(-1, 2).T
+        object.__setattr__(self, "file_start", np.append(0, np.cumsum(rows)))
+        object.__setattr__(self, "_widths", widths)
+        if len(self.file_sources) != len(self.matrices):
+            object.__setattr__(self, "file_sources", (self.sources,) * len(self.matrices))
         layouts = [matrix.layouts for matrix in self.matrices]
         if not self.joined.is_of(layouts):  # none were given, or `replace` gave other matrices
             object.__setattr__(self, "joined", Joined.apart(layouts))
@@ -236,7 +248,7 @@ class Store:
     @property
     def n_obs(self) -> int:
         """Number of cells in all files."""
-        return sum(self.file_rows)
+        return int(self.file_start[-1])
 
     @property
     def n_vars(self) -> int:
@@ -246,7 +258,7 @@ class Store:
     @property
     def file_rows(self) -> tuple[int, ...]:
         """Number of cells per file."""
-        return tuple(m.n_rows for m in self.matrices)
+        return tuple(np.diff(self.file_start).tolist())
 
     @property
     def nbytes_per_row(self) -> float:
@@ -275,24 +287,19 @@ class Store:
         ranges : (n, 2) int64
             Global row ranges, disjoint and ascending; the resident holds their rows in this order.
         """
-        file_start = np.concatenate([[0], np.cumsum(self.file_rows)])
-        numbers = self._files_of(ranges, file_start)
+        start, numbers = self.file_start, self._files_of(ranges)
         matrices = [self.matrices[number] for number in numbers]
-        parts = [self._within(ranges, int(file_start[number]), int(file_start[number + 1])) for number in numbers]
+        parts = [self._within(ranges, int(start[number]), int(start[number + 1])) for number in numbers]
         n_rows = int((ranges[:, 1] - ranges[:, 0]).sum())
         indptr = self._resident_indptr(matrices, parts, n_rows)
-        widths = np.array([matrix.n_vars for matrix in self.matrices])
-        reads = self._plan_reads(numbers, parts, indptr, widths) if n_rows else []
-        return Recipe(self.kind, n_rows, int(widths.max()), indptr, tuple(reads), self._map_start(numbers, parts))
+        reads = self._plan_reads(numbers, parts, indptr) if n_rows else []
+        return Recipe(self.kind, n_rows, int(self._widths.max()), indptr, tuple(reads), self._map_start(numbers, parts))
 
     def _plan_reads(
-        self,
-        numbers: list[int],
-        parts: Sequence[NDArray[np.int64]],
-        indptr: NDArray[np.int64] | None,
-        widths: NDArray[np.int64],
+        self, numbers: list[int], parts: Sequence[NDArray[np.int64]], indptr: NDArray[np.int64] | None
     ) -> list[ArrayRead]:
         """Plan the reads of files `numbers`, of which `parts` are the row ranges, into rows with offsets `indptr`."""
+        widths = self._widths
         rows = np.concatenate(parts)
         lengths = rows[:, 1] - rows[:, 0]
         first_row = np.cumsum(lengths) - lengths
@@ -358,10 +365,9 @@ class Store:
         for source in self.sources:
             source.close()
 
-    def check_unchanged(self) -> None:
-        """Raise ReadError if a file was changed in place since it was opened."""
-        for source in self.sources:
-            source.check_unchanged()
+    def sources_of(self, ranges: NDArray[np.int64]) -> list[Source]:
+        """Return the sources of the files that rows are in; `ranges` are as for `recipe`."""
+        return list(dict.fromkeys(source for number in self._files_of(ranges) for source in self.file_sources[number]))
 
     @staticmethod
     def _within(ranges: NDArray[np.int64], lo: int, hi: int) -> NDArray[np.int64]:
@@ -370,11 +376,10 @@ class Store:
         last = int(np.searchsorted(ranges[:, 0], hi, side="left"))
         return np.asarray(ranges[first:last].clip(lo, hi) - lo)
 
-    @staticmethod
-    def _files_of(ranges: NDArray[np.int64], file_start: NDArray[np.int64]) -> list[int]:
+    def _files_of(self, ranges: NDArray[np.int64]) -> list[int]:
         """Return the numbers of the files that ranges touch; of possibly thousands, a fetch needs few."""
-        first = np.searchsorted(file_start, ranges[:, 0], side="right") - 1
-        stop = np.searchsorted(file_start, ranges[:, 1], side="left")
+        first = np.searchsorted(self.file_start, ranges[:, 0], side="right") - 1
+        stop = np.searchsorted(self.file_start, ranges[:, 1], side="left")
         numbers: list[int] = np.unique(expand_ranges(np.stack([first, stop], axis=1))).tolist()
         return numbers
 
@@ -382,7 +387,7 @@ class Store:
         self, matrices: Sequence[Matrix], parts: Sequence[NDArray[np.int64]], n_rows: int
     ) -> NDArray[np.int64] | None:
         """Return the row offsets of a resident; None if it is dense and its rows have equal width."""
-        if self.kind == "dense" and len({m.n_vars for m in self.matrices}) == 1:
+        if self.kind == "dense" and not np.ptp(self._widths):
             return None
         indptr = np.zeros(n_rows + 1, dtype=np.int64)
         row = 0

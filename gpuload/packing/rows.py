@@ -187,8 +187,10 @@ class RowReader:
         return self._backend.load(replace(recipe, reads=reads)).result().flat("indices")
 
     def _recipe(self, start: int, stop: int) -> Recipe:
-        self.store.check_unchanged()
-        return self.store.recipe(np.array([[start, stop]], dtype=np.int64))
+        ranges = np.array([[start, stop]], dtype=np.int64)
+        for source in self.store.sources_of(ranges):
+            source.check_unchanged()
+        return self.store.recipe(ranges)
 
     def check_exact(self, judged: Judged) -> None:
         """Raise StoreError if the sources hold integers that float64 may have rounded."""

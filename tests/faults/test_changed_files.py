@@ -168,6 +168,25 @@ def test_a_file_changed_while_its_last_fetch_is_read(
         next(iter(loader))
 
 
+def test_only_the_files_that_a_fetch_reads_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of files, a fetch reads few: each is checked before and after."""
+    checked: list[str] = []
+    paths = [tmp_path / f"{number}.h5ad" for number in range(6)]
+    for path in paths:
+        write_h5ad(path, lambda f: [write_csr(f, name, counts(9)) for name in ("X", "layers/counts")], 9)
+    plain = FileSource.check_unchanged
+
+    def check(source: FileSource) -> None:
+        checked.append(os.path.basename(source.name)[0])
+        plain(source)
+
+    monkeypatch.setattr(FileSource, "check_unchanged", check)
+    with gpuload.open_loader(paths, layer=["X", "counts"], device="cpu") as loader:
+        checked.clear()
+        loader.take(np.arange(15, 20))
+    assert checked == ["1", "2"] * 4  # both matrices, before and after
+
+
 def test_too_many_open_files_are_no_damage(copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EMFILE, "Unable to synchronously open file (Too many open files)")
