@@ -28,6 +28,7 @@ from gpuload.dealing import classes_of, deal_cells, deal_groups, hash_of, label_
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.loader import Loader
 from gpuload.store import Store
+from gpuload.tables import check_modalities
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,8 +130,16 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
             raise
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], cells: Any = None, *, layer: str | Sequence[str] = "X") -> Split:
-        """Load a split written by `save`, and check that it belongs to `cells`, if given.
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        cells: Any = None,
+        *,
+        layer: str | Sequence[str] = "X",
+        modality: str = "",
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Split:
+        """Load a split written by `save`, and check that it belongs to `cells`, if given, as `check` does.
 
         Raises
         ------
@@ -168,18 +177,25 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
         if not is_whole or (part.size and not -1 <= part.min() <= part.max() < len(split.names)):
             raise _no_split(path)
         if cells is not None:
-            split.check(cells, layer=layer)
+            split.check(cells, layer=layer, modality=modality, storage_options=storage_options)
         return split
 
-    def check(self, cells: Any, *, layer: str | Sequence[str] = "X") -> None:
+    def check(
+        self,
+        cells: Any,
+        *,
+        layer: str | Sequence[str] = "X",
+        modality: str = "",
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Raise PlanError if the files differ from those that were split, in name, order or number of cells.
 
         Parameters
         ----------
-        cells, layer
+        cells, layer, modality, storage_options
             As for `gpuload.split`.
         """
-        with _Opened(cells, layer, ()) as store:
+        with _Opened(cells, layer, modality, storage_options, ()) as store:
             found = _files(store)
         if found == self.files:
             return
@@ -201,6 +217,8 @@ def split(
     stratify: str | Iterable[str] | None = None,
     seed: int = 0,
     layer: str | Sequence[str] = "X",
+    modality: str = "",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Split:
     """Split cells, or whole groups of cells, into named parts.
 
@@ -224,6 +242,10 @@ def split(
         Random seed, at least 0.
     layer
         A matrix present in the files, or several, as given to `open_loader`; only the number of rows is used.
+    modality
+        The modality whose obs has the columns, if there are several; by default the first of a mapping.
+    storage_options
+        As in `open_loader`.
 
     Returns
     -------
@@ -256,7 +278,7 @@ def split(
     listed = [name for name, value in wanted.items() if isinstance(value, list)]
     if listed and not keys:
         raise PlanError(f"shares[{listed[0]!r}] names groups; name their column with by=, for example by='plate'.")
-    with _Opened(cells, layer, (*keys, *strata)) as store:
+    with _Opened(cells, layer, modality, storage_options, (*keys, *strata)) as store:
         classes = classes_of([store.obs[name] for name in strata], is_missing_one=True) if strata else None
         if keys:
             groups = classes_of([store.obs[name] for name in keys])
@@ -315,13 +337,27 @@ def _is_share(value: Any) -> bool:
 class _Opened:
     """The store of the given cells; closed on exit if it was opened here."""
 
-    def __init__(self, cells: Any, layer: str | Sequence[str], columns: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        cells: Any,
+        layer: str | Sequence[str],
+        modality: str,
+        storage_options: Mapping[str, Any] | None,
+        columns: tuple[str, ...],
+    ) -> None:
         self._is_ours = not isinstance(cells, (Loader, Store))
         if self._is_ours:
-            from gpuload.formats import open_store
+            from gpuload.formats import open_matrices
+            from gpuload.formats.addresses import at_addresses
 
-            name = check_names("layer", layer, least=1)[0]
-            self.store: Store = open_store(cells, layer=name, obs=tuple(dict.fromkeys(columns)), join=UNCOMPARED)
+            self.store: Store = open_matrices(
+                at_addresses(cells, None, storage_options),
+                layers=check_names("layer", layer, least=1)[:1],
+                obsm=(),
+                modalities=check_modalities(modality or (), cells)[:1],
+                obs=tuple(dict.fromkeys(columns)),
+                join=UNCOMPARED,
+            )["X"]
             return
         self.store = cells if isinstance(cells, Store) else cells.store
         for name in columns:

@@ -56,7 +56,7 @@ def open_matrices(
     paths
         As for `open_store`; or a mapping of modalities to such.
     layers
-        Layers of the first modality; the first entry must be ``"X"``.
+        Layers of the first modality; the store of the first is named ``"X"``, whatever its own name.
     obsm
         Names in obsm of the first modality.
     modalities

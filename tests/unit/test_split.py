@@ -87,6 +87,23 @@ def as_anndata(n: int, seed: int) -> anndata.AnnData:
     return anndata.AnnData(counts(n, 20, seed=seed), frame(n, seed), genes_frame(20))
 
 
+def test_modalities_are_split_by_the_first_or_by_the_one_named(paths: list[Path], no_leaks: None) -> None:
+    cells = anndata.AnnData(np.zeros((700, 3), dtype=np.float32), frame(700, 9))
+    modalities = {"rna": paths, "prot": cells}
+    split = gpuload.split(modalities, HALVES, by="sample")
+    assert split.files == gpuload.split(paths, HALVES, by="sample").files
+    split.check(modalities)
+    other = gpuload.split(modalities, HALVES, by="sample", modality="prot")
+    np.testing.assert_array_equal(other["val"], gpuload.split(cells, HALVES, by="sample")["val"])
+    with pytest.raises(gpuload.StoreError, match=r"there is no modality 'atac'; the modalities are 'rna', 'prot'"):
+        gpuload.split(modalities, HALVES, modality="atac")
+
+
+def test_options_are_for_addresses(paths: list[Path], no_leaks: None) -> None:
+    with pytest.raises(gpuload.PlanError, match=r"^storage_options: it is for addresses"):
+        gpuload.split(paths, HALVES, storage_options={"region": "eu"})
+
+
 @pytest.mark.parametrize("by", ["sample", "plate", "year", "passed", ["plate", "drug"], ("year", "passed", "drug")])
 def test_every_kind_of_column_makes_groups(paths: list[Path], obs: pd.DataFrame, by: Any) -> None:
     split = gpuload.split(paths, HALVES, by=by)
