@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -167,6 +168,7 @@ class SampleStore:
         self._stop = threading.Event()
         self._window = Window(in_flight)
         self._fetchers: Fetchers | None = None
+        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._waited_s = 0.0
         self._closer = weakref.finalize(self, _close, self._stop, None, self._lease, self._catalogue)
         try:
@@ -220,8 +222,17 @@ class SampleStore:
         self._catalogue.set_meta(remote=self.remote.name)
 
     def close(self) -> None:
-        """Stop fetching and release everything; may be called twice. Downloads are kept."""
-        self._closer()
+        """Close its snapshots, stop fetching and release everything; may be called twice. Downloads are kept.
+
+        Raises
+        ------
+        OSError
+            The last uses of samples cannot be recorded. Everything is released all the same.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._closer)
+            for snapshot in list(self._snapshots):
+                stack.callback(snapshot.close)
 
     def __enter__(self) -> Self:
         return self
@@ -327,7 +338,9 @@ class SampleStore:
             pin = self._catalogue.pin(generation, self._lease.name, ids[position:])
         else:
             self._catalogue.keep_pinned(pin, ids)
-        return Snapshot(self, generation, pin, ids, settings, position)
+        snapshot = Snapshot(self, generation, pin, ids, settings, position)
+        self._snapshots.add(snapshot)
+        return snapshot
 
     def _wait_for(self, min_samples: int, wait_s: float | None) -> None:
         start = time.monotonic()
