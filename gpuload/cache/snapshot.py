@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
 from gpuload.cache.reading import Sample, SampleReader, assemble, check_reading
-from gpuload.checks import check_share, check_whole
+from gpuload.checks import check_share, check_whole, is_whole
 from gpuload.errors import PlanError
 from gpuload.threads import PATIENCE_S, DaemonThreads
 
@@ -265,12 +265,16 @@ class _Pending:
                 future.cancel()
 
 
-def check_order_settings(settings: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise PlanError if a state has another number of ranks or an invalid position."""
+def check_order_settings(settings: dict[str, Any], given: Any) -> None:
+    """Raise PlanError if a state is incomplete, has another number of ranks, or an invalid position."""
+    needed = {*settings, "generation", "position"} - {"rank"}
+    if not isinstance(given, dict) or not needed <= given.keys():
+        found = f"a dict with {sorted(map(str, given))}" if isinstance(given, dict) else type(given).__name__
+        raise PlanError(f"state: expected what a snapshot's state_dict() returns, got {found}.")
     if given["world_size"] != settings["world_size"]:
         raise PlanError(
             f"state: it is of world_size={given['world_size']}, but this is {settings['world_size']}; take a new "
             "snapshot to continue with another number of ranks."
         )
-    if not isinstance(given["position"], int) or given["position"] < 0:
+    if not is_whole(given["position"], 0):
         raise PlanError(f"state: position={given['position']!r}; expected a number of samples.")

@@ -251,8 +251,8 @@ class SampleStore:
         echo_max: int | None = None,
         min_samples: int = 1,
         wait_s: float | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         generation: int | None = None,
         state: dict[str, Any] | None = None,
     ) -> Snapshot:
@@ -273,10 +273,11 @@ class SampleStore:
         min_samples, wait_s
             Wait until this many samples are here; at most this many seconds, if given.
         rank, world_size
-            Each rank gets every world_size-th sample of the order, and the same number of them. Let rank 0 take a
-            snapshot, and the others the same `generation`.
+            Each rank gets every world_size-th sample of the order, and the same number of them. Omit both to take them
+            from torch.distributed or torchrun, as `open_loader` does.
         generation
-            Number of an earlier snapshot, to start it again.
+            Number of an earlier snapshot, to start it again. Rank 0 takes a snapshot; all other ranks need its number,
+            or a state.
         state
             Returned by `Snapshot.state_dict`: resume where it was taken. Samples evicted since are read from the
             remote.
@@ -288,10 +289,12 @@ class SampleStore:
         Raises
         ------
         PlanError
-            An option is invalid, or a generation is no longer kept.
+            An option is invalid; a generation is no longer kept; or a rank other than 0 has neither `generation` nor
+            `state`.
         ReadError
             The wait timed out, the remote has too few samples or cannot be listed, or too many are in quarantine.
         """
+        rank, world_size = rank_and_world_size(rank, world_size)
         settings: dict[str, Any] = {
             "seed": seed,
             "mode": mode,
@@ -304,7 +307,7 @@ class SampleStore:
         if state is not None:
             check_order_settings(settings, state)
             settings |= {name: state[name] for name in ("seed", "mode", "n_samples", "echo_max")}
-            generation, position = state["generation"], state["position"]
+            generation, position = state["generation"], int(state["position"])
         check_choice("mode", settings["mode"], MODES)
         check_seed(settings["seed"])
         for name in ("n_samples", "echo_max"):
@@ -313,7 +316,11 @@ class SampleStore:
         if wait_s is not None:
             check_seconds("wait_s", wait_s)
         check_whole("min_samples", min_samples, 0)
-        rank, world_size = rank_and_world_size(rank, world_size)
+        if rank and generation is None:
+            raise PlanError(
+                f"rank={rank}, world_size={world_size}: without generation, this rank would take another snapshot than "
+                "rank 0; pass generation=, the number of the one that rank 0 took."
+            )
         pin = -1
         if generation is None:
             self._wait_for(min_samples, wait_s)

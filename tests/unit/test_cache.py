@@ -409,7 +409,29 @@ def test_ranks_share_a_generation(tmp_path: Path, remote: CountingRemote) -> Non
         assert len(ours) == len(theirs) == 3
         assert not set(ours) & set(theirs)
         with pytest.raises(PlanError, match="world_size=3, but this is 2"):
-            store.snapshot(state=first.state_dict(), world_size=2)
+            store.snapshot(state=first.state_dict(), rank=0, world_size=2)
+
+
+def test_ranks_are_those_of_torchrun(tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with opened(tmp_path, remote) as store:
+        full(store, 10)
+        number, seen = None, []
+        for rank in ("0", "1", "2"):
+            monkeypatch.setenv("RANK", rank)
+            with store.snapshot(seed=1, generation=number) as snapshot:
+                number, state = snapshot.generation, snapshot.state_dict()
+                seen.append([i for batch in snapshot.batches(2) for i in checked(batch)])
+            with store.snapshot(state=state) as snapshot:
+                assert [i for batch in snapshot.batches(2) for i in checked(batch)] == seen[-1]
+        assert [len(some) for some in seen] == [3, 3, 3]
+        assert len({*seen[0], *seen[1], *seen[2]}) == 9
+        told = r"^rank=2, world_size=3: without generation, .* pass generation=, the number of the one that"
+        for settings in ({}, {"rank": 2, "world_size": 3}):
+            with pytest.raises(PlanError, match=told):
+                store.snapshot(**settings)
+        with store.snapshot(rank=0, world_size=1) as snapshot:
+            assert len(snapshot) > 3
 
 
 def test_arrays_that_cannot_be_read_in_place_are_refused(tmp_path: Path) -> None:
@@ -1346,6 +1368,10 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
             for position in ("all", -1):
                 with pytest.raises(PlanError, match=f"state: position={position!r}; expected a number of samples"):
                     store.snapshot(state={**snapshot.state_dict(), "position": position})
+            incomplete = {name: value for name, value in snapshot.state_dict().items() if name != "mode"}
+            for state in ({}, [1], incomplete):
+                with pytest.raises(PlanError, match=r"state: expected what a snapshot's state_dict\(\) returns, got"):
+                    store.snapshot(state=state)
             with pytest.raises(PlanError, match=r"state: position=41: expected at most \d+, the samples of generation"):
                 store.snapshot(state={**snapshot.state_dict(), "position": 41})
             for settings, sentence in (
