@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from gpuload.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from gpuload.plan import Plan
 
 VERSION = 1
 """Version of the state format; raised when the same state would mean a different order."""
 
-_PLACE = ("epoch", "step", "world_size", "history", "fingerprint")
+_PLACE = ("epoch", "step", "world_size", "history")
 
 
 def fingerprint(plan: Plan, files: list[dict[str, Any]], further: list[str]) -> dict[str, Any]:
@@ -81,16 +81,8 @@ def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int, int, tupl
     PlanError
         It is not a state; or its data or settings differ, in which case each difference is named.
     """
-    if not isinstance(state, dict) or not set(_PLACE) <= state.keys() or not isinstance(state["fingerprint"], dict):
-        found = f"a dict with {sorted(map(str, state))}" if isinstance(state, dict) else type(state).__name__
-        raise PlanError(f"state: expected what a loader's state_dict() returns, got {found}.")
-    differing = list(_differences(state["fingerprint"], wanted))
-    if differing:
-        raise PlanError(
-            f"state: it is of other data or settings than this loader: {'; '.join(differing)}. Open the loader like "
-            "the one that the state was taken from."
-        )
-    epoch, step, world_size, history = (state[name] for name in _PLACE[:4])
+    check_fingerprint(state, wanted, _PLACE)
+    epoch, step, world_size, history = (state[name] for name in _PLACE)
     is_list = isinstance(history, (list, tuple)) and all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_count(pair[0], 1) and _is_count(pair[1], 0)
         for pair in history
@@ -101,6 +93,34 @@ def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int, int, tupl
             "in an epoch; take it from a loader's state_dict()."
         )
     return epoch, step, world_size, tuple((int(n_ranks), int(steps)) for n_ranks, steps in history)
+
+
+def check_fingerprint(state: Any, wanted: dict[str, Any], place: Collection[str]) -> None:
+    """Check that a state is complete and belongs to a loader.
+
+    Parameters
+    ----------
+    state
+        A dict with a ``"fingerprint"``, possibly after a round trip through JSON.
+    wanted
+        The fingerprint of the loader that is to resume from it; it has a ``"version"``.
+    place
+        Names of the other entries.
+
+    Raises
+    ------
+    PlanError
+        As of `check_state`.
+    """
+    if not isinstance(state, dict) or not set(place) <= state.keys() or not isinstance(state.get("fingerprint"), dict):
+        found = f"a dict with {sorted(map(str, state))}" if isinstance(state, dict) else type(state).__name__
+        raise PlanError(f"state: expected what a loader's state_dict() returns, got {found}.")
+    differing = list(_differences(state["fingerprint"], wanted))
+    if differing:
+        raise PlanError(
+            f"state: it is of other data or settings than this loader: {'; '.join(differing)}. Open the loader like "
+            "the one that the state was taken from."
+        )
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -121,7 +141,7 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterato
         return  # in another version, the other fields may have another meaning
     for name in dict.fromkeys((*wanted, *found)):
         if name == "files":
-            yield from _file_differences(found.get("files"), wanted["files"])
+            yield from _file_differences(found.get("files"), wanted.get("files", []))
         elif _copied(found.get(name)) != _copied(wanted.get(name)):
             yield from _value_differences(name, found.get(name), wanted.get(name))
 

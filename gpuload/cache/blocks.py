@@ -23,6 +23,7 @@ import time
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -152,7 +153,7 @@ class BlockCache:
         self.inner = self._blocks.remote
         self.name = self.inner.name
         self._lock = threading.Lock()
-        self._under_way: dict[str, threading.Lock] = {}
+        self._under_way: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # for as long as it is used
         self._copies: dict[tuple[str, str], _Copy] = {}
         self._is_full, self._paused_until = False, 0.0
         self.n_local_nbytes, self.n_remote_nbytes, self.n_missed_nbytes, self.n_dropped = 0, 0, 0, 0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from gpuload.cache.reading import Sample, SampleReader, assemble, check_reading
-from gpuload.checks import check_share, check_whole
-from gpuload.errors import PlanError, ReadError
+from gpuload.checks import check_share, check_whole, is_whole
+from gpuload.errors import PlanError
 from gpuload.threads import PATIENCE_S, DaemonThreads
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class Snapshot:
     """The samples of one epoch. Made by `SampleStore.snapshot`; iterate once, over `batches`.
 
     Samples still to be read are protected from eviction; those returned may go. Use it in a with-statement, or call
-    `close`.
+    `close`; otherwise they are protected until the store is closed.
 
     Parameters
     ----------
@@ -63,9 +62,8 @@ class Snapshot:
         """Samples skipped because they could not be read."""
         self._used: list[int] = []
         self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._clerk = threading.Thread(target=self._note_uses, name="gpuload-uses", daemon=True)
-        self._clerk.start()
+        self._noting = threading.Lock()  # held while uses are written, so that `close` waits for them
+        self._is_closed = False
 
     def __len__(self) -> int:
         """Samples of this epoch on this rank."""
@@ -124,7 +122,7 @@ class Snapshot:
         check_reading(decode, verify, on_error)
         batch_size, prefetch = check_whole("batch_size", batch_size, 1), check_whole("prefetch", prefetch, 1)
         num_threads, max_skipped = check_whole("num_threads", num_threads, 1), check_share("max_skipped", max_skipped)
-        if self._closed.is_set():
+        if self._is_closed:
             raise PlanError("the snapshot was closed; take another with store.snapshot().")
         reader = SampleReader(
             decode, verify, self._store.fetch_whole, self._store.copies.drop, prefetch + 1, self._store.verified
@@ -143,6 +141,9 @@ class Snapshot:
         left = iter(starts)
         # One thread looks up and allocates, which spares the consumer's thread both; the others read.
         planner, readers = DaemonThreads(1, "gpuload-plan"), DaemonThreads(num_threads, "gpuload-read")
+        is_over = threading.Event()
+        clerk = threading.Thread(target=self._note_uses, args=(is_over,), name="gpuload-uses", daemon=True)
+        clerk.start()
         try:
             while True:
                 while len(pending) < prefetch + 1 and (start := next(left, None)) is not None:
@@ -161,8 +162,11 @@ class Snapshot:
         finally:
             for one in pending:
                 one.cancel()
+            is_over.set()
             planner.close(PATIENCE_S / 2)
             readers.close(PATIENCE_S / 2)
+            if clerk is not threading.current_thread():  # it is, if the garbage collector ends this in that thread
+                clerk.join(PATIENCE_S)
             stats.peak_nbytes = max(stats.peak_nbytes, reader.peak_nbytes)
 
     def _begin(
@@ -195,29 +199,36 @@ class Snapshot:
         with self._lock:
             self._used.extend(sample.key_id for sample in samples)
 
-    def _note_uses(self) -> None:
-        while not self._closed.wait(_NOTE_S):
-            with suppress(ReadError, OSError):  # a busy catalogue or a full disk: a later call will succeed
+    def _note_uses(self, is_over: threading.Event) -> None:
+        """Write uses to the catalogue until an iteration is over, or the store is closed."""
+        is_last = False
+        while not is_last:
+            is_last = is_over.wait(_NOTE_S)
+            try:
                 self.flush()
+            except PlanError:  # the store is closed
+                return
+            except OSError:  # a busy catalogue or a full disk: a later call will succeed
+                pass
 
     def flush(self) -> None:
         """Write the uses so far to the catalogue, which makes the samples evictable."""
-        with self._lock:
-            used, self._used = self._used, []
-        if not used:
-            return
-        try:
-            self._store.note_visits(self._pin, used)
-        except BaseException:
+        with self._noting:
             with self._lock:
-                self._used = used + self._used
-            raise
+                used, self._used = self._used, []
+            if not used:
+                return
+            try:
+                self._store.note_visits(self._pin, used)
+            except BaseException:
+                with self._lock:
+                    self._used = used + self._used
+                raise
 
     def close(self) -> None:
         """Release the unread samples; may be called twice."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._clerk.join()
+        if not self._is_closed:
+            self._is_closed = True
             try:
                 self.flush()
             finally:
@@ -254,12 +265,16 @@ class _Pending:
                 future.cancel()
 
 
-def check_order_settings(settings: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise PlanError if a state has another number of ranks or an invalid position."""
+def check_order_settings(settings: dict[str, Any], given: Any) -> None:
+    """Raise PlanError if a state is incomplete, has another number of ranks, or an invalid position."""
+    needed = {*settings, "generation", "position"} - {"rank"}
+    if not isinstance(given, dict) or not needed <= given.keys():
+        found = f"a dict with {sorted(map(str, given))}" if isinstance(given, dict) else type(given).__name__
+        raise PlanError(f"state: expected what a snapshot's state_dict() returns, got {found}.")
     if given["world_size"] != settings["world_size"]:
         raise PlanError(
             f"state: it is of world_size={given['world_size']}, but this is {settings['world_size']}; take a new "
             "snapshot to continue with another number of ranks."
         )
-    if not isinstance(given["position"], int) or given["position"] < 0:
+    if not is_whole(given["position"], 0):
         raise PlanError(f"state: position={given['position']!r}; expected a number of samples.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -167,6 +169,7 @@ class SampleStore:
         self._stop = threading.Event()
         self._window = Window(in_flight)
         self._fetchers: Fetchers | None = None
+        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._waited_s = 0.0
         self._closer = Closer(self, _close, self._stop, None, self._lease, self._catalogue)
         try:
@@ -220,8 +223,17 @@ class SampleStore:
         self._catalogue.set_meta(remote=self.remote.name)
 
     def close(self) -> None:
-        """Stop fetching and release everything; may be called twice. Downloads are kept."""
-        self._closer()
+        """Close its snapshots, stop fetching and release everything; may be called twice. Downloads are kept.
+
+        Raises
+        ------
+        OSError
+            The last uses of samples cannot be recorded. Everything is released all the same.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._closer)
+            for snapshot in list(self._snapshots):
+                stack.callback(snapshot.close)
 
     def __enter__(self) -> Self:
         return self
@@ -240,8 +252,8 @@ class SampleStore:
         echo_max: int | None = None,
         min_samples: int = 1,
         wait_s: float | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         generation: int | None = None,
         state: dict[str, Any] | None = None,
     ) -> Snapshot:
@@ -262,10 +274,11 @@ class SampleStore:
         min_samples, wait_s
             Wait until this many samples are here; at most this many seconds, if given.
         rank, world_size
-            Each rank gets every world_size-th sample of the order, and the same number of them. Let rank 0 take a
-            snapshot, and the others the same `generation`.
+            Each rank gets every world_size-th sample of the order, and the same number of them. Omit both to take them
+            from torch.distributed or torchrun, as `open_loader` does.
         generation
-            Number of an earlier snapshot, to start it again.
+            Number of an earlier snapshot, to start it again. Rank 0 takes a snapshot; all other ranks need its number,
+            or a state.
         state
             Returned by `Snapshot.state_dict`: resume where it was taken. Samples evicted since are read from the
             remote.
@@ -277,10 +290,12 @@ class SampleStore:
         Raises
         ------
         PlanError
-            An option is invalid, or a generation is no longer kept.
+            An option is invalid; a generation is no longer kept; or a rank other than 0 has neither `generation` nor
+            `state`.
         ReadError
             The wait timed out, the remote has too few samples or cannot be listed, or too many are in quarantine.
         """
+        rank, world_size = rank_and_world_size(rank, world_size)
         settings: dict[str, Any] = {
             "seed": seed,
             "mode": mode,
@@ -293,7 +308,7 @@ class SampleStore:
         if state is not None:
             check_order_settings(settings, state)
             settings |= {name: state[name] for name in ("seed", "mode", "n_samples", "echo_max")}
-            generation, position = state["generation"], state["position"]
+            generation, position = state["generation"], int(state["position"])
         check_choice("mode", settings["mode"], MODES)
         check_seed(settings["seed"])
         for name in ("n_samples", "echo_max"):
@@ -302,7 +317,11 @@ class SampleStore:
         if wait_s is not None:
             check_seconds("wait_s", wait_s)
         check_whole("min_samples", min_samples, 0)
-        rank, world_size = rank_and_world_size(rank, world_size)
+        if rank and generation is None:
+            raise PlanError(
+                f"rank={rank}, world_size={world_size}: without generation, this rank would take another snapshot than "
+                "rank 0; pass generation=, the number of the one that rank 0 took."
+            )
         pin = -1
         if generation is None:
             self._wait_for(min_samples, wait_s)
@@ -327,7 +346,9 @@ class SampleStore:
             pin = self._catalogue.pin(generation, self._lease.name, ids[position:])
         else:
             self._catalogue.keep_pinned(pin, ids)
-        return Snapshot(self, generation, pin, ids, settings, position)
+        snapshot = Snapshot(self, generation, pin, ids, settings, position)
+        self._snapshots.add(snapshot)
+        return snapshot
 
     def _wait_for(self, min_samples: int, wait_s: float | None) -> None:
         start = time.monotonic()

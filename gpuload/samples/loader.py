@@ -8,6 +8,8 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from functools import cached_property
+from hashlib import blake2b
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +18,16 @@ import torch
 from torch.utils.data import default_collate
 
 from gpuload.backends.buffers import BufferPool
-from gpuload.checks import check_choice, check_seed, check_share, check_whole
+from gpuload.checks import check_choice, check_seed, check_share, check_whole, is_whole
 from gpuload.errors import CorruptDataError, PlanError, ReadError
 from gpuload.permute import Permutation
 from gpuload.samples.tensor_files import Span, bytes_of
+from gpuload.state import check_fingerprint
 from gpuload.stats import Stats
 from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -35,6 +38,9 @@ _log = logging.getLogger("gpuload.samples")
 
 _PURPOSE = 41
 """Separates this order from others with the same seed."""
+
+_STATE_VERSION = 1
+"""Version of the state format; raised when the same state would mean a different order."""
 
 _Queue = SimpleQueue["tuple[_Batch, int, NDArray[np.uint8] | None] | None"]
 """A sample to read: its batch and row, and its bytes if they are here already; None is the end."""
@@ -121,24 +127,54 @@ class SampleLoader:
         return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the beginning of `epoch`."""
-        self._epoch, self._step = epoch, 0
+        """Start the next iteration at the beginning of `epoch`.
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position after the last batch returned."""
-        return {"epoch": self._epoch, "step": self._step, "seed": self.seed, "n": len(self.samples)}
+        Raises
+        ------
+        PlanError
+            `epoch` is negative or not an integer.
+        """
+        self._epoch, self._step = check_whole("epoch", epoch, 0), 0
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume the next iteration after the batches of a state."""
-        mine = {"seed": self.seed, "n": len(self.samples)}
-        differing = [name for name, value in mine.items() if state[name] != value]
-        if differing:
-            name = differing[0]
+    @cached_property
+    def _digest_of_ids(self) -> str:
+        ids = "\0".join(map(str, self.samples.ids))
+        return blake2b(ids.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """Return what a state and a loader must have in common: everything that determines the batches."""
+        return {
+            "version": _STATE_VERSION,
+            "n": len(self.samples),
+            "digest of the IDs": self._digest_of_ids,
+            "batch_size": self.batch_size,
+            "shuffle": bool(self.shuffle),
+            "seed": self.seed,
+            "drop_last": bool(self.drop_last),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch returned, as a new dict of plain ints, strings and dicts."""
+        return {"epoch": self._epoch, "step": self._step, "fingerprint": self._fingerprint()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume the next iteration after the batches of a state.
+
+        Workers, prefetch, `collate_fn` and the treatment of errors may differ from when it was taken.
+
+        Raises
+        ------
+        PlanError
+            It is not a state of a SampleLoader; or it belongs to other IDs or settings (the message names each).
+        """
+        check_fingerprint(state, self._fingerprint(), ("epoch", "step"))
+        epoch, step = state["epoch"], state["step"]
+        if not (is_whole(epoch, 0) and is_whole(step, 0) and step <= len(self)):
             raise PlanError(
-                f"state: {name}={state[name]}, but this loader has {mine[name]}; open it with the settings of the one "
-                "before."
+                f"state: epoch={epoch!r}, step={step!r} is not a position in an epoch of {len(self)} batches; take it "
+                "from a loader's state_dict()."
             )
-        self._epoch, self._step = state["epoch"], state["step"]
+        self._epoch, self._step = int(epoch), int(step)
 
     def verdict(self) -> str:
         """Return one sentence on what holds the consumer up, over the batches so far.

@@ -138,6 +138,17 @@ def test_one_block_is_fetched_once_for_many_threads(tmp_path: Path, big: Countin
         assert sum(big.gets.values()) == 1
 
 
+def test_what_is_kept_in_memory_does_not_grow_with_the_remote(tmp_path: Path, big: CountingRemote) -> None:
+    with store_of(tmp_path, big, n_held=3, fetch=False) as store:
+        cache = BlockCache(store)
+        found = cache.head("big.h5ad")
+        assert found is not None
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda i: cache.get(found, i * BLOCK, i * BLOCK + 10), [*range(N_BLOCKS)] * 3))
+        assert len(cache._copies) == 3
+        assert len(cache._under_way) == 0
+
+
 def test_a_damaged_block_is_read_from_the_remote(tmp_path: Path, big: CountingRemote) -> None:
     wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
     with store_of(tmp_path, big) as store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,7 @@ import numpy as np
 import pytest
 
 from gpuload.cache import SampleStore, files, leases
+from gpuload.cache import snapshot as snapshot_module
 from gpuload.cache.catalogue import _OLDER, _VISITED, POLICIES, Catalogue, cost_of
 from gpuload.cache.fetch import Fetcher, Settings, SoftDigests, Window, get_patiently
 from gpuload.cache.fetchers import _keep
@@ -406,7 +409,29 @@ def test_ranks_share_a_generation(tmp_path: Path, remote: CountingRemote) -> Non
         assert len(ours) == len(theirs) == 3
         assert not set(ours) & set(theirs)
         with pytest.raises(PlanError, match="world_size=3, but this is 2"):
-            store.snapshot(state=first.state_dict(), world_size=2)
+            store.snapshot(state=first.state_dict(), rank=0, world_size=2)
+
+
+def test_ranks_are_those_of_torchrun(tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with opened(tmp_path, remote) as store:
+        full(store, 10)
+        number, seen = None, []
+        for rank in ("0", "1", "2"):
+            monkeypatch.setenv("RANK", rank)
+            with store.snapshot(seed=1, generation=number) as snapshot:
+                number, state = snapshot.generation, snapshot.state_dict()
+                seen.append([i for batch in snapshot.batches(2) for i in checked(batch)])
+            with store.snapshot(state=state) as snapshot:
+                assert [i for batch in snapshot.batches(2) for i in checked(batch)] == seen[-1]
+        assert [len(some) for some in seen] == [3, 3, 3]
+        assert len({*seen[0], *seen[1], *seen[2]}) == 9
+        told = r"^rank=2, world_size=3: without generation, .* pass generation=, the number of the one that"
+        for settings in ({}, {"rank": 2, "world_size": 3}):
+            with pytest.raises(PlanError, match=told):
+                store.snapshot(**settings)
+        with store.snapshot(rank=0, world_size=1) as snapshot:
+            assert len(snapshot) > 3
 
 
 def test_arrays_that_cannot_be_read_in_place_are_refused(tmp_path: Path) -> None:
@@ -972,13 +997,82 @@ def test_a_snapshot_lets_go_of_its_samples_although_its_uses_cannot_be_noted(
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
         snapshot = store.snapshot()
-        next(snapshot.batches(3))
         with monkeypatch.context() as broken:
             broken.setattr(store, "note_visits", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+            next(snapshot.batches(3))
             with pytest.raises(OSError, match="full"):
                 snapshot.close()
         with store._catalogue.transaction() as db:
             assert db.execute("SELECT count(*) FROM pins").fetchone()[0] == 0
+
+
+def test_snapshots_that_nobody_closed_leave_nothing_behind(
+    tmp_path: Path, remote: CountingRemote, no_leaks: None
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    store = SampleStore(tmp_path / "store", remote, fetch=False, min_free=0)
+    for epoch in range(3):
+        for _ in store.snapshot(seed=epoch).batches(7):
+            pass
+        assert not [thread for thread in threading.enumerate() if thread.name == "gpuload-uses"]
+        assert store.coverage().n_visits == (epoch + 1) * N
+    for _ in store.snapshot().batches(7):  # one that is left early
+        break
+    assert store.coverage().n_visits == 3 * N + 7
+    snapshot = store.snapshot()
+    assert len(list(snapshot.batches(7))) == 6
+    left = [weakref.ref(snapshot), weakref.ref(store)]
+    del snapshot, store
+    gc.collect()
+    assert [ref() for ref in left] == [None, None]
+
+
+def test_a_store_that_is_closed_loses_no_uses(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_NOTE_S", 60.0)  # nothing is written on the way
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        snapshot = store.snapshot()
+        batches = snapshot.batches(7, prefetch=1)
+        next(batches)
+        next(batches)
+    with pytest.raises(PlanError, match="the snapshot was closed"):
+        snapshot.batches(7)
+    snapshot.close()
+    with pytest.raises(PlanError, match="the sample store was closed"):
+        list(batches)
+    with opened(tmp_path, remote, n_held=N, fetch=False) as store:
+        assert store.coverage().n_visits == 14
+
+
+def test_a_store_that_is_closed_in_the_middle_ends_the_thread_that_notes_uses(
+    tmp_path: Path, remote: CountingRemote, no_leaks: None
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        batches = store.snapshot().batches(7, prefetch=5)
+        next(batches)
+    next(batches)  # read ahead before
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "gpuload-uses"])
+    batches.close()
+
+
+def test_a_store_is_closed_although_a_snapshot_cannot_be(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    store = SampleStore(tmp_path / "store", remote, fetch=False, min_free=0)
+    monkeypatch.setattr(store, "note_visits", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    batches = [store.snapshot().batches(3) for _ in range(2)]
+    for some in batches:
+        next(some)
+    with pytest.raises(OSError, match="full"):
+        store.close()
+    assert not os.listdir(tmp_path / "store" / "leases")
+    store.close()
 
 
 def test_a_killed_fetcher_is_replaced(tmp_path: Path, caplog: Any) -> None:
@@ -1274,6 +1368,10 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
             for position in ("all", -1):
                 with pytest.raises(PlanError, match=f"state: position={position!r}; expected a number of samples"):
                     store.snapshot(state={**snapshot.state_dict(), "position": position})
+            incomplete = {name: value for name, value in snapshot.state_dict().items() if name != "mode"}
+            for state in ({}, [1], incomplete):
+                with pytest.raises(PlanError, match=r"state: expected what a snapshot's state_dict\(\) returns, got"):
+                    store.snapshot(state=state)
             with pytest.raises(PlanError, match=r"state: position=41: expected at most \d+, the samples of generation"):
                 store.snapshot(state={**snapshot.state_dict(), "position": 41})
             for settings, sentence in (

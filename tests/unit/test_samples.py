@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import gpuload
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, ReadError
 from gpuload.samples import SampleLoader, SampleSet
 from tests.remotes import CountingRemote, FlakyRemote
@@ -93,9 +94,50 @@ def test_epochs_orders_and_states(data: Path) -> None:
         rest.load_state_dict(state)
         wanted = orders[0][n_done * 8 :]
         assert [int(label) for _, y in rest for label in y] == (wanted or orders[1]) or n_done == 7
-    with pytest.raises(PlanError, match="state: seed=0, but this loader has 1"):
-        loader(seed=1).load_state_dict(state)
     assert len(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8, drop_last=True)) == 6
+
+
+def test_a_state_is_refused_where_samples_would_be_repeated_or_left_out(data: Path) -> None:
+    def loader(ids: list[str] = IDS, **settings: Any) -> SampleLoader:
+        return SampleLoader(SampleSet(ids, LABELS, data), **{"batch_size": 8, "shuffle": True, **settings})
+
+    first = loader()
+    next(iter(first))
+    state = json.loads(json.dumps(first.state_dict()))
+    for other, told in (
+        (loader(batch_size=4), "batch_size=8 in the state, 4 here"),
+        (loader(shuffle=False), "shuffle=True in the state, False here"),
+        (loader(drop_last=True), "drop_last=False in the state, True here"),
+        (loader(seed=1), "seed=0 in the state, 1 here"),
+        (loader(IDS[::-1]), "digest of the IDs='[0-9a-f]+' in the state, '[0-9a-f]+' here"),
+        (loader(IDS[1:], seed=2), "n=50 in the state, 49 here; digest .*; seed=0 in the state, 2 here"),
+    ):
+        with pytest.raises(PlanError, match=f"^state: it is of other data or settings than this loader: {told}"):
+            other.load_state_dict(state)
+        assert other.state_dict()["step"] == 0
+    flat = {"epoch": 0, "step": 1, "seed": 0, "n": N}
+    for odd in (None, [], {"epoch": 0}, flat, {**state, "fingerprint": None}):
+        with pytest.raises(PlanError, match=r"^state: expected what a loader's state_dict\(\) returns, got "):
+            first.load_state_dict(odd)
+    for odd in ({"epoch": -1}, {"step": -1}, {"step": 8}, {"step": 1.5}, {"epoch": "1"}, {"epoch": None}):
+        with pytest.raises(PlanError, match=r"^state: epoch=.*, step=.* is not a position in an epoch of 7 batches"):
+            first.load_state_dict({**state, **odd})
+    for epoch in (-3, 1.5, "1", True):
+        with pytest.raises(PlanError, match=rf"^epoch={epoch!r}: expected a whole number of at least 0\.$"):
+            first.set_epoch(epoch)  # type: ignore[arg-type]
+    assert first.state_dict() == state
+    alike = loader(num_workers=1, prefetch=1, in_flight=1, on_error="skip")
+    alike.load_state_dict({**state, "step": 7})
+    assert list(alike) == []
+
+
+def test_a_state_of_another_kind_of_loader_is_refused(data: Path) -> None:
+    cells = gpuload.open_loader(np.ones((N, 3), dtype=np.float32), batch_size=8, device="cpu")
+    ours = SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8)
+    with pytest.raises(PlanError, match=r"^state: expected what a loader's state_dict\(\) returns, got a dict with"):
+        cells.load_state_dict(ours.state_dict())
+    with pytest.raises(PlanError, match=r"^state: it is of other data or settings .*1 files in the state, 0 here"):
+        ours.load_state_dict(cells.state_dict())
 
 
 def test_an_id_may_be_given_twice_and_the_order_is_that_asked_for(data: Path) -> None:
