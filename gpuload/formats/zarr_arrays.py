@@ -404,7 +404,8 @@ class Array:
                 offset[chunks], nbytes[chunks] = first, size
                 check_sizes(source, self.name, spec, first, size)
             else:
-                offset, nbytes = Shards(source, self.name, spec, place, first, size, per_file, grid).chunks()
+                shards = Shards(source, self.name, spec, place, first, size, per_file, grid)
+                offset, nbytes = shards.chunks(getattr(self._tree, "index", None))
         except BaseException:
             if source is not getattr(self._tree, "source", None):
                 source.close()

@@ -1,10 +1,11 @@
-"""Shards of a zarr array: find the chunks in them by their indices, which are read many at a time.
+"""Shards of a zarr array: find the chunks in them by their indices, which are read many at a time, or kept.
 
 Requirements this module answers
 --------------------------------
 - The index of a shard is at its end or its start, with or without a checksum, which is verified.
 - A chunk marked absent in its shard is the fill value; one beyond the array's edge is ignored.
 - Nothing is trusted: every chunk must lie inside its shard.
+- What was kept from an earlier opening is of the same objects with the same ETags, or it is not used.
 
 References
 ----------
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,10 +25,12 @@ from gpuload.backends.native.frames import crc32c
 from gpuload.backends.reading import read_each
 from gpuload.errors import CorruptDataError, ReadError
 from gpuload.formats.arrays import RESTORE
+from gpuload.remote_source import RemoteSource
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from gpuload.formats.index import Index
     from gpuload.formats.zarr_arrays import Spec
     from gpuload.types import Source
 
@@ -58,16 +62,41 @@ class Shards:
     per_file: tuple[int, ...]
     grid: tuple[int, ...]
 
-    def chunks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def chunks(self, index: Index | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first byte and the size of every chunk of the array in C order: int64, 0 if absent.
+
+        Parameters
+        ----------
+        index
+            What was kept of the store from an earlier opening; None if nothing is.
 
         Raises
         ------
         ReadError
-            An index cannot be read, or leads beyond the end of its shard.
+            A shard's index cannot be read, or leads beyond the end of its shard.
         CorruptDataError
-            An index is damaged.
+            A shard's index is damaged.
         """
+        state = self._state()
+        if index is None or state is None:
+            return self._read_chunks()
+        kept, offset, nbytes = (index.get(f"{self.name} {part}") for part in ("state", "offset", "nbytes"))
+        if kept is not None and offset is not None and nbytes is not None and np.array_equal(kept, state):
+            return offset.astype(np.int64), nbytes.astype(np.int64)
+        offset, nbytes = self._read_chunks()
+        for part, array in (("state", state), ("offset", offset), ("nbytes", nbytes)):
+            index.keep(f"{self.name} {part}", array)
+        return offset, nbytes
+
+    def _state(self) -> NDArray[np.uint8] | None:
+        """Return a digest of all that the chunks' places depend on; None if a shard might change unnoticed."""
+        if not isinstance(self.source, RemoteSource) or not all(o.is_exact for o in self.source.objects):
+            return None
+        known = repr((self.spec, self.source.base.tolist(), self.source.objects))
+        return np.frombuffer(blake2b(known.encode(), digest_size=16).digest(), dtype=np.uint8)
+
+    def _read_chunks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return what `chunks` does, from the shards' own indices."""
         offset, nbytes = np.zeros((2, math.prod(self.grid)), dtype=np.int64)
         n = math.prod(self.per_file)
         wanted = 16 * n + 4 * self.spec.index_has_crc

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +44,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in ABSENT:
             (path / name / "c" / str(number)).unlink()
     return path
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return the folder of what is kept for the next opening."""
+    folder = tmp_path / "kept"
+    monkeypatch.setenv("GPULOAD_INDEX", str(folder))
+    return folder
 
 
 def expected() -> np.ndarray:
@@ -87,7 +97,10 @@ def test_the_indices_of_shards_are_asked_for_at_the_same_time(store: Path, no_le
 
 
 @pytest.mark.parametrize("key", ["chunks", "shards"])
-def test_what_fails_is_said_as_ever(store: Path, tmp_path: Path, key: str, no_leaks: None) -> None:
+def test_what_fails_is_said_as_ever(
+    store: Path, tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    monkeypatch.setenv("GPULOAD_INDEX", "off")
     path = shutil.copytree(store, tmp_path / "store.zarr")
     file, wanted = path / key / "c/20", f"{re.escape(str(path))}/{key}/c/20: "
     whole = file.read_bytes()
@@ -101,12 +114,14 @@ def test_what_fails_is_said_as_ever(store: Path, tmp_path: Path, key: str, no_le
         file.write_bytes(whole)
 
     class Busy(CountingRemote):
+        number = count()
+        n_refused = 0
+
         def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
-            body = super().get(wanted, start, stop)
-            if self.gets.total() % 3 == 0:
-                self.gets["busy"] += 1
+            if next(self.number) % 3 == 0:
+                self.n_refused += 1
                 raise BusyError("503")
-            return body
+            return super().get(wanted, start, stop)
 
     class Denied(CountingRemote):
         def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
@@ -117,7 +132,7 @@ def test_what_fails_is_said_as_ever(store: Path, tmp_path: Path, key: str, no_le
     busy = Busy(path)
     with node(busy, key) as array:
         np.testing.assert_array_equal(array.read(), expected())
-    assert busy.gets["busy"] > 10
+    assert busy.n_refused > 10
     refused(ReadError, f"^{key}/c/20: access was denied$", Denied(path))
     refused(ReadError, f"^{wanted}the file was changed since it was listed; open it again", content=whole + b"more")
     damaged = bytearray(whole)
@@ -130,3 +145,42 @@ def test_what_fails_is_said_as_ever(store: Path, tmp_path: Path, key: str, no_le
     else:
         file.write_bytes(whole[:5])
         refused(CorruptDataError, f"^{wanted}chunk 20 of /chunks at byte 0 is damaged: ")
+
+
+class Tagged(CountingRemote):
+    """A folder that gives its objects ETags of another form."""
+
+    tag = "{}"
+
+    def list(self) -> Iterator[RemoteObject]:
+        return (replace(found, etag=self.tag.format(found.etag)) for found in super().list())
+
+    def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
+        found = self.head(wanted.key)
+        assert found is not None
+        return super().get(found, start, stop)
+
+
+def n_indices_read(path: Path, tag: str = "{}") -> int:
+    """Open the shards of a store, and return of how many the index was asked for."""
+    remote = Tagged(path)
+    remote.tag = tag
+    with node(remote, "shards") as array, closing(array.layout().source):
+        n_asked = sum(key.startswith("shards/c") for key in remote.gets)
+        np.testing.assert_array_equal(array.read(), expected())
+    return n_asked
+
+
+def test_where_chunks_are_is_kept_for_one_state_of_the_objects(store: Path, kept: Path) -> None:
+    n_shards = N_FILES - len(ABSENT)
+    assert [n_indices_read(store) for _ in range(3)] == [n_shards, 0, 0]
+    assert [n_indices_read(store, "{}-changed") for _ in range(2)] == [n_shards, 0]
+    (entry,) = kept.iterdir()
+    entry.write_bytes(entry.read_bytes()[:-1] + b"?")
+    assert [n_indices_read(store, "{}-changed") for _ in range(2)] == [n_shards, 0]
+
+
+@pytest.mark.parametrize("tag", ["", "W/{}", "modified {}"])
+def test_nothing_is_kept_of_objects_that_may_change_unnoticed(store: Path, kept: Path, tag: str) -> None:
+    assert [n_indices_read(store, tag) for _ in range(2)] == [N_FILES - len(ABSENT)] * 2
+    assert not kept.exists()
