@@ -205,9 +205,13 @@ def plan_read(
 
 def _limits(layout: ArrayLayout, max_gap: int | None = None, max_extent: int | None = None) -> tuple[int, int]:
     """Return the coalescing limits given, or else those that suit the source."""
-    ranges = layout.source.ranges
-    suited = (MAX_GAP, MAX_EXTENT) if ranges is None else (ranges.max_gap, ranges.max_extent)
+    suited = limits_of(layout.source)
     return suited[0] if max_gap is None else max_gap, suited[1] if max_extent is None else max_extent
+
+
+def limits_of(source: Source) -> tuple[int, int]:
+    """Return the coalescing limits that suit a source, in bytes: the largest gap, and the largest extent."""
+    return (MAX_GAP, MAX_EXTENT) if source.ranges is None else (source.ranges.max_gap, source.ranges.max_extent)
 
 
 def select_chunks(read: ArrayRead, is_chosen: NDArray[np.bool_]) -> ArrayRead:
@@ -366,7 +370,7 @@ def _extents(
     offset: NDArray[np.int64], nbytes: NDArray[np.int64], max_gap: int, max_extent: int
 ) -> dict[str, NDArray[np.int64]]:
     """Return the extents of chunks sorted by offset, keyed by their `ArrayRead` field names."""
-    extent_chunks = _extent_edges(offset, nbytes, max_gap, max_extent)
+    extent_chunks = extent_edges(offset, nbytes, max_gap, max_extent)
     first, ends = extent_chunks[:-1], offset + nbytes
     extent_end = np.maximum.reduceat(ends, first) if first.size else ends
     return {
@@ -386,7 +390,7 @@ def _raw_chunks(layout: ArrayLayout, pieces: _Pieces) -> tuple[_Pieces, NDArray[
     return _Pieces(pieces.chunk, np.zeros_like(pieces.src), pieces.dest, pieces.width, pieces.rows), offset, nbytes
 
 
-def _extent_edges(
+def extent_edges(
     offset: NDArray[np.int64], nbytes: NDArray[np.int64], max_gap: int, max_extent: int
 ) -> NDArray[np.int64]:
     """Return the edges that split chunks, sorted by offset, into extents: (n_extents + 1,) int64.

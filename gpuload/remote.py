@@ -122,6 +122,11 @@ class RemoteObject:
     etag: str
     digest: str = ""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether its ETag identifies its bytes: a weak one, or a time in place of one, need not."""
+        return self.etag != "" and not self.etag.startswith((_MODIFIED, "W/"))
+
 
 class Remote(Protocol):
     """A store of objects under keys. It is pickled into fetcher processes, where several threads share it."""
@@ -316,7 +321,7 @@ class ObjectRemote:
         if start >= stop:
             return b""
         options: dict[str, Any] = {"range": (start, stop)}
-        if wanted.etag and not wanted.etag.startswith((_MODIFIED, "W/")):  # If-Match never matches a weak one
+        if wanted.is_exact:  # If-Match never matches a weak ETag
             options["if_match"] = f'"{wanted.etag}"'
         try:
             etag, body = _ask(self._get, wanted, options)

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from gpuload.backends import codecs
-from gpuload.backends.native.frames import crc32c
-from gpuload.backends.reading import short_read
-from gpuload.errors import CorruptDataError, ReadError, StoreError
+from gpuload.backends.reading import read_each, short_read
+from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.arrays import RESTORE, check_dtype
+from gpuload.formats.zarr_shards import Shards, check_sizes
 from gpuload.layout import ArrayLayout, Filter
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.formats.zarr_nodes import Tree
-    from gpuload.types import Source
 
 MAX_NBYTES = (1 << 31) - 1
 """Largest decoded chunk: the codecs' limit."""
@@ -60,7 +59,6 @@ _NUMBERS = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 }  # fmt: skip
 _FLOATS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
-_ABSENT = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _TEXT = {"vlen-utf8": "utf8", "vlen-bytes": "bytes", "string": "utf8", "variable_length_bytes": "bytes"}
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 
@@ -350,11 +348,13 @@ class Array:
         try:
             out = np.full(self.shape, self.spec.fill_value, dtype=self.dtype)
             grid = _grid(self.shape, layout.chunk_shape)
-            for chunk in np.flatnonzero(layout.chunk_nbytes).tolist():
+            chunks = np.flatnonzero(layout.chunk_nbytes)
+            for i, stored in read_each(layout.source, layout.chunk_offset[chunks], layout.chunk_nbytes[chunks]):
+                chunk = int(chunks[i])
                 place = np.unravel_index(chunk, grid)
                 spans = tuple(slice(p * c, (p + 1) * c) for p, c in zip(place, layout.chunk_shape, strict=True))
                 part = out[spans]
-                part[...] = self._decode(layout, chunk)[tuple(slice(n) for n in part.shape)]
+                part[...] = self._decode(layout, chunk, stored)[tuple(slice(n) for n in part.shape)]
             return out
         finally:
             if layout.source is not getattr(self._tree, "source", None):
@@ -364,14 +364,12 @@ class Array:
         """Return the whole array, as a column."""
         return self.read()
 
-    def _decode(self, layout: ArrayLayout, chunk: int) -> NDArray[Any]:
-        """Return one decoded chunk."""
+    def _decode(self, layout: ArrayLayout, chunk: int, stored: NDArray[np.uint8]) -> NDArray[Any]:
+        """Return one decoded chunk, given the bytes that could be read of it."""
         offset, stored_nbytes = int(layout.chunk_offset[chunk]), int(layout.chunk_nbytes[chunk])
-        stored = np.empty(stored_nbytes, dtype=np.uint8)
+        if stored.size < stored_nbytes:
+            raise short_read(layout.source, self.name, offset, stored_nbytes, stored.size)
         path, at = layout.source.where_is(offset)
-        got = layout.source.read_into(stored, offset)
-        if got < stored_nbytes:
-            raise short_read(layout.source, self.name, offset, stored_nbytes, got)
         n, known = layout.chunk_size, getattr(self._tree, "crc", {}).get((offset, stored_nbytes))
         try:
             if known is not None and zlib.crc32(stored.data) != known:
@@ -399,14 +397,15 @@ class Array:
             n_chunks = int(np.prod(grid, dtype=object))
             if n_chunks > sum(n for _, n in files.values()) + (1 << 20):
                 raise CorruptDataError(f"{where} has {n_chunks} chunks, which its files cannot hold. {RESTORE}")
-            offset, nbytes = np.zeros(n_chunks, dtype=np.int64), np.zeros(n_chunks, dtype=np.int64)
-            for place, first, size in self._found(files, _grid(grid, per_file)):
-                if spec.shard_shape is None:
-                    chunk = int(np.ravel_multi_index(place, grid))
-                    offset[chunk], nbytes[chunk] = first, size
-                    _check_sizes(source, self.name, spec, np.array([first]), np.array([size]))
-                else:
-                    self._add_shard(source, place, per_file, grid, first, size, offset, nbytes)
+            place, first, size = self._found(files, _grid(grid, per_file))
+            if spec.shard_shape is None:
+                offset, nbytes = np.zeros((2, n_chunks), dtype=np.int64)
+                chunks = np.ravel_multi_index(tuple(place.T), grid)
+                offset[chunks], nbytes[chunks] = first, size
+                check_sizes(source, self.name, spec, first, size)
+            else:
+                shards = Shards(source, self.name, spec, place, first, size, per_file, grid)
+                offset, nbytes = shards.chunks(getattr(self._tree, "index", None))
         except BaseException:
             if source is not getattr(self._tree, "source", None):
                 source.close()
@@ -427,81 +426,31 @@ class Array:
                 place.append(str(at))
             yield self.spec.separator.join([*head, *reversed(place)])
 
-    def _found(self, files: dict[str, tuple[int, int]], grid: Sequence[int]) -> list[tuple[tuple[int, ...], int, int]]:
-        """Return grid position, first byte and size of every chunk or shard file, skipping unrelated files."""
+    def _found(
+        self, files: dict[str, tuple[int, int]], grid: Sequence[int]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the chunk or shard files, skipping unrelated ones.
+
+        Returns
+        -------
+        tuple of (n, n_dims), (n,) and (n,) int64
+            Grid position, first byte and size of each.
+        """
         spec = self.spec
         prefix = f"{spec.prefix}{spec.separator}" if spec.prefix else ""
-        found = []
-        for key, (first, size) in files.items():
+        places, ranges = [], []
+        for key, extent in files.items():
             parts = key.removeprefix(prefix).split(spec.separator)
             is_one = key.startswith(prefix) and all(map(_NUMBER.fullmatch, parts)) and len(parts) == len(grid)
             if is_one and all(int(p) < n for p, n in zip(parts, grid, strict=True)):
-                found.append((tuple(map(int, parts)), first, size))
-        return found
-
-    def _add_shard(
-        self,
-        source: Source,
-        place: tuple[int, ...],
-        per_file: tuple[int, ...],
-        grid: tuple[int, ...],
-        first: int,
-        size: int,
-        offset: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-    ) -> None:
-        """Add the chunks of a shard."""
-        entries = self._read_index(source, int(np.prod(per_file, dtype=object)), first, size)
-        inside = np.stack(np.unravel_index(np.arange(entries.shape[0]), per_file)) + (
-            np.array(place) * np.array(per_file)
-        ).reshape(-1, 1)
-        is_there = (entries != _ABSENT).any(axis=1) & (inside < np.array(grid).reshape(-1, 1)).all(axis=0)
-        chunks, found = np.ravel_multi_index(tuple(inside[:, is_there]), grid), entries[is_there]
-        if np.any(found > np.uint64(size)) or np.any(found.sum(axis=1) > np.uint64(size)):
-            path, _ = source.where_is(first)
-            end = max(map(sum, found.tolist()))
-            raise ReadError(
-                f"{path}: a chunk of {self.name} should reach byte {end} but the shard has {size}. Was it truncated?"
-            )
-        places = found.astype(np.int64)
-        offset[chunks], nbytes[chunks] = places[:, 0] + first, places[:, 1]
-        _check_sizes(source, self.name, self.spec, offset[chunks], nbytes[chunks])
-
-    def _read_index(self, source: Source, n: int, first: int, size: int) -> NDArray[np.uint64]:
-        """Return (offset, nbytes) of each chunk of a shard: (n, 2)."""
-        path, _ = source.where_is(first)
-        wanted = 16 * n + 4 * self.spec.index_has_crc
-        if wanted > size:
-            raise ReadError(
-                f"{path}: the index of this shard of {self.name} should have {wanted} bytes but the shard has {size}. "
-                "Was it truncated?"
-            )
-        raw = np.empty(wanted, dtype=np.uint8)
-        if source.read_into(raw, first if self.spec.index_is_first else first + size - wanted) < wanted:
-            raise ReadError(f"{path}: the index of this shard of {self.name} cannot be read whole. Was it truncated?")
-        if self.spec.index_has_crc and int(raw[-4:].view("<u4")[0]) != crc32c(raw, 0, 16 * n):
-            raise CorruptDataError(
-                f"{path}: the index of this shard of {self.name} is damaged: its crc32c checksum does not match. "
-                f"{RESTORE}"
-            )
-        return raw[: 16 * n].view("<u8").reshape(n, 2)
+                places.append(tuple(map(int, parts)))
+                ranges.append(extent)
+        first, size = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+        return np.array(places, dtype=np.int64).reshape(-1, len(grid)), first, size
 
 
 def _grid(shape: Sequence[int], chunk_shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
-
-
-def _check_sizes(source: Source, name: str, spec: Spec, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
-    """Raise CorruptDataError if an existing chunk is empty, or its size is impossible."""
-    full = int(np.prod(spec.chunk_shape, dtype=object)) * spec.dtype.itemsize
-    is_bad = (nbytes < 1) if spec.filters or spec.text else (nbytes != full)
-    if is_bad.any():
-        at = int(np.argmax(is_bad))
-        path, byte = source.where_is(int(offset[at]))
-        wanted = "some" if spec.filters or spec.text else str(full)
-        raise CorruptDataError(
-            f"{path}: a chunk of {name} at byte {byte} has {nbytes[at]} bytes; expected {wanted}. Was it truncated?"
-        )
 
 
 def _strings(plain: NDArray[np.uint8], n: int, kind: str) -> NDArray[np.object_]:

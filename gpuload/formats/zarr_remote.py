@@ -1,7 +1,8 @@
 """A zarr store among the objects of a remote: few requests for metadata, range requests for chunks.
 
 If the remote can list, one listing gives the objects, their sizes and their ETags. A web server cannot; there, the
-possible objects of an array are requested one by one, many concurrently.
+possible objects of an array are requested one by one, many concurrently. Where the chunks in shards are is kept for the
+next opening, as there may be thousands of shards.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from gpuload.errors import ReadError
+from gpuload.formats.index import Index
 from gpuload.formats.zarr_nodes import METADATA
 from gpuload.remote_source import RemoteSource
 
@@ -31,6 +33,11 @@ class RemoteTree:
     ----------
     address
         The folder.
+
+    Attributes
+    ----------
+    index
+        What was kept of it from an earlier opening.
     """
 
     def __init__(self, address: Address) -> None:
@@ -38,10 +45,12 @@ class RemoteTree:
         self._address = address
         self._asking = RemoteSource(self.name, address.remote, [])
         self._small: dict[str, bytes | None] = {}
+        self.index = Index(self, key={"format": "zarr"})  # each entry says of which objects it is
 
     def close(self) -> None:
-        """Make no more requests; the sources already returned keep working."""
+        """Make no more requests, and save the index; the sources already returned keep working."""
         self._asking.close()
+        self.index.save()
 
     def read(self, key: str) -> bytes | None:
         """Return a small object's bytes, or None if it does not exist; see `Tree.read`."""

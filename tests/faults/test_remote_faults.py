@@ -101,21 +101,24 @@ def test_a_link_to_another_file(calm: Running) -> None:
         opened(calm, path)
 
 
-def test_a_folder_of_zarr_is_listed_whole(calm: Running, tmp_path: Path) -> None:
+@pytest.mark.parametrize("knobs", [{"p_503": 0.4}, {"p_reset": 0.2, "p_truncate": 0.2}], ids=["busy", "broken"])
+def test_a_folder_of_zarr_is_read_whole(calm: Running, knobs: dict[str, float]) -> None:
     pytest.importorskip("zarr", minversion="3.0")
     from tests import zarr_writers
 
     path = calm.root / "data" / "cells.zarr"
     if not path.exists():
-        zarr_writers.csr(path)
-    calm.set(p_503=0.4, most_in_a_row=3, seed=4)
+        zarr_writers.csr(path, shards=True)
+    calm.set(**knobs, most_in_a_row=3, seed=4)
     reached = {"endpoint": calm.url, "region": "us-east-1", "anonymous": True}
+    settings: dict[str, Any] = {"batch_size": 7, "obs": ["cell_line", "depth"]}
     with (
-        gpuload.open_loader("s3://data/cells.zarr", batch_size=7, storage_options=reached) as far,
-        gpuload.open_loader(path, batch_size=7) as near,
+        gpuload.open_loader("s3://data/cells.zarr", storage_options=reached, **settings) as far,
+        gpuload.open_loader(path, **settings) as near,
     ):
         for one, other in zip(far, near, strict=True):
             np.testing.assert_array_equal(one.X, other.X)
+        assert far.obs.equals(near.obs)
 
 
 def test_a_listing_that_breaks_off_begins_anew(calm: Running) -> None:

@@ -419,6 +419,32 @@ def test_a_large_chunk_tree_is_read_a_level_at_a_time(server: Running, tmp_path:
     assert n_requests_to_open() < n_first, "the index of the first opening was not used"
 
 
+def test_what_was_kept_of_shards_is_of_one_state_of_them(server: Running, tmp_path: Path) -> None:
+    path = tmp_path / "kept.zarr"
+    zarr_writers.csr(path, shards=True)
+    place = server.root / "data" / put(server, path)
+    reached = {"storage_options": options(server)}
+
+    def n_requests_to_open() -> int:
+        before = n_gets(server)
+        with gpuload.open_loader("s3://data/kept.zarr", **reached):
+            return n_gets(server) - before
+
+    n_shards = sum(1 for key in ("data", "indices") for _ in (path / "X" / key / "c").iterdir())
+    n_first = n_requests_to_open()
+    assert n_shards > 4
+    assert n_requests_to_open() == n_first - n_shards, "what the first opening kept was not used"
+    zarr_writers.csr(tmp_path / "new.zarr", shards=True, compressors=zarr_writers.LZ4_SHUFFLED)
+    shutil.rmtree(place)
+    shutil.copytree(tmp_path / "new.zarr", place)
+    assert n_requests_to_open() == n_first
+    assert_same(batches("s3://data/kept.zarr", **reached), batches(tmp_path / "new.zarr"))
+    shard = place / "X/data/c/1"
+    shard.write_bytes((place / "X/data/c/0").read_bytes())
+    (place / "X/indices/c/1").write_bytes((place / "X/indices/c/0").read_bytes())
+    assert_same(batches("s3://data/kept.zarr", **reached), batches(place))
+
+
 def block_store(tmp_path: Path, server: Running, budget: int = 1 << 30, **settings: Any) -> SampleStore:
     remote = open_remote("s3://data", **options(server))
     blocks = BlockRemote(remote, block_nbytes=settings.pop("block_nbytes", 4096))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from gpuload import ReadError, folder_source
-from gpuload.backends.reading import MAX_HELD, read_ranges
+from gpuload.backends import reading
+from gpuload.backends.reading import MAX_HELD, read_each, read_ranges
 from gpuload.folder_source import APART, FolderSource
 from gpuload.layout import MAX_EXTENT, MAX_GAP
 
@@ -87,6 +88,35 @@ def test_ranges_of_more_files_than_are_held_at_a_time(made: tuple[FolderSource, 
     assert number[100] >= MAX_HELD
     room = np.zeros(int(beyond.sum()), np.uint8)
     assert read_ranges(source, source.base[number] + at, beyond, np.cumsum(beyond) - beyond, room) == 100
+
+
+@pytest.mark.parametrize("together", [1, 3000, reading.TOGETHER])
+def test_each_range_is_given_with_its_number(
+    made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    source, data = made
+    monkeypatch.setattr(reading, "TOGETHER", together)
+    rng = np.random.default_rng(2)
+    number = rng.integers(0, len(SIZES), 200)  # in no order, and some overlap
+    at = np.array([rng.integers(0, SIZES[n]) for n in number])
+    nbytes = np.array([rng.integers(1, SIZES[n] - a + 1) for n, a in zip(number, at, strict=True)])
+    given = {k: part.tobytes() for k, part in read_each(source, source.base[number] + at, nbytes)}
+    assert given == {k: data[number[k]][at[k] : at[k] + nbytes[k]].tobytes() for k in range(200)}
+    nothing = np.empty(0, dtype=np.int64)
+    assert not list(read_each(source, nothing, nothing))
+
+
+def test_ranges_that_cannot_be_read_in_full_are_given_short(
+    made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, data = made
+    monkeypatch.setattr(FolderSource, "check_file", lambda *_: None)
+    os.truncate(os.path.join(source.name, "f3"), 20)
+    number, at = np.array([0, 3, 3, 3, 4]), np.array([9, 5, 12, 30, 0])
+    given = [part.tobytes() for _, part in read_each(source, source.base[number] + at, np.full(5, 10))]
+    assert given == [
+        data[n][a : min(a + 10, 20 if n == 3 else a + 10)].tobytes() for n, a in zip(number, at, strict=True)
+    ]
 
 
 def test_few_files_stay_open_and_none_is_closed_while_it_is_read(

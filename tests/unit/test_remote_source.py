@@ -13,6 +13,8 @@ import pytest
 
 from gpuload import remote_source
 from gpuload.aws import aws_profile
+from gpuload.backends import reading
+from gpuload.backends.reading import read_each
 from gpuload.errors import BusyError, PlanError, ReadError
 from gpuload.remote import Patience, RemoteObject
 from gpuload.remote_source import RemoteFile, RemoteSource, Requests, _Piece
@@ -97,6 +99,25 @@ def test_many_are_under_way_at_a_time(no_leaks: None) -> None:
     assert b"".join(read(source, offset, [10_000] * 100)) == DATA
     assert time.perf_counter() - start < 100 * 0.05 / 4
     assert 8 < remote.most_at_once <= remote_source.IN_FLIGHT
+    source.close()
+
+
+def test_each_range_comes_with_its_neighbours_and_no_more_than_a_buffer_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    monkeypatch.setattr(reading, "TOGETHER", 1000)
+    remote = FakeRemote({"a": DATA[:4000], "b": DATA[:600], "c": DATA[:600]})
+    source = source_of(remote)
+    source.max_gap, source.max_extent = 10, 300
+    a, b, c = source.base.tolist()
+    offset, nbytes = np.array([a + 220, c, a, b + 50, a + 100]), np.array([700, 500, 100, 3, 110])
+    each = read_each(source, offset, nbytes)
+    assert next(each)[0] == 2
+    cut = [("a", 0, 210), ("a", 220, 520), ("a", 520, 820), ("a", 820, 920), ("b", 50, 53)]
+    assert sorted(remote.asked) == cut, "what lies within 10 bytes is one request, and none is of more than 300"
+    given = {number: part.tobytes() for number, part in each}
+    assert sorted(remote.asked) == [*cut, ("c", 0, 300), ("c", 300, 500)]
+    assert given == {0: DATA[220:920], 1: DATA[:500], 3: DATA[50:53], 4: DATA[100:210]}
     source.close()
 
 
