@@ -485,6 +485,16 @@ def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["pack", str(source), str(target), "--group-by", "plate", "--keep-order"]) == 2
 
 
+def test_threads_have_the_name_that_they_have_in_every_command(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: dict[str, Any] = {}
+    plain = gpuload.packing.pack
+    monkeypatch.setattr(gpuload.packing, "pack", lambda *paths, **given: taken.update(given) or plain(*paths, **given))
+    assert main(["pack", str(source), str(tmp_path / "out.zarr"), "--num-threads", "3", "--quiet"]) == 0
+    assert taken["num_threads"] == 3
+
+
 def test_cut_rows() -> None:
     offsets = np.array([0, 3, 3, 10, 11, 12])
     assert jobs.cut_rows(offsets, 4) == (0, 2, 3, 5)

@@ -19,6 +19,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from gpuload import packing
 from gpuload.packing import columns, files, passes, rows, shards, tables, work, workplace, zarr_files
 from tests.test_pack import MEMORY, assert_same_rows, cells, written
 
@@ -30,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 KILLED_IN_THE_MIDDLE = """
 import json, os, signal, sys
 import gpuload
+from gpuload import packing
 from gpuload.packing import columns, files, parts, shards, zarr_files
 source, target, left = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
@@ -526,6 +528,23 @@ def test_sources_and_targets_are_refused_in_one_sentence(source: Path, tmp_path:
     del other.obs["plate"]
     with pytest.raises(gpuload.StoreError, match=r"other\.h5ad: obs has no column 'plate', but that of"):
         gpuload.pack([source, written(other, tmp_path / "other.h5ad")], tmp_path / "two.zarr")
+
+
+class Counted(str):
+    """A path that counts how often it is compared with another."""
+
+    n_compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.n_compared += 1
+        return str.__eq__(self, other)
+
+
+def test_thousands_of_files_are_not_compared_with_one_another() -> None:
+    paths = [Counted(f"plates/{i}.h5ad") for i in range(2_000)]
+    assert packing._source_files(paths) == paths
+    assert Counted.n_compared < 10 * len(paths)
 
 
 def test_a_column_of_two_values_a_row_is_refused(tmp_path: Path) -> None:

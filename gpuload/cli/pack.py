@@ -58,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", default="2GiB", metavar="SIZE", help="memory limit for buffers of cells (default: 2GiB)"
     )
     group.add_argument(
-        "--threads", type=text.whole_number, metavar="N", help="decoding and encoding threads (default: one per core)"
+        "--num-threads",
+        type=text.whole_number,
+        metavar="N",
+        help="decoding and encoding threads (default: one per core)",
     )
     group.add_argument("--scheduler", metavar="ADDRESS", help="Dask scheduler whose workers do the packing")
     text.add_output_arguments(parser)
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             codec=args.codec,
             block_size=args.block_size,
             memory=args.memory,
-            num_threads=args.threads,
+            num_threads=args.num_threads,
             overwrite=args.overwrite,
             scheduler=args.scheduler,
             progress=progress.reach,

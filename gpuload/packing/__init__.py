@@ -208,9 +208,11 @@ def _source_files(paths: Any) -> list[str]:
         if "://" in os.fspath(path):
             raise PlanError(f"paths: {path} is an address, and packing reads files on disk; copy it first.")
     files = [file for path in each for file in expand(os.fspath(path))]
-    for place, file in enumerate(files):
-        if file in files[:place]:
+    seen: set[str] = set()
+    for file in files:
+        if file in seen:
             raise PlanError(f"paths: {file} is given twice; pass every file once.")
+        seen.add(file)
     return files
 
 
