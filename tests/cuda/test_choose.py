@@ -48,7 +48,8 @@ def read(reader: MeasuredReader, device: FakeDevice, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ms", "chosen"), [("compat", 20, "pinned"), ("compat", 6, "compat"), ("gds", 20, "gds")]
+    ("kind", "ms", "chosen"),
+    [("compat", 20, "pinned"), ("compat", 6, "compat"), ("gds", 20, "pinned"), ("gds", 6, "gds")],
 )
 def test_a_reader_that_waits_for_training_must_be_much_faster(kind: str, ms: int, chosen: str) -> None:
     device = FakeDevice()

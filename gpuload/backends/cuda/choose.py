@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 N_TRIALS = 3
 """Timed reads per reader, after a first one that opens files and allocates memory."""
 
-HANDICAP = {"compat": 2.0}
+HANDICAP = {"compat": 2.0, "gds": 2.0}
 """How many times faster than the others a reader of a kind must be in its trials to be chosen.
 
-KvikIO without GPUDirect Storage copies on streams that synchronise with the default stream in both directions. That
-stream is idle during a trial; later, PyTorch trains on it, and reading and training would take turns.
+KvikIO waits for the default stream before each direct transfer, and without GPUDirect Storage copies on streams that
+synchronise with it in both directions. That stream is idle during a trial; later, PyTorch trains on it, and reading and
+training would take turns.
 """
 
 _log = logging.getLogger("gpuload")
