@@ -146,7 +146,7 @@ def pack(
     settings |= {"group_by": group_by, "seed": seed, "keep_order": keep_order, "codec": codec}
     settings |= {"block_size": block_size, "memory": memory_nbytes}
     stamps = [_stamp(path) for path in files]
-    plan = json.dumps({"version": 2, "sources": stamps, **settings}).encode()
+    plan = json.dumps({"version": 3, "sources": stamps, **settings}).encode()
     told = progress or (lambda _: None)
     with ExitStack() as stack:
         stack.enter_context(workplace.translated(target))

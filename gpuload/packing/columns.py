@@ -23,7 +23,7 @@ from gpuload.formats.arrays import OBSM
 from gpuload.packing import workplace
 from gpuload.packing.files import sync_folder, write_whole
 from gpuload.packing.job import Origin, cut_rows, has_offsets, plan_job, row_lengths, write_offsets, write_order
-from gpuload.packing.parts import Part, Segment, Summary, part_path, save_part, summed_up
+from gpuload.packing.parts import Part, Segment, Summary, kept_open, part_path, save_part, summed_up
 from gpuload.packing.passes import all_parts, each
 from gpuload.packing.rows import RowReader
 from gpuload.packing.shards import done_path, new_bucket, write_matrix_metadata, write_shards
@@ -121,8 +121,9 @@ def _transpose(job: Job, reader: RowReader) -> None:
         pass
     parts = all_parts(job)
     digest, judged = summed_up(parts)
-    for _ in each(lambda number: _write_bucket(job, reader, number, parts, judged.dtype), range(job.n_buckets)):
-        pass
+    with kept_open(parts):
+        for _ in each(lambda number: _write_bucket(job, reader, number, parts, judged.dtype), range(job.n_buckets)):
+            pass
     start_target(job.result, [job.origin.member])
     write_matrix_metadata(job, judged.dtype)
     if not job.origin.layer.startswith(OBSM):

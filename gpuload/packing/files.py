@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 PARTIAL = ".partial"
 """Suffix of unfinished files."""
 
+_GATHERED = 1 << 20
+"""Bytes that are gathered from small pieces for one write."""
+
 
 def write_whole(path: str, pieces: Iterable[Any]) -> int:
     """Write bytes as a file that appears complete and synced, or not at all; return their number."""
     passing = f"{path}.{os.getpid()}{PARTIAL}"
-    with open(passing, "wb") as file:
+    with open(passing, "wb", buffering=_GATHERED) as file:
         for piece in pieces:
             file.write(piece)
         nbytes = file.tell()

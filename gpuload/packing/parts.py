@@ -1,31 +1,41 @@
 """First pass: turn a slice of the sources into a part, with its rows split and grouped by target bucket.
 
-A part is kept in memory or as a file: a line of JSON that describes it, then its arrays, concatenated.
+A part is kept in memory or as a file: a line of JSON that describes it, the edges of its segments, then the segments,
+one for each bucket, so that a bucket takes one read of each part.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.backends.native.runs import copy_runs
+from gpuload.errors import ReadError
 from gpuload.packing.files import write_whole
 from gpuload.packing.rows import Judged
 from gpuload.packing.workplace import PARTS
+from gpuload.source import read_at
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from gpuload.packing.job import Job
     from gpuload.packing.rows import RowReader, Rows
 
-_ARRAYS = ("piece_edges", "element_edges", "dest", "length", "indices", "values")
+_CUT_BY = {"dest": 0, "length": 0, "indices": 1, "values": 1}
+"""The arrays of a segment, and which number of an edge cuts each: the first, of pieces, or the second, of elements."""
+
+_EDGE_NBYTES = 16
+"""Bytes of an edge between two segments: the pieces and the elements before it, int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +147,19 @@ def write_part(job: Job, reader: RowReader, number: int) -> None:
 
 def save_part(path: str, part: Part) -> None:
     """Write a part to disk."""
-    arrays = [part.piece_edges, part.element_edges, part.whole.dest, part.whole.length]
-    arrays += [part.whole.indices, part.whole.values]
     judged = part.summary.judged
+    arrays = {name: getattr(part.whole, name) for name in _CUT_BY}
+    names = sorted(arrays, key=lambda name: -arrays[name].itemsize)  # so that each begins where it is aligned
     head = {
         "digest": part.summary.digest,
         "judged": [judged.largest, judged.are_counts, judged.are_single],
-        "arrays": [[array.dtype.str, array.size] for array in arrays],
+        "n_buckets": part.piece_edges.size - 1,
+        "arrays": [[name, arrays[name].dtype.str, bool(arrays[name].size)] for name in names],
     }
-    write_whole(path, [json.dumps(head).encode() + b"\n", *(np.ascontiguousarray(array).data for array in arrays)])
+    edges = np.stack([part.piece_edges, part.element_edges], axis=1)
+    there = [(arrays[name].data, _CUT_BY[name]) for name in names if arrays[name].size]
+    segments = (array[start[by] : end[by]] for start, end in pairwise(edges.tolist()) for array, by in there)
+    write_whole(path, chain([json.dumps(head).encode() + b"\n", edges.data], segments))
 
 
 class PartFile:
@@ -159,32 +173,90 @@ class PartFile:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._kept: int | None = None
         with open(path, "rb") as file:
             head = json.loads(file.readline())
-            at = file.tell()
+            self._edges_at = file.tell()
+        self._segments_at = self._edges_at + _EDGE_NBYTES * (head["n_buckets"] + 1)
         self.summary = Summary(head["digest"], Judged(*head["judged"]))
-        self._places: dict[str, tuple[np.dtype[Any], int, int]] = {}
-        for name, (dtype, size) in zip(_ARRAYS, head["arrays"], strict=True):
-            self._places[name] = np.dtype(dtype), at, size
-            at += np.dtype(dtype).itemsize * size
+        self._there: list[tuple[str, np.dtype[Any], int]] = []
+        self._absent: dict[str, NDArray[Any]] = {}
+        self._widths = [0, 0]
+        for name, dtype, is_there in head["arrays"]:
+            if is_there:
+                self._there.append((name, np.dtype(dtype), _CUT_BY[name]))
+                self._widths[_CUT_BY[name]] += np.dtype(dtype).itemsize
+            else:
+                self._absent[name] = np.empty(0, dtype=dtype)
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Keep the file open within the block, for all threads; elsewhere it is opened for each segment."""
+        with _opened(self._path) as descriptor:
+            self._kept = descriptor
+            try:
+                yield
+            finally:
+                self._kept = None
 
     def segment(self, bucket: int) -> Segment:
-        """Return the data of a bucket."""
-        pieces = self._read("piece_edges", bucket, 2)
-        elements = self._read("element_edges", bucket, 2)
-        first, n = int(pieces[0]), int(pieces[1] - pieces[0])
-        start, size = int(elements[0]), int(elements[1] - elements[0])
-        return Segment(
-            self._read("dest", first, n),
-            self._read("length", first, n),
-            self._read("indices", start, size),
-            self._read("values", start, size),
-        )
+        """Return the data of a bucket.
 
-    def _read(self, name: str, start: int, n: int) -> NDArray[Any]:
-        dtype, at, size = self._places[name]
-        count = n if size else 0  # arrays that this kind of matrix lacks are empty for every bucket
-        return np.fromfile(self._path, dtype=dtype, count=count, offset=at + start * dtype.itemsize)
+        Raises
+        ------
+        ReadError
+            The file ends before it.
+        """
+        kept = self._kept
+        if kept is not None:
+            return self._segment(kept, bucket)
+        with _opened(self._path) as descriptor:
+            return self._segment(descriptor, bucket)
+
+    def _segment(self, descriptor: int, bucket: int) -> Segment:
+        edges = self._read(descriptor, self._edges_at + _EDGE_NBYTES * bucket, 2 * _EDGE_NBYTES).view(np.int64)
+        first, start, end, stop = edges.tolist()
+        counts, (per_piece, per_element) = (end - first, stop - start), self._widths
+        nbytes = per_piece * counts[0] + per_element * counts[1]
+        plain = self._read(descriptor, self._segments_at + per_piece * first + per_element * start, nbytes)
+        found, at = dict(self._absent), 0
+        for name, dtype, by in self._there:
+            past = at + dtype.itemsize * counts[by]
+            found[name] = plain[at:past].view(dtype)
+            at = past
+        return Segment(**found)
+
+    def _read(self, descriptor: int, at: int, nbytes: int) -> NDArray[np.uint8]:
+        plain = np.empty(nbytes, dtype=np.uint8)
+        got = read_at(descriptor, plain, at, self._path)
+        if got < nbytes:
+            raise ReadError(
+                f"{self._path}: short read of a part at byte {at}: wanted {nbytes} bytes, got {got}. Was it truncated? "
+                "Remove it and run the same command again: it is made anew."
+            )
+        return plain
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """Yield a descriptor of a file, closed at the end of the block."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def kept_open(parts: Sequence[PartFile]) -> Iterator[None]:
+    """Keep parts open within the block, as many as take a quarter of the descriptors that this process may have.
+
+    Every bucket reads of all parts in turn, so those that were used last are not better kept than any others.
+    """
+    with ExitStack() as stack:
+        for part in parts[: resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4]:
+            stack.enter_context(part.kept_open())
+        yield
 
 
 def summed_up(parts: Iterable[Part | PartFile]) -> tuple[int, Judged]:

@@ -6,7 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gpuload.packing.parts import Part, PartFile, make_part, part_path, write_part
+from gpuload.packing.parts import Part, PartFile, kept_open, make_part, part_path, write_part
 from gpuload.packing.rows import RowReader
 from gpuload.packing.shards import done_path, write_bucket
 from gpuload.packing.tables import SOURCE_FILE, SOURCE_ROW, source_rows
@@ -66,13 +66,22 @@ class Local:
 
     def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Iterator[Any]:
         """See `Workers.write_buckets`."""
-        parts = all_parts(self._job) if self._parts is None else self._parts.values()
-        return each(lambda number: fill_bucket(self._job, self._reader, number, parts, dtype), numbers)
+        if self._parts is not None:
+            yield from self._fill_buckets(numbers, self._parts.values(), dtype)
+            return
+        parts = all_parts(self._job)
+        with kept_open(parts):
+            yield from self._fill_buckets(numbers, parts, dtype)
 
     def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Iterator[int]:
         """See `Workers.digests`."""
         with result_reader(self._job, self._num_threads) as reader:
             yield from each(lambda span: digest_span(reader, span, file_rows), spans)
+
+    def _fill_buckets(
+        self, numbers: Sequence[int], parts: Iterable[Part | PartFile], dtype: np.dtype[Any]
+    ) -> Iterator[Any]:
+        return each(lambda number: fill_bucket(self._job, self._reader, number, parts, dtype), numbers)
 
     def _write_part(self, number: int) -> None:
         if self._parts is None:
