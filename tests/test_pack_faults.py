@@ -534,8 +534,6 @@ class Counted(str):
     """A path that counts how often it is compared with another."""
 
     __slots__ = ()
-
-    __slots__ = ()
     n_compared = 0
     __hash__ = str.__hash__
 
