@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -424,6 +425,21 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     assert files.write_whole(str(tmp_path / "file"), [b"one", memoryview(b"two")]) == 6
     assert (tmp_path / "file").read_bytes() == b"onetwo"
+
+
+def test_a_bucket_syncs_the_folders_of_its_own_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adata = cells(6_000, 200)
+    adata.X = adata.X.toarray()
+    synced: list[str] = []
+    plain = files.sync_folder
+    monkeypatch.setattr(files, "sync_folder", lambda folder: synced.append(folder) or plain(folder))
+    monkeypatch.setattr(workplace, "sync_folders", lambda folder: None)  # once, at the end
+    gpuload.pack(written(adata, tmp_path / "in.h5ad"), tmp_path / "out.zarr", memory=MEMORY)
+    counts = Counter(os.path.relpath(folder, tmp_path / "out.zarr.packing/store") for folder in synced)
+    n_buckets = len(list((tmp_path / "out.zarr/X/c").iterdir()))
+    assert n_buckets > 20
+    assert [counts[f"X/c/{number}"] for number in range(n_buckets)] == [1] * n_buckets
+    assert [counts[name] for name in (".", "X", "X/c")] == [n_buckets] * 3
 
 
 def test_a_full_disk_is_one_sentence(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

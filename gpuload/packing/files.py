@@ -38,6 +38,15 @@ def sync_folders(folder: str) -> None:
         sync_folder(path)
 
 
+def sync_upwards(folders: Iterable[str], top: str) -> None:
+    """Sync folders, and those above them up to `top`, to disk."""
+    left = set(folders)
+    while left:
+        for folder in left:
+            sync_folder(folder)
+        left = {os.path.dirname(folder) for folder in left if folder != top}
+
+
 def sync_folder(folder: str) -> None:
     """Sync a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)

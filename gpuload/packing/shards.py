@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends.native.runs import copy_runs
-from gpuload.packing.files import sync_folders, write_whole
+from gpuload.packing.files import sync_upwards, write_whole
 from gpuload.packing.workplace import DONE
 from gpuload.packing.zarr_files import Codec, shard_pieces, write_array, write_group, write_sharded_metadata
 
@@ -63,15 +63,15 @@ def write_shards(job: Job, bucket: int, indices: NDArray[Any], values: NDArray[A
     """Encode a bucket, write its shards to disk, and mark it as done."""
     start, _ = job.bucket_edges(bucket)
     arrays = {"": values} if job.kind == "dense" else {"data": values, "indices": indices}
-    written = []
+    written, folders = [], set()
     for first in range(0, values.size, job.shard):
         for name, array in arrays.items():
-            shard = _shard(job, name, (start + first) // job.shard, array[first : first + job.shard], pool)
-            written.append(pool.submit(write_whole, *shard))
+            path, pieces = _shard(job, name, (start + first) // job.shard, array[first : first + job.shard], pool)
+            written.append(pool.submit(write_whole, path, pieces))
+            folders.add(os.path.dirname(path))
     for one in written:
         one.result()
-    for name in arrays:
-        sync_folders(os.path.join(job.matrix, name))
+    sync_upwards(folders, job.result)
     write_whole(done_path(job, bucket), [])
 
 
