@@ -288,7 +288,9 @@ def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: st
     """
     backend = open_backend(device, num_threads=num_threads, verify="never")
     try:
-        return Loader({"X": Table(replace(store, sources=()), form, store.var_names)}, backend, plan, prefetch)
+        return Loader(
+            {"X": Table(replace(store, sources=(), file_sources=()), form, store.var_names)}, backend, plan, prefetch
+        )
     except BaseException:
         backend.close()
         raise

@@ -32,7 +32,7 @@ def store_of(files: Cells) -> Store:
         labels = np.empty(len(categories), dtype=object)
         labels[:] = categories
         columns[name] = ObsColumn(np.array(codes, dtype=np.int32), labels)
-    matrices: Any = tuple(SimpleNamespace(n_rows=len(frame[names[0]]), layouts=()) for _, frame in files)
+    matrices: Any = tuple(SimpleNamespace(n_rows=len(frame[names[0]]), n_vars=1, layouts=()) for _, frame in files)
     return Store(matrices, tuple(path for path, _ in files), np.empty(0, object), columns, ())
 
 
