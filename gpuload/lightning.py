@@ -213,8 +213,7 @@ def _loader_of(
     """Return the loader of a part in a process: the one given, or one opened with the arguments given."""
     if isinstance(given, Mapping):
         wanted = dict(given)
-        settled = fill_in(open_loader, wanted)
-        if part != "train" and "categories" not in settled:
+        if part != "train" and "categories" not in (settled := fill_in(open_loader, wanted)):
             names = check_obs_names("obs", settled.get("obs", ()))
             wanted["categories"] = {name: categories[name] for name in names if name in categories}
         sampler = wanted.get("sampler")

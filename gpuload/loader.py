@@ -25,7 +25,7 @@ from gpuload.threads import Closer
 from gpuload.types import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterator, Mapping
+    from collections.abc import Generator, Iterator, Mapping
 
     import pandas as pd
     from numpy.typing import ArrayLike, NDArray
@@ -40,12 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A fetch in flight: positions of its rows in the residents, row numbers and obs, all in output order; sources."""
+    """A fetch in flight: positions of its rows in the residents, row numbers and obs, all in output order."""
 
     positions: NDArray[np.int32]
     rows: NDArray[np.int64]
     obs: Mapping[str, Any]
-    sources: Collection[Source]
+    sources: list[Source]
+    """Of all tables; to be unchanged once it was read."""
     pending: list[Pending[Resident]]
     """One per table."""
 
@@ -532,7 +533,7 @@ class Loader:
     def _load_rows(self, ranges: NDArray[np.int64], positions: NDArray[np.int32], rows: NDArray[np.int64]) -> _Load:
         """Start loading row ranges of all tables, of which the rows at `positions` are `rows`."""
         stores = [table.store for table in self._tables.values()]
-        sources = dict.fromkeys(source for store in stores for source in store.sources_of(ranges))
+        sources = [source for store in stores for source in store.sources_of(ranges)]
         for source in sources:
             source.check_unchanged()
         with self.stats.timed("plan_s"):

@@ -288,9 +288,8 @@ def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: st
     """
     backend = open_backend(device, num_threads=num_threads, verify="never")
     try:
-        return Loader(
-            {"X": Table(replace(store, sources=(), file_sources=()), form, store.var_names)}, backend, plan, prefetch
-        )
+        borrowed = replace(store, sources=(), file_sources=())
+        return Loader({"X": Table(borrowed, form, store.var_names)}, backend, plan, prefetch)
     except BaseException:
         backend.close()
         raise

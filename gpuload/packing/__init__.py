@@ -103,8 +103,8 @@ def pack(
         least as many.
     memory
         Bytes, or text such as ``"2GiB"``: limit on memory for cells. Some 40 bytes per cell for row offsets and the
-        order (more with several matrices), and the largest column of obs, come on top; while the names of the cells
-        are read, some 300 bytes per cell.
+        order (more with several matrices), and the largest column of obs, come on top, and at times the names of all
+        cells, several times over, as strings.
     num_threads
         Threads for decoding and encoding; None takes one per core available to this process.
     overwrite
