@@ -134,7 +134,7 @@ class Plan:
         (epoch_seed,) = random_keys(1, self.seed, self.epoch, _BLOCKS)
         per_rank: Any = self.strategy.per_rank  # type: ignore[attr-defined]
         blocks = [per_rank(int(epoch_seed), rank, self.world_size) for rank in range(self.world_size)]
-        return [_check_blocks(given, rank, sum(self.file_rows)) for rank, given in enumerate(blocks)]
+        return [as_blocks(given, rank, sum(self.file_rows)) for rank, given in enumerate(blocks)]
 
     @cached_property
     def _left(self) -> _Left:
@@ -278,26 +278,6 @@ class _Left:
 
 def _n_rows(ranges: NDArray[np.int64]) -> int:
     return int((ranges[:, 1] - ranges[:, 0]).sum())
-
-
-def _check_blocks(given: Any, rank: int, n_rows: int) -> NDArray[np.int64]:
-    """Validate the output of a user-defined sampler for a rank, and return its non-empty blocks."""
-    blocks = as_blocks(given)
-    if blocks.size == 0:
-        return np.empty((0, 2), dtype=np.int64)
-    if blocks.ndim != 2 or blocks.shape[1] != 2 or blocks.dtype.kind not in "iu":
-        raise PlanError(
-            f"sampler: for rank {rank} it returned an array of shape {blocks.shape} and dtype {blocks.dtype}; expected "
-            "blocks of rows, shape (n, 2), or rows, shape (n,), of whole numbers."
-        )
-    bad = np.flatnonzero((blocks[:, 0] < 0) | (blocks[:, 0] > blocks[:, 1]) | (blocks[:, 1] > n_rows))
-    if bad.size:
-        raise PlanError(
-            f"sampler: for rank {rank} it returned the block {blocks[bad[0]].tolist()}; expected 0 <= start <= stop <= "
-            f"{n_rows}."
-        )
-    blocks = blocks.astype(np.int64)
-    return blocks[blocks[:, 0] < blocks[:, 1]]
 
 
 def chunks_per_block(block_size: int | str) -> int | None:

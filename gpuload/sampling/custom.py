@@ -9,7 +9,7 @@ import numpy as np
 
 from gpuload.errors import PlanError
 from gpuload.permute import random_keys
-from gpuload.sampling.rows import RowList, list_of_runs
+from gpuload.sampling.rows import list_of_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from gpuload.order import RowOrder
     from gpuload.sampling.base import Cells, Strategy
+    from gpuload.sampling.rows import RowList
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class Custom:
     function
         ``function(epoch_seed, rank, world_size) -> blocks``. `epoch_seed` is an integer from 0 to 2**64 - 1 derived
         from the loader's seed and the epoch, different in every epoch. `blocks` is an integer array of shape (n, 2):
-        half-open ranges of rows over all paths, which may overlap; or of shape (n,): single rows, which may repeat. The
-        function must depend only on its arguments: it is called in every process, and again when an epoch is resumed.
+        half-open ranges of rows over all paths, which may overlap; or of shape (n,): single rows, which may repeat. Rows
+        that a `Subset` or ``where=`` does not select are passed over. The function must depend only on its arguments:
+        it is called in every process, and again when an epoch is resumed.
     shuffle_fetch
         Whether the cells of each fetch are shuffled. False: cells come exactly in the order of the blocks, so the
         function determines every minibatch.
@@ -44,8 +46,8 @@ class Custom:
     Raises
     ------
     PlanError
-        It is not a function, or does not return such an array; `shuffle_fetch` is neither True nor False; or an epoch
-        begun with another number of ranks is resumed.
+        It is not a function, does not return such an array, or returns only rows that are not selected;
+        `shuffle_fetch` is neither True nor False; or an epoch begun with another number of ranks is resumed.
 
     Examples
     --------
@@ -87,16 +89,43 @@ class Custom:
 
     def over(self, cells: Cells) -> Strategy:
         """Return the function as a strategy, without calling it yet."""
-        del cells
-        return Given(self.function, bool(self.shuffle_fetch))
+        return Given(self.function, cells.n_store_rows, cells.chosen, bool(self.shuffle_fetch))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Given:
-    """Blocks from a function, per rank; a plan calls `per_rank` for them, and `order` is the order of a single rank."""
+    """Blocks from a function, per rank; a plan calls `per_rank` for them, and `order` is the order of a single rank.
 
-    per_rank: Callable[[int, int, int], Any]
+    Attributes
+    ----------
+    function
+        Returns blocks of rows of the store.
+    n_store_rows
+        Number of rows in the store.
+    within
+        The rows of the store that there are here, ascending; None for all.
+    is_mixed
+        Whether the cells of a fetch are shuffled.
+    """
+
+    function: Callable[[int, int, int], Any]
+    n_store_rows: int
+    within: RowList | None = None
     is_mixed: bool = True
+
+    def per_rank(self, epoch_seed: int, rank: int, world_size: int) -> NDArray[np.int64]:
+        """Return a rank's blocks, shape (n, 2), of rows numbered consecutively among those that there are."""
+        blocks = as_blocks(self.function(epoch_seed, rank, world_size), rank, self.n_store_rows)
+        if self.within is None:
+            return blocks
+        there = self.within.rank(blocks)
+        there = there[there[:, 0] < there[:, 1]]
+        if len(blocks) and not len(there):
+            raise PlanError(
+                f"sampler: where= or a Subset leaves out all rows that it returned for rank {rank}, such as row "
+                f"{blocks[0, 0]}; return some that it selects."
+            )
+        return there
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
         """Return the number of rows in the first epoch, for a single rank."""
@@ -110,21 +139,41 @@ class Given:
 
     def describe(self) -> dict[str, Any]:
         """Return the function's name: its behaviour is unknown."""
-        function = getattr(self.per_rank, "__qualname__", type(self.per_rank).__qualname__)
+        function = getattr(self.function, "__qualname__", type(self.function).__qualname__)
         return {"name": "Custom", "function": function, **({} if self.is_mixed else {"shuffle_fetch": False})}
 
     def _rows(self, key_words: tuple[int, ...]) -> RowList:
         (epoch_seed,) = random_keys(1, *key_words)
-        return list_of_runs(as_blocks(self.per_rank(int(epoch_seed), 0, 1)).astype(np.int64).reshape(-1, 2))
+        return list_of_runs(self.per_rank(int(epoch_seed), 0, 1))
 
 
-def as_blocks(given: Any) -> NDArray[Any]:
-    """Return what a function gave as an array, unchecked; single rows, shape (n,), as blocks, shape (n, 2)."""
-    found: NDArray[Any] = np.asarray(given)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        return found
-    rows = found.astype(np.int64)
-    return np.stack([rows, rows + 1], axis=1)
+def as_blocks(given: Any, rank: int, n_rows: int) -> NDArray[np.int64]:
+    """Return what a function gave for a rank as blocks that are not empty, shape (n, 2).
+
+    Raises
+    ------
+    PlanError
+        It is neither blocks nor single rows, or some are outside the `n_rows` rows.
+    """
+    blocks: NDArray[Any] = np.asarray(given)
+    if blocks.size == 0:
+        return np.empty((0, 2), dtype=np.int64)
+    if blocks.dtype.kind not in "iu" or blocks.shape not in ((blocks.size,), (blocks.size // 2, 2)):
+        raise PlanError(
+            f"sampler: for rank {rank} it returned an array of shape {blocks.shape} and dtype {blocks.dtype}; expected "
+            "blocks of rows, shape (n, 2), or rows, shape (n,), of whole numbers."
+        )
+    if blocks.ndim == 1:
+        blocks = blocks.astype(np.int64)
+        blocks = np.stack([blocks, blocks + 1], axis=1)
+    bad = np.flatnonzero((blocks[:, 0] < 0) | (blocks[:, 0] > blocks[:, 1]) | (blocks[:, 1] > n_rows))
+    if bad.size:
+        raise PlanError(
+            f"sampler: for rank {rank} it returned the block {blocks[bad[0]].tolist()}; expected 0 <= start <= stop <= "
+            f"{n_rows}."
+        )
+    blocks = blocks.astype(np.int64)
+    return blocks[blocks[:, 0] < blocks[:, 1]]
 
 
 class ListOrder:

@@ -103,9 +103,16 @@ class Part:
 
     @property
     def per_rank(self) -> Callable[[int, int, int], Any] | None:
-        """The inner strategy's function, with its blocks mapped to blocks of all rows."""
+        """The inner strategy's function, with its blocks mapped to blocks of the enclosing rows."""
         inner = getattr(self.inner, "per_rank", None)
-        return None if inner is None else lambda *asked: self._blocks(inner(*asked))
+        if inner is None:
+            return None
+
+        def blocks(epoch_seed: int, rank: int, world_size: int) -> NDArray[np.int64]:
+            given = as_blocks(inner(epoch_seed, rank, world_size), rank, self.rows.n_rows)
+            return self.rows.map_ranges(given)
+
+        return blocks
 
     @property
     def is_mixed(self) -> bool:
@@ -125,17 +132,6 @@ class Part:
     def describe(self) -> dict[str, Any]:
         """Return the inner strategy's description, and a digest of the rows."""
         return {"name": "Subset", "rows": digest(self.rows.starts, self.rows.ends), "inner": self.inner.describe()}
-
-    def _blocks(self, given: Any) -> Any:
-        blocks = as_blocks(given)
-        if blocks.ndim != 2 or blocks.shape[1] != 2 or blocks.dtype.kind not in "iu":
-            return given  # the caller rejects it
-        if blocks.size and (blocks.min() < 0 or blocks.max() > self.rows.n_rows):
-            raise PlanError(
-                f"sampler: it returned blocks up to row {blocks.max()} inside a Subset, whose rows are numbered "
-                f"consecutively; expected 0 <= start <= stop <= {self.rows.n_rows}."
-            )
-        return self.rows.map_ranges(blocks.astype(np.int64))
 
 
 def block_size_of(sampler: Any) -> int | None:

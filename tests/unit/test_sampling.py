@@ -402,13 +402,39 @@ def test_settings_that_say_two_things_are_refused_before_any_file_is_opened(sett
     assert str(caught.value).startswith(message)
 
 
-def test_blocks_of_rows_that_a_subset_does_not_have(plain: Stored) -> None:
-    sampler = Subset(np.arange(50, 60), Custom(lambda epoch_seed, rank, world_size: [[0, 4], [8, 11]]))
+@pytest.mark.parametrize("how", ["Subset", "where", "both", "nested"])
+@pytest.mark.parametrize("as_rows", [False, True])
+def test_a_functions_rows_are_those_of_all_cells(plain: Stored, how: str, as_rows: bool) -> None:
+    """As documented: a row number means the same cell with and without a Subset; those not selected are passed over."""
+
+    def blocks(epoch_seed: int, rank: int, world_size: int) -> Any:
+        found = np.array([[70, 90], [40, 55], [10, 20], [52, 53]])
+        return np.concatenate([np.arange(*block) for block in found]) if as_rows else found
+
+    custom: Any = Custom(blocks, shuffle_fetch=False)
+    line = plain.obs["cell_line"].to_numpy()
+    within = [np.arange(131) >= 50, line == line[50]]
+    chosen = {"Subset": within[0], "where": within[1]}.get(how, within[0] & within[1])
+    settings: dict[str, Any] = {}
+    if how in ("where", "both"):
+        settings["where"] = f"cell_line == {line[50]!r}"
+    if how == "nested":
+        custom = Subset(within[1], custom)
+    sampler = custom if how == "where" else Subset(within[0], custom)
+    with gpuload.open_loader(plain.path, sampler=sampler, device="cpu", **settings) as loader:
+        found = np.concatenate([batch.rows for batch in loader])
+    named = np.concatenate([np.arange(*block) for block in [(70, 90), (40, 55), (10, 20), (52, 53)]])
+    assert 0 < chosen[named].sum() < named.size
+    np.testing.assert_array_equal(found, named[chosen[named]])
+
+
+def test_a_function_whose_rows_are_all_left_out(plain: Stored) -> None:
+    sampler = Subset(np.arange(50, 60), Custom(lambda epoch_seed, rank, world_size: [[3, 9], [70, 80]]))
     with pytest.raises(PlanError) as caught, gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader:
         list(loader)
     assert str(caught.value) == (
-        "sampler: it returned blocks up to row 11 inside a Subset, whose rows are numbered consecutively; expected "
-        "0 <= start <= stop <= 10."
+        "sampler: where= or a Subset leaves out all rows that it returned for rank 0, such as row 3; return some that "
+        "it selects."
     )
 
 
