@@ -560,16 +560,17 @@ class Loader:
 
     def _hand_over(self, take: _Take) -> Batch:
         start = time.perf_counter()
-        batch = self._batch_of(take)
+        batch = self._batch_of(take, self._plan.n_partners)
         self.stats.spent("wait_s", start, batch=self.stats.n_batches, n_batches=1, n_rows=take.rows.size)
         if self._now is not None:
             self._now.step += 1
         return batch
 
-    def _batch_of(self, take: _Take) -> Batch:
+    def _batch_of(self, take: _Take, n_partners: int = 0) -> Batch:
         pairs = zip(take.pending, self._tables.values(), strict=True)
         X, *further = [_shaped(pending.result(), table) for pending, table in pairs]
-        return Batch(X, take.obs, take.rows, **_grouped(list(self._tables)[1:], further) if further else {})
+        groups = _grouped(list(self._tables)[1:], further) if further else {}
+        return Batch(X, take.obs, take.rows, n_partners=n_partners, **groups)
 
 
 class _Iteration:

@@ -118,6 +118,11 @@ class Plan:
         return getattr(self.strategy, "per_rank", None) is not None
 
     @property
+    def n_partners(self) -> int:
+        """Partners of each cell of a minibatch; 0 unless the strategy makes pairs."""
+        return getattr(self.strategy, "n_partners", 0)
+
+    @property
     def _fetch_rows(self) -> int:
         return self.batch_size * self.fetch_factor
 

@@ -233,6 +233,8 @@ class Batch:
         The obsm matrices requested, by name: (n, k) or (n, ...) float32 arrays.
     modalities
         The additional modalities requested, by name, as X.
+    n_partners
+        Partners of each cell, for `gpuload.split_pairs`; 0 unless the sampler makes pairs.
     """
 
     X: Any
@@ -241,6 +243,7 @@ class Batch:
     layers: Mapping[str, Any] = field(default_factory=dict)
     obsm: Mapping[str, Any] = field(default_factory=dict)
     modalities: Mapping[str, Any] = field(default_factory=dict)
+    n_partners: int = 0
 
     def __len__(self) -> int:
         return int(self.rows.size)

@@ -36,9 +36,9 @@ class Custom:
     function
         ``function(epoch_seed, rank, world_size) -> blocks``. `epoch_seed` is an integer from 0 to 2**64 - 1 derived
         from the loader's seed and the epoch, different in every epoch. `blocks` is an integer array of shape (n, 2):
-        half-open ranges of rows over all paths, which may overlap; or of shape (n,): single rows, which may repeat. Rows
-        that a `Subset` or ``where=`` does not select are passed over. The function must depend only on its arguments:
-        it is called in every process, and again when an epoch is resumed.
+        half-open ranges of rows over all paths, which may overlap; or of shape (n,): single rows, which may repeat.
+        Rows that a `Subset` or ``where=`` does not select are passed over. The function must depend only on its
+        arguments: it is called in every process, and again when an epoch is resumed.
     shuffle_fetch
         Whether the cells of each fetch are shuffled. False: cells come exactly in the order of the blocks, so the
         function determines every minibatch.

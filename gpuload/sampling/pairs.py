@@ -229,8 +229,8 @@ class Pairs:
         The queue of each one's controls, and how many perturbed cells before it take theirs from that queue.
     controls
         The queues.
-    n_controls
-        Controls per perturbed cell.
+    n_partners
+        Controls per perturbed cell, or neighbours per cell.
     batch_size
         Cells per minibatch.
     """
@@ -241,19 +241,19 @@ class Pairs:
     queue: NDArray[np.integer]
     place: NDArray[np.integer]
     controls: Partners
-    n_controls: int
+    n_partners: int
     batch_size: int
     about: dict[str, Any]
 
     @property
     def unit(self) -> int:
         """Number of rows of a cell and its controls, or of a set of them."""
-        return (1 + self.n_controls) * getattr(self.shuffle, "unit", 1)
+        return (1 + self.n_partners) * getattr(self.shuffle, "unit", 1)
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
         """Return the number of cells in one epoch, over all ranks: with the controls."""
         del file_rows
-        return (1 + self.n_controls) * self.shuffle.n_rows(self.file_rows)
+        return (1 + self.n_partners) * self.shuffle.n_rows(self.file_rows)
 
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
@@ -267,7 +267,7 @@ class Pairs:
             **self.about,
             "perturbed": cells,
             "controls": self.controls.digest(),
-            **({"n_controls": self.n_controls} if self.n_controls > 1 else {}),
+            **({"n_controls": self.n_partners} if self.n_partners > 1 else {}),
             "blocks": self.shuffle.describe(),
             "batch_size": self.batch_size,
         }
@@ -278,7 +278,7 @@ class _PairOrder:
 
     def __init__(self, pairs: Pairs, key_words: tuple[int, ...]) -> None:
         self._pairs = pairs
-        self._n_together = 1 + pairs.n_controls
+        self._n_together = 1 + pairs.n_partners
         self._shuffled = pairs.shuffle.order(pairs.file_rows, key_words)
         (key,) = random_keys(1, *key_words, 1)
         self._key = int(key)
@@ -289,9 +289,9 @@ class _PairOrder:
         number = expand_ranges(self._shuffled.ranges(first, -(-stop // self._n_together)))
         rows = np.empty((number.size, self._n_together), dtype=np.int64)
         rows[:, 0] = pairs.perturbed.take(number)
-        queue = np.repeat(pairs.queue[number].astype(np.int64), pairs.n_controls)
-        place = pairs.place[number].astype(np.int64)[:, None] * pairs.n_controls + np.arange(pairs.n_controls)
-        rows[:, 1:] = pairs.controls.take(queue, place.ravel(), self._key).reshape(-1, pairs.n_controls)
+        queue = np.repeat(pairs.queue[number].astype(np.int64), pairs.n_partners)
+        place = pairs.place[number].astype(np.int64)[:, None] * pairs.n_partners + np.arange(pairs.n_partners)
+        rows[:, 1:] = pairs.controls.take(queue, place.ravel(), self._key).reshape(-1, pairs.n_partners)
         skip = start - self._n_together * first
         return as_ranges(rows.ravel()[skip : skip + stop - start])
 
@@ -300,7 +300,7 @@ class _PairOrder:
 
         Within each minibatch the perturbed cells come first, then their controls.
         """
-        each, n_controls = self._n_together, self._pairs.n_controls
+        each, n_controls = self._n_together, self._pairs.n_partners
         n_pairs, n_in_batch = (stop - start) // each, self._pairs.batch_size // each
         is_in_sets = self._pairs.unit > each
         mixed = self._shuffled.arrange(start // each, stop // each, key) if is_in_sets else permuted_table(n_pairs, key)
@@ -315,7 +315,7 @@ class _PairOrder:
         return places
 
 
-def split_pairs(batch: Any, n_partners: int = 1) -> tuple[Any, Any]:
+def split_pairs(batch: Any, n_partners: int | None = None) -> tuple[Any, Any]:
     """Split a minibatch of `PairedControl` or `PairedNeighbor` into cells and their partners: controls or neighbours.
 
     Parameters
@@ -323,7 +323,8 @@ def split_pairs(batch: Any, n_partners: int = 1) -> tuple[Any, Any]:
     batch : Batch or dict
         A minibatch of a loader, or of its PyTorch or DALI front (a dict of tensors).
     n_partners
-        Partners of each cell: the sampler's `n_controls` or `n_neighbors`.
+        Partners of each cell: the sampler's `n_controls` or `n_neighbors`. None: as ``batch.n_partners`` says; a dict
+        does not say it.
 
     Returns
     -------
@@ -334,25 +335,38 @@ def split_pairs(batch: Any, n_partners: int = 1) -> tuple[Any, Any]:
     Raises
     ------
     PlanError
-        The number of cells is not a multiple of ``1 + n_partners``, or the minibatch is of another type.
+        The minibatch is of another type, or of a sampler that makes no pairs; it does not say how many partners each
+        cell has, and neither does `n_partners`; they say two things; or the number of cells is not a multiple of
+        ``1 + n_partners``.
     """
-    check_number("split_pairs", "n_partners", n_partners)
+    if n_partners is not None:
+        check_number("split_pairs", "n_partners", n_partners)
     if isinstance(batch, Batch):
-        n_cells = _n_cells(len(batch), n_partners)
-        groups = {name: getattr(batch, name) for name in ("obs", "layers", "obsm", "modalities")}
-        return tuple(  # type: ignore[return-value]
-            Batch(
-                batch.X[part],
-                rows=batch.rows[part],
-                **{name: {k: v[part] for k, v in group.items()} for name, group in groups.items()},
-            )
-            for part in (slice(n_cells), slice(n_cells, None))
-        )
+        n_cells = _n_cells(len(batch), _n_partners(batch, n_partners))
+        return _part(batch, slice(n_cells)), _part(batch, slice(n_cells, None))
     if isinstance(batch, Mapping) and "rows" in batch:
+        if n_partners is None:
+            raise PlanError(
+                "split_pairs: a dict of tensors does not say how many partners each cell has; pass n_partners=, the "
+                "sampler's n_controls or n_neighbors."
+            )
         n_cells = _n_cells(len(batch["rows"]), n_partners)
         first = {name: _cut(values, slice(n_cells)) for name, values in batch.items()}
         return first, {name: _cut(values, slice(n_cells, None)) for name, values in batch.items()}
     raise PlanError(f"split_pairs({type(batch).__name__}): expected a Batch, or a front's dict of tensors with 'rows'.")
+
+
+def _n_partners(batch: Batch, given: int | None) -> int:
+    if not (batch.n_partners or given):
+        raise PlanError(
+            "split_pairs: the minibatch does not come from a sampler that pairs cells; open the loader with "
+            "sampler=PairedControl(...) or PairedNeighbor(...), or pass n_partners= for pairs of your own."
+        )
+    if given and batch.n_partners not in (0, given):
+        raise PlanError(
+            f"split_pairs(n_partners={given}): the minibatch has {batch.n_partners} for each cell; leave it out."
+        )
+    return given or batch.n_partners
 
 
 def _n_cells(n_rows: int, n_partners: int) -> int:
@@ -362,6 +376,12 @@ def _n_cells(n_rows: int, n_partners: int) -> int:
             f"a sampler that pairs each cell with {n_partners}."
         )
     return n_rows // (1 + n_partners)
+
+
+def _part(batch: Batch, part: slice) -> Batch:
+    groups = {name: getattr(batch, name) for name in ("obs", "layers", "obsm", "modalities")}
+    cut: dict[str, Any] = {name: {k: v[part] for k, v in group.items()} for name, group in groups.items()}
+    return Batch(batch.X[part], rows=batch.rows[part], **cut)
 
 
 def _cut(values: Any, part: slice) -> Any:

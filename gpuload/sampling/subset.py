@@ -119,6 +119,11 @@ class Part:
         """Whether the cells of a fetch of `per_rank` are shuffled."""
         return getattr(self.inner, "is_mixed", True)
 
+    @property
+    def n_partners(self) -> int:
+        """Partners of each cell in the inner strategy's minibatches."""
+        return getattr(self.inner, "n_partners", 0)
+
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
         """Return the number of rows in one epoch, over all ranks."""
         del file_rows

@@ -187,6 +187,24 @@ def test_pairs(files: Any, output: str) -> None:
     assert n_pairs == np.count_nonzero((drug != "dmso") & ~pd.isna(line))
 
 
+@pytest.mark.parametrize("how", ["alone", "subset", "where", "mapped"])
+def test_a_minibatch_says_how_many_controls_each_cell_has(files: Any, how: str) -> None:
+    drug, batch_of = (files[2][name].to_numpy() for name in ("drug", "batch"))
+    sampler: Any = PairedControl("drug", "dmso", match="batch", n_controls=3)
+    settings: dict[str, Any] = {"where": "batch >= 0"} if how == "where" else {}
+    if how == "subset":
+        sampler = Subset(EVERY[5:400], sampler)
+    with gpuload.open_loader(files[0], sampler=sampler, batch_size=16, device="cpu", **settings) as loader:
+        for batch in gpuload.Mapped(loader, lambda batch: batch) if how == "mapped" else loader:
+            perturbed, controls = gpuload.split_pairs(batch)
+            assert 3 * len(perturbed) == len(controls) > 0
+            assert np.all(drug[perturbed.rows] != "dmso")
+            assert np.all(drug[controls.rows] == "dmso")
+            np.testing.assert_array_equal(np.repeat(batch_of[perturbed.rows], 3), batch_of[controls.rows])
+        with pytest.raises(PlanError, match="does not come from a sampler that pairs cells"):
+            gpuload.split_pairs(loader.take(np.arange(16)))
+
+
 def test_pairs_of_tensors(files: Any) -> None:
     torch = pytest.importorskip("torch")
     from gpuload.torch import CellDataset
@@ -195,7 +213,7 @@ def test_pairs_of_tensors(files: Any) -> None:
         sampler = PairedControl("drug", "dmso", match="batch")
         with gpuload.open_loader(files[0], sampler=sampler, batch_size=16, output=output, device="cpu") as loader:
             for batch in CellDataset(loader):
-                for half in gpuload.split_pairs(batch):
+                for half in gpuload.split_pairs(batch, n_partners=1):
                     dense = half["X"].to_dense() if output == "csr" else half["X"]
                     torch.testing.assert_close(dense, torch.from_numpy(files[1][half["rows"].numpy()]))
 
@@ -304,7 +322,7 @@ def test_neighbors_of_graphs_that_anndata_stores(files: Any, tmp_path: Path) -> 
     np.fill_diagonal(edges, False)
     n = 0
     for batch in loaded((with_graphs, *files[1:]), sampler=PairedNeighbor(together, 3)):
-        cells, neighbors = gpuload.split_pairs(batch, n_partners=3)
+        cells, neighbors = gpuload.split_pairs(batch)
         np.testing.assert_array_equal(neighbors.X, X[neighbors.rows])
         for row, theirs in zip(cells.rows, neighbors.rows.reshape(-1, 3), strict=True):
             assert edges[row, theirs].all() if edges[row].any() else np.all(theirs == row)

@@ -560,7 +560,7 @@ def test_the_columns_a_sampler_needs() -> None:
 def test_the_halves_of_a_minibatch() -> None:
     X = np.arange(12.0).reshape(6, 2)
     more = {"layers": {"b": 2 * X}, "obsm": {"c": 3 * X}, "modalities": {"d": csr_matrix(4 * X)}}
-    batch = Batch(X, {"a": np.arange(6)}, np.arange(10, 16), **more)
+    batch = Batch(X, {"a": np.arange(6)}, np.arange(10, 16), **more, n_partners=1)
     perturbed, controls = gpuload.split_pairs(batch)
     assert perturbed.rows.tolist() == [10, 11, 12]
     assert controls.rows.tolist() == [13, 14, 15]
@@ -571,19 +571,43 @@ def test_the_halves_of_a_minibatch() -> None:
         np.testing.assert_array_equal(half.obsm["c"], 3 * expected)
         np.testing.assert_array_equal(half.modalities["d"].toarray(), 4 * expected)
     as_dict = {"X": batch.X, "a": batch.obs["a"], "rows": batch.rows}
-    for half, expected in zip(gpuload.split_pairs(as_dict), (perturbed, controls), strict=True):
+    for half, expected in zip(gpuload.split_pairs(as_dict, 1), (perturbed, controls), strict=True):
         np.testing.assert_array_equal(half["X"], expected.X)
         assert half["rows"].tolist() == expected.rows.tolist()
         assert half["a"].tolist() == expected.obs["a"].tolist()
-    with pytest.raises(
-        PlanError, match="the minibatch has 5 cells, not a multiple of 2; it does not come from a sampler that"
-    ):
-        gpuload.split_pairs(Batch(batch.X[:5], {}, batch.rows[:5]))
-    perturbed, controls = gpuload.split_pairs(batch, n_partners=2)
-    assert (perturbed.rows.tolist(), controls.rows.tolist()) == ([10, 11], [12, 13, 14, 15])
-    np.testing.assert_array_equal(controls.X, X[2:])
-    with pytest.raises(PlanError, match=r"split_pairs\(list\): expected a Batch, or a front's dict of tensors"):
-        gpuload.split_pairs([batch])
+    more["n_partners"] = 2
+    for batch, given in ((Batch(X, {}, np.arange(10, 16), **more), None), (Batch(X, {}, np.arange(10, 16)), 2)):
+        perturbed, controls = gpuload.split_pairs(batch, given)
+        assert (perturbed.rows.tolist(), controls.rows.tolist()) == ([10, 11], [12, 13, 14, 15])
+        np.testing.assert_array_equal(controls.X, X[2:])
+
+
+@pytest.mark.parametrize(
+    ("batch", "given", "message"),
+    [
+        (
+            Batch(np.ones((5, 2)), {}, np.arange(5), n_partners=1),
+            None,
+            "the minibatch has 5 cells, not a multiple of 2; ",
+        ),
+        (
+            Batch(np.ones((6, 2)), {}, np.arange(6)),
+            None,
+            "the minibatch does not come from a sampler that pairs cells; ",
+        ),
+        ({"X": np.ones((6, 2)), "rows": np.arange(6)}, None, "a dict of tensors does not say how many partners each "),
+        (
+            Batch(np.ones((6, 2)), {}, np.arange(6), n_partners=2),
+            1,
+            "(n_partners=1): the minibatch has 2 for each cell",
+        ),
+        ([Batch(np.ones((6, 2)), {}, np.arange(6))], None, "(list): expected a Batch, or a front's dict of tensors"),
+    ],
+)
+def test_minibatches_that_cannot_be_split_into_pairs(batch: Any, given: int | None, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        gpuload.split_pairs(batch, given)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("is_in_subset", [False, True])
