@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpuload.checks import check_order
 from gpuload.errors import PlanError, StoreError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def check_join(join: object) -> str | tuple[str, ...] | None:
         return join
     if isinstance(join, (str, bytes)) or not hasattr(join, "__iter__"):
         raise PlanError(f"join={join!r}: expected 'inner', 'outer', a list of gene names, or None.")
+    check_order("join", join, "a list of gene names")
     names = tuple(str(name) for name in join)
     if not names:
         raise PlanError("join=[]: expected at least one gene name, 'inner', 'outer' or None.")

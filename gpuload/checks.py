@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -88,6 +89,12 @@ def check_names(name: str, given: Any, *, least: int = 0, what: str = "a name", 
         twice = next(n for place, n in enumerate(names) if n in names[:place])
         raise PlanError(f"{said}: {twice!r} is given twice; pass every name once.")
     return names
+
+
+def check_order(name: str, given: object, what: str) -> None:
+    """Raise PlanError for several values without an order that is the same in every process."""
+    if isinstance(given, (set, frozenset, Mapping)):
+        raise PlanError(f"{name}: it was given as a {type(given).__name__}, which says no order; pass {what}.")
 
 
 def check_obs_names(name: str, given: Any, *, least: int = 0, sampler: str = "") -> tuple[str, ...]:

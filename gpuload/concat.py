@@ -11,6 +11,7 @@ from gpuload.alignment import align
 from gpuload.errors import StoreError
 from gpuload.joined import join_files
 from gpuload.store import ObsColumn, Store, check_whole
+from gpuload.types import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,8 +116,8 @@ def _kind(column: ObsColumn) -> str:
     """Return what a column holds; codes of truths, as nullable booleans have, are booleans too."""
     if column.categories is None:
         return "booleans" if column.values.dtype == bool else "numbers"
-    is_of_truths = column.categories.size and all(isinstance(one, (bool, np.bool_)) for one in column.categories)
-    return "booleans" if is_of_truths else "categories"
+    kind = kind_of(column.categories)
+    return "categories of numbers" if kind == "numbers" else kind
 
 
 def _has_value(column: ObsColumn) -> bool:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import check_order
 from gpuload.errors import PlanError, StoreError, listing
 from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
 from gpuload.sampling import Cells, Subset, block_size_of, plain
+from gpuload.types import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -97,6 +99,7 @@ def check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray
             raise PlanError(f"categories: {name!r} is not among obs={list(obs)}; name it there too, or leave it out.")
         if isinstance(given, str) or not hasattr(given, "__iter__"):
             raise PlanError(f"categories[{name!r}]={given!r}: expected a list, whose first category has code 0.")
+        check_order(f"categories[{name!r}]", given, "a list, whose first category has code 0")
         values = list(given)
         if len(set(values)) < len(values):
             raise PlanError(f"categories[{name!r}]: a category is given twice; pass each once.")
@@ -114,6 +117,12 @@ def coded(store: Store, name: str, categories: NDArray[np.object_] | None) -> Ob
         raise PlanError(
             f"categories: obs column {name!r} of {store.paths[0]} holds {column.values.dtype}, which has no "
             "categories; leave it out."
+        )
+    theirs, given = kind_of(column.categories), kind_of(categories)
+    if theirs != given and "categories" not in (theirs, given):  # 1 is not '1': no cell would have any of them
+        raise PlanError(
+            f"categories[{name!r}]: they are {given} but obs column {name!r} of {store.paths[0]} has {theirs} as "
+            "categories; pass those of its type."
         )
     return column.coded_as(categories)
 

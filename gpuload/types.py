@@ -269,6 +269,15 @@ class Column(Protocol):
         """The categories that the codes index, or None."""
 
 
+def kind_of(categories: NDArray[Any]) -> str:
+    """Return what categories are: ``"booleans"``, ``"numbers"``, ``"text"``; or ``"categories"``, if none or mixed."""
+    types = set(map(type, categories))
+    for kind, of_kind in (("booleans", (bool, np.bool_)), ("numbers", (int, float, np.number)), ("text", str)):
+        if types and all(issubclass(one, of_kind) for one in types):
+            return kind
+    return "categories"
+
+
 class Source(Protocol):
     """A source of bytes: a file, an object or a buffer in memory."""
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import PlanError, listing, nearest
+from gpuload.types import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -345,7 +346,5 @@ def _kind(column: Column) -> str:
     """Return what a column holds, in one word."""
     if column.categories is None:
         return "booleans" if column.values.dtype.kind == "b" else "numbers"
-    kinds = {type(c) for c in column.categories}
-    if kinds and all(issubclass(k, bool | np.bool_) for k in kinds):
-        return "booleans"
-    return "numbers" if kinds and all(issubclass(k, int | float | np.number) for k in kinds) else "text"
+    kind = kind_of(column.categories)
+    return "text" if kind == "categories" else kind

@@ -64,6 +64,7 @@ def test_codes_are_those_of_another_loader(two: tuple[Path, Path]) -> None:
         assert codes_of(two[1]) == [1, 0, 2, -1]
         assert codes_of(two[1], categories=train.categories) == [1, 0, -1, -1]
         assert codes_of(two[1], categories=train.categories, sampler=gpuload.Subset([2])) == [-1]
+        assert codes_of(two[1], categories={"kind": dict.fromkeys(["T", "B"]).keys()}) == [-1, 1, -1, -1]
     assert codes_of(two[1], categories={"kind": ["monocyte", "B"]}, where="kind != 'B'") == [-1, 0, -1]
 
 
@@ -74,6 +75,9 @@ def test_categories_that_cannot_be_had(two: tuple[Path, Path]) -> None:
         ({"kind": ["B", "B"]}, r"categories\['kind'\]: a category is given twice"),
         (["kind"], r"categories=\['kind'\]: expected a mapping"),
         ({"kind": 5}, r"categories\['kind'\]=5: expected a list"),
+        ({"kind": {"B", "T"}}, r"categories\['kind'\]: it was given as a set, which says no order; pass a list"),
+        ({"kind": {"B": 1, "T": 0}}, r"categories\['kind'\]: it was given as a dict, which says no order"),
+        ({"kind": [0, 1]}, r"categories\['kind'\]: they are numbers but obs column 'kind' of \S* has text as "),
         ({"depth": ["B"]}, r"obs column 'depth' of \S*train.h5ad holds int64, which has no categories; leave it out"),
     ):
         with pytest.raises(gpuload.PlanError, match=words):

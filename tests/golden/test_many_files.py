@@ -396,7 +396,6 @@ TRUTHS = pd.array([True, None], dtype="boolean")
         ((["a"], pd.array([None], dtype="boolean")), "codes", ["a", None]),
         (([3], [True, False]), "int64", [3, 1, 0]),
         (([3.5], [7]), "float64", [3.5, 7]),
-        ((["a"], pd.Categorical([3])), "codes", ["a", 3]),
     ],
 )
 def test_columns_of_types_that_go_together(columns: Any, dtype: str, expected: list[Any]) -> None:
@@ -414,11 +413,14 @@ def test_columns_of_types_that_go_together(columns: Any, dtype: str, expected: l
 @pytest.mark.parametrize(
     ("columns", "odd", "kind", "first"),
     [
-        (([1], ["a"]), 1, "categories", 0),
+        (([1], ["a"]), 1, "text", 0),
+        ((["1", "2"], pd.Categorical([1, 2])), 1, "categories of numbers", 0),
+        ((pd.Categorical([1, 2]), ["1", "2"], ["3"]), 1, "text", 0),
+        ((pd.Categorical([1, 2]), [1, 2]), 1, "numbers", 0),
         ((["a"], [1.5]), 1, "numbers", 0),
-        (([np.nan], np.empty(0), [1], MISSING, ["a"]), 4, "categories", 2),
+        (([np.nan], np.empty(0), [1], MISSING, ["a"]), 4, "text", 2),
         ((pd.Categorical([1, 0]), pd.Categorical([True, False])), 1, "booleans", 0),
-        ((TRUTHS, ["a"]), 1, "categories", 0),
+        ((TRUTHS, ["a"]), 1, "text", 0),
         ((TRUTHS, [1]), 1, "numbers", 0),
         ((["a"], [True]), 1, "booleans", 0),
     ],
