@@ -313,7 +313,7 @@ def open_loader(
     obs = check_obs_names("obs", obs)
     meant = check_categories(categories, obs)
     from gpuload.backends import open_backend
-    from gpuload.formats import open_matrices
+    from gpuload.formats import open_matrices, read_obs_names
     from gpuload.formats.addresses import at_addresses
 
     paths = at_addresses(paths, cache, storage_options)
@@ -342,7 +342,11 @@ def open_loader(
         check_memory(list(stores.values()), batch_size, fetch_factor, prefetch)
         if wanted is not None:
             sampler = Subset(wanted.mask(store.obs), sampler)
-        strategy = bind(sampler, shuffle, block_size, batch_size, fetch_factor, store)
+
+        def cell_names() -> NDArray[np.object_]:
+            return read_obs_names(paths, modalities[0] if modalities else None, layers[0])
+
+        strategy = bind(sampler, shuffle, block_size, batch_size, fetch_factor, store, cell_names)
         stores["X"] = replace(store, obs={name: coded(store, name, meant.get(name)) for name in obs})
         tables = make_tables(stores, layers[0], genes=genes, transform=transform, output=output, dtype=dtype)
         plan = Plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -11,7 +12,9 @@ import numpy as np
 from gpuload.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
+
+    from numpy.typing import NDArray
 
 _UNITS = {"": 1} | {f"{c}{i}": base**k for k, c in enumerate("KMGT", 1) for i, base in (("", 1000), ("i", 1024))}
 _UNITS["k"] = 1000
@@ -95,6 +98,42 @@ def check_order(name: str, given: object, what: str) -> None:
     """Raise PlanError for several values without an order that is the same in every process."""
     if isinstance(given, (set, frozenset, Mapping)):
         raise PlanError(f"{name}: it was given as a {type(given).__name__}, which says no order; pass {what}.")
+
+
+def check_index(
+    name: str, given: Any, names: Callable[[], NDArray[np.object_]] | None, what: str, all_names: str
+) -> None:
+    """Raise PlanError for a pandas Series of one value each, taken by position, whose index says another order.
+
+    Parameters
+    ----------
+    name
+        Of the argument or sampler, for the error message.
+    given
+        The value given, of the right length; anything but a Series passes.
+    names
+        Returns the names, (n,) object, that an index other than 0, 1, 2, ... must have, in this order; called only for
+        such an index. None: they cannot be known, and every index passes.
+    what, all_names
+        What is named, and an expression that gives all names, for the error message.
+    """
+    pandas = sys.modules.get("pandas")
+    if pandas is None or not isinstance(given, pandas.Series) or given.index.equals(pandas.RangeIndex(len(given))):
+        return
+    is_numbered = pandas.api.types.is_integer_dtype(given.index.dtype)
+    if names is None and not is_numbered:
+        return
+    wanted = np.arange(len(given)) if is_numbered or names is None else names()
+    found = np.asarray(given.index)
+    differing = np.flatnonzero(found != wanted)
+    if differing.size:
+        at = int(differing[0])
+        cure = ".sort_index()" if is_numbered else f".reindex({all_names})"
+        raise PlanError(
+            f"{name}: it was given a Series of pandas whose value {at} is of {found.tolist()[at]!r}, but {what} {at} "
+            f"is {wanted.tolist()[at]!r}; put it in order with {cure}, or, if only its index is wrong, pass its "
+            ".to_numpy()."
+        )
 
 
 def check_obs_names(name: str, given: Any, *, least: int = 0, sampler: str = "") -> tuple[str, ...]:

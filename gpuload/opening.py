@@ -15,7 +15,7 @@ from gpuload.sampling import Cells, Subset, block_size_of, plain
 from gpuload.types import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -169,9 +169,15 @@ def explain_missing_column(
 
 
 def bind(
-    sampler: Sampler | None, shuffle: bool, block_size: int | str, batch_size: int, fetch_factor: int, store: Store
+    sampler: Sampler | None,
+    shuffle: bool,
+    block_size: int | str,
+    batch_size: int,
+    fetch_factor: int,
+    store: Store,
+    cell_names: Callable[[], NDArray[np.object_]],
 ) -> Strategy:
-    """Bind the requested sampler and sizes to the cells of a store."""
+    """Bind the requested sampler and sizes to the cells of a store, whose names `cell_names` returns."""
     fetch_rows, edges = batch_size * fetch_factor, None
     n_chunks = chunks_per_block(block_size)
     if n_chunks is not None:
@@ -187,7 +193,15 @@ def bind(
         _warn_of_large_chunks(int(block_size), fetch_rows, store)
     n_in_block = int(block_size) if edges is None else max(1, round(store.n_obs / max(1, edges.size - 1)))
     cells = Cells(
-        store.paths, store.file_rows, n_in_block, edges, store.obs, batch_size, fetch_rows, shuffle=bool(shuffle)
+        store.paths,
+        store.file_rows,
+        n_in_block,
+        edges,
+        store.obs,
+        batch_size,
+        fetch_rows,
+        shuffle=bool(shuffle),
+        cell_names=cell_names,
     )
     return plain(cells) if sampler is None else sampler.over(cells)
 

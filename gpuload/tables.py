@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_names
+from gpuload.checks import check_index, check_names
 from gpuload.errors import PlanError, listing
 from gpuload.types import Form, Transform
 
@@ -154,6 +154,7 @@ def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, ND
             raise PlanError(
                 f"genes is a mask of {wanted.size} entries but the matrix has {store.n_vars} genes; pass one for each."
             )
+        check_index("genes", genes, lambda: store.var_names, "gene", "loader.var_names")
         chosen = np.flatnonzero(wanted)
     elif wanted.size and wanted.dtype.kind not in "OSU":
         raise PlanError(f"genes has dtype {wanted.dtype}; expected gene names or a boolean mask.")

@@ -47,7 +47,7 @@ def table_columns(
     n_obs
         Number of cells.
     cell_names
-        Returns their names, (n_obs,) object; called only if the index is not of integers.
+        Returns their names, (n_obs,) object; not called for a RangeIndex, which can only be row numbers.
 
     Raises
     ------
@@ -56,6 +56,8 @@ def table_columns(
     """
     if pd.api.types.is_integer_dtype(table.index.dtype):
         place = _places_by_row(table.index, n_obs)
+        if not isinstance(table.index, pd.RangeIndex):
+            _check_rows_are_no_names(table.index, cell_names())
     else:
         place = _places_by_name(table.index, cell_names())
     return {name: _column(table, name, place) for name in names}
@@ -81,6 +83,19 @@ def _places_by_row(index: pd.Index, n_obs: int) -> NDArray[np.int64]:
     place = np.full(n_obs, -1, dtype=np.int64)
     place[rows] = np.arange(rows.size)
     return place
+
+
+def _check_rows_are_no_names(index: pd.Index, cells: NDArray[np.object_]) -> None:
+    """Raise PlanError if whole numbers of an index, read as row numbers, are the names of other cells."""
+    names = index.astype(str).to_numpy(dtype=object)
+    differing = cells[index.to_numpy(dtype=np.int64)] != names
+    others = np.flatnonzero(pd.Index(cells).isin(names[differing]))
+    if others.size:
+        raise PlanError(
+            f"obs_table: {cells[others[0]]} in its index is a row number, but also the name of the cell in row "
+            f"{others[0]}; make the index text, index.astype(str), to match names, or pass a row for each cell, in "
+            "order, and reset_index() to match row numbers."
+        )
 
 
 def _places_by_name(index: pd.Index, cells: NDArray[np.object_]) -> NDArray[np.int64]:

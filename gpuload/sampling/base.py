@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from gpuload.checks import check_obs_names, is_number, is_whole
+from gpuload.checks import check_index, check_obs_names, is_number, is_whole
 from gpuload.errors import PlanError, nearest
 from gpuload.sampling.rows import SLICE, row_list
 
@@ -149,6 +149,8 @@ class Cells:
         Rows of the store that these cells are, ascending; None for all.
     store_rows
         Number of rows in each file of the store, if `chosen` is given.
+    cell_names
+        Returns the names of all cells of the store, shape (n_store_rows,) object.
     """
 
     names: tuple[str, ...]
@@ -161,6 +163,7 @@ class Cells:
     shuffle: bool = True
     chosen: RowList | None = None
     store_rows: tuple[int, ...] | None = None
+    cell_names: Callable[[], NDArray[np.object_]] | None = None
 
     @property
     def n_rows(self) -> int:
@@ -180,6 +183,10 @@ class Cells:
         for start, rows in self.chosen.slices():
             out[start : start + rows.size] = values[rows]
         return out
+
+    def check_index(self, sampler: str, given: Any) -> None:
+        """Raise PlanError for a Series of pandas with a value for each cell of the store, but in another order."""
+        check_index(sampler, given, self.cell_names, "cell", "gpuload.obs_names(paths)")
 
     def part(self, rows: RowList) -> Cells:
         """Return a subset of these cells, given by ascending rows among them."""
@@ -203,6 +210,7 @@ class Cells:
         codes, names = _labels(column)
         if codes.size != self.n_store_rows:
             raise PlanError(f"{sampler}: {codes.size} labels for {self.n_store_rows} cells; pass one per cell.")
+        self.check_index(sampler, column)
         return Classes(self.take(codes), names)
 
     def _coded(self, name: str) -> tuple[NDArray[np.integer], Names]:
@@ -310,8 +318,9 @@ def _labels(given: Any) -> tuple[NDArray[np.integer], Names]:
     return codes.astype(np.int32), _names_of(names)
 
 
-def check_mask(sampler: str, given: Any, n_rows: int) -> NDArray[np.bool_]:
+def check_mask(sampler: str, given: Any, cells: Cells) -> NDArray[np.bool_]:
     """Return a mask over all cells of the store; raise PlanError if it is not one."""
+    n_rows = cells.n_store_rows
     mask: NDArray[np.bool_] = np.asarray(given)
     if mask.dtype != bool or mask.ndim != 1:
         raise PlanError(
@@ -319,6 +328,7 @@ def check_mask(sampler: str, given: Any, n_rows: int) -> NDArray[np.bool_]:
         )
     if mask.size != n_rows:
         raise PlanError(f"{sampler}: the mask has {mask.size} entries but there are {n_rows} cells; pass one per cell.")
+    cells.check_index(sampler, given)
     return mask
 
 

@@ -228,7 +228,7 @@ class Mixture:
             rows = list_of_runs(edges[found[0] : found[0] + 2].reshape(1, 2))
         else:
             name = "a mask"
-            rows = list_of_mask(cells.take(check_mask("Mixture", part, cells.n_store_rows)))
+            rows = list_of_mask(cells.take(check_mask("Mixture", part, cells)))
         if not rows.n_rows:
             raise PlanError(f"Mixture: {name} has no cells; leave it out.")
         return rows

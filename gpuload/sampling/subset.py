@@ -30,7 +30,8 @@ class Subset:
     Parameters
     ----------
     rows
-        Distinct integer row numbers over all paths, in any order; or a boolean mask with one entry per cell.
+        Distinct integer row numbers over all paths, in any order; or a boolean mask with one entry per cell, in the
+        order of the cells (of a pandas Series, the index is compared with their names).
     inner
         Sampler applied to these cells; None: the loader's default (``shuffle``, ``block_size``). Blocks are cut from
         the chosen cells, numbered consecutively. Labels, weights, masks and rows of the inner sampler refer to all
@@ -56,7 +57,7 @@ class Subset:
 
     def over(self, cells: Cells) -> Strategy:
         """Find the rows; they are stored as runs, or 4 bytes each, whichever is smaller."""
-        within = list_of_mask(cells.take(self._mask(cells.n_store_rows)))
+        within = list_of_mask(cells.take(self._mask(cells)))
         if not within.n_rows:
             those = " that the enclosing one selects" if cells.chosen else ""
             raise PlanError(f"Subset: it selects no cells{those}; name at least one.")
@@ -64,10 +65,10 @@ class Subset:
         inner = plain(part) if self.inner is None else as_sampler(self.inner).over(part)
         return Part(inner, within, part.file_rows)
 
-    def _mask(self, n_rows: int) -> NDArray[np.bool_]:
-        given = np.asarray(self.rows)
+    def _mask(self, cells: Cells) -> NDArray[np.bool_]:
+        n_rows, given = cells.n_store_rows, np.asarray(self.rows)
         if given.dtype == bool:
-            return check_mask("Subset", given, n_rows)
+            return check_mask("Subset", self.rows, cells)
         if not given.size:
             return np.zeros(n_rows, dtype=bool)
         if given.ndim != 1 or given.dtype.kind not in "iu":

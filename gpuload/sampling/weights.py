@@ -42,6 +42,7 @@ def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
         )
     if weights.size != cells.n_store_rows:
         raise PlanError(f"Weighted: {weights.size} weights for {cells.n_store_rows} cells; pass one per cell.")
+    cells.check_index("Weighted", given)
     total_is_zero = True
     weights = cells.take(weights)
     for start, part in _slices(weights):

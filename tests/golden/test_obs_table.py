@@ -204,6 +204,30 @@ def test_what_does_not_fit_is_refused(files: list[Path], table: pd.DataFrame, ch
     assert str(caught.value).startswith(message)
 
 
+def numbered_file(path: Path, names: list[str]) -> Path:
+    obs = pd.DataFrame({"own": range(len(names))}, index=names)
+    anndata.AnnData(np.ones((len(names), 3), np.float32), obs).write_h5ad(path)
+    return path
+
+
+def test_row_numbers_that_are_names_of_other_cells(tmp_path: Path) -> None:
+    """As in a table from a CSV file, in which the names of cells that were chosen from more have become numbers."""
+    path = numbered_file(tmp_path / "some.h5ad", ["4", "2", "9", "1"])
+    table = pd.DataFrame({"x": [10, 20, 30]}, index=[1, 2, 3])
+    with pytest.raises(gpuload.PlanError) as caught:
+        gpuload.open_loader(path, obs_table=table, obs=["x"], device="cpu")
+    assert str(caught.value) == (
+        "obs_table: 2 in its index is a row number, but also the name of the cell in row 1; make the index text, "
+        "index.astype(str), to match names, or pass a row for each cell, in order, and reset_index() to match row "
+        "numbers."
+    )
+    assert same(loaded(path, table.set_axis(["1", "2", "3"]), obs=["x"])["x"], [None, 20, None, 10])
+    all_rows = pd.DataFrame({"x": [10, 20, 30, 40]})
+    assert loaded(path, all_rows, obs=["x"])["x"].tolist() == [10, 20, 30, 40]
+    same_names = numbered_file(tmp_path / "all.h5ad", ["0", "1", "2", "3"])
+    assert same(loaded(same_names, table, obs=["x"])["x"], [None, 10, 20, 30])
+
+
 def test_names_that_do_not_tell_cells_apart(files: list[Path], table: pd.DataFrame) -> None:
     with pytest.raises(gpuload.PlanError, match=r"obs_table: 2 cells have the name 'cell-0-.*'; index it by row num"):
         gpuload.open_loader([files[0], files[0]], obs_table=table, obs=["state"], device="cpu")

@@ -428,6 +428,57 @@ def test_a_functions_rows_are_those_of_all_cells(plain: Stored, how: str, as_row
     np.testing.assert_array_equal(found, named[chosen[named]])
 
 
+SERIES = {
+    "Subset": lambda series: Subset(series > 1),
+    "Weighted": Weighted,
+    "ClassBalanced": ClassBalanced,
+    "Grouped": lambda series: Grouped(series.astype("category"), 4),
+    "Mixture": lambda series: Mixture([(series > 1, 0.5), (series <= 1, 0.5)]),
+    "in a Subset": lambda series: Subset(np.arange(100), Weighted(series)),
+}
+
+
+@pytest.mark.parametrize("name", SERIES)
+def test_a_series_has_its_values_in_the_order_of_the_cells(plain: Stored, name: str) -> None:
+    """Values are taken by position, so an index that says another order is refused, and one that does not is not."""
+    cells = list(plain.obs.index)
+    given = pd.Series(np.arange(131) % 3, index=cells)
+    for index in (cells, range(131), np.arange(131), pd.CategoricalIndex(cells)):
+        with gpuload.open_loader(plain.path, sampler=SERIES[name](given.set_axis(index)), batch_size=8) as loader:
+            assert len(next(iter(loader))) == 8
+    shuffled = given.sample(frac=1, random_state=0)
+    numbered = given.reset_index(drop=True).sort_values(kind="stable")
+    sampler = "Weighted" if name == "in a Subset" else name
+    for series, at, found, cell, cure in (
+        (shuffled, 0, shuffled.index[0], cells[0], "reindex(gpuload.obs_names(paths))"),
+        (numbered, 1, 3, 1, "sort_index()"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            gpuload.open_loader(plain.path, sampler=SERIES[name](series), batch_size=8)
+        assert str(caught.value) == (
+            f"{sampler}: it was given a Series of pandas whose value {at} is of {found!r}, but cell {at} is {cell!r}; "
+            f"put it in order with .{cure}, or, if only its index is wrong, pass its .to_numpy()."
+        )
+
+
+def test_a_series_of_row_numbers_may_have_any_index(plain: Stored) -> None:
+    rows = pd.Series([7, 3, 9], index=["x", "y", "z"])
+    with gpuload.open_loader(plain.path, sampler=Subset(rows)) as loader:
+        assert sorted(next(iter(loader)).rows) == [3, 7, 9]
+
+
+def test_a_mask_of_genes_has_the_order_of_the_genes(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path) as loader:
+        genes = loader.var_names
+    mask = pd.Series(np.arange(genes.size) % 2 == 0, index=genes)
+    with gpuload.open_loader(plain.path, genes=mask) as loader:
+        np.testing.assert_array_equal(loader.var_names, genes[::2])
+    with pytest.raises(
+        PlanError, match=r"^genes: it was given a Series of pandas whose value 0 is of '.*reindex\(load"
+    ):
+        gpuload.open_loader(plain.path, genes=mask[::-1])
+
+
 def test_a_function_whose_rows_are_all_left_out(plain: Stored) -> None:
     sampler = Subset(np.arange(50, 60), Custom(lambda epoch_seed, rank, world_size: [[3, 9], [70, 80]]))
     with pytest.raises(PlanError) as caught, gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader:
