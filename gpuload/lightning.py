@@ -54,7 +54,8 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
 
     Notes
     -----
-    The epoch is the trainer's: epoch 3 has the same order with or without a restart.
+    The epoch is the trainer's: epoch 3 has the same order with or without a restart. With ``overfit_batches``, every
+    epoch is the first, from its start, so the model sees the same minibatches in each.
 
     Checkpoints store the position in the training epoch, so a run resumed with ``ckpt_path`` gets exactly the
     minibatches it had not yet seen. If a run resumes mid-epoch with another number of processes, the remaining cells
@@ -243,8 +244,12 @@ class _Epochs:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         # A generator: Lightning calls iter() before it knows the epoch of the first minibatch.
-        if self._module.trainer is not None:
-            self._dataset.set_epoch(self._module.trainer.current_epoch)
+        trainer = self._module.trainer
+        if trainer is not None and not getattr(trainer, "overfit_batches", 0):
+            self._dataset.set_epoch(trainer.current_epoch)
+        elif trainer is not None:
+            for epoch in (1, 0):  # from another epoch, as a position in epoch 0 would be kept
+                self._dataset.set_epoch(epoch)
         yield from self._dataset
 
 

@@ -553,6 +553,24 @@ def test_part_of_an_epoch_and_then_the_next(front, Model, make_trainer, train, p
     assert model.seen == [(e, batch) for e in range(2) for batch in epoch_of(plain.path, e)[:2]]
 
 
+@in_lightning
+def test_the_minibatches_to_overfit_are_the_same_in_each_epoch(
+    front, Model, make_trainer, pl, train, plain, uninterrupted, tmp_path
+):
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    first = epoch_of(plain.path, 0)[:2]
+    model = Model(plain.dense.shape[1])
+    make_trainer(max_epochs=2, overfit_batches=2, callbacks=[saver], enable_checkpointing=True).fit(
+        model, front.CellDataModule(train, train)
+    )
+    assert model.seen == [(e, batch) for e in range(2) for batch in first]
+    model = Model(plain.dense.shape[1])
+    make_trainer(max_epochs=4, overfit_batches=2).fit(
+        model, front.CellDataModule(train, train), ckpt_path=tmp_path / "step=4.ckpt"
+    )
+    assert model.seen == [(e, batch) for e in (2, 3) for batch in first]
+
+
 RANKS = """
 import json, sys
 import lightning.pytorch as pl, torch
