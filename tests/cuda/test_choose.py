@@ -10,7 +10,7 @@ import pytest
 
 from gpuload.backends.cuda import open_cuda
 from gpuload.backends.cuda.choose import N_TRIALS, MeasuredReader
-from gpuload.errors import MissingDependencyError
+from gpuload.errors import MissingDependencyError, ReadError
 from tests.cuda.fake_device import FakeDevice, FakeNvcomp
 
 
@@ -99,3 +99,49 @@ def test_without_kvikio_auto_reads_through_page_locked_memory(
     assert "needs nvidia-cufile" in caplog.text
     assert "io='auto' reads through page-locked host memory" in caplog.text
     backend.close()
+
+
+class Failing(Timed):
+    """A reader whose reads fail."""
+
+    def start(self, *args: Any, **named: Any) -> Any:
+        pending = super().start(*args, **named)
+
+        def result() -> None:
+            raise ReadError("cells.h5ad: KvikIO cannot open it: no such thing. Use io='pinned'.")
+
+        pending.result = result
+        return pending
+
+
+def test_a_reader_that_fails_in_its_trial_is_given_up_and_its_reads_done_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device = FakeDevice()
+    one = np.array([1000])
+    failing, other = Failing("compat", 1e-6), Timed("pinned", 1e-6)
+    chooser = MeasuredReader(device, failing, other)  # type: ignore[arg-type]
+    under_way = [chooser.start(None, one * 0, one, one * 0, None, device.stream()) for _ in range(4)]  # type: ignore[arg-type]
+    assert (failing.n_started, other.n_started) == (2, 2)
+    for pending in under_way:
+        pending.result()
+    assert (failing.n_started, other.n_started) == (2, 4)
+    assert chooser.io_mode == "pinned"
+    for _ in range(9):
+        read(chooser, device, 1000)
+    assert (failing.n_started, other.n_started) == (2, 13)
+    (warning,) = caplog.messages
+    assert warning == (
+        "cells.h5ad: KvikIO cannot open it: no such thing. Use io='pinned'. Until then, io='auto' reads by 'pinned'."
+    )
+
+
+@pytest.mark.parametrize("is_last_alone", [True, False])
+def test_a_read_that_no_reader_can_do_is_an_error(is_last_alone: bool) -> None:
+    device = FakeDevice()
+    first = Timed("compat", 1e-6) if is_last_alone else Failing("compat", 1e-6)
+    chooser = MeasuredReader(device, first, Failing("pinned", 1e-6))  # type: ignore[arg-type]
+    if is_last_alone:
+        read(chooser, device, 1000)  # by the first
+    with pytest.raises(ReadError, match="no such thing"):
+        read(chooser, device, 1000)

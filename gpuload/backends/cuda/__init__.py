@@ -36,7 +36,7 @@ def open_cuda(
         Limit on device memory; None for no limit.
     io
         ``"kvikio"``, ``"pinned"``, or ``"auto"``: whichever measures faster. Without KvikIO, or without a cuFile
-        library for it, ``"auto"`` warns and takes ``"pinned"``.
+        library for it, or if it fails while both are measured, ``"auto"`` warns and takes ``"pinned"``.
     """
     from gpuload.backends.cuda.backend import CudaBackend
     from gpuload.backends.cuda.choose import MeasuredReader

@@ -8,8 +8,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gpuload.backends.cuda.readers import Pending
+from gpuload.errors import ReadError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -39,12 +42,12 @@ class MeasuredReader:
     device
         Where the bytes go: a trial ends when they have arrived.
     readers
-        The candidates.
+        The candidates. A read of a trial that fails is done again by the last one, which then gets all the others too.
     """
 
     def __init__(self, device: Device, *readers: Reader) -> None:
         self._device = device
-        self._readers = readers
+        self.readers = readers
         self._lock = threading.Lock()
         self._n_started = 0
         self._trials: list[list[tuple[int, float]]] = [[] for _ in readers]
@@ -53,7 +56,7 @@ class MeasuredReader:
     @property
     def io_mode(self) -> str:
         """The path of the chosen reader, or of the first one until the choice is made."""
-        return (self._chosen or self._readers[0]).io_mode
+        return (self._chosen or self.readers[0]).io_mode
 
     def start(
         self,
@@ -71,19 +74,33 @@ class MeasuredReader:
         if chosen is not None:
             return chosen.start(source, offset, nbytes, place, out, stream, name=name)
         with self._lock:
-            number = self._n_started % len(self._readers)
+            number = self._n_started % len(self.readers)
             self._n_started += 1
-        pending = self._readers[number].start(source, offset, nbytes, place, out, stream, name=name)
-        return _Trial(self, number, pending, int(nbytes.sum()), stream)
+
+        def start(reader: Reader) -> Pending:
+            return reader.start(source, offset, nbytes, place, out, stream, name=name)
+
+        return _Trial(self, number, start, int(nbytes.sum()), stream)
 
     def close(self) -> None:
         """Close all readers."""
-        for reader in self._readers:
+        for reader in self.readers:
             reader.close()
 
     def wait_for(self, stream: Any) -> None:
         """Wait for the work given to a stream so far."""
         self._device.wait(self._device.record(stream))
+
+    def give_up(self, number: int, error: ReadError) -> Reader | None:
+        """Return the reader to use in place of one that failed; None for the last one, whose errors count."""
+        last = self.readers[-1]
+        if self.readers[number] is last:
+            return None
+        with self._lock:
+            is_news, self._chosen = self._chosen is not last, last
+        if is_news:
+            _log.warning("%s Until then, io='auto' reads by %r.", error, last.io_mode)
+        return last
 
     def note(self, number: int, nbytes: int, seconds: float) -> None:
         """Record how long a reader took; choose once all have been tried often enough."""
@@ -92,27 +109,38 @@ class MeasuredReader:
             if self._chosen is not None or min(map(len, self._trials)) <= N_TRIALS:
                 return
             rates = [sum(n for n, _ in timed[1:]) / sum(s for _, s in timed[1:]) for timed in self._trials]
-            marks = [rate / HANDICAP.get(r.io_mode, 1.0) for r, rate in zip(self._readers, rates, strict=True)]
-            self._chosen = self._readers[marks.index(max(marks))]
-        told = ", ".join(f"{r.io_mode} {rate / 1e9:.1f} GB/s" for r, rate in zip(self._readers, rates, strict=True))
+            marks = [rate / HANDICAP.get(r.io_mode, 1.0) for r, rate in zip(self.readers, rates, strict=True)]
+            self._chosen = self.readers[marks.index(max(marks))]
+        told = ", ".join(f"{r.io_mode} {rate / 1e9:.1f} GB/s" for r, rate in zip(self.readers, rates, strict=True))
         _log.info("reading: chose %r (%s)", self._chosen.io_mode, told)
 
 
 class _Trial(Pending):
     """A read timed until its bytes are on the device."""
 
-    def __init__(self, owner: MeasuredReader, number: int, pending: Pending, nbytes: int, stream: Any) -> None:
+    def __init__(
+        self, owner: MeasuredReader, number: int, start: Callable[[Reader], Pending], nbytes: int, stream: Any
+    ) -> None:
         super().__init__()
         self._owner = owner
         self._number = number
-        self._pending = pending
+        self._again = start
+        self._pending = start(owner.readers[number])
         self._nbytes = nbytes
         self._stream = stream
         self._start = time.perf_counter()
 
     def result(self) -> None:
-        """Wait for the read, then for the device."""
-        self._pending.result()
+        """Wait for the read, then for the device; if the read failed, for another reader's."""
+        try:
+            self._pending.result()
+        except ReadError as error:
+            other = self._owner.give_up(self._number, error)
+            if other is None:
+                raise
+            self._pending = self._again(other)
+            self._pending.result()
+            return
         self._owner.wait_for(self._stream)
         self._owner.note(self._number, self._nbytes, time.perf_counter() - self._start)
 
