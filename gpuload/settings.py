@@ -44,14 +44,18 @@ def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
 
 def fill_in(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments, with those that `settings` among them supplies; raises as `read_settings`."""
-    known = tuple(name for name in inspect.signature(function).parameters if name not in NOT_SAVED)
-    saved = read_settings(given.get("settings"), known)
+    saved = read_settings(given.get("settings"), known_settings(function))
     sampler = given.get("sampler")
     if sampler is not None:  # it sets the order, perhaps the block size too, as if given
         saved.pop("shuffle", None)
     if block_size_of(sampler) is not None:
         saved.pop("block_size", None)
     return {**saved, **given}
+
+
+def known_settings(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the arguments of a function that a settings file can hold."""
+    return tuple(name for name in inspect.signature(function).parameters if name not in NOT_SAVED)
 
 
 def read_settings(

@@ -27,8 +27,8 @@ MEMORY_SHARE = 0.125
 IN_FLIGHT = 3
 """Fetches in memory at the same time: one being returned and, by default, two loading."""
 
-MAX_LOSS = 0.01
-"""Default for the loss of minibatch entropy against true random order that counts as equally good."""
+MIN_ENTROPY = 0.99
+"""Default for the minibatch entropy, relative to true random order, that counts as equally good."""
 
 SAME = 0.05
 """Speeds that differ by less count as equal: shorter blocks, which mix better, and the smaller fetch then win."""
@@ -45,14 +45,16 @@ class Advice:
     block_size: int | str
     fetch_nbytes: int
     random_entropy_bits: float
-    max_loss: float
+    min_entropy: float
     candidates: tuple[Outlook, ...]
     reasons: tuple[str, ...]
     fetch_cells: int
     """Cells resident at the same time."""
 
 
-def advise(store: Store, batch_size: int, label: str | None, memory_nbytes: int, max_loss: float = MAX_LOSS) -> Advice:
+def advise(
+    store: Store, batch_size: int, label: str | None, memory_nbytes: int, min_entropy: float = MIN_ENTROPY
+) -> Advice:
     """Return settings for a file.
 
     Parameters
@@ -65,8 +67,8 @@ def advise(store: Store, batch_size: int, label: str | None, memory_nbytes: int,
         Column of obs whose mix matters, or None.
     memory_nbytes
         Available memory.
-    max_loss
-        Fraction of the entropy in true random order that may be lost.
+    min_entropy
+        Minimum label entropy of minibatches, relative to true random order.
 
     Raises
     ------
@@ -84,7 +86,7 @@ def advise(store: Store, batch_size: int, label: str | None, memory_nbytes: int,
         pace = measure_pace(outlooks, usable_cores(), few)
         factors = sorted({most, max(1, most // 4), max(1, most // 16)}, reverse=True)
         candidates = tuple(outlooks.of(size, factor, pace) for factor in factors for size in outlooks.sizes(factor))
-    chosen, why = _choose(candidates, batch_size, label, outlooks.random_bits, max_loss)
+    chosen, why = _choose(candidates, batch_size, label, outlooks.random_bits, min_entropy)
     block_size, factor = (DEFAULT_BLOCK_SIZE, most) if chosen is None else (chosen.block_size, chosen.fetch_factor)
     fetch_cells = min(store.n_obs, batch_size * factor)
     fetch_nbytes = int(fetch_cells * per_cell)
@@ -99,7 +101,7 @@ def advise(store: Store, batch_size: int, label: str | None, memory_nbytes: int,
         reasons.append(f"{label}, as it lies in the file: {outlooks.why_not_model(size, factor)}")
     random_bits = outlooks.random_bits
     return Advice(
-        batch_size, factor, block_size, fetch_nbytes, random_bits, max_loss, candidates, tuple(reasons), fetch_cells
+        batch_size, factor, block_size, fetch_nbytes, random_bits, min_entropy, candidates, tuple(reasons), fetch_cells
     )
 
 
@@ -115,7 +117,7 @@ def _fetch_factor(largest: int, batch_size: int, per_cell: float, memory_nbytes:
 
 
 def _choose(
-    candidates: tuple[Outlook, ...], batch_size: int, label: str | None, random_bits: float, max_loss: float
+    candidates: tuple[Outlook, ...], batch_size: int, label: str | None, random_bits: float, min_entropy: float
 ) -> tuple[Outlook | None, str]:
     """Return the cheapest candidate that mixes as well as required, and why it was chosen."""
     if not candidates:
@@ -123,9 +125,9 @@ def _choose(
     if label is None:
         wanted = f"{BLOCKS_PER_FETCH} or more blocks a fetch (give --label to judge by a label's mix)"
     else:
-        within = f"within {text.share(max_loss)} of true random order's {text.bits(random_bits)} bits"
-        wanted = f"the {label} entropy of a minibatch {within}"
-    good = [c for c in candidates if c.mixes(batch_size, (1 - max_loss) * random_bits)]
+        least = f"{100 * min_entropy:g} % of true random order's {text.bits(random_bits)} bits"
+        wanted = f"a {label} entropy in minibatches of at least {least}"
+    good = [c for c in candidates if c.mixes(batch_size, min_entropy * random_bits)]
     if not good:
         best = candidates[0] if label is None else max(candidates, key=lambda c: c.entropy_bits)
         return best, f"no candidate reaches {wanted}; the most mixed one has {_cost(best)}."

@@ -44,6 +44,7 @@ cores. On a GPU, ceilings and the rates of decoding and gathering are not report
 examples:
   gpuload bench atlas.h5ad
   gpuload bench atlas.h5ad --block-size chunk --label donor
+  gpuload bench atlas.h5ad --settings settings.json           as gpuload tune has saved them
   gpuload bench atlas.h5ad --output csr --seconds 10 --repeats 5 --json
   gpuload bench atlas.h5ad --stream                           file order, the fastest
   gpuload bench atlas.h5ad --block-size 1                     true random order
@@ -113,6 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    settings.settle(args)
     text.check_folders(args.timeline, args.report)
     result, spans, gpus = bench(args)
     if args.json:

@@ -133,8 +133,8 @@ def _draw_choices(axis: Any, advised: Advice, label: str) -> None:
                 axis.plot(*point, marker="o", markersize=14, fillstyle="none", color=_INK, zorder=4)
     random = advised.random_entropy_bits
     axis.axhline(random, color=_INK, linewidth=1, linestyle=(0, (4, 3)), zorder=2, label="true random order")
-    least = (1 - advised.max_loss) * random
-    axis.axhline(least, color=_FAINT, linewidth=1, zorder=1, label=f"{100 * advised.max_loss:g} % less")
+    least = advised.min_entropy * random
+    axis.axhline(least, color=_FAINT, linewidth=1, zorder=1, label=f"{100 * advised.min_entropy:g} % of it")
     axis.set_xlim(0)
     axis.legend(frameon=False, fontsize=8.5, loc="best")
     axis.set_xlabel("cells/s by the cost model, once every checksum was verified", fontsize=9, color=_INK)

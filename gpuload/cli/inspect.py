@@ -44,7 +44,7 @@ not account for disk speed; gpuload tune times real reads.
 examples:
   gpuload inspect atlas.h5ad
   gpuload inspect atlas.h5ad --label donor --batch-size 256
-  gpuload inspect atlas.h5ad --label drug --max-loss 0.02 --plot drug.png
+  gpuload inspect atlas.h5ad --label drug --min-entropy 0.98 --plot drug.png
   gpuload inspect plate1.h5ad plate2.h5ad --layer counts --json
 """
 
@@ -56,11 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings.add_join_argument(parser)
     settings.add_batch_size_argument(parser)
     parser.add_argument(
-        "--max-loss",
+        "--min-entropy",
         type=text.fraction,
-        default=advice.MAX_LOSS,
+        default=advice.MIN_ENTROPY,
         metavar="X",
-        help="fraction of true random order's entropy that may be lost (default: 0.01)",
+        help="minimum label entropy of minibatches, relative to true random order (default: 0.99)",
     )
     parser.add_argument(
         "--plot",
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     with closing(open_store(args.paths, layer=args.layer, obs=labels, join=join)) as store:
         text.say_of_compiling(is_quiet=args.quiet)
         found = {**describe(store, args.paths, args.layer), "join": join}
-        advised = advice.advise(store, args.batch_size, args.label, available_memory(), args.max_loss)
+        advised = advice.advise(store, args.batch_size, args.label, available_memory(), args.min_entropy)
         if args.plot:
             per_chunk = np.diff(store.chunk_edges())
             column, form = store.obs[args.label], text.form_of(args.plot)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import gpuload
 from gpuload.alignment import JOINS
 from gpuload.cli import text
-from gpuload.errors import ReadError
+from gpuload.errors import PlanError, ReadError
 from gpuload.plan import DEFAULT_BLOCK_SIZE
+from gpuload.settings import known_settings, read_settings
 
 if TYPE_CHECKING:
     import argparse
@@ -34,10 +35,16 @@ _NAMES = (
     "io",
 )
 
+_ALSO = ("stream", "genes", "join", "target_sum", "log1p")
+"""Options that say a setting in another way."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add an option for every setting of a loader."""
+    """Add an option for every setting of a loader, and one for a settings file; `settle` must follow the parsing."""
     group = parser.add_argument_group("loader")
+    group.add_argument(
+        "--settings", metavar="FILE", help="settings for what no option here says, as saved by gpuload tune --out FILE"
+    )
     add_minibatch_arguments(group)
     group.add_argument(
         "--block-size",
@@ -88,6 +95,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="once",
         help="when to verify checksums (default: once)",
     )
+    defaults = {name: parser.get_default(name) for name in (*_NAMES, *_ALSO)}
+    parser.set_defaults(**dict.fromkeys(defaults), defaults=defaults)  # None: not given
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Complete the options that were not given, from the settings file if there is one, else by their defaults.
+
+    Raises
+    ------
+    ReadError
+        The settings file cannot be read.
+    PlanError
+        It is not one, or has a setting for which there is no option.
+    """
+    saved = read_settings(args.settings, known_settings(gpuload.open_loader))
+    for name in saved:
+        if name not in (*_NAMES, "shuffle", "genes", "join"):
+            raise PlanError(
+                f"--settings {args.settings}: gpuload {args.command} has no option for {name!r}; leave it out."
+            )
+    if "shuffle" in saved:
+        saved["stream"] = not saved.pop("shuffle")
+    for name, default in args.defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, saved.get(name, default))
 
 
 def add_minibatch_arguments(group: argparse._ActionsContainer) -> None:
@@ -127,8 +159,8 @@ def join_of(args: argparse.Namespace) -> str | list[str] | None:
     ReadError
         The file of genes cannot be read.
     """
-    join: str | None = args.join
-    if join is None or join in JOINS:
+    join: str | list[str] | None = args.join
+    if join is None or isinstance(join, list) or join in JOINS:
         return join
     try:
         return read_names(join)
@@ -144,7 +176,7 @@ def open_loader(args: argparse.Namespace, cache: SampleStore | None = None) -> L
         args.paths,
         shuffle=not args.stream,
         obs=(args.label,) if args.label else (),
-        genes=read_names(args.genes) if args.genes else None,
+        genes=read_names(args.genes) if isinstance(args.genes, str) else args.genes,
         join=join_of(args),
         transform=transform,
         cache=cache,

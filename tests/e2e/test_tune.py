@@ -332,6 +332,25 @@ def test_tune_writes_a_file_that_a_loader_takes(run, path, tmp_path):
         assert loader.batch_size == 8
 
 
+def test_bench_takes_the_file_and_options_override_it(run, path, tmp_path):
+    saved = {"batch_size": 8, "block_size": "chunk", "fetch_factor": 3, "shuffle": False, "output": "csr"}
+    with gpuload.open_loader(path) as loader:
+        genes = list(loader.var_names[:5])
+    (tmp_path / "settings.json").write_text(json.dumps({"settings": {**saved, "genes": genes}}))
+    given = ("--settings", tmp_path / "settings.json", "--seconds", 0.05, "--repeats", 1, "--json")
+    code, said, err = run("bench", path, "--fetch-factor", 2, *given)
+    found = json.loads(said)
+    assert (code, err) == (0, "")
+    assert {name: found[name] for name in saved} == {**saved, "fetch_factor": 2}
+    assert (found["genes"], found["n_vars"]) == (genes, 5)
+    assert (found["prefetch"], found["seed"], found["drop_last"]) == (2, 0, False), "defaults"
+    (tmp_path / "settings.json").write_text(json.dumps({**saved, "where": "plate == 'p1'"}))
+    assert run("bench", path, *given)[2] == (
+        f"gpuload bench: --settings {tmp_path / 'settings.json'}: gpuload bench has no option for 'where'; leave it "
+        "out.\n"
+    )
+
+
 def test_tune_as_json_without_a_label(run, path):
     code, said, _ = run("tune", path, "--json", "--batch-size", 8, "--output", "csr", "--seconds", 0.1)
     found = json.loads(said)
@@ -393,11 +412,11 @@ def test_pictures_of_other_forms_are_refused_before_the_work(arguments, name, pa
     assert f"{name!r}: expected a name that ends in .png, .svg, .pdf" in capsys.readouterr().err
 
 
-def test_inspect_takes_the_loss_that_is_allowed(run, path, monkeypatch):
+def test_inspect_takes_the_entropy_that_is_required(run, path, monkeypatch):
     monkeypatch.setattr("gpuload.outlook.MAX_FETCH_FACTOR", 9)  # a fetch of the whole file loses nothing
     found = {}
-    for loss in (0, 0.01, 0.5):
-        code, said, _ = run("inspect", path, "--label", "plate", "--batch-size", 8, "--max-loss", loss, "--json")
+    for least in (1, 0.99, 0.5):
+        code, said, _ = run("inspect", path, "--label", "plate", "--batch-size", 8, "--min-entropy", least, "--json")
         assert code == 0
         advice = json.loads(said)["advice"]
         chosen = [
@@ -406,11 +425,11 @@ def test_inspect_takes_the_loss_that_is_allowed(run, path, monkeypatch):
             if (c["block_size"], c["fetch_factor"]) == (advice["block_size"], advice["fetch_factor"])
         ]
         assert len(chosen) == 1
-        found[loss] = chosen[0]
-        if loss:
-            assert chosen[0]["entropy_bits"] >= (1 - loss) * advice["random_entropy_bits"]
-    assert found[0.5]["entropy_bits"] < found[0.01]["entropy_bits"]
-    assert found[0.5]["amplification"] < found[0.01]["amplification"]
+        found[least] = chosen[0]
+        if least < 1:
+            assert chosen[0]["entropy_bits"] >= least * advice["random_entropy_bits"]
+    assert found[0.5]["entropy_bits"] < found[0.99]["entropy_bits"]
+    assert found[0.5]["amplification"] < found[0.99]["amplification"]
 
 
 # --- the benchmark ---
