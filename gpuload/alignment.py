@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpuload.errors import PlanError, StoreError
+from gpuload.errors import PlanError, StoreError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,7 @@ def check_join(join: object) -> str | tuple[str, ...] | None:
     if join is None or (isinstance(join, str) and join in JOINS):
         return join
     if isinstance(join, (str, bytes)) or not hasattr(join, "__iter__"):
-        raise PlanError(f"join={join!r}: expected 'inner', 'outer', a list of gene names, or None.")
+        raise PlanError(f"join={shown(join)}: expected 'inner', 'outer', a list of gene names, or None.")
     names = tuple(str(name) for name in join)
     if not names:
         raise PlanError("join=[]: expected at least one gene name, 'inner', 'outer' or None.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import PlanError, StoreError, listing
+from gpuload.errors import PlanError, StoreError, listing, shown
 from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
 from gpuload.sampling import Cells, Subset, block_size_of, plain
 
@@ -90,13 +90,15 @@ def check_dtype(dtype: Any, output: str) -> str:
 def check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray[np.object_]]:
     """Return the categories by column, or raise PlanError."""
     if categories is not None and not isinstance(categories, Mapping):
-        raise PlanError(f"categories={categories!r}: expected a mapping from names of columns to lists of categories.")
+        raise PlanError(
+            f"categories={shown(categories)}: expected a mapping from names of columns to lists of categories."
+        )
     found = {}
     for name, given in (categories or {}).items():
         if name not in obs:
             raise PlanError(f"categories: {name!r} is not among obs={list(obs)}; name it there too, or leave it out.")
         if isinstance(given, str) or not hasattr(given, "__iter__"):
-            raise PlanError(f"categories[{name!r}]={given!r}: expected a list, whose first category has code 0.")
+            raise PlanError(f"categories[{name!r}]={shown(given)}: expected a list, whose first category has code 0.")
         values = list(given)
         if len(set(values)) < len(values):
             raise PlanError(f"categories[{name!r}]: a category is given twice; pass each once.")

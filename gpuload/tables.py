@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.checks import check_names
-from gpuload.errors import PlanError, listing
+from gpuload.errors import PlanError, listing, shown
 from gpuload.types import Form, Transform
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[s
     for name, value in transform.items() if is_mapping else {"": transform}.items():
         if value is not None and not isinstance(value, Transform):
             where = f"transform[{name!r}]" if is_mapping else "transform"
-            raise PlanError(f"{where}={value!r}: expected a gpuload.Transform or None.")
+            raise PlanError(f"{where}={shown(value)}: expected a gpuload.Transform or None.")
         if is_mapping and name not in (*layers, *modalities):
             known = ", ".join(map(repr, (*layers, *modalities)))
             raise PlanError(f"transform[{name!r}]: there is no matrix of this name; the matrices are {known}.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import hdf5plugin
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.sparse import csr_matrix
 
@@ -142,6 +143,60 @@ def test_one_column_of_obs_is_named_alone(plain: Stored) -> None:
 )
 def test_columns_of_obs_are_names(plain: Stored, obs: Any, told: str) -> None:
     assert_refused("PlanError", plain.path, told, obs=obs)
+
+
+MANY = [f"label {n % 7}" for n in range(1000)]
+BY_HAND = "labels of your own are a column of a loader opened with obs_table="
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        (lambda: gpuload.ClassBalanced(MANY), ("column=['label 0', ", "labels, one per cell, as an array")),
+        (lambda: gpuload.ClassBalanced([0, 1] * 500), ("column=[0, 1, ", "labels, one per cell, as an array")),
+        (lambda: gpuload.ClassBalanced("a", shares=MANY), ("shares=['label 0', ", "'equal'")),  # type: ignore[arg-type]
+        (lambda: gpuload.Grouped(MANY, 4), ("column=['label 0', ", "labels, one per cell, as an array")),
+        (lambda: gpuload.Grouped("a", MANY), ("size=['label 0', ", "whole number")),  # type: ignore[arg-type]
+        (lambda: gpuload.PairedControl(MANY, "x"), ("column=['label 0', ", "the name of an obs column")),  # type: ignore[arg-type]
+        (lambda: gpuload.split("x", {"a": 0.5}, by=MANY), ("by=['label 0', ", BY_HAND)),
+        (lambda: gpuload.split("x", {"a": 0.5}, by=pd.Series(MANY)), ("by=<Series of ", "'label 0'", BY_HAND)),
+        (lambda: gpuload.split("x", {"a": 0.5}, by=np.array(MANY)), ("by=<ndarray of ", ": 'label 0' is", BY_HAND)),
+        (lambda: gpuload.split("x", MANY), ("shares=['label 0', ", "dict")),  # type: ignore[arg-type]
+        (lambda: gpuload.open_loader("x", obs=MANY), ("obs=['label 0', ", "'label 0' is given twice")),
+        (lambda: gpuload.open_loader("x", obs=np.arange(1000)), ("obs=<ndarray of ", "a list of names")),  # type: ignore[arg-type]
+        (lambda: gpuload.open_loader("x", layer=[*range(1000)]), ("layer=[0, 1, ", "a list of names")),  # type: ignore[list-item]
+        (lambda: gpuload.open_loader("x", sampler=[*range(1000)]), ("sampler=[0, 1, ", "gpuload.Subset(rows)")),  # type: ignore[arg-type]
+        (lambda: gpuload.open_loader("x", seed=np.arange(1000)), ("seed=<ndarray of ", "whole number")),  # type: ignore[arg-type]
+        (lambda: gpuload.open_loader("x", categories=MANY), ("categories=['label 0', ", "a mapping")),  # type: ignore[arg-type]
+        (lambda: gpuload.open_loader("x", transform=MANY), ("transform=['label 0', ", "gpuload.Transform")),  # type: ignore[arg-type]
+        (lambda: gpuload.open_loader("x", drop_last=np.ones(1000)), ("drop_last=<ndarray of ", "True or False")),  # type: ignore[arg-type]
+        (lambda: gpuload.pack([*range(1000)], "y"), ("paths=[0, 1, ", "the path of a file")),  # type: ignore[list-item]
+    ],
+)
+def test_a_long_list_is_shown_in_part(given: Any, parts: tuple[str, ...]) -> None:
+    with pytest.raises(gpuload.PlanError) as caught:
+        given()
+    assert_says(caught.value, *parts)
+    assert len(str(caught.value)) < 300
+
+
+def test_labels_of_your_own_split_the_cells_of_a_loader(plain: Stored) -> None:
+    """As the message about a long `by` says."""
+    labels = pd.DataFrame({"own": np.arange(131) % 4})
+    with gpuload.open_loader(plain.path, obs_table=labels, obs=["own"]) as loader:
+        parts = gpuload.split(loader, {"a": 0.5, "b": 0.5}, by="own")
+    assert not set(parts["a"] % 4) & set(parts["b"] % 4)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "told"),
+    [
+        (gpuload.ClassBalanced(np.full(131, None)), "ClassBalanced(<ndarray of dtype object and shape (131,)>): the"),
+        (gpuload.Grouped(np.arange(131), 4), "Grouped(<ndarray of dtype int64 and shape (131,)>, size=4): no class"),
+    ],
+)
+def test_labels_in_an_array_are_not_listed(plain: Stored, sampler: Any, told: str) -> None:
+    assert_refused("PlanError", plain.path, told, sampler=sampler)
 
 
 # --- files that are not there, or are something else
