@@ -335,7 +335,7 @@ def open_loader(
         )
     except BaseException as error:
         backend.close()
-        explain_missing_column(error, sampler, (*obs, *columns_of_where), obs_table)
+        explain_missing_column(error, sampler, (*obs, *columns_of_where), obs_table, wanted)
         raise
     try:
         store = stores["X"]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gpuload.sampling import Sampler, Strategy
     from gpuload.store import ObsColumn, Store
     from gpuload.tables import Table
+    from gpuload.where import Where
 
 _log = logging.getLogger("gpuload")
 
@@ -139,12 +140,16 @@ def block_size_for(sampler: Sampler | None, block_size: int | str | None) -> int
 
 
 def explain_missing_column(
-    error: BaseException, sampler: Sampler | None, named: Sequence[str], table: Collection[Any] | None
+    error: BaseException,
+    sampler: Sampler | None,
+    named: Sequence[str],
+    table: Collection[Any] | None,
+    where: Where | None = None,
 ) -> None:
     """Raise a StoreError that says more of a missing column, if there is more to say.
 
     That is: which columns `table`, an obs_table if one was given, has; that only the sampler asks for it, perhaps by
-    a default.
+    a default; that `where` may mean text by it.
     """
     if not isinstance(error, StoreError) or "obs has no column" not in str(error):
         return
@@ -157,6 +162,10 @@ def explain_missing_column(
                 f"{said}; {type(sampler).__name__} asks for {column!r}, by an argument or its default: give it a "
                 "column that is there."
             ) from None
+    if where is not None:
+        missing = [column for column in where.columns if f"obs has no column {column!r}" in said]
+        if missing and (cure := where.explain(missing[0])):
+            raise StoreError(f"{said}; {cure}.") from None
     if table is not None:
         raise StoreError(f"{said}.") from None
 

@@ -268,8 +268,8 @@ def as_sampler(given: Any) -> Sampler:
 
     if isinstance(given, type) or not (callable(given) or hasattr(given, "over")):
         raise PlanError(
-            f"sampler={shown(given)}: expected a sampler such as gpuload.ClassBalanced('cell_type') or gpuload.Subset(rows), or "
-            "a function (epoch_seed, rank, world_size) -> blocks of rows."
+            f"sampler={shown(given)}: expected a sampler such as gpuload.ClassBalanced('cell_type') or "
+            "gpuload.Subset(rows), or a function (epoch_seed, rank, world_size) -> blocks of rows."
         )
     return given if hasattr(given, "over") else Custom(given)
 
