@@ -19,6 +19,7 @@ from tests import writers
 from tests.writers import counts, write_csr, write_dense, write_h5ad, write_plain
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.variants import Stored
@@ -442,7 +443,45 @@ def test_raw_without_a_matrix(tmp_path: Path) -> None:
     writers.write_raw(path, counts())
     with h5py.File(path, "r+") as file:
         del file["raw/X"]
-    assert_refused("StoreError", path, f"{path}: its raw holds no matrix", layer="raw.X")
+    assert_refused("StoreError", path, f"{path}: its raw holds no matrix; choose layer='X'.", layer="raw.X")
+
+
+def test_a_matrix_that_is_missing_names_those_that_exist(tmp_path: Path) -> None:
+    path = tmp_path / "raw.h5ad"
+    writers.write_raw(path, counts())
+    with h5py.File(path, "r+") as file:
+        write_csr(file, "layers/spliced", counts()[:, :7])
+        write_csr(file, "layers/scaled", counts()[:, :7])
+        its = "choose one of its layers, 'scaled', 'spliced', or "
+    assert_refused("StoreError", path, f"{path}: there is no layer 'a'; {its}layer='X', or layer='raw.X'.", layer="a")
+    with h5py.File(path, "r+") as file:
+        del file["X"]
+    assert_refused("StoreError", path, f"{path}: there is no /X; it has /layers, ", f"; {its}layer='raw.X'.")
+    with h5py.File(path, "r+") as file:
+        del file["layers"]
+    assert_refused("StoreError", path, f"{path}: there is no /X; it has /obs, ", "; choose layer='raw.X'.")
+    assert_refused("StoreError", path, "there is no layer 'a', as it has no layers; choose layer='raw.X'.", layer="a")
+    with h5py.File(path, "r+") as file:
+        del file["raw"]
+    assert_refused("StoreError", path, f"{path}: there is no /X; ", "; no other matrix is there: name another file.")
+    assert_refused("StoreError", path, f"{path}: there is no raw; ", "; no other matrix is there: ", layer="raw.X")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda column: column["codes"].write_direct(np.full(131, 77, np.int8)), "codes need to be between"),
+        (lambda column: column.pop("categories"), "categories"),
+        (lambda column: column.attrs.modify("encoding-version", "9.9.9"), "9.9.9"),
+    ],
+)
+def test_a_column_of_obs_that_is_damaged_is_named(copy_of: Callable[[str], Path], change: Any, found: str) -> None:
+    path = copy_of("damaged.h5ad")
+    with h5py.File(path, "r+") as file:
+        change(file["obs/cell_line"])
+    told = (f"{path}: obs column 'cell_line' cannot be read (", found, "; leave it out, or restore the file")
+    assert_refused("CorruptDataError", path, *told, obs=["depth", "cell_line"])
+    assert_refused("CorruptDataError", path, *told, where="cell_line == 'K562'")
 
 
 @pytest.mark.parametrize("name", ["data", "indices"])

@@ -76,9 +76,7 @@ def test_settings_are_checked_before_any_file_is_opened(settings: dict[str, Any]
 
 
 def test_a_layer_that_is_not_there(path: Path) -> None:
-    expected = (
-        f"{path}: there is no layer 'nope'; its layers are 'scaled', 'spliced'. Choose one of them, 'X' or 'raw.X'."
-    )
+    expected = f"{path}: there is no layer 'nope'; choose one of its layers, 'scaled', 'spliced', or layer='X'."
     assert refusal(path, layer=["X", "nope"]) == expected
 
 
