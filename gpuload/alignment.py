@@ -7,6 +7,7 @@ row's file, as they do for chosen genes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,18 +36,21 @@ class Alignment:
         all tables equal `var_names`.
     starts : (n_tables,) int64
         Where each table's map begins in `maps`.
+    join
+        As given to `align`.
     """
 
     var_names: NDArray[np.object_]
     maps: NDArray[np.int32] | None
     starts: NDArray[np.int64]
+    join: str | tuple[str, ...]
 
 
 def check_join(join: object) -> str | tuple[str, ...] | None:
     """Convert a user's `join` to the form that `align` takes, or raise PlanError."""
     if join is None or (isinstance(join, str) and join in JOINS):
         return join
-    if isinstance(join, (str, bytes)) or not hasattr(join, "__iter__"):
+    if isinstance(join, (str, bytes, AbstractSet)) or not hasattr(join, "__iter__"):
         raise PlanError(f"join={shown(join)}: expected 'inner', 'outer', a list of gene names, or None.")
     names = tuple(str(name) for name in join)
     if not names:
@@ -92,9 +96,9 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
     place[chosen] = np.arange(chosen.size, dtype=np.int32)
     maps = [place[table] for table in tables]
     if all(np.array_equal(table, chosen) for table in tables):
-        return Alignment(all_names[chosen], None, np.zeros(len(names), dtype=np.int64))
+        return Alignment(all_names[chosen], None, np.zeros(len(names), dtype=np.int64), join)
     sizes = np.array([one.size for one in maps], dtype=np.int64)
-    return Alignment(all_names[chosen], np.concatenate(maps), (np.cumsum(sizes) - sizes)[which])
+    return Alignment(all_names[chosen], np.concatenate(maps), (np.cumsum(sizes) - sizes)[which], join)
 
 
 def _numbered(names: NDArray[np.object_], known: dict[str, int]) -> NDArray[np.int32]:

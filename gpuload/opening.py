@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,7 +99,7 @@ def check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray
     for name, given in (categories or {}).items():
         if name not in obs:
             raise PlanError(f"categories: {name!r} is not among obs={list(obs)}; name it there too, or leave it out.")
-        if isinstance(given, str) or not hasattr(given, "__iter__"):
+        if isinstance(given, (str, AbstractSet)) or not hasattr(given, "__iter__") or isinstance(given, type):
             raise PlanError(f"categories[{name!r}]={shown(given)}: expected a list, whose first category has code 0.")
         values = list(given)
         if len(set(values)) < len(values):

@@ -203,7 +203,7 @@ def _source_files(paths: Any) -> list[str]:
     from gpuload.formats.recognise import expand
 
     each = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    if not each or not all(isinstance(path, (str, os.PathLike)) for path in each):
+    if not each or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in each):
         raise PlanError(f"paths={shown(paths)}: expected the path of a file or folder, or several.")
     for path in each:
         if "://" in os.fspath(path):

@@ -73,6 +73,8 @@ def test_categories_that_cannot_be_had(two: tuple[Path, Path]) -> None:
         ({"kind": "B"}, r"categories\['kind'\]='B': expected a list"),
         ({"kind": ["B", "B"]}, r"categories\['kind'\]: a category is given twice"),
         (["kind"], r"categories=\['kind'\]: expected a mapping"),
+        ({"kind": {"B", "T"}}, r"categories\['kind'\]=\{'B', 'T'\}: expected a list"),  # of no order
+        ({"kind": list}, r"categories\['kind'\]=<class 'list'>: expected a list"),
         ({"kind": 5}, r"categories\['kind'\]=5: expected a list"),
         ({"depth": ["B"]}, r"obs column 'depth' of \S*train.h5ad holds int64, which has no categories; leave it out"),
     ):

@@ -252,6 +252,23 @@ def test_hdf5_that_is_no_anndata(tmp_path: Path) -> None:
     assert_refused("StoreError", path, str(path), "/var")
 
 
+@pytest.mark.parametrize(
+    ("paths", "told"),
+    [
+        ("", "paths='': expected the path of a file or folder; it is empty."),
+        (["x.h5ad", ""], "paths='': expected the path of a file or folder; it is empty."),
+        ({"rna": ""}, "paths='': expected the path of a file or folder; it is empty."),
+        (b"x.h5ad", "paths=b'x.h5ad': a path is text; pass os.fsdecode(path)."),
+        ([b"x.h5ad"], "paths=b'x.h5ad': a path is text; pass os.fsdecode(path)."),
+    ],
+)
+def test_paths_that_are_none(paths: Any, told: str) -> None:
+    assert_refused("PlanError", paths, told)
+    if not isinstance(paths, dict):
+        with pytest.raises(gpuload.PlanError, match="paths="):
+            gpuload.pack(paths, "target")
+
+
 def test_no_paths() -> None:
     assert_refused("StoreError", [], "paths", "at least one")
 
@@ -586,6 +603,11 @@ def test_sparse_and_dense_files_together(plain: Stored, tmp_path: Path) -> None:
         ("gene_001", ("'gene_001'", "list")),
         ([1, 2, 3], ("names", "mask")),
         (np.array([0.5]), ("names", "mask")),
+        ({"gene_001", "gene_002"}, ("genes={'gene_001', 'gene_002'}: ", "whose order", "make a list of it")),
+        (dict.fromkeys(["gene_001"]).keys(), ("genes=dict_keys(['gene_001']): ", "make a list of it")),
+        ({"gene_001": 1}, ("genes={'gene_001': 1}: ", "make a list of it")),
+        (iter(["gene_001"]), ("make a list of it",)),
+        (5, ("genes=5: ", "a list of gene names")),
     ],
 )
 def test_genes_that_make_no_selection(plain: Stored, genes: Any, parts: tuple[str, ...]) -> None:
