@@ -300,7 +300,7 @@ def open_loader(
     sampler = None if sampler is None else as_sampler(sampler)
     for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
         if not isinstance(value, (bool, np.bool_)):
-            raise PlanError(f"{name}={value!r}: expected True or False.")
+            raise PlanError(f"{name}={errors.shown(value)}: expected True or False.")
     check_sampler(sampler, shuffle)
     block_size = block_size_for(sampler, block_size)
     check_choice("output", output, ("dense", "csr"))
@@ -335,7 +335,7 @@ def open_loader(
         )
     except BaseException as error:
         backend.close()
-        explain_missing_column(error, sampler, (*obs, *columns_of_where), obs_table)
+        explain_missing_column(error, sampler, (*obs, *columns_of_where), obs_table, wanted)
         raise
     try:
         store = stores["X"]

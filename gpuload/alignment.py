@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpuload.checks import check_order
-from gpuload.errors import PlanError, StoreError
+from gpuload.errors import PlanError, StoreError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,11 +36,14 @@ class Alignment:
         all tables equal `var_names`.
     starts : (n_tables,) int64
         Where each table's map begins in `maps`.
+    join
+        As given to `align`.
     """
 
     var_names: NDArray[np.object_]
     maps: NDArray[np.int32] | None
     starts: NDArray[np.int64]
+    join: str | tuple[str, ...]
 
 
 def check_join(join: object) -> str | tuple[str, ...] | None:
@@ -48,7 +51,7 @@ def check_join(join: object) -> str | tuple[str, ...] | None:
     if join is None or (isinstance(join, str) and join in JOINS):
         return join
     if isinstance(join, (str, bytes)) or not hasattr(join, "__iter__"):
-        raise PlanError(f"join={join!r}: expected 'inner', 'outer', a list of gene names, or None.")
+        raise PlanError(f"join={shown(join)}: expected 'inner', 'outer', a list of gene names, or None.")
     check_order("join", join, "a list of gene names")
     names = tuple(str(name) for name in join)
     if not names:
@@ -94,9 +97,9 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
     place[chosen] = np.arange(chosen.size, dtype=np.int32)
     maps = [place[table] for table in tables]
     if all(np.array_equal(table, chosen) for table in tables):
-        return Alignment(all_names[chosen], None, np.zeros(len(names), dtype=np.int64))
+        return Alignment(all_names[chosen], None, np.zeros(len(names), dtype=np.int64), join)
     sizes = np.array([one.size for one in maps], dtype=np.int64)
-    return Alignment(all_names[chosen], np.concatenate(maps), (np.cumsum(sizes) - sizes)[which])
+    return Alignment(all_names[chosen], np.concatenate(maps), (np.cumsum(sizes) - sizes)[which], join)
 
 
 def _numbered(names: NDArray[np.object_], known: dict[str, int]) -> NDArray[np.int32]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -28,14 +28,14 @@ def is_whole(value: object, least: int) -> TypeGuard[int]:
 def check_whole(name: str, value: object, least: int, also: str = "") -> int:
     """Return a whole number of at least `least`; otherwise raise PlanError, naming `also` as further valid values."""
     if not is_whole(value, least):
-        raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{also}.")
+        raise PlanError(f"{name}={shown(value)}: expected a whole number of at least {least}{also}.")
     return int(value)
 
 
 def check_seed(seed: object) -> int:
     """Return a seed; raise PlanError if it is invalid."""
     if not is_whole(seed, 0) or seed >= 1 << 64:
-        raise PlanError(f"seed={seed!r}: expected a whole number from 0 to 2**64 - 1.")
+        raise PlanError(f"seed={shown(seed)}: expected a whole number from 0 to 2**64 - 1.")
     return int(seed)
 
 
@@ -48,24 +48,26 @@ def check_seconds(name: str, value: Any, *, may_be_0: bool = True) -> float:
     """Return a number of seconds; raise PlanError if it is not a number, is NaN, or is too small."""
     if not is_number(value) or not (value > 0 or (may_be_0 and value == 0)):
         bound = "of at least 0" if may_be_0 else "above 0"
-        raise PlanError(f"{name}={value!r}: expected a number of seconds {bound}.")
+        raise PlanError(f"{name}={shown(value)}: expected a number of seconds {bound}.")
     return float(value)
 
 
 def check_share(name: str, value: Any) -> float:
     """Return a share from 0 to 1; raise PlanError for anything else."""
     if not is_number(value) or not 0 <= value <= 1:
-        raise PlanError(f"{name}={value!r}: expected a share from 0 to 1.")
+        raise PlanError(f"{name}={shown(value)}: expected a share from 0 to 1.")
     return float(value)
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise PlanError if a value is not among the choices."""
     if value not in choices:
-        raise PlanError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}.")
+        raise PlanError(f"{name}={shown(value)}: expected one of {', '.join(map(repr, choices))}.")
 
 
-def check_names(name: str, given: Any, *, least: int = 0, what: str = "a name", sampler: str = "") -> tuple[str, ...]:
+def check_names(
+    name: str, given: Any, *, least: int = 0, what: str = "a name", sampler: str = "", also: str = ""
+) -> tuple[str, ...]:
     """Return one or several names as a tuple; raise PlanError for anything else, too few, or duplicates.
 
     Parameters
@@ -80,17 +82,19 @@ def check_names(name: str, given: Any, *, least: int = 0, what: str = "a name", 
         What is named, for the error message.
     sampler
         The sampler that takes the argument.
+    also
+        What else to do, for the error message.
     """
-    said = f"{sampler}({name}={given!r})" if sampler else f"{name}={given!r}"
+    said = f"{sampler}({name}={shown(given)})" if sampler else f"{name}={shown(given)}"
     is_ordered = hasattr(given, "__iter__") and hasattr(given, "__len__") and not isinstance(given, (set, frozenset))
     names = (given,) if isinstance(given, str) else tuple(given) if is_ordered else None
     if names is None or not all(isinstance(n, str) and n for n in names):
-        raise PlanError(f"{said}: expected {what}, or a list of names.")
+        raise PlanError(f"{said}: expected {what}, or a list of names{also}.")
     if len(names) < least:
         raise PlanError(f"{said}: expected at least one name.")
     if len(set(names)) < len(names):
         twice = next(n for place, n in enumerate(names) if n in names[:place])
-        raise PlanError(f"{said}: {twice!r} is given twice; pass every name once.")
+        raise PlanError(f"{said}: {str(twice)!r} is given twice; pass every name once{also}.")
     return names
 
 
@@ -136,9 +140,9 @@ def check_index(
         )
 
 
-def check_obs_names(name: str, given: Any, *, least: int = 0, sampler: str = "") -> tuple[str, ...]:
+def check_obs_names(name: str, given: Any, *, least: int = 0, sampler: str = "", also: str = "") -> tuple[str, ...]:
     """Return one or several names of obs columns as a tuple; raises as `check_names` does."""
-    return check_names(name, given, least=least, what="the name of an obs column", sampler=sampler)
+    return check_names(name, given, least=least, what="the name of an obs column", sampler=sampler, also=also)
 
 
 def parse_nbytes(name: str, value: object, *, least: int = 1) -> int:
@@ -167,5 +171,5 @@ def parse_nbytes(name: str, value: object, *, least: int = 1) -> int:
         nbytes = int(float(found[1]) * _UNITS[found[2] or ""])
     if nbytes < least:
         above = " above 0" if least == 1 else f" of at least {least}" if least else ""
-        raise PlanError(f"{name}={value!r}: expected a number of bytes{above}, or text such as '20GiB'.")
+        raise PlanError(f"{name}={shown(value)}: expected a number of bytes{above}, or text such as '20GiB'.")
     return nbytes

@@ -15,8 +15,10 @@ is one sentence: which argument or file, what was found, what is allowed, what t
 
 from __future__ import annotations
 
+import re
+import reprlib
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,6 +75,20 @@ class MissingDependencyError(GpuloadError, ImportError):
 def first_line(error: BaseException) -> str:
     """Return an error's message, or else its kind, as part of a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+
+
+def shown(value: Any) -> str:
+    """Return a value given by the user as part of a sentence: of a long list its beginning, of an array its form."""
+    shape = getattr(value, "shape", ())
+    if not isinstance(value, type) and isinstance(shape, tuple) and shape:
+        dtype = getattr(value, "dtype", None)
+        of = "" if dtype is None else f"dtype {dtype} and "
+        return f"<{type(value).__name__} of {of}shape {tuple(shape)}>"
+    return re.sub(r"\s*\n\s*", " ", _SHORT.repr(value))[:300]
 
 
 def listing(names: Sequence[str], at_most: int = 30, none: str = "no columns") -> str:

@@ -25,7 +25,7 @@ import numpy as np
 
 from gpuload.errors import ReadError
 from gpuload.layout import MAX_EXTENT, MAX_GAP
-from gpuload.source import find_files, locate_byte, read_at
+from gpuload.source import change, find_files, locate_byte, read_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -137,8 +137,9 @@ class FolderSource:
         status = os.fstat(descriptor)
         if (status.st_size, status.st_mtime_ns) != (int(self._nbytes[number]), int(self._stamps[number])):
             raise ReadError(
-                f"{self._path(number)}: the file was changed while the store was open (size {self._nbytes[number]} -> "
-                f"{status.st_size} bytes); open the loader again when nothing is writing to it."
+                f"{self._path(number)}: the file was changed while the store was open "
+                f"({change(int(self._nbytes[number]), status.st_size)}); open the loader again when nothing is writing "
+                "to it."
             )
 
     def open_file(self, number: int) -> int:

@@ -325,7 +325,7 @@ class Loader:
         PlanError
             `rows` is empty, or no list of row numbers of the loader; the machine cannot hold so many cells; or the
             loader is closed.
-        ReadError, CorruptDataError, DeviceError
+        ReadError, CorruptDataError, StoreError, DeviceError
             As during an iteration; the loader remains usable.
         """
         self._check_usable()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.checks import check_order
-from gpuload.errors import PlanError, StoreError, listing
+from gpuload.errors import PlanError, StoreError, listing, shown
 from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
 from gpuload.sampling import Cells, Subset, block_size_of, plain
 from gpuload.types import kind_of
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gpuload.sampling import Sampler, Strategy
     from gpuload.store import ObsColumn, Store
     from gpuload.tables import Table
+    from gpuload.where import Where
 
 _log = logging.getLogger("gpuload")
 
@@ -92,13 +93,15 @@ def check_dtype(dtype: Any, output: str) -> str:
 def check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray[np.object_]]:
     """Return the categories by column, or raise PlanError."""
     if categories is not None and not isinstance(categories, Mapping):
-        raise PlanError(f"categories={categories!r}: expected a mapping from names of columns to lists of categories.")
+        raise PlanError(
+            f"categories={shown(categories)}: expected a mapping from names of columns to lists of categories."
+        )
     found = {}
     for name, given in (categories or {}).items():
         if name not in obs:
             raise PlanError(f"categories: {name!r} is not among obs={list(obs)}; name it there too, or leave it out.")
-        if isinstance(given, str) or not hasattr(given, "__iter__"):
-            raise PlanError(f"categories[{name!r}]={given!r}: expected a list, whose first category has code 0.")
+        if isinstance(given, str) or not hasattr(given, "__iter__") or isinstance(given, type):
+            raise PlanError(f"categories[{name!r}]={shown(given)}: expected a list, whose first category has code 0.")
         check_order(f"categories[{name!r}]", given, "a list, whose first category has code 0")
         values = list(given)
         if len(set(values)) < len(values):
@@ -146,12 +149,16 @@ def block_size_for(sampler: Sampler | None, block_size: int | str | None) -> int
 
 
 def explain_missing_column(
-    error: BaseException, sampler: Sampler | None, named: Sequence[str], table: Collection[Any] | None
+    error: BaseException,
+    sampler: Sampler | None,
+    named: Sequence[str],
+    table: Collection[Any] | None,
+    where: Where | None = None,
 ) -> None:
     """Raise a StoreError that says more of a missing column, if there is more to say.
 
     That is: which columns `table`, an obs_table if one was given, has; that only the sampler asks for it, perhaps by
-    a default.
+    a default; that `where` may mean text by it.
     """
     if not isinstance(error, StoreError) or "obs has no column" not in str(error):
         return
@@ -164,6 +171,10 @@ def explain_missing_column(
                 f"{said}; {type(sampler).__name__} asks for {column!r}, by an argument or its default: give it a "
                 "column that is there."
             ) from None
+    if where is not None:
+        missing = [column for column in where.columns if f"obs has no column {column!r}" in said]
+        if missing and (cure := where.explain(missing[0])):
+            raise StoreError(f"{said}; {cure}.") from None
     if table is not None:
         raise StoreError(f"{said}.") from None
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from gpuload.errors import PlanError, ReadError
+from gpuload.errors import PlanError, ReadError, shown
 from gpuload.sampling import block_size_of
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def read_settings(
     elif isinstance(settings, (str, os.PathLike)):
         where, content = os.fspath(settings), _load(settings)
     else:
-        raise PlanError(f"settings={settings!r}: expected the path of a settings file, a dict or None.")
+        raise PlanError(f"settings={shown(settings)}: expected the path of a settings file, a dict or None.")
     if "settings" in content:
         if odd := sorted(set(content) - _PARTS):
             raise PlanError(f"{where}: next to 'settings' there is {odd[0]!r}; expected 'measured' or nothing.")

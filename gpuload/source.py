@@ -88,8 +88,8 @@ class FileSource:
         stamp = self._stamp_of(os.fstat(self.fileno()))
         if stamp != self._stamp:
             raise ReadError(
-                f"{self.name}: the file was changed while it was open (size {self._stamp[0]} -> {stamp[0]} bytes); "
-                "open the loader again when nothing is writing to it."
+                f"{self.name}: the file was changed while it was open ({change(self._stamp[0], stamp[0])}); open the "
+                "loader again when nothing is writing to it."
             )
 
     def close(self) -> None:
@@ -97,6 +97,11 @@ class FileSource:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def change(nbytes: int, now: int) -> str:
+    """Return how a file was changed of which the size or the modification time differs, as part of a sentence."""
+    return f"size {nbytes} -> {now} bytes" if now != nbytes else f"modified since; its size is still {nbytes} bytes"
 
 
 def read_at(descriptor: int, buffer: NDArray[np.uint8], offset: int, name: str) -> int:

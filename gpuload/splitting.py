@@ -25,7 +25,7 @@ import numpy as np
 from gpuload.checks import check_names, check_obs_names, check_seed, is_number
 from gpuload.concat import UNCOMPARED
 from gpuload.dealing import classes_of, deal_cells, deal_groups, hash_of, label_of, targets
-from gpuload.errors import PlanError, ReadError, StoreError
+from gpuload.errors import PlanError, ReadError, StoreError, shown
 from gpuload.loader import Loader
 from gpuload.store import Store
 from gpuload.tables import check_modalities
@@ -42,6 +42,8 @@ VERSION = 1
 """Of the files that `Split.save` writes."""
 
 MAX_PARTS = (1 << 15) - 1
+
+_OWN_LABELS = "; labels of your own are a column of a loader opened with obs_table=, which can be split"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -271,7 +273,7 @@ def split(
     wanted = _checked_shares(shares)
     names = list(wanted)
     keys, strata = (
-        () if given is None else check_obs_names(name, given, least=1)
+        () if given is None else check_obs_names(name, given, least=1, also=_OWN_LABELS)
         for name, given in (("by", by), ("stratify", stratify))
     )
     seed = check_seed(seed)
@@ -302,7 +304,7 @@ def split(
 
 def _checked_shares(shares: Any) -> dict[str, float | list[Label] | EllipsisType]:
     if not isinstance(shares, Mapping) or not shares:
-        raise PlanError(f"shares={shares!r}: expected a dict, for example {{'train': 0.8, 'val': 0.2}}.")
+        raise PlanError(f"shares={shown(shares)}: expected a dict, for example {{'train': 0.8, 'val': 0.2}}.")
     if len(shares) > MAX_PARTS:
         raise PlanError(f"shares: {len(shares)} parts; at most {MAX_PARTS} are supported.")
     wanted: dict[str, float | list[Label] | EllipsisType] = {}
@@ -317,8 +319,8 @@ def _checked_shares(shares: Any) -> dict[str, float | list[Label] | EllipsisType
             wanted[name] = sorted({label_of(group) for group in value}, key=hash_of)
         else:
             raise PlanError(
-                f"shares[{name!r}]={value!r}: expected a share above 0 and at most 1, a list of groups, or ... for "
-                "what is left."
+                f"shares[{name!r}]={shown(value)}: expected a share above 0 and at most 1, a list of groups, or ... "
+                "for what is left."
             )
     left = [name for name, value in wanted.items() if value is ...]
     total = sum(value for value in wanted.values() if isinstance(value, float))

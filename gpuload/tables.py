@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.checks import check_index, check_names
-from gpuload.errors import PlanError, listing
+from gpuload.errors import PlanError, listing, shown
 from gpuload.types import Form, Transform
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[s
     for name, value in transform.items() if is_mapping else {"": transform}.items():
         if value is not None and not isinstance(value, Transform):
             where = f"transform[{name!r}]" if is_mapping else "transform"
-            raise PlanError(f"{where}={value!r}: expected a gpuload.Transform or None.")
+            raise PlanError(f"{where}={shown(value)}: expected a gpuload.Transform or None.")
         if is_mapping and name not in (*layers, *modalities):
             known = ", ".join(map(repr, (*layers, *modalities)))
             raise PlanError(f"transform[{name!r}]: there is no matrix of this name; the matrices are {known}.")
@@ -144,6 +145,11 @@ def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, ND
         return None, store.var_names
     if isinstance(genes, str):
         raise PlanError(f"genes={genes!r}: expected a list of gene names or a mask, for example genes=[{genes!r}].")
+    if isinstance(genes, (AbstractSet, Mapping)) or not hasattr(genes, "__len__"):
+        raise PlanError(
+            f"genes={shown(genes)}: expected a list of gene names, whose order is that of the columns, or a mask with "
+            "one entry per gene; make a list of it."
+        )
     wanted = np.asarray(genes)
     if wanted.ndim != 1:
         raise PlanError(
@@ -178,10 +184,7 @@ def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
         place.setdefault(name, i)
     unknown = [n for n in names if n not in place]
     if unknown:
-        raise PlanError(
-            f"genes: {unknown[0]!r} is not a gene of {store.paths[0]} ({len(unknown)} of {len(names)} are not), whose "
-            f"genes are {listing(store.var_names.tolist(), 3)}; choose by such names, or by a mask over all of them."
-        )
+        raise _unknown_genes(unknown, len(names), store)
     unclear = [n for n in names if n in repeated]
     if unclear:
         other = "their ids or by a mask" if store.var_ids is not None else "a mask"
@@ -194,3 +197,21 @@ def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
     if not is_first.all():
         raise PlanError(f"genes: {names[int(np.argmin(is_first))]!r} is given twice; pass every gene once.")
     return chosen
+
+
+def _unknown_genes(unknown: list[str], n_given: int, store: Store) -> PlanError:
+    """Return the error for names of genes that cells do not have, or not any more once their files are joined."""
+    count = f"{len(unknown)} of {n_given} are not"
+    join = None if store.alignment is None else store.alignment.join
+    if join == "inner":
+        return PlanError(
+            f"genes: {unknown[0]!r} is not in all of the {len(store.paths)} files ({count}), as join='inner' demands; "
+            "leave it out, use join='outer', or check its spelling."
+        )
+    if isinstance(join, tuple):
+        return PlanError(f"genes: {unknown[0]!r} is not in the list join= ({count}); add it there, or leave it out.")
+    of = store.paths[0] if join is None else f"any of the {len(store.paths)} files"
+    return PlanError(
+        f"genes: {unknown[0]!r} is not a gene of {of} ({count}), whose genes are "
+        f"{listing(store.var_names.tolist(), 3)}; choose by such names, or by a mask over all of them."
+    )

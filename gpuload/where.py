@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import PlanError, listing, nearest
+from gpuload.errors import PlanError, listing, nearest, shown
 from gpuload.types import kind_of
 
 if TYPE_CHECKING:
@@ -49,6 +49,19 @@ _MIRRORED: dict[type[ast.cmpop], type[ast.cmpop]] = {
 _WORDS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|`([^`]*)`""")
 
 
+_MISWRITTEN = (
+    (r"(?<![=!<>:])=(?![=<>])", "use == to compare, as in \"cell_type == 'T cell'\""),
+    (r"=[<>]", "use <= or >="),
+    (r"<>", "use !="),
+    (r"&&|\|\||!(?!=)", "use and, or, not"),
+    (r"\b(?:AND|OR|NOT|IN)\b", "write and, or, not, in in lower case"),
+    (r"`", "close the backticks"),
+    (r"['\"]", "close the quotes"),
+    ("", "put text in quotes and names with spaces in backticks, as in \"`cell type` == 'T cell'\""),
+)
+"""Pattern outside quotes and backticks -> what may be meant, in an expression that cannot be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Where:
     """A parsed expression.
@@ -69,6 +82,19 @@ class Where:
     columns: tuple[str, ...]
     tree: ast.expr
     names: Mapping[str, str]
+
+    def explain(self, column: str) -> str:
+        """Return what may be meant by a column that does not exist, as part of a sentence; "" if there is no guess."""
+        for value, op, other in _of_two_names(self.tree):
+            if self.names.get(value.id, value.id) != column:
+                continue
+            against = _shown(other, self)
+            if column.lower() in ("true", "false"):
+                return f"in where=, write {column.capitalize()}"
+            if column.lower() in ("nan", "none", "null", "na"):
+                return f"in where=, use isna({against}) or notna({against})"
+            return f"in where=, text goes in quotes: {against} {_COMPARE[type(op)][0]} {column!r}"
+        return ""
 
     def mask(self, obs: Mapping[str, Column]) -> NDArray[np.bool_]:
         """Return a mask of the cells for which the expression is true.
@@ -112,23 +138,28 @@ def parse(text: Any) -> Where:
         It is not a valid expression.
     """
     if not isinstance(text, str) or not text.strip():
+        is_list = not isinstance(text, str) and hasattr(text, "__getitem__")
+        rows = "; pass a mask or row numbers as sampler=gpuload.Subset(mask)" if is_list else ""
         raise PlanError(
-            f"where={text!r}: expected an expression over columns of obs, for example "
-            "where=\"cell_type == 'T cell' and pct_mito < 0.1\"."
+            f"where={shown(text)}: expected an expression over columns of obs, for example "
+            f"where=\"cell_type == 'T cell' and pct_mito < 0.1\"{rows}."
         )
     if len(text) > MAX_LENGTH:
         raise PlanError(f"where: {len(text)} characters; at most {MAX_LENGTH} are read. Pass sampler=Subset(mask).")
     names: dict[str, str] = {}
+    mark = "_column_"
+    while mark in text:
+        mark += "_"
 
     def put(match: re.Match[str]) -> str:
         if match[1] is None:
             return match[0]
-        word = f"_column_{len(names)}_"
+        word = f"{mark}{len(names)}_"
         names[word] = match[1]
-        return word
+        return f" {word} "  # a word of its own, whatever stands beside it
 
     try:
-        tree = ast.parse(_WORDS.sub(put, text.strip()).replace("\n", " "), mode="eval").body
+        tree = ast.parse(_WORDS.sub(put, text).replace("\n", " ").strip(), mode="eval").body
         where = Where(text, (), tree, names)
         columns = tuple(dict.fromkeys(_check(tree, where)))
     except (SyntaxError, ValueError, MemoryError) as error:
@@ -136,12 +167,27 @@ def parse(text: Any) -> Where:
             raise
         reason = getattr(error, "msg", None) or type(error).__name__
         raise PlanError(
-            f"where={text!r:.200}: it cannot be read as an expression ({reason}); expected one over columns of obs, "
-            "for example \"cell_type == 'T cell'\"."
+            f"where={text!r:.200}: it cannot be read as an expression ({_named(reason, names)}); {_meant(text)}."
         ) from error
     except RecursionError as error:
         raise PlanError(f"where={text!r:.200}: it is nested too deeply; pass sampler=Subset(mask).") from error
     return Where(text, columns, tree, names)
+
+
+def _meant(text: str) -> str:
+    """Return how to write what an expression that cannot be read may mean, as part of a sentence."""
+    rest = _WORDS.sub("_", text)
+    return next(cure for pattern, cure in _MISWRITTEN if re.search(pattern, rest))
+
+
+def _of_two_names(tree: ast.expr) -> Iterator[tuple[ast.Name, ast.cmpop, ast.Name]]:
+    """Yield the comparisons of one name with another, each in both directions."""
+    for node in ast.walk(tree):
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        for left, op, right in zip(sides, getattr(node, "ops", ()), sides[1:], strict=False):
+            if isinstance(left, ast.Name) and isinstance(right, ast.Name):
+                yield left, op, right
+                yield right, op, left
 
 
 def _check(node: ast.expr, where: Where) -> Iterator[str]:
@@ -203,6 +249,8 @@ def _literal(node: ast.expr, where: Where) -> Any:
         raise _refusal(where, node, "is not supported; use and, or, not")
     if isinstance(inner, ast.Constant) and inner.value is None:
         raise _refusal(where, node, "is not supported; use isna(column)")
+    if isinstance(inner, ast.Name) and inner is node:
+        raise _refusal(where, node, f"is not text; put it in quotes: {where.names.get(inner.id, inner.id)!r}")
     raise _refusal(where, node, "is not supported; compare with text in quotes, a number, True or False")
 
 
@@ -220,8 +268,12 @@ def _refusal(where: Where, node: ast.expr, what: str) -> PlanError:
 
 
 def _shown(node: ast.expr, where: Where) -> str:
-    text = ast.unparse(node)
-    for word, name in where.names.items():
+    return _named(ast.unparse(node), where.names)
+
+
+def _named(text: str, names: Mapping[str, str]) -> str:
+    """Return a text with the names given in backticks in place of the words that stand for them."""
+    for word, name in names.items():
         text = text.replace(word, f"`{name}`")
     return text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gpuload.backends.native import chunks, frames, inflate
-from gpuload.errors import CorruptDataError
+from gpuload.errors import CorruptDataError, GpuloadError, StoreError
 
 if TYPE_CHECKING:
     from gpuload.types import ArrayRead
@@ -17,6 +17,18 @@ def reason(code: int) -> str:
         if code <= last:
             return str(module.describe(code))
     return inflate.describe(code)
+
+
+def bad_chunk(read: ArrayRead, chunk: int, code: int) -> GpuloadError:
+    """Return the error for chunk `chunk` of a read, of which a decoder or kernel returned a status code below 0."""
+    if code != chunks.BAD_VALUE:
+        return corrupt(read, chunk, reason(code))
+    path, at = read.layout.source.where_is(int(read.chunk_offset[chunk]))
+    number = read.layout.number_in_file(int(read.chunk_id[chunk]))
+    return StoreError(
+        f"{path}: {read.layout.name} holds a value beyond 3.4e38, which float32 cannot hold (in its chunk {number} at "
+        f"byte {at}); scale the values in the file, or write infinity in place of that one."
+    )
 
 
 def corrupt(read: ArrayRead, chunk: int, why: str) -> CorruptDataError:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends import codecs
-from gpuload.backends.damage import corrupt, reason
+from gpuload.backends.damage import bad_chunk, corrupt
 from gpuload.backends.native import chunks, decoders
 from gpuload.backends.workspace import Workspace
 
@@ -93,7 +93,7 @@ def decode(part: Part, scratch: Scratch, verify: str) -> tuple[int, int, bool]:
 
     Raises
     ------
-    CorruptDataError
+    CorruptDataError, StoreError
         A chunk cannot be decoded, or its checksum does not match.
     """
     steps = _native_steps(part.read.layout)
@@ -139,7 +139,7 @@ def _natively(part: Part, steps: NDArray[np.int64], codec: str, scratch: Scratch
         status,
     )
     if n < 0:
-        raise corrupt(read, first - 1 - n, reason(int(status[0])))
+        raise bad_chunk(read, first - 1 - n, int(status[0]))
     return int(status[0]), int(status[1]), bool(status[2])
 
 
@@ -174,7 +174,7 @@ def _by_library(part: Part) -> tuple[int, int, bool]:
                 raise corrupt(read, c, str(error)) from error
             code = chunks.copy_pieces(_typed(plain, layout.dtype), lo, hi, *pieces, strides, limit, out)
         if code < 0:
-            raise corrupt(read, c, chunks.describe(code))
+            raise bad_chunk(read, c, code)
         is_rounded |= code > 0
     return int(full.sum()), 0, is_rounded
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
 
-from gpuload.errors import PlanError, ReadError
+from gpuload.errors import PlanError, ReadError, shown
 from gpuload.formats.zarr_nodes import NODE_FILES
 from gpuload.hub import split_address
 from gpuload.remote import Patience, open_remote
@@ -191,10 +191,14 @@ def check_given(paths: Any) -> None:
     """Refuse arguments that are neither a path nor a list of paths."""
     if isinstance(paths, (set, frozenset)):
         raise PlanError("paths: a set has no order, but rows are numbered in the order of the files; pass a list.")
+    if isinstance(paths, (bytes, bytearray)):
+        raise PlanError(f"paths={shown(paths)}: a path is text; pass os.fsdecode(path).")
+    if isinstance(paths, str) and not paths:
+        raise PlanError("paths='': expected the path of a file or folder; it is empty.")
     module = f"{type(paths).__module__}."
     is_reader = module.startswith(("h5py.", "zarr.", "gpuload.", "torch.utils.data."))
     if is_reader and not isinstance(paths, (str, os.PathLike)):
-        raise PlanError(f"paths={paths!r}: it is already open; pass its path, which gpuload opens itself.")
+        raise PlanError(f"paths={shown(paths)}: it is already open; pass its path, which gpuload opens itself.")
 
 
 def _mapped(paths: Any, cache: SampleStore | None, options: Mapping[str, Any] | None) -> tuple[Any, int]:

@@ -245,6 +245,13 @@ def no_obsm(where: str, layer: str, names: Iterable[str]) -> StoreError:
     )
 
 
+def other_matrices(layers: Sequence[str], others: Sequence[str]) -> str:
+    """Return which matrices of an AnnData can be read in place of a missing one, as the end of a sentence."""
+    each = [f"one of its layers, {listing(layers)}"] if layers else []
+    each += [f"layer={name!r}" for name in others]
+    return f"choose {', or '.join(each)}." if each else "no other matrix is there: name another file."
+
+
 def no_column(where: str, name: str, names: Sequence[str]) -> StoreError:
     """Return the error for a missing column of obs, listing those that exist."""
     near = nearest(name, names)

@@ -11,7 +11,16 @@ import shlex
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpuload.errors import StoreError
-from gpuload.formats.arrays import OBSM, as_text, check_length, check_n_dims, dense_matrix, no_obsm, numbered
+from gpuload.formats.arrays import (
+    OBSM,
+    as_text,
+    check_length,
+    check_n_dims,
+    dense_matrix,
+    no_obsm,
+    numbered,
+    other_matrices,
+)
 from gpuload.formats.obs import read_column, read_index
 
 if TYPE_CHECKING:
@@ -100,26 +109,32 @@ def keys_of(file: Any, layer: str, path: str) -> tuple[str, str]:
         if "raw.X" in file:
             return "raw.X", "raw.var"
         if "raw" not in file:
-            raise StoreError(
-                f"{path}: there is no raw; it has {_members(file)}. Choose layer='X' or one of the layers."
-            )
+            raise StoreError(f"{path}: there is no raw; it has {_members(file)}; {_others(file)}")
         if "raw/X" not in file:
-            raise StoreError(f"{path}: its raw holds no matrix. Choose layer='X' or one of the layers.")
+            raise StoreError(f"{path}: its raw holds no matrix; {_others(file)}")
         return "raw/X", "raw/var"
     if layer == "X":
         if "X" not in file:
-            raise StoreError(f"{path}: there is no /X; it has {_members(file)}. Choose one of its layers with layer=.")
+            raise StoreError(f"{path}: there is no /X; it has {_members(file)}; {_others(file)}")
         return "X", "var"
     key = f"layers/{layer}"
     if key not in file:
-        names = list(file["layers"]) if "layers" in file else []
-        have = "its layers are " + ", ".join(repr(n) for n in names) if names else "it has no layers"
-        raise StoreError(f"{path}: there is no layer {layer!r}; {have}. Choose one of them, 'X' or 'raw.X'.")
+        have = "" if _layers(file) else ", as it has no layers"
+        raise StoreError(f"{path}: there is no layer {layer!r}{have}; {_others(file)}")
     return key, "var"
 
 
 def _members(file: Any) -> str:
     return ", ".join(f"/{k}" for k in file) or "nothing"
+
+
+def _others(file: Any) -> str:
+    there = [name for name, keys in (("X", ["X"]), ("raw.X", ["raw.X", "raw/X"])) if any(key in file for key in keys)]
+    return other_matrices(_layers(file), there)
+
+
+def _layers(file: Any) -> list[str]:
+    return list(file["layers"]) if "layers" in file else []
 
 
 def _member(file: Any, key: str, path: str, access: Access) -> Any:

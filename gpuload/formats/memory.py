@@ -37,6 +37,7 @@ from gpuload.formats.arrays import (
     dense_matrix,
     no_obsm,
     numbered,
+    other_matrices,
     plain_layout,
 )
 from gpuload.source import BufferSource
@@ -159,21 +160,26 @@ def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:
     if layer == "X":
         X = adata.X  # of a view, a new copy each time
         if X is None:
-            raise StoreError(f"{where}: there is no X; {_layers(adata)}. Choose one with layer=.")
+            raise StoreError(f"{where}: there is no X; {_others(adata)}")
         return X, adata.var, "X", "adata.X = adata.X.tocsr()"
     if layer == "raw.X":
         if adata.raw is None:
-            raise StoreError(f"{where}: there is no raw; {_layers(adata)}. Choose layer='X' or one of the layers.")
+            raise StoreError(f"{where}: there is no raw; {_others(adata)}")
         return adata.raw.X, adata.raw.var, "raw.X", "raw = adata.raw.to_adata(); raw.X = raw.X.tocsr(); adata.raw = raw"
     if layer not in adata.layers:
-        raise StoreError(f"{where}: there is no layer {layer!r}; {_layers(adata)}. Choose one of them, 'X' or 'raw.X'.")
+        have = "" if _names_of_layers(adata) else ", as it has no layers"
+        raise StoreError(f"{where}: there is no layer {layer!r}{have}; {_others(adata)}")
     name = f"layers[{layer!r}]"
     return adata.layers[layer], adata.var, name, f"adata.{name} = adata.{name}.tocsr()"
 
 
-def _layers(adata: Any) -> str:
-    names = [repr(str(name)) for name in adata.layers if name is not None]  # None is X since anndata 0.13
-    return "its layers are " + ", ".join(names) if names else "it has no layers"
+def _names_of_layers(adata: Any) -> list[str]:
+    return [str(name) for name in adata.layers if name is not None]  # None is X since anndata 0.13
+
+
+def _others(adata: Any) -> str:
+    there = [name for name, matrix in (("X", adata.X), ("raw.X", adata.raw)) if matrix is not None]
+    return other_matrices(_names_of_layers(adata), there)
 
 
 def _matrix(X: Any, where: str, name: str, cure: str) -> tuple[Matrix, tuple[BufferSource, ...]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from gpuload.errors import StoreError
+from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line
 from gpuload.formats.arrays import as_strings, as_text, no_column
 from gpuload.store import ObsColumn, check_whole
 
@@ -67,11 +67,22 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     ------
     StoreError
         There is no such column, or its type is not supported in a minibatch.
+    CorruptDataError
+        It cannot be read, for example because a code is of no category.
     """
     names = column_names(frame)
     if name not in names:
         raise no_column(path, name, names)
-    return encode(read_values(frame, name), name, path)
+    try:
+        values = read_values(frame, name)
+    except (GpuloadError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # whatever h5py, pandas and anndata raise of damaged columns
+        raise CorruptDataError(
+            f"{path}: obs column {name!r} cannot be read ({first_line(error)}); leave it out, or restore the file from "
+            "its source."
+        ) from error
+    return encode(values, name, path)
 
 
 def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, ObsColumn]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from gpuload.alignment import check_join
 from gpuload.checks import check_choice, check_names, check_obs_names, check_whole, parse_nbytes
-from gpuload.errors import PlanError, ReadError
+from gpuload.errors import PlanError, ReadError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -203,8 +203,8 @@ def _source_files(paths: Any) -> list[str]:
     from gpuload.formats.recognise import expand
 
     each = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    if not each or not all(isinstance(path, (str, os.PathLike)) for path in each):
-        raise PlanError(f"paths={paths!r}: expected the path of a file or folder, or several.")
+    if not each or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in each):
+        raise PlanError(f"paths={shown(paths)}: expected the path of a file or folder, or several.")
     for path in each:
         if "://" in os.fspath(path):
             raise PlanError(f"paths: {path} is an address, and packing reads files on disk; copy it first.")

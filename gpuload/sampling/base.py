@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 import numpy as np
 
 from gpuload.checks import check_index, check_obs_names, is_number, is_whole
-from gpuload.errors import PlanError, nearest
+from gpuload.errors import PlanError, nearest, shown
 from gpuload.sampling.rows import SLICE, row_list
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def check_shares(sampler: str, given: Any) -> None:
     if isinstance(given, str) and given == "equal":
         return
     if not isinstance(given, Mapping) or not given:
-        raise PlanError(f"{sampler}(shares={given!r}): expected 'equal' or {{label: share}}.")
+        raise PlanError(f"{sampler}(shares={shown(given)}): expected 'equal' or {{label: share}}.")
     for label, share in given.items():
         if not is_number(share) or not 0 < share < float("inf"):
             raise PlanError(f"{sampler}: the share of {label!r} is {share!r}; expected a finite number above 0.")
@@ -277,8 +277,8 @@ def as_sampler(given: Any) -> Sampler:
 
     if isinstance(given, type) or not (callable(given) or hasattr(given, "over")):
         raise PlanError(
-            f"sampler={given!r}: expected a sampler such as gpuload.ClassBalanced('cell_type'), or a function "
-            "(epoch_seed, rank, world_size) -> blocks of rows."
+            f"sampler={shown(given)}: expected a sampler such as gpuload.ClassBalanced('cell_type') or "
+            "gpuload.Subset(rows), or a function (epoch_seed, rank, world_size) -> blocks of rows."
         )
     return given if hasattr(given, "over") else Custom(given)
 
@@ -286,13 +286,15 @@ def as_sampler(given: Any) -> Sampler:
 def check_number(sampler: str, name: str, value: object) -> None:
     """Raise PlanError unless a sampler's parameter is an integer of at least 1."""
     if not is_whole(value, 1):
-        raise PlanError(f"{sampler}({name}={value!r}): expected a whole number of at least 1.")
+        raise PlanError(f"{sampler}({name}={shown(value)}): expected a whole number of at least 1.")
 
 
 def names_in(sampler: str, column: Any) -> tuple[str, ...]:
     """Return the column names that a sampler was given; none if it was given an array of one label per cell."""
     if not hasattr(column, "dtype"):
-        return check_obs_names("column", column, least=1, sampler=sampler)
+        return check_obs_names(
+            "column", column, least=1, sampler=sampler, also=", or labels, one per cell, as an array"
+        )
     if np.ndim(column) != 1:
         raise PlanError(f"{sampler}: labels of shape {np.shape(column)}; expected one per cell.")
     return ()

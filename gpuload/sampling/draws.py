@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from gpuload.checks import is_number
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, shown
 from gpuload.sampling.base import about_column, check_mask, check_number, check_rows, check_shares, digest, names_in
 from gpuload.sampling.queues import DrawnOrder, Queues, Shares
 from gpuload.sampling.rows import group_rows, join, list_of_mask, list_of_runs
@@ -82,7 +82,8 @@ class ClassBalanced:
         rows, edges = group_rows(lambda start, stop: codes[start:stop], codes.size, len(classes.names))
         if not rows.n_rows:
             raise PlanError(
-                f"ClassBalanced({self.column!r}): the label is missing in all {codes.size} cells; name another column."
+                f"ClassBalanced({shown(self.column)}): the label is missing in all {codes.size} cells; name another "
+                "column."
             )
         counts = np.diff(edges)
         shares = classes.shares("ClassBalanced", self.shares, counts)[counts > 0]

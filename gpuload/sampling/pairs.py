@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from gpuload.checks import check_obs_names
-from gpuload.errors import PlanError, nearest
+from gpuload.errors import PlanError, nearest, shown
 from gpuload.permute import permuted_table, random_keys
 from gpuload.sampling.base import check_number, check_rows, digest
 from gpuload.sampling.blocks import BlockShuffle
@@ -80,7 +80,7 @@ class PairedControl:
 
     def __post_init__(self) -> None:
         if not isinstance(self.column, str) or not self.column:
-            raise PlanError(f"PairedControl(column={self.column!r}): expected the name of an obs column.")
+            raise PlanError(f"PairedControl(column={shown(self.column)}): expected the name of an obs column.")
         if not set(self._fallback) < set(self._match):
             raise PlanError(
                 f"PairedControl(fallback={self.fallback!r}): expected some of the columns of match, but not all of "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, shown
 from gpuload.order import EqualBlocks
 from gpuload.permute import permuted_table, random_keys
 from gpuload.sampling.base import about_column, check_number, check_rows, check_shares, names_in
@@ -107,7 +107,7 @@ class Grouped:
         n_sets = counts // self.size if self.remainder == "drop" else -(-counts // self.size)
         if not n_sets.sum():
             most = f"the largest has {counts.max()}" if counts.any() else "the label is missing in all"
-            raise PlanError(f"Grouped({self.column!r}, size={self.size}): no class has that many cells; {most}.")
+            raise PlanError(f"Grouped({shown(self.column)}, size={self.size}): no class has that many cells; {most}.")
         queues = Queues(rows, np.unique(edges), cells.block_size)  # without the classes that have no cells
         about = {"name": "Grouped", "columns": about_column(self.column), "remainder": self.remainder}
         sets = Sets(queues, n_sets[counts > 0], int(self.size), about)

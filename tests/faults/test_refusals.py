@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import hdf5plugin
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.sparse import csr_matrix
 
@@ -18,6 +19,7 @@ from tests import writers
 from tests.writers import counts, write_csr, write_dense, write_h5ad, write_plain
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.variants import Stored
@@ -144,6 +146,60 @@ def test_columns_of_obs_are_names(plain: Stored, obs: Any, told: str) -> None:
     assert_refused("PlanError", plain.path, told, obs=obs)
 
 
+MANY = [f"label {n % 7}" for n in range(1000)]
+BY_HAND = "labels of your own are a column of a loader opened with obs_table="
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        (lambda: gpuload.ClassBalanced(MANY), ("column=['label 0', ", "labels, one per cell, as an array")),
+        (lambda: gpuload.ClassBalanced([0, 1] * 500), ("column=[0, 1, ", "labels, one per cell, as an array")),
+        (lambda: gpuload.ClassBalanced("a", shares=MANY), ("shares=['label 0', ", "'equal'")),  # type: ignore[arg-type]
+        (lambda: gpuload.Grouped(MANY, 4), ("column=['label 0', ", "labels, one per cell, as an array")),
+        (lambda: gpuload.Grouped("a", MANY), ("size=['label 0', ", "whole number")),  # type: ignore[arg-type]
+        (lambda: gpuload.PairedControl(MANY, "x"), ("column=['label 0', ", "the name of an obs column")),  # type: ignore[arg-type]
+        (lambda: gpuload.split("x", {"a": 0.5}, by=MANY), ("by=['label 0', ", BY_HAND)),
+        (lambda: gpuload.split("x", {"a": 0.5}, by=pd.Series(MANY)), ("by=<Series of ", "'label 0'", BY_HAND)),
+        (lambda: gpuload.split("x", {"a": 0.5}, by=np.array(MANY)), ("by=<ndarray of ", ": 'label 0' is", BY_HAND)),
+        (lambda: gpuload.split("x", MANY), ("shares=['label 0', ", "dict")),  # type: ignore[arg-type]
+        (lambda: gpuload.open_loader("x", obs=MANY), ("obs=['label 0', ", "'label 0' is given twice")),
+        (lambda: gpuload.open_loader("x", obs=np.arange(1000)), ("obs=<ndarray of ", "a list of names")),  # type: ignore[arg-type]
+        (lambda: gpuload.open_loader("x", layer=[*range(1000)]), ("layer=[0, 1, ", "a list of names")),  # type: ignore[list-item]
+        (lambda: gpuload.open_loader("x", sampler=[*range(1000)]), ("sampler=[0, 1, ", "gpuload.Subset(rows)")),  # type: ignore[arg-type]
+        (lambda: gpuload.open_loader("x", seed=np.arange(1000)), ("seed=<ndarray of ", "whole number")),  # type: ignore[arg-type]
+        (lambda: gpuload.open_loader("x", categories=MANY), ("categories=['label 0', ", "a mapping")),  # type: ignore[arg-type]
+        (lambda: gpuload.open_loader("x", transform=MANY), ("transform=['label 0', ", "gpuload.Transform")),  # type: ignore[arg-type]
+        (lambda: gpuload.open_loader("x", drop_last=np.ones(1000)), ("drop_last=<ndarray of ", "True or False")),  # type: ignore[arg-type]
+        (lambda: gpuload.pack([*range(1000)], "y"), ("paths=[0, 1, ", "the path of a file")),  # type: ignore[list-item]
+    ],
+)
+def test_a_long_list_is_shown_in_part(given: Any, parts: tuple[str, ...]) -> None:
+    with pytest.raises(gpuload.PlanError) as caught:
+        given()
+    assert_says(caught.value, *parts)
+    assert len(str(caught.value)) < 300
+
+
+def test_labels_of_your_own_split_the_cells_of_a_loader(plain: Stored) -> None:
+    """As the message about a long `by` says."""
+    labels = pd.DataFrame({"own": np.arange(131) % 4})
+    with gpuload.open_loader(plain.path, obs_table=labels, obs=["own"]) as loader:
+        parts = gpuload.split(loader, {"a": 0.5, "b": 0.5}, by="own")
+    assert not set(parts["a"] % 4) & set(parts["b"] % 4)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "told"),
+    [
+        (gpuload.ClassBalanced(np.full(131, None)), "ClassBalanced(<ndarray of dtype object and shape (131,)>): the"),
+        (gpuload.Grouped(np.arange(131), 4), "Grouped(<ndarray of dtype int64 and shape (131,)>, size=4): no class"),
+    ],
+)
+def test_labels_in_an_array_are_not_listed(plain: Stored, sampler: Any, told: str) -> None:
+    assert_refused("PlanError", plain.path, told, sampler=sampler)
+
+
 # --- files that are not there, or are something else
 
 
@@ -194,6 +250,23 @@ def test_hdf5_that_is_no_anndata(tmp_path: Path) -> None:
     with h5py.File(path, "a") as file:
         file["X"] = np.zeros((3, 2))
     assert_refused("StoreError", path, str(path), "/var")
+
+
+@pytest.mark.parametrize(
+    ("paths", "told"),
+    [
+        ("", "paths='': expected the path of a file or folder; it is empty."),
+        (["x.h5ad", ""], "paths='': expected the path of a file or folder; it is empty."),
+        ({"rna": ""}, "paths='': expected the path of a file or folder; it is empty."),
+        (b"x.h5ad", "paths=b'x.h5ad': a path is text; pass os.fsdecode(path)."),
+        ([b"x.h5ad"], "paths=b'x.h5ad': a path is text; pass os.fsdecode(path)."),
+    ],
+)
+def test_paths_that_are_none(paths: Any, told: str) -> None:
+    assert_refused("PlanError", paths, told)
+    if not isinstance(paths, dict):
+        with pytest.raises(gpuload.PlanError, match="paths="):
+            gpuload.pack(paths, "target")
 
 
 def test_no_paths() -> None:
@@ -387,7 +460,45 @@ def test_raw_without_a_matrix(tmp_path: Path) -> None:
     writers.write_raw(path, counts())
     with h5py.File(path, "r+") as file:
         del file["raw/X"]
-    assert_refused("StoreError", path, f"{path}: its raw holds no matrix", layer="raw.X")
+    assert_refused("StoreError", path, f"{path}: its raw holds no matrix; choose layer='X'.", layer="raw.X")
+
+
+def test_a_matrix_that_is_missing_names_those_that_exist(tmp_path: Path) -> None:
+    path = tmp_path / "raw.h5ad"
+    writers.write_raw(path, counts())
+    with h5py.File(path, "r+") as file:
+        write_csr(file, "layers/spliced", counts()[:, :7])
+        write_csr(file, "layers/scaled", counts()[:, :7])
+        its = "choose one of its layers, 'scaled', 'spliced', or "
+    assert_refused("StoreError", path, f"{path}: there is no layer 'a'; {its}layer='X', or layer='raw.X'.", layer="a")
+    with h5py.File(path, "r+") as file:
+        del file["X"]
+    assert_refused("StoreError", path, f"{path}: there is no /X; it has /layers, ", f"; {its}layer='raw.X'.")
+    with h5py.File(path, "r+") as file:
+        del file["layers"]
+    assert_refused("StoreError", path, f"{path}: there is no /X; it has /obs, ", "; choose layer='raw.X'.")
+    assert_refused("StoreError", path, "there is no layer 'a', as it has no layers; choose layer='raw.X'.", layer="a")
+    with h5py.File(path, "r+") as file:
+        del file["raw"]
+    assert_refused("StoreError", path, f"{path}: there is no /X; ", "; no other matrix is there: name another file.")
+    assert_refused("StoreError", path, f"{path}: there is no raw; ", "; no other matrix is there: ", layer="raw.X")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda column: column["codes"].write_direct(np.full(131, 77, np.int8)), "codes need to be between"),
+        (lambda column: column.pop("categories"), "categories"),
+        (lambda column: column.attrs.modify("encoding-version", "9.9.9"), "9.9.9"),
+    ],
+)
+def test_a_column_of_obs_that_is_damaged_is_named(copy_of: Callable[[str], Path], change: Any, found: str) -> None:
+    path = copy_of("damaged.h5ad")
+    with h5py.File(path, "r+") as file:
+        change(file["obs/cell_line"])
+    told = (f"{path}: obs column 'cell_line' cannot be read (", found, "; leave it out, or restore the file")
+    assert_refused("CorruptDataError", path, *told, obs=["depth", "cell_line"])
+    assert_refused("CorruptDataError", path, *told, where="cell_line == 'K562'")
 
 
 @pytest.mark.parametrize("name", ["data", "indices"])
@@ -492,6 +603,11 @@ def test_sparse_and_dense_files_together(plain: Stored, tmp_path: Path) -> None:
         ("gene_001", ("'gene_001'", "list")),
         ([1, 2, 3], ("names", "mask")),
         (np.array([0.5]), ("names", "mask")),
+        ({"gene_001", "gene_002"}, ("genes={'gene_001', 'gene_002'}: ", "whose order", "make a list of it")),
+        (dict.fromkeys(["gene_001"]).keys(), ("genes=dict_keys(['gene_001']): ", "make a list of it")),
+        ({"gene_001": 1}, ("genes={'gene_001': 1}: ", "make a list of it")),
+        (iter(["gene_001"]), ("make a list of it",)),
+        (5, ("genes=5: ", "a list of gene names")),
     ],
 )
 def test_genes_that_make_no_selection(plain: Stored, genes: Any, parts: tuple[str, ...]) -> None:

@@ -52,6 +52,7 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ({"obsm": ["p", "p"]}, "obsm=['p', 'p']: 'p' is given twice; pass every name once."),
         ({"modality": ["rna", "rna"]}, "modality=['rna', 'rna']: 'rna' is given twice; pass every name once."),
         ({"join": "left"}, "join='left': expected 'inner', 'outer', a list of gene names, or None."),
+        ({"join": {"a"}}, "join={'a'}: expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": 1}, "join=1: expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": b"inner"}, "join=b'inner': expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": []}, "join=[]: expected at least one gene name, 'inner', 'outer' or None."),
@@ -77,9 +78,7 @@ def test_settings_are_checked_before_any_file_is_opened(settings: dict[str, Any]
 
 
 def test_a_layer_that_is_not_there(path: Path) -> None:
-    expected = (
-        f"{path}: there is no layer 'nope'; its layers are 'scaled', 'spliced'. Choose one of them, 'X' or 'raw.X'."
-    )
+    expected = f"{path}: there is no layer 'nope'; choose one of its layers, 'scaled', 'spliced', or layer='X'."
     assert refusal(path, layer=["X", "nope"]) == expected
 
 
@@ -286,7 +285,7 @@ def test_a_mask_of_genes_is_over_those_that_are_joined(tmp_path: Path) -> None:
         "genes is a mask of 3 entries but the matrix has 2 genes; pass one for each."
     )
     message = refusal(paths, gpuload.PlanError, join="inner", genes=["a"])
-    assert message.startswith(f"genes: 'a' is not a gene of {paths[0]}")
+    assert message.startswith("genes: 'a' is not in all of the 2 files (1 of 1 are not), as join='inner' demands; ")
 
 
 def test_a_column_number_beyond_a_file_s_own_genes_is_found(tmp_path: Path) -> None:

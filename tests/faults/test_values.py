@@ -28,13 +28,28 @@ def write(path: Path, X: object, **more: object) -> Path:
     return path
 
 
-def test_a_float64_beyond_float32_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["csr", "dense", "big-endian", "npy", "memory"])
+def test_a_float64_beyond_float32_is_refused_and_is_no_damage(tmp_path: Path, kind: str) -> None:
     values = np.array([[1.0, 0.0], [0.0, 1e39]])
-    with (
-        gpuload.open_loader(write(tmp_path / "x.h5ad", csr_matrix(values)), device="cpu") as loader,
-        pytest.raises(gpuload.CorruptDataError, match="float32 cannot hold"),
-    ):
+    cells: object = values
+    if kind == "npy":
+        cells = tmp_path / "x.npy"
+        np.save(tmp_path / "x.npy", values)
+    elif kind != "memory":
+        cells = write(tmp_path / "x.h5ad", csr_matrix(values) if kind == "csr" else values)
+    if kind == "big-endian":  # is decoded by a library
+        with h5py.File(tmp_path / "x.h5ad", "a") as file:
+            attributes = dict(file["X"].attrs)
+            del file["X"]
+            file.create_dataset("X", data=values.astype(">f8"), chunks=(1, 2), compression="gzip").attrs.update(
+                attributes
+            )
+    with gpuload.open_loader(cells, device="cpu") as loader, pytest.raises(gpuload.StoreError) as caught:
         list(loader)
+    said = str(caught.value)
+    assert "holds a value beyond 3.4e38, which float32 cannot hold (in its chunk " in said
+    assert said.endswith("; scale the values in the file, or write infinity in place of that one.")
+    assert "damaged" not in said
 
 
 def test_an_infinity_that_is_stored_is_handed_over(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
 import gpuload
@@ -21,9 +23,29 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
         ("", ("expression",)),
         ("  ", ("expression",)),
         (3, ("expression",)),
-        (["a"], ("expression",)),
-        ("cell_type = 'T'", ("cannot be read",)),
-        ("cell_type == 'T", ("cannot be read",)),
+        (["a"], ("expression", "sampler=gpuload.Subset(mask)")),
+        ([True] * 1000, ("[True, True, ", "sampler=gpuload.Subset(mask)")),
+        (np.arange(1000) < 5, ("<ndarray of dtype bool", "sampler=gpuload.Subset(mask)")),
+        (pd.Series(range(1000)), ("<Series of dtype int64", "sampler=gpuload.Subset(mask)")),
+        ("cell_type = 'T'", ("cannot be read", "use ==")),
+        ("`cell = type` =1", ("cannot be read", "use ==")),
+        ("a <= 1 and b = 3 and c != 2", ("cannot be read", "use ==")),
+        ("a => 1", ("cannot be read", "use <= or >=")),
+        ("a =< 1", ("cannot be read", "use <= or >=")),
+        ("a <> 1", ("cannot be read", "use !=")),
+        ("a > 1 && b < 1", ("cannot be read", "use and, or, not")),
+        ("a > 1 || b < 1", ("cannot be read", "use and, or, not")),
+        ("!a", ("cannot be read", "use and, or, not")),
+        ("a > 1 AND b < 1", ("cannot be read", "lower case")),
+        ("cell_type == 'T", ("cannot be read", "close the quotes")),
+        ("cell_type` == 'T'", ("cannot be read", "close the backticks")),
+        ("cell_type == T cell", ("cannot be read", "text in quotes")),
+        ("cell type == 'T = 1'", ("cannot be read", "spaces in backticks")),
+        ("a in [T, 'B']", ("'T' is not text", "quotes")),
+        ("a in [`T cell`, 'B']", ("'`T cell`' is not text", "quotes: 'T cell'")),
+        ("n`pct mito` > 1", ("cannot be read", "backticks")),
+        ("`pct mito`x > 1", ("cannot be read", "backticks")),
+        ("`pct``mito` > 1", ("cannot be read", "backticks")),
         ("a ==", ("cannot be read",)),
         ("a; b", ("cannot be read",)),
         ("a == 1) or (b", ("cannot be read",)),
@@ -77,11 +99,18 @@ def test_words_that_mean_nothing(text: Any, parts: tuple[str, ...]) -> None:
     with pytest.raises(gpuload.PlanError) as caught:
         gpuload.open_loader("/no/such/file.h5ad", where=text)
     assert_says(caught.value, "where", *parts)
+    assert "_column_" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "parts"),
     [
+        ("StoreError", "cell_line == K526", ("no column 'K526'", "text goes in quotes: cell_line == 'K526'.")),
+        ("StoreError", "depth > 1 and K562 != `cell_line`", ("'K562'", "quotes: `cell_line` != 'K562'.")),
+        ("StoreError", "passed == true", ("'true'", "write True.")),
+        ("StoreError", "cell_line != nan", ("'nan'", "use isna(cell_line) or notna(cell_line).")),
+        ("StoreError", "1 < dpth < 3", ("did you mean 'depth'? It has",)),
+        ("StoreError", "cell_line == 'K562' or K526", ("no column 'K526'; it has",)),
         ("StoreError", "cell_lines == 'K562'", ("'cell_lines'", "did you mean 'cell_line'")),
         ("PlanError", "cell_line == 'K526'", ("'cell_line'", "'K526'", "did you mean 'K562'")),
         ("PlanError", "cell_line == 'zzz'", ("'zzz'", "it has 'K562', 'unused', 'A549', 'HeLa'")),
@@ -107,8 +136,18 @@ def test_words_that_do_not_fit_the_cells(plain: Stored, kind: str, text: str, pa
     assert_refused(kind, plain.path, *parts, where=text)
 
 
-def test_cells_without_obs(tmp_path: Any) -> None:
-    import numpy as np
+def test_unquoted_text_beside_a_table_of_obs(plain: Stored) -> None:
+    table = pd.DataFrame({"own": np.arange(131)})
+    said = "obs_table has 'own'; in where=, text goes in quotes: own == 'K562'."
+    assert_refused("StoreError", plain.path, said, where="own == K562", obs_table=table)
 
+
+def test_a_column_named_like_a_placeholder(plain: Stored) -> None:
+    table = pd.DataFrame({"_column_0_": np.arange(131), "a b": np.arange(131) % 2})
+    with gpuload.open_loader(plain.path, obs_table=table, where="_column_0_ < 10 and `a b` == 1") as loader:
+        assert sorted(np.concatenate([batch.rows for batch in loader])) == [1, 3, 5, 7, 9]
+
+
+def test_cells_without_obs(tmp_path: Any) -> None:
     np.save(tmp_path / "X.npy", np.zeros((3, 2)))
     assert_refused("StoreError", tmp_path / "X.npy", "obs=['depth']", where="depth > 1")

@@ -570,8 +570,8 @@ def test_columns_that_are_no_columns(tmp_path: Path) -> None:
     writers.csr(path)
     column = zarr.open_group(str(path), mode="r+")["obs/cell_line"]
     column["codes"][0] = 99
-    words = f"{path}: its metadata cannot be read (codes need to be between"
-    assert_refused("CorruptDataError", path, words, "restore it", obs=["cell_line"])
+    words = f"{path}: obs column 'cell_line' cannot be read (codes need to be between"
+    assert_refused("CorruptDataError", path, words, "restore the file", obs=["cell_line"])
     column.attrs["encoding-type"] = "awkward-array"
     words = f"{path}: /obs/cell_line is encoded as 'awkward-array'; expected categories, numbers"
     assert_refused("StoreError", path, words, obs=["cell_line"])

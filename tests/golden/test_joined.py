@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -247,6 +248,27 @@ def test_files_that_agree_are_read_as_without_join(tmp_path: Path, join: str) ->
         assert list(loader.var_names) == list(plain.var_names)
         for batch, wanted in zip(loader, plain, strict=True):
             np.testing.assert_array_equal(batch.X, wanted.X)
+
+
+@pytest.mark.parametrize(
+    ("join", "told"),
+    [
+        (
+            "inner",
+            "genes: 'a' is not in all of the 2 files (1 of 2 are not), as join='inner' demands; leave it out, use",
+        ),
+        (
+            "outer",
+            "genes: 'x' is not a gene of any of the 2 files (1 of 2 are not), whose genes are 'a', 'b', 'c' and 1",
+        ),
+        (["b", "d"], "genes: 'a' is not in the list join= (1 of 2 are not); add it there, or leave it out."),
+        (None, "gene 0 is 'b' but in "),
+    ],
+)
+def test_genes_that_the_joined_lack(tmp_path: Path, join: Any, told: str) -> None:
+    paths = write(tmp_path, [part(0, genes=["a", "b", "c"]), part(1, genes=["b", "c", "d"])])
+    with pytest.raises(ValueError, match=re.escape(told)):
+        gpuload.open_loader(paths, join=join, genes=["x" if join == "outer" else "a", "b"], **SMALL)
 
 
 @pytest.mark.parametrize("output", ["dense", "csr"])

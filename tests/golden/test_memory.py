@@ -415,6 +415,10 @@ def no_X() -> anndata.AnnData:
     return anndata.AnnData(obs=cells_frame(), var=genes_frame(), layers={"counts": counts()})
 
 
+def no_matrix() -> anndata.AnnData:
+    return anndata.AnnData(obs=cells_frame(), var=genes_frame())
+
+
 def two_of_a_name() -> anndata.AnnData:
     adata = as_anndata()
     adata.obs.columns = ["depth", "depth", *map(str, range(adata.obs.shape[1] - 2))]
@@ -491,15 +495,16 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         r"this format has no obs, so obs=\['x'\] \(for obs=, where= or a sampler\) is not available",
     ),
     "nothing": (list, {}, "StoreError", "expected at least one file or folder"),
-    "no X": (no_X, {}, "StoreError", "<AnnData>: there is no X; its layers are 'counts'. Choose one with layer="),
-    "no layer": (
-        no_X,
+    "no X": (no_X, {}, "StoreError", "<AnnData>: there is no X; choose one of its layers, 'counts'."),
+    "no layer": (no_X, {"layer": "a"}, "StoreError", "there is no layer 'a'; choose one of its layers, 'counts'."),
+    "nothing at all": (no_matrix, {}, "StoreError", "there is no X; no other matrix is there: name another file."),
+    "no layers": (
+        as_anndata,
         {"layer": "a"},
         "StoreError",
-        "there is no layer 'a'; its layers are 'counts'. Choose one of them",
+        "there is no layer 'a', as it has no layers; choose layer='X'.",
     ),
-    "no layers": (as_anndata, {"layer": "a"}, "StoreError", "there is no layer 'a'; it has no layers"),
-    "no raw": (as_anndata, {"layer": "raw.X"}, "StoreError", "<AnnData>: there is no raw; it has no layers. Choose"),
+    "no raw": (as_anndata, {"layer": "raw.X"}, "StoreError", "<AnnData>: there is no raw; choose layer='X'."),
     "no column": (
         as_anndata,
         {"obs": ["a"]},

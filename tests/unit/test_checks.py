@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from gpuload import PlanError, errors
@@ -81,3 +82,32 @@ def test_a_misspelt_name_unlike_any_of_many() -> None:
     assert errors.nearest("xyz", names) is None
     assert errors.nearest("", names) is None
     assert errors.nearest("guidf", ["guide"]) == "guide"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "None"),
+        ("a 'b'  c", "\"a 'b'  c\""),
+        ([1, "b", (2.5, None)], "[1, 'b', (2.5, None)]"),
+        ({"a": 1}, "{'a': 1}"),
+        (np.float32(0.5), "np.float32(0.5)"),
+        (list(range(100_000)), "[0, 1, 2, 3, 4, 5, ...]"),
+        (np.arange(3), "<ndarray of dtype int64 and shape (3,)>"),
+        (pd.Series(["x", "y"], dtype=object), "<Series of dtype object and shape (2,)>"),
+        (pd.DataFrame({"a": [1, 2]}), "<DataFrame of shape (2, 1)>"),
+        (np.ndarray, "<class 'numpy.ndarray'>"),
+    ],
+)
+def test_what_a_message_shows_of_a_value(value: object, said: str) -> None:
+    assert errors.shown(value) == said
+
+
+def test_a_value_takes_one_line_of_a_message() -> None:
+    class Odd:
+        def __repr__(self) -> str:
+            return "an\n    odd\nthing"
+
+    assert errors.shown(Odd()) == "an odd thing"
+    assert len(errors.shown("x" * 10_000)) <= 300
+    assert len(errors.shown([["x" * 1000] * 6] * 6)) <= 300

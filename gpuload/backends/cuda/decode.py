@@ -19,7 +19,7 @@ import numpy as np
 from gpuload.backends import codecs
 from gpuload.backends.cuda.containers import HEADER_NBYTES, ROWS, read_cut
 from gpuload.backends.cuda.work import N_THREADS, Work, slots
-from gpuload.backends.damage import corrupt, reason
+from gpuload.backends.damage import bad_chunk, corrupt
 from gpuload.backends.native.chunks import BAD_CRC32C
 from gpuload.backends.native.inflate import BAD_CHECKSUM
 from gpuload.backends.reading import short_read
@@ -257,7 +257,7 @@ class Decoder:
         self._device.wait(self._device.record(lane.stream))
         for _, codes in part.outcome.reports:
             if codes[0] != 0:
-                raise corrupt(read, chunk, reason(int(codes[0])))
+                raise bad_chunk(read, chunk, int(codes[0]))
         path, _ = read.layout.source.where_is(int(read.chunk_offset[chunk]))
         self._say_once(
             f"retry {read.layout.source.name}",

@@ -45,13 +45,12 @@ _pread = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, typ
 
 
 def describe(code: int) -> str:
-    """Return the meaning of a code of this module, as part of a sentence."""
+    """Return the meaning of a code of this module but `BAD_VALUE`, which is no damage, as part of a sentence."""
     return {
         BAD_SIZE: "its decoded size is wrong",
         BAD_FLETCHER: "its fletcher32 checksum does not match",
         BAD_CRC32C: "its crc32c checksum does not match",
         BAD_COLUMN: "it holds a column number outside the matrix",
-        BAD_VALUE: "it holds a value beyond 3.4e38, which float32 cannot hold",
     }[code]
 
 
