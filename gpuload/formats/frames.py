@@ -14,7 +14,7 @@ import pandas as pd
 from gpuload.errors import StoreError
 from gpuload.formats import soma
 from gpuload.formats.arrays import as_strings, check_length, numbered
-from gpuload.formats.members import keys_of
+from gpuload.formats.members import keys_of, name_in, shape_of
 from gpuload.formats.obs import column_names, index_name, read_index, read_values
 from gpuload.formats.recognise import anndata_groups, file_of, is_soma, obs_columns, open_path
 from gpuload.store import check_whole
@@ -28,63 +28,85 @@ if TYPE_CHECKING:
 
 
 def cell_names(path: str, layer: str) -> NDArray[np.object_]:
-    """Return the names of the cells of a matrix as strings, shape (n_obs,) object; row numbers if none are stored."""
-    names = _stored_names(path, layer)
+    """Return the names of the cells of a matrix as strings, shape (n_obs,) object; row numbers if none are stored.
+
+    Raise CorruptDataError if they are not as many as the matrix has rows.
+    """
+    names = stored_cell_names(path, layer)
     return numbered(names) if isinstance(names, int) else names
 
 
-def checked_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
-    """Return the names of the cells of a matrix, or, if none are stored, how many there are.
+def stored_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
+    """Return the index of obs, or, in a format without one, a column ``"barcode"`` (10x), or the number of cells.
 
-    Raise CorruptDataError if the names are not as many as the matrix has rows.
+    Raise CorruptDataError as for `cell_names`.
     """
-    names = _stored_names(path, layer)
-    if not isinstance(names, int):
-        check_length(f"{path}: the index of obs", names.size, _opened(path, layer).n_obs, "cells")
-    return names
-
-
-def _stored_names(path: str, layer: str) -> NDArray[np.object_] | int:
-    """Return the index of obs, or, in a format without one, a column ``"barcode"`` (10x), or the number of cells."""
     if is_soma(path):
         return soma.cell_names(file_of(path))
     with anndata_groups(path) as groups:
-        frames = [group.get("obs") for group in groups]
-        if frames and all(frame is not None for frame in frames):
-            return np.concatenate([read_index(frame, path, "obs") for frame in frames])
+        if groups and all(group.get("obs") is not None for group in groups):
+            return np.concatenate([_checked_index(group, path, layer) for group in groups])
     named = [name for name in obs_columns(path) if name == "barcode"]
     store = _opened(path, layer, named)
     return as_strings(_decoded(store.obs["barcode"])) if named else store.n_obs
+
+
+def _checked_index(group: Any, path: str, layer: str) -> NDArray[np.object_]:
+    names = read_index(group["obs"], path, "obs")
+    _check_length(names, group, path, layer, "the index of obs", 0)
+    return names
+
+
+def _check_length(values: Any, group: Any, path: str, layer: str, where: str, axis: int) -> None:
+    """Raise CorruptDataError if values are not as many as a matrix has rows (axis 0) or columns (axis 1)."""
+    shape = shape_of(group, layer, path)
+    if shape:
+        n = int(values.shape[0]) if values.ndim else 1
+        check_length(f"{path}: {where}", n, shape[axis], ("cells", "genes")[axis])
 
 
 def cell_column(path: str, name: str, layer: str) -> Any:
     """Return a column of obs as a NumPy or pandas array of length n_obs.
 
     For formats other than AnnData and SOMA, and for a MuData column shared by all modalities, it is as minibatches
-    have it.
+    have it. Raise CorruptDataError if it does not have one value for each row of the matrix.
     """
     if is_soma(path):
         return soma.cell_column(file_of(path), name)
     with anndata_groups(path) as groups:
         if groups and all(name in column_names(group.get("obs")) for group in groups):
-            return join([read_values(group["obs"], name) for group in groups], f"{path}: obs column {name!r}")
+            parts = [read_values(group["obs"], name) for group in groups]
+            for group, part in zip(groups, parts, strict=True):
+                _check_length(part, group, path, layer, f"{name_in(group, 'obs')}/{name}", 0)
+            return join(parts, f"{path}: obs column {name!r}")
     return _decoded(_opened(path, layer, (name,)).obs[name])
 
 
 def gene_columns(path: str, layer: str) -> dict[str, Any]:
-    """Return the columns of the var that belongs to a matrix, by name; none if the format is not AnnData."""
+    """Return the columns of the var that belongs to a matrix, by name; none if the format is not AnnData.
+
+    Raise CorruptDataError if one does not have one value for each column of the matrix.
+    """
     with anndata_groups(path) as groups:
         if not groups:
             return {}
-        frame = groups[0][keys_of(groups[0], layer, path)[1]]
-        return {name: read_values(frame, name) for name in column_names(frame)}
+        key = keys_of(groups[0], layer, path)[1]
+        columns = {name: read_values(groups[0][key], name) for name in column_names(groups[0][key])}
+        for name, values in columns.items():
+            _check_length(values, groups[0], path, layer, f"{name_in(groups[0], key)}/{name}", 1)
+        return columns
 
 
 def gene_names(path: str, layer: str) -> NDArray[np.object_]:
-    """Return the index of the var that belongs to a matrix of an AnnData, shape (n_vars,) object."""
+    """Return the index of the var that belongs to a matrix of an AnnData, shape (n_vars,) object.
+
+    Raise CorruptDataError if they are not as many as the matrix has columns.
+    """
     with anndata_groups(path) as groups:
         _, key = keys_of(groups[0], layer, path)
-        return read_index(groups[0][key], path, key)
+        names = read_index(groups[0][key], path, key)
+        _check_length(names, groups[0], path, layer, name_in(groups[0], key), 1)
+        return names
 
 
 def name_of_index(paths: Sequence[str], layer: str | None = None) -> str:

@@ -11,7 +11,8 @@ import pandas as pd
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats import frames
 from gpuload.formats.arrays import no_column
-from gpuload.formats.recognise import obs_columns
+from gpuload.formats.obs import read_index, read_values
+from gpuload.formats.recognise import anndata_groups, obs_columns
 from gpuload.packing.zarr_files import start_table, write_column, write_group
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def write_obs(
     columns = [*names, SOURCE_FILE, SOURCE_ROW]
     cells = _cell_names(files, layer)[order]
     start_table(obs, columns, cells, frames.name_of_index(files), f"{files[0]}: obs")
-    if not _is_same(cells, frames.cell_names(folder, "X")):
+    if not _is_same(cells, _written(folder)):
         raise _not_as_written(folder, "index")
     for name in columns:
         values = _provenance(name, store, order)
@@ -120,8 +121,14 @@ def write_obs(
             parts = [frames.cell_column(path, name, layer) for path in files]
             values = frames.join(parts, f"{files[0]}: obs column {name!r}")[order]
         write_column(os.path.join(obs, name), values, f"{files[0]}: obs column {name!r}")
-        if not _is_same(values, frames.cell_column(folder, name, "X")):
+        if not _is_same(values, _written(folder, name)):
             raise _not_as_written(folder, f"column {name!r}")
+
+
+def _written(folder: str, name: str | None = None) -> Any:
+    """Return a column of the target's obs, or its index, as it is read; its matrices need not be there yet."""
+    with anndata_groups(folder) as (group,):
+        return read_index(group["obs"], folder, "obs") if name is None else read_values(group["obs"], name)
 
 
 def write_var(folder: str, member: str, files: Sequence[str], layer: str, store: Store) -> None:
