@@ -69,17 +69,26 @@ def cell_column(path: str, name: str, layer: str) -> Any:
     """Return a column of obs as a NumPy or pandas array of length n_obs.
 
     For formats other than AnnData and SOMA, and for a MuData column shared by all modalities, it is as minibatches
-    have it. Raise CorruptDataError if it does not have one value for each row of the matrix.
+    have it. All values are missing if there is no such column. Raise CorruptDataError if it does not have one value
+    for each row of the matrix.
     """
-    if is_soma(path):
-        return soma.cell_column(file_of(path), name)
     with anndata_groups(path) as groups:
         if groups and all(name in column_names(group.get("obs")) for group in groups):
             parts = [read_values(group["obs"], name) for group in groups]
             for group, part in zip(groups, parts, strict=True):
                 _check_length(part, group, path, layer, f"{name_in(group, 'obs')}/{name}", 0)
             return join(parts, f"{path}: obs column {name!r}")
+    if name not in obs_columns(path):
+        return _missing(_n_cells(path, layer))
+    if is_soma(path):
+        return soma.cell_column(file_of(path), name)
     return _decoded(_opened(path, layer, (name,)).obs[name])
+
+
+def _n_cells(path: str, layer: str) -> int:
+    with anndata_groups(path) as groups:
+        shapes = [shape_of(group, layer, path) for group in groups]
+    return sum(shape[0] for shape in shapes) if shapes and all(shapes) else _opened(path, layer).n_obs
 
 
 def gene_columns(path: str, layer: str) -> dict[str, Any]:
@@ -121,29 +130,85 @@ def name_of_index(paths: Sequence[str], layer: str | None = None) -> str:
 
 
 def join(parts: Sequence[Any], where: str) -> Any:
-    """Concatenate arrays of one column; categories are united, and ordered if all agree.
+    """Concatenate arrays of one column, whatever their types; those without any value take that of the others.
 
-    `where` is the column's name in errors; raise StoreError if categories are numbers in some and text in others.
+    Categories are united, and ordered if all agree; among numbers, booleans are 0 and 1. Missing values stay missing:
+    whole numbers and booleans become pandas arrays if there are any. `where` is the column's name in errors; raise
+    StoreError if categories are numbers in some and text in others, or float64 may not hold whole numbers exactly.
     """
     if len(parts) == 1:
         return parts[0]
-    if all(isinstance(part, pd.Categorical) for part in parts):
-        like = next((part for part in parts if part.categories.size), parts[0])  # all missing: no categories
-        parts = [p if p.categories.size else pd.Categorical.from_codes(p.codes, dtype=like.dtype) for p in parts]
-        odd = next((p for p in parts if p.categories.dtype != like.categories.dtype), None)
-        if odd is not None:
-            raise StoreError(
-                f"{where} has categories of {like.categories.dtype} in one file and of {odd.categories.dtype} in "
-                "another; make them one type, or leave the column out."
-            )
-        is_one = all(part.dtype == parts[0].dtype for part in parts)
-        return pd.api.types.union_categoricals(parts, ignore_order=not is_one)
-    joined = pd.concat([pd.Series(part) for part in parts], ignore_index=True)
-    if pd.api.types.is_float_dtype(joined.dtype):
-        for part in map(pd.Series, parts):
-            if pd.api.types.is_integer_dtype(part.dtype):
-                check_whole(part.dropna().to_numpy(dtype=getattr(part.dtype, "numpy_dtype", part.dtype)), where)
+    full = [part for part in parts if _has_value(part)] or parts[:1]
+    if all(isinstance(part, pd.Categorical) for part in full):
+        return _united(parts, where)
+    numbers = [_uncoded(part) for part in full]
+    dtypes = [getattr(part.dtype, "numpy_dtype", part.dtype) for part in numbers]
+    if all(isinstance(dtype, np.dtype) and dtype.kind in "biuf" for dtype in dtypes):
+        dtype = np.result_type(*dtypes)
+        for part in numbers if dtype.kind == "f" else ():
+            if part.dtype.kind in "iu":
+                check_whole(_filled(part, getattr(part.dtype, "numpy_dtype", part.dtype), 0), where)
+        return _as_numbers([_uncoded(part) for part in parts], dtype)
+    joined = pd.concat([pd.Series(p if _has_value(p) else _missing(len(p))) for p in parts], ignore_index=True)
     return joined.array if pd.api.types.is_extension_array_dtype(joined.dtype) else joined.to_numpy()
+
+
+def _united(parts: Sequence[Any], where: str) -> pd.Categorical:
+    """Return categories as one array; parts that are none have no value."""
+    coded = [p if isinstance(p, pd.Categorical) else _missing(len(p)) for p in parts]
+    like = next((part for part in coded if part.categories.size), coded[0])  # all missing: no categories
+    coded = [p if p.categories.size else pd.Categorical.from_codes(p.codes, dtype=like.dtype) for p in coded]
+    odd = next((p for p in coded if p.categories.dtype != like.categories.dtype), None)
+    if odd is not None:
+        raise StoreError(
+            f"{where} has categories of {like.categories.dtype} in one file and of {odd.categories.dtype} in "
+            "another; make them one type, or leave the column out."
+        )
+    is_one = all(part.dtype == coded[0].dtype for part in coded)
+    return pd.api.types.union_categoricals(coded, ignore_order=not is_one)
+
+
+def _uncoded(part: Any) -> Any:
+    """Return categories that are numbers or booleans as such, and anything else as it is."""
+    if not isinstance(part, pd.Categorical) or part.categories.dtype.kind not in "biuf" or not _has_value(part):
+        return part
+    values = part.categories.to_numpy()[part.codes]  # of those that are missing, any
+    return _with_missing(values, part.codes < 0)
+
+
+def _with_missing(values: NDArray[Any], mask: NDArray[np.bool_]) -> Any:
+    if values.dtype.kind == "f":
+        values[mask] = np.nan
+        return values
+    return pd.arrays.BooleanArray(values, mask) if values.dtype.kind == "b" else pd.arrays.IntegerArray(values, mask)
+
+
+def _as_numbers(parts: Sequence[Any], dtype: np.dtype[Any]) -> Any:
+    """Return numbers or booleans as one array, of NumPy's kind if none is missing or missing ones can be NaN."""
+    absent = {"f": np.nan, "b": False}.get(dtype.kind, 0)
+    values = np.concatenate([_filled(part, dtype, absent) for part in parts])
+    if dtype.kind == "f":
+        return values
+    mask = np.concatenate([np.asarray(pd.isna(part)) for part in parts])
+    is_plain = not mask.any() and all(isinstance(part, np.ndarray) for part in parts)
+    return values if is_plain else _with_missing(values, mask)
+
+
+def _filled(part: Any, dtype: np.dtype[Any], absent: Any) -> NDArray[Any]:
+    if not _has_value(part):
+        return np.full(part.shape, absent, dtype=dtype)
+    if isinstance(part, np.ndarray):
+        return part.astype(dtype, copy=False)
+    return np.asarray(part.to_numpy(dtype=dtype, na_value=absent))
+
+
+def _has_value(part: Any) -> bool:
+    return not np.all(pd.isna(part))
+
+
+def _missing(n: int) -> pd.Categorical:
+    """Return a column of n missing values, of no categories."""
+    return pd.Categorical.from_codes(np.full(n, -1, dtype=np.int8), pd.Index([], dtype=object))
 
 
 def _opened(path: str, layer: str, obs: Sequence[str] = ()) -> Store:

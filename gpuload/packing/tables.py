@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.formats import Join
     from gpuload.store import Store
 
 SOURCE_FILE, SOURCE_ROW = "source_file", "source_row"
@@ -32,14 +33,16 @@ _EMPTY = ("layers", "obsm", "obsp", "uns", "varm", "varp")
 _DICT = {"encoding-type": "dict", "encoding-version": "0.1.0"}
 
 
-def chosen_columns(files: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
+def chosen_columns(files: Sequence[str], wanted: Sequence[str] | None, join: Join) -> list[str]:
     """Return the columns of obs to pack: those wanted, else all.
 
     Raises
     ------
     StoreError
-        A file lacks one, or has one that packing adds.
+        A file lacks one, or, with join ``"outer"``, all do; or one has a column that packing adds.
     """
+    if wanted is None and join == "outer":
+        wanted = list(dict.fromkeys(name for file in files for name in obs_columns(file)))
     if wanted is None:
         wanted = obs_columns(files[0])
         for file in files[1:]:
@@ -48,25 +51,30 @@ def chosen_columns(files: Sequence[str], wanted: Sequence[str] | None) -> list[s
                 lacking, having = (file, files[0]) if odd[0] in wanted else (files[0], file)
                 raise StoreError(
                     f"{lacking}: obs has no column {odd[0]!r}, but that of {having} has it; name the columns to pack "
-                    "with obs=."
+                    "with obs=, or make its values missing there with join='outer'."
                 )
-    check_columns(files, wanted)
+    check_columns(files, wanted, join)
     for name in (SOURCE_FILE, SOURCE_ROW):
         if name in wanted:
+            having = next(file for file in files if name in obs_columns(file))
             raise StoreError(
-                f"{files[0]}: obs has a column {name!r}, which packing adds; rename it, or name the columns to pack "
+                f"{having}: obs has a column {name!r}, which packing adds; rename it, or name the columns to pack "
                 "with obs=."
             )
     return list(dict.fromkeys(wanted))
 
 
-def check_columns(files: Sequence[str], names: Sequence[str]) -> None:
-    """Raise StoreError if a file lacks one of some columns of obs."""
-    for file in files:
+def check_columns(files: Sequence[str], names: Sequence[str], join: Join) -> None:
+    """Raise StoreError if a file lacks one of some columns of obs; with join ``"outer"``, only if all do."""
+    missing = set(names)
+    for file in files if names else ():
         known = obs_columns(file)
+        missing.difference_update(known)
         for name in names:
-            if name not in known:
+            if name not in known and join != "outer":
                 raise no_column(file, name, known)
+    if missing:
+        raise no_column(files[0], min(missing), obs_columns(files[0]))
 
 
 def start_target(folder: str, members: Sequence[str]) -> None:
