@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anndata as ad
@@ -156,6 +157,103 @@ def test_categories_that_one_file_has_none_of(tmp_path: Path) -> None:
         assert plate.cat.categories.tolist() == one.obs["plate"].cat.categories.tolist()
         found = plate.astype(object).where(plate.notna(), None).tolist()
         assert found == (expected if order == paths else expected[30:] + expected[:30])
+
+
+KINDS: dict[str, Any] = {
+    "none": None,
+    "int": np.arange(6),
+    "uint8": np.arange(6, dtype=np.uint8),
+    "large": np.arange(6) + (1 << 60),
+    "float": np.arange(6) + 0.5,
+    "nan": np.full(6, np.nan),
+    "bool": np.arange(6) % 2 == 0,
+    "nullable_int": pd.array([1, None, 3, 4, 5, 6], dtype="Int64"),
+    "nullable_bool": pd.array([True, None, False] * 2, dtype="boolean"),
+    "categories": pd.Categorical(list("abcabc")),
+    "ordered": pd.Categorical(list("bcdbcd"), ordered=True),
+    "numbers": pd.Categorical([1, 2, None] * 2),
+    "empty": pd.Categorical([None] * 6),
+    "truths": pd.Categorical([True, False, None] * 2),
+    "text": np.array(["x", None, "y"] * 2, dtype=object),
+}
+"""Values of a column of obs; none at all first."""
+
+MIXED = {"categories", "ordered", "text"}
+"""Kinds that AnnData cannot store together with categories that are numbers."""
+
+
+def plain(column: pd.Series) -> list[Any]:
+    return [None if pd.isna(value) else value for value in column.astype(object)]
+
+
+@pytest.fixture(scope="module")
+def of_two_kinds(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[str]]:
+    """Return two files, whose columns are of all pairs of kinds, and the names of the columns."""
+    pairs = {f"{one}-{two}": (one, two) for one in KINDS for two in KINDS if one != two}
+    paths = []
+    for number in range(2):
+        adata = cells(6, 5, number)
+        adata.obs_names = [f"{number}_{i}" for i in range(6)]
+        columns = {name: KINDS[pair[number]] for name, pair in pairs.items() if KINDS[pair[number]] is not None}
+        adata.obs = pd.DataFrame(columns, index=adata.obs_names)
+        paths.append(written(adata, tmp_path_factory.mktemp("kinds") / f"{number}.h5ad"))
+    return paths, list(pairs)
+
+
+def test_columns_of_two_kinds_have_the_values_that_the_loader_gives(
+    of_two_kinds: tuple[list[Path], list[str]], tmp_path: Path
+) -> None:
+    paths, names = of_two_kinds
+    wanted: dict[str, list[Any]] = {}
+    for name in names:
+        with suppress(gpuload.StoreError), gpuload.open_loader(paths, obs=[name], join="outer", device="cpu") as loader:
+            wanted[name] = plain(loader.obs[name])
+    mixed = [name for name in wanted if "numbers" in name and MIXED & set(name.split("-"))]
+    assert len(mixed) == 6
+    for name in mixed:
+        del wanted[name]
+        with pytest.raises(gpuload.StoreError, match=r"[Ll]eave (it|the column) out"):
+            gpuload.pack(paths, tmp_path / "out.zarr", obs=[name], join="outer")
+    gpuload.pack(paths, tmp_path / "out.zarr", obs=list(wanted), join="outer", keep_order=True)
+    obs = ad.read_zarr(tmp_path / "out.zarr").obs
+    assert {name: plain(obs[name]) for name in wanted} == wanted
+    kept = {"bool-none": "boolean", "none-uint8": "UInt8", "float-none": "float64", "bool-uint8": "uint8"}
+    assert {name: obs[name].dtype.name for name in kept} == kept
+    with gpuload.open_loader(tmp_path / "out.zarr", obs=list(wanted), device="cpu") as loader:
+        assert {name: plain(loader.obs[name]) for name in wanted} == wanted
+
+
+def test_whole_numbers_that_are_missing_in_a_file_stay_exact(
+    of_two_kinds: tuple[list[Path], list[str]], tmp_path: Path
+) -> None:
+    gpuload.pack(of_two_kinds[0], tmp_path / "out.zarr", obs="large-none", join="outer", keep_order=True)
+    assert plain(ad.read_zarr(tmp_path / "out.zarr").obs["large-none"]) == [*KINDS["large"].tolist(), *[None] * 6]
+    for name in ("large-float", "float-large"):
+        with pytest.raises(gpuload.StoreError, match="whole number 1152921504606846981 and would become float64"):
+            gpuload.pack(of_two_kinds[0], tmp_path / "none.zarr", obs=name, join="outer")
+
+
+def test_columns_that_only_some_files_have(tmp_path: Path) -> None:
+    one, two = cells(30, 20, 1), cells(20, 15, 2)
+    one.obs, two.obs = one.obs[["plate", "depth"]], two.obs[["stage", "plate"]]
+    two.X = two.X.tocsc()
+    two.obs_names = [f"other_{i}" for i in range(20)]
+    paths = [written(one, tmp_path / "one.h5ad"), written(two, tmp_path / "two.h5ad")]
+    gpuload.pack(paths, tmp_path / "out.zarr", join="outer", group_by="stage")
+    obs = ad.read_zarr(tmp_path / "out.zarr").obs
+    assert list(obs) == ["plate", "depth", "stage", "source_file", "source_row"]
+    assert obs["stage"].notna().tolist() == [True] * 20 + [False] * 30
+    assert obs["stage"].cat.ordered
+    labels = obs["stage"].iloc[:20].astype(object)
+    assert (labels != labels.shift()).sum() == labels.nunique() == 3
+    for path, original in zip(paths, (one, two), strict=True):
+        here = obs[obs["source_file"] == str(path)].set_index("source_row").sort_index()
+        for name in ("plate", "depth", "stage"):
+            assert plain(here[name]) == (plain(original.obs[name]) if name in original.obs else [None] * len(here))
+    with pytest.raises(gpuload.StoreError, match=r"two\.h5ad: obs has no column 'depth', but .*with join='outer'\."):
+        gpuload.pack(paths, tmp_path / "none.zarr", join="inner")
+    with pytest.raises(gpuload.StoreError, match=r"one\.h5ad: obs has no column 'plat'; did you mean 'plate'"):
+        gpuload.pack(paths, tmp_path / "none.zarr", join="outer", obs=["plat"])
 
 
 def test_categories_of_anndata_0_7_stay_ordered(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -574,6 +575,56 @@ def test_a_column_of_two_values_a_row_is_refused(tmp_path: Path) -> None:
     with pytest.raises(gpuload.StoreError, match=words):
         gpuload.pack(path, tmp_path / "out.zarr", obs=["plate"])
     assert not (tmp_path / "out.zarr").exists()
+
+
+def resize(path: Path, key: str, n: int) -> None:
+    """Give an array of a file n elements."""
+    with h5py.File(path, "r+") as file:
+        values, attributes = file[key][()], dict(file[key].attrs)
+        del file[key]
+        file.create_dataset(key, data=np.resize(values, n), dtype=h5py.string_dtype() if values.dtype == "O" else None)
+        file[key].attrs.update(attributes)
+
+
+@pytest.mark.parametrize("n_more", [-1, 1])
+@pytest.mark.parametrize("is_by_columns", [False, True])
+@pytest.mark.parametrize(
+    ("key", "where", "axis"),
+    [
+        ("obs/_index", "the index of obs", 0),
+        ("obs/depth", "/obs/depth", 0),
+        ("obs/plate/codes", "/obs/plate", 0),
+        ("var/_index", "/var", 1),
+        ("var/chromosome/codes", "/var/chromosome", 1),
+    ],
+)
+def test_tables_of_another_length_than_the_matrix_are_refused(
+    key: str, where: str, axis: int, is_by_columns: bool, n_more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work.Local, "write_parts", fail)
+    adata = cells(30, 20)
+    if is_by_columns:
+        adata.X = adata.X.tocsc()
+    path, other = written(adata, tmp_path / "in.h5ad"), cells(9, 20)
+    other.obs_names = [f"other_{i}" for i in range(9)]
+    there, what = ((30, "cells"), (20, "genes"))[axis]
+    resize(path, key, there + n_more)
+    words = f"{path}: {where} has {there + n_more} entries but the matrix has {there} {what}; rewrite the file."
+    for sources in (path, [path, written(other, tmp_path / "other.h5ad")]):
+        with pytest.raises(gpuload.CorruptDataError, match=f"^{re.escape(words)}$"):
+            gpuload.pack(sources, tmp_path / "out.zarr")
+    if key == "obs/plate/codes":
+        with pytest.raises(gpuload.CorruptDataError, match=f"^{re.escape(words)}$"):
+            gpuload.pack(path, tmp_path / "out.zarr", obs=[], group_by="plate")
+    assert not (tmp_path / "out.zarr").exists()
+
+
+def test_files_whose_indexes_make_up_for_each_other_are_refused(tmp_path: Path) -> None:
+    paths = [written(cells(n, 20), tmp_path / f"{n}.h5ad") for n in (30, 20)]
+    for path, n in zip(paths, (29, 21), strict=True):
+        resize(path, "obs/_index", n)
+    with pytest.raises(gpuload.CorruptDataError, match="the index of obs has 29 entries but the matrix has 30 cells"):
+        gpuload.pack(paths, tmp_path / "out.zarr")
 
 
 def with_numbers(path: Path) -> Path:

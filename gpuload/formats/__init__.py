@@ -164,13 +164,13 @@ def read_obs_names(paths: Any, modality: str | None, layer: str) -> NDArray[np.o
     layer
         A matrix of these cells, whose number of rows the names must have.
     """
-    from gpuload.formats.frames import checked_cell_names
+    from gpuload.formats.frames import stored_cell_names
 
     def read(part: Any) -> NDArray[np.object_] | int:
         if is_anndata(part):
             return as_strings(part.obs_names)
         if isinstance(part, (str, os.PathLike)):
-            return checked_cell_names(os.fspath(part), layer)
+            return stored_cell_names(os.fspath(part), layer)
         return open_memory(part, None, layer="X", obs=()).n_obs
 
     parts = _parts(paths if modality is None else _of_modality(paths, modality))

@@ -14,7 +14,7 @@ import pandas as pd
 from gpuload.errors import StoreError
 from gpuload.formats import soma
 from gpuload.formats.arrays import as_strings, check_length, numbered
-from gpuload.formats.members import keys_of
+from gpuload.formats.members import keys_of, name_in, shape_of
 from gpuload.formats.obs import column_names, index_name, read_index, read_values
 from gpuload.formats.recognise import anndata_groups, file_of, is_soma, obs_columns, open_path
 from gpuload.store import check_whole
@@ -28,63 +28,94 @@ if TYPE_CHECKING:
 
 
 def cell_names(path: str, layer: str) -> NDArray[np.object_]:
-    """Return the names of the cells of a matrix as strings, shape (n_obs,) object; row numbers if none are stored."""
-    names = _stored_names(path, layer)
+    """Return the names of the cells of a matrix as strings, shape (n_obs,) object; row numbers if none are stored.
+
+    Raise CorruptDataError if they are not as many as the matrix has rows.
+    """
+    names = stored_cell_names(path, layer)
     return numbered(names) if isinstance(names, int) else names
 
 
-def checked_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
-    """Return the names of the cells of a matrix, or, if none are stored, how many there are.
+def stored_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
+    """Return the index of obs, or, in a format without one, a column ``"barcode"`` (10x), or the number of cells.
 
-    Raise CorruptDataError if the names are not as many as the matrix has rows.
+    Raise CorruptDataError as for `cell_names`.
     """
-    names = _stored_names(path, layer)
-    if not isinstance(names, int):
-        check_length(f"{path}: the index of obs", names.size, _opened(path, layer).n_obs, "cells")
-    return names
-
-
-def _stored_names(path: str, layer: str) -> NDArray[np.object_] | int:
-    """Return the index of obs, or, in a format without one, a column ``"barcode"`` (10x), or the number of cells."""
     if is_soma(path):
         return soma.cell_names(file_of(path))
     with anndata_groups(path) as groups:
-        frames = [group.get("obs") for group in groups]
-        if frames and all(frame is not None for frame in frames):
-            return np.concatenate([read_index(frame, path, "obs") for frame in frames])
+        if groups and all(group.get("obs") is not None for group in groups):
+            return np.concatenate([_checked_index(group, path, layer) for group in groups])
     named = [name for name in obs_columns(path) if name == "barcode"]
     store = _opened(path, layer, named)
     return as_strings(_decoded(store.obs["barcode"])) if named else store.n_obs
+
+
+def _checked_index(group: Any, path: str, layer: str) -> NDArray[np.object_]:
+    names = read_index(group["obs"], path, "obs")
+    _check_length(names, group, path, layer, "the index of obs", 0)
+    return names
+
+
+def _check_length(values: Any, group: Any, path: str, layer: str, where: str, axis: int) -> None:
+    """Raise CorruptDataError if values are not as many as a matrix has rows (axis 0) or columns (axis 1)."""
+    shape = shape_of(group, layer, path)
+    if shape:
+        n = int(values.shape[0]) if values.ndim else 1
+        check_length(f"{path}: {where}", n, shape[axis], ("cells", "genes")[axis])
 
 
 def cell_column(path: str, name: str, layer: str) -> Any:
     """Return a column of obs as a NumPy or pandas array of length n_obs.
 
     For formats other than AnnData and SOMA, and for a MuData column shared by all modalities, it is as minibatches
-    have it.
+    have it. All values are missing if there is no such column. Raise CorruptDataError if it does not have one value
+    for each row of the matrix.
     """
-    if is_soma(path):
-        return soma.cell_column(file_of(path), name)
     with anndata_groups(path) as groups:
         if groups and all(name in column_names(group.get("obs")) for group in groups):
-            return join([read_values(group["obs"], name) for group in groups], f"{path}: obs column {name!r}")
+            parts = [read_values(group["obs"], name) for group in groups]
+            for group, part in zip(groups, parts, strict=True):
+                _check_length(part, group, path, layer, f"{name_in(group, 'obs')}/{name}", 0)
+            return join(parts, f"{path}: obs column {name!r}")
+    if name not in obs_columns(path):
+        return _missing(_n_cells(path, layer))
+    if is_soma(path):
+        return soma.cell_column(file_of(path), name)
     return _decoded(_opened(path, layer, (name,)).obs[name])
 
 
+def _n_cells(path: str, layer: str) -> int:
+    with anndata_groups(path) as groups:
+        shapes = [shape_of(group, layer, path) for group in groups]
+    return sum(shape[0] for shape in shapes) if shapes and all(shapes) else _opened(path, layer).n_obs
+
+
 def gene_columns(path: str, layer: str) -> dict[str, Any]:
-    """Return the columns of the var that belongs to a matrix, by name; none if the format is not AnnData."""
+    """Return the columns of the var that belongs to a matrix, by name; none if the format is not AnnData.
+
+    Raise CorruptDataError if one does not have one value for each column of the matrix.
+    """
     with anndata_groups(path) as groups:
         if not groups:
             return {}
-        frame = groups[0][keys_of(groups[0], layer, path)[1]]
-        return {name: read_values(frame, name) for name in column_names(frame)}
+        key = keys_of(groups[0], layer, path)[1]
+        columns = {name: read_values(groups[0][key], name) for name in column_names(groups[0][key])}
+        for name, values in columns.items():
+            _check_length(values, groups[0], path, layer, f"{name_in(groups[0], key)}/{name}", 1)
+        return columns
 
 
 def gene_names(path: str, layer: str) -> NDArray[np.object_]:
-    """Return the index of the var that belongs to a matrix of an AnnData, shape (n_vars,) object."""
+    """Return the index of the var that belongs to a matrix of an AnnData, shape (n_vars,) object.
+
+    Raise CorruptDataError if they are not as many as the matrix has columns.
+    """
     with anndata_groups(path) as groups:
         _, key = keys_of(groups[0], layer, path)
-        return read_index(groups[0][key], path, key)
+        names = read_index(groups[0][key], path, key)
+        _check_length(names, groups[0], path, layer, name_in(groups[0], key), 1)
+        return names
 
 
 def name_of_index(paths: Sequence[str], layer: str | None = None) -> str:
@@ -99,29 +130,85 @@ def name_of_index(paths: Sequence[str], layer: str | None = None) -> str:
 
 
 def join(parts: Sequence[Any], where: str) -> Any:
-    """Concatenate arrays of one column; categories are united, and ordered if all agree.
+    """Concatenate arrays of one column, whatever their types; those without any value take that of the others.
 
-    `where` is the column's name in errors; raise StoreError if categories are numbers in some and text in others.
+    Categories are united, and ordered if all agree; among numbers, booleans are 0 and 1. Missing values stay missing:
+    whole numbers and booleans become pandas arrays if there are any. `where` is the column's name in errors; raise
+    StoreError if categories are numbers in some and text in others, or float64 may not hold whole numbers exactly.
     """
     if len(parts) == 1:
         return parts[0]
-    if all(isinstance(part, pd.Categorical) for part in parts):
-        like = next((part for part in parts if part.categories.size), parts[0])  # all missing: no categories
-        parts = [p if p.categories.size else pd.Categorical.from_codes(p.codes, dtype=like.dtype) for p in parts]
-        odd = next((p for p in parts if p.categories.dtype != like.categories.dtype), None)
-        if odd is not None:
-            raise StoreError(
-                f"{where} has categories of {like.categories.dtype} in one file and of {odd.categories.dtype} in "
-                "another; make them one type, or leave the column out."
-            )
-        is_one = all(part.dtype == parts[0].dtype for part in parts)
-        return pd.api.types.union_categoricals(parts, ignore_order=not is_one)
-    joined = pd.concat([pd.Series(part) for part in parts], ignore_index=True)
-    if pd.api.types.is_float_dtype(joined.dtype):
-        for part in map(pd.Series, parts):
-            if pd.api.types.is_integer_dtype(part.dtype):
-                check_whole(part.dropna().to_numpy(dtype=getattr(part.dtype, "numpy_dtype", part.dtype)), where)
+    full = [part for part in parts if _has_value(part)] or parts[:1]
+    if all(isinstance(part, pd.Categorical) for part in full):
+        return _united(parts, where)
+    numbers = [_uncoded(part) for part in full]
+    dtypes = [getattr(part.dtype, "numpy_dtype", part.dtype) for part in numbers]
+    if all(isinstance(dtype, np.dtype) and dtype.kind in "biuf" for dtype in dtypes):
+        dtype = np.result_type(*dtypes)
+        for part in numbers if dtype.kind == "f" else ():
+            if part.dtype.kind in "iu":
+                check_whole(_filled(part, getattr(part.dtype, "numpy_dtype", part.dtype), 0), where)
+        return _as_numbers([_uncoded(part) for part in parts], dtype)
+    joined = pd.concat([pd.Series(p if _has_value(p) else _missing(len(p))) for p in parts], ignore_index=True)
     return joined.array if pd.api.types.is_extension_array_dtype(joined.dtype) else joined.to_numpy()
+
+
+def _united(parts: Sequence[Any], where: str) -> pd.Categorical:
+    """Return categories as one array; parts that are none have no value."""
+    coded = [p if isinstance(p, pd.Categorical) else _missing(len(p)) for p in parts]
+    like = next((part for part in coded if part.categories.size), coded[0])  # all missing: no categories
+    coded = [p if p.categories.size else pd.Categorical.from_codes(p.codes, dtype=like.dtype) for p in coded]
+    odd = next((p for p in coded if p.categories.dtype != like.categories.dtype), None)
+    if odd is not None:
+        raise StoreError(
+            f"{where} has categories of {like.categories.dtype} in one file and of {odd.categories.dtype} in "
+            "another; make them one type, or leave the column out."
+        )
+    is_one = all(part.dtype == coded[0].dtype for part in coded)
+    return pd.api.types.union_categoricals(coded, ignore_order=not is_one)
+
+
+def _uncoded(part: Any) -> Any:
+    """Return categories that are numbers or booleans as such, and anything else as it is."""
+    if not isinstance(part, pd.Categorical) or part.categories.dtype.kind not in "biuf" or not _has_value(part):
+        return part
+    values = part.categories.to_numpy()[part.codes]  # of those that are missing, any
+    return _with_missing(values, part.codes < 0)
+
+
+def _with_missing(values: NDArray[Any], mask: NDArray[np.bool_]) -> Any:
+    if values.dtype.kind == "f":
+        values[mask] = np.nan
+        return values
+    return pd.arrays.BooleanArray(values, mask) if values.dtype.kind == "b" else pd.arrays.IntegerArray(values, mask)
+
+
+def _as_numbers(parts: Sequence[Any], dtype: np.dtype[Any]) -> Any:
+    """Return numbers or booleans as one array, of NumPy's kind if none is missing or missing ones can be NaN."""
+    absent = {"f": np.nan, "b": False}.get(dtype.kind, 0)
+    values = np.concatenate([_filled(part, dtype, absent) for part in parts])
+    if dtype.kind == "f":
+        return values
+    mask = np.concatenate([np.asarray(pd.isna(part)) for part in parts])
+    is_plain = not mask.any() and all(isinstance(part, np.ndarray) for part in parts)
+    return values if is_plain else _with_missing(values, mask)
+
+
+def _filled(part: Any, dtype: np.dtype[Any], absent: Any) -> NDArray[Any]:
+    if not _has_value(part):
+        return np.full(part.shape, absent, dtype=dtype)
+    if isinstance(part, np.ndarray):
+        return part.astype(dtype, copy=False)
+    return np.asarray(part.to_numpy(dtype=dtype, na_value=absent))
+
+
+def _has_value(part: Any) -> bool:
+    return not np.all(pd.isna(part))
+
+
+def _missing(n: int) -> pd.Categorical:
+    """Return a column of n missing values, of no categories."""
+    return pd.Categorical.from_codes(np.full(n, -1, dtype=np.int8), pd.Index([], dtype=object))
 
 
 def _opened(path: str, layer: str, obs: Sequence[str] = ()) -> Store:

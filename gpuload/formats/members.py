@@ -81,19 +81,26 @@ def read_members(
     matrix = _open_matrix(root, matrix_key, path, access)
     if var_key:
         var_names = read_index(_member(root, var_key, path, access), path, var_key)
-        check_length(f"{path}: {_name(root, var_key)}", var_names.size, matrix.n_vars, "genes")
+        check_length(f"{path}: {name_in(root, var_key)}", var_names.size, matrix.n_vars, "genes")
     else:
         var_names = numbered(matrix.n_vars)
     frame = root.get("obs")
     columns = {name: read_column(frame, name, path) for name in obs}
     for name, column in columns.items():
-        check_length(f"{path}: {_name(root, 'obs')}/{name}", column.values.size, matrix.n_rows, "cells")
+        check_length(f"{path}: {name_in(root, 'obs')}/{name}", column.values.size, matrix.n_rows, "cells")
     return matrix, var_names, columns
 
 
-def _name(root: Any, key: str) -> str:
+def name_in(root: Any, key: str) -> str:
     """Return a member's path in its file."""
     return f"{root.name.rstrip('/')}/{key}"
+
+
+def shape_of(root: Any, layer: str, path: str) -> tuple[int, ...]:
+    """Return the shape of a matrix without opening it, CSC or not; empty if it is of no form that can be opened."""
+    node = root[keys_of(root, layer, path)[0]]
+    shape = node.shape if hasattr(node, "shape") else _sparse(node)[2]
+    return () if shape is None else tuple(map(int, shape))
 
 
 def keys_of(file: Any, layer: str, path: str) -> tuple[str, str]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.formats import Join
     from gpuload.packing.work import Packed
 
 CODECS = ("lz4", "zstd", "none")
@@ -86,7 +87,8 @@ def pack(
         Names of matrices in obsm to pack too.
     join
         What to do if files have different genes, or in a different order: None refuses them; ``"inner"``, ``"outer"``
-        and a list of names pack the genes that `open_loader` would return.
+        and a list of names pack the genes that `open_loader` would return. With ``"outer"``, columns of obs that only
+        some files have are missing values in the others.
     obs
         Columns of obs to keep, one or several; None keeps all.
     group_by
@@ -151,7 +153,7 @@ def pack(
     told = progress or (lambda _: None)
     with ExitStack() as stack:
         stack.enter_context(workplace.translated(target))
-        columns, labels = chosen_columns(files, obs), _labels(files, layers[0], group_by)
+        columns, labels = chosen_columns(files, obs, join), _labels(files, layers[0], group_by, join)
         client = None if scheduler is None else stack.enter_context(connect(scheduler))
         stack.enter_context(workplace.at_work(folder, plan))
         wanted = Wanted(files, layers, obsm, join, codec, block_size, memory_nbytes, num_threads)
@@ -228,7 +230,7 @@ def _stamp(path: str) -> list[Any]:
     return [os.path.abspath(path), len(statuses), sum(sizes), max(times)]
 
 
-def _labels(files: Sequence[str], layer: str, group_by: str | None) -> NDArray[np.int64] | None:
+def _labels(files: Sequence[str], layer: str, group_by: str | None, join: Join) -> NDArray[np.int64] | None:
     """Return the labels of all rows as numbers, -1 if missing: (n_obs,)."""
     if group_by is None:
         return None
@@ -237,7 +239,7 @@ def _labels(files: Sequence[str], layer: str, group_by: str | None) -> NDArray[n
     from gpuload.formats import frames
     from gpuload.packing.tables import check_columns
 
-    check_columns(files, [group_by])
+    check_columns(files, [group_by], join)
     parts = [frames.cell_column(file, group_by, layer) for file in files]
     labels, _ = pd.factorize(frames.join(parts, f"{files[0]}: obs column {group_by!r}"))
     return np.asarray(labels, dtype=np.int64)

@@ -117,6 +117,7 @@ def _count_cells(job: Job, reader: RowReader) -> NDArray[np.int64]:
 
 
 def _transpose(job: Job, reader: RowReader) -> None:
+    names = _gene_names(job, reader)  # first: what does not fit is found before the work, not after it
     for _ in each(lambda number: _write_part(job, reader, number), range(job.n_slices)):
         pass
     parts = all_parts(job)
@@ -126,11 +127,15 @@ def _transpose(job: Job, reader: RowReader) -> None:
             pass
     start_target(job.result, [job.origin.member])
     write_matrix_metadata(job, judged.dtype)
-    if not job.origin.layer.startswith(OBSM):
+    if names is not None:
         folder = os.path.join(job.result, var_of(job.origin.member))
-        names = frames.gene_names(reader.store.paths[0], job.origin.layer)
         start_table(folder, [], names, "_index", reader.store.paths[0])
     _verify(job, reader, digest)
+
+
+def _gene_names(job: Job, reader: RowReader) -> NDArray[np.object_] | None:
+    layer = job.origin.layer
+    return None if layer.startswith(OBSM) else frames.gene_names(reader.store.paths[0], layer)
 
 
 def _write_part(job: Job, reader: RowReader, number: int) -> None:

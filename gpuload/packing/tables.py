@@ -11,7 +11,8 @@ import pandas as pd
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats import frames
 from gpuload.formats.arrays import no_column
-from gpuload.formats.recognise import obs_columns
+from gpuload.formats.obs import read_index, read_values
+from gpuload.formats.recognise import anndata_groups, obs_columns
 from gpuload.packing.zarr_files import start_table, write_column, write_group
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.formats import Join
     from gpuload.store import Store
 
 SOURCE_FILE, SOURCE_ROW = "source_file", "source_row"
@@ -31,14 +33,16 @@ _EMPTY = ("layers", "obsm", "obsp", "uns", "varm", "varp")
 _DICT = {"encoding-type": "dict", "encoding-version": "0.1.0"}
 
 
-def chosen_columns(files: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
+def chosen_columns(files: Sequence[str], wanted: Sequence[str] | None, join: Join) -> list[str]:
     """Return the columns of obs to pack: those wanted, else all.
 
     Raises
     ------
     StoreError
-        A file lacks one, or has one that packing adds.
+        A file lacks one, or, with join ``"outer"``, all do; or one has a column that packing adds.
     """
+    if wanted is None and join == "outer":
+        wanted = list(dict.fromkeys(name for file in files for name in obs_columns(file)))
     if wanted is None:
         wanted = obs_columns(files[0])
         for file in files[1:]:
@@ -47,25 +51,30 @@ def chosen_columns(files: Sequence[str], wanted: Sequence[str] | None) -> list[s
                 lacking, having = (file, files[0]) if odd[0] in wanted else (files[0], file)
                 raise StoreError(
                     f"{lacking}: obs has no column {odd[0]!r}, but that of {having} has it; name the columns to pack "
-                    "with obs=."
+                    "with obs=, or make its values missing there with join='outer'."
                 )
-    check_columns(files, wanted)
+    check_columns(files, wanted, join)
     for name in (SOURCE_FILE, SOURCE_ROW):
         if name in wanted:
+            having = next(file for file in files if name in obs_columns(file))
             raise StoreError(
-                f"{files[0]}: obs has a column {name!r}, which packing adds; rename it, or name the columns to pack "
+                f"{having}: obs has a column {name!r}, which packing adds; rename it, or name the columns to pack "
                 "with obs=."
             )
     return list(dict.fromkeys(wanted))
 
 
-def check_columns(files: Sequence[str], names: Sequence[str]) -> None:
-    """Raise StoreError if a file lacks one of some columns of obs."""
-    for file in files:
+def check_columns(files: Sequence[str], names: Sequence[str], join: Join) -> None:
+    """Raise StoreError if a file lacks one of some columns of obs; with join ``"outer"``, only if all do."""
+    missing = set(names)
+    for file in files if names else ():
         known = obs_columns(file)
+        missing.difference_update(known)
         for name in names:
-            if name not in known:
+            if name not in known and join != "outer":
                 raise no_column(file, name, known)
+    if missing:
+        raise no_column(files[0], min(missing), obs_columns(files[0]))
 
 
 def start_target(folder: str, members: Sequence[str]) -> None:
@@ -112,7 +121,7 @@ def write_obs(
     columns = [*names, SOURCE_FILE, SOURCE_ROW]
     cells = _cell_names(files, layer)[order]
     start_table(obs, columns, cells, frames.name_of_index(files), f"{files[0]}: obs")
-    if not _is_same(cells, frames.cell_names(folder, "X")):
+    if not _is_same(cells, _written(folder)):
         raise _not_as_written(folder, "index")
     for name in columns:
         values = _provenance(name, store, order)
@@ -120,8 +129,14 @@ def write_obs(
             parts = [frames.cell_column(path, name, layer) for path in files]
             values = frames.join(parts, f"{files[0]}: obs column {name!r}")[order]
         write_column(os.path.join(obs, name), values, f"{files[0]}: obs column {name!r}")
-        if not _is_same(values, frames.cell_column(folder, name, "X")):
+        if not _is_same(values, _written(folder, name)):
             raise _not_as_written(folder, f"column {name!r}")
+
+
+def _written(folder: str, name: str | None = None) -> Any:
+    """Return a column of the target's obs, or its index, as it is read; its matrices need not be there yet."""
+    with anndata_groups(folder) as (group,):
+        return read_index(group["obs"], folder, "obs") if name is None else read_values(group["obs"], name)
 
 
 def write_var(folder: str, member: str, files: Sequence[str], layer: str, store: Store) -> None:
