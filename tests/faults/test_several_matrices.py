@@ -52,7 +52,6 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ({"obsm": ["p", "p"]}, "obsm=['p', 'p']: 'p' is given twice; pass every name once."),
         ({"modality": ["rna", "rna"]}, "modality=['rna', 'rna']: 'rna' is given twice; pass every name once."),
         ({"join": "left"}, "join='left': expected 'inner', 'outer', a list of gene names, or None."),
-        ({"join": {"a"}}, "join={'a'}: expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": 1}, "join=1: expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": b"inner"}, "join=b'inner': expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": []}, "join=[]: expected at least one gene name, 'inner', 'outer' or None."),
