@@ -16,6 +16,7 @@ import numpy as np
 
 from gpuload.errors import PlanError
 from gpuload.permute import hash64, random_keys
+from gpuload.sampling.classes import coded, joint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from scipy.sparse import csr_matrix
 
+    from gpuload.sampling.classes import Names
     from gpuload.types import Column
 
 N_TRIES = 16
@@ -56,52 +58,23 @@ def classes_of(columns: Sequence[Column], *, is_missing_one: bool = False) -> Cl
     is_missing_one
         Whether cells without a value form a class of their own, labelled None; else they belong to none.
     """
-    codes: NDArray[np.integer[Any]]
-    codes, labels = _coded(columns[0], is_missing_one)
+    codes, names = _coded(columns[0], is_missing_one)
     for column in columns[1:]:
-        more, more_labels = _coded(column, is_missing_one)
-        n = len(more_labels)
-        joint = np.where((codes < 0) | (more < 0), -1, codes.astype(np.int64) * n + more)
-        found, codes, _ = _compact(joint, len(labels) * n)
-        labels = [(*_as_tuple(labels[code // n]), more_labels[code % n]) for code in found.tolist()]
-    found, codes, counts = _compact(codes, len(labels))
-    return Classes(codes, [labels[code] for code in found.tolist()], counts)
+        codes, names = joint(codes, names, *_coded(column, is_missing_one))
+    counts = np.bincount(codes + 1, minlength=len(names) + 1)[1:]
+    there = np.flatnonzero(counts)
+    if there.size < counts.size:
+        place = np.full(counts.size + 1, -1, dtype=np.int32)
+        place[there] = np.arange(there.size)
+        codes, counts = place[codes], counts[there]
+    labels = [label_of(names.label(code)) for code in there.tolist()]
+    return Classes(codes, labels if len(columns) > 1 else [label for (label,) in labels], counts)
 
 
-def _coded(column: Column, is_missing_one: bool) -> tuple[NDArray[np.integer[Any]], list[Label]]:
-    """Return the code of each cell, -1 = missing, and the labels of the codes."""
-    if column.categories is not None:
-        codes, labels = column.values, [label_of(value) for value in column.categories]
-    else:
-        found, codes = np.unique(column.values, return_inverse=True, equal_nan=True)
-        labels = found.tolist()
-        if labels and labels[-1] != labels[-1]:  # NaN, which sorts last
-            labels.pop()
-            codes[codes == len(labels)] = -1
-    if is_missing_one:
-        return np.where(codes < 0, len(labels), codes), [*labels, None]
-    return codes, labels
-
-
-def _compact(
-    codes: NDArray[np.integer[Any]], n: int
-) -> tuple[NDArray[np.int64], NDArray[np.integer[Any]], NDArray[np.int64]]:
-    """Return which of n codes occur, ascending; each cell's index among them, -1 for -1; their numbers of cells."""
-    if n > max(1 << 20, codes.size):
-        found, places, counts = np.unique(codes, return_inverse=True, return_counts=True)
-        n_missing = int(found.size > 0 and found[0] < 0)
-        return found[n_missing:], places - n_missing, counts[n_missing:]
-    counts = np.bincount(codes + 1, minlength=n + 1)[1:]
-    found = np.flatnonzero(counts)
-    if found.size == n:
-        return found, codes, counts
-    place = np.full(n + 1, -1, dtype=np.int32)
-    place[found] = np.arange(found.size)
-    return found, place[codes], counts[found]
-
-
-def _as_tuple(label: Label) -> tuple[Any, ...]:
-    return label if isinstance(label, tuple) else (label,)
+def _coded(column: Column, is_missing_one: bool) -> tuple[NDArray[np.integer[Any]], Names]:
+    """Return the class of each cell by one column, -1 = none, and the names of the classes."""
+    codes, names = coded(column.values, column.categories)
+    return (np.where(codes < 0, len(names), codes), names.and_missing()) if is_missing_one else (codes, names)
 
 
 def label_of(value: Any) -> Label:

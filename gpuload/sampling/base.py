@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from gpuload.checks import check_index, check_obs_names, is_number, is_whole
 from gpuload.errors import PlanError, nearest, shown
-from gpuload.sampling.rows import SLICE, row_list
+from gpuload.sampling.classes import coded, joint, names_of
+from gpuload.sampling.rows import row_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.order import RowOrder
+    from gpuload.sampling.classes import Names
     from gpuload.sampling.rows import RowList
     from gpuload.types import Column
 
@@ -84,44 +86,6 @@ def check_shares(sampler: str, given: Any) -> None:
     for label, share in given.items():
         if not is_number(share) or not 0 < share < float("inf"):
             raise PlanError(f"{sampler}: the share of {label!r} is {share!r}; expected a finite number above 0.")
-
-
-class Names(Sequence[str]):
-    """Class names, each built on access: there may be millions, and only errors show any.
-
-    Parameters
-    ----------
-    n
-        Number of classes.
-    label
-        Returns the labels of a class, one for each column.
-    columns
-        Names of the columns; empty for labels given as an array.
-    """
-
-    def __init__(self, n: int, label: Callable[[int], tuple[Any, ...]], columns: tuple[str, ...]) -> None:
-        self._n = n
-        self.label = label
-        self.columns = columns
-
-    def text(self, label: tuple[Any, ...]) -> str:
-        """Return labels as they appear in errors."""
-        if not self.columns:
-            return repr(label[0])
-        return ", ".join(f"{name}={value!r}" for name, value in zip(self.columns, label, strict=True))
-
-    def __len__(self) -> int:
-        return self._n
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        places = range(self._n)[index]
-        if isinstance(places, int):
-            return self.text(self.label(places))
-        return [self.text(self.label(place)) for place in places]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,7 +164,7 @@ class Cells:
         """Return each cell's class by one column or several jointly; numbers and booleans are classes too."""
         codes, names = self._coded(columns[0])
         for column in columns[1:]:
-            codes, names = _joint(codes, names, *self._coded(column))
+            codes, names = joint(codes, names, *self._coded(column))
         return Classes(codes, names)
 
     def classes_by(self, sampler: str, column: Any) -> Classes:
@@ -215,17 +179,7 @@ class Cells:
 
     def _coded(self, name: str) -> tuple[NDArray[np.integer], Names]:
         column = self.obs[name]
-        values = self.take(column.values)
-        if column.categories is not None:
-            return values, _names_of(column.categories, name)
-        found = _distinct(values)
-        if found.dtype.kind == "f":
-            found = found[~np.isnan(found)]
-        codes = np.empty(values.size, dtype=np.int32)
-        for start in range(0, values.size, SLICE):
-            part = values[start : start + SLICE]
-            codes[start : start + SLICE] = np.where(part == part, np.searchsorted(found, part), -1)  # noqa: PLR0124 - NaN
-        return codes, _names_of(found, name)
+        return coded(self.take(column.values), column.categories, name)
 
 
 class Sampler(Protocol):
@@ -305,10 +259,6 @@ def about_column(column: Any) -> list[str]:
     return [digest(_labels(column)[0])] if hasattr(column, "dtype") else list(check_obs_names("column", column))
 
 
-def _names_of(values: NDArray[Any], *column: str) -> Names:
-    return Names(values.size, lambda place: tuple(values[place : place + 1].tolist()), column)
-
-
 def _labels(given: Any) -> tuple[NDArray[np.integer], Names]:
     """Return the codes of labels, -1 if missing, and the names they stand for."""
     import pandas as pd
@@ -317,7 +267,7 @@ def _labels(given: Any) -> tuple[NDArray[np.integer], Names]:
     names = np.asarray(found)
     if names.dtype.kind in "mM":  # NumPy would make whole numbers of them
         names = pd.Index(names).to_numpy(dtype=object)
-    return codes.astype(np.int32), _names_of(names)
+    return codes.astype(np.int32), names_of(names)
 
 
 def check_mask(sampler: str, given: Any, cells: Cells) -> NDArray[np.bool_]:
@@ -340,46 +290,3 @@ def check_rows(sampler: str, cells: Cells) -> None:
         raise PlanError(
             f"{sampler}: there are no cells to draw from; choose others with where= or Subset, or another file."
         )
-
-
-def _joint(
-    codes: NDArray[np.integer], names: Names, more: NDArray[np.integer], more_names: Names
-) -> tuple[NDArray[np.integer], Names]:
-    """Return the joint classes of two columns, only those that occur."""
-    n_more = len(more_names)
-    n = len(names) * n_more
-
-    def joint(start: int) -> NDArray[np.int64]:
-        first, second = codes[start : start + SLICE].astype(np.int64), more[start : start + SLICE]
-        return np.where((first < 0) | (second < 0), -1, first * n_more + second)
-
-    starts = range(0, codes.size, SLICE)
-    out = np.empty(codes.size, dtype=np.int32)
-    if n <= max(1 << 20, codes.size):  # a table of all combinations is no larger than the codes
-        is_there = np.zeros(n + 1, dtype=bool)
-        for start in starts:
-            is_there[joint(start)] = True
-        found = np.flatnonzero(is_there[:n])
-        place = np.full(n + 1, -1, dtype=np.int32)
-        place[found] = np.arange(found.size, dtype=np.int32)
-        for start in starts:
-            out[start : start + SLICE] = place[joint(start)]
-    else:
-        found = np.unique(np.concatenate([np.unique(joint(start)) for start in starts]))
-        found = found[found >= 0]
-        for start in starts:
-            part = joint(start)
-            out[start : start + SLICE] = np.where(part < 0, -1, np.searchsorted(found, part))
-
-    def label(place: int) -> tuple[Any, ...]:
-        first, second = divmod(int(found[place]), n_more)
-        return names.label(first) + more_names.label(second)
-
-    return out, Names(found.size, label, names.columns + more_names.columns)
-
-
-def _distinct(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the distinct values of a long array, ascending; computed by slices, as few are expected."""
-    return np.unique(
-        np.concatenate([np.unique(values[start : start + SLICE]) for start in range(0, values.size, SLICE)])
-    )

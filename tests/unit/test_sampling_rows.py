@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuload.permute import hash64, log_hash, random_keys
-from gpuload.sampling import base as base_module
+from gpuload.sampling import classes as classes_module
 from gpuload.sampling import rows as rows_module
 from gpuload.sampling import weights as weights_module
 from gpuload.sampling.base import Cells
@@ -187,7 +187,7 @@ def test_first_hits_where_rows_end_at_points() -> None:
 
 
 def test_classes_of_more_cells_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_module, "SLICE", 3)
+    monkeypatch.setattr(classes_module, "SLICE", 3)
     obs = {
         "dose": Column([5.0, 0.5, 5.0, 9.0, 0.5, np.nan, 9.0, 5.0]),
         "line": Column([1, 1, 0, 1, -1, 0, 1, 0], ["a", "b"]),

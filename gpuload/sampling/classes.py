@@ -1,0 +1,133 @@
+"""The class of each cell, by one column of obs or by several: numbers and booleans are classes too.
+
+Computed by slices, as there may be 100 million cells; a class is named only when asked, as there may be millions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from gpuload.sampling.rows import SLICE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+
+class Names(Sequence[str]):
+    """Class names, each built on access: there may be millions, and only errors show any.
+
+    Parameters
+    ----------
+    n
+        Number of classes.
+    label
+        Returns the labels of a class, one for each column.
+    columns
+        Names of the columns; empty for labels given as an array.
+    """
+
+    def __init__(self, n: int, label: Callable[[int], tuple[Any, ...]], columns: tuple[str, ...]) -> None:
+        self._n = n
+        self.label = label
+        self.columns = columns
+
+    def text(self, label: tuple[Any, ...]) -> str:
+        """Return labels as they appear in errors."""
+        if not self.columns:
+            return repr(label[0])
+        return ", ".join(f"{name}={value!r}" for name, value in zip(self.columns, label, strict=True))
+
+    def __len__(self) -> int:
+        return self._n
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        places = range(self._n)[index]
+        if isinstance(places, int):
+            return self.text(self.label(places))
+        return [self.text(self.label(place)) for place in places]
+
+    def and_missing(self) -> Names:
+        """Return these names and, as the last, that of the class without a value, whose labels are None."""
+        missing = (None,) * max(1, len(self.columns))
+        return Names(self._n + 1, lambda place: self.label(place) if place < self._n else missing, self.columns)
+
+
+def coded(values: NDArray[Any], categories: NDArray[Any] | None, *column: str) -> tuple[NDArray[np.integer], Names]:
+    """Return the class of each cell by a column, (n,) integers, -1 if it has no value; and the names of the classes.
+
+    Parameters
+    ----------
+    values : (n,)
+        Codes if there are `categories`, which are the classes; else numbers or booleans.
+    categories
+        What codes stand for, or None.
+    *column
+        Name of the column, for errors.
+    """
+    if categories is not None:
+        return values, names_of(categories, *column)
+    found = _distinct(values)
+    if found.dtype.kind == "f":
+        found = found[~np.isnan(found)]
+    codes = np.empty(values.size, dtype=np.int32)
+    for start in range(0, values.size, SLICE):
+        part = values[start : start + SLICE]
+        codes[start : start + SLICE] = np.where(part == part, np.searchsorted(found, part), -1)  # noqa: PLR0124 - NaN
+    return codes, names_of(found, *column)
+
+
+def names_of(values: NDArray[Any], *column: str) -> Names:
+    """Return the names of classes that are one value each."""
+    return Names(values.size, lambda place: tuple(values[place : place + 1].tolist()), column)
+
+
+def joint(
+    codes: NDArray[np.integer], names: Names, more: NDArray[np.integer], more_names: Names
+) -> tuple[NDArray[np.integer], Names]:
+    """Return the joint classes of two columns, only those that occur."""
+    n_more = len(more_names)
+    n = len(names) * n_more
+
+    def numbers(start: int) -> NDArray[np.int64]:
+        first, second = codes[start : start + SLICE].astype(np.int64), more[start : start + SLICE]
+        return np.where((first < 0) | (second < 0), -1, first * n_more + second)
+
+    starts = range(0, max(1, codes.size), SLICE)
+    out = np.empty(codes.size, dtype=np.int32)
+    if n <= max(1 << 20, codes.size):  # a table of all combinations is no larger than the codes
+        is_there = np.zeros(n + 1, dtype=bool)
+        for start in starts:
+            is_there[numbers(start)] = True
+        found = np.flatnonzero(is_there[:n])
+        place = np.full(n + 1, -1, dtype=np.int32)
+        place[found] = np.arange(found.size, dtype=np.int32)
+        for start in starts:
+            out[start : start + SLICE] = place[numbers(start)]
+    else:
+        found = np.unique(np.concatenate([np.unique(numbers(start)) for start in starts]))
+        found = found[found >= 0]
+        for start in starts:
+            part = numbers(start)
+            out[start : start + SLICE] = np.where(part < 0, -1, np.searchsorted(found, part))
+
+    def label(place: int) -> tuple[Any, ...]:
+        first, second = divmod(int(found[place]), n_more)
+        return names.label(first) + more_names.label(second)
+
+    return out, Names(found.size, label, names.columns + more_names.columns)
+
+
+def _distinct(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the distinct values of a long array, ascending; computed by slices, as few are expected."""
+    return np.unique(
+        np.concatenate([np.unique(values[start : start + SLICE]) for start in range(0, max(1, values.size), SLICE)])
+    )
