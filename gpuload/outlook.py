@@ -27,6 +27,7 @@ from gpuload.errors import PlanError
 from gpuload.loader import Loader
 from gpuload.plan import DEFAULT_BLOCK_SIZE, Plan, chunks_per_block
 from gpuload.sampling import BlockShuffle
+from gpuload.sampling.classes import coded
 from gpuload.tables import Table
 from gpuload.types import Form
 
@@ -254,12 +255,9 @@ class Outlooks:
 
 def label_codes(column: ObsColumn, called: str) -> NDArray[Any]:
     """Return the label code of each cell, (n_obs,); whole numbers are labels too, fractions raise PlanError."""
-    if column.categories is not None:
-        return column.values
-    if column.values.dtype.kind not in "biu":
+    if column.categories is None and column.values.dtype.kind not in "biu":
         raise PlanError(f"{called}: this column holds fractions; choose one that names groups of cells.")
-    codes: NDArray[np.int64] = np.unique(column.values, return_inverse=True)[1]
-    return codes
+    return coded(column.values, column.categories)[0]
 
 
 def needed_nbytes(read: ArrayRead) -> int:
