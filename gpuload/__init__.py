@@ -37,6 +37,7 @@ from gpuload.opening import (
     block_size_for,
     check_categories,
     check_dtype,
+    check_epoch,
     check_memory,
     check_sampler,
     coded,
@@ -191,7 +192,7 @@ def open_loader(
         Random seed, at least 0. The order depends only on the seed, the epoch, the sizes above and the ranks. Use the
         same seed on all ranks.
     drop_last
-        Whether each rank drops the last minibatch of an epoch if it is incomplete.
+        Whether each rank drops the last minibatch of an epoch if it is incomplete; refused if none is left.
     rank, world_size
         Rank of this training process, and the number of processes. Every rank gets its own shard of the epoch, with the
         same number of minibatches of the same sizes; shards are redrawn each epoch. None: taken from torch.distributed
@@ -233,13 +234,16 @@ def open_loader(
     where
         Filter on obs columns: ``"cell_type == 'T cell' and pct_mito < 0.1"``. Supports ==, !=, <, <=, >, >=, in, and,
         or, not, isna(column) and notna(column); quote a column whose name is not a Python identifier in backticks.
-        Missing values equal nothing. The columns need not be in `obs`, and the filter does not read X. Equivalent to
+        Missing values equal nothing, so ``not flag`` holds for cells whose flag is missing: add ``and notna(flag)`` to
+        leave them out. For many values use ``column in ['a', 'b']``, which looks at each cell once; a chain of ``or``
+        looks once per value. The columns need not be in `obs`, and the filter does not read X. Equivalent to
         ``sampler=Subset(mask, sampler)``: with any sampler, the other cells are never read, rows keep their numbers
         over all cells, and a sampler's labels and weights cover all cells.
     transform
-        Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``. Applies to X
-        and the other layers; other modalities and obsm are left unchanged. A mapping sets it per layer or other
-        modality: ``{"X": gpuload.Transform(), "prot": None}``.
+        Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``, which are the
+        defaults: ``Transform(log1p=True)`` scales too, unless ``target_sum=None`` is given. Applies to X and the other
+        layers; other modalities and obsm are left unchanged. A mapping sets it per layer or other modality: ``{"X":
+        gpuload.Transform(), "prot": None}``.
     output
         ``"dense"`` for (n, n_vars) arrays, or ``"csr"`` for float32 CSR matrices.
     dtype
@@ -360,6 +364,7 @@ def open_loader(
             world_size=world_size,
             uneven=uneven,
         )
+        check_epoch(plan)
         return Loader(tables, backend, plan, prefetch)
     except BaseException:
         backend.close()

@@ -65,6 +65,15 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
         raise PlanError(f"{name}={shown(value)}: expected one of {', '.join(map(repr, choices))}.")
 
 
+def check_loader(front: str, given: object) -> None:
+    """Raise PlanError if what a front was given is no loader, but a path, say."""
+    if not hasattr(given, "obs_dtypes"):
+        raise PlanError(
+            f"{front}: expected a loader, and found {shown(given)}; open one with gpuload.open_loader(paths) and pass "
+            "that."
+        )
+
+
 def check_names(
     name: str, given: Any, *, least: int = 0, what: str = "a name", sampler: str = "", also: str = ""
 ) -> tuple[str, ...]:

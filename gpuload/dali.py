@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import check_loader
 from gpuload.errors import MissingDependencyError, PlanError
 
 try:
@@ -129,7 +130,7 @@ def cells(loader: Loader) -> list[Any]:
     Raises
     ------
     PlanError
-        The loader's output is CSR, for which DALI has no type.
+        `loader` is none, or its output is CSR, for which DALI has no type.
 
     Notes
     -----
@@ -159,6 +160,7 @@ def cells(loader: Loader) -> list[Any]:
 
 def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
     """Return the dtypes of the outputs in `output_names`; raise PlanError if DALI does not support one."""
+    check_loader("gpuload.dali", loader)
     if loader.output != "dense":
         raise PlanError(
             "output='csr': DALI has no sparse type; open the loader with output='dense', or use "
@@ -209,7 +211,7 @@ class CellIterator:
     Raises
     ------
     PlanError
-        The loader's output is CSR; an obs column has a dtype or name that DALI cannot take; or `output_names` has the
+        `loader` is none; its output is CSR; an obs column has a name that DALI cannot take; or `output_names` has the
         wrong length or duplicates.
     MissingDependencyError
         torch is not installed.
@@ -226,6 +228,8 @@ class CellIterator:
             from nvidia.dali.plugin.pytorch import DALIGenericIterator
         except ImportError as error:
             raise MissingDependencyError("torch", "gpuload.dali.CellIterator", "dali") from error
+        check_loader("CellIterator", loader)
+        _complete_torch_types()
         dtypes = [] if pipeline is not None else _output_dtypes(loader)
         names = list(output_names or globals()["output_names"](loader))
         if len(set(names)) != len(names):
@@ -300,6 +304,14 @@ class CellIterator:
                 "into a new CellIterator, before its first minibatch, or after the end of an epoch."
             )
         self._loader.load_state_dict(state)
+
+
+def _complete_torch_types() -> None:
+    """Add unsigned integers, which PyTorch has had since 2.3, to the table by which DALI finds its dtypes."""
+    from nvidia.dali.plugin.pytorch import to_torch_type
+
+    for name in ("uint16", "uint32", "uint64"):
+        to_torch_type.setdefault(_DALI_TYPES[name], getattr(sys.modules["torch"], name))
 
 
 class _DynamicIterator:

@@ -419,6 +419,13 @@ class Loader:
             "iterate it in the one that opened it (DataLoader: num_workers=0)."
         )
 
+    def __getitem__(self, index: object) -> NoReturn:
+        """Raise PlanError: cells are not indexed one by one, as PyTorch's DataLoader would."""
+        raise PlanError(
+            "a loader is iterated, not indexed; read given cells with loader.take(rows), and in PyTorch use "
+            "DataLoader(gpuload.torch.CellDataset(loader), batch_size=None)."
+        )
+
     def __iter__(self) -> Iterator[Batch]:
         """Start the next epoch, or resume from a loaded state."""
         self._check_usable()

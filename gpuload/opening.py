@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.plan import Plan
     from gpuload.sampling import Sampler, Strategy
     from gpuload.store import ObsColumn, Store
     from gpuload.tables import Table
@@ -215,6 +217,28 @@ def bind(
         cell_names=cell_names,
     )
     return plain(cells) if sampler is None else sampler.over(cells)
+
+
+def check_epoch(plan: Plan) -> None:
+    """Raise PlanError if there are cells, but what is dropped leaves no minibatch; a loop over none says nothing.
+
+    Not for a sampler that deals rows to ranks itself, whose epochs differ.
+    """
+    if plan.is_per_rank or plan.n_batches:
+        return
+    n_rows = plan.strategy.n_rows(plan.file_rows)
+    if not n_rows:
+        return
+    if replace(plan, drop_last=False).n_batches:
+        ranks = "" if plan.world_size == 1 else f" on each of {plan.world_size} ranks"
+        raise PlanError(
+            f"drop_last=True: the {n_rows} cells of an epoch are too few for a minibatch of {plan.batch_size}{ranks}, "
+            "so there would be none; use a smaller batch_size, or drop_last=False."
+        )
+    raise PlanError(
+        f"uneven='drop': the {n_rows} cells of an epoch are too few for {plan.world_size} ranks, so there would be no "
+        "minibatch; use fewer ranks, or uneven='pad'."
+    )
 
 
 def _warn_of_large_chunks(block_size: int, fetch_rows: int, store: Store) -> None:

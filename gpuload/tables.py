@@ -145,7 +145,7 @@ def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, ND
         return None, store.var_names
     if isinstance(genes, str):
         raise PlanError(f"genes={genes!r}: expected a list of gene names or a mask, for example genes=[{genes!r}].")
-    if isinstance(genes, (AbstractSet, Mapping)) or not hasattr(genes, "__len__"):
+    if isinstance(genes, (bytes, AbstractSet, Mapping)) or not hasattr(genes, "__len__"):
         raise PlanError(
             f"genes={shown(genes)}: expected a list of gene names, whose order is that of the columns, or a mask with "
             "one entry per gene; make a list of it."

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import check_loader
 from gpuload.errors import MissingDependencyError, PlanError
 from gpuload.mapped import Mapped
 
@@ -69,8 +70,8 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
     Raises
     ------
     PlanError
-        `dtype` is not supported; an obs column has the name of another entry; or the dataset is iterated in a
-        DataLoader worker.
+        `loader` is none; `dtype` is not supported; an obs column has the name of another entry; or the dataset is
+        iterated in a DataLoader worker.
 
     Notes
     -----
@@ -80,6 +81,7 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
 
     def __init__(self, loader: Loader, dtype: torch.dtype | str | None = None) -> None:
         super().__init__()
+        check_loader("CellDataset", loader)
         taken = [name for name in loader.obs_dtypes if name in ("rows", *loader.tables)]
         if taken:
             raise PlanError(

@@ -37,7 +37,7 @@ class Transform:
     target_sum
         Total per cell after scaling; None means no scaling.
     log1p
-        Whether to take ``log(1 + x)`` of the (scaled) values.
+        Whether to take ``log(1 + x)`` of the values, scaled unless ``target_sum=None`` is given too.
 
     Raises
     ------

@@ -23,7 +23,9 @@ MOST_EPOCHS = 12
 
 _NOTE = (
     '<p class="note">A bar is the rate of one thread while the others work, as part of what one thread can do with '
-    "nothing else running, measured on the spot (the mark). <em>plan</em> and <em>wait</em> are seconds of the "
+    "nothing else running, measured on the spot (the mark). That of <em>decode</em> is a library's, and that of "
+    "<em>take_rows</em> writes every value; gpuload's own decoders may be faster, and a reused minibatch is cleared "
+    "only where values were written, so both may be above 100 %. <em>plan</em> and <em>wait</em> are seconds of the "
     "training thread; the others are work of native threads.</p>"
 )
 

@@ -262,6 +262,23 @@ def test_bench_reports_every_stage(run, path):
         assert part in out
 
 
+@pytest.mark.parametrize(("rate", "is_above"), [(1.0, True), (1e15, False)])
+def test_bench_explains_a_rate_above_its_ceiling(run, path, monkeypatch, rate, is_above):
+    from gpuload.cli import ceilings
+
+    monkeypatch.setattr(ceilings, "measure", lambda *_: ceilings.Ceilings(rate, rate, rate))
+    code, out, _ = run("bench", path, "--fetch-factor", 2, "--seconds", 0.1, "--repeats", 1)
+    assert code == 0
+    for stage, why in (
+        ("read", "different moments"),
+        ("decode", "a library's rate"),
+        ("take_rows", "writing all values"),
+    ):
+        assert (f"\n  Above its ceiling: {stage}; " in out) == is_above
+        assert (why in out) == is_above
+    assert ("of it reached, as stages are above their ceilings (see below)" in out) == is_above
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -304,10 +321,14 @@ def test_bench_takes_genes_from_a_file(run, path, tmp_path):
     assert "none.txt: cannot be opened" in err
 
 
-def test_bench_without_a_minibatch(run, path):
+def test_bench_without_a_minibatch(run, path, tmp_path):
     code, _, err = run("bench", path, "--drop-last", "--batch-size", 2_000)
     assert code == 2
-    assert f"gpuload bench: {path}: there is no minibatch to measure; it has 1,500 cells." in err
+    assert "gpuload bench: drop_last=True: the 1500 cells of an epoch are too few for a minibatch of 2000, so" in err
+    np.save(tmp_path / "none.npy", np.zeros((0, 3), np.float32))
+    code, _, err = run("bench", tmp_path / "none.npy")
+    assert code == 2
+    assert f"gpuload bench: {tmp_path}/none.npy: there is no minibatch to measure; it has 0 cells." in err
 
 
 def test_bench_of_a_file_that_is_cut_meanwhile(run, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import gpuload
@@ -429,6 +430,39 @@ def test_what_is_written_into_a_dali_tensor_shows_nowhere_else(plain: Stored, Ce
                 np.testing.assert_array_equal(batch["depth"].numpy(), plain.obs["depth"].to_numpy()[rows])
                 for tensor in batch.values():
                     tensor.fill_(-1)
+
+
+EVERY_DTYPE = ["bool", *(f"{kind}{n}" for kind in ("int", "uint") for n in (8, 16, 32, 64)), "float32", "float64"]
+
+
+@pytest.mark.parametrize("own_pipeline", [False, True])
+def test_dali_takes_obs_of_every_dtype(plain: Stored, dali: Any, CellIterator: Any, own_pipeline: bool) -> None:
+    values = np.arange(131, dtype=np.uint64) % 7 * (2**61 + 1)
+    table = pd.DataFrame({name: values.astype(name) for name in EVERY_DTYPE})
+    table["float16"] = (np.arange(131) / 8).astype(np.float16)
+    settings = {**SETTINGS, "obs_table": table, "obs": list(table)}
+    with gpuload.open_loader(plain.path, **settings) as loader:
+        cells = CellIterator(loader, dali.cell_pipeline(loader) if own_pipeline else None)
+        for (found,), batch in zip(cells, batches_of(plain.path, **settings), strict=True):
+            assert_same(found, batch)
+
+
+def test_fronts_of_something_else_than_a_loader(dali: Any, CellDataset: Any) -> None:
+    for front in (CellDataset, dali.CellIterator, dali.cells):
+        for given, said in (("x.h5ad", "'x.h5ad'"), (np.zeros((3, 2)), "<ndarray of dtype float64 and shape (3, 2)>")):
+            with pytest.raises(gpuload.PlanError) as caught:
+                front(given)
+            assert f"expected a loader, and found {said}; open one with gpuload.open_loader(paths)" in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_size": None}, {"batch_size": 8, "shuffle": True}], ids=str)
+def test_a_loader_given_to_a_dataloader_names_the_front(plain: Stored, settings: dict[str, Any]) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        with pytest.raises(gpuload.PlanError, match=r"not indexed; .* DataLoader\(gpuload.torch.CellDataset\(loader\)"):
+            next(iter(torch.utils.data.DataLoader(loader, **settings)))
+        with pytest.raises(gpuload.PlanError, match=r"read given cells with loader\.take\(rows\)"):
+            loader[0]
+        assert len(list(loader)) == len(loader)
 
 
 def test_dali_dynamic_mode_takes_every_dtype(dali: Any) -> None:

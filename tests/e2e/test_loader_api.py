@@ -154,7 +154,7 @@ def test_the_signature_is_the_documented_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "drop_last", "n"), [(8, False, 17), (8, True, 16), (131, True, 1), (132, False, 1), (132, True, 0)]
+    ("batch_size", "drop_last", "n"), [(8, False, 17), (8, True, 16), (131, True, 1), (132, False, 1)]
 )
 def test_length_and_sizes_of_minibatches(plain: Stored, batch_size: int, drop_last: bool, n: int) -> None:
     with gpuload.open_loader(
@@ -164,9 +164,40 @@ def test_length_and_sizes_of_minibatches(plain: Stored, batch_size: int, drop_la
         batches = list(loader)
         assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
         assert len(batches) == n
-        if n and not drop_last:
+        if not drop_last:
             assert len(batches[-1]) == 131 - (n - 1) * batch_size
         assert all(len(batch) == batch_size for batch in batches) or not drop_last
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"batch_size": 132},
+            "the 131 cells of an epoch are too few for a minibatch of 132, so there would be none; use",
+        ),
+        ({"batch_size": 8, "where": "row < 7"}, "the 7 cells of an epoch are too few for a minibatch of 8, so"),
+        ({"batch_size": 7, "sampler": gpuload.ClassBalanced("row", 6)}, "the 6 cells of an epoch are too few"),
+        ({"batch_size": 40, "world_size": 4, "rank": 3}, "131 cells .* minibatch of 40 on each of 4 ranks, so"),
+        (
+            {"batch_size": 1, "world_size": 132, "rank": 131, "uneven": "drop"},
+            "uneven='drop': the 131 .* for 132 ranks",
+        ),
+    ],
+)
+def test_an_epoch_of_which_everything_is_dropped_is_refused(plain: Stored, settings: Any, told: str) -> None:
+    given = {"obs_table": pd.DataFrame({"row": np.arange(131)}), "drop_last": "uneven" not in settings, **settings}
+    with pytest.raises(gpuload.PlanError, match=told):
+        gpuload.open_loader(plain.path, **given)
+    kept = {"uneven": "pad"} if "uneven" in settings else {"drop_last": False}  # as it says
+    with gpuload.open_loader(plain.path, **{**given, **kept}) as loader:
+        assert len(list(loader)) == 1
+
+
+def test_an_epoch_may_be_empty_if_there_are_no_cells(tmp_path: Path) -> None:
+    np.save(tmp_path / "none.npy", np.zeros((0, 3), np.float32))
+    with gpuload.open_loader(tmp_path / "none.npy", drop_last=True) as loader:
+        assert not list(loader)
 
 
 @pytest.mark.parametrize("setting", ["shuffle", "drop_last"])

@@ -607,6 +607,7 @@ def test_sparse_and_dense_files_together(plain: Stored, tmp_path: Path) -> None:
         (dict.fromkeys(["gene_001"]).keys(), ("genes=dict_keys(['gene_001']): ", "make a list of it")),
         ({"gene_001": 1}, ("genes={'gene_001': 1}: ", "make a list of it")),
         (iter(["gene_001"]), ("make a list of it",)),
+        (b"gene_001", ("genes=b'gene_001': ", "a list of gene names")),
         (5, ("genes=5: ", "a list of gene names")),
     ],
 )

@@ -94,7 +94,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"dtype": "float16"},
     {"genes": ["gene_007", "gene_003"]},
     {"genes": np.arange(N_VARS) % 3 == 0, "output": "csr"},
-    {"batch_size": 1000, "drop_last": True},
+    {"batch_size": 100, "drop_last": True},
 ]
 
 

@@ -57,6 +57,8 @@ EXPRESSIONS = {
     "number <= 50": None,
     "isna(flag) or flag": "flag.isna() or flag == True",
     "notna(flag) and not flag": "flag == False",
+    "not flag": "flag.isna() or flag == False",
+    "not flag and notna(flag)": "flag == False",
     "year > 2024": "year.astype('int64') > 2024",
     "year == 2024": None,
     "year in [2025, 2026]": None,

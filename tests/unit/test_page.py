@@ -104,6 +104,11 @@ def test_all_figures_are_there() -> None:
         assert expected in words, expected
 
 
+def test_what_the_ceilings_are_is_said() -> None:
+    words = check(page.page(result(), {}))
+    assert "so both may be above 100 %" in words
+
+
 def test_without_label_verdict_and_ceilings() -> None:
     nothing = {"fraction_of_ceilings": math.nan, "at_ceilings_cells_per_s": math.nan}
     text = page.page(result(entropy_bits=None, label=None, stages={**result()["stages"], **nothing}), {})
