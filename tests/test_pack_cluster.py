@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import gpuload
+from gpuload.packing import parts, rows
 from tests.test_pack import MEMORY, cells, written
 from tests.test_pack_faults import contents
 
-pytest.importorskip("distributed", reason="Dask is not installed: pip install 'gpuload[dask]'")
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+distributed = pytest.importorskip("distributed", reason="Dask is not installed: pip install 'gpuload[dask]'")
 
 ON_A_CLUSTER = """
 import sys
@@ -61,6 +69,93 @@ def test_a_cluster_makes_the_same_store(tmp_path: Path) -> None:
     assert "there is no layer 'none'" in done.stdout
     assert contents(tmp_path / "there.zarr") == contents(tmp_path / "here.zarr")
     assert contents(tmp_path / "there.zarr.several") == contents(tmp_path / "here.zarr.several")
+
+
+class Here:
+    """A client whose only worker is this process, which runs every task when its result is asked for."""
+
+    loop = None
+
+    def __init__(self) -> None:
+        self.n_runs = 0
+
+    def map(self, task: Callable[[Any], Any], items: list[Any], *, pure: bool) -> list[Callable[[], Any]]:
+        assert not pure
+        self.n_runs += 1
+        return [partial(task, item) for item in items]
+
+    def cancel(self, futures: list[Any]) -> None:
+        """There is nothing to cancel."""
+
+    def run(self, function: Callable[..., Any], *args: Any, on_error: str) -> None:
+        assert on_error == "ignore"
+        function(*args)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    from gpuload.packing import cluster
+
+    client = Here()
+    monkeypatch.setattr(cluster, "connect", lambda _: nullcontext(client))
+    monkeypatch.setattr(distributed, "as_completed", lambda futures, **_: ((one, one()) for one in futures))
+    return client
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count readers of the sources and of the target, and heads of parts."""
+    counts: Counter[str] = Counter()
+    init, of = parts.PartFile.__init__, rows.RowReader.of.__func__  # type: ignore[attr-defined]
+
+    def counted_part(self: parts.PartFile, path: str) -> None:
+        counts[os.path.basename(path)] += 1
+        init(self, path)
+
+    def counted_reader(cls: type, paths: Sequence[str], *args: Any, **settings: Any) -> Any:
+        counts["target" if str(paths[0]).endswith("store") else "sources"] += 1
+        return of(cls, paths, *args, **settings)
+
+    monkeypatch.setattr(parts.PartFile, "__init__", counted_part)
+    monkeypatch.setattr(rows.RowReader, "of", classmethod(counted_reader))
+    return counts
+
+
+def test_a_worker_opens_once_what_the_tasks_of_a_pass_read(
+    here: Here, opened: Counter[str], tmp_path: Path, no_leaks: None
+) -> None:
+    source = written(cells(3_000, 200), tmp_path / "in.h5ad")
+    gpuload.pack(source, tmp_path / "there.zarr", memory=MEMORY, scheduler="here")
+    assert here.n_runs == 3
+    assert opened.pop("target") == 1
+    assert opened.pop("sources") == 3  # here, for the parts, for the shards
+    assert len(opened) > 5
+    assert max(opened.values()) == 2  # for the digest, for the shards
+    gpuload.pack(source, tmp_path / "here.zarr", memory=MEMORY)
+    assert contents(tmp_path / "there.zarr") == contents(tmp_path / "here.zarr")
+
+
+def test_a_worker_closes_all_when_a_task_fails(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    from gpuload.packing import cluster
+
+    source = written(cells(3_000, 200), tmp_path / "in.h5ad")
+    for name in ("write_part", "fill_bucket", "digest_span"):
+        kept: list[Any] = []
+
+        def fail(*_: Any, kept: list[Any] = kept) -> None:
+            kept.extend(cluster._KEPT)
+            raise gpuload.ReadError("no such luck")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cluster, name, fail)
+            with pytest.raises(gpuload.ReadError, match="no such luck"):
+                gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY, scheduler="here")
+        assert kept
+        assert not cluster._KEPT
+    gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY, scheduler="here")
+    assert here.n_runs > 3
 
 
 def test_a_scheduler_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,21 @@ from gpuload.errors import StoreError
 from gpuload.formats import soma
 from gpuload.formats.arrays import as_strings, check_length, numbered
 from gpuload.formats.members import keys_of, name_in, shape_of
-from gpuload.formats.obs import column_names, index_name, read_index, read_values
+from gpuload.formats.obs import column_names, index_name, index_pieces, read_index, read_values
 from gpuload.formats.recognise import anndata_groups, file_of, is_soma, obs_columns, open_path
 from gpuload.store import check_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from gpuload.store import ObsColumn, Store
+
+_INDEX = "the index of obs"
+
+_PIECE = 1 << 16
+"""Names made at once, for cells that have none."""
 
 
 def cell_names(path: str, layer: str) -> NDArray[np.object_]:
@@ -36,6 +41,24 @@ def cell_names(path: str, layer: str) -> NDArray[np.object_]:
     return numbered(names) if isinstance(names, int) else names
 
 
+def cell_name_pieces(path: str, layer: str) -> Iterator[NDArray[np.object_]]:
+    """Yield what `cell_names` returns in pieces, in order, so that not all names are in memory as strings."""
+    with anndata_groups(path) as groups:
+        if _have_obs(groups):
+            for group in groups:
+                n = 0
+                for piece in index_pieces(group["obs"], path, "obs"):
+                    n += piece.size
+                    yield piece
+                _check_length(n, group, path, layer, _INDEX, 0)
+            return
+    names = stored_cell_names(path, layer)
+    if isinstance(names, int):
+        yield from (numbered(min(_PIECE, names - start), start) for start in range(0, names, _PIECE))
+    else:
+        yield names
+
+
 def stored_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
     """Return the index of obs, or, in a format without one, a column ``"barcode"`` (10x), or the number of cells.
 
@@ -44,25 +67,29 @@ def stored_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
     if is_soma(path):
         return soma.cell_names(file_of(path))
     with anndata_groups(path) as groups:
-        if groups and all(group.get("obs") is not None for group in groups):
-            return np.concatenate([_checked_index(group, path, layer) for group in groups])
+        if _have_obs(groups):
+            parts = [read_index(group["obs"], path, "obs") for group in groups]
+            for group, part in zip(groups, parts, strict=True):
+                _check_length(part.size, group, path, layer, _INDEX, 0)
+            return np.concatenate(parts)
     named = [name for name in obs_columns(path) if name == "barcode"]
     store = _opened(path, layer, named)
     return as_strings(_decoded(store.obs["barcode"])) if named else store.n_obs
 
 
-def _checked_index(group: Any, path: str, layer: str) -> NDArray[np.object_]:
-    names = read_index(group["obs"], path, "obs")
-    _check_length(names, group, path, layer, "the index of obs", 0)
-    return names
+def _have_obs(groups: Sequence[Any]) -> bool:
+    return bool(groups) and all(group.get("obs") is not None for group in groups)
 
 
-def _check_length(values: Any, group: Any, path: str, layer: str, where: str, axis: int) -> None:
-    """Raise CorruptDataError if values are not as many as a matrix has rows (axis 0) or columns (axis 1)."""
+def _check_length(n: int, group: Any, path: str, layer: str, where: str, axis: int) -> None:
+    """Raise CorruptDataError if there are not as many values as a matrix has rows (axis 0) or columns (axis 1)."""
     shape = shape_of(group, layer, path)
     if shape:
-        n = int(values.shape[0]) if values.ndim else 1
         check_length(f"{path}: {where}", n, shape[axis], ("cells", "genes")[axis])
+
+
+def _n_values(values: Any) -> int:
+    return int(values.shape[0]) if values.ndim else 1
 
 
 def cell_column(path: str, name: str, layer: str) -> Any:
@@ -76,7 +103,7 @@ def cell_column(path: str, name: str, layer: str) -> Any:
         if groups and all(name in column_names(group.get("obs")) for group in groups):
             parts = [read_values(group["obs"], name) for group in groups]
             for group, part in zip(groups, parts, strict=True):
-                _check_length(part, group, path, layer, f"{name_in(group, 'obs')}/{name}", 0)
+                _check_length(_n_values(part), group, path, layer, f"{name_in(group, 'obs')}/{name}", 0)
             return join(parts, f"{path}: obs column {name!r}")
     if name not in obs_columns(path):
         return _missing(_n_cells(path, layer))
@@ -102,7 +129,7 @@ def gene_columns(path: str, layer: str) -> dict[str, Any]:
         key = keys_of(groups[0], layer, path)[1]
         columns = {name: read_values(groups[0][key], name) for name in column_names(groups[0][key])}
         for name, values in columns.items():
-            _check_length(values, groups[0], path, layer, f"{name_in(groups[0], key)}/{name}", 1)
+            _check_length(_n_values(values), groups[0], path, layer, f"{name_in(groups[0], key)}/{name}", 1)
         return columns
 
 
@@ -114,7 +141,7 @@ def gene_names(path: str, layer: str) -> NDArray[np.object_]:
     with anndata_groups(path) as groups:
         _, key = keys_of(groups[0], layer, path)
         names = read_index(groups[0][key], path, key)
-        _check_length(names, groups[0], path, layer, name_in(groups[0], key), 1)
+        _check_length(names.size, groups[0], path, layer, name_in(groups[0], key), 1)
         return names
 
 

@@ -17,10 +17,14 @@ from gpuload.formats.arrays import as_strings, as_text, no_column
 from gpuload.store import ObsColumn, check_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from os import PathLike
 
     from numpy.typing import NDArray
+
+
+_PIECE = 1 << 16
+"""Names that are read at once."""
 
 
 def column_names(frame: Any) -> list[str]:
@@ -43,6 +47,19 @@ def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
     if hasattr(stored, "asstr"):  # an HDF5 data set, of text or numbers
         return as_strings(stored[()])
     return as_strings(_read_element(stored) if hasattr(stored, "attrs") else stored)
+
+
+def index_pieces(frame: Any, path: str, key: str) -> Iterator[NDArray[np.object_]]:
+    """Yield what `read_index` returns in pieces, in order, so that not all of it is in memory."""
+    name = index_name(frame)
+    stored: Any = frame[name] if hasattr(frame, "keys") and name is not None else None
+    if hasattr(stored, "asstr") and stored.ndim == 1:
+        for start in range(0, len(stored), _PIECE):
+            yield as_strings(stored[start : start + _PIECE])
+    elif hasattr(stored, "pieces") and stored.ndim == 1:
+        yield from map(as_strings, stored.pieces())
+    else:
+        yield read_index(frame, path, key)
 
 
 def read_column(frame: Any, name: str, path: str) -> ObsColumn:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -344,21 +345,45 @@ class Array:
         ReadError, CorruptDataError
             A chunk cannot be read or is damaged.
         """
+        with self._located() as layout:
+            out = np.full(self.shape, self.spec.fill_value, dtype=self.dtype)
+            for spans, chunk in self._decoded(layout, np.flatnonzero(layout.chunk_nbytes)):
+                part = out[spans]
+                part[...] = chunk[tuple(slice(n) for n in part.shape)]
+        return out
+
+    def pieces(self) -> Iterator[NDArray[Any]]:
+        """Yield an array of one dimension in order, chunk by chunk; errors as for `read`."""
+        at, end = 0, self.shape[0]
+        with self._located() as layout:
+            for number in np.flatnonzero(layout.chunk_nbytes):
+                for (span,), chunk in self._decoded(layout, np.array([number])):
+                    if span.start > at:
+                        yield np.full(span.start - at, self.spec.fill_value, dtype=self.dtype)
+                    at = min(span.stop, end)
+                    yield chunk[: at - span.start]
+        if at < end:
+            yield np.full(end - at, self.spec.fill_value, dtype=self.dtype)
+
+    @contextmanager
+    def _located(self) -> Iterator[ArrayLayout]:
+        """Yield the layout, and close its source."""
         layout = self._layout()
         try:
-            out = np.full(self.shape, self.spec.fill_value, dtype=self.dtype)
-            grid = _grid(self.shape, layout.chunk_shape)
-            chunks = np.flatnonzero(layout.chunk_nbytes)
-            for i, stored in read_each(layout.source, layout.chunk_offset[chunks], layout.chunk_nbytes[chunks]):
-                chunk = int(chunks[i])
-                place = np.unravel_index(chunk, grid)
-                spans = tuple(slice(p * c, (p + 1) * c) for p, c in zip(place, layout.chunk_shape, strict=True))
-                part = out[spans]
-                part[...] = self._decode(layout, chunk, stored)[tuple(slice(n) for n in part.shape)]
-            return out
+            yield layout
         finally:
             if layout.source is not getattr(self._tree, "source", None):
                 layout.source.close()
+
+    def _decoded(
+        self, layout: ArrayLayout, chunks: NDArray[np.int64]
+    ) -> Iterator[tuple[tuple[slice, ...], NDArray[Any]]]:
+        """Yield the place of each chunk and its elements, those beyond the end too, in the order in which they lie."""
+        grid = _grid(self.shape, layout.chunk_shape)
+        for i, stored in read_each(layout.source, layout.chunk_offset[chunks], layout.chunk_nbytes[chunks]):
+            place = map(int, np.unravel_index(int(chunks[i]), grid))
+            spans = (slice(p * c, (p + 1) * c) for p, c in zip(place, layout.chunk_shape, strict=True))
+            yield tuple(spans), self._decode(layout, int(chunks[i]), stored)
 
     def element(self) -> NDArray[Any]:
         """Return the whole array, as a column."""

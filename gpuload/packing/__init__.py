@@ -105,8 +105,8 @@ def pack(
         least as many.
     memory
         Bytes, or text such as ``"2GiB"``: limit on memory for cells. Some 40 bytes per cell for row offsets and the
-        order (more with several matrices), and the largest column of obs, come on top, and at times the names of all
-        cells, several times over, as strings.
+        order (more with several matrices), and the largest column of obs, come on top; so do, before the matrices are
+        written, the names of all cells as UTF-8, with some 20 bytes each.
     num_threads
         Threads for decoding and encoding; None takes one per core available to this process.
     overwrite

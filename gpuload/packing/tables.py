@@ -11,12 +11,13 @@ import pandas as pd
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats import frames
 from gpuload.formats.arrays import no_column
-from gpuload.formats.obs import read_index, read_values
+from gpuload.formats.obs import index_pieces, read_values
 from gpuload.formats.recognise import anndata_groups, obs_columns
-from gpuload.packing.zarr_files import start_table, write_column, write_group
+from gpuload.packing.names import read_names
+from gpuload.packing.zarr_files import TABLE_CHUNK, start_table, write_column, write_group
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -119,24 +120,31 @@ def write_obs(
     """
     obs = os.path.join(folder, "obs")
     columns = [*names, SOURCE_FILE, SOURCE_ROW]
-    cells = _cell_names(files, layer)[order]
+    cells = read_names(files, layer, order)
     start_table(obs, columns, cells, frames.name_of_index(files), f"{files[0]}: obs")
-    if not _is_same(cells, _written(folder)):
+    if not cells.are(_written_names(folder)):
         raise _not_as_written(folder, "index")
+    del cells  # it is as large as a column
     for name in columns:
         values = _provenance(name, store, order)
         if values is None:
             parts = [frames.cell_column(path, name, layer) for path in files]
             values = frames.join(parts, f"{files[0]}: obs column {name!r}")[order]
         write_column(os.path.join(obs, name), values, f"{files[0]}: obs column {name!r}")
-        if not _is_same(values, _written(folder, name)):
+        if not _is_same(values, _written_column(folder, name)):
             raise _not_as_written(folder, f"column {name!r}")
 
 
-def _written(folder: str, name: str | None = None) -> Any:
-    """Return a column of the target's obs, or its index, as it is read; its matrices need not be there yet."""
+def _written_names(folder: str) -> Iterator[NDArray[np.object_]]:
+    """Yield the index of the target's obs, whose matrices need not be there yet, in pieces."""
     with anndata_groups(folder) as (group,):
-        return read_index(group["obs"], folder, "obs") if name is None else read_values(group["obs"], name)
+        yield from index_pieces(group["obs"], folder, "obs")
+
+
+def _written_column(folder: str, name: str) -> Any:
+    """Return a column of the target's obs."""
+    with anndata_groups(folder) as (group,):
+        return read_values(group["obs"], name)
 
 
 def write_var(folder: str, member: str, files: Sequence[str], layer: str, store: Store) -> None:
@@ -212,20 +220,6 @@ def _provenance(name: str, store: Store, order: NDArray[np.int64]) -> Any:
     return pd.Categorical.from_codes(file, names)
 
 
-def _cell_names(files: Sequence[str], layer: str) -> NDArray[np.bytes_]:
-    """Return the names of all cells as UTF-8.
-
-    If files have names in common, the file's number is appended to all names: ``"AAACCTG-1-0"``.
-    """
-    parts = [
-        np.array([str(name).encode() for name in frames.cell_names(path, layer)], dtype=np.bytes_) for path in files
-    ]
-    joined = np.concatenate(parts)
-    if len(parts) > 1 and np.unique(joined).size < sum(np.unique(part).size for part in parts):
-        joined = np.concatenate([np.char.add(part, f"-{number}".encode()) for number, part in enumerate(parts)])
-    return joined
-
-
 def _is_same(values: Any, other: Any) -> bool:
     """Return whether two columns are equal, missing values included."""
     if isinstance(values, pd.Categorical):
@@ -233,10 +227,13 @@ def _is_same(values: Any, other: Any) -> bool:
     if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
         is_float = values.dtype.kind == "f"
         return values.dtype.newbyteorder("=") == other.dtype and bool(np.array_equal(values, other, equal_nan=is_float))
-    one, two = (np.asarray(pd.isna(x)) for x in (values, other))
-    if not np.array_equal(one, two):
+    if len(values) != len(other):
         return False
-    texts = [
-        [v.decode() if isinstance(v, bytes) else v for v in np.asarray(x, dtype=object)[~one]] for x in (values, other)
-    ]
-    return texts[0] == texts[1]
+    pieces = (slice(start, start + TABLE_CHUNK) for start in range(0, len(values), TABLE_CHUNK))
+    return all(_texts(values[piece]) == _texts(other[piece]) for piece in pieces)
+
+
+def _texts(values: Any) -> list[Any]:
+    """Return texts, None where one is missing."""
+    found = zip(np.asarray(values, dtype=object), np.asarray(pd.isna(values)), strict=True)
+    return [None if is_missing else v.decode() if isinstance(v, bytes) else v for v, is_missing in found]

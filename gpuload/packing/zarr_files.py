@@ -17,7 +17,7 @@ import json
 import os
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -48,6 +48,14 @@ _ABSENT = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _ARRAY = {"encoding-type": "array", "encoding-version": "0.2.0"}
 _STRINGS = {"encoding-type": "string-array", "encoding-version": "0.2.0"}
 _NULLABLE = {"i": "nullable-integer", "u": "nullable-integer", "b": "nullable-boolean"}
+
+
+class Strings(Protocol):
+    """An array of str or UTF-8, or what can make any slice of one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, wanted: slice, /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +164,7 @@ def write_array(folder: str, values: NDArray[Any]) -> None:
     _describe(folder, values.shape, values.dtype.name, fill_value, (n,), codec.steps(values.dtype), _ARRAY)
 
 
-def write_strings(folder: str, values: Sequence[Any] | NDArray[Any]) -> None:
+def write_strings(folder: str, values: Strings) -> None:
     """Write a 1-D array of strings, given as str or as UTF-8."""
     n = min(TABLE_CHUNK, max(1, len(values)))
     os.makedirs(os.path.join(folder, "c"), exist_ok=True)
@@ -228,9 +236,7 @@ def _write_text(folder: str, values: NDArray[np.object_], where: str, cure: str)
     write_array(os.path.join(folder, "mask"), is_missing)
 
 
-def start_table(
-    folder: str, columns: Sequence[str], index: Sequence[Any] | NDArray[Any], name: str, where: str
-) -> None:
+def start_table(folder: str, columns: Sequence[str], index: Strings, name: str, where: str) -> None:
     """Write the index of a table, and the metadata of it and the columns to come.
 
     The index is stored under its own name, unless a column has that.

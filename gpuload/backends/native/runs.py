@@ -1,4 +1,4 @@
-"""Kernels for rewriting stored cells: move runs of elements, check values, and digest rows.
+"""Kernels for rewriting stored cells: move runs of elements, check values, digest rows, and compare names.
 
 The digest of a row does not depend on how its numbers are stored, nor the sum of digests on the order of the rows, so
 two stores hold the same rows if their sums agree (with an error probability of 2**-64).
@@ -45,6 +45,48 @@ def judge_values(values: Any) -> Any:  # pragma: no cover - compiled
         are_counts &= (np.floor(value) == value) & (not np.signbit(value))
         are_single &= (np.float64(np.float32(value)) == np.float64(value)) | np.isnan(value)
     return np.float64(largest), are_counts, are_single
+
+
+@numba.njit(nogil=True, cache=True)
+def have_common(utf8: Any, starts: Any, file_start: Any, table: Any) -> bool:  # pragma: no cover - compiled
+    """Return whether a name occurs in several files.
+
+    Parameters
+    ----------
+    utf8 : (nbytes,) uint8
+        All names.
+    starts : (n + 1,) int64
+        The first byte of each name, and the end.
+    file_start : (n_files + 1,) int64
+        The first name of each file, and the end.
+    table : (m,) uint32 or int64
+        Zeros, more than there are names. It becomes a hash table with open addressing: of each distinct name, the
+        number of its first occurrence, counted from 1.
+    """
+    file = 0
+    for row in range(starts.size - 1):
+        while row >= file_start[file + 1]:
+            file += 1
+        first, n = starts[row], starts[row + 1] - starts[row]
+        x = np.uint64(n)
+        for k in range(n):
+            x = (x ^ np.uint64(utf8[first + k])) * _THREE
+        x = (x ^ (x >> _HALF)) * _TWO
+        at = np.int64((x ^ (x >> _HALF)) % np.uint64(table.size))
+        is_new = True
+        while is_new and table[at] != 0:
+            other = np.int64(table[at]) - 1
+            is_new = starts[other + 1] - starts[other] != n
+            for k in range(0 if is_new else n):
+                if utf8[starts[other] + k] != utf8[first + k]:
+                    is_new = True
+                    break
+            if not is_new and other < file_start[file]:
+                return True
+            at = (at + 1) % table.size
+        if is_new:
+            table[at] = row + 1
+    return False
 
 
 @numba.njit(nogil=True, cache=True)

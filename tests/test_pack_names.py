@@ -1,0 +1,133 @@
+"""Names of cells while they are packed: in few bytes, exact, and numbered if files have some in common."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import TYPE_CHECKING
+
+import anndata as ad
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_matrix
+
+import gpuload
+from gpuload.backends.native.runs import have_common
+from gpuload.formats import obs, open_store
+from gpuload.formats.zarr_nodes import FolderTree, open_node
+from gpuload.packing import tables, zarr_files
+from gpuload.packing.names import CellNames
+from tests.test_pack import cells, written
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_NBYTES = 70
+"""Bytes per cell whose name has 20 letters; as strings, two copies of it alone would take twice as many."""
+
+NAMES = st.lists(st.lists(st.text("aé\0", max_size=3), max_size=12), min_size=1, max_size=4)
+
+
+def cell_names(files: list[list[str]], order: np.ndarray, *, has_numbers: bool = False) -> CellNames:
+    encoded = [name.encode() for names in files for name in names]
+    starts = np.concatenate([[0], np.cumsum([len(name) for name in encoded])]).astype(np.int64)
+    file_start = np.concatenate([[0], np.cumsum([len(names) for names in files])]).astype(np.int64)
+    return CellNames(np.frombuffer(b"".join(encoded), dtype=np.uint8), starts, file_start, order, has_numbers)
+
+
+@settings(deadline=None, derandomize=True)
+@given(NAMES, st.sampled_from([np.uint32, np.int64]), st.integers(1, 9))
+def test_names_in_common_are_found_exactly(files: list[list[str]], dtype: type, room: int) -> None:
+    names = cell_names(files, np.arange(sum(map(len, files))))
+    table = np.zeros(len(names) + room, dtype=dtype)
+    distinct = [set(one) for one in files]
+    wanted = len(set().union(*distinct)) < sum(map(len, distinct))
+    assert have_common(names.utf8, names.starts, names.file_start, table) == wanted
+
+
+def test_names_that_meet_in_the_table_are_compared() -> None:
+    files = [[f"{number}{i:05}" for i in range(2_000)] for number in range(2)]
+    for last, wanted in (("100000", False), ("000000", True)):
+        files[1][-1] = last
+        names = cell_names(files, np.arange(4_000))
+        table = np.zeros(4_001, dtype=np.uint32)
+        assert have_common(names.utf8, names.starts, names.file_start, table) == wanted
+
+
+@settings(deadline=None, derandomize=True)
+@given(NAMES, st.randoms(use_true_random=False), st.booleans())
+def test_names_in_another_order(files: list[list[str]], random: object, has_numbers: bool) -> None:
+    each = [name + f"-{i}" * has_numbers for i, one in enumerate(files) for name in one]
+    order = np.arange(len(each))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    names = cell_names(files, order, has_numbers=has_numbers)
+    wanted = [each[row] for row in order]
+    assert [name.decode() for name in names[:]] == wanted
+    assert [name.decode() for name in names[1:5]] == wanted[1:5]
+    pieces = [np.array(wanted[at : at + 3], dtype=object) for at in range(0, len(each), 3)]
+    assert names.are(pieces)
+    if pieces:
+        assert not names.are(pieces[:-1])
+        assert not names.are([*pieces, pieces[-1]])
+        assert not names.are([*pieces[:-1], pieces[-1] + "x"])
+
+
+def test_names_take_few_bytes_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, paths = 30_000, []
+    for number in range(2):
+        index = pd.Index([f"cell_{number}_{i:013}" for i in range(n)])
+        adata = ad.AnnData(csr_matrix((n, 2), dtype=np.float32), pd.DataFrame(index=index))
+        paths.append(str(written(adata, tmp_path / f"{number}.h5ad")))
+    monkeypatch.setattr(obs, "_PIECE", 1 << 10)
+    monkeypatch.setattr(zarr_files, "TABLE_CHUNK", 1 << 10)
+    store, order = open_store(paths, layer="X", obs=(), join=None), np.random.default_rng(0).permutation(2 * n)
+    target = str(tmp_path / "out.zarr")
+    tables.start_target(target, ["X"])
+    tracemalloc.start()
+    try:
+        tables.write_obs(target, paths, "X", [], store, order)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        store.close()
+    assert peak < MAX_NBYTES * 2 * n + (1 << 20)
+
+
+def test_names_that_files_share_late(tmp_path: Path) -> None:
+    one, two = cells(300, 20), cells(200, 20)
+    two.obs_names = [f"other_{i}" for i in range(199)] + ["cell_299"]
+    paths = [written(one, tmp_path / "one.h5ad"), written(two, tmp_path / "two.h5ad")]
+    gpuload.pack(paths, tmp_path / "out.zarr", keep_order=True)
+    wanted = [f"{name}-{number}" for number, a in enumerate((one, two)) for name in a.obs_names]
+    assert ad.read_zarr(tmp_path / "out.zarr").obs_names.tolist() == wanted
+
+
+def test_names_of_one_file_that_are_not_unique_stay(tmp_path: Path) -> None:
+    one, two = cells(30, 20), cells(20, 20)
+    two.obs_names = [f"other_{i}" for i in range(20)]
+    paths = [written(one, tmp_path / "one.h5ad"), written(two, tmp_path / "two.h5ad")]
+    with h5py.File(paths[0], "r+") as file:
+        file["obs/_index"][1] = "cell_0"
+    gpuload.pack(paths, tmp_path / "out.zarr", keep_order=True)
+    names = zarr.open_array(tmp_path / "out.zarr/obs/_index", mode="r")[:].tolist()
+    assert names == ["cell_0", "cell_0", *(f"cell_{i}" for i in range(2, 30)), *two.obs_names]
+
+
+@pytest.mark.parametrize("shards", [None, (6,)])
+@pytest.mark.parametrize("missing", [(), (0,), (3, 4), (11,)])
+def test_pieces_are_in_order(shards: tuple[int] | None, missing: tuple[int, ...], tmp_path: Path) -> None:
+    values = np.array([f"name {i}" for i in range(35)], dtype=object)  # 12 chunks: "c/10" sorts before "c/2"
+    array = zarr.create_array(tmp_path / "x.zarr", shape=(35,), chunks=(3,), shards=shards, dtype=str, fill_value="")
+    array[:] = values
+    for chunk in missing:
+        array[3 * chunk : 3 * chunk + 3] = ""  # of which zarr writes nothing
+    node = open_node(FolderTree(str(tmp_path / "x.zarr")), "")
+    pieces = list(node.pieces())  # type: ignore[union-attr]
+    assert missing or max(piece.size for piece in pieces) == 3
+    found = np.concatenate(pieces).tolist()
+    assert found == node.read().tolist()  # type: ignore[union-attr]
+    assert found == [("" if i // 3 in missing else name) for i, name in enumerate(values)]
