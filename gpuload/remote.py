@@ -127,6 +127,11 @@ class RemoteObject:
         """Whether its ETag identifies its bytes: a weak one, or a time in place of one, need not."""
         return self.etag != "" and not self.etag.startswith((_MODIFIED, "W/"))
 
+    @property
+    def has_state(self) -> bool:
+        """Whether anything tells its states apart: the server sent an ETag or the time of the last change."""
+        return self.etag not in ("", f"{_MODIFIED}{_NEVER}")
+
 
 class Remote(Protocol):
     """A store of objects under keys. It is pickled into fetcher processes, where several threads share it."""
@@ -238,6 +243,9 @@ class Reach:
 
 _MODIFIED = "modified "
 """Prefix of the substitute for an ETag if a server sends none: the time of the last change."""
+
+_NEVER = "1970-01-01 00:00:00+00:00"
+"""What obstore says of that time if a server sends neither."""
 
 
 class ObjectRemote:

@@ -28,7 +28,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from gpuload.cache.reading import read_copy
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, StoreError
 from gpuload.layout import MAX_EXTENT, MAX_GAP
 from gpuload.remote import RemoteObject
 
@@ -163,8 +163,20 @@ class BlockCache:
         return self.inner.list()
 
     def head(self, key: str) -> RemoteObject | None:
-        """Return the object currently under a key, or None; asks the remote."""
-        return self.inner.head(key)
+        """Return the object currently under a key, or None; asks the remote.
+
+        Raises
+        ------
+        StoreError
+            Nothing tells the object's states apart, so a copy could be of an older one.
+        """
+        found = self.inner.head(key)
+        if found is not None and not found.has_state:
+            raise StoreError(
+                f"{self.name}/{key}: the server sends neither an ETag nor the time of the last change, so a "
+                "cached copy might be of an older state; open it without cache=, or download it."
+            )
+        return found
 
     def fill(self, wanted: RemoteObject, start: int, out: NDArray[np.uint8]) -> bool:
         """Fill `out` from local blocks; return False if one of them is not cached."""

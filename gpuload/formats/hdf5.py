@@ -257,6 +257,7 @@ def array_layout(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
     """Return where a data set's bytes lie, checked against the file's size."""
     where = f"{source.name}: {stored.name}"
     check_dtype(where, stored.dtype)
+    _check_type(where, stored.id.get_type())
     is_linked = stored.file.filename != source.file_name  # at its offset there are other bytes in this file
     if is_linked or stored.is_virtual or stored.external:
         raise StoreError(
@@ -271,6 +272,17 @@ def array_layout(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
         data = np.frombuffer(np.ascontiguousarray(stored[()]).tobytes(), dtype=np.uint8)
         return plain_layout(BufferSource(source.name, data), stored.name, stored.shape, stored.dtype, 0, fill_value)
     return plain_layout(source, stored.name, stored.shape, stored.dtype, stored.id.get_offset(), fill_value)
+
+
+def _check_type(where: str, found: Any) -> None:
+    """Raise StoreError for numbers that NumPy has no type for: of fewer bits than their bytes have, bfloat16, ..."""
+    base = found.get_super() if isinstance(found, h5py.h5t.TypeEnumID) else found
+    is_number = isinstance(base, (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID))
+    if is_number and base != h5py.h5t.py_create(base.dtype):
+        raise StoreError(
+            f"{where} has numbers of {base.get_precision()} bits in {base.get_size()} bytes, which are none of NumPy's "
+            f"{base.dtype}; write them as {base.dtype}."
+        )
 
 
 def _fill_value(stored: h5py.Dataset) -> float:

@@ -67,7 +67,8 @@ class Index:
     Attributes
     ----------
     is_exact
-        Whether it need not be compared with the file: an object's ETag identifies each of its states.
+        Whether it need not be compared with the file: an object's ETag identifies each of its states. Nothing is kept
+        of an object without such an ETag, as its state cannot be told.
     min_chunks, min_rows
         Smaller arrays are not kept.
     """
@@ -77,14 +78,15 @@ class Index:
         self._arrays: dict[str, NDArray[Any]] | None = None
         self._key = key
         self._has_news = False
-        self.is_exact = isinstance(source, RemoteSource)
-        self._is_remote = self.is_exact or "://" in source.name
+        self.is_exact = isinstance(source, RemoteSource) and all(one.is_exact for one in source.objects)
+        self._is_off = isinstance(source, RemoteSource) and not self.is_exact
+        self._is_remote = isinstance(source, RemoteSource) or "://" in source.name
         self.min_chunks, self.min_rows = (1, 1) if self._is_remote else (MIN_CHUNKS, MIN_ROWS)
 
     def get(self, name: str) -> NDArray[Any] | None:
         """Return a kept array, or None."""
         if self._arrays is None:
-            self._arrays = self._load() if os.environ.get("GPULOAD_INDEX") != "off" else {}
+            self._arrays = {} if self._is_off or os.environ.get("GPULOAD_INDEX") == "off" else self._load()
         return self._arrays.get(name)
 
     def keep(self, name: str, array: NDArray[Any]) -> None:
@@ -97,7 +99,7 @@ class Index:
     def save(self) -> None:
         """Write the arrays if any are new, and release them; never fails."""
         arrays, self._arrays = self._arrays, {}
-        if not self._has_news or os.environ.get("GPULOAD_INDEX") == "off" or not arrays:
+        if not self._has_news or self._is_off or os.environ.get("GPULOAD_INDEX") == "off" or not arrays:
             return
         try:
             key = self._key_of_file()

@@ -71,6 +71,8 @@ class Descriptions:
             return False
         if not isinstance(values, torch.Tensor) or not values.is_contiguous() or values.is_sparse:
             return False
+        if self._decode == "pt" and values.storage_offset():
+            return False  # its values begin later, whatever bytes are equal to them at the start
         raw = bytes_of(values)
         if not np.array_equal(raw, data[start : start + raw.size]):
             return False
@@ -134,9 +136,10 @@ def _pt_sum_is_right(data: NDArray[np.uint8], start: int, nbytes: int) -> bool:
 
 
 def load(decode: str, data: NDArray[np.uint8]) -> Any:
-    """Read a file with its format's own library."""
+    """Read a file with its format's own library; the bytes of a tensor are its values."""
     if decode == "pt":
-        return torch.load(io.BytesIO(data.tobytes()), weights_only=True)
+        values = torch.load(io.BytesIO(data.tobytes()), weights_only=True)
+        return values.resolve_conj().resolve_neg() if isinstance(values, torch.Tensor) else values
     if decode == "npy":
         return torch.from_numpy(np.load(io.BytesIO(data.tobytes()), allow_pickle=False))
     if decode == "safetensors":

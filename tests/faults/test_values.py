@@ -124,3 +124,26 @@ def test_large_minibatches_are_not_piled_up(store_variant: StoreVariant, monkeyp
             held[bound] = loader.memory()["minibatches"] / (4 * 4 * loader.n_vars)
     assert held[1] < 7
     assert held[1 << 30] >= 8
+
+
+@pytest.mark.parametrize("kind", ["24 bits", "bfloat16", "another exponent"])
+def test_numbers_that_numpy_has_no_type_for(tmp_path: Path, kind: str) -> None:
+    """h5py converts them when it reads; their bytes are not those of the type that it says."""
+    path = tmp_path / "odd.h5ad"
+    anndata.AnnData(np.zeros((4, 3), np.float32)).write_h5ad(path)
+    if kind == "24 bits":
+        stored, wanted = h5py.h5t.STD_I32LE.copy(), "numbers of 24 bits in 4 bytes, which are none of NumPy's int32"
+        stored.set_precision(24)
+    else:
+        stored = h5py.h5t.IEEE_F32LE.copy()
+        stored.set_fields(15, 7, 8, 0, 7)
+        stored.set_precision(16)
+        stored.set_size(2)
+        stored.set_ebias(127 if kind == "bfloat16" else 126)
+        wanted = "numbers of 16 bits in 2 bytes, which are none of NumPy's"
+    with h5py.File(path, "a") as file:
+        del file["X"]
+        h5py.h5d.create(file.id, b"X", stored, h5py.h5s.create_simple((4, 3)))
+        file["X"][...] = -5
+    with pytest.raises(gpuload.StoreError, match=wanted):
+        gpuload.open_loader(path, device="cpu")

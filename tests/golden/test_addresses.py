@@ -8,10 +8,12 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import anndata
 import numpy as np
 import pytest
+import scipy.sparse
 
 pytest.importorskip("obstore")
 pytest.importorskip("zarr", minversion="3.0")
@@ -271,6 +273,75 @@ def test_a_server_that_redirects(
         assert_same(far, batches(form.path, obs=list(form.obs)))
         with pytest.raises(ReadError, match=r"access was denied \(401 Unauthorized.*; check the credentials"):
             batches(f"{address}/data/{key}")
+    finally:
+        front.shutdown()
+        thread.join()
+        front.server_close()
+
+
+class Careless(BaseHTTPRequestHandler):
+    """A web server of one file, which sends only the validators that it is told to."""
+
+    content = b""
+    validators: ClassVar[dict[str, str]] = {}
+
+    def do_GET(self) -> None:
+        part, status = slice(0, len(self.content)), 200
+        if "Range" in self.headers:
+            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+            part, status = slice(int(first), min(int(last) + 1, len(self.content))), 206
+        self.send_response(status)
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {part.start}-{part.stop - 1}/{len(self.content)}")
+        for name, value in self.validators.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(part.stop - part.start))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(self.content[part])
+
+    do_HEAD = do_GET  # noqa: N815 - the name that http.server asks for
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize(
+    "validators",
+    [{}, {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}, {"ETag": 'W/"1"'}],
+    ids=["no", "date", "weak"],
+)
+def test_a_file_that_changed_where_the_server_does_not_say(
+    validators: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the old file is kept: its row offsets would make other cells of the new one's bytes."""
+    monkeypatch.setenv("GPULOAD_INDEX", str(tmp_path / "index"))
+    monkeypatch.setattr(Careless, "validators", validators)
+    rng, contents = np.random.default_rng(0), []
+    for number in range(2):
+        X = np.zeros((200, 50), dtype=np.float32)
+        X.ravel()[rng.permutation(X.size)[:2000]] = rng.integers(1, 9, 2000)
+        anndata.AnnData(scipy.sparse.csr_matrix(X)).write_h5ad(tmp_path / f"{number}.h5ad")
+        contents.append(((tmp_path / f"{number}.h5ad").read_bytes(), X))
+    assert len(contents[0][0]) == len(contents[1][0])
+    front = ThreadingHTTPServer(("127.0.0.1", 0), Careless)
+    thread = threading.Thread(target=front.serve_forever)
+    thread.start()
+    try:
+        address = f"http://127.0.0.1:{front.server_port}/cells.h5ad"
+        for content, X in contents:
+            monkeypatch.setattr(Careless, "content", content)
+            with gpuload.open_loader(address, shuffle=False, batch_size=200, device="cpu") as loader:
+                np.testing.assert_array_equal(next(iter(loader)).X, X)
+        if validators:
+            return
+        with (
+            SampleStore(
+                tmp_path / "cache", BlockRemote(open_remote(address.rpartition("/")[0])), n_processes=0
+            ) as store,
+            pytest.raises(StoreError, match="sends neither an ETag nor the time of the last change, so a cached copy"),
+        ):
+            gpuload.open_loader(address, cache=store)
     finally:
         front.shutdown()
         thread.join()

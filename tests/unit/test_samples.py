@@ -188,6 +188,28 @@ def test_all_kinds_of_tensors(data: Path, odd: Any) -> None:
     assert torch.equal(X, torch.stack([odd, odd]))
 
 
+def test_a_blank_view_says_nothing_of_those_after_it(data: Path) -> None:
+    """Of a sample that begins in the middle of what is stored, the values may happen to be those at the start."""
+    images = (torch.arange(6 * 2 * 16).reshape(6, 2, 4, 4) % 7).float()
+    images[2] = 0
+    for i in range(6):
+        torch.save(images[i].clone()[1], data / f"{i}.pt")
+    samples = SampleSet(range(6), None, data)
+    for _ in range(2):
+        for i in range(6):
+            assert torch.equal(samples[i][0], images[i, 1]), i
+
+
+@pytest.mark.parametrize("of", ["conj", "imag"])
+def test_a_tensor_whose_bytes_are_not_its_values(data: Path, of: str) -> None:
+    values = torch.complex(torch.arange(4.0), torch.ones(4))
+    expected = values.conj() if of == "conj" else values.conj().imag
+    for i in range(3):
+        torch.save(expected, data / f"{i}.pt")
+    for X, _ in SampleLoader(SampleSet(range(3), None, data), batch_size=1):
+        assert torch.equal(X[0], expected.resolve_conj().resolve_neg())
+
+
 def test_a_batch_of_several_dtypes_is_what_pytorch_makes_of_it(data: Path) -> None:
     torch.save(torch.arange(12, dtype=torch.int32).reshape(3, 4), data / "whole.pt")
     samples = SampleSet(["id-1", "whole", "id-2"], None, data)
