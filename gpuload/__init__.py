@@ -365,7 +365,7 @@ def open_loader(
             uneven=uneven,
         )
         check_epoch(plan)
-        return Loader(tables, backend, plan, prefetch)
+        return Loader(tables, backend, plan, prefetch, cell_names)
     except BaseException:
         backend.close()
         for store in stores.values():

@@ -116,14 +116,14 @@ def check_order(name: str, given: object, what: str) -> None:
 def check_index(
     name: str, given: Any, names: Callable[[], NDArray[np.object_]] | None, what: str, all_names: str
 ) -> None:
-    """Raise PlanError for a pandas Series of one value each, taken by position, whose index says another order.
+    """Raise PlanError for a Series or DataFrame of pandas, taken by position, whose index says another order.
 
     Parameters
     ----------
     name
         Of the argument or sampler, for the error message.
     given
-        The value given, of the right length; anything but a Series passes.
+        The value given, of the right length; anything else passes.
     names
         Returns the names, (n,) object, that an index other than 0, 1, 2, ... must have, in this order; called only for
         such an index. None: they cannot be known, and every index passes.
@@ -131,7 +131,9 @@ def check_index(
         What is named, and an expression that gives all names, for the error message.
     """
     pandas = sys.modules.get("pandas")
-    if pandas is None or not isinstance(given, pandas.Series) or given.index.equals(pandas.RangeIndex(len(given))):
+    if pandas is None or not isinstance(given, (pandas.Series, pandas.DataFrame)):
+        return
+    if given.index.equals(pandas.RangeIndex(len(given))):
         return
     is_numbered = pandas.api.types.is_integer_dtype(given.index.dtype)
     if names is None and not is_numbered:
@@ -143,9 +145,9 @@ def check_index(
         at = int(differing[0])
         cure = ".sort_index()" if is_numbered else f".reindex({all_names})"
         raise PlanError(
-            f"{name}: it was given a Series of pandas whose value {at} is of {found.tolist()[at]!r}, but {what} {at} "
-            f"is {wanted.tolist()[at]!r}; put it in order with {cure}, or, if only its index is wrong, pass its "
-            ".to_numpy()."
+            f"{name}: it was given a {type(given).__name__} of pandas whose value {at} is of {found.tolist()[at]!r}, "
+            f"but {what} {at} is {wanted.tolist()[at]!r}; put it in order with {cure}, or, if only its index is "
+            "wrong, pass its .to_numpy()."
         )
 
 

@@ -25,7 +25,7 @@ from gpuload.threads import Closer
 from gpuload.types import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterator, Mapping
 
     import pandas as pd
     from numpy.typing import ArrayLike, NDArray
@@ -93,9 +93,24 @@ class Loader:
         The order; its epoch is replaced for each iteration.
     prefetch
         Fetches to load ahead of the consumer.
+    cell_names
+        Reads the names of all cells, (n_obs,) object; None if they cannot be known.
+
+    Attributes
+    ----------
+    var_names : (n_vars,) object
+        The genes that are delivered, in their order.
     """
 
-    def __init__(self, tables: Mapping[str, Table], backend: Backend, plan: Plan, prefetch: int) -> None:
+    def __init__(
+        self,
+        tables: Mapping[str, Table],
+        backend: Backend,
+        plan: Plan,
+        prefetch: int,
+        cell_names: Callable[[], NDArray[np.object_]] | None = None,
+    ) -> None:
+        self.cell_names = cell_names
         self._tables = tables
         self._backend = backend
         self._plan = plan

@@ -29,6 +29,8 @@ class Estimator:
     """
 
     _kind = "transformer"
+    _learnt: tuple[str, ...] = ()
+    """Attributes of a fitted estimator, without which it is not whole."""
     components_: Any
     n_features_in_: int
     engine: str
@@ -79,7 +81,8 @@ class Estimator:
         learnt = {k: v for k, v in vars(self).items() if k.endswith("_") and not k.startswith("_")}
         if not learnt:
             raise PlanError(f"{type(self).__name__} is not fitted; call fit first.")
-        about = json.dumps({"estimator": type(self).__name__, "params": self.get_params()})
+        params = {k: v.item() if isinstance(v, np.generic) else v for k, v in self.get_params().items()}
+        about = json.dumps({"estimator": type(self).__name__, "params": params})
         with Path(path).open("wb") as file:
             np.savez(file, **{"about": np.array(about), **{k: np.asarray(v) for k, v in learnt.items()}})  # type: ignore[arg-type]
 
@@ -90,17 +93,28 @@ class Estimator:
         Raises
         ------
         CorruptDataError
-            The file was not written by this class's `save`.
+            The file was not written by this class's `save`, is damaged, or was written by a newer version.
         """
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 about = json.loads(str(stored["about"]))
                 learnt = {k: stored[k] for k in stored.files if k != "about"}
-        except (OSError, ValueError, KeyError) as error:
+                kind, params = about["estimator"], dict(about["params"])
+        except OSError as error:
             raise CorruptDataError(f"{path}: not a saved {cls.__name__} ({error}); write it with save().") from error
-        if about["estimator"] != cls.__name__:
-            raise CorruptDataError(f"{path}: holds a {about['estimator']}, not a {cls.__name__}; load it with that.")
-        self = cls(**about["params"])
+        except Exception as error:  # whatever a damaged file makes NumPy, zipfile and zlib raise
+            raise CorruptDataError(
+                f"{path}: not a saved {cls.__name__}, or a damaged one ({error}); write it again with save()."
+            ) from error
+        if kind != cls.__name__:
+            raise CorruptDataError(f"{path}: holds a {kind}, not a {cls.__name__}; load it with that.")
+        if unknown := sorted(params.keys() - set(cls._names())):
+            raise CorruptDataError(
+                f"{path}: its {kind} has {unknown[0]!r}, which this gpuload does not know; update it."
+            )
+        if missing := [name for name in cls._learnt if name not in learnt]:
+            raise CorruptDataError(f"{path}: it lacks {missing[0]} of a {kind}; write it again with save().")
+        self = cls(**params)
         for name, value in learnt.items():
             setattr(self, name, value.item() if value.ndim == 0 else value)
         return self
@@ -117,7 +131,7 @@ class Estimator:
     ) -> Passes:
         """Return the passes over a matrix, checked against the fitted width if `is_fitted`."""
         if is_fitted and not hasattr(self, "n_features_in_"):
-            raise _not_fitted(type(self).__name__)
+            raise not_fitted(type(self).__name__)
         passes = Passes(X, engine, of_bits)
         if is_fitted and passes.n_columns != self.n_features_in_:
             raise PlanError(
@@ -133,7 +147,7 @@ class Estimator:
         return passes
 
 
-def _not_fitted(name: str) -> Exception:
+def not_fitted(name: str) -> Exception:
     """Return scikit-learn's own error if installed, since its tools look for it."""
     message = f"{name} is not fitted; call fit first."
     try:

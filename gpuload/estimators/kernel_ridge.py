@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import check_index, is_whole
 from gpuload.errors import PlanError
 from gpuload.estimators.arrays import Engine, to_host
 from gpuload.estimators.base import Estimator
 from gpuload.estimators.passes import BATCH_SIZE, Passes
+from gpuload.loader import Loader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +23,12 @@ PANEL = 3072
 """Columns factorised at a time: one large call to LAPACK's potrf crashes with some builds of OpenBLAS."""
 
 _JITTER = 1e-6
+
+_EPSILON = 2.0**-23
+"""Of float32."""
+
+_MOST_ERROR = 1e-4
+"""Relative error of an entry of the kernel above which it is computed in float64."""
 
 _GRAM_PANEL = 512
 """Columns of a symmetric matrix accumulated at a time, from the diagonal down, so that little is computed twice."""
@@ -72,6 +80,7 @@ class KernelRidge(Estimator):
     """
 
     _kind = "regressor"
+    _learnt = ("X_fit_", "dual_coef_", "n_features_in_")
 
     def __init__(
         self,
@@ -116,14 +125,17 @@ class KernelRidge(Estimator):
         self._check_parameters()
         engine = self._opened(X)
         passes = self._checked(X, engine)
-        targets = _checked_targets(y, passes.n_rows)
+        targets = _checked_targets(y, passes.n_rows, X)
         halves = self._halves(groups, passes.n_rows)
+        if isinstance(X, Loader):
+            check_index("groups", groups, X.cell_names, "cell", "gpuload.obs_names(paths)")
         is_exact = self.solver == "exact" or (self.solver == "auto" and passes.n_rows <= self.n_landmarks)
         flat = targets.reshape(len(targets), -1)
-        self.n_features_in_ = passes.n_columns
-        rows, coefficients = (self._exact if is_exact else self._landmarks)(engine, passes, flat, halves)
+        gamma = self._gamma(passes.n_columns)
+        rows, coefficients = (self._exact if is_exact else self._landmarks)(engine, passes, flat, halves, gamma)
         if not np.all(np.isfinite(coefficients)):
             raise PlanError("X or y holds NaN or infinite values; remove or fill them first.")
+        self.n_features_in_ = passes.n_columns  # only now: a fit that fails leaves a fitted model as it was
         self.X_fit_: NDArray[np.float32] = rows
         self.dual_coef_: NDArray[np.float32] = coefficients[:, 0] if targets.ndim == 1 else coefficients
         return self
@@ -134,33 +146,37 @@ class KernelRidge(Estimator):
         passes = self._checked(X, engine, is_fitted=True)
         known = engine.put(self.X_fit_, "float32")
         weights = engine.put(self.dual_coef_.reshape(len(self.X_fit_), -1), "float32")
+        gamma = self._gamma(self.n_features_in_)
         out = np.empty((passes.n_rows, weights.shape[1]), dtype=np.float32)
         for rows, part in passes:
-            out[rows] = engine.host(_kernel(engine, engine.put(part, "float32"), known, self._gamma()) @ weights)
+            out[rows] = engine.host(_kernel(engine, engine.put(part, "float32"), known, gamma) @ weights)
         return out[:, 0] if self.dual_coef_.ndim == 1 else out
 
     def score(self, X: Any, y: ArrayLike) -> float:
         """Return the coefficient of determination of the predictions, averaged over targets."""
         found = self.predict(X).astype(np.float64)
-        wanted = _checked_targets(y, len(found)).astype(np.float64)
+        wanted = _checked_targets(y, len(found), X).astype(np.float64)
+        if not np.all(np.isfinite(wanted)):
+            raise PlanError("y holds NaN or infinite values; remove or fill them first.")
         left = ((wanted - found) ** 2).sum(axis=0)
         spread = ((wanted - wanted.mean(axis=0)) ** 2).sum(axis=0)
         of_each = np.where(spread > 0, 1 - left / np.where(spread > 0, spread, 1), np.where(left == 0, 1.0, 0.0))
         return float(np.mean(of_each))
 
-    def _gamma(self) -> float:
-        return 1.0 / self.n_features_in_ if self.gamma is None else float(self.gamma)
+    def _gamma(self, n_features: int) -> float:
+        return 1.0 / n_features if self.gamma is None else float(self.gamma)
 
     def _check_parameters(self) -> None:
-        if not self.alpha > 0:
-            raise PlanError(f"alpha={self.alpha!r}: expected a number above 0.")
+        if not 0 < self.alpha < np.inf:
+            raise PlanError(f"alpha={self.alpha!r}: expected a finite number above 0.")
         if self.gamma is not None and not self.gamma > 0:
             raise PlanError(f"gamma={self.gamma!r}: expected a number above 0, or None for 1 / number of features.")
         if self.solver not in ("auto", "exact", "nystrom"):
             raise PlanError(f"solver={self.solver!r}: expected 'auto', 'exact' or 'nystrom'.")
-        if self.n_landmarks < 1 or self.n_rounds < 0:
+        if not is_whole(self.n_landmarks, 1) or not is_whole(self.n_rounds, 0):
             raise PlanError(
-                f"n_landmarks={self.n_landmarks!r}, n_rounds={self.n_rounds!r}: expected at least 1 and at least 0."
+                f"n_landmarks={self.n_landmarks!r}, n_rounds={self.n_rounds!r}: expected whole numbers of at "
+                "least 1 and of at least 0."
             )
 
     def _halves(self, groups: ArrayLike | None, n_rows: int) -> list[NDArray[np.bool_]]:
@@ -182,7 +198,7 @@ class KernelRidge(Estimator):
         return halves
 
     def _exact(
-        self, engine: Engine, passes: Passes, y: NDArray[np.float32], halves: list[NDArray[np.bool_]]
+        self, engine: Engine, passes: Passes, y: NDArray[np.float32], halves: list[NDArray[np.bool_]], gamma: float
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         X = np.empty((passes.n_rows, passes.n_columns), dtype=np.float32)
         for rows, part in passes:
@@ -190,19 +206,19 @@ class KernelRidge(Estimator):
         total = np.zeros(y.shape, dtype=np.float64)
         for half in halves:
             known = engine.put(X[half], "float32")
-            lower = cholesky(engine, _kernel_matrix(engine, known, self._gamma(), self.alpha))
+            lower = cholesky(engine, _kernel_matrix(engine, known, gamma, self.alpha))
             total[half] += engine.host(_solve(engine, lower, engine.put(y[half], "float32")))
             del lower
         return X, (total / len(halves)).astype(np.float32)
 
     def _landmarks(
-        self, engine: Engine, passes: Passes, y: NDArray[np.float32], halves: list[NDArray[np.bool_]]
+        self, engine: Engine, passes: Passes, y: NDArray[np.float32], halves: list[NDArray[np.bool_]], gamma: float
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         m = min(self.n_landmarks, passes.n_rows)
         chosen = np.sort(np.random.default_rng(self.random_state).permutation(passes.n_rows)[:m])
         known = engine.put(_rows_of(engine, passes, chosen), "float32")
         exactly = engine.put(known, "float64")  # in float32 rounding errors can make it indefinite, however small
-        kernel = _kernel(engine, exactly, exactly, self._gamma())
+        kernel = _kernel(engine, exactly, exactly, gamma)
         kernel[range(m), range(m)] += _JITTER * m
         lower = engine.put(cholesky(engine, kernel), "float32")
         del kernel
@@ -213,7 +229,7 @@ class KernelRidge(Estimator):
         gram = [[engine.zeros((m - lo, hi - lo), kind) for lo, hi in panels] for _ in part_of]  # on and below diagonals
         image = [engine.zeros((m, y.shape[1]), "float64") for _ in part_of]
         for rows, part in passes:
-            white = engine.solve_lower(lower, _kernel(engine, known, engine.put(part, "float32"), self._gamma()))
+            white = engine.solve_lower(lower, _kernel(engine, known, engine.put(part, "float32"), gamma))
             for k in np.unique(members[rows]):
                 of_part = np.flatnonzero(members[rows] == k)
                 some = white if of_part.size == white.shape[1] else white[:, engine.put(of_part, "int64")]
@@ -234,13 +250,18 @@ class KernelRidge(Estimator):
         return engine.host(known), engine.host(coefficients).astype(np.float32)
 
 
-def _checked_targets(y: ArrayLike, n_rows: int) -> NDArray[np.float32]:
+def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
+    """Return the targets of the rows of X as float32; those of a loader's cells are taken in the order of its rows."""
     if y is None:
         raise PlanError("y=None: this estimator requires y to be passed, but the target y is None; pass one.")
     is_elsewhere = hasattr(y, "detach") or hasattr(y, "__cuda_array_interface__")
     targets = to_host(y) if is_elsewhere else np.asarray(y)
     if targets.ndim not in (1, 2) or len(targets) != n_rows:
         raise PlanError(f"y has shape {targets.shape}; expected ({n_rows},) or ({n_rows}, n_targets).")
+    if targets.dtype.kind == "c":
+        raise PlanError(f"y has dtype {targets.dtype}; expected real numbers.")
+    if isinstance(X, Loader):
+        check_index("y", y, X.cell_names, "cell", "gpuload.obs_names(paths)")
     try:
         return targets.astype(np.float32)
     except (TypeError, ValueError) as error:
@@ -261,14 +282,19 @@ def _rows_of(engine: Engine, passes: Passes, chosen: NDArray[np.int64]) -> NDArr
 def _kernel(engine: Engine, A: Any, B: Any, gamma: float) -> Any:
     """Return the Gaussian kernel of all pairs of rows, (len(A), len(B)).
 
-    Both are shifted to about 0 first: far from it the difference of squares loses all its digits in float32.
+    Both are shifted to about 0 first: far from it the difference of squares loses all its digits in float32. Where it
+    still would, as between groups of rows that are far apart, it is computed in float64.
     """
     centre = B[:BATCH_SIZE].mean(0)
     A, B = A - centre, B - centre
+    of_a, of_b = (A * A).sum(1), (B * B).sum(1)
+    is_single = str(A.dtype).endswith("float32")
+    if is_single and gamma * _EPSILON * (float(of_a.max()) + float(of_b.max())) > _MOST_ERROR:
+        return engine.put(_kernel(engine, engine.put(A, "float64"), engine.put(B, "float64"), gamma), "float32")
     squares = A @ B.T
     squares *= -2
-    squares += (A * A).sum(1)[:, None]
-    squares += (B * B).sum(1)[None, :]
+    squares += of_a[:, None]
+    squares += of_b[None, :]
     engine.xp.clip(squares, 0, None, out=squares)
     squares *= -gamma
     return engine.xp.exp(squares, out=squares)

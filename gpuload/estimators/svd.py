@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import check_whole
 from gpuload.errors import PlanError
 from gpuload.estimators.arrays import multiplies_bfloat16
-from gpuload.estimators.base import Estimator
+from gpuload.estimators.base import Estimator, not_fitted
 
 if TYPE_CHECKING:
     from typing import Self
@@ -69,6 +70,8 @@ class TruncatedSVD(Estimator):
     .. [1] Halko, Martinsson, Tropp, "Finding structure with randomness", SIAM Review 2011, doi:10.1137/090771806
        (algorithms 4.4 and 5.1).
     """
+
+    _learnt = ("components_", "n_features_in_")
 
     def __init__(
         self,
@@ -162,9 +165,8 @@ class TruncatedSVD(Estimator):
 
     def _check(self, n: int, p: int) -> None:
         """Raise PlanError if a parameter is invalid for a matrix of n x p."""
-        for name in ("n_components", "n_passes"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name}={getattr(self, name)!r}: expected a whole number of at least 1.")
+        for name, least in (("n_components", 1), ("n_passes", 1), ("n_oversamples", 0)):
+            check_whole(name, getattr(self, name), least)
         if not 0 < self.sample <= 1:
             raise PlanError(f"sample={self.sample!r}: expected a share of the rows, above 0 and at most 1.")
         if self.n_components > min(p, n):
@@ -202,6 +204,8 @@ class TruncatedSVD(Estimator):
 
     def inverse_transform(self, X: Any) -> NDArray[np.float32]:
         """Reconstruct rows from (n, n_components) scores: ``X @ components_``."""
+        if not hasattr(self, "components_"):
+            raise not_fitted(type(self).__name__)
         scores = np.asarray(X, dtype=np.float32)
         if scores.ndim != 2 or scores.shape[1] != len(self.components_):
             raise PlanError(f"X has shape {scores.shape}; expected (n, {len(self.components_)}) scores.")

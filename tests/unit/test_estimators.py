@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from gpuload.errors import PlanError
 from gpuload.estimators import KernelRidge, TruncatedSVD, kernel_ridge
 from gpuload.estimators.arrays import open_engine
 from gpuload.estimators.kernel_ridge import cholesky
@@ -21,6 +24,8 @@ from tests.writers import write_csr, write_h5ad
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.variants import Stored
 
 ENGINES = ["numpy", "torch"]
 
@@ -284,9 +289,9 @@ def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray,
         (lambda X, y: KernelRidge(solver="svd").fit(X, y), "solver='svd': expected"),
         (
             lambda X, y: KernelRidge(n_landmarks=0).fit(X, y),
-            "n_landmarks=0, n_rounds=[0-9]+: expected at least 1 and at least 0",
+            "n_landmarks=0, n_rounds=[0-9]+: expected whole numbers of at least 1 and",
         ),
-        (lambda X, y: KernelRidge(n_rounds=-1).fit(X, y), "n_rounds=-1: expected at least 1 and at least 0"),
+        (lambda X, y: KernelRidge(n_rounds=-1).fit(X, y), "n_rounds=-1: expected whole numbers of at least 1 and"),
         (lambda X, y: KernelRidge().fit(X, np.full(len(y), "high")), "y has dtype <U4; expected numbers"),
         (lambda X, y: KernelRidge().fit(X, y[:7]), r"y has shape \(7,\); expected \(5000,\)"),
         (lambda X, y: KernelRidge(n_rounds=2).fit(X, y), "needs groups: .* got 1 over 5000 rows"),
@@ -631,3 +636,110 @@ def test_in_scikit_learns_pipelines_and_searches(regression: tuple[np.ndarray, .
     expected = GridSearchCV(theirs, {"alpha": [0.3, 100.0]}, cv=3).fit(X, y).cv_results_["mean_test_score"]
     np.testing.assert_allclose(search.cv_results_["mean_test_score"], expected, atol=1e-3)
     assert clone(search.best_estimator_).fit(X, y).predict(test).shape == (100, 3)
+
+
+# --- what went wrong without a word
+
+
+def cells_and_targets(n: int = 60) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(n, 4)).astype(np.float32)
+    return X, np.sin(X[:, 0]) + X[:, 1]
+
+
+@pytest.mark.parametrize("solver", ["exact", "nystrom"])
+@pytest.mark.parametrize("far", [1e4, 1e6])
+def test_groups_of_rows_that_are_far_apart(solver: str, far: float) -> None:
+    """The reference is scikit-learn's kernel in float64; in float32 the difference of squares has no digits left."""
+    sklearn_ridge = pytest.importorskip("sklearn.kernel_ridge")
+    X, y = cells_and_targets(400)
+    X[::2, 3] = far
+    settings: dict[str, Any] = {"alpha": 0.1, "gamma": 0.1}
+    expected = sklearn_ridge.KernelRidge(kernel="rbf", **settings).fit(X.astype(np.float64), y).predict(X)
+    found = KernelRidge(solver=solver, n_landmarks=400, engine="numpy", **settings).fit(X, y).predict(X)
+    np.testing.assert_allclose(found, expected, atol=2e-2)
+
+
+@pytest.mark.parametrize("given", ["Series", "DataFrame"])
+def test_targets_named_in_another_order_are_refused(plain: Stored, given: str) -> None:
+    names = list(plain.obs.index)
+    y = pd.Series(np.arange(131.0), index=names)
+    y = y.to_frame() if given == "DataFrame" else y
+    with gpuload.open_loader(plain.path, device="cpu") as loader:
+        KernelRidge(engine="numpy").fit(loader, y)
+        with pytest.raises(PlanError, match=f"^y: it was given a {given} of pandas whose value 0 is of 'cell_130'"):
+            KernelRidge(engine="numpy").fit(loader, y[::-1])
+        groups = pd.Series(np.arange(131) % 4, index=names)
+        KernelRidge(engine="numpy", n_rounds=1).fit(loader, y, groups)
+        with pytest.raises(PlanError, match=r"^groups: it was given a Series of pandas"):
+            KernelRidge(engine="numpy", n_rounds=1).fit(loader, y, groups[::-1])
+
+
+def test_a_score_of_missing_targets_is_none() -> None:
+    X, y = cells_and_targets()
+    model = KernelRidge(engine="numpy").fit(X, y)
+    for bad in (np.nan, np.inf):
+        y[3] = bad
+        with pytest.raises(PlanError, match="y holds NaN or infinite values"):
+            model.score(X, y)
+
+
+def test_a_fit_that_fails_leaves_the_model_as_it_was() -> None:
+    X, y = cells_and_targets()
+    model = KernelRidge(engine="numpy").fit(X, y)
+    before = model.predict(X)
+    y[3] = np.nan
+    with pytest.raises(PlanError):
+        model.fit(X[:, :2], y)
+    np.testing.assert_array_equal(model.predict(X), before)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float32])
+def test_parameters_of_numpy_are_saved(tmp_path: Path, kind: Any) -> None:
+    X, y = cells_and_targets()
+    model = KernelRidge(alpha=kind(2), n_landmarks=np.int64(50), engine="numpy").fit(X, y)
+    model.save(tmp_path / "model.npz")
+    np.testing.assert_array_equal(KernelRidge.load(tmp_path / "model.npz").predict(X), model.predict(X))
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "npy", "newer", "incomplete"])
+def test_files_that_are_no_whole_model(tmp_path: Path, damage: str) -> None:
+    X, y = cells_and_targets()
+    path = tmp_path / "model.npz"
+    KernelRidge(engine="numpy").fit(X, y).save(path)
+    if damage == "npy":
+        with path.open("wb") as file:
+            np.save(file, X)
+    elif damage in ("cut", "empty"):
+        path.write_bytes(path.read_bytes()[: -40 if damage == "cut" else 0])
+    else:
+        with np.load(path) as stored:
+            content = dict(stored)
+        if damage == "newer":
+            about = json.loads(str(content["about"]))
+            content["about"] = np.array(json.dumps({**about, "params": {**about["params"], "momentum": 1}}))
+        else:
+            del content["X_fit_"]
+        with path.open("wb") as file:
+            np.savez(file, **content)
+    words = {
+        "newer": "has 'momentum', which this gpuload does not know",
+        "incomplete": "it lacks X_fit_ of a KernelRidge",
+    }
+    with pytest.raises(gpuload.CorruptDataError, match=words.get(damage, "not a saved KernelRidge")):
+        KernelRidge.load(path)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (TruncatedSVD(2.0), "n_components=2.0: expected a whole number of at least 1"),  # type: ignore[arg-type]
+        (TruncatedSVD(2, n_oversamples=-1), "n_oversamples=-1: expected a whole number of at least 0"),
+        (KernelRidge(n_landmarks=100.0), "n_landmarks=100.0"),  # type: ignore[arg-type]
+        (KernelRidge(alpha=np.inf), "alpha=inf: expected a finite number above 0"),
+    ],
+)
+def test_parameters_that_are_none(estimator: Any, message: str) -> None:
+    X, y = cells_and_targets()
+    with pytest.raises(PlanError, match=message):
+        estimator.fit(X, y)
