@@ -8,6 +8,7 @@ do not handle a 429, are disabled.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -151,7 +152,10 @@ class Remote(Protocol):
 
 
 class FolderRemote:
-    """The files of a folder, keyed by relative path; names that begin with a dot are skipped.
+    """The files of a folder, keyed by relative path.
+
+    Names that begin with a dot are skipped, and, with a warning, those that are not UTF-8. Links to folders are
+    followed, except back to one that they are in.
 
     Parameters
     ----------
@@ -171,13 +175,22 @@ class FolderRemote:
 
     def list(self) -> Iterator[RemoteObject]:
         """Yield every file."""
-        for parent, folders, files in os.walk(self.name, onerror=self._fail):
-            folders[:] = [name for name in folders if not name.startswith(".")]
+        around = {self.name: [os.path.realpath(self.name)]}  # the folders that each folder to walk is in, and itself
+        for parent, folders, files in os.walk(self.name, onerror=self._fail, followlinks=True):
+            these = around.pop(parent)
+            for name in folders.copy():
+                whole = os.path.join(parent, name)
+                if name.startswith(".") or os.path.realpath(whole) in these:
+                    folders.remove(name)
+                else:
+                    around[whole] = [*these, os.path.realpath(whole)]
             for name in files:
-                if not name.startswith("."):
-                    found = self.head(os.path.relpath(os.path.join(parent, name), self.name))
-                    if found is not None:
-                        yield found
+                key = os.path.relpath(os.path.join(parent, name), self.name)
+                if name.startswith(".") or not _is_text(key):
+                    continue
+                found = self.head(key)
+                if found is not None:
+                    yield found
 
     def _fail(self, error: OSError) -> None:
         """Raise if a folder cannot be listed; a subfolder removed in the meantime counts as empty."""
@@ -215,6 +228,16 @@ class FolderRemote:
         return buffer
 
 
+def _is_text(key: str) -> bool:
+    """Return whether a path is UTF-8, as keys are; warn if not."""
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        _log.warning("%r: its name is not UTF-8, so it is left out; rename it.", os.fsencode(key))
+        return False
+    return True
+
+
 def _of_file(key: str, status: os.stat_result) -> RemoteObject:
     return RemoteObject(key, status.st_size, f"{status.st_size:x}-{status.st_mtime_ns:x}")
 
@@ -240,6 +263,8 @@ class Reach:
     secret_access_key: str = field(default="", repr=False)
     session_token: str | None = field(default=None, repr=False)
 
+
+_log = logging.getLogger("gpuload")
 
 _MODIFIED = "modified "
 """Prefix of the substitute for an ETag if a server sends none: the time of the last change."""

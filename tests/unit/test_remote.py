@@ -232,6 +232,22 @@ def test_an_object_under_a_weak_etag_is_read(refusing: ObjectRemote, monkeypatch
         refusing.get(dataclasses.replace(found, etag="W/old"), 0, 3)
 
 
+def test_names_and_links_in_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, other = tmp_path / "remote", tmp_path / "other"
+    for place in (folder, other / "deep"):
+        place.mkdir(parents=True)
+    (folder / "a").write_bytes(b"1")
+    (folder / "b").symlink_to(folder / "a")
+    (other / "deep" / "c").write_bytes(b"2")
+    (folder / "linked").symlink_to(other)
+    (other / "back").symlink_to(folder)  # which it is in
+    (other / "again").symlink_to(other / "deep")
+    with open(os.fsencode(folder) + b"/d\xe9", "wb"):
+        pass
+    assert sorted(found.key for found in FolderRemote(folder).list()) == ["a", "b", "linked/again/c", "linked/deep/c"]
+    assert caplog.messages == ["b'd\\xe9': its name is not UTF-8, so it is left out; rename it."]
+
+
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3"])
 def test_an_endpoint_of_the_environment_may_be_without_encryption(
     server: Running, variable: str, monkeypatch: pytest.MonkeyPatch
