@@ -20,6 +20,7 @@ import gpuload
 from gpuload import estimators
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Self
 
     from numpy.typing import ArrayLike, NDArray
@@ -124,12 +125,15 @@ class ProteinModel:
             Log-normalised expression: a MuData, an AnnData, or anything else that `gpuload.open_loader` opens, also as
             a mapping of its settings: ``{"paths": "cite.h5ad", "layer": "normalized"}``.
         proteins : (n, n_proteins)
-            Array, or an AnnData whose cells are found by name; None of a MuData, whose modality "prot" it is.
+            Array, or an AnnData or a DataFrame whose cells are found by name, also in files of genes; None of a MuData,
+            whose modality "prot" it is. Rows are taken in order if `rows` are given, if the genes are a matrix, which
+            has no names, or if a DataFrame's index is the default one.
         batch : (n,), optional
-            Batches of the cells with proteins; else the AnnData's obs["batch"], else all are one batch.
+            Batches of the cells with proteins, in the order of the rows of `proteins`, or a Series with the names of
+            cells as its index; else the AnnData's obs["batch"], else all are one batch.
         rows : (n,), optional
             Indices of the cells that have the given proteins; the others help to find the components. None: all, or
-            those named by the proteins' AnnData.
+            those named by the proteins' AnnData or DataFrame.
         """
         settings, known = _opened(genes), _known(genes, proteins, batch, rows)
         if not np.isfinite(known.proteins).all():
@@ -262,32 +266,102 @@ def _opened(genes: Any) -> dict[str, Any]:
     return {"paths": table, "layer": "normalized" if table.X is None else "X"}
 
 
+def _names_of(settings: Mapping[str, Any]) -> pd.Index | None:
+    """Return the names of all cells that these settings open; None of a matrix in memory, which has none."""
+    paths = settings["paths"]
+    if hasattr(paths, "obs_names"):
+        return paths.obs_names
+    if hasattr(paths, "shape"):
+        return None
+    modality = settings.get("modality", "")
+    return pd.Index(
+        gpuload.obs_names(
+            paths,
+            layer=settings.get("layer", "X"),
+            modality=modality if isinstance(modality, str) else next(iter(modality), ""),
+            storage_options=settings.get("storage_options"),
+        )
+    )
+
+
+def _index_of(frame: pd.DataFrame | pd.Series) -> pd.Index | None:
+    """Return the names in a pandas index; None of the default one, which only counts."""
+    return None if frame.index.equals(pd.RangeIndex(len(frame))) else frame.index.astype(str)
+
+
+def _check_unique(what: str, names: pd.Index) -> None:
+    if not names.is_unique:
+        raise gpuload.PlanError(
+            f"{what}: the cell {str(names[names.duplicated()][0])!r} occurs twice, so cells cannot be found by name; "
+            "make names unique, as with adata.obs_names_make_unique()."
+        )
+
+
+def _values_of(proteins: Any) -> tuple[NDArray[np.float32], pd.Index | None, pd.Index]:
+    """Return the values, the names of the cells, if they have any, and the names of the proteins."""
+    if len(np.shape(proteins)) != 2:
+        raise gpuload.PlanError(f"proteins has shape {np.shape(proteins)}; expected (n_cells, n_proteins).")
+    if hasattr(proteins, "obs_names"):
+        X = proteins.layers["normalized"] if proteins.X is None else proteins.X
+        cells, names = proteins.obs_names, proteins.var_names
+    elif isinstance(proteins, pd.DataFrame):
+        X, cells, names = proteins, _index_of(proteins), proteins.columns.astype(str)
+    else:
+        X, cells, names = proteins, None, pd.RangeIndex(np.shape(proteins)[1]).astype(str)
+    if not names.is_unique:
+        raise gpuload.PlanError(
+            f"proteins: {str(names[names.duplicated()][0])!r} is the name of two; make names unique, as with "
+            "adata.var_names_make_unique()."
+        )
+    return np.asarray(X.toarray() if hasattr(X, "toarray") else X, dtype=np.float32), cells, names
+
+
 def _known(genes: Any, proteins: Any, batch: ArrayLike | None, rows: ArrayLike | None) -> Known:
     """Return the proteins that belong to the genes."""
-    table = _table_of(genes)
+    table, settings = _table_of(genes), _opened(genes)
     if proteins is None:
         if not hasattr(genes, "mod"):
             raise gpuload.PlanError("proteins=None: only a MuData has them with it.")
         proteins = genes.mod[PROTEINS]
-    if len(np.shape(proteins)) != 2:
-        raise gpuload.PlanError(f"proteins has shape {np.shape(proteins)}; expected (n_cells, n_proteins).")
-    names: Any = [str(i) for i in range(np.shape(proteins)[1])]
-    if hasattr(proteins, "obs_names"):
-        names = proteins.var_names
-        X = proteins.layers["normalized"] if proteins.X is None else proteins.X
-        values = np.asarray(X.toarray() if hasattr(X, "toarray") else X, dtype=np.float32)
-        if table is not None and rows is None:
-            places = proteins.obs_names.get_indexer(table.obs_names)
-            rows = np.flatnonzero(places >= 0)
-            values = values[places[rows]]
-            if not len(rows):
-                raise gpuload.PlanError("proteins: none of their cells has a name that is among those of the genes.")
-    else:
-        values = np.asarray(proteins, dtype=np.float32)
+    values, cells, names = _values_of(proteins)
+    n_given = len(values)
+    order: Any = slice(None)  # of what was given, as the genes have it
     chosen = None if rows is None else np.asarray(rows)
-    if batch is None and table is not None and "batch" in table.obs:
-        batch = table.obs["batch"].to_numpy()[slice(None) if chosen is None else chosen]
-    batches = np.full(len(values), "all") if batch is None else np.asarray(batch).astype(str)
-    if len(batches) != len(values):
-        raise gpuload.PlanError(f"batch: {len(batches)} labels for {len(values)} cells with proteins.")
+    of_genes = _names_of(settings) if cells is not None and chosen is None else None
+    if cells is not None and of_genes is not None:
+        _check_unique("proteins", cells)
+        _check_unique("genes", of_genes)
+        places = cells.get_indexer(of_genes)
+        chosen = np.flatnonzero(places >= 0)
+        if not len(chosen):
+            raise gpuload.PlanError(
+                "proteins: none of their cells has a name that is among those of the genes; give them the same names, "
+                "or pass an array, whose rows are taken in order."
+            )
+        order = places[chosen]
+        values, cells = values[order], cells[order]
+    if isinstance(batch, pd.Series) and (of_series := _index_of(batch)) is not None:
+        if cells is None or rows is not None:
+            everyone = _names_of(settings)
+            cells = everyone if everyone is None or chosen is None else everyone[chosen]
+        if cells is not None:
+            _check_unique("batch", of_series)
+            order = of_series.get_indexer(cells)
+            if (order < 0).any():
+                raise gpuload.PlanError(
+                    f"batch: its index lacks {(order < 0).sum()} of the {len(cells)} cells with proteins, such as "
+                    f"{str(cells[order < 0][0])!r}; give the batch of each, or an array, which is taken in order."
+                )
+            n_given = len(batch)
+    if batch is not None:
+        batches = np.asarray(batch).astype(str)
+        if len(batches) != n_given:
+            raise gpuload.PlanError(
+                f"batch: {len(batches)} labels for {n_given} cells with proteins; give one for each row of them."
+            )
+        batches = batches[order]
+    elif table is not None and "batch" in table.obs:
+        batches = table.obs["batch"].to_numpy()[slice(None) if chosen is None else chosen].astype(str)
+    else:
+        batches = np.full(len(values), "all")
     return Known(values, names, batches, chosen)

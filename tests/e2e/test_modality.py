@@ -406,6 +406,96 @@ def test_anndata_in_and_out(modality: ModuleType, cells: tuple[Paired, Paired], 
     np.testing.assert_array_equal(loaded.predict(found["test_mod1"]).X, predicted.X)
 
 
+@pytest.fixture(scope="module")
+def small(modality: ModuleType, cells: tuple[Paired, Paired]) -> Callable[[], Any]:
+    """Return a function that makes a model that is fitted fast."""
+    return lambda: modality.ProteinModel(n_gene_components=20, n_protein_components=8, n_rounds=2)
+
+
+@pytest.mark.parametrize("kind", ["AnnData", "DataFrame"])
+def test_cells_are_found_by_name_whatever_the_genes_are(
+    small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path, kind: str
+) -> None:
+    found = tables(cells)
+    order = np.random.default_rng(0).permutation(N_TRAIN)
+
+    def given(order: Any, name: str = "train_mod2") -> Any:
+        part = found[name][order].copy()
+        values = part.layers["normalized"].toarray()
+        return part if kind == "AnnData" else pd.DataFrame(values, part.obs_names, PANEL)
+
+    genes = {"paths": folder / "train_mod1.h5ad", "layer": "normalized"}
+    new = {"paths": str(folder / "test_mod1.h5ad"), "layer": "normalized"}
+    # given by position, these are the same cells
+    expected = small().fit(genes, cells[0].proteins, cells[0].batch)
+    wanted = expected.score(new, cells[1].proteins)
+    batch = found["train_mod2"].obs["batch"]
+    for of_batch in (
+        batch,  # by name, in the order of the genes
+        batch.iloc[order],  # by name, in the order of the proteins
+        batch.to_numpy()[order],  # by position: of the proteins' rows
+        batch.iloc[order].reset_index(drop=True),
+    ):
+        model = small().fit(genes, given(order), of_batch)
+        np.testing.assert_allclose(model.predict(new), expected.predict(new), atol=1e-4)
+    assert list(model.protein_names_) == PANEL
+    again = small().fit(found["train_mod1"], given(order)).predict(new)  # batches are those of the genes' obs
+    np.testing.assert_allclose(again, expected.predict(new), atol=1e-4)
+    assert model.score(new, given(np.arange(N_TEST)[::-1], "test_mod2")) == pytest.approx(wanted, abs=1e-4)
+    # some of the cells, and rows said
+    rows = np.arange(0, N_TRAIN, 2)
+    expected = small().fit(genes, cells[0].proteins[rows], cells[0].batch[rows], rows).predict(new)
+    for model in (
+        small().fit(genes, given(rows[::-1]), batch),
+        small().fit(genes, given(rows), batch, rows),
+        small().fit(genes, cells[0].proteins[rows], batch.iloc[order], rows),
+    ):
+        np.testing.assert_allclose(model.predict(new), expected, atol=1e-4)
+
+
+def test_what_has_no_names_is_taken_in_order(small: Callable[[], Any], cells: tuple[Paired, Paired]) -> None:
+    found = tables(cells)
+    expected = small().fit(cells[0].genes, cells[0].proteins, cells[0].batch)
+    expected = expected.predict_scores(expected.scores_[:50])
+    named = found["train_mod2"]
+    counted = pd.DataFrame(cells[0].proteins, columns=PANEL)
+    for genes, proteins in (
+        (cells[0].genes, named),
+        ({"paths": cells[0].genes}, named),
+        (found["train_mod1"], counted),
+    ):
+        model = small().fit(genes, proteins, named.obs["batch"])
+        np.testing.assert_allclose(model.predict_scores(model.scores_[:50]), expected, atol=1e-4)
+    shuffled = pd.Series(cells[0].batch, [f"cell {i}" for i in range(N_TRAIN)])  # of no cells that have names
+    model = small().fit(cells[0].genes, cells[0].proteins, shuffled)
+    np.testing.assert_allclose(model.predict_scores(model.scores_[:50]), expected, atol=1e-4)
+
+
+def test_names_that_decide_nothing_are_refused(
+    small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path
+) -> None:
+    genes, proteins = {"paths": folder / "train_mod1.h5ad", "layer": "normalized"}, tables(cells)["train_mod2"]
+    twice, same = proteins.copy(), proteins.copy()
+    twice.obs_names = ["train_1", *proteins.obs_names[1:]]
+    same.var_names = ["CD1", *PANEL[1:]]
+    genes_twice = tables(cells)["train_mod1"]
+    genes_twice.obs_names = twice.obs_names
+    frame = pd.DataFrame(cells[0].proteins, [f"other_{i}" for i in range(N_TRAIN)])
+    batch = proteins.obs["batch"]
+    for arguments, message in (
+        ((genes, tables(cells)["test_mod2"]), "^proteins: none of their cells has a name that is among"),
+        ((genes, frame), "^proteins: none of their cells has a name that is among"),
+        ((genes, twice), "^proteins: the cell 'train_1' occurs twice"),
+        ((genes_twice, proteins), "^genes: the cell 'train_1' occurs twice"),
+        ((genes, same), "^proteins: 'CD1' is the name of two; make names unique"),
+        ((genes, proteins, batch.set_axis(twice.obs_names)), "^batch: the cell 'train_1' occurs twice"),
+        ((genes, proteins, batch.iloc[2:]), "^batch: its index lacks 2 of the 600 cells with proteins, such as 'tra"),
+        ((genes, proteins, batch.to_numpy()[2:]), "^batch: 598 labels for 600 cells with proteins; give one for each"),
+    ):
+        with pytest.raises(gpuload.PlanError, match=message):
+            small().fit(*arguments)
+
+
 def test_cells_without_proteins_help_to_find_the_components(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
     rows = np.arange(0, N_TRAIN, 2)
     model = modality.ProteinModel(n_rounds=1)
