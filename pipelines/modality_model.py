@@ -138,25 +138,28 @@ class ProteinModel:
         settings, known = _opened(genes), _known(genes, proteins, batch, rows)
         if not np.isfinite(known.proteins).all():
             raise gpuload.PlanError("proteins hold NaN or infinite values; pass rows to say which are measured.")
-        self.protein_names_ = known.names
         start = time.perf_counter()
-        scores, self.gene_components_, self.gene_names_ = self.engine.gene_scores(settings)
-        self.scores_ = standardised(scores)
-        del scores
+        scores, gene_components, gene_names = self.engine.gene_scores(settings)
+        scores = standardised(scores)
         middle = time.perf_counter()
-        chosen = np.arange(len(self.scores_)) if known.rows is None else known.rows
+        chosen = np.arange(len(scores)) if known.rows is None else known.rows
         if len(chosen) != len(known.proteins):
             raise gpuload.PlanError(
                 f"proteins: {len(known.proteins)} rows for {len(chosen)} cells; give a row for each, or pass rows "
                 "to say which cells they are of."
             )
         svd = self.engine.svd(min(self.params["n_protein_components"], *known.proteins.shape)).fit(known.proteins)
-        self.protein_components_ = np.asarray(svd.components_, dtype=np.float32)
         y = np.asarray(svd.transform(known.proteins), dtype=np.float32)
         first = chosen[0] if len(chosen) else 0
         is_run = np.array_equal(chosen, np.arange(first, first + len(chosen)))  # copying these would be a waste
-        X = self.scores_[first : first + len(chosen)] if is_run else self.scores_[chosen]
-        self.X_fit_, self.dual_coef_ = self.engine.regress(X, y, known.batch)
+        X = scores[first : first + len(chosen)] if is_run else scores[chosen]
+        learnt = self.engine.regress(X, y, known.batch)
+        # only now, since a fit that fails must not mix its parts with those of the one before
+        self.gene_names_, self.protein_names_ = gene_names, known.names
+        self.gene_components_ = gene_components
+        self.protein_components_ = np.asarray(svd.components_, dtype=np.float32)
+        self.X_fit_, self.dual_coef_ = learnt
+        self.scores_ = scores
         self.seconds_ = {"SVD of the genes, read from disk": middle - start, "regression": time.perf_counter() - middle}
         return self
 

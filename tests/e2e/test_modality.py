@@ -496,6 +496,23 @@ def test_names_that_decide_nothing_are_refused(
             small().fit(*arguments)
 
 
+def test_a_fit_that_fails_leaves_the_model_as_it_was(
+    modality: ModuleType, small: Callable[[], Any], cells: tuple[Paired, Paired], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small().fit(cells[0].genes, cells[0].proteins)
+    before = dict(vars(model))
+
+    def full(*arrays: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(type(model.engine), "regress", full)
+    for rows, error in ((5, gpuload.PlanError), (N_TEST, MemoryError)):
+        with pytest.raises(error):
+            model.fit(cells[1].genes[:, :50], cells[1].proteins[:rows, :3])
+        assert vars(model).keys() == before.keys()
+        assert all(value is before[name] for name, value in vars(model).items())
+
+
 def test_cells_without_proteins_help_to_find_the_components(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
     rows = np.arange(0, N_TRAIN, 2)
     model = modality.ProteinModel(n_rounds=1)
