@@ -204,8 +204,9 @@ class ProteinModel:
         self._check_fitted()
         learnt = {name: np.asarray(getattr(self, name)) for name in self.LEARNT}
         learnt = {name: found.astype(str) if found.dtype == object else found for name, found in learnt.items()}
+        about = json.dumps({"model": "ProteinModel", "params": self.params}, default=_plain)
         with Path(path).open("wb") as file:
-            np.savez(file, about=np.array(json.dumps({"model": "ProteinModel", "params": self.params})), **learnt)
+            np.savez(file, about=np.array(about), **learnt)
 
     @classmethod
     def load(cls, path: str | Path, **params: Any) -> Self:
@@ -241,6 +242,13 @@ def standardised(scores: NDArray[np.float32]) -> NDArray[np.float32]:
     found = scores - scores.mean(axis=1, keepdims=True)
     found /= np.maximum(found.std(axis=1, keepdims=True), 1e-9)
     return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a NumPy scalar, such as a search over np.arange sets, as Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise gpuload.PlanError(f"params hold {value!r}, which is no number or string; set it to one, then save.")
 
 
 @dataclass(frozen=True)

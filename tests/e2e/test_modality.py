@@ -513,6 +513,23 @@ def test_a_fit_that_fails_leaves_the_model_as_it_was(
         assert all(value is before[name] for name, value in vars(model).items())
 
 
+def test_parameters_that_a_search_has_set_are_saved(
+    small: Callable[[], Any], cells: tuple[Paired, Paired], tmp_path: Path
+) -> None:
+    model = small().set_params(n_gene_components=np.int64(20), gamma=np.float32(0.25), n_rounds=np.uint8(1))
+    model.fit(cells[0].genes[:100], cells[0].proteins[:100])
+    path = tmp_path / "model.npz"
+    model.save(path)
+    loaded = type(model).load(path)
+    assert loaded.get_params() == model.get_params()
+    assert {type(value) for value in loaded.get_params().values()} == {str, int, float}
+    whole = path.read_bytes()
+    model.params["gamma"] = None, {1}
+    with pytest.raises(gpuload.PlanError, match=r"^params hold \{1\}, which is no number or string"):
+        model.save(path)
+    assert path.read_bytes() == whole  # the file of before is not cut short
+
+
 def test_cells_without_proteins_help_to_find_the_components(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
     rows = np.arange(0, N_TRAIN, 2)
     model = modality.ProteinModel(n_rounds=1)
