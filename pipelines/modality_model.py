@@ -122,8 +122,9 @@ class ProteinModel:
         Parameters
         ----------
         genes
-            Log-normalised expression: a MuData, an AnnData, or anything else that `gpuload.open_loader` opens, also as
-            a mapping of its settings: ``{"paths": "cite.h5ad", "layer": "normalized"}``.
+            Log-normalised expression: a MuData, an AnnData, a DataFrame of cells x genes, or anything else that
+            `gpuload.open_loader` opens, also as a mapping of its settings:
+            ``{"paths": "cite.h5ad", "layer": "normalized"}``.
         proteins : (n, n_proteins)
             Array, or an AnnData or a DataFrame whose cells are found by name, also in files of genes; None of a MuData,
             whose modality "prot" it is. Rows are taken in order if `rows` are given, if the genes are a matrix, which
@@ -132,9 +133,10 @@ class ProteinModel:
             Batches of the cells with proteins, in the order of the rows of `proteins`, or a Series with the names of
             cells as its index; else the AnnData's obs["batch"], else all are one batch.
         rows : (n,), optional
-            Indices of the cells that have the given proteins; the others help to find the components. None: all, or
-            those named by the proteins' AnnData or DataFrame.
+            Indices of the cells that have the given proteins, or a mask of all cells; the others help to find the
+            components. None: all, or those named by the proteins' AnnData or DataFrame.
         """
+        genes = _without_frame(genes)
         settings, known = _opened(genes), _known(genes, proteins, batch, rows)
         if not np.isfinite(known.proteins).all():
             raise gpuload.PlanError("proteins hold NaN or infinite values; pass rows to say which are measured.")
@@ -142,7 +144,7 @@ class ProteinModel:
         scores, gene_components, gene_names = self.engine.gene_scores(settings)
         scores = standardised(scores)
         middle = time.perf_counter()
-        chosen = np.arange(len(scores)) if known.rows is None else known.rows
+        chosen = np.arange(len(scores)) if known.rows is None else _checked_rows(known.rows, len(scores))
         if len(chosen) != len(known.proteins):
             raise gpuload.PlanError(
                 f"proteins: {len(known.proteins)} rows for {len(chosen)} cells; give a row for each, or pass rows "
@@ -168,9 +170,11 @@ class ProteinModel:
 
         Returns
         -------
-        (n, n_proteins) float32; of an AnnData or a MuData, an AnnData with the names of its cells and of the proteins.
+        (n, n_proteins) float32; of an AnnData or a MuData, an AnnData with the names of its cells and of the proteins;
+        of a DataFrame, a DataFrame with these.
         """
         self._check_fitted()
+        given, genes = genes, _without_frame(genes)
         settings = _opened(genes)
         svd = estimators.TruncatedSVD(len(self.gene_components_), device=self.params["device"])
         svd.components_, svd.n_features_in_ = self.gene_components_, self.gene_components_.shape[1]
@@ -180,6 +184,8 @@ class ProteinModel:
             predicted = self.predict_scores(standardised(svd.transform(cells)))
         if (table := _table_of(genes)) is None:
             return predicted
+        if isinstance(given, pd.DataFrame):
+            return pd.DataFrame(predicted, given.index, pd.Index(self.protein_names_))
         return anndata.AnnData(
             predicted, pd.DataFrame(index=table.obs_names), pd.DataFrame(index=pd.Index(self.protein_names_))
         )
@@ -192,7 +198,7 @@ class ProteinModel:
 
     def score(self, genes: Any, proteins: Any = None) -> float:
         """Return the coefficient of determination, averaged over proteins, for cells given as to `fit`."""
-        known, found = _known(genes, proteins, None, None), self.predict(genes)
+        known, found = _known(_without_frame(genes), proteins, None, None), self.predict(genes)
         found = np.asarray(found.X if hasattr(found, "obs_names") else found)
         found = found if known.rows is None else found[known.rows]
         left = ((known.proteins - found) ** 2).sum(axis=0, dtype=np.float64)
@@ -261,6 +267,16 @@ class Known:
     rows: NDArray[np.int64] | None
 
 
+def _without_frame(genes: Any) -> Any:
+    """Return a DataFrame of cells x genes as an AnnData; anything else as it is."""
+    if not isinstance(genes, pd.DataFrame):
+        return genes
+    if bad := [name for name, kind in genes.dtypes.items() if not pd.api.types.is_numeric_dtype(kind)]:
+        raise gpuload.PlanError(f"genes: column {bad[0]!r} holds no numbers; leave it out of the DataFrame of genes.")
+    obs, var = (pd.DataFrame(index=names.astype(str)) for names in (genes.index, genes.columns))
+    return anndata.AnnData(genes.to_numpy(np.float32), obs, var)
+
+
 def _table_of(genes: Any) -> Any:
     """Return the AnnData of the genes, or None if they are given in another form."""
     genes = genes.mod[GENES] if hasattr(genes, "mod") else genes
@@ -327,6 +343,20 @@ def _values_of(proteins: Any) -> tuple[NDArray[np.float32], pd.Index | None, pd.
     return np.asarray(X.toarray() if hasattr(X, "toarray") else X, dtype=np.float32), cells, names
 
 
+def _checked_rows(rows: NDArray[Any], n_obs: int) -> NDArray[np.int64]:
+    """Return rows as indices; a mask of all cells says them, too."""
+    if rows.dtype == bool and rows.shape == (n_obs,):
+        return np.flatnonzero(rows)
+    if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+        raise gpuload.PlanError(
+            f"rows: {rows.dtype} of shape {rows.shape}; give indices of cells, or a mask with the shape ({n_obs},)."
+        )
+    if rows.size and (rows.min() < 0 or rows.max() >= n_obs):
+        wrong = rows.min() if rows.min() < 0 else rows.max()
+        raise gpuload.PlanError(f"rows: {wrong} is no cell of the genes; give indices from 0 to {n_obs - 1}.")
+    return rows.astype(np.int64)
+
+
 def _known(genes: Any, proteins: Any, batch: ArrayLike | None, rows: ArrayLike | None) -> Known:
     """Return the proteins that belong to the genes."""
     table, settings = _table_of(genes), _opened(genes)
@@ -338,6 +368,8 @@ def _known(genes: Any, proteins: Any, batch: ArrayLike | None, rows: ArrayLike |
     n_given = len(values)
     order: Any = slice(None)  # of what was given, as the genes have it
     chosen = None if rows is None else np.asarray(rows)
+    if chosen is not None and table is not None:  # else their number is known once the genes have been read
+        chosen = _checked_rows(chosen, table.n_obs)
     of_genes = _names_of(settings) if cells is not None and chosen is None else None
     if cells is not None and of_genes is not None:
         _check_unique("proteins", cells)
@@ -354,6 +386,8 @@ def _known(genes: Any, proteins: Any, batch: ArrayLike | None, rows: ArrayLike |
     if isinstance(batch, pd.Series) and (of_series := _index_of(batch)) is not None:
         if cells is None or rows is not None:
             everyone = _names_of(settings)
+            if everyone is not None and chosen is not None:
+                chosen = _checked_rows(chosen, len(everyone))
             cells = everyone if everyone is None or chosen is None else everyone[chosen]
         if cells is not None:
             _check_unique("batch", of_series)

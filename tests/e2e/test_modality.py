@@ -530,6 +530,48 @@ def test_parameters_that_a_search_has_set_are_saved(
     assert path.read_bytes() == whole  # the file of before is not cut short
 
 
+def test_rows_that_are_no_cells_are_refused(
+    small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path
+) -> None:
+    proteins, batch = cells[0].proteins[:2], tables(cells)["train_mod1"].obs["batch"]
+    path = {"paths": folder / "train_mod1.h5ad", "layer": "normalized"}
+    for genes in (cells[0].genes, tables(cells)["train_mod1"], path):
+        for rows, message in (
+            ([0, 600], "^rows: 600 is no cell of the genes; give indices from 0 to 599"),
+            ([0, -1], "^rows: -1 is no cell of the genes"),
+            ([0.0, 1.0], r"^rows: float64 of shape \(2,\); give indices of cells, or a mask with the shape \(600,\)"),
+            ([True, True], "^rows: bool of shape"),
+        ):
+            for of_batch in (None,) if genes is cells[0].genes else (None, batch):  # a matrix has no names
+                with pytest.raises(gpuload.PlanError, match=message):
+                    small().fit(genes, proteins, of_batch, rows)
+    is_known = np.arange(N_TRAIN) % 3 > 0
+    genes, proteins = cells[0].genes, cells[0].proteins[is_known]
+    one, two = (small().fit(genes, proteins, rows=rows) for rows in (is_known, np.flatnonzero(is_known)))
+    np.testing.assert_allclose(one.dual_coef_, two.dual_coef_, atol=1e-5)
+
+
+def test_data_frames_in_and_out(small: Callable[[], Any], cells: tuple[Paired, Paired]) -> None:
+    found = tables(cells)
+    train, test = (found[f"{part}_mod1"].to_df("normalized") for part in ("train", "test"))
+    panel = pd.DataFrame(cells[0].proteins, train.index, PANEL)
+    model = small().fit(found["train_mod1"], found["train_mod2"], batch := found["train_mod1"].obs["batch"])
+    expected = model.predict(found["test_mod1"])
+    given = small().fit(train, panel[::-1], batch)
+    predicted = given.predict(test.iloc[:, ::-1])
+    assert list(predicted.index) == list(expected.obs_names)
+    assert list(predicted.columns) == PANEL
+    np.testing.assert_allclose(predicted, expected.X, atol=0.02)
+    truth = pd.DataFrame(cells[1].proteins, test.index, PANEL)
+    assert given.score(test, truth[::-1]) == pytest.approx(
+        model.score(found["test_mod1"], found["test_mod2"]), abs=0.01
+    )
+    counted = given.predict(test.reset_index(drop=True))
+    assert counted.index.equals(pd.RangeIndex(N_TEST))
+    with pytest.raises(gpuload.PlanError, match=r"^genes: column 'donor' holds no numbers; leave it out"):
+        given.predict(test.assign(donor="a"))
+
+
 def test_cells_without_proteins_help_to_find_the_components(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
     rows = np.arange(0, N_TRAIN, 2)
     model = modality.ProteinModel(n_rounds=1)
