@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import zipfile
 import zlib
@@ -126,15 +127,16 @@ class ProteinModel:
             `gpuload.open_loader` opens, also as a mapping of its settings:
             ``{"paths": "cite.h5ad", "layer": "normalized"}``.
         proteins : (n, n_proteins)
-            Array, or an AnnData or a DataFrame whose cells are found by name, also in files of genes; None of a MuData,
-            whose modality "prot" it is. Rows are taken in order if `rows` are given, if the genes are a matrix, which
-            has no names, or if a DataFrame's index is the default one.
+            An AnnData, a DataFrame, or files or a mapping as for `genes`, whose cells are found by name; None of a
+            MuData, whose modality "prot" it is; or an array, whose rows are taken in order. So are those of the others
+            if `rows` are given, if the genes are a matrix, which has no names, or if a DataFrame's index is the
+            default one.
         batch : (n,), optional
             Batches of the cells with proteins, in the order of the rows of `proteins`, or a Series with the names of
             cells as its index; else the AnnData's obs["batch"], else all are one batch.
         rows : (n,), optional
             Indices of the cells that have the given proteins, or a mask of all cells; the others help to find the
-            components. None: all, or those named by the proteins' AnnData or DataFrame.
+            components. None: all, or those that the proteins name.
         """
         genes = _without_frame(genes)
         settings, known = _opened(genes), _known(genes, proteins, batch, rows)
@@ -324,8 +326,26 @@ def _check_unique(what: str, names: pd.Index) -> None:
         )
 
 
+def _read(settings: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the proteins in files, with the names of their cells and their own."""
+    common = {"batch_size": 2048, "fetch_factor": 2, "shuffle": False, "rank": 0, "world_size": 1}
+    fixed = {"output": "dense", "dtype": "float32", "device": "cpu"}
+    with gpuload.open_loader(**{**common, **settings, **fixed}) as loader:
+        parts = [(batch.rows, batch.X.copy()) for batch in loader]
+        columns = pd.Index(loader.var_names)
+    rows, values = (np.concatenate(found) for found in zip(*parts, strict=True))
+    order, names = np.argsort(rows, kind="stable"), _names_of(settings)
+    return pd.DataFrame(values[order], None if names is None else names[rows[order]], columns)
+
+
 def _values_of(proteins: Any) -> tuple[NDArray[np.float32], pd.Index | None, pd.Index]:
     """Return the values, the names of the cells, if they have any, and the names of the proteins."""
+    if isinstance(proteins, dict) and "paths" in proteins:
+        proteins = _read(proteins)
+    elif isinstance(proteins, (str, os.PathLike)) or (
+        isinstance(proteins, (list, tuple)) and proteins and isinstance(proteins[0], (str, os.PathLike))
+    ):
+        proteins = _read({"paths": proteins})
     if len(np.shape(proteins)) != 2:
         raise gpuload.PlanError(f"proteins has shape {np.shape(proteins)}; expected (n_cells, n_proteins).")
     if hasattr(proteins, "obs_names"):

@@ -572,6 +572,35 @@ def test_data_frames_in_and_out(small: Callable[[], Any], cells: tuple[Paired, P
         given.predict(test.assign(donor="a"))
 
 
+def test_proteins_may_be_files(small: Callable[[], Any], cells: tuple[Paired, Paired], tmp_path: Path) -> None:
+    found = tables(cells)
+    genes, proteins = found["train_mod1"], found["train_mod2"][np.random.default_rng(0).permutation(N_TRAIN)].copy()
+    proteins.X = proteins.layers["normalized"].tocsr()
+    paths = [tmp_path / f"proteins{i}.h5ad" for i in range(3)]
+    proteins.write_h5ad(paths[0])
+    proteins[:200].write_h5ad(paths[1])
+    proteins[200:].write_h5ad(paths[2])
+    matrix = tmp_path / "proteins.npy"
+    np.save(matrix, cells[0].proteins)
+    expected = small().fit(genes, found["train_mod2"])
+    wanted = expected.predict(found["test_mod1"]).X
+    for given in (str(paths[0]), paths[0], paths[1:], {"paths": paths[0], "shuffle": True}):
+        model = small().fit(genes, given)
+        assert list(model.protein_names_) == PANEL
+        np.testing.assert_allclose(model.predict(found["test_mod1"]).X, wanted, atol=1e-4)
+        assert model.score(genes, given) == pytest.approx(expected.score(genes, found["train_mod2"]), abs=1e-4)
+    with pytest.raises(gpuload.PlanError, match=r"^proteins: none of their cells has a name"):
+        small().fit(genes, matrix)
+    for model in (
+        small().fit(genes, {"paths": cells[0].proteins}),
+        small().fit(genes, matrix, rows=np.arange(N_TRAIN)),
+        small().fit(cells[0].genes, matrix, cells[0].batch),
+    ):
+        np.testing.assert_allclose(model.dual_coef_, expected.dual_coef_, atol=1e-3)
+    with pytest.raises(gpuload.ReadError, match="nowhere"):
+        small().fit(genes, tmp_path / "nowhere.h5ad")
+
+
 def test_cells_without_proteins_help_to_find_the_components(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
     rows = np.arange(0, N_TRAIN, 2)
     model = modality.ProteinModel(n_rounds=1)
