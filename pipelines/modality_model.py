@@ -64,9 +64,14 @@ class ProteinModel:
         Of the mean of the ten models: `gpuload.estimators.KernelRidge`'s.
     scores_ : (n, n_gene_components) float32
         Standardised, for all cells fitted, including those without proteins; not saved.
+    is_counts_ : bool or None
+        Whether the program was given counts, which it normalises before it fits and predicts; None: fitted in Python
+        to values as they were given. Saved.
     seconds_
         Duration of the steps of fitting; not saved.
     """
+
+    is_counts_: bool | None
 
     LEARNT: ClassVar = (
         "gene_names_",
@@ -163,7 +168,7 @@ class ProteinModel:
         self.gene_components_ = gene_components
         self.protein_components_ = np.asarray(svd.components_, dtype=np.float32)
         self.X_fit_, self.dual_coef_ = learnt
-        self.scores_ = scores
+        self.scores_, self.is_counts_ = scores, None
         self.seconds_ = {"SVD of the genes, read from disk": middle - start, "regression": time.perf_counter() - middle}
         return self
 
@@ -212,7 +217,8 @@ class ProteinModel:
         self._check_fitted()
         learnt = {name: np.asarray(getattr(self, name)) for name in self.LEARNT}
         learnt = {name: found.astype(str) if found.dtype == object else found for name, found in learnt.items()}
-        about = json.dumps({"model": "ProteinModel", "params": self.params}, default=_plain)
+        kept = {"model": "ProteinModel", "params": self.params, "is_counts": self.is_counts_}
+        about = json.dumps(kept, default=_plain)
         with Path(path).open("wb") as file:
             np.savez(file, about=np.array(about), **learnt)
 
@@ -229,7 +235,7 @@ class ProteinModel:
                 with np.load(file, allow_pickle=False) as stored:
                     about = json.loads(str(stored["about"]))
                     learnt = {name: stored[name] for name in cls.LEARNT}
-                    given = {**about["params"], **params}
+                    given, is_counts = {**about["params"], **params}, about.get("is_counts")
             except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
                 raise gpuload.CorruptDataError(
                     f"{path}: not a saved ProteinModel: this .npz file lacks parts of one, or they are damaged. Pass "
@@ -238,6 +244,7 @@ class ProteinModel:
         model = cls(**given)
         for name, found in learnt.items():
             setattr(model, name, found)
+        model.is_counts_ = is_counts
         return model
 
     def _check_fitted(self) -> None:

@@ -382,6 +382,39 @@ def test_a_model_that_was_kept_predicts_new_cells(
     assert "not a saved ProteinModel" in err
 
 
+def test_whether_cells_are_counts_is_saved_with_the_model(
+    modality: ModuleType, cells: tuple[Paired, Paired], folder: Path, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    common = ("--layer", "counts", "--no-baselines", "--out", tmp_path / "fitted", "--save", tmp_path / "model.npz")
+    assert run(folder, "--counts", *common)[0] == 0
+    new = ("--layer", "counts", "--model", tmp_path / "model.npz", "--out", tmp_path / "new")
+    for counts in ((), ("--counts",)):
+        code, _, err = run(folder / "test_mod1.h5ad", *counts, *new)
+        assert code == 0, err
+        np.testing.assert_allclose(prediction(tmp_path / "new"), prediction(tmp_path / "fitted"), atol=0.02)
+    assert run(folder, *common)[0] == 0
+    assert run(folder / "test_mod1.h5ad", *new)[0] == 0
+    code, _, err = run(folder / "test_mod1.h5ad", "--counts", *new)
+    assert code == 2
+    assert err.startswith(f"modality.py: --counts: {tmp_path / 'model.npz'} was fitted without it, to values that ")
+    # of a model that was fitted in Python, and of one saved by an earlier version, the flag decides
+    found = tables(cells)
+    by_hand = modality.ProteinModel.load(tmp_path / "model.npz").fit(found["train_mod1"], found["train_mod2"])
+    by_hand.save(tmp_path / "model.npz")
+    with np.load(tmp_path / "model.npz") as stored:
+        older = {**stored, "about": np.array(json.dumps({"model": "ProteinModel", "params": by_hand.params}))}
+    predictions = []
+    for is_older in (False, True):
+        if is_older:
+            np.savez(tmp_path / "model.npz", **older)
+        assert run(folder / "test_mod1.h5ad", *new)[0] == 0
+        predictions.append(prediction(tmp_path / "new"))
+        assert run(folder / "test_mod1.h5ad", "--counts", *new)[0] == 0
+        predictions.append(prediction(tmp_path / "new"))
+    assert rmse(*predictions[:2]) > 0.05
+    np.testing.assert_array_equal(predictions[:2], predictions[2:])
+
+
 # --- the model by itself ---
 
 
