@@ -55,7 +55,7 @@ examples:
   python pipelines/modality.py competition --make 66175    (the competition's exact shape; takes minutes to make)
   python pipelines/modality.py FOLDER --engine sklearn
   python pipelines/modality.py cite.h5mu --counts --batch donor --test donor8 --save model.npz
-  python pipelines/modality.py new_cells.h5ad --counts --model model.npz
+  python pipelines/modality.py new_cells.h5ad --model model.npz   (counts, if the model was fitted with --counts)
 """
 
 
@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"compiled and loaded, in no other figure: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     start = time.perf_counter()
     model.fit(dict(cells.genes), cells.proteins, cells.batch, cells.rows)
+    model.is_counts_ = args.counts
     predicted = model.predict_scores(model.scores_[cells.test])
     seconds = time.perf_counter() - start
     for step, taken in model.seconds_.items():
@@ -180,9 +181,15 @@ def predict_new(args: argparse.Namespace, out: Path) -> None:
     if len(args.paths) != 1:
         raise gpuload.PlanError(f"--model: expected one file of cells, not {len(args.paths)}.")
     model = ProteinModel.load(args.model, engine="ours", device=args.device)
+    if args.counts and model.is_counts_ is False:
+        raise gpuload.PlanError(
+            f"--counts: {args.model} was fitted without it, to values that were normalised already; give such values "
+            "and leave --counts out, or fit and save the model again with --counts."
+        )
+    is_counts = args.counts if model.is_counts_ is None else model.is_counts_
     path = args.paths[0]
     genes = Table(path, f"mod/{args.modalities[0]}" if path.suffix == ".h5mu" else "", args.layer)
-    transform = gpuload.Transform(target_sum=1e4, log1p=True) if args.counts else None
+    transform = gpuload.Transform(target_sum=1e4, log1p=True) if is_counts else None
     predicted = model.predict({"paths": genes.address, "layer": genes.layer, "transform": transform})
     none = np.empty(0, dtype=np.int64)
     everyone = np.arange(len(predicted))
@@ -231,7 +238,8 @@ def parser() -> argparse.ArgumentParser:
     add("--modalities", nargs=2, default=[GENES, PROTEINS], metavar=("GENES", "PROTEINS"),
         help="modalities of a MuData (default: rna prot)")  # fmt: skip
     add("--layer", help="layer of genes and proteins (default: X, or normalized if there is no X)")
-    add("--counts", action="store_true", help="treat values as counts: normalise genes, take log ratios of proteins")
+    add("--counts", action="store_true",
+        help="treat values as counts: normalise genes, take log ratios of proteins; saved with the model")  # fmt: skip
     add("--solver", choices=("auto", "exact", "nystrom"), default="auto",
         help="nystrom uses landmarks; auto does above --landmarks cells (default: auto)")  # fmt: skip
     add("--landmarks", type=int, default=4000, help="landmarks for the regression (default: %(default)s)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import zipfile
 import zlib
@@ -20,6 +21,7 @@ import gpuload
 from gpuload import estimators
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Self
 
     from numpy.typing import ArrayLike, NDArray
@@ -62,9 +64,14 @@ class ProteinModel:
         Of the mean of the ten models: `gpuload.estimators.KernelRidge`'s.
     scores_ : (n, n_gene_components) float32
         Standardised, for all cells fitted, including those without proteins; not saved.
+    is_counts_ : bool or None
+        Whether the program was given counts, which it normalises before it fits and predicts; None: fitted in Python
+        to values as they were given. Saved.
     seconds_
         Duration of the steps of fitting; not saved.
     """
+
+    is_counts_: bool | None
 
     LEARNT: ClassVar = (
         "gene_names_",
@@ -121,38 +128,47 @@ class ProteinModel:
         Parameters
         ----------
         genes
-            Log-normalised expression: a MuData, an AnnData, or anything else that `gpuload.open_loader` opens, also as
-            a mapping of its settings: ``{"paths": "cite.h5ad", "layer": "normalized"}``.
+            Log-normalised expression: a MuData, an AnnData, a DataFrame of cells x genes, or anything else that
+            `gpuload.open_loader` opens, also as a mapping of its settings:
+            ``{"paths": "cite.h5ad", "layer": "normalized"}``.
         proteins : (n, n_proteins)
-            Array, or an AnnData whose cells are found by name; None of a MuData, whose modality "prot" it is.
+            An AnnData, a DataFrame, or files or a mapping as for `genes`, whose cells are found by name; None of a
+            MuData, whose modality "prot" it is; or an array, whose rows are taken in order. So are those of the others
+            if `rows` are given, if the genes are a matrix, which has no names, or if a DataFrame's index is the
+            default one.
         batch : (n,), optional
-            Batches of the cells with proteins; else the AnnData's obs["batch"], else all are one batch.
+            Batches of the cells with proteins, in the order of the rows of `proteins`, or a Series with the names of
+            cells as its index; else the AnnData's obs["batch"], else all are one batch.
         rows : (n,), optional
-            Indices of the cells that have the given proteins; the others help to find the components. None: all, or
-            those named by the proteins' AnnData.
+            Indices of the cells that have the given proteins, or a mask of all cells; the others help to find the
+            components. None: all, or those that the proteins name.
         """
+        genes = _without_frame(genes)
         settings, known = _opened(genes), _known(genes, proteins, batch, rows)
         if not np.isfinite(known.proteins).all():
             raise gpuload.PlanError("proteins hold NaN or infinite values; pass rows to say which are measured.")
-        self.protein_names_ = known.names
         start = time.perf_counter()
-        scores, self.gene_components_, self.gene_names_ = self.engine.gene_scores(settings)
-        self.scores_ = standardised(scores)
-        del scores
+        scores, gene_components, gene_names = self.engine.gene_scores(settings)
+        scores = standardised(scores)
         middle = time.perf_counter()
-        chosen = np.arange(len(self.scores_)) if known.rows is None else known.rows
+        chosen = np.arange(len(scores)) if known.rows is None else _checked_rows(known.rows, len(scores))
         if len(chosen) != len(known.proteins):
             raise gpuload.PlanError(
                 f"proteins: {len(known.proteins)} rows for {len(chosen)} cells; give a row for each, or pass rows "
                 "to say which cells they are of."
             )
         svd = self.engine.svd(min(self.params["n_protein_components"], *known.proteins.shape)).fit(known.proteins)
-        self.protein_components_ = np.asarray(svd.components_, dtype=np.float32)
         y = np.asarray(svd.transform(known.proteins), dtype=np.float32)
         first = chosen[0] if len(chosen) else 0
         is_run = np.array_equal(chosen, np.arange(first, first + len(chosen)))  # copying these would be a waste
-        X = self.scores_[first : first + len(chosen)] if is_run else self.scores_[chosen]
-        self.X_fit_, self.dual_coef_ = self.engine.regress(X, y, known.batch)
+        X = scores[first : first + len(chosen)] if is_run else scores[chosen]
+        learnt = self.engine.regress(X, y, known.batch)
+        # only now, since a fit that fails must not mix its parts with those of the one before
+        self.gene_names_, self.protein_names_ = gene_names, known.names
+        self.gene_components_ = gene_components
+        self.protein_components_ = np.asarray(svd.components_, dtype=np.float32)
+        self.X_fit_, self.dual_coef_ = learnt
+        self.scores_, self.is_counts_ = scores, None
         self.seconds_ = {"SVD of the genes, read from disk": middle - start, "regression": time.perf_counter() - middle}
         return self
 
@@ -161,9 +177,11 @@ class ProteinModel:
 
         Returns
         -------
-        (n, n_proteins) float32; of an AnnData or a MuData, an AnnData with the names of its cells and of the proteins.
+        (n, n_proteins) float32; of an AnnData or a MuData, an AnnData with the names of its cells and of the proteins;
+        of a DataFrame, a DataFrame with these.
         """
         self._check_fitted()
+        given, genes = genes, _without_frame(genes)
         settings = _opened(genes)
         svd = estimators.TruncatedSVD(len(self.gene_components_), device=self.params["device"])
         svd.components_, svd.n_features_in_ = self.gene_components_, self.gene_components_.shape[1]
@@ -173,6 +191,8 @@ class ProteinModel:
             predicted = self.predict_scores(standardised(svd.transform(cells)))
         if (table := _table_of(genes)) is None:
             return predicted
+        if isinstance(given, pd.DataFrame):
+            return pd.DataFrame(predicted, given.index, pd.Index(self.protein_names_))
         return anndata.AnnData(
             predicted, pd.DataFrame(index=table.obs_names), pd.DataFrame(index=pd.Index(self.protein_names_))
         )
@@ -185,7 +205,7 @@ class ProteinModel:
 
     def score(self, genes: Any, proteins: Any = None) -> float:
         """Return the coefficient of determination, averaged over proteins, for cells given as to `fit`."""
-        known, found = _known(genes, proteins, None, None), self.predict(genes)
+        known, found = _known(_without_frame(genes), proteins, None, None), self.predict(genes)
         found = np.asarray(found.X if hasattr(found, "obs_names") else found)
         found = found if known.rows is None else found[known.rows]
         left = ((known.proteins - found) ** 2).sum(axis=0, dtype=np.float64)
@@ -197,8 +217,10 @@ class ProteinModel:
         self._check_fitted()
         learnt = {name: np.asarray(getattr(self, name)) for name in self.LEARNT}
         learnt = {name: found.astype(str) if found.dtype == object else found for name, found in learnt.items()}
+        kept = {"model": "ProteinModel", "params": self.params, "is_counts": self.is_counts_}
+        about = json.dumps(kept, default=_plain)
         with Path(path).open("wb") as file:
-            np.savez(file, about=np.array(json.dumps({"model": "ProteinModel", "params": self.params})), **learnt)
+            np.savez(file, about=np.array(about), **learnt)
 
     @classmethod
     def load(cls, path: str | Path, **params: Any) -> Self:
@@ -213,7 +235,7 @@ class ProteinModel:
                 with np.load(file, allow_pickle=False) as stored:
                     about = json.loads(str(stored["about"]))
                     learnt = {name: stored[name] for name in cls.LEARNT}
-                    given = {**about["params"], **params}
+                    given, is_counts = {**about["params"], **params}, about.get("is_counts")
             except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
                 raise gpuload.CorruptDataError(
                     f"{path}: not a saved ProteinModel: this .npz file lacks parts of one, or they are damaged. Pass "
@@ -222,6 +244,7 @@ class ProteinModel:
         model = cls(**given)
         for name, found in learnt.items():
             setattr(model, name, found)
+        model.is_counts_ = is_counts
         return model
 
     def _check_fitted(self) -> None:
@@ -236,6 +259,13 @@ def standardised(scores: NDArray[np.float32]) -> NDArray[np.float32]:
     return found
 
 
+def _plain(value: Any) -> Any:
+    """Return a NumPy scalar, such as a search over np.arange sets, as Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise gpuload.PlanError(f"params hold {value!r}, which is no number or string; set it to one, then save.")
+
+
 @dataclass(frozen=True)
 class Known:
     """Proteins that were measured: of which cells (None: of all, in order), in which batches, and their names."""
@@ -244,6 +274,16 @@ class Known:
     names: Any
     batch: NDArray[np.str_]
     rows: NDArray[np.int64] | None
+
+
+def _without_frame(genes: Any) -> Any:
+    """Return a DataFrame of cells x genes as an AnnData; anything else as it is."""
+    if not isinstance(genes, pd.DataFrame):
+        return genes
+    if bad := [name for name, kind in genes.dtypes.items() if not pd.api.types.is_numeric_dtype(kind)]:
+        raise gpuload.PlanError(f"genes: column {bad[0]!r} holds no numbers; leave it out of the DataFrame of genes.")
+    obs, var = (pd.DataFrame(index=names.astype(str)) for names in (genes.index, genes.columns))
+    return anndata.AnnData(genes.to_numpy(np.float32), obs, var)
 
 
 def _table_of(genes: Any) -> Any:
@@ -262,32 +302,138 @@ def _opened(genes: Any) -> dict[str, Any]:
     return {"paths": table, "layer": "normalized" if table.X is None else "X"}
 
 
+def _names_of(settings: Mapping[str, Any]) -> pd.Index | None:
+    """Return the names of all cells that these settings open; None of a matrix in memory, which has none."""
+    paths = settings["paths"]
+    if hasattr(paths, "obs_names"):
+        return paths.obs_names
+    if hasattr(paths, "shape"):
+        return None
+    modality = settings.get("modality", "")
+    return pd.Index(
+        gpuload.obs_names(
+            paths,
+            layer=settings.get("layer", "X"),
+            modality=modality if isinstance(modality, str) else next(iter(modality), ""),
+            storage_options=settings.get("storage_options"),
+        )
+    )
+
+
+def _index_of(frame: pd.DataFrame | pd.Series) -> pd.Index | None:
+    """Return the names in a pandas index; None of the default one, which only counts."""
+    return None if frame.index.equals(pd.RangeIndex(len(frame))) else frame.index.astype(str)
+
+
+def _check_unique(what: str, names: pd.Index) -> None:
+    if not names.is_unique:
+        raise gpuload.PlanError(
+            f"{what}: the cell {str(names[names.duplicated()][0])!r} occurs twice, so cells cannot be found by name; "
+            "make names unique, as with adata.obs_names_make_unique()."
+        )
+
+
+def _read(settings: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the proteins in files, with the names of their cells and their own."""
+    common = {"batch_size": 2048, "fetch_factor": 2, "shuffle": False, "rank": 0, "world_size": 1}
+    fixed = {"output": "dense", "dtype": "float32", "device": "cpu"}
+    with gpuload.open_loader(**{**common, **settings, **fixed}) as loader:
+        parts = [(batch.rows, batch.X.copy()) for batch in loader]
+        columns = pd.Index(loader.var_names)
+    rows, values = (np.concatenate(found) for found in zip(*parts, strict=True))
+    order, names = np.argsort(rows, kind="stable"), _names_of(settings)
+    return pd.DataFrame(values[order], None if names is None else names[rows[order]], columns)
+
+
+def _values_of(proteins: Any) -> tuple[NDArray[np.float32], pd.Index | None, pd.Index]:
+    """Return the values, the names of the cells, if they have any, and the names of the proteins."""
+    if isinstance(proteins, dict) and "paths" in proteins:
+        proteins = _read(proteins)
+    elif isinstance(proteins, (str, os.PathLike)) or (
+        isinstance(proteins, (list, tuple)) and proteins and isinstance(proteins[0], (str, os.PathLike))
+    ):
+        proteins = _read({"paths": proteins})
+    if len(np.shape(proteins)) != 2:
+        raise gpuload.PlanError(f"proteins has shape {np.shape(proteins)}; expected (n_cells, n_proteins).")
+    if hasattr(proteins, "obs_names"):
+        X = proteins.layers["normalized"] if proteins.X is None else proteins.X
+        cells, names = proteins.obs_names, proteins.var_names
+    elif isinstance(proteins, pd.DataFrame):
+        X, cells, names = proteins, _index_of(proteins), proteins.columns.astype(str)
+    else:
+        X, cells, names = proteins, None, pd.RangeIndex(np.shape(proteins)[1]).astype(str)
+    if not names.is_unique:
+        raise gpuload.PlanError(
+            f"proteins: {str(names[names.duplicated()][0])!r} is the name of two; make names unique, as with "
+            "adata.var_names_make_unique()."
+        )
+    return np.asarray(X.toarray() if hasattr(X, "toarray") else X, dtype=np.float32), cells, names
+
+
+def _checked_rows(rows: NDArray[Any], n_obs: int) -> NDArray[np.int64]:
+    """Return rows as indices; a mask of all cells says them, too."""
+    if rows.dtype == bool and rows.shape == (n_obs,):
+        return np.flatnonzero(rows)
+    if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+        raise gpuload.PlanError(
+            f"rows: {rows.dtype} of shape {rows.shape}; give indices of cells, or a mask with the shape ({n_obs},)."
+        )
+    if rows.size and (rows.min() < 0 or rows.max() >= n_obs):
+        wrong = rows.min() if rows.min() < 0 else rows.max()
+        raise gpuload.PlanError(f"rows: {wrong} is no cell of the genes; give indices from 0 to {n_obs - 1}.")
+    return rows.astype(np.int64)
+
+
 def _known(genes: Any, proteins: Any, batch: ArrayLike | None, rows: ArrayLike | None) -> Known:
     """Return the proteins that belong to the genes."""
-    table = _table_of(genes)
+    table, settings = _table_of(genes), _opened(genes)
     if proteins is None:
         if not hasattr(genes, "mod"):
             raise gpuload.PlanError("proteins=None: only a MuData has them with it.")
         proteins = genes.mod[PROTEINS]
-    if len(np.shape(proteins)) != 2:
-        raise gpuload.PlanError(f"proteins has shape {np.shape(proteins)}; expected (n_cells, n_proteins).")
-    names: Any = [str(i) for i in range(np.shape(proteins)[1])]
-    if hasattr(proteins, "obs_names"):
-        names = proteins.var_names
-        X = proteins.layers["normalized"] if proteins.X is None else proteins.X
-        values = np.asarray(X.toarray() if hasattr(X, "toarray") else X, dtype=np.float32)
-        if table is not None and rows is None:
-            places = proteins.obs_names.get_indexer(table.obs_names)
-            rows = np.flatnonzero(places >= 0)
-            values = values[places[rows]]
-            if not len(rows):
-                raise gpuload.PlanError("proteins: none of their cells has a name that is among those of the genes.")
-    else:
-        values = np.asarray(proteins, dtype=np.float32)
+    values, cells, names = _values_of(proteins)
+    n_given = len(values)
+    order: Any = slice(None)  # of what was given, as the genes have it
     chosen = None if rows is None else np.asarray(rows)
-    if batch is None and table is not None and "batch" in table.obs:
-        batch = table.obs["batch"].to_numpy()[slice(None) if chosen is None else chosen]
-    batches = np.full(len(values), "all") if batch is None else np.asarray(batch).astype(str)
-    if len(batches) != len(values):
-        raise gpuload.PlanError(f"batch: {len(batches)} labels for {len(values)} cells with proteins.")
+    if chosen is not None and table is not None:  # else their number is known once the genes have been read
+        chosen = _checked_rows(chosen, table.n_obs)
+    of_genes = _names_of(settings) if cells is not None and chosen is None else None
+    if cells is not None and of_genes is not None:
+        _check_unique("proteins", cells)
+        _check_unique("genes", of_genes)
+        places = cells.get_indexer(of_genes)
+        chosen = np.flatnonzero(places >= 0)
+        if not len(chosen):
+            raise gpuload.PlanError(
+                "proteins: none of their cells has a name that is among those of the genes; give them the same names, "
+                "or pass an array, whose rows are taken in order."
+            )
+        order = places[chosen]
+        values, cells = values[order], cells[order]
+    if isinstance(batch, pd.Series) and (of_series := _index_of(batch)) is not None:
+        if cells is None or rows is not None:
+            everyone = _names_of(settings)
+            if everyone is not None and chosen is not None:
+                chosen = _checked_rows(chosen, len(everyone))
+            cells = everyone if everyone is None or chosen is None else everyone[chosen]
+        if cells is not None:
+            _check_unique("batch", of_series)
+            order = of_series.get_indexer(cells)
+            if (order < 0).any():
+                raise gpuload.PlanError(
+                    f"batch: its index lacks {(order < 0).sum()} of the {len(cells)} cells with proteins, such as "
+                    f"{str(cells[order < 0][0])!r}; give the batch of each, or an array, which is taken in order."
+                )
+            n_given = len(batch)
+    if batch is not None:
+        batches = np.asarray(batch).astype(str)
+        if len(batches) != n_given:
+            raise gpuload.PlanError(
+                f"batch: {len(batches)} labels for {n_given} cells with proteins; give one for each row of them."
+            )
+        batches = batches[order]
+    elif table is not None and "batch" in table.obs:
+        batches = table.obs["batch"].to_numpy()[slice(None) if chosen is None else chosen].astype(str)
+    else:
+        batches = np.full(len(values), "all")
     return Known(values, names, batches, chosen)

@@ -382,6 +382,39 @@ def test_a_model_that_was_kept_predicts_new_cells(
     assert "not a saved ProteinModel" in err
 
 
+def test_whether_cells_are_counts_is_saved_with_the_model(
+    modality: ModuleType, cells: tuple[Paired, Paired], folder: Path, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    common = ("--layer", "counts", "--no-baselines", "--out", tmp_path / "fitted", "--save", tmp_path / "model.npz")
+    assert run(folder, "--counts", *common)[0] == 0
+    new = ("--layer", "counts", "--model", tmp_path / "model.npz", "--out", tmp_path / "new")
+    for counts in ((), ("--counts",)):
+        code, _, err = run(folder / "test_mod1.h5ad", *counts, *new)
+        assert code == 0, err
+        np.testing.assert_allclose(prediction(tmp_path / "new"), prediction(tmp_path / "fitted"), atol=0.02)
+    assert run(folder, *common)[0] == 0
+    assert run(folder / "test_mod1.h5ad", *new)[0] == 0
+    code, _, err = run(folder / "test_mod1.h5ad", "--counts", *new)
+    assert code == 2
+    assert err.startswith(f"modality.py: --counts: {tmp_path / 'model.npz'} was fitted without it, to values that ")
+    # of a model that was fitted in Python, and of one saved by an earlier version, the flag decides
+    found = tables(cells)
+    by_hand = modality.ProteinModel.load(tmp_path / "model.npz").fit(found["train_mod1"], found["train_mod2"])
+    by_hand.save(tmp_path / "model.npz")
+    with np.load(tmp_path / "model.npz") as stored:
+        older = {**stored, "about": np.array(json.dumps({"model": "ProteinModel", "params": by_hand.params}))}
+    predictions = []
+    for is_older in (False, True):
+        if is_older:
+            np.savez(tmp_path / "model.npz", **older)
+        assert run(folder / "test_mod1.h5ad", *new)[0] == 0
+        predictions.append(prediction(tmp_path / "new"))
+        assert run(folder / "test_mod1.h5ad", "--counts", *new)[0] == 0
+        predictions.append(prediction(tmp_path / "new"))
+    assert rmse(*predictions[:2]) > 0.05
+    np.testing.assert_array_equal(predictions[:2], predictions[2:])
+
+
 # --- the model by itself ---
 
 
@@ -404,6 +437,201 @@ def test_anndata_in_and_out(modality: ModuleType, cells: tuple[Paired, Paired], 
     loaded = modality.ProteinModel.load(tmp_path / "model.npz")
     assert loaded.get_params() == model.get_params()
     np.testing.assert_array_equal(loaded.predict(found["test_mod1"]).X, predicted.X)
+
+
+@pytest.fixture(scope="module")
+def small(modality: ModuleType, cells: tuple[Paired, Paired]) -> Callable[[], Any]:
+    """Return a function that makes a model that is fitted fast."""
+    return lambda: modality.ProteinModel(n_gene_components=20, n_protein_components=8, n_rounds=2)
+
+
+@pytest.mark.parametrize("kind", ["AnnData", "DataFrame"])
+def test_cells_are_found_by_name_whatever_the_genes_are(
+    small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path, kind: str
+) -> None:
+    found = tables(cells)
+    order = np.random.default_rng(0).permutation(N_TRAIN)
+
+    def given(order: Any, name: str = "train_mod2") -> Any:
+        part = found[name][order].copy()
+        values = part.layers["normalized"].toarray()
+        return part if kind == "AnnData" else pd.DataFrame(values, part.obs_names, PANEL)
+
+    genes = {"paths": folder / "train_mod1.h5ad", "layer": "normalized"}
+    new = {"paths": str(folder / "test_mod1.h5ad"), "layer": "normalized"}
+    # given by position, these are the same cells
+    expected = small().fit(genes, cells[0].proteins, cells[0].batch)
+    wanted = expected.score(new, cells[1].proteins)
+    batch = found["train_mod2"].obs["batch"]
+    for of_batch in (
+        batch,  # by name, in the order of the genes
+        batch.iloc[order],  # by name, in the order of the proteins
+        batch.to_numpy()[order],  # by position: of the proteins' rows
+        batch.iloc[order].reset_index(drop=True),
+    ):
+        model = small().fit(genes, given(order), of_batch)
+        np.testing.assert_allclose(model.predict(new), expected.predict(new), atol=1e-4)
+    assert list(model.protein_names_) == PANEL
+    again = small().fit(found["train_mod1"], given(order)).predict(new)  # batches are those of the genes' obs
+    np.testing.assert_allclose(again, expected.predict(new), atol=1e-4)
+    assert model.score(new, given(np.arange(N_TEST)[::-1], "test_mod2")) == pytest.approx(wanted, abs=1e-4)
+    # some of the cells, and rows said
+    rows = np.arange(0, N_TRAIN, 2)
+    expected = small().fit(genes, cells[0].proteins[rows], cells[0].batch[rows], rows).predict(new)
+    for model in (
+        small().fit(genes, given(rows[::-1]), batch),
+        small().fit(genes, given(rows), batch, rows),
+        small().fit(genes, cells[0].proteins[rows], batch.iloc[order], rows),
+    ):
+        np.testing.assert_allclose(model.predict(new), expected, atol=1e-4)
+
+
+def test_what_has_no_names_is_taken_in_order(small: Callable[[], Any], cells: tuple[Paired, Paired]) -> None:
+    found = tables(cells)
+    expected = small().fit(cells[0].genes, cells[0].proteins, cells[0].batch)
+    expected = expected.predict_scores(expected.scores_[:50])
+    named = found["train_mod2"]
+    counted = pd.DataFrame(cells[0].proteins, columns=PANEL)
+    for genes, proteins in (
+        (cells[0].genes, named),
+        ({"paths": cells[0].genes}, named),
+        (found["train_mod1"], counted),
+    ):
+        model = small().fit(genes, proteins, named.obs["batch"])
+        np.testing.assert_allclose(model.predict_scores(model.scores_[:50]), expected, atol=1e-4)
+    shuffled = pd.Series(cells[0].batch, [f"cell {i}" for i in range(N_TRAIN)])  # of no cells that have names
+    model = small().fit(cells[0].genes, cells[0].proteins, shuffled)
+    np.testing.assert_allclose(model.predict_scores(model.scores_[:50]), expected, atol=1e-4)
+
+
+def test_names_that_decide_nothing_are_refused(
+    small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path
+) -> None:
+    genes, proteins = {"paths": folder / "train_mod1.h5ad", "layer": "normalized"}, tables(cells)["train_mod2"]
+    twice, same = proteins.copy(), proteins.copy()
+    twice.obs_names = ["train_1", *proteins.obs_names[1:]]
+    same.var_names = ["CD1", *PANEL[1:]]
+    genes_twice = tables(cells)["train_mod1"]
+    genes_twice.obs_names = twice.obs_names
+    frame = pd.DataFrame(cells[0].proteins, [f"other_{i}" for i in range(N_TRAIN)])
+    batch = proteins.obs["batch"]
+    for arguments, message in (
+        ((genes, tables(cells)["test_mod2"]), "^proteins: none of their cells has a name that is among"),
+        ((genes, frame), "^proteins: none of their cells has a name that is among"),
+        ((genes, twice), "^proteins: the cell 'train_1' occurs twice"),
+        ((genes_twice, proteins), "^genes: the cell 'train_1' occurs twice"),
+        ((genes, same), "^proteins: 'CD1' is the name of two; make names unique"),
+        ((genes, proteins, batch.set_axis(twice.obs_names)), "^batch: the cell 'train_1' occurs twice"),
+        ((genes, proteins, batch.iloc[2:]), "^batch: its index lacks 2 of the 600 cells with proteins, such as 'tra"),
+        ((genes, proteins, batch.to_numpy()[2:]), "^batch: 598 labels for 600 cells with proteins; give one for each"),
+    ):
+        with pytest.raises(gpuload.PlanError, match=message):
+            small().fit(*arguments)
+
+
+def test_a_fit_that_fails_leaves_the_model_as_it_was(
+    modality: ModuleType, small: Callable[[], Any], cells: tuple[Paired, Paired], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small().fit(cells[0].genes, cells[0].proteins)
+    before = dict(vars(model))
+
+    def full(*arrays: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(type(model.engine), "regress", full)
+    for rows, error in ((5, gpuload.PlanError), (N_TEST, MemoryError)):
+        with pytest.raises(error):
+            model.fit(cells[1].genes[:, :50], cells[1].proteins[:rows, :3])
+        assert vars(model).keys() == before.keys()
+        assert all(value is before[name] for name, value in vars(model).items())
+
+
+def test_parameters_that_a_search_has_set_are_saved(
+    small: Callable[[], Any], cells: tuple[Paired, Paired], tmp_path: Path
+) -> None:
+    model = small().set_params(n_gene_components=np.int64(20), gamma=np.float32(0.25), n_rounds=np.uint8(1))
+    model.fit(cells[0].genes[:100], cells[0].proteins[:100])
+    path = tmp_path / "model.npz"
+    model.save(path)
+    loaded = type(model).load(path)
+    assert loaded.get_params() == model.get_params()
+    assert {type(value) for value in loaded.get_params().values()} == {str, int, float}
+    whole = path.read_bytes()
+    model.params["gamma"] = None, {1}
+    with pytest.raises(gpuload.PlanError, match=r"^params hold \{1\}, which is no number or string"):
+        model.save(path)
+    assert path.read_bytes() == whole  # the file of before is not cut short
+
+
+def test_rows_that_are_no_cells_are_refused(
+    small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path
+) -> None:
+    proteins, batch = cells[0].proteins[:2], tables(cells)["train_mod1"].obs["batch"]
+    path = {"paths": folder / "train_mod1.h5ad", "layer": "normalized"}
+    for genes in (cells[0].genes, tables(cells)["train_mod1"], path):
+        for rows, message in (
+            ([0, 600], "^rows: 600 is no cell of the genes; give indices from 0 to 599"),
+            ([0, -1], "^rows: -1 is no cell of the genes"),
+            ([0.0, 1.0], r"^rows: float64 of shape \(2,\); give indices of cells, or a mask with the shape \(600,\)"),
+            ([True, True], "^rows: bool of shape"),
+        ):
+            for of_batch in (None,) if genes is cells[0].genes else (None, batch):  # a matrix has no names
+                with pytest.raises(gpuload.PlanError, match=message):
+                    small().fit(genes, proteins, of_batch, rows)
+    is_known = np.arange(N_TRAIN) % 3 > 0
+    genes, proteins = cells[0].genes, cells[0].proteins[is_known]
+    one, two = (small().fit(genes, proteins, rows=rows) for rows in (is_known, np.flatnonzero(is_known)))
+    np.testing.assert_allclose(one.dual_coef_, two.dual_coef_, atol=1e-5)
+
+
+def test_data_frames_in_and_out(small: Callable[[], Any], cells: tuple[Paired, Paired]) -> None:
+    found = tables(cells)
+    train, test = (found[f"{part}_mod1"].to_df("normalized") for part in ("train", "test"))
+    panel = pd.DataFrame(cells[0].proteins, train.index, PANEL)
+    model = small().fit(found["train_mod1"], found["train_mod2"], batch := found["train_mod1"].obs["batch"])
+    expected = model.predict(found["test_mod1"])
+    given = small().fit(train, panel[::-1], batch)
+    predicted = given.predict(test.iloc[:, ::-1])
+    assert list(predicted.index) == list(expected.obs_names)
+    assert list(predicted.columns) == PANEL
+    np.testing.assert_allclose(predicted, expected.X, atol=0.02)
+    truth = pd.DataFrame(cells[1].proteins, test.index, PANEL)
+    assert given.score(test, truth[::-1]) == pytest.approx(
+        model.score(found["test_mod1"], found["test_mod2"]), abs=0.01
+    )
+    counted = given.predict(test.reset_index(drop=True))
+    assert counted.index.equals(pd.RangeIndex(N_TEST))
+    with pytest.raises(gpuload.PlanError, match=r"^genes: column 'donor' holds no numbers; leave it out"):
+        given.predict(test.assign(donor="a"))
+
+
+def test_proteins_may_be_files(small: Callable[[], Any], cells: tuple[Paired, Paired], tmp_path: Path) -> None:
+    found = tables(cells)
+    genes, proteins = found["train_mod1"], found["train_mod2"][np.random.default_rng(0).permutation(N_TRAIN)].copy()
+    proteins.X = proteins.layers["normalized"].tocsr()
+    paths = [tmp_path / f"proteins{i}.h5ad" for i in range(3)]
+    proteins.write_h5ad(paths[0])
+    proteins[:200].write_h5ad(paths[1])
+    proteins[200:].write_h5ad(paths[2])
+    matrix = tmp_path / "proteins.npy"
+    np.save(matrix, cells[0].proteins)
+    expected = small().fit(genes, found["train_mod2"])
+    wanted = expected.predict(found["test_mod1"]).X
+    for given in (str(paths[0]), paths[0], paths[1:], {"paths": paths[0], "shuffle": True}):
+        model = small().fit(genes, given)
+        assert list(model.protein_names_) == PANEL
+        np.testing.assert_allclose(model.predict(found["test_mod1"]).X, wanted, atol=1e-4)
+        assert model.score(genes, given) == pytest.approx(expected.score(genes, found["train_mod2"]), abs=1e-4)
+    with pytest.raises(gpuload.PlanError, match=r"^proteins: none of their cells has a name"):
+        small().fit(genes, matrix)
+    for model in (
+        small().fit(genes, {"paths": cells[0].proteins}),
+        small().fit(genes, matrix, rows=np.arange(N_TRAIN)),
+        small().fit(cells[0].genes, matrix, cells[0].batch),
+    ):
+        np.testing.assert_allclose(model.dual_coef_, expected.dual_coef_, atol=1e-3)
+    with pytest.raises(gpuload.ReadError, match="nowhere"):
+        small().fit(genes, tmp_path / "nowhere.h5ad")
 
 
 def test_cells_without_proteins_help_to_find_the_components(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
