@@ -3,8 +3,8 @@
     python pipelines/add_labels.py drug_metadata.parquet plate*.h5ad --by drug --columns moa-broad moa-fine
 
 The table is a .csv, .tsv or .parquet file. Only obs is written, so a file of 30 GB takes seconds; an existing column is
-replaced. Cells whose label the table lacks get no value, nor do cells without a label. In a .csv or .tsv file, everything
-but an empty field is text, so NA and None are labels. Rows without a label in the column `--by` are ignored.
+replaced. Cells whose label the table lacks get no value, nor do cells without a label. In a .csv or .tsv file, all but
+an empty field is text, so NA and None are labels. Rows without a label in the column `--by` are ignored.
 """
 
 from __future__ import annotations
