@@ -37,6 +37,7 @@ try:
     from classify_data import Cells, find_cells, write_screen
     from classify_report import ORDERS, PAPER, draw, summary, table_of
     from classify_run import (
+        MODELS,
         Checkpoint,
         Clock,
         Log,
@@ -318,7 +319,7 @@ def add_options(found: argparse.ArgumentParser) -> None:
         help="raw counts, or log1p of counts per 10,000 (default: %(default)s)")  # fmt: skip
     add("--orders", nargs="+", choices=ORDERS, default=list(ORDERS), metavar="ORDER",
         help=f"orders to compare: any of {', '.join(ORDERS)} (default: all)")  # fmt: skip
-    add("--models", nargs="+", choices=("linear", "mlp"), default=["linear"],
+    add("--models", nargs="+", choices=MODELS, default=["linear"],
         help="linear heads, or the same on a trunk of two layers of 512 (default: linear)")  # fmt: skip
     add("--seeds", type=whole_number, default=3, metavar="N",
         help="training runs per model and order (default: %(default)s)")  # fmt: skip

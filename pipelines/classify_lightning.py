@@ -109,7 +109,8 @@ def prepare(args: argparse.Namespace) -> None:
     folder = args.out / "lightning"
     folder.mkdir(parents=True, exist_ok=True)
     if args.fresh:
-        forget(*folder.glob("*/last.ckpt"), *folder.glob("settings.json"), *args.out.glob("*.lightning.json"))
+        forget(folder, "settings.json", "RUN/last.ckpt")
+        forget(args.out, "RUN.lightning.json")
     check_settings(folder / "settings.json", args)
     write_json(folder / "settings.json", settings_of(args))
 

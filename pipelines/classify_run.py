@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from classify_report import ORDERS
 
 import gpuload
 from gpuload.diversity import entropy_bits
@@ -207,6 +209,11 @@ def write_json(path: Path, value: Any) -> None:
     unfinished.replace(path)
 
 
+MODELS = ("linear", "mlp")
+
+RUN = rf"(?:{'|'.join(MODELS)})-(?:{'|'.join(ORDERS)})-\d+"
+"""A regular expression for the names of runs."""
+
 NOT_SETTINGS = ("make", "out", "orders", "models", "seeds", "save_every", "loader_seconds", "tensorboard", "fresh")
 """Options that may change when runs resume."""
 
@@ -220,7 +227,7 @@ def prepare(args: argparse.Namespace) -> None:
     if not process():
         args.out.mkdir(parents=True, exist_ok=True)
         if args.fresh:
-            forget(*args.out.glob("*.pt"), *args.out.glob("*.json"))
+            forget(args.out, "settings.json", "classify.json", "RUN.pt", "RUN.json")
     wait_for_all()
     check_settings(path, args)
     wait_for_all()
@@ -228,10 +235,13 @@ def prepare(args: argparse.Namespace) -> None:
         write_json(path, settings_of(args))
 
 
-def forget(*old: Path) -> None:
-    """Remove the results of earlier runs."""
-    for path in old:
-        path.unlink()
+def forget(folder: Path, *names: str) -> None:
+    """Remove from a folder what earlier runs left: files of these names, where RUN is the name of any run."""
+    for name in names:
+        pattern = re.compile(re.escape(name).replace("RUN", RUN))
+        for path in folder.glob(name.replace("RUN", "*")):
+            if pattern.fullmatch(path.relative_to(folder).as_posix()):
+                path.unlink()
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -288,6 +288,19 @@ def test_a_finished_run_is_not_repeated_unless_it_is_to_be_forgotten(
     assert trained == ["mlp-block-0", "linear-block-0"]
 
 
+OF_OTHERS = ("my_weights.pt", "my_config.json", "linear-block-best.pt", "svm-block-0.json", "lightning/mine/last.ckpt")
+
+
+def test_only_what_the_program_wrote_is_forgotten(run: Callable[..., Any], tmp_path: Path) -> None:
+    old = ("linear-random-7.pt", "mlp-buffer-12.json")
+    (tmp_path / "lightning" / "mine").mkdir(parents=True)
+    for name in (*OF_OTHERS, *old):
+        (tmp_path / name).write_text("{}")
+    assert run("--out", tmp_path, "--seeds", 1, "--orders", "block", "--fresh")[0] == 0
+    assert all((tmp_path / name).read_text() == "{}" for name in OF_OTHERS)
+    assert not any((tmp_path / name).exists() for name in old)
+
+
 # --- two processes ---
 
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -808,7 +821,12 @@ def test_lightning_goes_on_with_the_same_settings_only(
     )
     assert code == 2
     assert err.endswith(f"classify_lightning.py: --out {tmp_path}: {said}\n")
+    others = (tmp_path / "lightning" / "mine" / "last.ckpt", tmp_path / "mine.lightning.json")
+    others[0].parent.mkdir()
+    for path in others:
+        path.write_text("mine")
     code, _, err = in_lightning(*common, *here, "--lr", 0.02, "--fresh")
+    assert all(path.exists() for path in others)
     assert (code, "Restoring states" in err) == (0, False)
     assert scores("linear-block-0.lightning.json") == pytest.approx(scores("0.02/linear-block-0.json"), abs=1e-9)
 
