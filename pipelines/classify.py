@@ -217,8 +217,8 @@ def evaluate(model: Classifier, cells: Cells) -> tuple[dict[str, float], int]:
 # --- comparing
 
 
-def check_cells(cells: Cells) -> None:
-    """Refuse what cannot be learned or opened, before anything is kept or deleted."""
+def check_cells(cells: Cells) -> dict[str, str]:
+    """Refuse what cannot be learned or opened, before anything is kept or deleted; return the cells' fingerprint."""
     orders = cells.args.orders
     order = "balanced" if "balanced" in orders else orders[0]  # it needs one column more than the others
     with cells.open_train(order, seed=0) as loader:
@@ -227,6 +227,7 @@ def check_cells(cells: Cells) -> None:
         for name in cells.args.labels:
             if name not in loader.categories or loader.categories[name].size < 2:
                 raise gpuload.PlanError(f"--labels {name}: expected an obs column of two categories or more.")
+        return cells.contents(loader)
 
 
 def loader_rate(cells: Cells, order: str, max_seconds: float) -> float:
@@ -354,8 +355,7 @@ def run(args: argparse.Namespace) -> None:
         write_screen(Path(args.paths[0]), args.make)
     wait_for_all()  # until the screen is written
     cells = find_cells(args)
-    check_cells(cells)
-    prepare(args)
+    prepare(args, check_cells(cells))
     loaders = {}
     if n_processes() == 1 and args.loader_seconds > 0:
         loaders = {order: loader_rate(cells, order, args.loader_seconds) for order in args.orders}

@@ -301,6 +301,41 @@ def test_only_what_the_program_wrote_is_forgotten(run: Callable[..., Any], tmp_p
     assert not any((tmp_path / name).exists() for name in old)
 
 
+def test_other_data_are_refused(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
+    mine, genes = tmp_path / "mine", tmp_path / "genes.txt"
+    shutil.copytree(screen, mine)
+    names = anndata.read_h5ad(screen / "plate_1.h5ad").var_names
+    genes.write_text("\n".join(names[:50]))
+    common = ("--out", tmp_path / "out", "--seeds", 1, "--orders", "block", "--genes", genes)
+    assert run(*common, of=mine)[0] == 0
+    before = report_in(tmp_path / "out")
+    said = f"classify.py: --out {tmp_path / 'out'}: runs were started there on other data: {{}} changed since; choose "
+    cells = anndata.read_h5ad(mine / "plate_1.h5ad")
+    cells.X.data += 1  # of the same shape
+    cells.write_h5ad(mine / "plate_1.h5ad")
+    code, _, err = run(*common, of=mine)
+    assert (code, err.startswith(said.format(mine / "plate_1.h5ad"))) == (2, True)
+    assert err.count("\n") == 1
+    genes.write_text("\n".join(names[50:100]))
+    code, _, err = run(*common, of=mine)
+    assert (code, err.startswith(said.format(f"{mine / 'plate_1.h5ad'} and 1 more"))) == (2, True)
+    assert report_in(tmp_path / "out") == before
+    assert run(*common, "--fresh", of=mine)[0] == 0
+    assert report_in(tmp_path / "out")["runs"][0]["loss"] != before["runs"][0]["loss"]
+    genes.write_text("\n".join(names[:50]))
+    code, _, err = run(*common, of=mine)
+    assert (code, err.startswith(said.format(genes))) == (2, True)
+
+
+def test_the_same_screen_made_again_is_the_same_data(run: Callable[..., Any], tmp_path: Path) -> None:
+    common = ("--out", tmp_path / "out", "--seeds", 1, "--orders", "block", "--test", "plate_14")
+    for _ in range(2):
+        assert run(*common, "--make", 600, of=tmp_path / "made")[0] == 0
+    code, _, err = run(*common, "--make", 1_200, of=tmp_path / "made")
+    assert (code, "and 13 more changed since" in err) == (2, True)
+    assert report_in(tmp_path / "out")["n_train"] < 600
+
+
 # --- two processes ---
 
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -801,7 +836,7 @@ def in_lightning(classify: ModuleType, screen: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.filterwarnings("ignore")  # what Lightning and PyTorch say to one another
 def test_lightning_goes_on_with_the_same_settings_only(
-    in_lightning: Callable[..., Any], run: Callable[..., Any], tmp_path: Path
+    in_lightning: Callable[..., Any], run: Callable[..., Any], screen: Path, tmp_path: Path
 ) -> None:
     def scores(name: str) -> dict[str, float]:
         return dict(json.loads((tmp_path / name).read_text())["macro_f1"])
@@ -821,6 +856,10 @@ def test_lightning_goes_on_with_the_same_settings_only(
     )
     assert code == 2
     assert err.endswith(f"classify_lightning.py: --out {tmp_path}: {said}\n")
+    plate = screen / "plate_1.h5ad"
+    os.utime(plate, ns=(0, plate.stat().st_mtime_ns + 1_000_000_000))
+    code, _, err = in_lightning(*common, *here)
+    assert (code, f"runs were started there on other data: {plate} changed since" in err) == (2, True)
     others = (tmp_path / "lightning" / "mine" / "last.ckpt", tmp_path / "mine.lightning.json")
     others[0].parent.mkdir()
     for path in others:
