@@ -6,7 +6,6 @@ import filecmp
 import hashlib
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +13,10 @@ from classify_run import n_processes, process, say
 from tqdm import tqdm
 
 import gpuload
+from gpuload.cli.settings import read_names
 
 if TYPE_CHECKING:
+    from pathlib import Path
     import argparse
 
 
@@ -67,7 +68,7 @@ class Cells:
             "batch_size": args.batch_size,
             "fetch_factor": args.fetch_factor,
             "obs": [*dict.fromkeys([*args.labels, args.plate])],
-            "genes": Path(args.genes).read_text(encoding="utf-8").split() if args.genes else None,
+            "genes": read_names(args.genes) if args.genes else None,
             "transform": gpuload.Transform(target_sum=1e4, log1p=True) if args.values == "log1p" else None,
             "device": args.device,
         }

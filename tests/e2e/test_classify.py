@@ -156,6 +156,12 @@ def test_class_balanced_order_shows_all_drugs_equally_often(classify: ModuleType
     assert np.ptp(counts["balanced"]) < 0.5 * np.ptp(counts["random"])
 
 
+def test_a_gene_is_a_line(classify: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "genes.txt").write_text("HLA A\r\n\n  B2M \n")
+    args = classify.parser().parse_args(["cells.h5ad", "--genes", str(tmp_path / "genes.txt")])
+    assert classify.Cells(args, None, None).train_settings("random", 0)["genes"] == ["HLA A", "B2M"]
+
+
 def test_cells_without_a_label_have_no_loss(classify: ModuleType) -> None:
     scores = [torch.randn(3, 4, requires_grad=True), torch.randn(3, 2, requires_grad=True)]
     batch = {"a": torch.tensor([2, -1, 0]), "b": torch.full((3,), -1)}
