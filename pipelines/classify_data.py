@@ -16,8 +16,8 @@ import gpuload
 from gpuload.cli.settings import read_names
 
 if TYPE_CHECKING:
-    from pathlib import Path
     import argparse
+    from pathlib import Path
 
 
 @dataclass(frozen=True)
