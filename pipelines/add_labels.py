@@ -3,28 +3,40 @@
     python pipelines/add_labels.py drug_metadata.parquet plate*.h5ad --by drug --columns moa-broad moa-fine
 
 The table is a .csv, .tsv or .parquet file. Only obs is written, so a file of 30 GB takes seconds; an existing column is
-replaced. Cells whose label the table lacks get no value.
+replaced. Cells whose label the table lacks get no value, nor do cells without a label. In a .csv or .tsv file, all but
+an empty field is text, so NA and None are labels. Rows without a label in the column `--by` are ignored.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from numbers import Real
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import h5py
+import numpy as np
 import pandas as pd
 from anndata.io import read_elem, write_elem
 
 import gpuload
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
 
 def read_table(path: Path, by: str, columns: list[str]) -> pd.DataFrame:
-    """Return the columns of a table, by the label in its column `by`."""
+    """Return the columns of a table as text, by the label in its column `by`, also as text."""
     if by in columns:
         raise gpuload.PlanError(f"--columns {by}: rows are matched by this column, so obs has it; leave it out.")
+    for number, name in enumerate(columns):
+        if name in columns[:number]:
+            raise gpuload.PlanError(f"--columns {name}: it is given twice; name each column once.")
     try:
-        table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, sep=_separator(path))
+        table = _read(path)
     except ImportError as error:
         raise gpuload.MissingDependencyError("pyarrow", path.name, "parquet") from error
     except ValueError as error:  # pandas' and pyarrow's errors on an invalid file
@@ -33,37 +45,71 @@ def read_table(path: Path, by: str, columns: list[str]) -> pd.DataFrame:
     for name in (by, *columns):
         if name not in table:
             raise gpuload.StoreError(f"{path}: there is no column {name!r}; it has {', '.join(table.columns)}.")
+    table = table.loc[table[by].notna(), [by, *columns]].convert_dtypes().astype("string")  # 1, not 1.0, if all whole
     if table[by].duplicated().any():
         again = table[by][table[by].duplicated()].iloc[0]
         raise gpuload.StoreError(f"{path}: {by} {again!r} has several rows; keep one.")
-    return table.set_index(by)[columns]
+    return table.set_index(by)
 
 
-def _separator(path: Path) -> str:
-    return "\t" if path.suffix == ".tsv" else ","
+def _read(path: Path) -> pd.DataFrame:
+    if path.suffix == ".parquet":
+        return pd.read_parquet(path)
+    separator = "\t" if path.suffix == ".tsv" else ","
+    return pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False, na_values=[""])
 
 
-def add_columns(path: Path, by: str, table: pd.DataFrame) -> int:
-    """Write the columns of a table into a file's obs; return how many of its cells have a label in the table."""
+def add_columns(path: Path, by: str, table: pd.DataFrame) -> dict[str, int]:
+    """Write the columns of a table into a file's obs; return how many of its cells have a value, by column."""
     with h5py.File(path, "r+") as file:
         obs = file.get("obs")
         if not isinstance(obs, h5py.Group) or "column-order" not in obs.attrs:
             raise gpuload.StoreError(f"{path}: it has no obs with columns; expected an .h5ad file.")
         if by not in obs:
             raise gpuload.StoreError(f"{path}: obs has no column {by!r}; it has {', '.join(sorted(obs))}.")
-        labels = pd.Series(read_elem(obs[by]))
-        n_known = int(labels.isin(table.index).sum())
-        if not n_known:
+        rows = _rows(pd.Series(read_elem(obs[by])), list(table.index))
+        if not (rows >= 0).any():
             raise gpuload.StoreError(f"{path}: the table has none of the labels in {by!r}; check how both spell them.")
+        n_cells = {}
         for name in table:
-            kinds = pd.Categorical(table[name].astype("string"))
-            codes = pd.Series(kinds.codes, table.index).reindex(labels.astype(object)).fillna(-1).astype("int32")
+            kinds = pd.Categorical(table[name])
+            codes = np.where(rows >= 0, kinds.codes[rows], -1)
             if name in obs:
                 del obs[name]
-            write_elem(obs, name, pd.Categorical.from_codes(codes.to_numpy(), kinds.categories.astype(object)))
+            write_elem(obs, name, pd.Categorical.from_codes(codes, kinds.categories.astype(object)))
+            n_cells[str(name)] = int((codes >= 0).sum())
         order = [str(name) for name in obs.attrs["column-order"]]
         obs.attrs["column-order"] = [*order, *(name for name in table if name not in order)]
-        return n_known
+        return n_cells
+
+
+def _rows(labels: pd.Series[Any], keys: Sequence[str]) -> NDArray[np.int64]:
+    """Return the row of the table for each cell: -1 if its label is not in the table, or if it has none."""
+    codes, kinds = pd.factorize(labels)  # a missing label has code -1
+    kinds = list(kinds)
+    row_of: dict[Any, int]
+    if all(isinstance(kind, Real) and not isinstance(kind, bool) for kind in kinds):
+        row_of = {}
+        for row, key in enumerate(keys):
+            number = _number(key)
+            if number in row_of and number is not None:
+                raise gpuload.StoreError(
+                    f"the table has {keys[row_of[number]]!r} and {key!r}, one number; keep one row."
+                )
+            row_of[number] = row
+    else:
+        row_of, kinds = {key: row for row, key in enumerate(keys)}, [str(kind) for kind in kinds]
+    return np.array([*(row_of.get(kind, -1) for kind in kinds), -1])[codes]
+
+
+def _number(text: str) -> float | None:
+    """Return the number that a text says, exactly if it is a whole one; None if it says none."""
+    for kind in (int, float):
+        try:
+            return None if "_" in text else kind(text)
+        except ValueError:
+            pass
+    return None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,8 +129,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         table = read_table(args.table, args.by, args.columns)
         for path in args.files:
-            n_known = add_columns(path, args.by, table)
-            print(f"{path}: {n_known:,} cells have {', '.join(args.columns)} now")
+            n_cells = add_columns(path, args.by, table)
+            counts = [
+                f"{n:,} cells have {', '.join(name for name in n_cells if n_cells[name] == n)}"
+                for n in dict.fromkeys(n_cells.values())
+            ]
+            print(f"{path}: {' and '.join(counts)} now")
     except (gpuload.GpuloadError, OSError) as error:
         print(f"add_labels.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, gpuload.PlanError) else 1

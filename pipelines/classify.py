@@ -37,6 +37,7 @@ try:
     from classify_data import Cells, find_cells, write_screen
     from classify_report import ORDERS, PAPER, draw, summary, table_of
     from classify_run import (
+        MODELS,
         Checkpoint,
         Clock,
         Log,
@@ -216,8 +217,8 @@ def evaluate(model: Classifier, cells: Cells) -> tuple[dict[str, float], int]:
 # --- comparing
 
 
-def check_cells(cells: Cells) -> None:
-    """Refuse what cannot be learned or opened, before anything is kept or deleted."""
+def check_cells(cells: Cells) -> dict[str, str]:
+    """Refuse what cannot be learned or opened, before anything is kept or deleted; return the cells' fingerprint."""
     orders = cells.args.orders
     order = "balanced" if "balanced" in orders else orders[0]  # it needs one column more than the others
     with cells.open_train(order, seed=0) as loader:
@@ -226,6 +227,7 @@ def check_cells(cells: Cells) -> None:
         for name in cells.args.labels:
             if name not in loader.categories or loader.categories[name].size < 2:
                 raise gpuload.PlanError(f"--labels {name}: expected an obs column of two categories or more.")
+        return cells.contents(loader)
 
 
 def loader_rate(cells: Cells, order: str, max_seconds: float) -> float:
@@ -318,7 +320,7 @@ def add_options(found: argparse.ArgumentParser) -> None:
         help="raw counts, or log1p of counts per 10,000 (default: %(default)s)")  # fmt: skip
     add("--orders", nargs="+", choices=ORDERS, default=list(ORDERS), metavar="ORDER",
         help=f"orders to compare: any of {', '.join(ORDERS)} (default: all)")  # fmt: skip
-    add("--models", nargs="+", choices=("linear", "mlp"), default=["linear"],
+    add("--models", nargs="+", choices=MODELS, default=["linear"],
         help="linear heads, or the same on a trunk of two layers of 512 (default: linear)")  # fmt: skip
     add("--seeds", type=whole_number, default=3, metavar="N",
         help="training runs per model and order (default: %(default)s)")  # fmt: skip
@@ -353,8 +355,7 @@ def run(args: argparse.Namespace) -> None:
         write_screen(Path(args.paths[0]), args.make)
     wait_for_all()  # until the screen is written
     cells = find_cells(args)
-    check_cells(cells)
-    prepare(args)
+    prepare(args, check_cells(cells))
     loaders = {}
     if n_processes() == 1 and args.loader_seconds > 0:
         loaders = {order: loader_rate(cells, order, args.loader_seconds) for order in args.orders}

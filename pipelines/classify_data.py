@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import filecmp
+import hashlib
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +13,11 @@ from classify_run import n_processes, process, say
 from tqdm import tqdm
 
 import gpuload
+from gpuload.cli.settings import read_names
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,18 @@ class Cells:
         in_order = {"sampler": gpuload.Subset(mine), "shuffle": False, "rank": 0, "world_size": 1}
         return gpuload.open_loader(**self._settings(), **in_order)
 
+    def contents(self, loader: gpuload.Loader) -> dict[str, str]:
+        """Return a fingerprint of each file that is read, and of the genes.
+
+        It is of the sizes and, on this machine's disks, of the times of modification.
+        """
+        store = loader.store
+        found = {
+            path: _digest([about, _stamps(path)]) for path, about in zip(store.paths, store.describe(), strict=True)
+        }
+        names = self._settings()["genes"]
+        return found if names is None else {**found, self.args.genes: _digest(names)}
+
     def _settings(self) -> dict[str, Any]:
         args = self.args
         return {
@@ -52,10 +68,22 @@ class Cells:
             "batch_size": args.batch_size,
             "fetch_factor": args.fetch_factor,
             "obs": [*dict.fromkeys([*args.labels, args.plate])],
-            "genes": Path(args.genes).read_text(encoding="utf-8").split() if args.genes else None,
+            "genes": read_names(args.genes) if args.genes else None,
             "transform": gpuload.Transform(target_sum=1e4, log1p=True) if args.values == "log1p" else None,
             "device": args.device,
         }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def _stamps(path: str) -> list[tuple[str, int, int]]:
+    """Return name, size and time of modification of a file, or of the files of a folder."""
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names] or [path]
+    files = [file for file in files if not file.endswith(".gpuload-index")]  # gpuload writes it, and may do so later
+    known = [(file, os.stat(file)) for file in sorted(files) if os.path.exists(file)]  # what is far away is not here
+    return [(os.path.relpath(file, path), status.st_size, status.st_mtime_ns) for file, status in known]
 
 
 def find_cells(args: argparse.Namespace) -> Cells:
@@ -66,7 +94,10 @@ def find_cells(args: argparse.Namespace) -> Cells:
 
 
 def write_screen(folder: Path, n_cells: int, **sizes: Any) -> None:
-    """Write a synthetic screen, one file per plate, from `gpuload.synthetic_screen.screen_plates`."""
+    """Write a synthetic screen, one file per plate, from `gpuload.synthetic_screen.screen_plates`.
+
+    A file that is there already and has the same contents is left alone, so runs on it resume.
+    """
     import anndata
 
     from gpuload.synthetic_screen import screen_plates
@@ -76,4 +107,8 @@ def write_screen(folder: Path, n_cells: int, **sizes: Any) -> None:
         for plate in screen_plates(n_cells, progress=bar.update, **sizes):
             unfinished = folder / f".{plate.name}.unfinished"
             anndata.AnnData(plate.X, plate.obs, plate.var).write_h5ad(unfinished, compression="gzip")
-            unfinished.replace(folder / f"{plate.name}.h5ad")
+            path = folder / f"{plate.name}.h5ad"
+            if path.exists() and filecmp.cmp(unfinished, path, shallow=False):
+                unfinished.unlink()
+            else:
+                unfinished.replace(path)

@@ -101,17 +101,18 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def prepare(args: argparse.Namespace) -> None:
-    """Delete earlier runs if requested, and refuse to resume with other settings; only the first process does so.
+def prepare(args: argparse.Namespace, contents: dict[str, str]) -> None:
+    """Delete earlier runs if requested, and refuse other settings or data than before; only the first process does so.
 
     Lightning starts the others from within the first one's training, so they get here when all is settled.
     """
     folder = args.out / "lightning"
     folder.mkdir(parents=True, exist_ok=True)
     if args.fresh:
-        forget(*folder.glob("*/last.ckpt"), *folder.glob("settings.json"), *args.out.glob("*.lightning.json"))
-    check_settings(folder / "settings.json", args)
-    write_json(folder / "settings.json", settings_of(args))
+        forget(folder, "settings.json", "RUN/last.ckpt")
+        forget(args.out, "RUN.lightning.json")
+    check_settings(folder / "settings.json", args, contents)
+    write_json(folder / "settings.json", {**settings_of(args), "contents": contents})
 
 
 def run(args: argparse.Namespace) -> None:
@@ -121,9 +122,9 @@ def run(args: argparse.Namespace) -> None:
     if args.make and is_first:
         write_screen(Path(args.paths[0]), args.make)
     cells = classify.find_cells(args)
-    classify.check_cells(cells)
+    contents = classify.check_cells(cells)
     if is_first:
-        prepare(args)
+        prepare(args, contents)
     for one in classify.runs_of(args):
         scores, n_tested = classify.evaluate(fit(one, cells), cells)
         result = {"model": one.model, "order": one.order, "seed": one.seed, "macro_f1": scores, "n_tested": n_tested}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from classify_report import ORDERS
 
 import gpuload
 from gpuload.diversity import entropy_bits
@@ -207,12 +209,17 @@ def write_json(path: Path, value: Any) -> None:
     unfinished.replace(path)
 
 
+MODELS = ("linear", "mlp")
+
+RUN = rf"(?:{'|'.join(MODELS)})-(?:{'|'.join(ORDERS)})-\d+"
+"""A regular expression for the names of runs."""
+
 NOT_SETTINGS = ("make", "out", "orders", "models", "seeds", "save_every", "loader_seconds", "tensorboard", "fresh")
 """Options that may change when runs resume."""
 
 
-def prepare(args: argparse.Namespace) -> None:
-    """Create the results' folder, and refuse to resume there with other settings than those of its runs.
+def prepare(args: argparse.Namespace, contents: dict[str, str]) -> None:
+    """Create the results' folder, and refuse to resume there with other settings or data than those of its runs.
 
     Call it only when the cells are known to be readable: stored wrong settings would refuse the right ones.
     """
@@ -220,18 +227,24 @@ def prepare(args: argparse.Namespace) -> None:
     if not process():
         args.out.mkdir(parents=True, exist_ok=True)
         if args.fresh:
-            forget(*args.out.glob("*.pt"), *args.out.glob("*.json"))
-    wait_for_all()
-    check_settings(path, args)
+            forget(args.out, "settings.json", "classify.json", "RUN.pt", "RUN.json")
+    if n_processes() > 1:
+        of_first = [contents]  # another machine may have copies of the files
+        dist.broadcast_object_list(of_first)
+        (contents,) = of_first
+    check_settings(path, args, contents)
     wait_for_all()
     if not process():
-        write_json(path, settings_of(args))
+        write_json(path, {**settings_of(args), "contents": contents})
 
 
-def forget(*old: Path) -> None:
-    """Remove the results of earlier runs."""
-    for path in old:
-        path.unlink()
+def forget(folder: Path, *names: str) -> None:
+    """Remove from a folder what earlier runs left: files of these names, where RUN is the name of any run."""
+    for name in names:
+        pattern = re.compile(re.escape(name).replace("RUN", RUN))
+        for path in folder.glob(name.replace("RUN", "*")):
+            if pattern.fullmatch(path.relative_to(folder).as_posix()):
+                path.unlink()
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -239,13 +252,27 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
 
 
-def check_settings(path: Path, args: argparse.Namespace) -> None:
-    """Refuse settings that differ from those stored in a file, if it exists."""
+def check_settings(path: Path, args: argparse.Namespace, contents: dict[str, str]) -> None:
+    """Refuse settings and data that differ from those stored in a file, if it exists.
+
+    Parameters
+    ----------
+    contents
+        A fingerprint of each file, from `Cells.contents`.
+    """
     settings = settings_of(args)
-    before = json.loads(path.read_text()) if path.exists() else settings
+    before = json.loads(path.read_text()) if path.exists() else {**settings, "contents": contents}
     for name, value in settings.items():
         if before.get(name) != value:
             raise gpuload.PlanError(
                 f"--out {args.out}: runs were started there with {name}={before.get(name)!r}, but here it is "
                 f"{value!r}; choose another folder, or --fresh to discard them."
             )
+    known = before.get("contents", {})
+    changed = [name for name in {**known, **contents} if known.get(name) != contents.get(name)]
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise gpuload.PlanError(
+            f"--out {args.out}: runs were started there on other data: {changed[0]}{more} changed since; choose "
+            "another folder, or --fresh to discard them."
+        )

@@ -21,6 +21,7 @@ try:
     import torch
 
     import gpuload
+    from gpuload.cli.settings import read_names
     from gpuload.lightning import CellDataModule
 except ImportError as missing:
     sys.exit(
@@ -182,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
     args = read_arguments(argv)
     try:
-        genes = Path(args.genes).read_text(encoding="utf-8").split() if args.genes else None
+        genes = read_names(args.genes) if args.genes else None
         cells = Cells(
             args.paths, args.batch_key, layer=args.layer, genes=genes, batch_size=args.batch_size, seed=args.seed
         )

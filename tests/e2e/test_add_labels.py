@@ -1,10 +1,13 @@
-"""Labels from a table, where they cannot be added: one sentence, the exit code, and a file that is as it was."""
+"""Labels from a table: which cells get which; where none can be added: one sentence, and a file that is as it was."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import anndata
 import h5py
+import numpy as np
+import pandas as pd
 import pytest
 
 from pipelines import add_labels
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
     ("table", "columns", "code", "message"),
     [
         ("stage,kind\nlate,a\n", ["stage"], 2, "--columns stage: rows are matched by this column"),
+        ("stage,kind\nlate,a\n", ["kind", "kind"], 2, "--columns kind: it is given twice; name each column once."),
         ("", ["kind"], 1, "table.csv: not a table: No columns to parse from file. Check the file."),
         ("stage,kind\n", ["kind"], 1, "the table has none of the labels in 'stage'"),
+        ("stage,kind\n,a\n", ["kind"], 1, "the table has none of the labels in 'stage'"),
         ("stage,kind\nLATE,a\n", ["kind"], 1, "the table has none of the labels in 'stage'"),
     ],
 )
@@ -41,3 +46,62 @@ def test_a_file_without_obs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     command = [str(tmp_path / "table.csv"), str(tmp_path / "cells.h5ad"), "--by", "stage", "--columns", "kind"]
     assert add_labels.main(command) == 1
     assert capsys.readouterr().err.endswith("cells.h5ad: it has no obs with columns; expected an .h5ad file.\n")
+
+
+def added(folder: Path, labels: Any, table: str | pd.DataFrame, *columns: str) -> list[list[object]]:
+    """Return the new columns of cells with these labels, by the columns of a table; None where a cell has no value."""
+    obs = pd.DataFrame({"drug": labels}, index=[f"c{i}" for i in range(len(labels))])
+    anndata.AnnData(np.ones((len(obs), 2), np.float32), obs).write_h5ad(folder / "cells.h5ad")
+    path = folder / ("table.csv" if isinstance(table, str) else "table.parquet")
+    if isinstance(table, str):
+        path.write_text(table)
+    else:
+        pytest.importorskip("pyarrow")
+        table.to_parquet(path)
+    assert add_labels.main([str(path), str(folder / "cells.h5ad"), "--by", "drug", "--columns", *columns]) == 0
+    found = anndata.read_h5ad(folder / "cells.h5ad").obs
+    return [[None if pd.isna(value) else value for value in found[name]] for name in columns]
+
+
+def test_cells_without_a_label_get_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    labels = pd.Categorical(["NA", "aspirin", None, None])
+    for table in ("drug,moa\nNA,x\naspirin,COX\n", "drug,moa\nNA,x\n,y\n,z\naspirin,COX\n"):
+        assert added(tmp_path, labels, table, "moa") == [["x", "COX", None, None]]
+        assert capsys.readouterr().out.endswith("cells.h5ad: 2 cells have moa now\n")
+    gap = pd.DataFrame({"drug": ["NA", None, "aspirin"], "moa": ["x", "y", "COX"]})
+    assert added(tmp_path, labels, gap, "moa") == [["x", "COX", None, None]]
+
+
+def test_only_an_empty_field_is_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = "drug,moa,plate\nDMSO,None,1\nA,NA,10\nB,,\nC,kinase,\n"
+    found = added(tmp_path, pd.Categorical(["DMSO", "A", "B", "C", "D"]), table, "moa", "plate")
+    assert found == [["None", "NA", None, "kinase", None], ["1", "10", None, None, None]]
+    assert capsys.readouterr().out.endswith("cells.h5ad: 3 cells have moa and 2 cells have plate now\n")
+
+
+def test_whole_numbers_stay_whole_beside_a_gap(tmp_path: Path) -> None:
+    table = pd.DataFrame({"drug": ["A", "B"], "plate": [1, None]})
+    assert added(tmp_path, pd.Categorical(["A", "B"]), table, "plate") == [["1", None]]
+
+
+@pytest.mark.parametrize("labels", [np.array([1, 30, 2]), np.array([1.0, np.nan, 2.0]), pd.Categorical([1, 30, 2])])
+def test_numbers_are_matched_as_numbers(tmp_path: Path, labels: Any) -> None:
+    assert added(tmp_path, labels, "drug,moa\n01,x\n2.0,y\nnone,z\n", "moa") == [["x", None, "y"]]
+
+
+def test_yes_and_no_are_not_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert added(tmp_path, [True, False, True], "drug,moa\nTrue,x\nFalse,y\n", "moa") == [["x", "y", "x"]]
+    (tmp_path / "table.csv").write_text("drug,moa\n0,y\n1,x\n")
+    command = [str(tmp_path / "table.csv"), str(tmp_path / "cells.h5ad"), "--by", "drug", "--columns", "moa"]
+    assert add_labels.main(command) == 1
+    assert "the table has none of the labels in 'drug'; check how both spell them." in capsys.readouterr().err
+
+
+def test_a_number_written_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    added(tmp_path, [1, 2], "drug,moa\n1,x\n", "moa")
+    before = (tmp_path / "cells.h5ad").read_bytes()
+    (tmp_path / "table.csv").write_text("drug,moa\n1,x\n1.0,y\n")
+    command = [str(tmp_path / "table.csv"), str(tmp_path / "cells.h5ad"), "--by", "drug", "--columns", "moa"]
+    assert add_labels.main(command) == 1
+    assert capsys.readouterr().err == "add_labels.py: the table has '1' and '1.0', one number; keep one row.\n"
+    assert (tmp_path / "cells.h5ad").read_bytes() == before

@@ -156,6 +156,12 @@ def test_class_balanced_order_shows_all_drugs_equally_often(classify: ModuleType
     assert np.ptp(counts["balanced"]) < 0.5 * np.ptp(counts["random"])
 
 
+def test_a_gene_is_a_line(classify: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "genes.txt").write_text("HLA A\r\n\n  B2M \n")
+    args = classify.parser().parse_args(["cells.h5ad", "--genes", str(tmp_path / "genes.txt")])
+    assert classify.Cells(args, None, None).train_settings("random", 0)["genes"] == ["HLA A", "B2M"]
+
+
 def test_cells_without_a_label_have_no_loss(classify: ModuleType) -> None:
     scores = [torch.randn(3, 4, requires_grad=True), torch.randn(3, 2, requires_grad=True)]
     batch = {"a": torch.tensor([2, -1, 0]), "b": torch.full((3,), -1)}
@@ -286,6 +292,54 @@ def test_a_finished_run_is_not_repeated_unless_it_is_to_be_forgotten(
     assert f"--out {tmp_path}: runs were started there with lr=0.001, but here it is 0.5; choose another folder" in err
     assert run(*common, "--fresh")[0] == 0
     assert trained == ["mlp-block-0", "linear-block-0"]
+
+
+OF_OTHERS = ("my_weights.pt", "my_config.json", "linear-block-best.pt", "svm-block-0.json", "lightning/mine/last.ckpt")
+
+
+def test_only_what_the_program_wrote_is_forgotten(run: Callable[..., Any], tmp_path: Path) -> None:
+    old = ("linear-random-7.pt", "mlp-buffer-12.json")
+    (tmp_path / "lightning" / "mine").mkdir(parents=True)
+    for name in (*OF_OTHERS, *old):
+        (tmp_path / name).write_text("{}")
+    assert run("--out", tmp_path, "--seeds", 1, "--orders", "block", "--fresh")[0] == 0
+    assert all((tmp_path / name).read_text() == "{}" for name in OF_OTHERS)
+    assert not any((tmp_path / name).exists() for name in old)
+
+
+def test_other_data_are_refused(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
+    mine, genes = tmp_path / "mine", tmp_path / "genes.txt"
+    shutil.copytree(screen, mine)
+    names = anndata.read_h5ad(screen / "plate_1.h5ad").var_names
+    genes.write_text("\n".join(names[:50]))
+    common = ("--out", tmp_path / "out", "--seeds", 1, "--orders", "block", "--genes", genes)
+    assert run(*common, of=mine)[0] == 0
+    before = report_in(tmp_path / "out")
+    said = f"classify.py: --out {tmp_path / 'out'}: runs were started there on other data: {{}} changed since; choose "
+    cells = anndata.read_h5ad(mine / "plate_1.h5ad")
+    cells.X.data += 1  # of the same shape
+    cells.write_h5ad(mine / "plate_1.h5ad")
+    code, _, err = run(*common, of=mine)
+    assert (code, err.startswith(said.format(mine / "plate_1.h5ad"))) == (2, True)
+    assert err.count("\n") == 1
+    genes.write_text("\n".join(names[50:100]))
+    code, _, err = run(*common, of=mine)
+    assert (code, err.startswith(said.format(f"{mine / 'plate_1.h5ad'} and 1 more"))) == (2, True)
+    assert report_in(tmp_path / "out") == before
+    assert run(*common, "--fresh", of=mine)[0] == 0
+    assert report_in(tmp_path / "out")["runs"][0]["loss"] != before["runs"][0]["loss"]
+    genes.write_text("\n".join(names[:50]))
+    code, _, err = run(*common, of=mine)
+    assert (code, err.startswith(said.format(genes))) == (2, True)
+
+
+def test_the_same_screen_made_again_is_the_same_data(run: Callable[..., Any], tmp_path: Path) -> None:
+    common = ("--out", tmp_path / "out", "--seeds", 1, "--orders", "block", "--test", "plate_14")
+    for _ in range(2):
+        assert run(*common, "--make", 600, of=tmp_path / "made")[0] == 0
+    code, _, err = run(*common, "--make", 1_200, of=tmp_path / "made")
+    assert (code, "and 13 more changed since" in err) == (2, True)
+    assert report_in(tmp_path / "out")["n_train"] < 600
 
 
 # --- two processes ---
@@ -788,7 +842,7 @@ def in_lightning(classify: ModuleType, screen: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.filterwarnings("ignore")  # what Lightning and PyTorch say to one another
 def test_lightning_goes_on_with_the_same_settings_only(
-    in_lightning: Callable[..., Any], run: Callable[..., Any], tmp_path: Path
+    in_lightning: Callable[..., Any], run: Callable[..., Any], screen: Path, tmp_path: Path
 ) -> None:
     def scores(name: str) -> dict[str, float]:
         return dict(json.loads((tmp_path / name).read_text())["macro_f1"])
@@ -808,7 +862,16 @@ def test_lightning_goes_on_with_the_same_settings_only(
     )
     assert code == 2
     assert err.endswith(f"classify_lightning.py: --out {tmp_path}: {said}\n")
+    plate = screen / "plate_1.h5ad"
+    os.utime(plate, ns=(0, plate.stat().st_mtime_ns + 1_000_000_000))
+    code, _, err = in_lightning(*common, *here)
+    assert (code, f"runs were started there on other data: {plate} changed since" in err) == (2, True)
+    others = (tmp_path / "lightning" / "mine" / "last.ckpt", tmp_path / "mine.lightning.json")
+    others[0].parent.mkdir()
+    for path in others:
+        path.write_text("mine")
     code, _, err = in_lightning(*common, *here, "--lr", 0.02, "--fresh")
+    assert all(path.exists() for path in others)
     assert (code, "Restoring states" in err) == (0, False)
     assert scores("linear-block-0.lightning.json") == pytest.approx(scores("0.02/linear-block-0.json"), abs=1e-9)
 

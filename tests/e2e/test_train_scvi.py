@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gpuload
 from gpuload.formats.obs import write_h5ad
 from gpuload.synthetic import tahoe_shaped
 
@@ -136,3 +137,16 @@ def test_what_cannot_be_carried_out_is_said(program, cells, tmp_path, capsys, ar
     write_h5ad(tmp_path / "cells.h5ad", X, obs, var, "gzip")
     assert program.main([str(tmp_path / "cells.h5ad"), "--accelerator", "cpu", "--epochs", "1", *arguments]) == code
     assert message in capsys.readouterr().err
+
+
+def test_a_gene_is_a_line(program, tmp_path, monkeypatch):
+    (tmp_path / "genes.txt").write_text("HLA A\n\n  B2M \n")
+    given = []
+
+    def opened(*_, genes, **settings):
+        given.append(genes)
+        raise gpuload.PlanError("seen")
+
+    monkeypatch.setattr(program, "Cells", opened)
+    assert program.main(["cells.h5ad", "--genes", str(tmp_path / "genes.txt")]) == 2
+    assert given == [["HLA A", "B2M"]]
