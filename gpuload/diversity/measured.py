@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpuload.diversity.model import check_at_least_one, plug_in_bits
+from gpuload.diversity.model import check_at_least_one, checked_codes, plug_in_bits
 from gpuload.errors import PlanError
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ def entropy_bits(labels: ArrayLike, n_classes: int) -> float:
     Raises
     ------
     PlanError
-        A code is out of range.
+        A code is out of range or no whole number.
     """
-    codes = np.asarray(labels)
+    codes = checked_codes(labels)
     if codes.size and not (codes.min() >= -1 and codes.max() < n_classes):
         raise PlanError(
             f"labels range from {codes.min()} to {codes.max()}; expected codes from -1 (missing) to {n_classes - 1}."

@@ -24,14 +24,33 @@ _MAX_OFFSETS = 64
 
 
 def label_shares(codes: ArrayLike) -> NDArray[np.float64]:
-    """Return the share of each class that occurs among label codes (missing is a class), in code order."""
-    codes = np.asarray(codes)
+    """Return the share of each class that occurs among label codes (missing is a class), in code order.
+
+    Raises
+    ------
+    PlanError
+        They are no whole numbers.
+    """
+    codes = checked_codes(codes)
     counts = np.zeros(int(codes.max(initial=-1)) + 2, dtype=np.int64)
     for start in range(0, codes.size, _SLICE):
         counts += np.bincount(codes[start : start + _SLICE].astype(np.int64) + 1, minlength=counts.size)
     counts = counts[counts > 0]
     shares: NDArray[np.float64] = counts / max(1, counts.sum())
     return shares
+
+
+def checked_codes(codes: ArrayLike) -> NDArray[np.signedinteger[Any]]:
+    """Return label codes, shape (n,), as signed integers of 4 bytes or more; raise PlanError if they are none."""
+    found = np.asarray(codes)
+    if not found.size:
+        return np.empty(0, dtype=np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "biu":
+        raise PlanError(
+            f"labels of dtype {found.dtype} and shape {found.shape}; expected a whole number for each cell."
+        )
+    is_narrow = found.dtype.itemsize < (4 if found.dtype.kind == "u" else 8)
+    return found.astype(np.int32 if is_narrow else np.int64, copy=False)
 
 
 def label_entropy(p: ArrayLike) -> float:

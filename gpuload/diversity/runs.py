@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.diversity.cells import Composition, InBatch, block_edges, fetch_cuts, sum_cells
-from gpuload.diversity.model import check_at_least_one, expected_entropy, label_shares
+from gpuload.diversity.model import check_at_least_one, checked_codes, expected_entropy, label_shares
 from gpuload.errors import PlanError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def entropy_of_runs(
     Raises
     ------
     PlanError
-        There are no cells, `file_rows` do not add up, or a size is below 1.
+        There are no cells, codes are no whole numbers, `file_rows` do not add up, or a size is below 1.
 
     Notes
     -----
@@ -110,7 +110,7 @@ def entropy_of_runs(
     ``(n_blocks - blocks per fetch) / (n_blocks - 1)``; the entropy's distance from `upper` shrinks by the same factor.
     """
     check_at_least_one(batch_size=batch_size, block_size=block_size, fetch_factor=fetch_factor)
-    labels = np.asarray(codes)
+    labels = checked_codes(codes)
     rows = (labels.size,) if file_rows is None else tuple(file_rows)
     if not labels.size or sum(rows) != labels.size:
         raise PlanError(f"codes has {labels.size} cells, file_rows adds up to {sum(rows)}; expected equal, above 0.")

@@ -9,6 +9,7 @@ from gpuload.diversity import (
     MinibatchEntropy,
     entropy_bits,
     entropy_bounds,
+    entropy_of_runs,
     expected_entropy,
     iid_entropy,
     label_entropy,
@@ -158,3 +159,22 @@ def test_sizes_below_one_are_refused():
         expected_entropy(PLATES, batch_size=64, block_size=16, fetch_factor=0)
     with pytest.raises(PlanError, match=r"^batch_size=0: expected at least 1\.$"):
         iid_entropy(PLATES, 0)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"])
+def test_codes_of_every_type(dtype: str) -> None:
+    """As pandas makes them: 128 categories have codes of int8, of which the last is the largest that there is."""
+    n = {"int8": 128, "uint8": 256, "bool": 2}.get(dtype, 300)
+    codes = np.arange(n).astype(dtype)
+    assert entropy_bits(codes, n) == pytest.approx(np.log2(n))
+    np.testing.assert_allclose(label_shares(codes), np.full(n, 1 / n))
+    many = np.repeat(codes, 8)
+    expected = entropy_of_runs(many.astype(np.int64), batch_size=8, block_size=4, fetch_factor=4)
+    assert entropy_of_runs(many, batch_size=8, block_size=4, fetch_factor=4) == expected
+
+
+def test_no_codes_and_codes_that_are_none() -> None:
+    assert entropy_bits([], 2) == 0
+    for given in ([0.0, 1.5], ["a"], [[0, 1]]):
+        with pytest.raises(PlanError, match=r"^labels of dtype .* expected a whole number for each cell"):
+            label_shares(given)
