@@ -117,7 +117,8 @@ class SampleLoader:
         self._n_threads, self._n_requests = num_workers, in_flight if samples.is_remote else 0
         self._prefetch = prefetch or max(2, -(-in_flight // batch_size))
         self._collate_fn = collate_fn
-        self._epoch, self._step = 0, 0
+        self._n_begun = 0  # iterations, and what ends them
+        self._start_at(0, 0)
         self._buffers = BufferPool(self._prefetch + 1)
         self.stats = Stats(min(num_workers, len(os.sched_getaffinity(0))))
 
@@ -134,7 +135,12 @@ class SampleLoader:
         PlanError
             `epoch` is negative or not an integer.
         """
-        self._epoch, self._step = check_whole("epoch", epoch, 0), 0
+        self._start_at(check_whole("epoch", epoch, 0), 0)
+
+    def _start_at(self, epoch: int, step: int) -> None:
+        """Set the position, which is also that of the next iteration; end the one that runs."""
+        self._n_begun += 1
+        self._epoch, self._step = self._next = epoch, step
 
     @cached_property
     def _digest_of_ids(self) -> str:
@@ -174,7 +180,7 @@ class SampleLoader:
                 f"state: epoch={epoch!r}, step={step!r} is not a position in an epoch of {len(self)} batches; take it "
                 "from a loader's state_dict()."
             )
-        self._epoch, self._step = int(epoch), int(step)
+        self._start_at(int(epoch), int(step))
 
     def verdict(self) -> str:
         """Return one sentence on what holds the consumer up, over the batches so far.
@@ -192,7 +198,16 @@ class SampleLoader:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of an epoch, in order; the next iteration is then the next epoch."""
+        """Yield the batches of the next epoch, in order, even after an early ``break``; or what a state left of one.
+
+        Raises
+        ------
+        PlanError
+            The iteration was ended by a later one, by `set_epoch` or by `load_state_dict`.
+        """
+        self._start_at(*self._next)
+        number_of_this = self._n_begun
+        self._next = self._epoch + 1, 0
         order = self.order(self._epoch)
         batches = iter(range(self._step, len(self)))
         under_way: deque[_Batch] = deque()
@@ -215,6 +230,11 @@ class SampleLoader:
                     crew.take(under_way[-1])
                 if not under_way:
                     break
+                if self._n_begun != number_of_this:
+                    raise PlanError(
+                        "this iteration was ended by a later iter(), set_epoch() or load_state_dict() of its loader; "
+                        "only one can run at a time: make a second loader."
+                    )
                 start = time.perf_counter()
                 ready, faults = under_way[0].result(self._limit - n_skipped)
                 done = under_way.popleft()
@@ -227,7 +247,8 @@ class SampleLoader:
                 if ready is not None:
                     yield ready
                 del ready
-            self._epoch, self._step = self._epoch + 1, 0
+            if self._n_begun == number_of_this:
+                self._epoch, self._step = self._next
         finally:
             crew.close()
 

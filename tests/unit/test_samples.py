@@ -442,6 +442,40 @@ def test_refusals(data: Path) -> None:
     assert list(SampleLoader(SampleSet([], {}, data), batch_size=4, shuffle=True)) == []
 
 
+def test_each_iteration_is_a_whole_epoch_and_only_one_runs(data: Path) -> None:
+    """As with PyTorch's loader, a look at the first batch takes none away."""
+
+    def loader() -> SampleLoader:
+        return SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8, shuffle=True, seed=3)
+
+    def labels(batches: Any) -> list[int]:
+        return [int(label) for _, y in batches for label in y]
+
+    of_epoch = loader()
+    first, second, third = (labels(of_epoch) for _ in range(3))
+    looked = loader()
+    next(iter(looked))
+    assert labels(looked) == second
+    for _ in looked:
+        break
+    assert looked.state_dict()["step"] == 1, "where it stopped"
+    resumed = loader()
+    resumed.load_state_dict(looked.state_dict())
+    assert labels(resumed) == third[8:]
+    old = loader()
+    one = iter(old)
+    next(one)
+    assert labels(old) == second
+    with pytest.raises(PlanError, match="this iteration was ended by a later iter"):
+        next(one)
+    assert old.state_dict()["epoch"] == 2
+    last = loader()
+    for number, _ in enumerate(last, 1):
+        if number == len(last):
+            last.set_epoch(0)
+    assert labels(last) == first
+
+
 @pytest.mark.usefixtures("no_leaks")
 def test_an_early_break_leaves_nothing_behind(data: Path) -> None:
     loader = SampleLoader(SampleSet(IDS, LABELS, data), batch_size=4)
