@@ -453,6 +453,7 @@ class Loader:
     def close(self) -> None:
         """End an active iteration, stop the threads and close the files. May be called more than once."""
         self._is_closed = True
+        self.cell_names = None  # it holds what is in memory
         try:
             self._end_live()
         finally:
