@@ -180,10 +180,10 @@ class FolderRemote:
             these = around.pop(parent)
             for name in folders.copy():
                 whole = os.path.join(parent, name)
-                if name.startswith(".") or os.path.realpath(whole) in these:
+                if name.startswith(".") or (really := os.path.realpath(whole)) in these:
                     folders.remove(name)
                 else:
-                    around[whole] = [*these, os.path.realpath(whole)]
+                    around[whole] = [*these, really]
             for name in files:
                 key = os.path.relpath(os.path.join(parent, name), self.name)
                 if name.startswith(".") or not _is_text(key):

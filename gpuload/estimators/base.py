@@ -100,8 +100,6 @@ class Estimator:
                 about = json.loads(str(stored["about"]))
                 learnt = {k: stored[k] for k in stored.files if k != "about"}
                 kind, params = about["estimator"], dict(about["params"])
-        except OSError as error:
-            raise CorruptDataError(f"{path}: not a saved {cls.__name__} ({error}); write it with save().") from error
         except Exception as error:  # whatever a damaged file makes NumPy, zipfile and zlib raise
             raise CorruptDataError(
                 f"{path}: not a saved {cls.__name__}, or a damaged one ({error}); write it again with save()."
