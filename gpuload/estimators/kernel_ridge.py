@@ -127,8 +127,7 @@ class KernelRidge(Estimator):
         passes = self._checked(X, engine)
         targets = _checked_targets(y, passes.n_rows, X)
         halves = self._halves(groups, passes.n_rows)
-        if isinstance(X, Loader):
-            check_index("groups", groups, X.cell_names, "cell", "gpuload.obs_names(paths)")
+        _check_order("groups", groups, X)
         is_exact = self.solver == "exact" or (self.solver == "auto" and passes.n_rows <= self.n_landmarks)
         flat = targets.reshape(len(targets), -1)
         gamma = self._gamma(passes.n_columns)
@@ -260,12 +259,17 @@ def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
         raise PlanError(f"y has shape {targets.shape}; expected ({n_rows},) or ({n_rows}, n_targets).")
     if targets.dtype.kind == "c":
         raise PlanError(f"y has dtype {targets.dtype}; expected real numbers.")
-    if isinstance(X, Loader):
-        check_index("y", y, X.cell_names, "cell", "gpuload.obs_names(paths)")
+    _check_order("y", y, X)
     try:
         return targets.astype(np.float32)
     except (TypeError, ValueError) as error:
         raise PlanError(f"y has dtype {targets.dtype}; expected numbers.") from error
+
+
+def _check_order(name: str, given: Any, X: Any) -> None:
+    """Raise PlanError for what pandas says is of a loader's cells in another order."""
+    if isinstance(X, Loader):
+        check_index(name, given, X.cell_names, "cell", "gpuload.obs_names(paths)")
 
 
 def _rows_of(engine: Engine, passes: Passes, chosen: NDArray[np.int64]) -> NDArray[np.float32]:
