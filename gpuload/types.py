@@ -29,8 +29,9 @@ class Transform:
 
     Equals scanpy's ``normalize_total(target_sum=...)`` followed by ``log1p``: a cell's values are scaled so that their
     total over *all* stored genes (before any gene selection) is `target_sum`, then ``log(1 + x)`` is taken. A cell
-    whose total is 0 is not scaled. Totals and values are computed in float64 and rounded once: float32 results are
-    accurate to a unit in the last place.
+    whose total is 0 is not scaled. Values are float32 in memory: counts up to 2**24 are exact, values stored as float64
+    and larger integers are rounded, and what is below 1e-45 is 0. From these, totals and results are computed in
+    float64 and rounded once: float32 results are accurate to a unit in the last place.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ _LOG_TAIL = 45.0
 """The omitted tails of a distribution have a probability of at most ``2 * exp(-45)``, 6e-20."""
 
 
-_NOISE = 1e-16
+NOISE = 1e-16
 """Probabilities from an FFT below this are rounding errors."""
 
 _TABLE = 1 << 22
@@ -59,7 +59,7 @@ class InBatch:
         new = np.unique(cells[np.isnan(self._known[cells])])
         for some in np.array_split(new, -(-new.size // 256) or 1):
             part = np.abs(some / self._fetch - 0.5).min(initial=0.5)  # variance is largest nearest to one half
-            reach = _reach(1, self._batch_size * (0.25 - part**2))
+            reach = reach_of(1, self._batch_size * (0.25 - part**2))
             self._known[some] = self._given(some[:, None], min(self._batch_size, 2 * math.ceil(reach) + 2) + 1)
         return float(chance @ self._known[cells])
 
@@ -113,13 +113,13 @@ def _binomial(n: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.float
     """Return the values of ``Bin(n, share)`` within Bernstein's tail bound, and their probabilities."""
     from scipy.special import gammaln, xlog1py, xlogy
 
-    reach = _reach(1, n * share * (1 - share))
+    reach = reach_of(1, n * share * (1 - share))
     k = np.arange(max(0, math.floor(n * share - reach)), min(n, math.ceil(n * share + reach)) + 1)
     log_chance = gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1) + xlogy(k, share) + xlog1py(n - k, -share)
     return k, np.exp(log_chance)
 
 
-def _reach(step: float, variance: float) -> float:
+def reach_of(step: float, variance: float) -> float:
     """Bound the deviation of a sum of independent terms, each within `step` of its mean, but for ``2 exp(-45)``."""
     third = _LOG_TAIL * step / 3
     return third + math.sqrt(third**2 + 2 * _LOG_TAIL * variance)
@@ -208,14 +208,14 @@ def sum_cells(label: int, terms: Sequence[tuple[Composition, int]]) -> tuple[NDA
         mean += n * (once := float(cells @ chance))
         variance += n * float((cells - once) ** 2 @ chance)
     most = sum(n * int(cells[-1]) for cells, _, n in drawn)
-    reach = _reach(max(int(cells[-1]) for cells, _, _ in drawn), variance)
+    reach = reach_of(max(int(cells[-1]) for cells, _, _ in drawn), variance)
     values = np.arange(max(0, math.floor(mean - reach)), min(most, math.ceil(mean + reach)) + 1)
     size = next_fast_len(values.size, real=True)
     wave: NDArray[np.complex128] = np.ones(size // 2 + 1, dtype=np.complex128)
     for cells, chance, n in drawn:
         wave *= rfft(np.bincount(cells % size, chance, size)) ** n
     chance = irfft(wave, size)[values % size]
-    is_likely = chance > _NOISE
+    is_likely = chance > NOISE
     return values[is_likely], chance[is_likely]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.diversity.cells import Composition, InBatch, block_edges, fetch_cuts, sum_cells
+from gpuload.diversity.drawn import DrawnBlocks
 from gpuload.diversity.model import check_at_least_one, checked_codes, expected_entropy, label_shares
 from gpuload.errors import PlanError
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 TOLERANCE_BITS = 0.05
 """The model is reported to fail if its error exceeds this; published measurements agree to within it."""
+
+_FEW = 0.01
+"""Blocks are taken as drawn independently if a fetch has less than this share of them, as that changes nothing then."""
 
 _MAX_RUN_OFFSETS = 8
 """Limit on positions within a block at which a fetch may begin: fewer than the model's, as each takes longer."""
@@ -34,9 +38,9 @@ class RunsEntropy:
     Attributes
     ----------
     bits
-        Expected entropy: exact for independently drawn blocks (a fetch that is a small part of the file), for one
-        block per fetch, and for a fetch of the whole file; in between, interpolated linearly in the variance, with an
-        error far below `upper - lower`.
+        Expected entropy. Exact for independently drawn blocks (a fetch that is a small part of the file), for one
+        block per fetch, and for a fetch of the whole file; and in between for labels that share few blocks with others,
+        as long runs do. For the others there, interpolated linearly in the variance.
     lower, upper
         Rigorous bounds, for the positions in a block considered: blocks drawn independently, and every fetch composed
         like the whole file.
@@ -106,8 +110,10 @@ def entropy_of_runs(
     If `block_size` does not divide a fetch, the mean is over 8 evenly spaced positions in a block at which a fetch may
     begin. The number of cells of class k in a fetch is a sum over its blocks; its distribution is computed by FFT, as
     a power of the characteristic function of one block's count. The rest is as in `expected_entropy`. Blocks of a file
-    are drawn without replacement, which lowers the variance of the sum (Hoeffding 1963) by the factor
-    ``(n_blocks - blocks per fetch) / (n_blocks - 1)``; the entropy's distance from `upper` shrinks by the same factor.
+    are drawn without replacement. Where that matters, and a label shares at most 32 blocks with others, the number is
+    summed over the hypergeometric numbers of its blocks in a fetch instead. Of labels in more blocks, the variance is
+    lower (Hoeffding 1963) by the factor ``(n_blocks - blocks per fetch) / (n_blocks - 1)``, and their share of the
+    entropy's distance from `upper` shrinks by the same factor.
     """
     check_at_least_one(batch_size=batch_size, block_size=block_size, fetch_factor=fetch_factor)
     labels = checked_codes(codes)
@@ -117,15 +123,13 @@ def entropy_of_runs(
     batch_size, fetch = min(batch_size, labels.size), min(batch_size * fetch_factor, labels.size)
     block_size = min(block_size, max(rows))
     shares = label_shares(labels)
-    drawn, even, n_one_label = _runs_totals(labels, rows, shares, batch_size, block_size, fetch)
-    lower, upper = (max(0.0, float(np.log2(batch_size) - total / batch_size)) for total in (drawn, even))
-    n_blocks = labels.size / block_size
-    spread = max(0.0, (n_blocks - fetch / block_size) / (n_blocks - 1)) if n_blocks > 1 else 0.0
+    *totals, n_one_label = _runs_totals(labels, rows, shares, batch_size, block_size, fetch)
+    lower, bits, upper = (max(0.0, float(np.log2(batch_size) - total / batch_size)) for total in totals)
     model_bits = expected_entropy(
         shares, batch_size=batch_size, block_size=block_size, fetch_factor=max(1, fetch // batch_size)
     )
     return RunsEntropy(
-        upper + min(1.0, spread) * (lower - upper),
+        min(max(bits, lower), upper),
         lower,
         upper,
         model_bits,
@@ -136,10 +140,11 @@ def entropy_of_runs(
 
 def _runs_totals(
     labels: NDArray[Any], rows: Sequence[int], shares: NDArray[np.float64], batch_size: int, block_size: int, fetch: int
-) -> tuple[float, float, int]:
-    """Return two sums over labels of the mean of ``X log2 X``, and the number of cells in single-label blocks.
+) -> tuple[float, float, float, int]:
+    """Return three sums over labels of the mean of ``X log2 X``, and the number of cells in single-label blocks.
 
-    The sums are for blocks drawn independently, and for fetches that hold each label's share in the files.
+    The sums are for blocks drawn independently, for blocks drawn without replacement, and for fetches that hold each
+    label's share in the files.
     """
     in_batch = InBatch(fetch, batch_size)
     starts, stops = block_edges(rows, block_size)
@@ -151,15 +156,27 @@ def _runs_totals(
         first = starts + lo * (stops - starts) // block_size
         last = stops - (block_size - hi) * (stops - starts) // block_size
         parts[lo, hi] = Composition(labels, first, last, hi - lo)
-    drawn = even = 0.0
+    n_blocks = labels.size / block_size
+    spread = min(1.0, max(0.0, (n_blocks - fetch / block_size) / (n_blocks - 1))) if n_blocks > 1 else 0.0
+    total_drawn = total_once = total_even = 0.0
     for label, share in zip(np.unique(labels).tolist(), shares.tolist(), strict=True):
+        low = min(math.floor(share * fetch), fetch - 1)
+        part = min(1.0, share * fetch - low)
+        even = in_batch.mean(np.array([low, low + 1]), np.array([1 - part, part]))
+        drawn = 0.0
         for weight, n_whole, ends in cuts:
             cells = sum_cells(label, [(whole, n_whole), *((parts[end], 1) for end in ends)])
             drawn += weight * in_batch.mean(*cells)
-        low = min(math.floor(share * fetch), fetch - 1)
-        part = min(1.0, share * fetch - low)
-        even += in_batch.mean(np.array([low, low + 1]), np.array([1 - part, part]))
-    return drawn, even, whole.n_one_label
+        once = even + spread * (drawn - even)
+        if fetch < labels.size and fetch / block_size + 1 > _FEW * n_blocks:
+            blocks = DrawnBlocks(*whole.of_label(label), n_blocks, block_size)
+            if blocks.is_few:
+                once = 0.0
+                for weight, n_whole, ends in cuts:
+                    cells = blocks.in_fetch(fetch, n_whole, [parts[end].of_label(label) for end in ends])
+                    once += weight * in_batch.mean(*cells)
+        total_drawn, total_once, total_even = total_drawn + drawn, total_once + once, total_even + even
+    return total_drawn, total_once, total_even, whole.n_one_label
 
 
 def _cuts(fetch: int, block_size: int, lengths: NDArray[np.int64]) -> list[tuple[float, int, list[tuple[int, int]]]]:
