@@ -39,6 +39,7 @@ TITLES = {
     "growing": "Training from a store that grows",
     "classify": "What models learn in each order",
     "pack": "Packing",
+    "pack_memory": "Memory for packing",
     "open": "Opening 100 million cells",
     "tune": "The tuner's advice beside a full sweep",
 }

@@ -6,7 +6,9 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from benchmarks import run_pack
+import anndata
+
+from benchmarks import run_pack, run_pack_memory
 from tests.test_pack import cells, written
 
 if TYPE_CHECKING:
@@ -45,3 +47,14 @@ def test_a_turn_is_a_process_of_its_own(tmp_path: Path) -> None:
     (record,) = run_pack.in_turns({"gpuload": sys.executable}, path, "64MiB", 1)
     assert record["packer"] == "gpuload"
     assert record["versions"]["numba"]
+
+
+def test_memory_per_cell_is_the_difference_of_two_sizes(tmp_path: Path) -> None:
+    out = tmp_path / "memory.jsonl"
+    assert run_pack_memory.main([str(tmp_path), "--cells", "300", "900", "--out", str(out)]) == 0
+    few, many = map(json.loads, out.read_text().splitlines())
+    assert (few["cells"], many["cells"]) == (300, 900)
+    assert many["nbytes_per_cell"] == (many["peak_mib"] - few["peak_mib"]) * 2**20 / 600
+    stored = anndata.read_h5ad(tmp_path / "cells300.h5ad")
+    assert stored.obs_names[299] == "cell-000000000000299"
+    assert stored.X.sum() == 300

@@ -104,9 +104,9 @@ def pack(
         Cells per chunk (on average, for sparse matrices); more if a page of memory holds more. Read it in blocks of at
         least as many.
     memory
-        Bytes, or text such as ``"2GiB"``: limit on memory for cells. Some 40 bytes per cell for row offsets and the
-        order (more with several matrices), and the largest column of obs, come on top; so do, before the matrices are
-        written, the names of all cells as UTF-8, with some 20 bytes each.
+        Bytes, or text such as ``"2GiB"``: limit on memory for cells. On top come row offsets and the order (more with
+        several matrices), the largest column of obs, and the names of all cells as UTF-8: some 100 bytes per cell with
+        names of 20 characters, of which a quarter is mapped files.
     num_threads
         Threads for decoding and encoding; None takes one per core available to this process.
     overwrite

@@ -1,0 +1,101 @@
+"""Measure how much memory packing takes for each cell, whatever its matrices hold.
+
+``python -m benchmarks.run_pack_memory FOLDER [--cells 2000000 8000000] [--out benchmarks/results/pack_memory.jsonl]``
+
+FOLDER gets a file of each size, unless it has it, and needs room for a store of the largest. A cell has one value, a
+name of 20 characters and one column of obs, so that what is left after the limit for cells is what each cell takes by
+itself: row offsets, the order, the column and the name. Each file is packed in its own process, the first one twice,
+to compile; the memory that a cell takes is the difference of two sizes, in which the rest cancels out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from benchmarks import machine
+
+N_VARS, NAME_WIDTH, AT_ONCE, MEMORY = 100, 20, 1 << 18, "64MiB"
+PACKAGES = ("numba", "numpy", "h5py")
+
+
+def write_file(path: Path, n_obs: int) -> None:
+    """Write a file of cells with one value each."""
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        X = file.create_group("X")
+        X.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": np.array([n_obs, N_VARS])})
+        X.create_dataset("indptr", data=np.arange(n_obs + 1))
+        X.create_dataset("data", data=np.ones(n_obs, dtype=np.float32), chunks=(min(AT_ONCE, n_obs),))
+        X.create_dataset("indices", data=np.arange(n_obs, dtype=np.int32) % N_VARS, chunks=(min(AT_ONCE, n_obs),))
+        for group, names in ((file.create_group("obs"), ["plate"]), (file.create_group("var"), [])):
+            group.attrs.update({"encoding-type": "dataframe", "encoding-version": "0.2.0", "_index": "_index"})
+            group.attrs["column-order"] = np.array(names, dtype=h5py.string_dtype())
+        index = file["obs"].create_dataset("_index", (n_obs,), h5py.string_dtype(), chunks=(min(AT_ONCE, n_obs),))
+        for first in range(0, n_obs, AT_ONCE):
+            rows = range(first, min(first + AT_ONCE, n_obs))
+            index[rows.start : rows.stop] = [f"cell-{row:0{NAME_WIDTH - 5}d}" for row in rows]
+        plate = file["obs"].create_dataset("plate", data=(np.arange(n_obs) // 50_000).astype(np.int32))
+        genes = np.array([f"gene{i}" for i in range(N_VARS)], h5py.string_dtype())
+        gene_names = file["var"].create_dataset("_index", data=genes)
+        for array, kind in ((plate, "array"), (index, "string-array"), (gene_names, "string-array")):
+            array.attrs.update({"encoding-type": kind, "encoding-version": "0.2.0"})
+
+
+def packing(path: Path) -> dict[str, Any]:
+    """Pack a file in this process; return seconds and the memory that this took."""
+    import anndata  # noqa: F401 - counted before, as it is imported by packing
+
+    import gpuload
+    import gpuload.packing.work
+
+    before, start = machine.peak_mib(), time.perf_counter()
+    with TemporaryDirectory(dir=path.parent) as folder:
+        packed = gpuload.pack(path, Path(folder) / "packed.zarr", memory=MEMORY)
+    seconds = time.perf_counter() - start
+    return {"cells": packed.n_obs, "seconds": seconds, "peak_mib_before": before, "peak_mib": machine.peak_mib()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Make the files, measure, print a table, and append to the results if requested."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_pack_memory", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="folder for the files")
+    parser.add_argument("--cells", type=int, nargs="+", default=[2_000_000, 8_000_000], help="numbers of cells")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.one:
+        print(json.dumps(packing(options.one)))
+        return 0
+    options.folder.mkdir(parents=True, exist_ok=True)
+    records = []
+    for n_obs in options.cells:
+        path = options.folder / f"cells{n_obs}.h5ad"
+        if not path.exists():
+            write_file(path, n_obs)
+        command = [sys.executable, "-m", "benchmarks.run_pack_memory", str(options.folder), "--one", str(path)]
+        for _ in range(1 if records else 2):  # the first of all also compiles
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        about = {"arm": "pack", "case": f"{n_obs:,} cells", "memory": MEMORY, "name_width": NAME_WIDTH}
+        records.append({**about, **json.loads(done.stdout), **machine.origin(PACKAGES)})
+        print(f"{n_obs:,} cells: {records[-1]['peak_mib']:,.0f} MiB, {records[-1]['seconds']:.1f} s", flush=True)
+    for few, many in pairwise(records):
+        n = many["cells"] - few["cells"]
+        many["nbytes_per_cell"] = (many["peak_mib"] - few["peak_mib"]) * machine.MIB / n
+        print(f"{many['nbytes_per_cell']:.0f} bytes for each more of {n:,} cells")
+    machine.add_records(options.out, records)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
