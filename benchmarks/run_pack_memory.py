@@ -4,8 +4,8 @@
 
 FOLDER gets a file of each size, unless it has it, and needs room for a store of the largest. A cell has one value, a
 name of 20 characters and one column of obs, so that what is left after the limit for cells is what each cell takes by
-itself: row offsets, the order, the column and the name. Each file is packed in its own process, the first one twice,
-to compile; the memory that a cell takes is the difference of two sizes, in which the rest cancels out.
+itself: row offsets, the order, the column and the name. Each time a file is packed, it is in a process of its own. The
+memory that a cell takes is the difference of two sizes in one round, in which the rest cancels out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -71,6 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_pack_memory", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder for the files")
     parser.add_argument("--cells", type=int, nargs="+", default=[2_000_000, 8_000_000], help="numbers of cells")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each size (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -78,23 +80,32 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(packing(options.one)))
         return 0
     options.folder.mkdir(parents=True, exist_ok=True)
-    records = []
-    for n_obs in options.cells:
-        path = options.folder / f"cells{n_obs}.h5ad"
+    paths = {n_obs: options.folder / f"cells{n_obs}.h5ad" for n_obs in options.cells}
+    for n_obs, path in paths.items():
         if not path.exists():
             write_file(path, n_obs)
-        command = [sys.executable, "-m", "benchmarks.run_pack_memory", str(options.folder), "--one", str(path)]
-        for _ in range(1 if records else 2):  # the first of all also compiles
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-        about = {"arm": "pack", "case": f"{n_obs:,} cells", "memory": MEMORY, "name_width": NAME_WIDTH}
-        records.append({**about, **json.loads(done.stdout), **machine.origin(PACKAGES)})
-        print(f"{n_obs:,} cells: {records[-1]['peak_mib']:,.0f} MiB, {records[-1]['seconds']:.1f} s", flush=True)
-    for few, many in pairwise(records):
-        n = many["cells"] - few["cells"]
-        many["nbytes_per_cell"] = (many["peak_mib"] - few["peak_mib"]) * machine.MIB / n
-        print(f"{many['nbytes_per_cell']:.0f} bytes for each more of {n:,} cells")
+    _pack(options.folder, paths[options.cells[0]])  # compiles
+    records: list[dict[str, Any]] = []
+    for number in range(options.rounds):
+        found = [{**_pack(options.folder, path), "round": number} for path in paths.values()]
+        for few, many in pairwise(found):
+            n = many["cells"] - few["cells"]
+            many["nbytes_per_cell"] = (many["peak_mib"] - few["peak_mib"]) * machine.MIB / n
+        records += found
+    for n_obs in options.cells:
+        mine = [record for record in records if record["cells"] == n_obs]
+        each = [record["nbytes_per_cell"] for record in mine if "nbytes_per_cell" in record]
+        more = f"; {median(each):.0f} bytes for each further cell ({min(each):.0f}-{max(each):.0f})" if each else ""
+        print(f"{n_obs:,} cells: {median(record['peak_mib'] for record in mine):,.0f} MiB{more}")
     machine.add_records(options.out, records)
     return 0
+
+
+def _pack(folder: Path, path: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.run_pack_memory", str(folder), "--one", str(path)]
+    figures = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    about = {"arm": "pack", "case": f"{figures['cells']:,} cells", "memory": MEMORY, "name_width": NAME_WIDTH}
+    return {**about, **figures, **machine.origin(PACKAGES)}
 
 
 if __name__ == "__main__":
