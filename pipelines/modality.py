@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"compiled and loaded, in no other figure: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     start = time.perf_counter()
     model.fit(dict(cells.genes), cells.proteins, cells.batch, cells.rows)
-    model.is_counts_ = args.counts
+    model.is_counts_, model.protein_names_ = args.counts, cells.protein_names
     predicted = model.predict_scores(model.scores_[cells.test])
     seconds = time.perf_counter() - start
     for step, taken in model.seconds_.items():

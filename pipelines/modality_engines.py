@@ -115,9 +115,20 @@ class SklearnEngine(Engine):
 
     def gene_scores(self, settings: Mapping[str, Any]) -> tuple[NDArray[np.float32], NDArray[np.float32], Any]:
         """Return the SVD's scores of all cells, its components, and the names of the genes."""
-        with self.open(settings, output="csr", device="cpu") as cells:
-            names = cells.var_names
-            X = vstack([batch.X for batch in cells], format="csr")
+        with self.open({**settings, "output": "csr", "dtype": "float32", "device": "cpu"}) as cells:
+            names, n_obs = cells.var_names, cells.n_obs
+            batches = [(batch.X, batch.rows) for batch in cells]
+        X = vstack([part for part, _ in batches], format="csr")
+        rows = np.concatenate([numbers for _, numbers in batches])
+        del batches
+        order = np.argsort(rows, kind="stable")
+        if not np.array_equal(rows[order], np.arange(n_obs)):
+            raise gpuload.PlanError(
+                f"genes: their settings read {np.unique(rows).size:,} of {n_obs:,} cells; leave out where=, "
+                "drop_last=, ranks, and a sampler that leaves out or repeats cells."
+            )
+        if (order != np.arange(n_obs)).any():  # else a copy for nothing
+            X = X[order]
         if not np.isfinite(X.data).all():
             raise gpuload.CorruptDataError("genes hold NaN or infinite values; remove or fill them first.")
         svd = self.svd(min(self.params["n_gene_components"], *X.shape))

@@ -371,6 +371,7 @@ def test_a_model_that_was_kept_predicts_new_cells(
     code, out, err = run(tmp_path / "new.h5ad", "--model", tmp_path / "model.npz", "--out", tmp_path / "new")
     assert code == 0, err
     assert f"{N_TEST} cells x {N_PROTEINS} proteins" in out
+    assert list(anndata.read_h5ad(tmp_path / "new" / "prediction.h5ad").var_names) == PANEL
     np.testing.assert_allclose(prediction(tmp_path / "new"), expected, atol=0.02)
     new.var_names = ["another", *new.var_names[1:]]
     new.write_h5ad(tmp_path / "other.h5ad")
@@ -502,6 +503,89 @@ def test_what_has_no_names_is_taken_in_order(small: Callable[[], Any], cells: tu
     shuffled = pd.Series(cells[0].batch, [f"cell {i}" for i in range(N_TRAIN)])  # of no cells that have names
     model = small().fit(cells[0].genes, cells[0].proteins, shuffled)
     np.testing.assert_allclose(model.predict_scores(model.scores_[:50]), expected, atol=1e-4)
+
+
+def test_batches_of_genes_in_files_make_the_halves(
+    small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path, tmp_path: Path
+) -> None:
+    found = tables(cells)
+    path = {"paths": folder / "train_mod1.h5ad", "layer": "normalized"}
+    expected, one = (small().fit(path, found["train_mod2"], batch) for batch in (cells[0].batch, ["a"] * N_TRAIN))
+    assert np.abs(expected.dual_coef_ - one.dual_coef_).max() > 1e-3
+    for genes in (path, found["train_mod1"]):
+        np.testing.assert_allclose(small().fit(genes, found["train_mod2"]).dual_coef_, expected.dual_coef_, atol=1e-5)
+    rows = np.arange(3, N_TRAIN, 2)
+    some = small().fit(path, cells[0].proteins[rows], rows=rows)
+    wanted = small().fit(path, cells[0].proteins[rows], cells[0].batch[rows], rows)
+    np.testing.assert_allclose(some.dual_coef_, wanted.dual_coef_, atol=1e-5)
+    # of files of which some lack the column, their cells are a batch; without any, all are
+    parts = [found["train_mod1"][:200].copy(), found["train_mod1"][200:].copy()]
+    paths = [tmp_path / "first.h5ad", tmp_path / "second.h5ad"]
+    for lacking, batch in (
+        ([1], [*cells[0].batch[:200], *["none"] * (N_TRAIN - 200)]),
+        ([0, 1], ["a"] * N_TRAIN),
+    ):
+        for k in lacking:
+            parts[k].obs = parts[k].obs[[]]
+        for part, to in zip(parts, paths, strict=True):
+            part.write_h5ad(to)
+        two = {"paths": paths, "layer": "normalized"}
+        wanted = small().fit(two, found["train_mod2"], batch)
+        np.testing.assert_allclose(small().fit(two, found["train_mod2"]).dual_coef_, wanted.dual_coef_, atol=1e-5)
+
+
+def test_a_score_is_of_the_same_proteins(small: Callable[[], Any], cells: tuple[Paired, Paired]) -> None:
+    sklearn_metrics = pytest.importorskip("sklearn.metrics")
+    found = tables(cells)
+    genes, truth = found["test_mod1"], found["test_mod2"]
+    model = small().fit(found["train_mod1"], found["train_mod2"])
+    expected = sklearn_metrics.r2_score(cells[1].proteins, model.predict(genes).X)
+    order = np.random.default_rng(0).permutation(N_PROTEINS)
+    frame = truth[:, order].to_df("normalized").assign(more=1.0)
+    for given in (truth, truth[:, order].copy(), frame, cells[1].proteins):
+        assert model.score(genes, given) == pytest.approx(expected, abs=1e-5)
+    unnamed = small().fit(found["train_mod1"], cells[0].proteins)
+    assert unnamed.score(genes, truth) == pytest.approx(expected, abs=1e-5)
+    missing = cells[1].proteins.copy()
+    missing[3, 2] = np.nan
+    for given, message in (
+        (truth[:, 1:].copy(), "^proteins: there is no 'CD0', which the model predicts; give all 12 of its proteins"),
+        (cells[1].proteins[:, :1], "^proteins: 1 columns, but the model predicts 12; give these, in its order"),
+        (cells[1].proteins[:5], "^proteins: 5 rows for 150 cells; give a row for each"),
+        (missing, "^proteins hold NaN or infinite values; leave out the cells where they do"),
+    ):
+        with pytest.raises(gpuload.PlanError, match=message):
+            model.score(genes, given)
+
+
+@pytest.mark.parametrize("engine", ["ours", "sklearn"])
+def test_settings_of_the_genes_move_no_cell(
+    modality: ModuleType, cells: tuple[Paired, Paired], folder: Path, engine: str
+) -> None:
+    pytest.importorskip("sklearn")
+    path = {"paths": folder / "train_mod1.h5ad", "layer": "normalized"}
+
+    def predicted(**settings: Any) -> np.ndarray:
+        model = modality.ProteinModel(engine, n_gene_components=20, n_protein_components=8)
+        found = model.fit({**path, **settings}, cells[0].proteins, ["a"] * N_TRAIN)
+        return np.asarray(found.predict(tables(cells)["test_mod1"]).X)
+
+    expected = predicted()
+    for settings in ({"shuffle": True, "batch_size": 64}, {"dtype": "float32", "output": "dense"}):
+        np.testing.assert_allclose(predicted(**settings), expected, atol=0.05)
+    for settings in ({"where": "batch == 's1d1'"}, {"batch_size": 400, "drop_last": True}, {"world_size": 2}):
+        with pytest.raises(gpuload.PlanError, match=r" of 600 cells; |cells of rank 0 of 2"):
+            predicted(**settings)
+
+
+def test_parameters_that_are_refused_change_none(modality: ModuleType) -> None:
+    pytest.importorskip("sklearn")
+    model = modality.ProteinModel()
+    before, engine = model.get_params(), model.engine
+    for params in ({"engine": "sklearn", "device": "cuda:0"}, {"alpha": 7, "device": "tpu"}, {"alpha": 7, "beta": 1}):
+        with pytest.raises(gpuload.PlanError):
+            model.set_params(**params)
+        assert (model.get_params(), model.engine) == (before, engine)
 
 
 def test_names_that_decide_nothing_are_refused(
