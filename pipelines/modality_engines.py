@@ -58,7 +58,8 @@ class Engine:
 
     def gene_scores(self, settings: Mapping[str, Any]) -> tuple[NDArray[np.float32], NDArray[np.float32], Any]:
         """Return the SVD's scores of all cells, its components, and the names of the genes."""
-        with self.open(settings, dtype="bfloat16") as cells:
+        # in random order, since the SVD begins with some of the cells, and neighbours in a file are often of one kind
+        with self.open(settings, dtype="bfloat16", shuffle=True, block_size="chunk") as cells:
             svd = self.svd(min(self.params["n_gene_components"], cells.n_vars, cells.n_obs))
             scores = svd.fit_transform(cells)
             return np.asarray(scores, dtype=np.float32), np.asarray(svd.components_, dtype=np.float32), cells.var_names

@@ -10,7 +10,7 @@ from gpuload.checks import check_index, is_whole
 from gpuload.errors import PlanError
 from gpuload.estimators.arrays import Engine, to_host
 from gpuload.estimators.base import Estimator
-from gpuload.estimators.passes import BATCH_SIZE, Passes
+from gpuload.estimators.passes import BATCH_SIZE, Passes, checked_finite
 from gpuload.loader import Loader
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ class KernelRidge(Estimator):
         out = np.empty((passes.n_rows, weights.shape[1]), dtype=np.float32)
         for rows, part in passes:
             out[rows] = engine.host(_kernel(engine, engine.put(part, "float32"), known, gamma) @ weights)
+        checked_finite(out)
         return out[:, 0] if self.dual_coef_.ndim == 1 else out
 
     def score(self, X: Any, y: ArrayLike) -> float:
