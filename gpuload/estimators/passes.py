@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,8 @@ class Passes:
         Shape of the matrix.
     is_bfloat16
         Whether its values have only bfloat16 precision.
+    names : (n_columns,) str, or None
+        Names of the columns of a loader or a data frame, unless they only count.
     """
 
     def __init__(self, X: Any, engine: Engine, of_bits: Callable[[Any], Any] = float32_of_bits) -> None:
@@ -54,6 +58,7 @@ class Passes:
         self._engine = engine
         self._of_bits = of_bits
         self.is_bfloat16 = isinstance(X, Loader) and X.dtype == "bfloat16"
+        self.names = _names_of(X)
         if isinstance(X, Loader):
             self.n_rows, self.n_columns = X.n_obs, X.n_vars
             row_shape = X.tables["X"].row_shape
@@ -67,6 +72,11 @@ class Passes:
                 raise _incomplete(X.epoch_n_obs, X.n_obs)
             self._X = X
             return
+        if hasattr(X, "obs_names") or isinstance(X, (str, os.PathLike)):
+            given = repr(X) if isinstance(X, (str, os.PathLike)) else f"an {type(X).__name__}"
+            raise PlanError(
+                f"X: found {given}; open it with gpuload.open_loader and pass the loader, or pass a matrix."
+            )
         if not hasattr(X, "shape") or not hasattr(X, "dtype"):
             X = np.asarray(X)
         shape = X.shape
@@ -139,6 +149,19 @@ class Passes:
         if hasattr(X, "toarray"):
             return X.toarray()
         return self._of_bits(X) if self.is_bfloat16 else X
+
+
+def _names_of(X: Any) -> NDArray[np.str_] | None:
+    """Return the names of the columns, if they have any."""
+    pandas = sys.modules.get("pandas")
+    if isinstance(X, Loader):
+        names = X.var_names
+    elif pandas is not None and isinstance(X, pandas.DataFrame) and all(isinstance(name, str) for name in X.columns):
+        names = X.columns
+    else:
+        return None
+    found = np.asarray(names, dtype=str)
+    return None if np.array_equal(found, np.arange(len(found)).astype(str)) else found
 
 
 def _incomplete(n: int, n_rows: int) -> PlanError:

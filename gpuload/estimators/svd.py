@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_whole
+from gpuload.checks import check_whole, is_number
 from gpuload.errors import PlanError
 from gpuload.estimators.arrays import multiplies_bfloat16
 from gpuload.estimators.base import Estimator, not_fitted
@@ -73,6 +73,8 @@ class TruncatedSVD(Estimator):
         Singular values, descending.
     n_features_in_
         Number of columns of the matrix fitted.
+    feature_names_in_ : (n_features,) str
+        Their names, if it was a loader or a data frame that has some; what is transformed must have them, or none.
 
     References
     ----------
@@ -138,7 +140,7 @@ class TruncatedSVD(Estimator):
         p, k = passes.n_columns, self.n_components
         self._check(passes.n_rows, p)
         width = min(p, k + self.n_oversamples)
-        start = np.random.default_rng(self.random_state).standard_normal((p, width)).astype(np.float32)
+        start = self._random().standard_normal((p, width)).astype(np.float32)
         basis = engine.orthonormal(engine.put(start, "float32"))
         few = max(self.sample, min(1.0, SAMPLE_ROWS * width / passes.n_rows))
         scale = 1.0
@@ -165,7 +167,7 @@ class TruncatedSVD(Estimator):
             lengths = checked_finite(np.sqrt(values).astype(np.float32))
         self.components_: NDArray[np.float32] = np.ascontiguousarray(components * signs[:, None], dtype=np.float32)
         self.singular_values_: NDArray[np.float32] = lengths
-        self.n_features_in_ = p
+        self._remember(passes)
         return np.asarray(scores @ (turn * signs).astype(np.float32))
 
     def _image(
@@ -194,7 +196,7 @@ class TruncatedSVD(Estimator):
         """Raise PlanError if a parameter is invalid for a matrix of n x p."""
         for name, least in (("n_components", 1), ("n_passes", 1), ("n_oversamples", 0)):
             check_whole(name, getattr(self, name), least)
-        if not 0 < self.sample <= 1:
+        if not is_number(self.sample) or not 0 < self.sample <= 1:
             raise PlanError(f"sample={self.sample!r}: expected a share of the rows, above 0 and at most 1.")
         if self.n_components > min(p, n):
             raise PlanError(

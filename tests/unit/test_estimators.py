@@ -811,9 +811,94 @@ def test_files_that_are_no_whole_model(tmp_path: Path, damage: str) -> None:
         (TruncatedSVD(2, n_oversamples=-1), "n_oversamples=-1: expected a whole number of at least 0"),
         (KernelRidge(n_landmarks=100.0), "n_landmarks=100.0"),  # type: ignore[arg-type]
         (KernelRidge(alpha=np.inf), "alpha=inf: expected a finite number above 0"),
+        (KernelRidge(alpha="1"), "alpha='1': expected a finite number above 0"),  # type: ignore[arg-type]
+        (KernelRidge(gamma=np.inf), "gamma=inf: expected a finite number above 0"),
+        (TruncatedSVD(2, random_state=-1), "random_state=-1: expected a whole number of at least 0"),
+        (KernelRidge(solver="nystrom", random_state="a"), "random_state='a': expected"),  # type: ignore[arg-type]
+        (TruncatedSVD(2, sample="all"), "sample='all': expected a share"),  # type: ignore[arg-type]
     ],
 )
 def test_parameters_that_are_none(estimator: Any, message: str) -> None:
     X, y = cells_and_targets()
     with pytest.raises(PlanError, match=message):
         estimator.fit(X, y)
+
+
+@pytest.mark.parametrize("kind", ["loader", "DataFrame"])
+def test_features_in_another_order_are_refused(tmp_path: Path, kind: str) -> None:
+    """Taken by position, they would give other numbers without a word."""
+    X, y = cells_and_targets()
+    anndata = pytest.importorskip("anndata")
+
+    def given(order: list[int]) -> Any:
+        frame = pd.DataFrame(X[:, order], columns=[f"g{k}" for k in order])
+        if kind == "DataFrame":
+            return frame
+        return gpuload.open_loader(anndata.AnnData(frame.set_axis(frame.index.astype(str))), device="cpu")
+
+    same, other = given([0, 1, 2, 3]), given([0, 2, 1, 3])
+    svd, ridge = TruncatedSVD(2, engine="numpy").fit(same), KernelRidge(engine="numpy").fit(same, y)
+    svd.save(tmp_path / "svd.npz")
+    for model, use in (
+        (svd, svd.transform),
+        (ridge, ridge.predict),
+        (svd, TruncatedSVD.load(tmp_path / "svd.npz").transform),
+    ):
+        assert list(model.feature_names_in_) == ["g0", "g1", "g2", "g3"]
+        np.testing.assert_allclose(use(same), use(X), atol=1e-5)
+        with pytest.raises(
+            PlanError, match=rf"^X: feature 1 is 'g2', but {type(model).__name__} was fitted to 'g1' th"
+        ):
+            use(other)
+    svd.fit(X)
+    assert not hasattr(svd, "feature_names_in_")
+    svd.transform(other)
+    if kind == "loader":
+        same.close()
+        other.close()
+
+
+def test_data_frames_of_rows_in_another_order_are_refused() -> None:
+    X, y = cells_and_targets()
+    names = [f"c{i}" for i in range(len(X))]
+    frame, targets = pd.DataFrame(X, names), pd.Series(y, names)
+    model = KernelRidge(engine="numpy", n_rounds=1)
+    groups = pd.Series(np.arange(len(X)) % 4, names)
+    expected = model.fit(frame, targets, groups).predict(X)
+    shuffled = np.random.default_rng(0).permutation(len(X))
+    for X_given, y_given in (
+        (frame, targets.to_numpy()),
+        (frame, targets.reset_index(drop=True)),
+        (frame.set_axis(shuffled), targets.set_axis(shuffled)),
+        (frame.set_axis(shuffled), targets.reset_index(drop=True)),
+        (frame, targets.set_axis([f"other {name}" for name in names])),
+    ):
+        np.testing.assert_allclose(model.fit(X_given, y_given, groups.to_numpy()).predict(X), expected, atol=1e-5)
+    for y_given, of_groups, said in ((targets[::-1], groups, "y"), (targets, groups[::-1], "groups")):
+        with pytest.raises(PlanError, match=rf"^{said}: its index has the names of the rows of X in another order"):
+            model.fit(frame, y_given, of_groups)
+
+
+def test_a_score_is_of_as_many_targets() -> None:
+    """NumPy would compare each prediction with each target."""
+    X, y = cells_and_targets()
+    two = np.stack([y, y**2], axis=1)
+    of_one, of_two = KernelRidge(engine="numpy").fit(X, y), KernelRidge(engine="numpy").fit(X, two)
+    assert of_one.score(X, y[:, None]) == of_one.score(X, y) > 0.5
+    for model, wanted, n in ((of_one, two, 1), (of_two, y, 2)):
+        with pytest.raises(PlanError, match=rf"^y has shape \(60,.*, but there are predictions of {n} targets"):
+            model.score(X, wanted)
+
+
+@pytest.mark.parametrize("given", ["cells.h5ad", "AnnData"])
+def test_what_is_to_be_opened_first_is_said(given: str) -> None:
+    adata = pytest.importorskip("anndata").AnnData(np.eye(3, dtype=np.float32))
+    with pytest.raises(PlanError, match=rf"^X: found .*{given}.*; open it with gpuload.open_loader and pass the load"):
+        TruncatedSVD(2).fit(adata if given == "AnnData" else given)
+
+
+def test_parameters_that_are_refused_change_none() -> None:
+    model = KernelRidge()
+    with pytest.raises(ValueError, match=r"^beta: KernelRidge has no such parameter"):
+        model.set_params(alpha=3.0, beta=1)
+    assert model.alpha == 1.0
