@@ -245,6 +245,52 @@ def test_batches_are_held_out_by_name(cells: tuple[Paired, Paired], run: Callabl
     assert rmse(prediction(tmp_path), wanted) == pytest.approx(result["methods"]["KRR, ours"]["rmse"], rel=1e-5)
 
 
+def test_genes_may_be_in_another_order_in_each_file(
+    cells: tuple[Paired, Paired], folder: Path, expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    for name in ("train_mod1", "train_mod2", "test_mod2"):
+        (tmp_path / f"{name}.h5ad").symlink_to(folder / f"{name}.h5ad")
+    tables(cells)["test_mod1"][:, ::-1].copy().write_h5ad(tmp_path / "test_mod1.h5ad")
+    code, _, err = run(tmp_path, "--no-baselines")
+    assert code == 0, err
+    np.testing.assert_allclose(prediction(tmp_path), expected, atol=1e-4)
+
+
+def test_a_column_of_the_mudata_itself_may_say_the_batches(
+    cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "cite.h5mu"
+    write_h5mu(path, tables(cells), measured=N_TRAIN + N_TEST)
+    names = [f"{part}_{i}" for part, n in (("train", N_TRAIN), ("test", N_TEST)) for i in range(n)]
+    with h5py.File(path, "r+") as file:
+        del file["obs"]
+        write_elem(file, "obs", pd.DataFrame({"plate": np.arange(len(names)) % 3}, names)[::-1])
+    code, _, err = run(path, "--no-baselines", "--batch", "plate", "--test", "1")
+    assert code == 0, err
+    assert list(anndata.read_h5ad(tmp_path / "prediction.h5ad").obs_names) == names[1::3]
+
+
+@pytest.mark.filterwarnings("ignore:Forward slashes")
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["CD1", "CD1"], "cite.h5mu/mod/prot: 'CD1' is the name of two proteins; make names unique"),
+        (["CD1", "CD1/a"], "cite.h5mu: its copy cannot hold a data frame with the names of these proteins"),
+    ],
+)
+def test_names_of_proteins_that_a_mudata_cannot_hold(
+    cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path, names: list[str], message: str
+) -> None:
+    write_h5mu(tmp_path / "cite.h5mu", tables(cells), measured=N_TRAIN)
+    with h5py.File(tmp_path / "cite.h5mu", "r+") as file:
+        del file["mod/prot/var"]
+        write_elem(file, "mod/prot/var", pd.DataFrame(index=[*names, *PANEL[2:]]))
+    code, _, err = run(tmp_path / "cite.h5mu", "--no-baselines")
+    assert code == 1
+    assert message in err
+    assert not list(tmp_path.glob("*unfinished"))
+
+
 def test_two_anndata_are_joined_by_the_names_of_their_cells(
     cells: tuple[Paired, Paired], expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -1087,6 +1133,13 @@ def test_no_bar_is_drawn_where_nobody_looks(
         ("panel", (), 1, "its proteins are not those of train_mod2.h5ad"),
         ("two", (), 2, "other_train_mod1.h5ad, train_mod1.h5ad: which is train_mod1?"),
         ("text", (), 1, "train_mod2.h5ad: not an HDF5 file"),
+        ("genes", (), 1, "test_mod1.h5ad: it lacks 3 of the 400 genes of train_mod1.h5ad, such as 'gene397'"),
+        ("NaN", (), 1, "train_mod2.h5ad: 2 of its 600 cells hold NaN or infinite values; leave them out"),
+        ("negative", ("--counts",), 1, "train_mod2.h5ad: /layers/normalized holds -1.0, which is no count; leave --co"),
+        (None, ("--batch", "donr"), 2, "--batch donr: obs has no such column; it has 'batch', 'size_factors'"),
+        (None, ("--save", "nowhere/model.npz"), 2, "--save nowhere/model.npz: there is no folder nowhere; make it"),
+        ("X", (), 1, "train_mod1.h5ad: it has no /X, but others have; name the matrix with --layer"),
+        ("another", (), 1, "train_mod2.h5ad: there is no /obs, so it is no AnnData; give an .h5ad file"),
     ],
 )
 def test_what_does_not_fit_is_said(
@@ -1105,8 +1158,19 @@ def test_what_does_not_fit_is_said(
         found["train_mod1"].obs_names = ["same", "same", *found["train_mod1"].obs_names[2:]]
     if change == "panel":
         found["test_mod2"] = found["test_mod2"][:, ::-1].copy()
+    if change == "genes":
+        found["test_mod1"] = found["test_mod1"][:, :-3].copy()
+    if change in ("NaN", "negative"):
+        values = found["train_mod2"].layers["normalized"].tolil()
+        values[[3, 8], 2] = np.nan if change == "NaN" else -1
+        found["train_mod2"].layers["normalized"] = values.tocsc()
+    if change == "X":
+        found["test_mod1"].X = found["test_mod1"].layers["normalized"]
     for name, table in found.items():
         table.write_h5ad(tmp_path / f"{name}.h5ad")
+    if change == "another":
+        with h5py.File(tmp_path / "train_mod2.h5ad", "w") as file:
+            file["X"] = np.eye(3)
     if change == "two":
         found["train_mod1"].write_h5ad(tmp_path / "other_train_mod1.h5ad")
     if change == "text":
@@ -1121,10 +1185,12 @@ def test_a_pair_that_makes_no_task_is_refused(
 ) -> None:
     path = tmp_path / "cite.h5mu"
     write_h5mu(path, tables(cells), measured=N_TRAIN + N_TEST)
+    names = np.unique(np.concatenate([part.batch for part in cells]))
     for arguments, message in (
         ((path,), "nothing to predict; hold some batches out with --test"),
         ((path, "--test", "s9d9"), "--test s9d9: no cell is of that batch; there are s1d1, s1d2"),
-        ((path, "--batch", "donor", "--test", "all"), "no cell with proteins is left"),
+        ((path, "--test", *names), "no cell with proteins is left"),
+        ((path, "--batch", "donr", "--test", "s1d1"), "--batch donr: obs has no such column; it has 'batch'"),
         ((path, "--modalities", "rna", "atac"), "there is no /mod/atac"),
         ((path, path, path), "expected a folder"),
     ):
