@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 MOST_AT_ONCE = 12_000
 """Largest kernel matrix, in rows, that LAPACK may factorise in one call: some OpenBLAS builds crash on 16,000."""
 
+LEAST = {"n_gene_components": 1, "n_protein_components": 1, "n_rounds": 0, "n_landmarks": 1}
+"""Parameters that are whole numbers, and the least that each may be."""
+
+SOLVERS = ("auto", "exact", "nystrom")
+
 
 class Engine:
     """Ours: apart from the scores, nothing as long as the matrix is held in memory.
@@ -36,6 +41,12 @@ class Engine:
     name = "ours"
 
     def __init__(self, **params: Any) -> None:
+        for name, least in LEAST.items():
+            value = params[name]
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+                raise gpuload.PlanError(f"{name}={value!r}: expected a whole number of at least {least}.")
+        if params["solver"] not in SOLVERS:
+            raise gpuload.PlanError(f"solver={params['solver']!r}: expected one of {', '.join(map(repr, SOLVERS))}.")
         self.device = estimators.open_engine("auto", params["device"]).device
         self.params = {**params, "device": self.device}
         self.seed: int = params["random_state"]

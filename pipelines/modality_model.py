@@ -203,6 +203,7 @@ class ProteinModel:
     def score(self, genes: Any, proteins: Any = None) -> float:
         """Return the coefficient of determination, averaged over proteins, for cells given as to `fit`.
 
+        That of a protein that does not vary is 0, or 1 if it is predicted exactly, as in scikit-learn.
         Proteins are matched by name, too, and those that the model does not predict are left out. Where the model or
         the proteins have no names, since they come from an array, proteins are taken in order.
         """
@@ -216,7 +217,8 @@ class ProteinModel:
         found = found[known.among(len(found))]
         left = ((wanted - found) ** 2).sum(axis=0, dtype=np.float64)
         spread = ((wanted - wanted.mean(axis=0)) ** 2).sum(axis=0, dtype=np.float64)
-        return float(np.mean(1 - left[spread > 0] / spread[spread > 0]))
+        of_each = np.where(spread > 0, 1 - left / np.where(spread > 0, spread, 1), np.where(left == 0, 1.0, 0.0))
+        return float(np.mean(of_each))
 
     def _in_order(self, known: Known) -> NDArray[np.float32]:
         """Return what was measured of the proteins that the model predicts, in its order."""
@@ -486,6 +488,8 @@ def _known(
             n_given = len(batch)
     if batch is not None:
         batches = np.asarray(batch).astype(str)
+        if batches.ndim != 1:
+            raise gpuload.PlanError(f"batch has shape {batches.shape}; expected a label for each cell with proteins.")
         if len(batches) != n_given:
             raise gpuload.PlanError(
                 f"batch: {len(batches)} labels for {n_given} cells with proteins; give one for each row of them."

@@ -590,6 +590,9 @@ def test_a_score_is_of_the_same_proteins(small: Callable[[], Any], cells: tuple[
     frame = truth[:, order].to_df("normalized").assign(more=1.0)
     for given in (truth, truth[:, order].copy(), frame, cells[1].proteins):
         assert model.score(genes, given) == pytest.approx(expected, abs=1e-5)
+    for constant in (cells[1].proteins * (np.arange(N_PROTEINS) > 0), np.ones((N_TEST, N_PROTEINS))):
+        wanted = sklearn_metrics.r2_score(constant, model.predict(genes).X)
+        assert model.score(genes, constant) == pytest.approx(wanted, abs=1e-5)
     unnamed = small().fit(found["train_mod1"], cells[0].proteins)
     assert unnamed.score(genes, truth) == pytest.approx(expected, abs=1e-5)
     missing = cells[1].proteins.copy()
@@ -1206,12 +1209,23 @@ def test_a_model_refuses_what_is_no_training_set(modality: ModuleType, cells: tu
         ((genes, proteins[:5]), "5 rows for 600 cells"),
         ((genes, proteins[:, 0]), "expected"),
         ((genes, proteins, ["a"]), "1 labels for 600 cells"),
+        ((genes, proteins, np.full((N_TRAIN, 1), "a")), r"^batch has shape \(600, 1\); expected a label for each cell"),
+        ((genes, proteins, "batch"), r"^batch has shape \(\); expected a label for each cell"),
         ((tables(cells)["train_mod1"], tables(cells)["test_mod2"]), "none of their cells"),
     ):
         with pytest.raises((gpuload.PlanError, IndexError), match=message):
             modality.ProteinModel().fit(*arguments)
     with pytest.raises(gpuload.PlanError, match="engine='jax'"):
         modality.ProteinModel("jax")
+    for engine in ("ours", "sklearn"):  # each of which has its own ideas of what else these may mean
+        for params, message in (
+            ({"solver": "landmarks"}, "^solver='landmarks': expected one of 'auto', 'exact', 'nystrom'"),
+            ({"n_rounds": -1}, "^n_rounds=-1: expected a whole number of at least 0"),
+            ({"n_landmarks": 0}, "^n_landmarks=0: expected a whole number of at least 1"),
+            ({"n_gene_components": "20"}, "^n_gene_components='20': expected a whole number of at least 1"),
+        ):
+            with pytest.raises(gpuload.PlanError, match=message):
+                modality.ProteinModel(engine, **params)
 
 
 # --- the benchmark ---
