@@ -324,8 +324,18 @@ def _without_frame(genes: Any) -> Any:
 
 def _table_of(genes: Any) -> Any:
     """Return the AnnData of the genes, or None if they are given in another form."""
-    genes = genes.mod[GENES] if hasattr(genes, "mod") else genes
+    genes = _modality(genes, GENES) if hasattr(genes, "mod") else genes
     return genes if hasattr(genes, "obs_names") else None
+
+
+def _modality(mdata: Any, name: str) -> Any:
+    """Return the AnnData of a modality of a MuData."""
+    if name not in mdata.mod:
+        raise gpuload.PlanError(
+            f"genes: a MuData with the modalities {', '.join(map(repr, mdata.mod))}; there is no {name!r}, so pass the "
+            "AnnData of its genes, and that of its proteins."
+        )
+    return mdata.mod[name]
 
 
 def _opened(genes: Any) -> dict[str, Any]:
@@ -451,7 +461,7 @@ def _known(
     if proteins is None:
         if not hasattr(genes, "mod"):
             raise gpuload.PlanError("proteins=None: only a MuData has them with it.")
-        proteins = genes.mod[PROTEINS]
+        proteins = _modality(genes, PROTEINS)
     values, cells, names = _values_of(proteins)
     n_given = len(values)
     order: Any = slice(None)  # of what was given, as the genes have it

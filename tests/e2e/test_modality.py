@@ -785,6 +785,12 @@ def test_a_mudata_in_memory(modality: ModuleType, cells: tuple[Paired, Paired]) 
     model = modality.ProteinModel(n_rounds=1).fit(both)
     assert model.predict(both).shape == (N_TRAIN, N_PROTEINS)
     assert model.score(both) > 0.2
+    for names in (("gex", "prot"), ("rna", "adt")):
+        other = mudata.MuData(dict(zip(names, (found["train_mod1"], found["train_mod2"]), strict=True)))
+        with pytest.raises(
+            gpuload.PlanError, match=rf"^genes: a MuData with the modalities '{names[0]}', '{names[1]}'; t"
+        ):
+            modality.ProteinModel(n_rounds=1).fit(other)
 
 
 def test_one_batch_makes_one_model(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
