@@ -159,7 +159,9 @@ class KernelRidge(Estimator):
         targets = _checked_targets(y, len(found), X)
         wanted = targets.reshape(found.shape[0], -1).astype(np.float64)
         if wanted.shape != found.shape:  # of one and several NumPy would take the differences of all pairs
-            raise PlanError(f"y has shape {targets.shape}, but there are predictions of {found.shape[1]} targets.")
+            raise PlanError(
+                f"y has shape {targets.shape}, but there are predictions of {found.shape[1]} targets; give these."
+            )
         if not np.all(np.isfinite(wanted)):
             raise PlanError("y holds NaN or infinite values; remove or fill them first.")
         left = ((wanted - found) ** 2).sum(axis=0)
