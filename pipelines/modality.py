@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> None:
     if args.model:
         return predict_new(args, out)
     model = model_of(args)
+    if args.save and not args.save.absolute().parent.is_dir():
+        raise gpuload.PlanError(f"--save {args.save}: there is no folder {args.save.parent}; make it first.")
     if args.make:
         write_synthetic(first, args.make, args.seed)
     if args.real:
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"compiled and loaded, in no other figure: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     start = time.perf_counter()
     model.fit(dict(cells.genes), cells.proteins, cells.batch, cells.rows)
-    model.is_counts_ = args.counts
+    model.is_counts_, model.protein_names_ = args.counts, cells.protein_names
     predicted = model.predict_scores(model.scores_[cells.test])
     seconds = time.perf_counter() - start
     for step, taken in model.seconds_.items():
@@ -227,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
     add("--engine", choices=ENGINES, default="ours", help="implementation to compute with (default: %(default)s)")
     add("--make", type=int, metavar="CELLS", help="first write synthetic files with this many training cells")
     add("--real", action="store_true", help="first download and write 400 real cells")
-    add("--batch", default="batch", metavar="COLUMN", help="obs column of batches (default: %(default)s)")
+    add("--batch", metavar="COLUMN", help="obs column of batches (default: batch, if there is one)")
     add(
         "--test",
         nargs="+",

@@ -75,7 +75,7 @@ class Cells:
 def read_cells(
     paths: Sequence[Path],
     *,
-    batch: str = "batch",
+    batch: str | None = None,
     test: Sequence[str] = (),
     modalities: Sequence[str] = (GENES, PROTEINS),
     layer: str | None = None,
@@ -90,7 +90,7 @@ def read_cells(
         var["feature_types"] tells GEX and ADT apart; or two: genes, and proteins of the same cells or of some of them,
         found by name.
     batch
-        Column of obs; without one, all cells are one batch.
+        Column of obs, also of a MuData's own; None: "batch", or if there is none, all cells are one batch.
     test
         Batches to hold out. Without them, predict what was not measured.
     modalities
@@ -111,7 +111,10 @@ def read_cells(
         return _of_folder(paths[0], batch, layer, is_counts)
     if len(paths) == 1 and paths[0].suffix == ".h5mu":
         genes, proteins = (Table(paths[0], f"mod/{name}", layer) for name in modalities)
-        return _of_pair(genes, proteins, batch, test, is_counts, mudata=(paths[0], *modalities))
+        _check_proteins(proteins)
+        is_elsewhere = batch is not None and batch not in genes.obs and batch not in proteins.obs
+        whole = Table(paths[0]).obs if is_elsewhere else None
+        return _of_pair(genes, proteins, batch, test, is_counts, mudata=(paths[0], *modalities), whole=whole)
     if len(paths) == 1:
         return _of_stacked(Table(paths[0], "", layer), batch, test, is_counts)
     if len(paths) == 2:
@@ -134,6 +137,11 @@ class Table:
                 raise gpuload.StoreError(
                     f"{path}: there is no /{member}; name its modalities with --modalities GENES PROTEINS."
                 )
+            if missing := [name for name in ("obs", "var") if name not in group]:
+                raise gpuload.StoreError(
+                    f"{self.address}: there is no /{missing[0]}, so it is no AnnData; give an .h5ad file, a zarr "
+                    "store of AnnData, or an .h5mu file."
+                )
             has_X = "X" in group and group["X"].attrs.get("encoding-type") != "null"
             self.obs = self._frame(group, "obs")
             self.var = self._frame(group, "var")
@@ -146,7 +154,12 @@ class Table:
         if self.path.is_dir():
             import zarr
 
-            group = zarr.open_group(self.path, mode="r")
+            try:
+                group = zarr.open_group(self.path, mode="r")
+            except (OSError, ValueError) as error:
+                raise gpuload.StoreError(
+                    f"{self.path}: a folder that is no zarr store; give one, or a file of AnnData."
+                ) from error
             yield group.get(self._member) if self._member else group
         else:
             try:
@@ -181,10 +194,28 @@ class Table:
                 raise gpuload.StoreError(f"{self.address}: there is no /{member}; name an existing one with --layer.")
             X = read_elem(group[member])
         dense = np.asarray(X.toarray() if issparse(X) else X, dtype=np.float32)
-        return log_ratios(dense) if is_counts else dense
+        return _log_ratios(dense, f"{self.address}: /{member}") if is_counts else dense
 
 
-def _of_folder(folder: Path, batch: str, layer: str | None, is_counts: bool) -> Cells:
+def _log_ratios(counts: NDArray[np.float32], what: str) -> NDArray[np.float32]:
+    if (counts < 0).any():
+        raise gpuload.StoreError(
+            f"{what} holds {counts.min()}, which is no count; leave --counts out, or name the counts with --layer."
+        )
+    return log_ratios(counts)
+
+
+def _check_proteins(proteins: Table) -> None:
+    """Raise StoreError if a MuData could not hold predictions of these as a data frame."""
+    names = proteins.var.index
+    if not names.is_unique:
+        raise gpuload.StoreError(
+            f"{proteins.address}: {str(names[names.duplicated()][0])!r} is the name of two proteins; make names unique "
+            "with adata.var_names_make_unique()."
+        )
+
+
+def _of_folder(folder: Path, batch: str | None, layer: str | None, is_counts: bool) -> Cells:
     """Read the files of the competition and of Open Problems; the cells to predict for are those of test_mod1."""
     genes = [Table(_found(folder, name), "", layer) for name in ("train_mod1", "test_mod1")]
     proteins = Table(_found(folder, "train_mod2"), "", layer)
@@ -197,6 +228,12 @@ def _of_folder(folder: Path, batch: str, layer: str | None, is_counts: bool) -> 
     n_train, n_test = (len(table.obs) for table in genes)
     wanted = np.full((n_test, len(proteins.var)), np.nan, dtype=np.float32)
     noise_free = None
+    known = proteins.matrix(is_counts=is_counts)[places]
+    if n_missing := int((~np.isfinite(known)).any(axis=1).sum()):
+        raise gpuload.StoreError(
+            f"{proteins.path}: {n_missing} of its {len(known)} cells hold NaN or infinite values; leave them out of "
+            "train_mod1 and train_mod2."
+        )
     if any(folder.glob("*test_mod2.*")):
         truth = Table(_found(folder, "test_mod2"), "", layer)
         if list(truth.var.index) != list(proteins.var.index):
@@ -210,7 +247,7 @@ def _of_folder(folder: Path, batch: str, layer: str | None, is_counts: bool) -> 
         genes=_gene_settings(genes, is_counts),
         names=genes[0].obs.index.append(genes[1].obs.index),
         rows=rows,
-        proteins=proteins.matrix(is_counts=is_counts)[places],
+        proteins=known,
         batch=_batches(batch, genes[0].obs.iloc[rows], proteins.obs.iloc[places]),
         test=np.arange(n_train, n_train + n_test),
         wanted=wanted,
@@ -223,12 +260,13 @@ def _of_folder(folder: Path, batch: str, layer: str | None, is_counts: bool) -> 
 def _of_pair(
     genes: Table,
     proteins: Table,
-    batch: str,
+    batch: str | None,
     test: Sequence[str],
     is_counts: bool,
     mudata: tuple[Path, str, str] | None = None,
+    whole: pd.DataFrame | None = None,
 ) -> Cells:
-    """Read genes and proteins of one set of cells."""
+    """Read genes and proteins of one set of cells; `whole` is a MuData's own obs of those with genes."""
     measured, places = _matched(genes, proteins)
     if not measured.size:
         raise gpuload.StoreError(f"{proteins.address}: none of its cells has a name that is in {genes.address}.")
@@ -236,7 +274,7 @@ def _of_pair(
     values = np.full((n_obs, len(proteins.var)), np.nan, dtype=np.float32)
     values[measured] = proteins.matrix(is_counts=is_counts)[places]
     everyone = proteins.obs.iloc[places].set_axis(genes.obs.index[measured]).reindex(genes.obs.index)
-    batches = _batches(batch, genes.obs, everyone)
+    batches = _batches(batch, genes.obs, everyone, *([] if whole is None else [_of_cells(whole, genes)]))
     is_test = _held_out(batches, test) if test else ~np.isfinite(values).all(axis=1)
     if not is_test.any():
         raise gpuload.PlanError(
@@ -259,7 +297,7 @@ def _of_pair(
     )
 
 
-def _of_stacked(table: Table, batch: str, test: Sequence[str], is_counts: bool) -> Cells:
+def _of_stacked(table: Table, batch: str | None, test: Sequence[str], is_counts: bool) -> Cells:
     """Read genes and proteins that stand side by side in one matrix, as the competition's data set in GEO does."""
     kinds = table.var.get("feature_types", pd.Series(dtype=str)).astype(str).to_numpy()
     is_gene, is_protein = np.isin(kinds, ["GEX", "Gene Expression"]), np.isin(kinds, ["ADT", "Antibody Capture"])
@@ -276,7 +314,7 @@ def _of_stacked(table: Table, batch: str, test: Sequence[str], is_counts: bool) 
         table.address, layer=table.layer, genes=is_protein, shuffle=False, batch_size=4096, device="cpu"
     ) as loader:
         proteins = np.concatenate([found.X for found in loader])
-    proteins = log_ratios(proteins) if is_counts else proteins
+    proteins = _log_ratios(proteins, table.address) if is_counts else proteins
     return Cells(
         genes={**_gene_settings([table], is_counts), "genes": is_gene},
         names=table.obs.index,
@@ -332,20 +370,38 @@ def _matched(genes: Table, proteins: Table) -> tuple[NDArray[np.int64], NDArray[
     return rows, places[rows]
 
 
-def _batches(column: str, *frames: pd.DataFrame) -> NDArray[np.str_]:
+def _of_cells(obs: pd.DataFrame, genes: Table) -> pd.DataFrame:
+    """Return the obs of a MuData for the cells with genes; their names are unique."""
+    return obs[obs.index.isin(genes.obs.index)].reindex(genes.obs.index)
+
+
+def _batches(column: str | None, *frames: pd.DataFrame) -> NDArray[np.str_]:
     """Return the batch of each cell, from the first frame that has the column."""
     for frame in frames:
-        if column in frame:
-            return frame[column].astype(object).fillna("").to_numpy().astype(str)
+        if (name := column or "batch") in frame:
+            return np.where(frame[name].isna(), "", frame[name].to_numpy().astype(str))
+    if column is not None:
+        there = ", ".join(dict.fromkeys(repr(str(name)) for frame in frames for name in frame)) or "no column"
+        raise gpuload.PlanError(f"--batch {column}: obs has no such column; it has {there}.")
     return np.full(len(frames[0]), "all")
 
 
 def _gene_settings(tables: Sequence[Table], is_counts: bool) -> dict[str, Any]:
-    for table in tables:
-        if table.layer != tables[0].layer:
-            raise gpuload.StoreError(f"{table.path}: it has no /X, but others have; name the matrix with --layer.")
     transform = gpuload.Transform(target_sum=1e4, log1p=True) if is_counts else None
-    return {"paths": [table.address for table in tables], "layer": tables[0].layer, "transform": transform}
+    found = {"paths": [table.address for table in tables], "layer": tables[0].layer, "transform": transform}
+    names = tables[0].var.index
+    for table in tables[1:]:
+        if table.layer != tables[0].layer:
+            lacking = table if tables[0].layer == "X" else tables[0]
+            raise gpuload.StoreError(f"{lacking.path}: it has no /X, but others have; name the matrix with --layer.")
+        if missing := list(names.difference(table.var.index)):
+            raise gpuload.StoreError(
+                f"{table.path}: it lacks {len(missing)} of the {len(names)} genes of {tables[0].path.name}, such as "
+                f"{str(missing[0])!r}; give files of the same genes."
+            )
+        if not names.equals(table.var.index):  # in another order, or more
+            found["join"] = list(names)
+    return found
 
 
 # --- output
@@ -371,12 +427,19 @@ def write_prediction(folder: Path, predicted: NDArray[np.float32], cells: Cells)
         whole[cells.test] = predicted
         unfinished = folder / ".prediction.h5mu.unfinished"
         shutil.copyfile(source, unfinished)
-        with h5py.File(unfinished, "r+") as file:
-            place = f"mod/{genes}/obsm"
-            if place not in file:
-                write_elem(file, place, {})
-            frame = pd.DataFrame(whole, cells.names, cells.protein_names)
-            write_elem(file[place], f"{proteins}_predicted", frame)
+        try:
+            with h5py.File(unfinished, "r+") as file:
+                place = f"mod/{genes}/obsm"
+                if place not in file:
+                    write_elem(file, place, {})
+                frame = pd.DataFrame(whole, cells.names, cells.protein_names)
+                write_elem(file[place], f"{proteins}_predicted", frame)
+        except (TypeError, ValueError) as error:  # columns with names that HDF5 cannot hold beside each other
+            unfinished.unlink()
+            raise gpuload.StoreError(
+                f"{source}: its copy cannot hold a data frame with the names of these proteins ({error}); rename them. "
+                f"{written[0]} has the prediction."
+            ) from error
         unfinished.replace(folder / "prediction.h5mu")
         written.append(folder / "prediction.h5mu")
     return written

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 MOST_AT_ONCE = 12_000
 """Largest kernel matrix, in rows, that LAPACK may factorise in one call: some OpenBLAS builds crash on 16,000."""
 
+LEAST = {"n_gene_components": 1, "n_protein_components": 1, "n_rounds": 0, "n_landmarks": 1}
+"""Parameters that are whole numbers, and the least that each may be."""
+
+SOLVERS = ("auto", "exact", "nystrom")
+
 
 class Engine:
     """Ours: apart from the scores, nothing as long as the matrix is held in memory.
@@ -36,6 +41,12 @@ class Engine:
     name = "ours"
 
     def __init__(self, **params: Any) -> None:
+        for name, least in LEAST.items():
+            value = params[name]
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+                raise gpuload.PlanError(f"{name}={value!r}: expected a whole number of at least {least}.")
+        if params["solver"] not in SOLVERS:
+            raise gpuload.PlanError(f"solver={params['solver']!r}: expected one of {', '.join(map(repr, SOLVERS))}.")
         self.device = estimators.open_engine("auto", params["device"]).device
         self.params = {**params, "device": self.device}
         self.seed: int = params["random_state"]
@@ -58,7 +69,8 @@ class Engine:
 
     def gene_scores(self, settings: Mapping[str, Any]) -> tuple[NDArray[np.float32], NDArray[np.float32], Any]:
         """Return the SVD's scores of all cells, its components, and the names of the genes."""
-        with self.open(settings, dtype="bfloat16") as cells:
+        # in random order, since the SVD begins with some of the cells, and neighbours in a file are often of one kind
+        with self.open(settings, dtype="bfloat16", shuffle=True, block_size="chunk") as cells:
             svd = self.svd(min(self.params["n_gene_components"], cells.n_vars, cells.n_obs))
             scores = svd.fit_transform(cells)
             return np.asarray(scores, dtype=np.float32), np.asarray(svd.components_, dtype=np.float32), cells.var_names
@@ -115,9 +127,20 @@ class SklearnEngine(Engine):
 
     def gene_scores(self, settings: Mapping[str, Any]) -> tuple[NDArray[np.float32], NDArray[np.float32], Any]:
         """Return the SVD's scores of all cells, its components, and the names of the genes."""
-        with self.open(settings, output="csr", device="cpu") as cells:
-            names = cells.var_names
-            X = vstack([batch.X for batch in cells], format="csr")
+        with self.open({**settings, "output": "csr", "dtype": "float32", "device": "cpu"}) as cells:
+            names, n_obs = cells.var_names, cells.n_obs
+            batches = [(batch.X, batch.rows) for batch in cells]
+        X = vstack([part for part, _ in batches], format="csr")
+        rows = np.concatenate([numbers for _, numbers in batches])
+        del batches
+        order = np.argsort(rows, kind="stable")
+        if not np.array_equal(rows[order], np.arange(n_obs)):
+            raise gpuload.PlanError(
+                f"genes: their settings read {np.unique(rows).size:,} of {n_obs:,} cells; leave out where=, "
+                "drop_last=, ranks, and a sampler that leaves out or repeats cells."
+            )
+        if (order != np.arange(n_obs)).any():  # else a copy for nothing
+            X = X[order]
         if not np.isfinite(X.data).all():
             raise gpuload.CorruptDataError("genes hold NaN or infinite values; remove or fill them first.")
         svd = self.svd(min(self.params["n_gene_components"], *X.shape))

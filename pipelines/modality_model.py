@@ -98,8 +98,10 @@ class ProteinModel:
     ) -> None:
         if engine not in ENGINES:
             raise gpuload.PlanError(f"engine={engine!r}: expected one of {', '.join(map(repr, ENGINES))}.")
-        self.params = {name: value for name, value in locals().items() if name != "self"}
-        self.engine: Engine = ENGINES[engine](**self.params)
+        params = {name: value for name, value in locals().items() if name != "self"}
+        made = ENGINES[engine](**params)  # first, since one that is refused must leave a model as it was
+        self.params: dict[str, Any] = params
+        self.engine: Engine = made
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the parameters, as scikit-learn's tools ask for them."""
@@ -138,7 +140,7 @@ class ProteinModel:
             default one.
         batch : (n,), optional
             Batches of the cells with proteins, in the order of the rows of `proteins`, or a Series with the names of
-            cells as its index; else the AnnData's obs["batch"], else all are one batch.
+            cells as its index; else obs["batch"] of the genes, also of those in files; else all are one batch.
         rows : (n,), optional
             Indices of the cells that have the given proteins, or a mask of all cells; the others help to find the
             components. None: all, or those that the proteins name.
@@ -151,12 +153,7 @@ class ProteinModel:
         scores, gene_components, gene_names = self.engine.gene_scores(settings)
         scores = standardised(scores)
         middle = time.perf_counter()
-        chosen = np.arange(len(scores)) if known.rows is None else _checked_rows(known.rows, len(scores))
-        if len(chosen) != len(known.proteins):
-            raise gpuload.PlanError(
-                f"proteins: {len(known.proteins)} rows for {len(chosen)} cells; give a row for each, or pass rows "
-                "to say which cells they are of."
-            )
+        chosen = known.among(len(scores))
         svd = self.engine.svd(min(self.params["n_protein_components"], *known.proteins.shape)).fit(known.proteins)
         y = np.asarray(svd.transform(known.proteins), dtype=np.float32)
         first = chosen[0] if len(chosen) else 0
@@ -204,13 +201,42 @@ class ProteinModel:
         return np.asarray(np.maximum(model.predict(scores) @ self.protein_components_, 0))
 
     def score(self, genes: Any, proteins: Any = None) -> float:
-        """Return the coefficient of determination, averaged over proteins, for cells given as to `fit`."""
-        known, found = _known(_without_frame(genes), proteins, None, None), self.predict(genes)
+        """Return the coefficient of determination, averaged over proteins, for cells given as to `fit`.
+
+        That of a protein that does not vary is 0, or 1 if it is predicted exactly, as in scikit-learn.
+        Proteins are matched by name, too, and those that the model does not predict are left out. Where the model or
+        the proteins have no names, since they come from an array, proteins are taken in order.
+        """
+        self._check_fitted()
+        known = _known(_without_frame(genes), proteins, None, None, has_batch=False)
+        wanted = self._in_order(known)
+        if not np.isfinite(wanted).all():
+            raise gpuload.PlanError("proteins hold NaN or infinite values; leave out the cells where they do.")
+        found = self.predict(genes)
         found = np.asarray(found.X if hasattr(found, "obs_names") else found)
-        found = found if known.rows is None else found[known.rows]
-        left = ((known.proteins - found) ** 2).sum(axis=0, dtype=np.float64)
-        spread = ((known.proteins - known.proteins.mean(axis=0)) ** 2).sum(axis=0, dtype=np.float64)
-        return float(np.mean(1 - left[spread > 0] / spread[spread > 0]))
+        found = found[known.among(len(found))]
+        left = ((wanted - found) ** 2).sum(axis=0, dtype=np.float64)
+        spread = ((wanted - wanted.mean(axis=0)) ** 2).sum(axis=0, dtype=np.float64)
+        of_each = np.where(spread > 0, 1 - left / np.where(spread > 0, spread, 1), np.where(left == 0, 1.0, 0.0))
+        return float(np.mean(of_each))
+
+    def _in_order(self, known: Known) -> NDArray[np.float32]:
+        """Return what was measured of the proteins that the model predicts, in its order."""
+        names = pd.Index(self.protein_names_)
+        if _has_names(names) and _has_names(known.names):
+            places = known.names.get_indexer(names)
+            if (places < 0).any():
+                raise gpuload.PlanError(
+                    f"proteins: there is no {str(names[places < 0][0])!r}, which the model predicts; give all "
+                    f"{len(names)} of its proteins, or an array, whose columns are taken in order."
+                )
+            return known.proteins[:, places]
+        if known.proteins.shape[1] != len(names):
+            raise gpuload.PlanError(
+                f"proteins: {known.proteins.shape[1]} columns, but the model predicts {len(names)}; give these, in "
+                "its order."
+            )
+        return known.proteins
 
     def save(self, path: str | Path) -> None:
         """Write parameters and learned arrays to an .npz file, without pickles."""
@@ -271,9 +297,19 @@ class Known:
     """Proteins that were measured: of which cells (None: of all, in order), in which batches, and their names."""
 
     proteins: NDArray[np.float32]
-    names: Any
+    names: pd.Index
     batch: NDArray[np.str_]
     rows: NDArray[np.int64] | None
+
+    def among(self, n_obs: int) -> NDArray[np.int64]:
+        """Return the indices of the cells with proteins, among so many; raise PlanError if they are not."""
+        chosen = np.arange(n_obs) if self.rows is None else _checked_rows(self.rows, n_obs)
+        if len(chosen) != len(self.proteins):
+            raise gpuload.PlanError(
+                f"proteins: {len(self.proteins)} rows for {len(chosen)} cells; give a row for each, or pass rows "
+                "to say which cells they are of."
+            )
+        return chosen
 
 
 def _without_frame(genes: Any) -> Any:
@@ -288,8 +324,18 @@ def _without_frame(genes: Any) -> Any:
 
 def _table_of(genes: Any) -> Any:
     """Return the AnnData of the genes, or None if they are given in another form."""
-    genes = genes.mod[GENES] if hasattr(genes, "mod") else genes
+    genes = _modality(genes, GENES) if hasattr(genes, "mod") else genes
     return genes if hasattr(genes, "obs_names") else None
+
+
+def _modality(mdata: Any, name: str) -> Any:
+    """Return the AnnData of a modality of a MuData."""
+    if name not in mdata.mod:
+        raise gpuload.PlanError(
+            f"genes: a MuData with the modalities {', '.join(map(repr, mdata.mod))}; there is no {name!r}, so pass the "
+            "AnnData of its genes, and that of its proteins."
+        )
+    return mdata.mod[name]
 
 
 def _opened(genes: Any) -> dict[str, Any]:
@@ -323,6 +369,29 @@ def _names_of(settings: Mapping[str, Any]) -> pd.Index | None:
 def _index_of(frame: pd.DataFrame | pd.Series) -> pd.Index | None:
     """Return the names in a pandas index; None of the default one, which only counts."""
     return None if frame.index.equals(pd.RangeIndex(len(frame))) else frame.index.astype(str)
+
+
+def _has_names(names: pd.Index) -> bool:
+    """Return whether proteins have names, other than the numbers that those of an array get."""
+    return list(names) != list(map(str, range(len(names))))
+
+
+def _batches_of(settings: Mapping[str, Any]) -> NDArray[np.object_] | None:
+    """Return obs["batch"] of all cells that these settings open; None if there is none."""
+    names = ("paths", "layer", "modality", "join", "obs_table", "storage_options")
+    opened = {name: settings[name] for name in names if name in settings}
+    if hasattr(paths := settings["paths"], "shape") and not hasattr(paths, "obs"):
+        return None
+    for join in ({}, {"join": "outer"}):  # of several files, those that lack the column are a batch, too
+        try:
+            with gpuload.open_loader(
+                **{**opened, **join, "obs": "batch"}, device="cpu", rank=0, world_size=1
+            ) as loader:
+                return loader.obs["batch"].to_numpy(dtype=object)
+        except gpuload.StoreError as error:
+            if not join and "no column 'batch'" not in str(error) and "has no obs" not in str(error):
+                raise
+    return None
 
 
 def _check_unique(what: str, names: pd.Index) -> None:
@@ -384,13 +453,15 @@ def _checked_rows(rows: NDArray[Any], n_obs: int) -> NDArray[np.int64]:
     return rows.astype(np.int64)
 
 
-def _known(genes: Any, proteins: Any, batch: ArrayLike | None, rows: ArrayLike | None) -> Known:
-    """Return the proteins that belong to the genes."""
+def _known(
+    genes: Any, proteins: Any, batch: ArrayLike | None, rows: ArrayLike | None, *, has_batch: bool = True
+) -> Known:
+    """Return the proteins that belong to the genes; all in one batch unless `has_batch`."""
     table, settings = _table_of(genes), _opened(genes)
     if proteins is None:
         if not hasattr(genes, "mod"):
             raise gpuload.PlanError("proteins=None: only a MuData has them with it.")
-        proteins = genes.mod[PROTEINS]
+        proteins = _modality(genes, PROTEINS)
     values, cells, names = _values_of(proteins)
     n_given = len(values)
     order: Any = slice(None)  # of what was given, as the genes have it
@@ -427,6 +498,8 @@ def _known(genes: Any, proteins: Any, batch: ArrayLike | None, rows: ArrayLike |
             n_given = len(batch)
     if batch is not None:
         batches = np.asarray(batch).astype(str)
+        if batches.ndim != 1:
+            raise gpuload.PlanError(f"batch has shape {batches.shape}; expected a label for each cell with proteins.")
         if len(batches) != n_given:
             raise gpuload.PlanError(
                 f"batch: {len(batches)} labels for {n_given} cells with proteins; give one for each row of them."
@@ -435,5 +508,9 @@ def _known(genes: Any, proteins: Any, batch: ArrayLike | None, rows: ArrayLike |
     elif table is not None and "batch" in table.obs:
         batches = table.obs["batch"].to_numpy()[slice(None) if chosen is None else chosen].astype(str)
     else:
-        batches = np.full(len(values), "all")
+        found = _batches_of(settings) if has_batch and table is None else None
+        if found is None:
+            batches = np.full(len(values), "all")
+        else:
+            batches = found[slice(None) if chosen is None else _checked_rows(chosen, len(found))].astype(str)
     return Known(values, names, batches, chosen)

@@ -1,6 +1,6 @@
 """Estimators with scikit-learn's interface for matrices too large for memory, fed by minibatches, also from a loader.
 
-svd = TruncatedSVD(300).fit(gpuload.open_loader("gex.h5ad", shuffle=False, batch_size=2048))
+svd = TruncatedSVD(300).fit(gpuload.open_loader("gex.h5ad", batch_size=2048, block_size="chunk"))
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
 
+    from numpy.typing import NDArray
+
     from gpuload.estimators.arrays import Engine
 
 
@@ -33,8 +35,10 @@ class Estimator:
     """Attributes of a fitted estimator, without which it is not whole."""
     components_: Any
     n_features_in_: int
+    feature_names_in_: NDArray[np.str_]
     engine: str
     device: str | None
+    random_state: int
 
     @classmethod
     def _names(cls) -> list[str]:
@@ -53,9 +57,10 @@ class Estimator:
         ValueError
             There is no such parameter (scikit-learn's convention).
         """
-        for name, value in params.items():
+        for name in params:  # all of them first, since a call that fails must change none
             if name not in self._names():
                 raise ValueError(f"{name}: {type(self).__name__} has no such parameter; it has {self._names()}.")
+        for name, value in params.items():
             setattr(self, name, value)
         return self
 
@@ -124,10 +129,19 @@ class Estimator:
         device = X.device if isinstance(X, Loader) and self.engine != "numpy" else "cpu"
         return open_engine(self.engine, "cuda" if (self.engine, device) == ("cupy", "cpu") else device, has_choice=True)
 
+    def _random(self) -> np.random.Generator:
+        """Return a new generator of the seed."""
+        try:
+            return np.random.default_rng(self.random_state)
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"random_state={self.random_state!r}: expected a whole number of at least 0 ({error})."
+            ) from error
+
     def _checked(
         self, X: Any, engine: Engine, *, is_fitted: bool = False, of_bits: Callable[[Any], Any] = float32_of_bits
     ) -> Passes:
-        """Return the passes over a matrix, checked against the fitted width if `is_fitted`."""
+        """Return the passes over a matrix, checked against the columns fitted if `is_fitted`."""
         if is_fitted and not hasattr(self, "n_features_in_"):
             raise not_fitted(type(self).__name__)
         passes = Passes(X, engine, of_bits)
@@ -136,6 +150,8 @@ class Estimator:
                 f"X has {passes.n_columns} features, but {type(self).__name__} is expecting {self.n_features_in_} "
                 "features as input; give it that many."
             )
+        if is_fitted and passes.names is not None:
+            self._check_names(passes.names)
         if passes.n_rows < 1 or passes.n_columns < 1:
             what = "sample" if passes.n_rows < 1 else "feature"
             raise PlanError(
@@ -143,6 +159,25 @@ class Estimator:
                 "is required; give it some."
             )
         return passes
+
+    def _check_names(self, names: NDArray[np.str_]) -> None:
+        """Raise PlanError if columns have other names than those fitted."""
+        fitted = getattr(self, "feature_names_in_", names)
+        if differing := np.flatnonzero(names != fitted).tolist():
+            at = differing[0]
+            raise PlanError(
+                f"X: feature {at} is {str(names[at])!r}, but {type(self).__name__} was fitted to {str(fitted[at])!r} "
+                "there; give it the same features in the same order, as with open_loader(genes=...feature_names_in_), "
+                "or, if only names differ, delete its feature_names_in_."
+            )
+
+    def _remember(self, passes: Passes) -> None:
+        """Set what a fitted estimator knows of the columns."""
+        self.n_features_in_ = passes.n_columns
+        if passes.names is not None:
+            self.feature_names_in_ = passes.names
+        elif hasattr(self, "feature_names_in_"):
+            del self.feature_names_in_
 
 
 def not_fitted(name: str) -> Exception:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_index, is_whole
+from gpuload.checks import check_index, is_number, is_whole
 from gpuload.errors import PlanError
 from gpuload.estimators.arrays import Engine, to_host
 from gpuload.estimators.base import Estimator
-from gpuload.estimators.passes import BATCH_SIZE, Passes
+from gpuload.estimators.passes import BATCH_SIZE, Passes, checked_finite
 from gpuload.loader import Loader
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class KernelRidge(Estimator):
         Rows at which the kernel is evaluated.
     dual_coef_ : (m, n_targets) float32
         Dual coefficients; of shape (m,) if y was one-dimensional.
-    n_features_in_
-        Number of columns of X.
+    n_features_in_, feature_names_in_
+        Number and names of the columns of X; see `TruncatedSVD`.
 
     References
     ----------
@@ -134,7 +134,7 @@ class KernelRidge(Estimator):
         rows, coefficients = (self._exact if is_exact else self._landmarks)(engine, passes, flat, halves, gamma)
         if not np.all(np.isfinite(coefficients)):
             raise PlanError("X or y holds NaN or infinite values; remove or fill them first.")
-        self.n_features_in_ = passes.n_columns  # only now: a fit that fails leaves a fitted model as it was
+        self._remember(passes)  # only now: a fit that fails leaves a fitted model as it was
         self.X_fit_: NDArray[np.float32] = rows
         self.dual_coef_: NDArray[np.float32] = coefficients[:, 0] if targets.ndim == 1 else coefficients
         return self
@@ -149,12 +149,19 @@ class KernelRidge(Estimator):
         out = np.empty((passes.n_rows, weights.shape[1]), dtype=np.float32)
         for rows, part in passes:
             out[rows] = engine.host(_kernel(engine, engine.put(part, "float32"), known, gamma) @ weights)
+        checked_finite(out)
         return out[:, 0] if self.dual_coef_.ndim == 1 else out
 
     def score(self, X: Any, y: ArrayLike) -> float:
         """Return the coefficient of determination of the predictions, averaged over targets."""
         found = self.predict(X).astype(np.float64)
-        wanted = _checked_targets(y, len(found), X).astype(np.float64)
+        found = found.reshape(len(found), -1)
+        targets = _checked_targets(y, len(found), X)
+        wanted = targets.reshape(found.shape[0], -1).astype(np.float64)
+        if wanted.shape != found.shape:  # of one and several NumPy would take the differences of all pairs
+            raise PlanError(
+                f"y has shape {targets.shape}, but there are predictions of {found.shape[1]} targets; give these."
+            )
         if not np.all(np.isfinite(wanted)):
             raise PlanError("y holds NaN or infinite values; remove or fill them first.")
         left = ((wanted - found) ** 2).sum(axis=0)
@@ -166,10 +173,12 @@ class KernelRidge(Estimator):
         return 1.0 / n_features if self.gamma is None else float(self.gamma)
 
     def _check_parameters(self) -> None:
-        if not 0 < self.alpha < np.inf:
+        if not is_number(self.alpha) or not 0 < self.alpha < np.inf:
             raise PlanError(f"alpha={self.alpha!r}: expected a finite number above 0.")
-        if self.gamma is not None and not self.gamma > 0:
-            raise PlanError(f"gamma={self.gamma!r}: expected a number above 0, or None for 1 / number of features.")
+        if self.gamma is not None and not (is_number(self.gamma) and 0 < self.gamma < np.inf):
+            raise PlanError(
+                f"gamma={self.gamma!r}: expected a finite number above 0, or None for 1 / number of features."
+            )
         if self.solver not in ("auto", "exact", "nystrom"):
             raise PlanError(f"solver={self.solver!r}: expected 'auto', 'exact' or 'nystrom'.")
         if not is_whole(self.n_landmarks, 1) or not is_whole(self.n_rounds, 0):
@@ -182,13 +191,16 @@ class KernelRidge(Estimator):
         """Return the rows that each model of the ensemble is fitted to, as masks."""
         if not self.n_rounds:
             return [np.ones(n_rows, dtype=bool)]
-        labels, codes = np.unique(np.zeros(n_rows) if groups is None else np.asarray(groups), return_inverse=True)
+        try:
+            labels, codes = np.unique(np.zeros(n_rows) if groups is None else np.asarray(groups), return_inverse=True)
+        except TypeError as error:
+            raise PlanError("groups: its labels are of types that have no order; give strings or numbers.") from error
         if codes.shape != (n_rows,) or len(labels) < 2:
             raise PlanError(
                 f"n_rounds={self.n_rounds} needs groups: a label for each of the {n_rows} rows, at least two "
                 f"different ones; got {len(labels)} over {codes.size} rows."
             )
-        random = np.random.default_rng(self.random_state)
+        random = self._random()
         halves = []
         for _ in range(self.n_rounds):
             first = random.permutation(len(labels))[: len(labels) // 2]
@@ -214,7 +226,7 @@ class KernelRidge(Estimator):
         self, engine: Engine, passes: Passes, y: NDArray[np.float32], halves: list[NDArray[np.bool_]], gamma: float
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         m = min(self.n_landmarks, passes.n_rows)
-        chosen = np.sort(np.random.default_rng(self.random_state).permutation(passes.n_rows)[:m])
+        chosen = np.sort(self._random().permutation(passes.n_rows)[:m])
         known = engine.put(_rows_of(engine, passes, chosen), "float32")
         exactly = engine.put(known, "float64")  # in float32 rounding errors can make it indefinite, however small
         kernel = _kernel(engine, exactly, exactly, gamma)
@@ -267,9 +279,16 @@ def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
 
 
 def _check_order(name: str, given: Any, X: Any) -> None:
-    """Raise PlanError for what pandas says is of a loader's cells in another order."""
+    """Raise PlanError for what pandas says is of the rows of X in another order."""
     if isinstance(X, Loader):
         check_index(name, given, X.cell_names, "cell", "gpuload.obs_names(paths)")
+    elif hasattr(X, "columns") and hasattr(given, "index") and not callable(given.index):  # data frames
+        is_same = given.index.equals(X.index) or np.array_equal(given.index, np.arange(len(given)))
+        if not is_same and X.index.is_unique and given.index.is_unique and given.index.isin(X.index).all():
+            raise PlanError(
+                f"{name}: its index has the names of the rows of X in another order; put it in order with "
+                ".reindex(X.index), or, if only its index is wrong, pass its .to_numpy()."
+            )
 
 
 def _rows_of(engine: Engine, passes: Passes, chosen: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from itertools import islice
+import os
+import sys
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 2048
 """Rows made dense at a time: a matrix product of this many is as efficient as of more."""
+
+RUN = 128
+"""Neighbouring rows in a sample: with more it would have fewer places, with fewer matrix products take longer."""
+
+_SECTIONS = 8
+"""Parts of a matrix, each of which a sample must have rows of."""
 
 
 class Passes:
@@ -41,6 +49,8 @@ class Passes:
         Shape of the matrix.
     is_bfloat16
         Whether its values have only bfloat16 precision.
+    names : (n_columns,) str, or None
+        Names of the columns of a loader or a data frame, unless they only count.
     """
 
     def __init__(self, X: Any, engine: Engine, of_bits: Callable[[Any], Any] = float32_of_bits) -> None:
@@ -48,6 +58,7 @@ class Passes:
         self._engine = engine
         self._of_bits = of_bits
         self.is_bfloat16 = isinstance(X, Loader) and X.dtype == "bfloat16"
+        self.names = _names_of(X)
         if isinstance(X, Loader):
             self.n_rows, self.n_columns = X.n_obs, X.n_vars
             row_shape = X.tables["X"].row_shape
@@ -61,10 +72,15 @@ class Passes:
                 raise _incomplete(X.epoch_n_obs, X.n_obs)
             self._X = X
             return
+        if hasattr(X, "obs_names") or isinstance(X, (str, os.PathLike)):
+            given = repr(X) if isinstance(X, (str, os.PathLike)) else f"an {type(X).__name__}"
+            raise PlanError(
+                f"X: found {given}; open it with gpuload.open_loader and pass the loader, or pass a matrix."
+            )
         if not hasattr(X, "shape") or not hasattr(X, "dtype"):
             X = np.asarray(X)
         shape = X.shape
-        if getattr(X.dtype, "kind", "f") == "c":
+        if getattr(X.dtype, "kind", "f") == "c" or getattr(X.dtype, "is_complex", False):
             raise PlanError("X: Complex data not supported; pass real numbers.")
         if len(shape) != 2:
             raise PlanError(
@@ -90,36 +106,42 @@ class Passes:
     def some(self, share: float) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
         """Iterate over at least a fraction of the rows; yields as `__iter__`.
 
-        A loader yields its first minibatches, any other matrix minibatches spread over it.
+        A loader yields its first minibatches if they are of rows all over the matrix, else all of them; any other
+        matrix yields runs of rows spread over it.
         """
         for rows, part in self._parts(share):
-            if isinstance(part, np.ndarray) and part.dtype.kind not in "biu" and not _is_finite(part):
-                raise PlanError("X holds NaN or infinity; remove or fill them first.")
+            if not _is_finite(part):
+                raise PlanError(_NOT_FINITE)
             yield rows, part
 
     def _parts(self, share: float) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
         if isinstance(self._X, Loader):
             yield from self._batches(self._X, share)
             return
-        n_parts = -(-self.n_rows // BATCH_SIZE)
-        n_chosen = math.ceil(share * n_parts)
+        n_batches = -(-self.n_rows // BATCH_SIZE)
+        n_sampled = math.ceil(share * n_batches)  # as many rows as of these minibatches, but from more places
+        size = BATCH_SIZE if n_sampled == n_batches else RUN
+        n_parts = -(-self.n_rows // size)
+        n_chosen = min(n_parts, n_sampled * BATCH_SIZE // size)
         for k in range(n_chosen):
-            start = k * n_parts // n_chosen * BATCH_SIZE
-            rows = slice(start, min(start + BATCH_SIZE, self.n_rows))
+            start = k * n_parts // n_chosen * size
+            rows = slice(start, min(start + size, self.n_rows))
             part = self._X[rows]
             yield rows, part.toarray() if hasattr(part, "toarray") else part
 
     def _batches(self, loader: Loader, share: float) -> Iterator[tuple[NDArray[np.int64], Any]]:
-        batches = islice(loader, math.ceil(share * len(loader)))
+        batches, n_first = iter(loader), math.ceil(share * len(loader))
         is_seen = np.zeros(self.n_rows, dtype=np.bool_)
-        while True:
+        for n_seen in count():
+            if n_seen == n_first < len(loader) and all(part.any() for part in np.array_split(is_seen, _SECTIONS)):
+                return
             with self._engine.on_stream(loader):
                 if (batch := next(batches, None)) is None:
                     break
                 part = self._dense(batch.X)
             is_seen[batch.rows] = True
             yield batch.rows, part
-        if share == 1.0 and not is_seen.all():  # an epoch has as many as there are: one lacks if another is there twice
+        if not is_seen.all():  # an epoch has as many as there are: one lacks if another is there twice
             raise _incomplete(int(is_seen.sum()), self.n_rows)
 
     def _dense(self, X: Any) -> Any:
@@ -129,6 +151,19 @@ class Passes:
         return self._of_bits(X) if self.is_bfloat16 else X
 
 
+def _names_of(X: Any) -> NDArray[np.str_] | None:
+    """Return the names of the columns, if they have any."""
+    pandas = sys.modules.get("pandas")
+    if isinstance(X, Loader):
+        names = X.var_names
+    elif pandas is not None and isinstance(X, pandas.DataFrame) and all(isinstance(name, str) for name in X.columns):
+        names = X.columns
+    else:
+        return None
+    found = np.asarray(names, dtype=str)
+    return None if np.array_equal(found, np.arange(len(found)).astype(str)) else found
+
+
 def _incomplete(n: int, n_rows: int) -> PlanError:
     return PlanError(
         f"X: its loader's epoch has {n:,} of {n_rows:,} cells; open it with drop_last=False, and without where=, "
@@ -136,9 +171,33 @@ def _incomplete(n: int, n_rows: int) -> PlanError:
     )
 
 
-def _is_finite(part: NDArray[np.generic]) -> bool:
-    """Return whether all values are finite; usually the sum tells, without extra memory."""
+_MOST = float(np.finfo(np.float32).max)
+
+_NOT_FINITE = "X holds NaN or infinity, or values too large for float32; remove, fill or scale them first."
+
+
+def checked_finite(found: NDArray[Any]) -> NDArray[Any]:
+    """Return a result; raise PlanError if it is not finite, because of the values on a GPU, say, or of large sums."""
+    if not np.isfinite(found).all():
+        raise PlanError(_NOT_FINITE)
+    return found
+
+
+def _is_finite(part: Any) -> bool:
+    """Return whether all values are finite as float32; usually the sum tells, without extra memory.
+
+    Those on a GPU are not looked at, since that would wait for it: results are.
+    """
+    if hasattr(part, "detach"):  # torch's
+        if part.device.type != "cpu" or not part.is_floating_point():
+            return True
+        least, most = part.detach().aminmax()
+        return bool(least >= -_MOST and most <= _MOST)
+    if not isinstance(part, np.ndarray) or part.dtype.kind in "biu":
+        return True
     if part.dtype.kind != "f":
         part = part.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
+        if part.dtype.itemsize > np.float32().itemsize:
+            return bool(part.min() >= -_MOST and part.max() <= _MOST)
         return bool(np.isfinite(part.sum()) or np.isfinite(part).all())

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_whole
+from gpuload.checks import check_whole, is_number
 from gpuload.errors import PlanError
 from gpuload.estimators.arrays import multiplies_bfloat16
 from gpuload.estimators.base import Estimator, not_fitted
+from gpuload.estimators.passes import checked_finite
 
 if TYPE_CHECKING:
     from typing import Self
@@ -17,10 +18,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.estimators.arrays import Engine
+    from gpuload.estimators.passes import Passes
 
 
 SAMPLE_ROWS = 20
 """A pass over a fraction of the rows takes at least this many per column of the basis."""
+
+_RESCALED, _LEAST, _MOST_SCALE = 2.0**40, 2.0**-80, 2.0**120
+"""Squares of large or small values leave float32's range: then a pass is made anew, with all values divided or
+multiplied by the first, up to the last; what it adds up is too small if below the second. Powers of 2 are exact."""
 
 
 class TruncatedSVD(Estimator):
@@ -41,8 +47,9 @@ class TruncatedSVD(Estimator):
         Additional columns of the basis.
     sample
         Fraction of the rows, above 0, used by all passes but the last two, which correct the result. For an array these
-        are minibatches spread over it; for a loader the first ones, in its own order. If they are few rows compared
-        with the width of the basis, all rows are used; 1 always uses all.
+        are short runs spread over it; for a loader its first minibatches, if they are of rows all over the matrix, as
+        with ``shuffle=True``: else all, since the first rows of a file are often of one kind. If they are few rows
+        compared with the width of the basis, all rows are used; 1 always uses all.
     precision
         ``"float32"``; ``"mixed"``: bfloat16 in all passes but the last, as they only turn the basis; ``"bfloat16"``: in
         all passes, which leaves about three digits (both need torch as the engine). ``"auto"``: if the device
@@ -54,7 +61,9 @@ class TruncatedSVD(Estimator):
         As in `gpuload.open_loader`. None: where the minibatches of the loader given to `fit` or `transform` are; for
         NumPy, and for input that is not a loader, the CPU.
     random_state
-        Seed of the initial basis; the result is a pure function of it.
+        Seed of the initial basis. With the same minibatches in the same order the result is the same; a shuffled loader
+        has another order in each pass, and continues with the next epoch in the next fit, so its results differ within
+        the accuracy of the method.
 
     Attributes
     ----------
@@ -64,6 +73,8 @@ class TruncatedSVD(Estimator):
         Singular values, descending.
     n_features_in_
         Number of columns of the matrix fitted.
+    feature_names_in_ : (n_features,) str
+        Their names, if it was a loader or a data frame that has some; what is transformed must have them, or none.
 
     References
     ----------
@@ -107,7 +118,8 @@ class TruncatedSVD(Estimator):
         Raises
         ------
         PlanError
-            A parameter is invalid, or the matrix is too small for it or holds NaN or infinite values.
+            A parameter is invalid, or the matrix is too small for it or holds NaN, infinity or values too large for
+            float32.
         DeviceError
             `engine` cannot use `device`.
         """
@@ -128,46 +140,63 @@ class TruncatedSVD(Estimator):
         p, k = passes.n_columns, self.n_components
         self._check(passes.n_rows, p)
         width = min(p, k + self.n_oversamples)
-        start = np.random.default_rng(self.random_state).standard_normal((p, width)).astype(np.float32)
+        start = self._random().standard_normal((p, width)).astype(np.float32)
         basis = engine.orthonormal(engine.put(start, "float32"))
         few = max(self.sample, min(1.0, SAMPLE_ROWS * width / passes.n_rows))
+        scale = 1.0
         for number in range(1, self.n_passes):
-            basis = engine.orthonormal(
-                self._image(engine, passes.some(few if number < self.n_passes - 1 else 1.0), basis, early)
-            )
+            share = few if number < self.n_passes - 1 else 1.0
+            image, scale = self._image(engine, passes, share, basis, early, scale)
+            basis = engine.orthonormal(image)
         scores = np.empty((passes.n_rows if keeps_scores else 0, width), dtype=np.float32)
         square = engine.zeros((width, width), "float64")
         turned = engine.put(basis, last)
         for rows, part in passes:
-            projected = engine.put(part, last) @ turned
-            exact = engine.put(projected, "float64")
-            square += exact.T @ exact
+            with np.errstate(over="ignore", invalid="ignore"):
+                projected = engine.put(part, last) @ turned
+                exact = engine.put(projected, "float64")
+                square += exact.T @ exact
             if keeps_scores:
                 scores[rows] = engine.host(engine.put(projected, "float32"))
+        checked_finite(engine.host(square))
         values, turn = (engine.host(found) for found in engine.eigh(square))
-        if not np.all(np.isfinite(values)):
-            raise PlanError("X holds NaN or infinite values; remove or fill them first.")
         values, turn = np.maximum(values[::-1][:k], 0), turn[:, ::-1][:, :k]
         components = (engine.host(engine.put(basis, "float64")) @ turn).T
         signs = np.sign(components[np.arange(k), np.argmax(np.abs(components), axis=1)])
+        with np.errstate(over="ignore"):
+            lengths = checked_finite(np.sqrt(values).astype(np.float32))
         self.components_: NDArray[np.float32] = np.ascontiguousarray(components * signs[:, None], dtype=np.float32)
-        self.singular_values_: NDArray[np.float32] = np.sqrt(values).astype(np.float32)
-        self.n_features_in_ = p
+        self.singular_values_: NDArray[np.float32] = lengths
+        self._remember(passes)
         return np.asarray(scores @ (turn * signs).astype(np.float32))
 
-    def _image(self, engine: Engine, parts: Any, basis: Any, dtype: str) -> Any:
-        """Return ``X.T @ (X @ basis)``, (p, width) float32."""
-        image, turned = engine.zeros(basis.shape, "float32"), engine.put(basis, dtype)
-        for _, rows in parts:
-            part = engine.put(rows, dtype)
-            image += part.T @ (part @ turned)
-        return image
+    def _image(
+        self, engine: Engine, passes: Passes, share: float, basis: Any, dtype: str, scale: float
+    ) -> tuple[Any, float]:
+        """Return ``X.T @ (X @ basis)`` of a share of the rows, (p, width) float32, of X divided by a scale; and that.
+
+        It is `scale`, unless the result would leave the range of float32.
+        """
+        used = scale
+        while True:
+            image, turned = engine.zeros(basis.shape, "float32"), engine.put(basis / used, dtype)
+            for _, rows in passes.some(share):
+                part = engine.put(rows, dtype)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    image += part.T @ ((part @ turned) / used)
+            largest = float(abs(image).max())
+            if largest >= _LEAST and np.isfinite(largest):
+                return image, used
+            used *= 1 / _RESCALED if largest < _LEAST else _RESCALED
+            if not 1 / _MOST_SCALE <= used <= _MOST_SCALE:
+                checked_finite(np.array(largest))
+                return basis, scale  # zeros, which turn nothing
 
     def _check(self, n: int, p: int) -> None:
         """Raise PlanError if a parameter is invalid for a matrix of n x p."""
         for name, least in (("n_components", 1), ("n_passes", 1), ("n_oversamples", 0)):
             check_whole(name, getattr(self, name), least)
-        if not 0 < self.sample <= 1:
+        if not is_number(self.sample) or not 0 < self.sample <= 1:
             raise PlanError(f"sample={self.sample!r}: expected a share of the rows, above 0 and at most 1.")
         if self.n_components > min(p, n):
             raise PlanError(
@@ -199,8 +228,9 @@ class TruncatedSVD(Estimator):
         to = engine.put(np.ascontiguousarray(self.components_.T), "float32")
         out = np.empty((passes.n_rows, len(self.components_)), dtype=np.float32)
         for rows, part in passes:
-            out[rows] = engine.host(engine.put(part, "float32") @ to)
-        return out
+            with np.errstate(over="ignore", invalid="ignore"):
+                out[rows] = engine.host(engine.put(part, "float32") @ to)
+        return checked_finite(out)
 
     def inverse_transform(self, X: Any) -> NDArray[np.float32]:
         """Reconstruct rows from (n, n_components) scores: ``X @ components_``."""

@@ -245,6 +245,52 @@ def test_batches_are_held_out_by_name(cells: tuple[Paired, Paired], run: Callabl
     assert rmse(prediction(tmp_path), wanted) == pytest.approx(result["methods"]["KRR, ours"]["rmse"], rel=1e-5)
 
 
+def test_genes_may_be_in_another_order_in_each_file(
+    cells: tuple[Paired, Paired], folder: Path, expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    for name in ("train_mod1", "train_mod2", "test_mod2"):
+        (tmp_path / f"{name}.h5ad").symlink_to(folder / f"{name}.h5ad")
+    tables(cells)["test_mod1"][:, ::-1].copy().write_h5ad(tmp_path / "test_mod1.h5ad")
+    code, _, err = run(tmp_path, "--no-baselines")
+    assert code == 0, err
+    np.testing.assert_allclose(prediction(tmp_path), expected, atol=1e-4)
+
+
+def test_a_column_of_the_mudata_itself_may_say_the_batches(
+    cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "cite.h5mu"
+    write_h5mu(path, tables(cells), measured=N_TRAIN + N_TEST)
+    names = [f"{part}_{i}" for part, n in (("train", N_TRAIN), ("test", N_TEST)) for i in range(n)]
+    with h5py.File(path, "r+") as file:
+        del file["obs"]
+        write_elem(file, "obs", pd.DataFrame({"plate": np.arange(len(names)) % 3}, names)[::-1])
+    code, _, err = run(path, "--no-baselines", "--batch", "plate", "--test", "1")
+    assert code == 0, err
+    assert list(anndata.read_h5ad(tmp_path / "prediction.h5ad").obs_names) == names[1::3]
+
+
+@pytest.mark.filterwarnings("ignore:Forward slashes")
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["CD1", "CD1"], "cite.h5mu/mod/prot: 'CD1' is the name of two proteins; make names unique"),
+        (["CD1", "CD1/a"], "cite.h5mu: its copy cannot hold a data frame with the names of these proteins"),
+    ],
+)
+def test_names_of_proteins_that_a_mudata_cannot_hold(
+    cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path, names: list[str], message: str
+) -> None:
+    write_h5mu(tmp_path / "cite.h5mu", tables(cells), measured=N_TRAIN)
+    with h5py.File(tmp_path / "cite.h5mu", "r+") as file:
+        del file["mod/prot/var"]
+        write_elem(file, "mod/prot/var", pd.DataFrame(index=[*names, *PANEL[2:]]))
+    code, _, err = run(tmp_path / "cite.h5mu", "--no-baselines")
+    assert code == 1
+    assert message in err
+    assert not list(tmp_path.glob("*unfinished"))
+
+
 def test_two_anndata_are_joined_by_the_names_of_their_cells(
     cells: tuple[Paired, Paired], expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -371,6 +417,7 @@ def test_a_model_that_was_kept_predicts_new_cells(
     code, out, err = run(tmp_path / "new.h5ad", "--model", tmp_path / "model.npz", "--out", tmp_path / "new")
     assert code == 0, err
     assert f"{N_TEST} cells x {N_PROTEINS} proteins" in out
+    assert list(anndata.read_h5ad(tmp_path / "new" / "prediction.h5ad").var_names) == PANEL
     np.testing.assert_allclose(prediction(tmp_path / "new"), expected, atol=0.02)
     new.var_names = ["another", *new.var_names[1:]]
     new.write_h5ad(tmp_path / "other.h5ad")
@@ -502,6 +549,92 @@ def test_what_has_no_names_is_taken_in_order(small: Callable[[], Any], cells: tu
     shuffled = pd.Series(cells[0].batch, [f"cell {i}" for i in range(N_TRAIN)])  # of no cells that have names
     model = small().fit(cells[0].genes, cells[0].proteins, shuffled)
     np.testing.assert_allclose(model.predict_scores(model.scores_[:50]), expected, atol=1e-4)
+
+
+def test_batches_of_genes_in_files_make_the_halves(
+    small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path, tmp_path: Path
+) -> None:
+    found = tables(cells)
+    path = {"paths": folder / "train_mod1.h5ad", "layer": "normalized"}
+    expected, one = (small().fit(path, found["train_mod2"], batch) for batch in (cells[0].batch, ["a"] * N_TRAIN))
+    assert np.abs(expected.dual_coef_ - one.dual_coef_).max() > 1e-3
+    for genes in (path, found["train_mod1"]):
+        np.testing.assert_allclose(small().fit(genes, found["train_mod2"]).dual_coef_, expected.dual_coef_, atol=1e-5)
+    rows = np.arange(3, N_TRAIN, 2)
+    some = small().fit(path, cells[0].proteins[rows], rows=rows)
+    wanted = small().fit(path, cells[0].proteins[rows], cells[0].batch[rows], rows)
+    np.testing.assert_allclose(some.dual_coef_, wanted.dual_coef_, atol=1e-5)
+    # of files of which some lack the column, their cells are a batch; without any, all are
+    parts = [found["train_mod1"][:200].copy(), found["train_mod1"][200:].copy()]
+    paths = [tmp_path / "first.h5ad", tmp_path / "second.h5ad"]
+    for lacking, batch in (
+        ([1], [*cells[0].batch[:200], *["none"] * (N_TRAIN - 200)]),
+        ([0, 1], ["a"] * N_TRAIN),
+    ):
+        for k in lacking:
+            parts[k].obs = parts[k].obs[[]]
+        for part, to in zip(parts, paths, strict=True):
+            part.write_h5ad(to)
+        two = {"paths": paths, "layer": "normalized"}
+        wanted = small().fit(two, found["train_mod2"], batch)
+        np.testing.assert_allclose(small().fit(two, found["train_mod2"]).dual_coef_, wanted.dual_coef_, atol=1e-5)
+
+
+def test_a_score_is_of_the_same_proteins(small: Callable[[], Any], cells: tuple[Paired, Paired]) -> None:
+    sklearn_metrics = pytest.importorskip("sklearn.metrics")
+    found = tables(cells)
+    genes, truth = found["test_mod1"], found["test_mod2"]
+    model = small().fit(found["train_mod1"], found["train_mod2"])
+    expected = sklearn_metrics.r2_score(cells[1].proteins, model.predict(genes).X)
+    order = np.random.default_rng(0).permutation(N_PROTEINS)
+    frame = truth[:, order].to_df("normalized").assign(more=1.0)
+    for given in (truth, truth[:, order].copy(), frame, cells[1].proteins):
+        assert model.score(genes, given) == pytest.approx(expected, abs=1e-5)
+    for constant in (cells[1].proteins * (np.arange(N_PROTEINS) > 0), np.ones((N_TEST, N_PROTEINS))):
+        wanted = sklearn_metrics.r2_score(constant, model.predict(genes).X)
+        assert model.score(genes, constant) == pytest.approx(wanted, abs=1e-5)
+    unnamed = small().fit(found["train_mod1"], cells[0].proteins)
+    assert unnamed.score(genes, truth) == pytest.approx(expected, abs=1e-5)
+    missing = cells[1].proteins.copy()
+    missing[3, 2] = np.nan
+    for given, message in (
+        (truth[:, 1:].copy(), "^proteins: there is no 'CD0', which the model predicts; give all 12 of its proteins"),
+        (cells[1].proteins[:, :1], "^proteins: 1 columns, but the model predicts 12; give these, in its order"),
+        (cells[1].proteins[:5], "^proteins: 5 rows for 150 cells; give a row for each"),
+        (missing, "^proteins hold NaN or infinite values; leave out the cells where they do"),
+    ):
+        with pytest.raises(gpuload.PlanError, match=message):
+            model.score(genes, given)
+
+
+@pytest.mark.parametrize("engine", ["ours", "sklearn"])
+def test_settings_of_the_genes_move_no_cell(
+    modality: ModuleType, cells: tuple[Paired, Paired], folder: Path, engine: str
+) -> None:
+    pytest.importorskip("sklearn")
+    path = {"paths": folder / "train_mod1.h5ad", "layer": "normalized"}
+
+    def predicted(**settings: Any) -> np.ndarray:
+        model = modality.ProteinModel(engine, n_gene_components=20, n_protein_components=8)
+        found = model.fit({**path, **settings}, cells[0].proteins, ["a"] * N_TRAIN)
+        return np.asarray(found.predict(tables(cells)["test_mod1"]).X)
+
+    expected = predicted()
+    for settings in ({"shuffle": True, "batch_size": 64}, {"dtype": "float32", "output": "dense"}):
+        np.testing.assert_allclose(predicted(**settings), expected, atol=0.05)
+    for settings in ({"where": "batch == 's1d1'"}, {"batch_size": 400, "drop_last": True}, {"world_size": 2}):
+        with pytest.raises(gpuload.PlanError, match=r" of 600 cells; |cells of rank 0 of 2"):
+            predicted(**settings)
+
+
+def test_parameters_that_are_refused_change_none(modality: ModuleType) -> None:
+    pytest.importorskip("sklearn")
+    model = modality.ProteinModel()
+    before, engine = model.get_params(), model.engine
+    for params in ({"engine": "sklearn", "device": "cuda:0"}, {"alpha": 7, "device": "tpu"}, {"alpha": 7, "beta": 1}):
+        with pytest.raises(gpuload.PlanError):
+            model.set_params(**params)
+        assert (model.get_params(), model.engine) == (before, engine)
 
 
 def test_names_that_decide_nothing_are_refused(
@@ -652,6 +785,12 @@ def test_a_mudata_in_memory(modality: ModuleType, cells: tuple[Paired, Paired]) 
     model = modality.ProteinModel(n_rounds=1).fit(both)
     assert model.predict(both).shape == (N_TRAIN, N_PROTEINS)
     assert model.score(both) > 0.2
+    for names in (("gex", "prot"), ("rna", "adt")):
+        other = mudata.MuData(dict(zip(names, (found["train_mod1"], found["train_mod2"]), strict=True)))
+        with pytest.raises(
+            gpuload.PlanError, match=rf"^genes: a MuData with the modalities '{names[0]}', '{names[1]}'; t"
+        ):
+            modality.ProteinModel(n_rounds=1).fit(other)
 
 
 def test_one_batch_makes_one_model(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
@@ -923,7 +1062,7 @@ def test_what_is_no_number_is_refused(modality: ModuleType, cells: tuple[Paired,
     model = modality.ProteinModel(engine, n_gene_components=20)
     genes, proteins = cells[0].genes.copy(), cells[0].proteins.copy()
     genes.data[7] = np.nan
-    with pytest.raises(ValueError, match=r"hold.* NaN or infinite values; remove or fill them first"):
+    with pytest.raises(ValueError, match=r"hold.* NaN or infini.*; remove"):
         model.fit(genes, proteins)
     proteins[3, 2] = np.inf
     with pytest.raises(ValueError, match="proteins hold NaN or infinite values; pass rows to say which are measured"):
@@ -1003,6 +1142,13 @@ def test_no_bar_is_drawn_where_nobody_looks(
         ("panel", (), 1, "its proteins are not those of train_mod2.h5ad"),
         ("two", (), 2, "other_train_mod1.h5ad, train_mod1.h5ad: which is train_mod1?"),
         ("text", (), 1, "train_mod2.h5ad: not an HDF5 file"),
+        ("genes", (), 1, "test_mod1.h5ad: it lacks 3 of the 400 genes of train_mod1.h5ad, such as 'gene397'"),
+        ("NaN", (), 1, "train_mod2.h5ad: 2 of its 600 cells hold NaN or infinite values; leave them out"),
+        ("negative", ("--counts",), 1, "train_mod2.h5ad: /layers/normalized holds -1.0, which is no count; leave --co"),
+        (None, ("--batch", "donr"), 2, "--batch donr: obs has no such column; it has 'batch', 'size_factors'"),
+        (None, ("--save", "nowhere/model.npz"), 2, "--save nowhere/model.npz: there is no folder nowhere; make it"),
+        ("X", (), 1, "train_mod1.h5ad: it has no /X, but others have; name the matrix with --layer"),
+        ("another", (), 1, "train_mod2.h5ad: there is no /obs, so it is no AnnData; give an .h5ad file"),
     ],
 )
 def test_what_does_not_fit_is_said(
@@ -1021,8 +1167,19 @@ def test_what_does_not_fit_is_said(
         found["train_mod1"].obs_names = ["same", "same", *found["train_mod1"].obs_names[2:]]
     if change == "panel":
         found["test_mod2"] = found["test_mod2"][:, ::-1].copy()
+    if change == "genes":
+        found["test_mod1"] = found["test_mod1"][:, :-3].copy()
+    if change in ("NaN", "negative"):
+        values = found["train_mod2"].layers["normalized"].tolil()
+        values[[3, 8], 2] = np.nan if change == "NaN" else -1
+        found["train_mod2"].layers["normalized"] = values.tocsc()
+    if change == "X":
+        found["test_mod1"].X = found["test_mod1"].layers["normalized"]
     for name, table in found.items():
         table.write_h5ad(tmp_path / f"{name}.h5ad")
+    if change == "another":
+        with h5py.File(tmp_path / "train_mod2.h5ad", "w") as file:
+            file["X"] = np.eye(3)
     if change == "two":
         found["train_mod1"].write_h5ad(tmp_path / "other_train_mod1.h5ad")
     if change == "text":
@@ -1037,10 +1194,12 @@ def test_a_pair_that_makes_no_task_is_refused(
 ) -> None:
     path = tmp_path / "cite.h5mu"
     write_h5mu(path, tables(cells), measured=N_TRAIN + N_TEST)
+    names = np.unique(np.concatenate([part.batch for part in cells]))
     for arguments, message in (
         ((path,), "nothing to predict; hold some batches out with --test"),
         ((path, "--test", "s9d9"), "--test s9d9: no cell is of that batch; there are s1d1, s1d2"),
-        ((path, "--batch", "donor", "--test", "all"), "no cell with proteins is left"),
+        ((path, "--test", *names), "no cell with proteins is left"),
+        ((path, "--batch", "donr", "--test", "s1d1"), "--batch donr: obs has no such column; it has 'batch'"),
         ((path, "--modalities", "rna", "atac"), "there is no /mod/atac"),
         ((path, path, path), "expected a folder"),
     ):
@@ -1056,12 +1215,23 @@ def test_a_model_refuses_what_is_no_training_set(modality: ModuleType, cells: tu
         ((genes, proteins[:5]), "5 rows for 600 cells"),
         ((genes, proteins[:, 0]), "expected"),
         ((genes, proteins, ["a"]), "1 labels for 600 cells"),
+        ((genes, proteins, np.full((N_TRAIN, 1), "a")), r"^batch has shape \(600, 1\); expected a label for each cell"),
+        ((genes, proteins, "batch"), r"^batch has shape \(\); expected a label for each cell"),
         ((tables(cells)["train_mod1"], tables(cells)["test_mod2"]), "none of their cells"),
     ):
         with pytest.raises((gpuload.PlanError, IndexError), match=message):
             modality.ProteinModel().fit(*arguments)
     with pytest.raises(gpuload.PlanError, match="engine='jax'"):
         modality.ProteinModel("jax")
+    for engine in ("ours", "sklearn"):  # each of which has its own ideas of what else these may mean
+        for params, message in (
+            ({"solver": "landmarks"}, "^solver='landmarks': expected one of 'auto', 'exact', 'nystrom'"),
+            ({"n_rounds": -1}, "^n_rounds=-1: expected a whole number of at least 0"),
+            ({"n_landmarks": 0}, "^n_landmarks=0: expected a whole number of at least 1"),
+            ({"n_gene_components": "20"}, "^n_gene_components='20': expected a whole number of at least 1"),
+        ):
+            with pytest.raises(gpuload.PlanError, match=message):
+                modality.ProteinModel(engine, **params)
 
 
 # --- the benchmark ---

@@ -67,6 +67,48 @@ def test_svd_is_that_of_the_whole_matrix(cells: np.ndarray, tmp_path: Path, engi
     assert scores.dtype == np.float32
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("exponent", [-100, 60, 118])
+def test_svd_of_large_and_of_small_values(cells: np.ndarray, engine: str, exponent: int) -> None:
+    """Their squares are out of float32's range; powers of 2 are exact, so all digits are those of values near 1."""
+    X, scale = cells[:600], 2.0**exponent
+    usual, svd = TruncatedSVD(4, engine=engine_or_skip(engine)), TruncatedSVD(4, engine=engine)
+    wanted, found = usual.fit_transform(X), svd.fit_transform((X * np.float64(scale)).astype(np.float32))
+    np.testing.assert_allclose(svd.singular_values_ / scale, usual.singular_values_, rtol=1e-5)
+    np.testing.assert_allclose(svd.components_, usual.components_, atol=1e-4)
+    np.testing.assert_allclose(found / scale, wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("form", ["array", "tensor"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e39])
+def test_what_is_not_finite_in_float32_is_refused(cells: np.ndarray, engine: str, form: str, bad: float) -> None:
+    """Whoever holds it: NaN must come out of no model as a prediction."""
+    X: Any = cells[:300].astype(np.float64)
+    y = X[:, 0].copy()
+    models = (
+        TruncatedSVD(2, engine=engine_or_skip(engine)).fit(X),
+        KernelRidge(gamma=1e-3, engine=engine).fit(X, y),
+        KernelRidge(gamma=1e-3, solver="nystrom", n_landmarks=20, engine=engine).fit(X, y),
+    )
+    X[7, 5] = bad
+    X = pytest.importorskip("torch").from_numpy(X) if form == "tensor" else X
+    for model in models:
+        use = model.transform if isinstance(model, TruncatedSVD) else model.predict
+        for call in (use, lambda X, of=model: of.fit(X, y)):
+            with pytest.raises(PlanError, match=r"^X holds NaN or infinity, or values too large for float32; "):
+                call(X)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_results_too_large_for_float32_are_refused(cells: np.ndarray, engine: str) -> None:
+    X = np.full((300, 60), 3e38, dtype=np.float32)
+    svd = TruncatedSVD(2, engine=engine_or_skip(engine)).fit(np.ones((300, 60)))
+    for use in (svd.transform, svd.fit):
+        with pytest.raises(PlanError, match="values too large for float32"):
+            use(X)
+
+
 def test_svd_components_are_orthonormal_and_invert(cells: np.ndarray) -> None:
     svd = TruncatedSVD(10).fit(cells)
     np.testing.assert_allclose(svd.components_ @ svd.components_.T, np.eye(10), atol=1e-5)
@@ -85,18 +127,46 @@ def test_svd_of_a_matrix_of_low_rank() -> None:
     assert TruncatedSVD(2).fit(np.zeros((5, 4))).singular_values_.max() == 0
 
 
-@pytest.mark.parametrize("kind", ["dense", "loader"])
+@pytest.mark.parametrize("kind", ["dense", "csr", "shuffled", "in file order"])
 def test_a_pass_over_some_rows(cells: np.ndarray, kind: str) -> None:
-    """Minibatches spread over a matrix, the first ones of a loader; all of them where the share is 1."""
-    many = np.concatenate([cells, cells, cells])
-    loader = gpuload.open_loader(many, batch_size=2048, fetch_factor=1, shuffle=False, device="cpu")
-    passes = Passes(loader if kind == "loader" else many, open_engine("numpy", "cpu"))
-    for share, dense, loaded in [(1e-9, [0], [0]), (0.25, [0, 4], [0, 1]), (0.3, [0, 2, 5], [0, 1, 2])]:
-        starts = [rows.start if isinstance(rows, slice) else int(rows[0]) for rows, _ in passes.some(share)]
-        assert starts == [2048 * k for k in (loaded if kind == "loader" else dense)]
-    assert sum(len(part) for _, part in passes.some(1.0)) == len(many)
+    """Runs spread over a matrix, the first minibatches of a loader that shuffles; all where the share is 1."""
+    many: Any = np.concatenate([cells, cells, cells])
+    X = csr_matrix(many) if kind == "csr" else many
+    if "r" in kind[1:] and kind != "csr":
+        X = gpuload.open_loader(many, batch_size=2048, fetch_factor=1, shuffle=kind == "shuffled", device="cpu")
+    passes = Passes(X, open_engine("numpy", "cpu"))
+    for share in (1e-9, 0.25, 0.3, 1.0):
+        chosen = []
+        for rows, part in passes.some(share):
+            chosen.append(np.arange(len(many))[rows])
+            np.testing.assert_array_equal(part, many[rows])
+        found = np.concatenate(chosen)
+        assert np.unique(found).size == found.size
+        wanted = 8 if share == 1.0 or kind == "in file order" else np.ceil(share * 8)  # minibatches
+        assert abs(found.size - 2048 * wanted) <= 2 * 2048 - 15_000 % 2048 - (wanted < 8) * 2048
+        assert len(set(found // 1876)) == 8, "eighths of the rows"
     assert sum(len(part) for _, part in passes) == len(many)
-    loader.close()
+    if hasattr(X, "close"):
+        X.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["dense", "loader in file order", "shuffled loader"])
+def test_rows_that_are_sorted_by_kind(kind: str, engine: str) -> None:
+    """The first rows alone say nothing of the others, whose columns they do not have."""
+    rng = np.random.default_rng(0)
+    X = np.zeros((12_000, 64), dtype=np.float32)
+    for k in range(4):  # of rank 4: a direction for each kind, that of the last the longest
+        of = slice(3000 * k, 3000 * (k + 1)), slice(16 * k, 16 * (k + 1))
+        X[of] = (k + 1) * rng.random((3000, 1)) * rng.random(16)
+    expected = [float(np.linalg.norm(X[3000 * k : 3000 * (k + 1)].astype(np.float64))) for k in (3, 2, 1, 0)]
+    svd = TruncatedSVD(4, n_oversamples=1, engine=engine_or_skip(engine))
+    if kind == "dense":
+        found = svd.fit(X)
+    else:
+        with gpuload.open_loader(X, batch_size=500, shuffle=kind == "shuffled loader", device="cpu") as loader:
+            found = svd.fit(loader)
+    np.testing.assert_allclose(found.singular_values_, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -265,6 +335,10 @@ def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray,
     [
         (lambda X, _: TruncatedSVD(61).fit(X), "n_components=61: expected at most 60, as the matrix is 5000 x 60"),
         (lambda X, _: TruncatedSVD(0).fit(X), "n_components=0: expected"),
+        (
+            lambda X, _: TruncatedSVD(2).fit(pytest.importorskip("torch").from_numpy(X + 1j)),
+            "Complex data not supported",
+        ),
         (lambda X, _: TruncatedSVD(2, n_passes=0).fit(X), "n_passes=0: expected"),
         (lambda X, _: TruncatedSVD(2, sample=0.0).fit(X), "sample=0.0: expected a share"),
         (lambda X, _: TruncatedSVD(2, engine="jax").fit(X), "engine='jax': expected"),
@@ -737,9 +811,94 @@ def test_files_that_are_no_whole_model(tmp_path: Path, damage: str) -> None:
         (TruncatedSVD(2, n_oversamples=-1), "n_oversamples=-1: expected a whole number of at least 0"),
         (KernelRidge(n_landmarks=100.0), "n_landmarks=100.0"),  # type: ignore[arg-type]
         (KernelRidge(alpha=np.inf), "alpha=inf: expected a finite number above 0"),
+        (KernelRidge(alpha="1"), "alpha='1': expected a finite number above 0"),  # type: ignore[arg-type]
+        (KernelRidge(gamma=np.inf), "gamma=inf: expected a finite number above 0"),
+        (TruncatedSVD(2, random_state=-1), "random_state=-1: expected a whole number of at least 0"),
+        (KernelRidge(solver="nystrom", random_state="a"), "random_state='a': expected"),  # type: ignore[arg-type]
+        (TruncatedSVD(2, sample="all"), "sample='all': expected a share"),  # type: ignore[arg-type]
     ],
 )
 def test_parameters_that_are_none(estimator: Any, message: str) -> None:
     X, y = cells_and_targets()
     with pytest.raises(PlanError, match=message):
         estimator.fit(X, y)
+
+
+@pytest.mark.parametrize("kind", ["loader", "DataFrame"])
+def test_features_in_another_order_are_refused(tmp_path: Path, kind: str) -> None:
+    """Taken by position, they would give other numbers without a word."""
+    X, y = cells_and_targets()
+    anndata = pytest.importorskip("anndata")
+
+    def given(order: list[int]) -> Any:
+        frame = pd.DataFrame(X[:, order], columns=[f"g{k}" for k in order])
+        if kind == "DataFrame":
+            return frame
+        return gpuload.open_loader(anndata.AnnData(frame.set_axis(frame.index.astype(str))), device="cpu")
+
+    same, other = given([0, 1, 2, 3]), given([0, 2, 1, 3])
+    svd, ridge = TruncatedSVD(2, engine="numpy").fit(same), KernelRidge(engine="numpy").fit(same, y)
+    svd.save(tmp_path / "svd.npz")
+    for model, use in (
+        (svd, svd.transform),
+        (ridge, ridge.predict),
+        (svd, TruncatedSVD.load(tmp_path / "svd.npz").transform),
+    ):
+        assert list(model.feature_names_in_) == ["g0", "g1", "g2", "g3"]
+        np.testing.assert_allclose(use(same), use(X), atol=1e-5)
+        with pytest.raises(
+            PlanError, match=rf"^X: feature 1 is 'g2', but {type(model).__name__} was fitted to 'g1' th"
+        ):
+            use(other)
+    svd.fit(X)
+    assert not hasattr(svd, "feature_names_in_")
+    svd.transform(other)
+    if kind == "loader":
+        same.close()
+        other.close()
+
+
+def test_data_frames_of_rows_in_another_order_are_refused() -> None:
+    X, y = cells_and_targets()
+    names = [f"c{i}" for i in range(len(X))]
+    frame, targets = pd.DataFrame(X, names), pd.Series(y, names)
+    model = KernelRidge(engine="numpy", n_rounds=1)
+    groups = pd.Series(np.arange(len(X)) % 4, names)
+    expected = model.fit(frame, targets, groups).predict(X)
+    shuffled = np.random.default_rng(0).permutation(len(X))
+    for X_given, y_given in (
+        (frame, targets.to_numpy()),
+        (frame, targets.reset_index(drop=True)),
+        (frame.set_axis(shuffled), targets.set_axis(shuffled)),
+        (frame.set_axis(shuffled), targets.reset_index(drop=True)),
+        (frame, targets.set_axis([f"other {name}" for name in names])),
+    ):
+        np.testing.assert_allclose(model.fit(X_given, y_given, groups.to_numpy()).predict(X), expected, atol=1e-5)
+    for y_given, of_groups, said in ((targets[::-1], groups, "y"), (targets, groups[::-1], "groups")):
+        with pytest.raises(PlanError, match=rf"^{said}: its index has the names of the rows of X in another order"):
+            model.fit(frame, y_given, of_groups)
+
+
+def test_a_score_is_of_as_many_targets() -> None:
+    """NumPy would compare each prediction with each target."""
+    X, y = cells_and_targets()
+    two = np.stack([y, y**2], axis=1)
+    of_one, of_two = KernelRidge(engine="numpy").fit(X, y), KernelRidge(engine="numpy").fit(X, two)
+    assert of_one.score(X, y[:, None]) == of_one.score(X, y) > 0.5
+    for model, wanted, n in ((of_one, two, 1), (of_two, y, 2)):
+        with pytest.raises(PlanError, match=rf"^y has shape \(60,.*, but there are predictions of {n} targets"):
+            model.score(X, wanted)
+
+
+@pytest.mark.parametrize("given", ["cells.h5ad", "AnnData"])
+def test_what_is_to_be_opened_first_is_said(given: str) -> None:
+    adata = pytest.importorskip("anndata").AnnData(np.eye(3, dtype=np.float32))
+    with pytest.raises(PlanError, match=rf"^X: found .*{given}.*; open it with gpuload.open_loader and pass the load"):
+        TruncatedSVD(2).fit(adata if given == "AnnData" else given)
+
+
+def test_parameters_that_are_refused_change_none() -> None:
+    model = KernelRidge()
+    with pytest.raises(ValueError, match=r"^beta: KernelRidge has no such parameter"):
+        model.set_params(alpha=3.0, beta=1)
+    assert model.alpha == 1.0
