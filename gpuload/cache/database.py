@@ -26,7 +26,7 @@ _OF_SYSTEM = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_P
 
 
 class Database:
-    """A database with the schema of a store. Thread-safe; must not be carried into a forked process.
+    """A database with the schema of a store. Thread-safe; a forked process is refused.
 
     Parameters
     ----------
@@ -75,16 +75,25 @@ class Database:
                 f"{self.path}: it has version {found}, but this gpuload reads version {VERSION}; use another folder."
             )
 
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this process opened the database, and not one that it is a fork of."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Raise PlanError in a forked process: a thread of its parent may have held a lock, and never returns it."""
+        if not self.is_of_this_process:
+            raise PlanError("the sample store was opened in another process; open it in this one.")
+
     def close(self) -> None:
-        """Close the database; may be called twice."""
-        with self._lock:
-            self._db.close()
+        """Close the database; may be called twice. In a forked process it does nothing."""
+        if self.is_of_this_process:
+            with self._lock:
+                self._db.close()
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Run a with-block as one transaction: all of it or nothing."""
-        if os.getpid() != self._pid:
-            raise PlanError("the sample store was opened in another process; open it in this one.")
         with self._held() as db:
             try:
                 db.execute("BEGIN IMMEDIATE")  # inside the try: an interrupt may arrive as it returns
@@ -98,6 +107,7 @@ class Database:
     @contextmanager
     def _held(self) -> Iterator[sqlite3.Connection]:
         """Keep other threads out for a with-block, and translate SQLite's errors in it."""
+        self.check_process()
         with self._lock:
             try:
                 yield self._db

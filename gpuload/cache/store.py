@@ -22,7 +22,7 @@ from gpuload.cache.reads import Reads
 from gpuload.cache.snapshot import Snapshot, check_order_settings
 from gpuload.checks import check_choice, check_seconds, check_seed, check_share, check_whole, parse_nbytes
 from gpuload.distributed import rank_and_world_size
-from gpuload.errors import PlanError, ReadError, StoreError
+from gpuload.errors import GpuloadError, PlanError, ReadError, StoreError, first_line
 from gpuload.remote import FolderRemote, open_remote
 from gpuload.threads import Closer
 
@@ -225,11 +225,15 @@ class SampleStore:
     def close(self) -> None:
         """Close its snapshots, stop fetching and release everything; may be called twice. Downloads are kept.
 
+        In a forked process it does nothing: all of it is its parent's.
+
         Raises
         ------
         OSError
             The last uses of samples cannot be recorded. Everything is released all the same.
         """
+        if not self.is_of_this_process:
+            return
         with ExitStack() as stack:
             stack.callback(self._closer)
             for snapshot in list(self._snapshots):
@@ -272,7 +276,8 @@ class SampleStore:
         echo_max
             Leave out samples used at least this often before.
         min_samples, wait_s
-            Wait until this many samples are here; at most this many seconds, if given.
+            Wait until this many samples are here; at most this many seconds, if given. Not with `generation` or
+            `state`.
         rank, world_size
             Each rank gets every world_size-th sample of the order, and the same number of them. Omit both to take them
             from torch.distributed or torchrun, as `open_loader` does.
@@ -280,8 +285,8 @@ class SampleStore:
             Number of an earlier snapshot, to start it again. Rank 0 takes a snapshot; all other ranks need its number,
             or a state.
         state
-            Returned by `Snapshot.state_dict`: resume where it was taken. Samples evicted since are read from the
-            remote.
+            Returned by `Snapshot.state_dict`: resume where it was taken, whatever `seed`, `mode`, `n_samples`,
+            `echo_max` and `generation` are given. Samples evicted since are read from the remote.
 
         Returns
         -------
@@ -394,6 +399,15 @@ class SampleStore:
 
     # --- what an epoch asks of its store ---
 
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this process opened the store, and not one that it is a fork of."""
+        return self._catalogue.is_of_this_process
+
+    def check_process(self) -> None:
+        """Raise PlanError in a forked process."""
+        self._catalogue.check_process()
+
     def drop_strays(self) -> None:
         """Remove copies without a row, as after the loss of the catalogue, if no process lists and would adopt them."""
         if self._fetchers is None and not self._catalogue.meta("listing"):
@@ -401,7 +415,24 @@ class SampleStore:
                 self._folders.remove(name)
 
     def fetch_whole(self, sample: Sample) -> Any:
-        """Return a sample's bytes from the remote, verified."""
+        """Return a sample's bytes from the remote, verified.
+
+        Raises
+        ------
+        ReadError, CorruptDataError
+            It cannot provide them.
+        """
+        try:
+            return self._fetch_whole(sample)
+        except (GpuloadError, MemoryError):
+            raise
+        except Exception as error:  # a remote may be anybody's
+            raise ReadError(
+                f"{self.remote.name}/{sample.key}: it cannot be read: {first_line(error)} ({type(error).__name__}). "
+                "Check the remote."
+            ) from error
+
+    def _fetch_whole(self, sample: Sample) -> Any:
         patience = self._settings.patience
         found = patience.ask(lambda: self.remote.head(sample.key), self._stop)
         if found is None or found.etag != sample.etag:
@@ -481,6 +512,8 @@ class SampleStore:
 
 
 def _close(stop: threading.Event, fetchers: Fetchers | None, lease: Lease, catalogue: Catalogue) -> None:
+    if not catalogue.is_of_this_process:
+        return
     stop.set()
     if fetchers is not None:
         fetchers.close()

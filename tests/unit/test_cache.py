@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -397,6 +398,23 @@ def test_a_state_whose_object_changed_is_refused(tmp_path: Path, remote: Countin
             next(batches)
 
 
+def test_a_later_iteration_ends_the_one_before(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            first, second = snapshot.batches(4), snapshot.batches(4)
+            seen = checked(next(first))
+            seen += checked(next(second))  # goes on after the first
+            with pytest.raises(PlanError, match=r"^this iteration was ended by a later batches\(\) of its snapshot"):
+                next(first)
+            assert snapshot.position == 8
+            seen += [i for batch in second for i in checked(batch)]
+            assert sorted(seen) == list(range(N))
+            assert list(snapshot.batches(4)) == []
+            assert snapshot.position == N
+        assert store.coverage().n_visits == N
+
+
 def test_ranks_share_a_generation(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote) as store, opened(tmp_path, remote) as other:
         full(store, 10)
@@ -612,6 +630,79 @@ def test_a_first_sample_that_is_nowhere_is_skipped(tmp_path: Path, remote: Count
             (Path(remote.name) / sample.key).unlink()
             batches = list(snapshot.batches(3, on_error="skip", max_skipped=0.5))
             assert sum(len(batch.keys) for batch in batches) == N - 1
+
+
+def test_a_first_batch_of_which_nothing_can_be_read_is_left_out(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N, max_bad=1.0) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            lost = store.copies.samples(snapshot._ids[:2])
+            for sample in lost:
+                Path(sample.path or "").unlink()
+                (Path(remote.name) / sample.key).unlink()
+            with pytest.raises(ReadError, match=f"^{lost[0].key}: this snapshot has it"):
+                next(iter(snapshot.batches(1)))
+            read = [checked(batch) for batch in snapshot.batches(1, on_error="skip", max_skipped=0.5)]
+            assert [len(batch) for batch in read] == [1] * (N - 2)
+            assert snapshot.position == N
+            assert sorted(store.quarantine()) == sorted(sample.key for sample in lost)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no memory"),
+        KeyError("label"),
+        AttributeError("no such thing"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "labels.csv"),
+        PlanError("another size=, please."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_the_code_that_decodes_is_no_fault_of_a_sample(
+    tmp_path: Path, remote: CountingRemote, error: Exception
+) -> None:
+    with opened(tmp_path, remote, n_held=4) as store:
+        full(store, 4)
+        with store.snapshot() as snapshot, pytest.raises(type(error)) as raised:
+            list(snapshot.batches(1, decode=failing(error), on_error="skip", max_skipped=1.0))
+        assert raised.value is error
+        assert re.search(r"the function decode= for the sample \d{4}\.npy", error.__notes__[0])
+        assert store.quarantine() == {}
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no image"), OSError("truncated"), zlib.error("bad block"), RuntimeError("no tensor")]
+)
+def test_bytes_that_cannot_be_decoded_are_skipped(tmp_path: Path, remote: CountingRemote, error: Exception) -> None:
+    with opened(tmp_path, remote, n_held=4, max_bad=1.0) as store:
+        full(store, 4)
+        told = rf"^\d{{4}}\.npy: its 4128 bytes cannot be decoded: {error} \(.*[eE]rror\)\. Upload it again, or check"
+        with store.snapshot() as snapshot:
+            with pytest.raises(CorruptDataError, match=told):
+                list(snapshot.batches(1, decode=failing(error)))
+            assert list(snapshot.batches(1, decode=failing(error), on_error="skip", max_skipped=1.0)) == []
+        assert len(store.quarantine()) == 4
+
+
+def failing(error: Exception) -> Any:
+    """Return a function that decodes nothing."""
+
+    def decode(whole: Any) -> Any:
+        raise error
+
+    return decode
+
+
+def test_an_error_of_a_remote_of_ones_own_is_told(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=4, max_bad=1.0) as store:
+        full(store, 4)
+        with store.snapshot() as snapshot:
+            Path(store.copies.samples(snapshot._ids[:1])[0].path or "").unlink()
+            remote.head = failing(KeyError("bucket"))  # type: ignore[method-assign]
+            with pytest.raises(ReadError, match=r"remote/\d{4}\.npy: it cannot be read: 'bucket' \(KeyError\)\. Check"):
+                list(snapshot.batches(4))
+            assert [len(batch) for batch in snapshot.batches(4, on_error="skip")] == [3]
 
 
 def test_a_copy_that_cannot_be_read_keeps_no_other_from_being_adopted(
@@ -1398,19 +1489,72 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
 
 
 def test_a_forked_process_is_refused_and_harms_nothing(tmp_path: Path, remote: CountingRemote) -> None:
-    with opened(tmp_path, remote, fetch=False) as store:
-        pid = os.fork()
-        if not pid:
-            try:
-                store.coverage()
-                with store._catalogue.transaction():
+    """Whatever lock a thread of the parent has at that time."""
+    remote.wait_s = 0.05
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, 6)
+        with store.snapshot() as snapshot:
+            batches = snapshot.batches(3)
+            next(batches)
+            until(lambda: list((tmp_path / "store" / "tmp").iterdir()))
+            fetcher = store._fetchers.thread_fetcher  # type: ignore[union-attr]
+            with store._catalogue._lock, fetcher._lock, snapshot._lock, snapshot._noting:  # type: ignore[union-attr]
+                pid = os.fork()
+                if not pid:
+                    with suppress(BaseException):
+                        tell_as_a_fork(store, snapshot, batches)
                     os._exit(1)
-            except PlanError:
+            assert exit_code(pid) == 0
+        full(store, N)
+        assert remote.gets.total() == N
+        assert store.quarantine() == {}
+        assert leases.is_alive(store._folders.leases, store._lease.name)
+
+
+def exit_code(pid: int) -> int:
+    """Return with what a fork ends, within some seconds."""
+    for _ in range(1_000):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def tell_as_a_fork(store: SampleStore, snapshot: Any, batches: Any) -> None:
+    """Use the store of the parent, and end with 0 if that was refused throughout."""
+    for use in (
+        store.stats,
+        store.snapshot,
+        store.coverage,
+        store.release_quarantine,
+        snapshot.flush,
+        lambda: next(batches),
+        lambda: next(iter(snapshot.batches(3))),
+    ):
+        with pytest.raises(PlanError, match=r"^the sample store was opened in another process; open it in this one\.$"):
+            use()
+    batches.close()
+    snapshot.close()
+    store.close()
+    store._closer()
+    os._exit(0)
+
+
+def test_a_fork_closes_no_fetcher_process_of_its_parent(tmp_path: Path) -> None:
+    remote = FolderRemote(fill(tmp_path / "remote", 3))
+    with opened(tmp_path, remote, n_processes=1) as store:
+        full(store, 3)
+        (process,) = store._fetchers.processes  # type: ignore[union-attr]
+        with process._process._waitpid_lock:  # type: ignore[attr-defined]
+            pid = os.fork()
+            if not pid:
+                store.close()
                 os._exit(0)
-            finally:
-                os._exit(2)
-        assert os.waitpid(pid, 0)[1] == 0
-        store._catalogue.count(n_retries=1)
+        assert exit_code(pid) == 0
+        process.check()
+        assert process.n_died == 0
 
 
 def test_a_forked_process_lets_go_of_the_leases_after_a_released_one(

@@ -248,6 +248,15 @@ def test_other_contents_are_deserialised_or_refused(data: Path) -> None:
     assert X.numpy().tobytes() == (data / "id-4.npy").read_bytes()
 
 
+def test_a_lack_of_memory_is_no_fault_of_a_sample(data: Path) -> None:
+    def too_much(raw: Any) -> Any:
+        raise MemoryError("no memory")
+
+    samples = SampleSet(IDS, None, data, too_much, suffix=".pt")
+    with pytest.raises(MemoryError, match="^no memory$"):
+        list(SampleLoader(samples, on_error="skip", max_skipped=1.0))
+
+
 def test_safetensors(data: Path) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file
     for i in range(N):
