@@ -409,6 +409,38 @@ class Catalogue(Database):
         """Return how many samples of the remote are not in quarantine, or are here."""
         return int(self.rows("SELECT count(*) FROM keys WHERE fault IS NULL AND (is_held OR NOT is_gone)")[0][0])
 
+    def n_that_fit(self, nbytes: int, most: int) -> int:
+        """Return how many of the samples of `n_known` fit into so many bytes together, the smallest first.
+
+        Count up to `most`.
+        """
+        rows = self.rows(
+            "SELECT nbytes FROM keys WHERE fault IS NULL AND (is_held OR NOT is_gone) ORDER BY nbytes LIMIT ?", most
+        )
+        return int(np.searchsorted(np.cumsum([cost_of(n) for (n,) in rows]), nbytes, side="right"))
+
+    def full_and_unused(self, budget: int, min_visits: int) -> tuple[int, int, int] | None:
+        """Return what tells this state from others, if the next download has no room and nothing can make it some.
+
+        Then nothing is being downloaded or removed, may be evicted, or is to be read by a running epoch. The state is
+        the number of files, of downloads so far, and of snapshots so far.
+        """
+        now = time.time()
+        with self.transaction() as db:
+            row = db.execute(_NEXT, (now, now + _OF_ANOTHER_CLOCK_S)).fetchone()
+            if row is None or self._held_nbytes(db) + cost_of(row[2]) <= budget:
+                return None
+            if db.execute(_MAY_CHANGE, {"visits": min_visits}).fetchone()[0]:
+                return None
+            n_files = db.execute("SELECT count(*) FROM files WHERE state = 1").fetchone()[0]
+            meta = dict(db.execute("SELECT name, value FROM meta"))
+            return n_files, meta["n_fetched"], meta["generation"]
+
+    def wants_room(self) -> bool:
+        """Return whether downloads wait for room, which nothing evictable can make."""
+        at = dict(self.rows("SELECT name, value FROM meta WHERE name = 'wanted_at'")).get("wanted_at", 0.0)
+        return 0 <= time.time() - float(at) < _WANTED_S
+
     def n_bad(self) -> tuple[int, int]:
         """Return the number of samples in quarantine, and of all samples."""
         n_bad = self.rows("SELECT count(*) FROM keys WHERE fault IS NOT NULL")[0][0]
@@ -501,6 +533,14 @@ _NEXT = (
     " WHERE NOT is_held AND NOT is_gone AND fault IS NULL AND (retry_at <= ? OR retry_at > ?)"
     " ORDER BY n_fetched, place LIMIT 1"
 )
+
+
+_MAY_CHANGE = (
+    "SELECT EXISTS (SELECT 1 FROM pins) OR EXISTS (SELECT 1 FROM files WHERE state IN (0, 2)) OR EXISTS ("
+    "SELECT 1 FROM files f JOIN keys k ON k.id = f.key_id WHERE f.state = 1 AND NOT k.is_gone"
+    " AND (f.visits >= :visits OR f.etag != k.etag))"
+)
+"""Whether a sample may arrive or go, now or after a running epoch has read it."""
 
 
 def name_of(wanted: RemoteObject) -> str:

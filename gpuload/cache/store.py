@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from gpuload.cache.leases import Lease
 from gpuload.cache.order import MODES, visiting_order
 from gpuload.cache.reading import no_copy
 from gpuload.cache.reads import Reads
+from gpuload.cache.room import Room
 from gpuload.cache.snapshot import Snapshot, check_order_settings
 from gpuload.checks import check_choice, check_seconds, check_seed, check_share, check_whole, parse_nbytes
 from gpuload.distributed import rank_and_world_size
@@ -31,6 +33,11 @@ if TYPE_CHECKING:
 
     from gpuload.cache.reading import Sample
     from gpuload.remote import Remote
+
+_log = logging.getLogger("gpuload.cache")
+
+_TOLD_S = 10.0
+"""Time after which who waits for samples is told why, if anything seems to be in the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +305,8 @@ class SampleStore:
             An option is invalid; a generation is no longer kept; or a rank other than 0 has neither `generation` nor
             `state`.
         ReadError
-            The wait timed out, the remote has too few samples or cannot be listed, or too many are in quarantine.
+            The wait timed out; the remote has too few samples or cannot be listed; the budget, or the disk without
+            `min_free`, will never have room for so many; or too many are in quarantine.
         """
         rank, world_size = rank_and_world_size(rank, world_size)
         settings: dict[str, Any] = {
@@ -358,6 +366,8 @@ class SampleStore:
     def _wait_for(self, min_samples: int, wait_s: float | None) -> None:
         start = time.monotonic()
         pause_s = 0.01
+        room = Room(self._folders, self._catalogue, self._settings)
+        is_told = False
         while True:
             n_here = self._catalogue.n_ready()
             self._check_quarantine()
@@ -378,8 +388,15 @@ class SampleStore:
                     f"no sample can arrive, because the remote cannot be listed: {fault.rstrip('.')}. Fix that, and "
                     "open the store again."
                 )
-            if wait_s is not None and time.monotonic() - start > wait_s:
-                why = f" (the remote could not be listed: {fault.rstrip('.')})" if fault else ""
+            why = f"the remote could not be listed: {fault.rstrip('.')}" if fault else ""
+            if self._fetchers is not None:
+                why = room.check(min_samples, is_listed=is_listed) or why
+            waited_s = time.monotonic() - start
+            if why and waited_s > _TOLD_S and not is_told:
+                _log.warning("%s: still waiting for min_samples=%d: %s", self.root, min_samples, why)
+                is_told = True
+            why = why and f" ({why})"
+            if wait_s is not None and waited_s > wait_s:
                 raise ReadError(
                     f"wait_s={wait_s}: {n_here} samples are in {self.root} after that time{why}, but "
                     f"min_samples={min_samples}; wait longer, or ask for fewer."

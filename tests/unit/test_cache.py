@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from gpuload.cache import SampleStore, files, leases
+from gpuload.cache import SampleStore, files, leases, room
 from gpuload.cache import snapshot as snapshot_module
+from gpuload.cache import store as store_module
 from gpuload.cache.catalogue import _OLDER, _VISITED, POLICIES, Catalogue, cost_of
 from gpuload.cache.fetch import Fetcher, Settings, SoftDigests, Window, get_patiently
 from gpuload.cache.fetchers import _keep
@@ -336,6 +337,69 @@ def test_a_sample_above_the_budget_is_told(tmp_path: Path, remote: CountingRemot
     with opened(tmp_path, remote, max_bad=0.5) as store:
         until(store.quarantine)
         assert store.quarantine() == {"huge.npy": f"it has 400128 bytes, but the whole budget is {10 * COST}"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"n_held": 10}, rf"^min_samples=11: budget={10 * COST} bytes leaves room for only 10 samples, even if"),
+        (
+            {"min_free": 1 << 62},
+            r"^min_samples=11: min_free=4\d+ bytes, on a disk of \d+ bytes, leaves room for only 0 s",
+        ),
+    ],
+)
+def test_samples_that_never_have_room_are_not_waited_for(
+    tmp_path: Path, remote: CountingRemote, settings: dict[str, Any], told: str
+) -> None:
+    with opened(tmp_path, remote, **settings) as store:
+        with pytest.raises(ReadError, match=told):
+            store.snapshot(min_samples=11)
+        if "min_free" not in settings:
+            assert len(store.snapshot(min_samples=10)) == 10
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_full_store_is_waited_for_while_an_epoch_may_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_used: bool
+) -> None:
+    """Two large samples fill it; four small ones, listed later, have room once both were used."""
+    monkeypatch.setattr(room, "_LOOK_S", 0.05)
+    monkeypatch.setattr(room, "_SURE_S", 0.3)
+    folder = fill(tmp_path / "remote", 2, 4_000)
+    with opened(tmp_path, CountingRemote(folder), n_held=4, relist_s=0.05) as store, ThreadPoolExecutor() as threads:
+        full(store, 2)
+        epoch = store.snapshot(min_samples=2)
+        for i in range(4):
+            (folder / f"small-{i}").write_bytes(bytes([i]))
+        until(lambda: store._catalogue.n_known() == 6)
+        later = threads.submit(store.snapshot, min_samples=4)
+        time.sleep(0.8)
+        assert not later.done()
+        if is_used:
+            assert len(list(epoch.batches(2))) == 1
+        epoch.close()
+        if is_used:
+            assert len(later.result(20)) >= 4  # and perhaps one of the large ones
+        else:
+            told = rf"^min_samples=4: budget={4 * COST} bytes is full with 2 samples\. None may be evicted, as .*"
+            with pytest.raises(ReadError, match=told + "less than min_visits=1 times"):
+                later.result(20)
+
+
+def test_what_is_waited_for_is_told(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(store_module, "_TOLD_S", 0.1)
+    with opened(tmp_path, remote) as store:
+        free_nbytes = store._folders.free_nbytes()
+    told = r"the disk has \d+ bytes less free than min_free=\d+"
+    with (
+        opened(tmp_path, remote, n_held=N, min_free=free_nbytes + (1 << 28)) as store,
+        pytest.raises(ReadError, match=rf"^wait_s=0.3: \d+ samples are in .* after that time \({told}\), but"),
+    ):
+        store.snapshot(min_samples=N, wait_s=0.3)
+    assert re.search(rf"still waiting for min_samples={N}: {told}", caplog.text)
 
 
 # --- orders and resuming ---
@@ -1453,8 +1517,11 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
                 store.snapshot(**settings)
         with pytest.raises(ReadError, match="has only 40 samples that can be fetched"):
             store.snapshot(min_samples=41)
-        with pytest.raises(ReadError, match=r"wait_s=0.3: .* but min_samples=20"):
-            store.snapshot(min_samples=20, wait_s=0.3)
+        with (
+            opened(tmp_path, remote, fetch=False) as idle,
+            pytest.raises(ReadError, match=r"wait_s=0.3: .* but min_samples=20"),
+        ):
+            idle.snapshot(min_samples=20, wait_s=0.3)
         with store.snapshot() as snapshot:
             for position in ("all", -1):
                 with pytest.raises(PlanError, match=f"state: position={position!r}; expected a number of samples"):

@@ -253,7 +253,7 @@ def test_a_lack_of_memory_is_no_fault_of_a_sample(data: Path) -> None:
         raise MemoryError("no memory")
 
     samples = SampleSet(IDS, None, data, too_much, suffix=".pt")
-    with pytest.raises(MemoryError, match="^no memory$"):
+    with pytest.raises(MemoryError, match=r"^no memory$"):
         list(SampleLoader(samples, on_error="skip", max_skipped=1.0))
 
 
