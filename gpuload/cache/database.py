@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import sqlite3
 import threading
+import time
 from contextlib import contextmanager
 from importlib.resources import files as package_files
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,9 @@ VERSION = 1
 
 _BUSY_S = 60.0
 """Longest wait for another process's transaction, which takes milliseconds."""
+
+_PAUSE_S = 0.01
+"""Time between attempts where SQLite does not wait itself."""
 
 _OF_SYSTEM = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_IOERR)
 """Refusals and faults of the disk, which leave the catalogue itself possibly sound."""
@@ -58,7 +63,8 @@ class Database:
     def _begin(self) -> None:
         """Configure the database, and create its tables if it has none."""
         try:
-            for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "cache_size = -16000"):
+            self._write_ahead()
+            for pragma in ("synchronous = NORMAL", "cache_size = -16000"):
                 self._db.execute(f"PRAGMA {pragma}")
             with self.transaction() as db:
                 if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
@@ -74,6 +80,19 @@ class Database:
             raise StoreError(
                 f"{self.path}: it has version {found}, but this gpuload reads version {VERSION}; use another folder."
             )
+
+    def _write_ahead(self) -> None:
+        """Switch to write-ahead logging. SQLite does not wait where several do so at once, so that is done here."""
+        until = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+                time.sleep(random.uniform(0.5, 1.5) * _PAUSE_S)  # noqa: S311 - no secret
+            else:
+                return
 
     @property
     def is_of_this_process(self) -> bool:

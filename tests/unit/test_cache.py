@@ -1412,6 +1412,18 @@ def test_a_catalogue_that_is_held_by_another_is_told(
         assert store._catalogue.n_ready() == 0
 
 
+def test_processes_that_open_a_new_catalogue_at_once_wait_for_each_other(tmp_path: Path) -> None:
+    """SQLite itself does not wait if two want to switch to write-ahead logging."""
+    path = str(tmp_path / "catalogue.sqlite")
+    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        timer = threading.Timer(0.2, other.execute, ["COMMIT"])
+        timer.start()
+        with closing(Catalogue(path)) as catalogue:
+            assert catalogue.n_known() == 0
+        timer.join()
+
+
 REFUSED = r"^{}: {}; check its permissions and the disk\.$"
 
 
