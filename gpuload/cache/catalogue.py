@@ -35,6 +35,9 @@ _BLOCK = 4096
 _WANTED_S = 5.0
 """How long a request for room is valid; whoever still waits repeats it."""
 
+_TOO_LARGE = "it has {} bytes, but the whole budget is {}"
+"""Why a sample is in quarantine that may leave it once the budget is raised."""
+
 _SHARE_TO_GO = 8
 """An epoch leaves out at most one in this many samples, to make room for others."""
 
@@ -136,7 +139,7 @@ class Catalogue(Database):
             key_id, wanted = row[0], RemoteObject(*row[1:])
             cost = cost_of(wanted.nbytes)
             if cost > budget:
-                fault = f"it has {wanted.nbytes} bytes, but the whole budget is {budget}"
+                fault = _TOO_LARGE.format(wanted.nbytes, budget)
                 db.execute("UPDATE keys SET fault = ? WHERE id = ?", (fault, key_id))
                 return Full(0)
             lacking = self._held_nbytes(db) + cost - budget
@@ -300,9 +303,9 @@ class Catalogue(Database):
 
     def _to_go(self, db: Connection, policy: str, min_visits: int, cost: dict[int, int], least: int) -> set[int]:
         """Return which of some files, given with their cost, are to make room: the same ones until they are gone."""
-        meta = dict(db.execute("SELECT name, value FROM meta WHERE name IN ('wanted_nbytes', 'wanted_at', 'to_go')"))
-        if time.time() - meta.get("wanted_at", 0.0) >= _WANTED_S:
+        if not self.wants_room():
             return set()
+        meta = dict(db.execute("SELECT name, value FROM meta WHERE name IN ('wanted_nbytes', 'to_go')"))
         most = min(max(1, len(cost) // _SHARE_TO_GO), len(cost) - least)
         able = [i for i in self.may_go(policy, min_visits, len(cost), is_soon=True) if i in cost]
         before = set(json.loads(meta.get("to_go", "[]")))
@@ -439,12 +442,20 @@ class Catalogue(Database):
     def wants_room(self) -> bool:
         """Return whether downloads wait for room, which nothing evictable can make."""
         at = dict(self.rows("SELECT name, value FROM meta WHERE name = 'wanted_at'")).get("wanted_at", 0.0)
-        return 0 <= time.time() - float(at) < _WANTED_S
+        return 0 <= time.time() - float(at) < _WANTED_S  # it may be by a clock that was ahead
 
     def n_bad(self) -> tuple[int, int]:
-        """Return the number of samples in quarantine, and of all samples."""
-        n_bad = self.rows("SELECT count(*) FROM keys WHERE fault IS NOT NULL")[0][0]
-        return int(n_bad), int(self.rows("SELECT count(*) FROM keys")[0][0]) if n_bad else 0
+        """Return how many of the remote's samples are in quarantine, and how many samples there are."""
+        n_bad = self.rows("SELECT count(*) FROM keys WHERE fault IS NOT NULL AND NOT is_gone")[0][0]
+        n_all = self.rows("SELECT count(*) FROM keys WHERE is_held OR NOT is_gone")[0][0] if n_bad else 0
+        return int(n_bad), int(n_all)
+
+    def forgive_size(self, budget: int) -> None:
+        """Release the samples from quarantine that were above the whole budget, but are not above this one."""
+        with self.transaction() as db:
+            found = db.execute(_OF_SIZE, (_TOO_LARGE.format("*", "*"),)).fetchall()
+            fit = [(id_,) for id_, nbytes in found if cost_of(nbytes) <= budget]
+            db.executemany("UPDATE keys SET fault = NULL WHERE id = ?", fit)
 
     # --- repair ---
 
@@ -521,6 +532,7 @@ class Catalogue(Database):
 _OF_ANOTHER_CLOCK_S = 3600
 """A retry time further away than this was set by a clock that was ahead."""
 
+_OF_SIZE = "SELECT id, nbytes FROM keys WHERE fault IS NOT NULL AND fault GLOB ?"
 _VISITED = "UPDATE files SET visits = visits + 1, used_at = ? WHERE key_id = ? AND state < 3 AND state = 1"
 _OLDER = (
     "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id"

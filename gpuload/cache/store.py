@@ -47,9 +47,10 @@ class Coverage:
     Attributes
     ----------
     n_known, n_held, n_visited
-        Objects that the remote has; that are stored locally; that were used at least once.
+        Objects that the remote has or that are stored locally; those of them that are stored locally; and those that
+        were used at least once.
     n_visits
-        Total uses.
+        Total uses of these objects.
     effective
         Kish's effective sample size of the uses: ``(sum of v)**2 / sum of v**2``; equal to `n_visited` if all were
         used equally often.
@@ -63,7 +64,7 @@ class Coverage:
 
     @property
     def unique(self) -> float:
-        """Share of the remote's objects that were used at least once."""
+        """Share of the objects that were used at least once."""
         return self.n_visited / self.n_known if self.n_known else 0.0
 
 
@@ -183,6 +184,7 @@ class SampleStore:
             self._check_remote()
             repair(self._folders, self._catalogue, self._lease.name, self._settings.budget, is_opening=True)
             if fetch:
+                self._catalogue.forgive_size(self._settings.budget)
                 self._fetchers = Fetchers(
                     self._folders,
                     self._catalogue,
@@ -408,7 +410,10 @@ class SampleStore:
     def _check_quarantine(self) -> None:
         n_bad, n_all = self._catalogue.n_bad()
         if n_bad and n_bad > self._max_bad * n_all:
-            reasons = "; ".join(f"{key}: {fault.rstrip('.')}" for key, fault in list(self.quarantine().items())[:3])
+            some = self._catalogue.rows(
+                "SELECT key, fault FROM keys WHERE fault IS NOT NULL AND NOT is_gone ORDER BY key LIMIT 3"
+            )
+            reasons = "; ".join(f"{key}: {fault.rstrip('.')}" for key, fault in some)
             raise ReadError(
                 f"{self.remote.name}: {n_bad} of {n_all} samples cannot be fetched, more than "
                 f"max_bad={self._max_bad:g}: {reasons}. Fix these, or allow more."
@@ -490,6 +495,7 @@ class SampleStore:
         """Return how much of the remote was used for training."""
         n, held, visited, total, squares = self._catalogue.rows(
             "SELECT count(*), sum(is_held), sum(visits > 0), sum(visits), sum(visits * visits) FROM keys"
+            " WHERE is_held OR NOT is_gone"
         )[0]
         return Coverage(n, held or 0, visited or 0, total or 0, total**2 / squares if squares else 0.0)
 

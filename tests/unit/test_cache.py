@@ -337,6 +337,10 @@ def test_a_sample_above_the_budget_is_told(tmp_path: Path, remote: CountingRemot
     with opened(tmp_path, remote, max_bad=0.5) as store:
         until(store.quarantine)
         assert store.quarantine() == {"huge.npy": f"it has 400128 bytes, but the whole budget is {10 * COST}"}
+        store.quarantine_sample(store.copies.samples(np.array([1]))[0], "it smells")
+    with opened(tmp_path, remote, n_held=N + 100, max_bad=0.5) as store:  # and comes when there is room
+        full(store, N)
+        assert list(store.quarantine().values()) == ["it smells"]
 
 
 @pytest.mark.parametrize(
@@ -567,6 +571,32 @@ def test_an_object_that_stays_corrupt_is_quarantined_and_released(tmp_path: Path
         store.quarantine_sample(store.copies.samples(np.array([1]))[0], "it smells")
         with pytest.raises(ReadError, match=r"1 of 40 samples cannot be fetched, more than max_bad=0.01: .*it smells"):
             store.snapshot()
+
+
+def test_what_is_gone_from_the_remote_is_neither_bad_nor_known(tmp_path: Path) -> None:
+    remote = FlakyRemote(fill(tmp_path / "remote", 10), every=1)
+    with opened(tmp_path, remote, max_bad=0.1, max_failures=1, tries=1, relist_s=0.05, fetch=False) as store:
+        fetcher = fetcher_of(store)
+        assert fetcher.list_remote()
+        for _ in range(2):
+            assert fetcher.fetch_one()  # in vain
+        with pytest.raises(ReadError, match=r"2 of 10 samples cannot be fetched, more than max_bad=0\.1"):
+            store.snapshot()
+        first, second = store.quarantine()
+        (tmp_path / "remote" / first).unlink()
+        time.sleep(0.06)
+        assert fetcher.list_remote()
+        with pytest.raises(ReadError, match=rf"1 of 9 samples cannot be fetched, more than max_bad=0\.1: {second}: "):
+            store.snapshot()
+        (tmp_path / "remote" / second).unlink()
+        time.sleep(0.06)
+        remote.every = 10**9
+        assert fetcher.list_remote()
+        while fetcher.fetch_one():
+            pass
+        assert len(train(store, min_samples=8)) == 8
+        coverage = store.coverage()
+        assert (coverage.n_known, coverage.n_held, coverage.n_visited, coverage.unique) == (8, 8, 8, 1.0)
 
 
 class Gated(CountingRemote):
@@ -1106,6 +1136,14 @@ def test_what_failed_is_asked_for_again_when_it_is_time(
         with store._catalogue.transaction() as db:
             db.execute("UPDATE keys SET retry_at = ?", (time.time() + ahead_s,))
         assert (store._catalogue.reserve(store._lease.name, N * COST) is not None) is is_asked
+
+
+def test_room_that_was_wanted_by_a_clock_that_was_ahead_is_not_made(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        assert len(train(store)) == N
+        store._catalogue.set_meta(wanted_nbytes=9 * COST, wanted_at=time.time() + 86_400)
+        assert len(train(store)) == N
 
 
 @pytest.mark.parametrize("meta", ["listed_at", "retry_at"])
