@@ -270,8 +270,10 @@ class Catalogue(Database):
 
     def take_snapshot(
         self, lease: str, *, policy: str = "coverage", min_visits: int = 1, least: int = 1
-    ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
+    ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]] | None:
         """Pin the files that are there, as a new generation: return its number, its pin, file numbers and visits.
+
+        Return None if there are fewer than `least`: some may have gone since they were counted.
 
         While downloads wait for room, the next files to go are left out, but no more than a share of all, and so few
         that at least `least` stay: if every epoch pinned everything before a fetcher could remove any of it, nothing
@@ -282,6 +284,8 @@ class Catalogue(Database):
                 "SELECT f.id, k.visits, f.cost FROM files f JOIN keys k ON k.id = f.key_id"
                 " WHERE f.state = 1 AND f.etag = k.etag AND k.fault IS NULL ORDER BY f.id"
             ).fetchall()
+            if len(found) < least:
+                return None
             leaving = self._to_go(db, policy, min_visits, {row[0]: row[2] for row in found}, least)
             found = [row for row in found if row[0] not in leaving]
             ids, visits = (np.array([row[i] for row in found], dtype=np.int64) for i in (0, 1))

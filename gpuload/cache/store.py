@@ -31,6 +31,9 @@ from gpuload.threads import Closer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from gpuload.cache.reading import Sample
     from gpuload.remote import Remote
 
@@ -339,13 +342,7 @@ class SampleStore:
             )
         pin = -1
         if generation is None:
-            self._wait_for(min_samples, wait_s)
-            generation, pin, ids, visits = self._catalogue.take_snapshot(
-                self._lease.name,
-                policy=self._settings.policy,
-                min_visits=self._settings.min_visits,
-                least=min_samples,
-            )
+            generation, pin, ids, visits = self._take(min_samples, wait_s)
         else:
             ids, visits = self._catalogue.open_snapshot(generation)
         chosen = visiting_order(
@@ -365,7 +362,8 @@ class SampleStore:
         self._snapshots.add(snapshot)
         return snapshot
 
-    def _wait_for(self, min_samples: int, wait_s: float | None) -> None:
+    def _take(self, min_samples: int, wait_s: float | None) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
+        """Wait until so many samples are here; return what `Catalogue.take_snapshot` returns."""
         start = time.monotonic()
         pause_s = 0.01
         room = Room(self._folders, self._catalogue, self._settings)
@@ -374,7 +372,15 @@ class SampleStore:
             n_here = self._catalogue.n_ready()
             self._check_quarantine()
             if n_here >= min_samples:
-                break
+                taken = self._catalogue.take_snapshot(
+                    self._lease.name,
+                    policy=self._settings.policy,
+                    min_visits=self._settings.min_visits,
+                    least=min_samples,
+                )
+                if taken is not None:
+                    self._waited_s += time.monotonic() - start
+                    return taken
             is_listed = self._is_listed()  # before counting: a listing may end in between
             n_known = self._catalogue.n_known()
             if is_listed and n_known < min_samples:
@@ -405,7 +411,6 @@ class SampleStore:
                 )
             time.sleep(pause_s)
             pause_s = min(0.2, pause_s * 1.5)
-        self._waited_s += time.monotonic() - start
 
     def _check_quarantine(self) -> None:
         n_bad, n_all = self._catalogue.n_bad()

@@ -363,6 +363,24 @@ def test_samples_that_never_have_room_are_not_waited_for(
             assert len(store.snapshot(min_samples=10)) == 10
 
 
+def test_what_goes_after_it_was_counted_is_waited_for(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        count, to_drop = store._catalogue.n_ready, store.copies.samples(np.array([7]))
+
+        def counted() -> int:
+            n = count()
+            if to_drop:
+                store.copies.drop(to_drop.pop(), "another process has evicted it")
+            return n
+
+        monkeypatch.setattr(store._catalogue, "n_ready", counted)
+        assert len(train(store, min_samples=N)) == N
+        assert not to_drop
+
+
 @pytest.mark.parametrize("is_used", [True, False])
 def test_a_full_store_is_waited_for_while_an_epoch_may_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_used: bool
