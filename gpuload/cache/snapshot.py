@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gpuload.cache.reading import Sample, SampleReader, assemble, check_reading
 from gpuload.checks import check_share, check_whole, is_whole
-from gpuload.errors import CorruptDataError, PlanError, ReadError
+from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError
 from gpuload.threads import PATIENCE_S, DaemonThreads
 
 if TYPE_CHECKING:
@@ -106,9 +106,10 @@ class Snapshot:
         on_error
             How to treat a sample that neither its copy nor the remote can provide, or whose bytes `decode` refuses:
             ``"raise"``, or ``"skip"``, which quarantines it and makes its batch smaller; a batch of which nothing is
-            left is left out. A function refuses bytes by any error but those of a program or of the system, which are
-            raised: MemoryError, ImportError, NameError, AttributeError, TypeError, KeyError, IndexError,
-            NotImplementedError, RecursionError, an OSError with a number, and PlanError.
+            left is left out. Because the remote is busy, it quarantines none before the store's `max_failures`.
+            A function refuses bytes by any error but those of a program or of the system, which are raised:
+            MemoryError, ImportError, NameError, AttributeError, TypeError, KeyError, IndexError, NotImplementedError,
+            RecursionError, an OSError with a number, and PlanError.
         max_skipped
             Share of the samples that may be skipped before an error is raised anyway.
 
@@ -206,7 +207,7 @@ class Snapshot:
             if self.n_skipped >= limit or not isinstance(outcome, (ReadError, CorruptDataError)):
                 raise outcome
             self.n_skipped += 1
-            self._store.quarantine_sample(samples[i], str(outcome))
+            self._store.quarantine_sample(samples[i], str(outcome), may_pass=isinstance(outcome, BusyError))
         return assemble(batch, decoded, [sample.key for sample in samples], kept)
 
     def _hand_over(self, samples: list[Sample]) -> None:

@@ -24,7 +24,8 @@ from gpuload.cache.room import Room
 from gpuload.cache.snapshot import Snapshot, check_order_settings
 from gpuload.checks import check_choice, check_seconds, check_seed, check_share, check_whole, parse_nbytes
 from gpuload.distributed import rank_and_world_size
-from gpuload.errors import GpuloadError, PlanError, ReadError, StoreError, first_line
+from gpuload.errors import BusyError, GpuloadError, PlanError, ReadError, StoreError, first_line
+from gpuload.object_errors import BUSY
 from gpuload.remote import FolderRemote, open_remote
 from gpuload.threads import Closer
 
@@ -448,13 +449,17 @@ class SampleStore:
         ------
         ReadError, CorruptDataError
             It cannot provide them.
+        PlanError
+            The store was closed meanwhile.
         """
         try:
             return self._fetch_whole(sample)
-        except (GpuloadError, MemoryError):
+        except (GpuloadError, MemoryError) as error:
+            if self._stop.is_set():  # no fault of the sample
+                raise PlanError("the sample store was closed; open it again.") from error
             raise
         except Exception as error:  # a remote may be anybody's
-            raise ReadError(
+            raise (BusyError if isinstance(error, BUSY) else ReadError)(
                 f"{self.remote.name}/{sample.key}: it cannot be read: {first_line(error)} ({type(error).__name__}). "
                 "Check the remote."
             ) from error
@@ -473,9 +478,9 @@ class SampleStore:
         self.reads.add_remote()
         return whole
 
-    def quarantine_sample(self, sample: Sample, reason: str) -> None:
-        """Put a sample in quarantine."""
-        self._catalogue.fail(sample.key_id, reason, time.time(), 1)
+    def quarantine_sample(self, sample: Sample, reason: str, *, may_pass: bool = False) -> None:
+        """Put a sample in quarantine; if its fault may pass, only after as many as a download may have."""
+        self._catalogue.fail(sample.key_id, reason, time.time(), self._settings.max_failures if may_pass else 1)
 
     def note_visits(self, pin: int, key_ids: Sequence[int]) -> None:
         """Record uses of samples."""

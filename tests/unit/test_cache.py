@@ -806,6 +806,33 @@ def failing(error: Exception) -> Any:
     return decode
 
 
+def test_a_sample_is_not_quarantined_because_the_store_is_closed(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=4) as store:
+        full(store, 4)
+        with store.snapshot() as snapshot:
+            Path(store.copies.samples(snapshot._ids[:1])[0].path or "").unlink()
+            store._stop.set()  # as the first thing of closing, perhaps by another thread
+            with pytest.raises(PlanError, match=r"^the sample store was closed; open it again\.$"):
+                list(snapshot.batches(4, on_error="skip"))
+        assert store.quarantine() == {}
+
+
+@pytest.mark.parametrize("error", [BusyError("503"), ConnectionResetError("reset")], ids=["503", "reset"])
+def test_a_sample_is_not_quarantined_because_the_remote_is_busy(
+    tmp_path: Path, remote: CountingRemote, error: Exception
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        store.snapshot().close()
+    with opened(tmp_path, remote, n_held=N, tries=1, max_failures=2, fetch=False) as store:
+        Path(store.copies.samples(np.array([1]))[0].path or "").unlink()
+        remote.head = failing(error)  # type: ignore[method-assign]
+        for n_quarantined in (0, 1):
+            with store.snapshot(generation=1) as snapshot:
+                assert sum(len(batch) for batch in snapshot.batches(2, on_error="skip")) == N - 1
+            assert len(store.quarantine()) == n_quarantined
+
+
 def test_an_error_of_a_remote_of_ones_own_is_told(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, n_held=4, max_bad=1.0) as store:
         full(store, 4)
