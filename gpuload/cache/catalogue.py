@@ -83,7 +83,8 @@ class Catalogue(Database):
         now = time.time()
         with self.transaction() as db:
             meta = dict(db.execute("SELECT name, value FROM meta"))
-            if 0 <= now - meta["listed_at"] < relist_s:  # the last one may be by a clock that was ahead
+            is_listed = meta["listed_at"] > 0
+            if is_listed and 0 <= now - meta["listed_at"] < relist_s:  # the last one may be by a clock that was ahead
                 return 0
             if meta["listing_lease"] not in ("", lease) and is_alive(meta["listing_lease"]):
                 return 0

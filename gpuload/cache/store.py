@@ -101,7 +101,7 @@ class SampleStore:
     min_free
         Free bytes to leave on the disk, whatever the budget.
     relist_s
-        Seconds between listings of the remote, which find new, changed and removed objects.
+        Seconds between listings of the remote, which find new, changed and removed objects; infinity lists it once.
     max_bad
         Share of the remote's objects that may be in quarantine before `snapshot` raises.
     hung_s
@@ -285,12 +285,12 @@ class SampleStore:
             ``"uniform"``: every sample once, in random order; ``"fresh-first"``: those never used before the others;
             ``"inverse-visits"``: drawn with weights 1 / (1 + uses), without replacement.
         n_samples
-            Samples of the epoch, over all ranks; None is all.
+            Samples of the epoch, over all ranks, at least one for each; None is all.
         echo_max
             Leave out samples used at least this often before.
         min_samples, wait_s
-            Wait until this many samples are here; at most this many seconds, if given. Not with `generation` or
-            `state`.
+            Wait until this many samples are here, and one for each rank, unless it is 0; at most this many seconds, if
+            given. Not with `generation` or `state`.
         rank, world_size
             Each rank gets every world_size-th sample of the order, and the same number of them. Omit both to take them
             from torch.distributed or torchrun, as `open_loader` does.
@@ -335,7 +335,13 @@ class SampleStore:
                 check_whole(name, settings[name], 1)
         if wait_s is not None:
             check_seconds("wait_s", wait_s)
-        check_whole("min_samples", min_samples, 0)
+        if check_whole("min_samples", min_samples, 0):
+            min_samples = max(min_samples, world_size)
+        if settings["n_samples"] is not None and settings["n_samples"] < world_size:
+            raise PlanError(
+                f"n_samples={settings['n_samples']}: there are world_size={world_size} ranks, and each needs a sample; "
+                "use at least as many."
+            )
         if rank and generation is None:
             raise PlanError(
                 f"rank={rank}, world_size={world_size}: without generation, this rank would take another snapshot than "

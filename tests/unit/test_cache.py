@@ -501,6 +501,21 @@ def test_a_later_iteration_ends_the_one_before(tmp_path: Path, remote: CountingR
         assert store.coverage().n_visits == N
 
 
+def test_an_epoch_begins_when_there_is_a_sample_for_each_rank(tmp_path: Path, remote: CountingRemote) -> None:
+    remote.wait_s = 0.05
+    with opened(tmp_path, remote, n_held=N, in_flight=1) as store:
+        with store.snapshot(rank=0, world_size=4) as snapshot:
+            assert len(snapshot) >= 1
+        with store.snapshot(rank=0, world_size=N, min_samples=0) as snapshot:
+            assert len(snapshot) == 0
+        with pytest.raises(ReadError, match=rf"min_samples={N + 1}: .* has only {N} samples that can be fetched"):
+            store.snapshot(rank=0, world_size=N + 1)
+        with pytest.raises(
+            PlanError, match=r"^n_samples=3: there are world_size=4 ranks, and each needs a sample; use"
+        ):
+            store.snapshot(rank=0, world_size=4, n_samples=3)
+
+
 def test_ranks_share_a_generation(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote) as store, opened(tmp_path, remote) as other:
         full(store, 10)
@@ -1118,6 +1133,12 @@ def test_what_came_since_the_store_was_closed_is_waited_for(tmp_path: Path) -> N
         assert len(train(store, min_samples=9)) == 9
         with pytest.raises(ReadError, match=r"min_samples=10: .* has only 9 samples that can be fetched"):
             store.snapshot(min_samples=10)
+
+
+def test_a_remote_that_is_never_listed_again_is_listed_once(tmp_path: Path) -> None:
+    remote = CountingRemote(fill(tmp_path / "remote", 5))
+    with opened(tmp_path, remote, relist_s=float("inf")) as store:
+        assert len(train(store, min_samples=5, wait_s=10)) == 5
 
 
 class Unlisted(CountingRemote):
