@@ -61,7 +61,9 @@ class Room:
         self._was_listed = is_listed
         if is_listed:
             self._check_least(min_samples)
-        self._check_full(min_samples, now)
+            self._check_full(min_samples, now)
+        else:  # one that fits may still be found
+            self._full = None
         self._why = self._found()
         self._look_at = time.monotonic() + _LOOK_S
         return self._why
