@@ -136,7 +136,8 @@ class Catalogue(Database):
         with self.transaction() as db:
             row = db.execute(_NEXT, (now, now + _OF_ANOTHER_CLOCK_S)).fetchone()
             if row is None:
-                return None
+                above = self._held_nbytes(db) - budget  # of a store that had a larger one before
+                return Full(above) if above > 0 else None
             key_id, wanted = row[0], RemoteObject(*row[1:])
             cost = cost_of(wanted.nbytes)
             if cost > budget:

@@ -363,6 +363,16 @@ def test_samples_that_never_have_room_are_not_waited_for(
             assert len(store.snapshot(min_samples=10)) == 10
 
 
+def test_a_smaller_budget_is_kept_once_samples_were_used(tmp_path: Path) -> None:
+    remote = CountingRemote(fill(tmp_path / "remote", 10))
+    with opened(tmp_path, remote, n_held=10) as store:
+        full(store, 10)
+    with opened(tmp_path, remote, n_held=6) as store:
+        assert len(train(store, min_samples=6)) >= 6
+        until(lambda: store.held_nbytes <= 6 * COST)
+        assert on_disk(tmp_path) <= 6 * COST
+
+
 def test_what_goes_after_it_was_counted_is_waited_for(
     tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
