@@ -81,7 +81,7 @@ class Room:
             )
             raise ReadError(
                 f"min_samples={min_samples}: {limit} leaves room for only {n} samples, even if they are the smallest; "
-                "change that, or use fewer."
+                "raise the budget or lower min_free, or use fewer."
             )
 
     def _check_full(self, min_samples: int, now: float) -> None:
@@ -92,8 +92,8 @@ class Room:
         elif now - self._full_since >= _SURE_S:
             raise ReadError(
                 f"min_samples={min_samples}: budget={self._settings.budget} bytes is full with {full[0]} samples. None "
-                f"may be evicted, as they were used less than min_visits={self._settings.min_visits} times or are gone "
-                "from the remote, and no epoch is running; raise the budget, or use fewer."
+                f"may be evicted, as they were used fewer than min_visits={self._settings.min_visits} times or are "
+                "gone from the remote, and no epoch is running; raise the budget, or use fewer."
             )
 
     def _found(self) -> str:

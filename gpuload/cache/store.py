@@ -464,8 +464,13 @@ class SampleStore:
             if self._stop.is_set():  # no fault of the sample
                 raise PlanError("the sample store was closed; open it again.") from error
             raise
-        except Exception as error:  # a remote may be anybody's
-            raise (BusyError if isinstance(error, BUSY) else ReadError)(
+        except BUSY as error:  # a remote may be anybody's
+            raise BusyError(
+                f"{self.remote.name}/{sample.key}: it cannot be read now: {first_line(error)} "
+                f"({type(error).__name__}). Try again later."
+            ) from error
+        except Exception as error:
+            raise ReadError(
                 f"{self.remote.name}/{sample.key}: it cannot be read: {first_line(error)} ({type(error).__name__}). "
                 "Check the remote."
             ) from error

@@ -415,7 +415,7 @@ def test_a_full_store_is_waited_for_while_an_epoch_may_make_room(
             assert len(later.result(20)) >= 4  # and perhaps one of the large ones
         else:
             told = rf"^min_samples=4: budget={4 * COST} bytes is full with 2 samples\. None may be evicted, as .*"
-            with pytest.raises(ReadError, match=told + "less than min_visits=1 times"):
+            with pytest.raises(ReadError, match=told + "fewer than min_visits=1 times"):
                 later.result(20)
 
 
@@ -852,6 +852,9 @@ def test_a_sample_is_not_quarantined_because_the_remote_is_busy(
     with opened(tmp_path, remote, n_held=N, tries=1, max_failures=2, fetch=False) as store:
         Path(store.copies.samples(np.array([1]))[0].path or "").unlink()
         remote.head = failing(error)  # type: ignore[method-assign]
+        told = r"^503$|remote/\d{4}\.npy: it cannot be read now: reset \(ConnectionResetError\)\. Try again later\.$"
+        with store.snapshot(generation=1) as snapshot, pytest.raises(BusyError, match=told):
+            list(snapshot.batches(N))
         for n_quarantined in (0, 1):
             with store.snapshot(generation=1) as snapshot:
                 assert sum(len(batch) for batch in snapshot.batches(2, on_error="skip")) == N - 1
