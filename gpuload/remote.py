@@ -211,10 +211,12 @@ class FolderRemote:
         path = os.path.join(self.name, wanted.key)
         try:
             with open(path, "rb", buffering=0) as file:
-                if _of_file(wanted.key, os.fstat(file.fileno())).etag != wanted.etag:
-                    raise ReadError(f"{path}: the file was changed since it was listed; open it again.")
+                before = os.fstat(file.fileno())
                 buffer = bytearray(stop - start)
                 got = os.preadv(file.fileno(), [buffer], start)
+                for status in (before, os.fstat(file.fileno())):  # it may be rewritten while it is read
+                    if _of_file(wanted.key, status).etag != wanted.etag:
+                        raise ReadError(f"{path}: the file was changed since it was listed; open it again.")
         except FileNotFoundError as error:
             raise ReadError(f"{path}: the file was removed since it was listed; open what is there again.") from error
         except ReadError:

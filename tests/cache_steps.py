@@ -114,6 +114,7 @@ def badly(root: Path, remote: Path) -> None:
     (remote / "big").write_bytes(bytes(BUDGET + 1))
     fetcher.list_remote()
     opened.fill()
+    catalogue.forgive_size(2 * BUDGET)
     opened.use(N_HELD)
     held = catalogue.published()[0]  # its object disappears, and comes back with other content
     (remote / held.wanted.key).unlink()

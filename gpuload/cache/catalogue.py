@@ -35,6 +35,9 @@ _BLOCK = 4096
 _WANTED_S = 5.0
 """How long a request for room is valid; whoever still waits repeats it."""
 
+_TOO_LARGE = "it has {} bytes, but the whole budget is {}"
+"""Why a sample is in quarantine that may leave it once the budget is raised."""
+
 _SHARE_TO_GO = 8
 """An epoch leaves out at most one in this many samples, to make room for others."""
 
@@ -80,7 +83,8 @@ class Catalogue(Database):
         now = time.time()
         with self.transaction() as db:
             meta = dict(db.execute("SELECT name, value FROM meta"))
-            if 0 <= now - meta["listed_at"] < relist_s:  # the last one may be by a clock that was ahead
+            is_listed = meta["listed_at"] > 0
+            if is_listed and 0 <= now - meta["listed_at"] < relist_s:  # the last one may be by a clock that was ahead
                 return 0
             if meta["listing_lease"] not in ("", lease) and is_alive(meta["listing_lease"]):
                 return 0
@@ -132,11 +136,12 @@ class Catalogue(Database):
         with self.transaction() as db:
             row = db.execute(_NEXT, (now, now + _OF_ANOTHER_CLOCK_S)).fetchone()
             if row is None:
-                return None
+                above = self._held_nbytes(db) - budget  # of a store that had a larger one before
+                return Full(above) if above > 0 else None
             key_id, wanted = row[0], RemoteObject(*row[1:])
             cost = cost_of(wanted.nbytes)
             if cost > budget:
-                fault = f"it has {wanted.nbytes} bytes, but the whole budget is {budget}"
+                fault = _TOO_LARGE.format(wanted.nbytes, budget)
                 db.execute("UPDATE keys SET fault = ? WHERE id = ?", (fault, key_id))
                 return Full(0)
             lacking = self._held_nbytes(db) + cost - budget
@@ -267,8 +272,10 @@ class Catalogue(Database):
 
     def take_snapshot(
         self, lease: str, *, policy: str = "coverage", min_visits: int = 1, least: int = 1
-    ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
+    ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]] | None:
         """Pin the files that are there, as a new generation: return its number, its pin, file numbers and visits.
+
+        Return None if there are fewer than `least`: some may have gone since they were counted.
 
         While downloads wait for room, the next files to go are left out, but no more than a share of all, and so few
         that at least `least` stay: if every epoch pinned everything before a fetcher could remove any of it, nothing
@@ -279,6 +286,8 @@ class Catalogue(Database):
                 "SELECT f.id, k.visits, f.cost FROM files f JOIN keys k ON k.id = f.key_id"
                 " WHERE f.state = 1 AND f.etag = k.etag AND k.fault IS NULL ORDER BY f.id"
             ).fetchall()
+            if len(found) < least:
+                return None
             leaving = self._to_go(db, policy, min_visits, {row[0]: row[2] for row in found}, least)
             found = [row for row in found if row[0] not in leaving]
             ids, visits = (np.array([row[i] for row in found], dtype=np.int64) for i in (0, 1))
@@ -300,9 +309,9 @@ class Catalogue(Database):
 
     def _to_go(self, db: Connection, policy: str, min_visits: int, cost: dict[int, int], least: int) -> set[int]:
         """Return which of some files, given with their cost, are to make room: the same ones until they are gone."""
-        meta = dict(db.execute("SELECT name, value FROM meta WHERE name IN ('wanted_nbytes', 'wanted_at', 'to_go')"))
-        if time.time() - meta.get("wanted_at", 0.0) >= _WANTED_S:
+        if not self.wants_room():
             return set()
+        meta = dict(db.execute("SELECT name, value FROM meta WHERE name IN ('wanted_nbytes', 'to_go')"))
         most = min(max(1, len(cost) // _SHARE_TO_GO), len(cost) - least)
         able = [i for i in self.may_go(policy, min_visits, len(cost), is_soon=True) if i in cost]
         before = set(json.loads(meta.get("to_go", "[]")))
@@ -409,10 +418,50 @@ class Catalogue(Database):
         """Return how many samples of the remote are not in quarantine, or are here."""
         return int(self.rows("SELECT count(*) FROM keys WHERE fault IS NULL AND (is_held OR NOT is_gone)")[0][0])
 
+    def n_that_fit(self, nbytes: int, most: int) -> int:
+        """Return how many of the samples of `n_known` fit into so many bytes together, the smallest first.
+
+        Count up to `most`.
+        """
+        rows = self.rows(
+            "SELECT nbytes FROM keys WHERE fault IS NULL AND (is_held OR NOT is_gone) ORDER BY nbytes LIMIT ?", most
+        )
+        return int(np.searchsorted(np.cumsum([cost_of(n) for (n,) in rows]), nbytes, side="right"))
+
+    def full_and_unused(self, budget: int, min_visits: int) -> tuple[int, int, int] | None:
+        """Return what tells this state from others, if the next download has no room and nothing can make it some.
+
+        Then nothing is being downloaded or removed, may be evicted, or is to be read by a running epoch. The state is
+        the number of files, of downloads so far, and of snapshots so far.
+        """
+        now = time.time()
+        with self.transaction() as db:
+            row = db.execute(_NEXT, (now, now + _OF_ANOTHER_CLOCK_S)).fetchone()
+            if row is None or self._held_nbytes(db) + cost_of(row[2]) <= budget:
+                return None
+            if db.execute(_MAY_CHANGE, {"visits": min_visits}).fetchone()[0]:
+                return None
+            n_files = db.execute("SELECT count(*) FROM files WHERE state = 1").fetchone()[0]
+            meta = dict(db.execute("SELECT name, value FROM meta"))
+            return n_files, meta["n_fetched"], meta["generation"]
+
+    def wants_room(self) -> bool:
+        """Return whether downloads wait for room, which nothing evictable can make."""
+        at = dict(self.rows("SELECT name, value FROM meta WHERE name = 'wanted_at'")).get("wanted_at", 0.0)
+        return 0 <= time.time() - float(at) < _WANTED_S  # it may be by a clock that was ahead
+
     def n_bad(self) -> tuple[int, int]:
-        """Return the number of samples in quarantine, and of all samples."""
-        n_bad = self.rows("SELECT count(*) FROM keys WHERE fault IS NOT NULL")[0][0]
-        return int(n_bad), int(self.rows("SELECT count(*) FROM keys")[0][0]) if n_bad else 0
+        """Return how many of the remote's samples are in quarantine, and how many samples there are."""
+        n_bad = self.rows("SELECT count(*) FROM keys WHERE fault IS NOT NULL AND NOT is_gone")[0][0]
+        n_all = self.rows("SELECT count(*) FROM keys WHERE is_held OR NOT is_gone")[0][0] if n_bad else 0
+        return int(n_bad), int(n_all)
+
+    def forgive_size(self, budget: int) -> None:
+        """Release the samples from quarantine that were above the whole budget, but are not above this one."""
+        with self.transaction() as db:
+            found = db.execute(_OF_SIZE, (_TOO_LARGE.format("*", "*"),)).fetchall()
+            fit = [(id_,) for id_, nbytes in found if cost_of(nbytes) <= budget]
+            db.executemany("UPDATE keys SET fault = NULL WHERE id = ?", fit)
 
     # --- repair ---
 
@@ -489,6 +538,7 @@ class Catalogue(Database):
 _OF_ANOTHER_CLOCK_S = 3600
 """A retry time further away than this was set by a clock that was ahead."""
 
+_OF_SIZE = "SELECT id, nbytes FROM keys WHERE fault IS NOT NULL AND fault GLOB ?"
 _VISITED = "UPDATE files SET visits = visits + 1, used_at = ? WHERE key_id = ? AND state < 3 AND state = 1"
 _OLDER = (
     "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id"
@@ -501,6 +551,14 @@ _NEXT = (
     " WHERE NOT is_held AND NOT is_gone AND fault IS NULL AND (retry_at <= ? OR retry_at > ?)"
     " ORDER BY n_fetched, place LIMIT 1"
 )
+
+
+_MAY_CHANGE = (
+    "SELECT EXISTS (SELECT 1 FROM pins) OR EXISTS (SELECT 1 FROM files WHERE state IN (0, 2)) OR EXISTS ("
+    "SELECT 1 FROM files f JOIN keys k ON k.id = f.key_id WHERE f.state = 1 AND NOT k.is_gone"
+    " AND (f.visits >= :visits OR f.etag != k.etag))"
+)
+"""Whether a sample may arrive or go, now or after a running epoch has read it."""
 
 
 def name_of(wanted: RemoteObject) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import sqlite3
 import threading
+import time
 from contextlib import contextmanager
 from importlib.resources import files as package_files
 from typing import TYPE_CHECKING, Any
@@ -21,12 +23,15 @@ VERSION = 1
 _BUSY_S = 60.0
 """Longest wait for another process's transaction, which takes milliseconds."""
 
+_PAUSE_S = 0.01
+"""Time between attempts where SQLite does not wait itself."""
+
 _OF_SYSTEM = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_IOERR)
 """Refusals and faults of the disk, which leave the catalogue itself possibly sound."""
 
 
 class Database:
-    """A database with the schema of a store. Thread-safe; must not be carried into a forked process.
+    """A database with the schema of a store. Thread-safe; a forked process is refused.
 
     Parameters
     ----------
@@ -58,7 +63,8 @@ class Database:
     def _begin(self) -> None:
         """Configure the database, and create its tables if it has none."""
         try:
-            for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "cache_size = -16000"):
+            self._write_ahead()
+            for pragma in ("synchronous = NORMAL", "cache_size = -16000"):
                 self._db.execute(f"PRAGMA {pragma}")
             with self.transaction() as db:
                 if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
@@ -75,16 +81,38 @@ class Database:
                 f"{self.path}: it has version {found}, but this gpuload reads version {VERSION}; use another folder."
             )
 
+    def _write_ahead(self) -> None:
+        """Switch to write-ahead logging. SQLite does not wait where several do so at once, so that is done here."""
+        until = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+                time.sleep(random.uniform(0.5, 1.5) * _PAUSE_S)  # noqa: S311 - no secret
+            else:
+                return
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this process opened the database, and not one that it is a fork of."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Raise PlanError in a forked process: a thread of its parent may have held a lock, and never returns it."""
+        if not self.is_of_this_process:
+            raise PlanError("the sample store was opened in another process; open it in this one.")
+
     def close(self) -> None:
-        """Close the database; may be called twice."""
-        with self._lock:
-            self._db.close()
+        """Close the database; may be called twice. In a forked process it does nothing."""
+        if self.is_of_this_process:
+            with self._lock:
+                self._db.close()
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Run a with-block as one transaction: all of it or nothing."""
-        if os.getpid() != self._pid:
-            raise PlanError("the sample store was opened in another process; open it in this one.")
         with self._held() as db:
             try:
                 db.execute("BEGIN IMMEDIATE")  # inside the try: an interrupt may arrive as it returns
@@ -98,6 +126,7 @@ class Database:
     @contextmanager
     def _held(self) -> Iterator[sqlite3.Connection]:
         """Keep other threads out for a with-block, and translate SQLite's errors in it."""
+        self.check_process()
         with self._lock:
             try:
                 yield self._db

@@ -103,6 +103,11 @@ class Folders:
         found = os.statvfs(self.root)
         return found.f_bavail * found.f_frsize
 
+    def disk_nbytes(self) -> int:
+        """Return the size of the disk in bytes."""
+        found = os.statvfs(self.root)
+        return found.f_blocks * found.f_frsize
+
     def _objects(self, part: str) -> str:
         return os.path.join(self.root, "objects", part)
 

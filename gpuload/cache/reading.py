@@ -18,7 +18,7 @@ import numpy as np
 
 from gpuload.backends.buffers import BufferPool
 from gpuload.checks import check_choice
-from gpuload.errors import CorruptDataError, PlanError, ReadError
+from gpuload.errors import CorruptDataError, GpuloadError, PlanError, ReadError, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 
 MAX_HEADER = 1 << 16
 """Bytes of a .npy header: the most that version 1 allows."""
+
+_OF_CODE = (
+    MemoryError,
+    ImportError,
+    NameError,
+    AttributeError,
+    TypeError,
+    LookupError,
+    NotImplementedError,
+    RecursionError,
+)
+"""Errors of a program, whatever bytes it is given, so that no sample is put in quarantine because of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,20 +157,21 @@ class SampleReader:
         """Peak bytes of batches held or kept for reuse."""
         return self._pool.peak_nbytes
 
-    def find_form(self, samples: Sequence[Sample]) -> None:
-        """Learn the form of all samples from the first readable one."""
+    def find_form(self, samples: Sequence[Sample]) -> list[ReadError | CorruptDataError]:
+        """Learn the form of all samples from the first readable one; if there is none, return why, for each."""
+        faults: list[ReadError | CorruptDataError] = []
         if self._decode != "npy" or self.form is not None:
-            return
+            return faults
         for sample in samples:
             whole = np.empty(sample.nbytes, dtype=np.uint8)
             try:
                 self._read_parts(sample, [whole])  # verified, and from the remote if the copy is unusable
                 self.form = read_form(sample, whole[:MAX_HEADER].tobytes())
-            except (ReadError, CorruptDataError):
-                if sample is samples[-1]:
-                    raise
+            except (ReadError, CorruptDataError) as error:
+                faults.append(error)
             else:
-                return
+                return []
+        return faults
 
     def new_batch(self, n: int) -> NDArray[Any] | None:
         """Return memory for the values of n samples, or None if each has its own."""
@@ -178,8 +191,24 @@ class SampleReader:
             return None, time.perf_counter() - start_s
         whole = np.empty(sample.nbytes, dtype=np.uint8)
         self._read_parts(sample, [whole])
-        decoded = self._decode(whole) if callable(self._decode) else whole
-        return decoded, time.perf_counter() - start_s
+        return self._decoded(sample, whole), time.perf_counter() - start_s
+
+    def _decoded(self, sample: Sample, whole: NDArray[np.uint8]) -> Any:
+        """Return a sample, decoded; raise CorruptDataError if its bytes may be why it cannot be."""
+        if not callable(self._decode):
+            return whole
+        try:
+            return self._decode(whole)
+        except Exception as error:
+            is_ours = isinstance(error, GpuloadError) and not isinstance(error, (ReadError, CorruptDataError))
+            is_of_system = isinstance(error, OSError) and error.errno is not None
+            if is_ours or is_of_system or isinstance(error, _OF_CODE):
+                error.add_note(f"Raised by the function decode= for the sample {sample.key}.")
+                raise
+            raise CorruptDataError(
+                f"{sample.key}: its {whole.size} bytes cannot be decoded: {first_line(error)} "
+                f"({type(error).__name__}). Upload it again, or check decode=."
+            ) from error
 
     def _read_parts(self, sample: Sample, parts: list[NDArray[np.uint8]]) -> None:
         """Fill consecutive parts with a sample's bytes; from the remote if the copy is unusable."""

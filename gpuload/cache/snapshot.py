@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
 from gpuload.cache.reading import Sample, SampleReader, assemble, check_reading
 from gpuload.checks import check_share, check_whole, is_whole
-from gpuload.errors import PlanError
+from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError
 from gpuload.threads import PATIENCE_S, DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from concurrent.futures import Future
 
     import numpy as np
     from numpy.typing import NDArray
@@ -60,6 +60,7 @@ class Snapshot:
         """Samples returned."""
         self.n_skipped = 0
         """Samples skipped because they could not be read."""
+        self._n_begun = 0  # iterations: a later one ends those before it
         self._used: list[int] = []
         self._lock = threading.Lock()
         self._noting = threading.Lock()  # held while uses are written, so that `close` waits for them
@@ -85,7 +86,7 @@ class Snapshot:
         on_error: str = "raise",
         max_skipped: float = 0.01,
     ) -> Iterator[SampleBatch]:
-        """Yield the remaining samples as batches, in order.
+        """Yield the remaining samples as batches, in order; after an early ``break``, those after the last returned.
 
         Parameters
         ----------
@@ -103,8 +104,12 @@ class Snapshot:
         verify
             When a file's crc is checked: ``"once"`` after the store was opened, ``"always"`` or ``"never"``.
         on_error
-            How to treat a sample that neither its copy nor the remote can provide: ``"raise"``, or ``"skip"``, which
-            quarantines it and makes its batch smaller.
+            How to treat a sample that neither its copy nor the remote can provide, or whose bytes `decode` refuses:
+            ``"raise"``, or ``"skip"``, which quarantines it and makes its batch smaller; a batch of which nothing is
+            left is left out. Because the remote is busy, it quarantines none before the store's `max_failures`.
+            A function refuses bytes by any error but those of a program or of the system, which are raised:
+            MemoryError, ImportError, NameError, AttributeError, TypeError, KeyError, IndexError, NotImplementedError,
+            RecursionError, an OSError with a number, and PlanError.
         max_skipped
             Share of the samples that may be skipped before an error is raised anyway.
 
@@ -115,9 +120,9 @@ class Snapshot:
         Raises
         ------
         PlanError
-            An option is invalid.
+            An option is invalid; or the iteration was ended by a later one.
         ReadError, CorruptDataError
-            A sample cannot be read; raised after the batches before it.
+            A sample cannot be read or decoded; raised after the batches before it.
         """
         check_reading(decode, verify, on_error)
         batch_size, prefetch = check_whole("batch_size", batch_size, 1), check_whole("prefetch", prefetch, 1)
@@ -127,18 +132,19 @@ class Snapshot:
         reader = SampleReader(
             decode, verify, self._store.fetch_whole, self._store.copies.drop, prefetch + 1, self._store.verified
         )
-        starts = list(range(self.position, len(self), batch_size))
-        if starts and drop_last and starts[-1] + batch_size > len(self):
-            starts.pop()
+        last = len(self) - batch_size if drop_last else len(self) - 1
         limit = max(1, int(max_skipped * len(self))) if on_error == "skip" else 0
-        return self._run(reader, starts, batch_size, prefetch, num_threads, limit)
+        return self._run(reader, last, batch_size, prefetch, num_threads, limit)
 
     def _run(
-        self, reader: SampleReader, starts: list[int], batch_size: int, prefetch: int, num_threads: int, limit: int
+        self, reader: SampleReader, last: int, batch_size: int, prefetch: int, num_threads: int, limit: int
     ) -> Iterator[SampleBatch]:
+        """Yield the batches that begin between the position and `last`."""
+        self._n_begun += 1
+        number_of_this = self._n_begun
         stats = self._store.reads
         pending: deque[_Pending] = deque()
-        left = iter(starts)
+        left = iter(range(self.position, last + 1, batch_size))
         # One thread looks up and allocates, which spares the consumer's thread both; the others read.
         planner, readers = DaemonThreads(1, "gpuload-plan"), DaemonThreads(num_threads, "gpuload-read")
         is_over = threading.Event()
@@ -146,34 +152,44 @@ class Snapshot:
         clerk.start()
         try:
             while True:
+                self._store.check_process()
                 while len(pending) < prefetch + 1 and (start := next(left, None)) is not None:
                     ids = self._ids[start : start + batch_size]
                     pending.append(_Pending(planner.submit(self._begin, reader, readers, ids)))
                 if not pending:
                     return
+                if self._n_begun != number_of_this:
+                    raise PlanError(
+                        "this iteration was ended by a later batches() of its snapshot; only one can run at a time: "
+                        "take another snapshot, with generation= for the same samples."
+                    )
                 with stats.waiting():
                     batch, samples, n_read = pending[0].result()
                 pending.popleft()
                 ready = self._checked(batch, samples, n_read, limit)
                 self._hand_over(samples)
                 del batch, n_read
-                yield ready
+                if len(ready):
+                    yield ready
                 del ready
         finally:
-            for one in pending:
-                one.cancel()
-            is_over.set()
-            planner.close(PATIENCE_S / 2)
-            readers.close(PATIENCE_S / 2)
-            if clerk is not threading.current_thread():  # it is, if the garbage collector ends this in that thread
-                clerk.join(PATIENCE_S)
-            stats.peak_nbytes = max(stats.peak_nbytes, reader.peak_nbytes)
+            if self._store.is_of_this_process:  # a fork has none of the threads, and may find their locks locked
+                for one in pending:
+                    one.cancel()
+                is_over.set()
+                planner.close(PATIENCE_S / 2)
+                readers.close(PATIENCE_S / 2)
+                if clerk is not threading.current_thread():  # it is, if the garbage collector ends this in that thread
+                    clerk.join(PATIENCE_S)
+                stats.peak_nbytes = max(stats.peak_nbytes, reader.peak_nbytes)
 
     def _begin(
         self, reader: SampleReader, readers: DaemonThreads, ids: NDArray[np.int64]
     ) -> tuple[NDArray[Any] | None, list[Sample], list[Future[Any]]]:
         samples = self._store.copies.samples(ids)
-        reader.find_form(samples)
+        faults = reader.find_form(samples)
+        if faults:
+            return None, samples, [_failed(fault) for fault in faults]
         batch = reader.new_batch(len(samples))
         return batch, samples, [readers.submit(reader.read, sample, batch, i) for i, sample in enumerate(samples)]
 
@@ -188,10 +204,10 @@ class Snapshot:
                 kept.append(i)
                 self._store.reads.add(outcome[1], samples[i].nbytes)
                 continue
-            if self.n_skipped >= limit or isinstance(outcome, PlanError):
+            if self.n_skipped >= limit or not isinstance(outcome, (ReadError, CorruptDataError)):
                 raise outcome
             self.n_skipped += 1
-            self._store.quarantine_sample(samples[i], str(outcome))
+            self._store.quarantine_sample(samples[i], str(outcome), may_pass=isinstance(outcome, BusyError))
         return assemble(batch, decoded, [sample.key for sample in samples], kept)
 
     def _hand_over(self, samples: list[Sample]) -> None:
@@ -213,6 +229,7 @@ class Snapshot:
 
     def flush(self) -> None:
         """Write the uses so far to the catalogue, which makes the samples evictable."""
+        self._store.check_process()
         with self._noting:
             with self._lock:
                 used, self._used = self._used, []
@@ -226,8 +243,8 @@ class Snapshot:
                 raise
 
     def close(self) -> None:
-        """Release the unread samples; may be called twice."""
-        if not self._is_closed:
+        """Release the unread samples; may be called twice. In a forked process it does nothing."""
+        if not self._is_closed and self._store.is_of_this_process:
             self._is_closed = True
             try:
                 self.flush()
@@ -239,6 +256,12 @@ class Snapshot:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _failed(fault: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(fault)
+    return future
 
 
 class _Pending:

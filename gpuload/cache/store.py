@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -19,18 +20,28 @@ from gpuload.cache.leases import Lease
 from gpuload.cache.order import MODES, visiting_order
 from gpuload.cache.reading import no_copy
 from gpuload.cache.reads import Reads
+from gpuload.cache.room import Room
 from gpuload.cache.snapshot import Snapshot, check_order_settings
 from gpuload.checks import check_choice, check_seconds, check_seed, check_share, check_whole, parse_nbytes
 from gpuload.distributed import rank_and_world_size
-from gpuload.errors import PlanError, ReadError, StoreError
+from gpuload.errors import BusyError, GpuloadError, PlanError, ReadError, StoreError, first_line
+from gpuload.object_errors import BUSY
 from gpuload.remote import FolderRemote, open_remote
 from gpuload.threads import Closer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from gpuload.cache.reading import Sample
     from gpuload.remote import Remote
+
+_log = logging.getLogger("gpuload.cache")
+
+_TOLD_S = 10.0
+"""Time after which who waits for samples is told why, if anything seems to be in the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +51,10 @@ class Coverage:
     Attributes
     ----------
     n_known, n_held, n_visited
-        Objects that the remote has; that are stored locally; that were used at least once.
+        Objects that the remote has or that are stored locally; those of them that are stored locally; and those that
+        were used at least once.
     n_visits
-        Total uses.
+        Total uses of these objects.
     effective
         Kish's effective sample size of the uses: ``(sum of v)**2 / sum of v**2``; equal to `n_visited` if all were
         used equally often.
@@ -56,7 +68,7 @@ class Coverage:
 
     @property
     def unique(self) -> float:
-        """Share of the remote's objects that were used at least once."""
+        """Share of the objects that were used at least once."""
         return self.n_visited / self.n_known if self.n_known else 0.0
 
 
@@ -89,7 +101,7 @@ class SampleStore:
     min_free
         Free bytes to leave on the disk, whatever the budget.
     relist_s
-        Seconds between listings of the remote, which find new, changed and removed objects.
+        Seconds between listings of the remote, which find new, changed and removed objects; infinity lists it once.
     max_bad
         Share of the remote's objects that may be in quarantine before `snapshot` raises.
     hung_s
@@ -176,6 +188,7 @@ class SampleStore:
             self._check_remote()
             repair(self._folders, self._catalogue, self._lease.name, self._settings.budget, is_opening=True)
             if fetch:
+                self._catalogue.forgive_size(self._settings.budget)
                 self._fetchers = Fetchers(
                     self._folders,
                     self._catalogue,
@@ -225,11 +238,15 @@ class SampleStore:
     def close(self) -> None:
         """Close its snapshots, stop fetching and release everything; may be called twice. Downloads are kept.
 
+        In a forked process it does nothing: all of it is its parent's.
+
         Raises
         ------
         OSError
             The last uses of samples cannot be recorded. Everything is released all the same.
         """
+        if not self.is_of_this_process:
+            return
         with ExitStack() as stack:
             stack.callback(self._closer)
             for snapshot in list(self._snapshots):
@@ -268,11 +285,12 @@ class SampleStore:
             ``"uniform"``: every sample once, in random order; ``"fresh-first"``: those never used before the others;
             ``"inverse-visits"``: drawn with weights 1 / (1 + uses), without replacement.
         n_samples
-            Samples of the epoch, over all ranks; None is all.
+            Samples of the epoch, over all ranks, at least one for each; None is all.
         echo_max
             Leave out samples used at least this often before.
         min_samples, wait_s
-            Wait until this many samples are here; at most this many seconds, if given.
+            Wait until this many samples are here, and one for each rank, unless it is 0; at most this many seconds, if
+            given. Not with `generation` or `state`.
         rank, world_size
             Each rank gets every world_size-th sample of the order, and the same number of them. Omit both to take them
             from torch.distributed or torchrun, as `open_loader` does.
@@ -280,8 +298,8 @@ class SampleStore:
             Number of an earlier snapshot, to start it again. Rank 0 takes a snapshot; all other ranks need its number,
             or a state.
         state
-            Returned by `Snapshot.state_dict`: resume where it was taken. Samples evicted since are read from the
-            remote.
+            Returned by `Snapshot.state_dict`: resume where it was taken, whatever `seed`, `mode`, `n_samples`,
+            `echo_max` and `generation` are given. Samples evicted since are read from the remote.
 
         Returns
         -------
@@ -293,7 +311,8 @@ class SampleStore:
             An option is invalid; a generation is no longer kept; or a rank other than 0 has neither `generation` nor
             `state`.
         ReadError
-            The wait timed out, the remote has too few samples or cannot be listed, or too many are in quarantine.
+            The wait timed out; the remote has too few samples or cannot be listed; the budget, or the disk without
+            `min_free`, will never have room for so many; or too many are in quarantine.
         """
         rank, world_size = rank_and_world_size(rank, world_size)
         settings: dict[str, Any] = {
@@ -316,7 +335,13 @@ class SampleStore:
                 check_whole(name, settings[name], 1)
         if wait_s is not None:
             check_seconds("wait_s", wait_s)
-        check_whole("min_samples", min_samples, 0)
+        if check_whole("min_samples", min_samples, 0):
+            min_samples = max(min_samples, world_size)
+        if settings["n_samples"] is not None and settings["n_samples"] < world_size:
+            raise PlanError(
+                f"n_samples={settings['n_samples']}: there are world_size={world_size} ranks, and each needs a sample; "
+                "use at least as many."
+            )
         if rank and generation is None:
             raise PlanError(
                 f"rank={rank}, world_size={world_size}: without generation, this rank would take another snapshot than "
@@ -324,13 +349,7 @@ class SampleStore:
             )
         pin = -1
         if generation is None:
-            self._wait_for(min_samples, wait_s)
-            generation, pin, ids, visits = self._catalogue.take_snapshot(
-                self._lease.name,
-                policy=self._settings.policy,
-                min_visits=self._settings.min_visits,
-                least=min_samples,
-            )
+            generation, pin, ids, visits = self._take(min_samples, wait_s)
         else:
             ids, visits = self._catalogue.open_snapshot(generation)
         chosen = visiting_order(
@@ -350,14 +369,25 @@ class SampleStore:
         self._snapshots.add(snapshot)
         return snapshot
 
-    def _wait_for(self, min_samples: int, wait_s: float | None) -> None:
+    def _take(self, min_samples: int, wait_s: float | None) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
+        """Wait until so many samples are here; return what `Catalogue.take_snapshot` returns."""
         start = time.monotonic()
         pause_s = 0.01
+        room = Room(self._folders, self._catalogue, self._settings)
+        is_told = False
         while True:
             n_here = self._catalogue.n_ready()
             self._check_quarantine()
             if n_here >= min_samples:
-                break
+                taken = self._catalogue.take_snapshot(
+                    self._lease.name,
+                    policy=self._settings.policy,
+                    min_visits=self._settings.min_visits,
+                    least=min_samples,
+                )
+                if taken is not None:
+                    self._waited_s += time.monotonic() - start
+                    return taken
             is_listed = self._is_listed()  # before counting: a listing may end in between
             n_known = self._catalogue.n_known()
             if is_listed and n_known < min_samples:
@@ -373,26 +403,44 @@ class SampleStore:
                     f"no sample can arrive, because the remote cannot be listed: {fault.rstrip('.')}. Fix that, and "
                     "open the store again."
                 )
-            if wait_s is not None and time.monotonic() - start > wait_s:
-                why = f" (the remote could not be listed: {fault.rstrip('.')})" if fault else ""
+            why = f"the remote could not be listed: {fault.rstrip('.')}" if fault else ""
+            if self._fetchers is not None:
+                why = room.check(min_samples, is_listed=is_listed) or why
+            waited_s = time.monotonic() - start
+            if why and waited_s > _TOLD_S and not is_told:
+                _log.warning("%s: still waiting for min_samples=%d: %s", self.root, min_samples, why)
+                is_told = True
+            why = why and f" ({why})"
+            if wait_s is not None and waited_s > wait_s:
                 raise ReadError(
                     f"wait_s={wait_s}: {n_here} samples are in {self.root} after that time{why}, but "
                     f"min_samples={min_samples}; wait longer, or ask for fewer."
                 )
             time.sleep(pause_s)
             pause_s = min(0.2, pause_s * 1.5)
-        self._waited_s += time.monotonic() - start
 
     def _check_quarantine(self) -> None:
         n_bad, n_all = self._catalogue.n_bad()
         if n_bad and n_bad > self._max_bad * n_all:
-            reasons = "; ".join(f"{key}: {fault.rstrip('.')}" for key, fault in list(self.quarantine().items())[:3])
+            some = self._catalogue.rows(
+                "SELECT key, fault FROM keys WHERE fault IS NOT NULL AND NOT is_gone ORDER BY key LIMIT 3"
+            )
+            reasons = "; ".join(f"{key}: {fault.rstrip('.')}" for key, fault in some)
             raise ReadError(
                 f"{self.remote.name}: {n_bad} of {n_all} samples cannot be fetched, more than "
                 f"max_bad={self._max_bad:g}: {reasons}. Fix these, or allow more."
             )
 
     # --- what an epoch asks of its store ---
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this process opened the store, and not one that it is a fork of."""
+        return self._catalogue.is_of_this_process
+
+    def check_process(self) -> None:
+        """Raise PlanError in a forked process."""
+        self._catalogue.check_process()
 
     def drop_strays(self) -> None:
         """Remove copies without a row, as after the loss of the catalogue, if no process lists and would adopt them."""
@@ -401,7 +449,33 @@ class SampleStore:
                 self._folders.remove(name)
 
     def fetch_whole(self, sample: Sample) -> Any:
-        """Return a sample's bytes from the remote, verified."""
+        """Return a sample's bytes from the remote, verified.
+
+        Raises
+        ------
+        ReadError, CorruptDataError
+            It cannot provide them.
+        PlanError
+            The store was closed meanwhile.
+        """
+        try:
+            return self._fetch_whole(sample)
+        except (GpuloadError, MemoryError) as error:
+            if self._stop.is_set():  # no fault of the sample
+                raise PlanError("the sample store was closed; open it again.") from error
+            raise
+        except BUSY as error:  # a remote may be anybody's
+            raise BusyError(
+                f"{self.remote.name}/{sample.key}: it cannot be read now: {first_line(error)} "
+                f"({type(error).__name__}). Try again later."
+            ) from error
+        except Exception as error:
+            raise ReadError(
+                f"{self.remote.name}/{sample.key}: it cannot be read: {first_line(error)} ({type(error).__name__}). "
+                "Check the remote."
+            ) from error
+
+    def _fetch_whole(self, sample: Sample) -> Any:
         patience = self._settings.patience
         found = patience.ask(lambda: self.remote.head(sample.key), self._stop)
         if found is None or found.etag != sample.etag:
@@ -415,9 +489,9 @@ class SampleStore:
         self.reads.add_remote()
         return whole
 
-    def quarantine_sample(self, sample: Sample, reason: str) -> None:
-        """Put a sample in quarantine."""
-        self._catalogue.fail(sample.key_id, reason, time.time(), 1)
+    def quarantine_sample(self, sample: Sample, reason: str, *, may_pass: bool = False) -> None:
+        """Put a sample in quarantine; if its fault may pass, only after as many as a download may have."""
+        self._catalogue.fail(sample.key_id, reason, time.time(), self._settings.max_failures if may_pass else 1)
 
     def note_visits(self, pin: int, key_ids: Sequence[int]) -> None:
         """Record uses of samples."""
@@ -442,6 +516,7 @@ class SampleStore:
         """Return how much of the remote was used for training."""
         n, held, visited, total, squares = self._catalogue.rows(
             "SELECT count(*), sum(is_held), sum(visits > 0), sum(visits), sum(visits * visits) FROM keys"
+            " WHERE is_held OR NOT is_gone"
         )[0]
         return Coverage(n, held or 0, visited or 0, total or 0, total**2 / squares if squares else 0.0)
 
@@ -481,6 +556,8 @@ class SampleStore:
 
 
 def _close(stop: threading.Event, fetchers: Fetchers | None, lease: Lease, catalogue: Catalogue) -> None:
+    if not catalogue.is_of_this_process:
+        return
     stop.set()
     if fetchers is not None:
         fetchers.close()

@@ -129,7 +129,7 @@ class SampleSet:
                 return load(str(self._decode), data)
             values = torch.empty(span.shape, dtype=span.dtype)
             np.copyto(bytes_of(values), data[span.start : span.start + span.nbytes])
-        except MissingDependencyError:
+        except (MissingDependencyError, MemoryError):
             raise
         except Exception as error:
             reason = f"{str(error).rstrip('.')} ({type(error).__name__})"

@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -25,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from gpuload.cache import SampleStore, files, leases
+from gpuload.cache import SampleStore, files, leases, room
 from gpuload.cache import snapshot as snapshot_module
+from gpuload.cache import store as store_module
 from gpuload.cache.catalogue import _OLDER, _VISITED, POLICIES, Catalogue, cost_of
 from gpuload.cache.fetch import Fetcher, Settings, SoftDigests, Window, get_patiently
 from gpuload.cache.fetchers import _keep
@@ -335,6 +337,101 @@ def test_a_sample_above_the_budget_is_told(tmp_path: Path, remote: CountingRemot
     with opened(tmp_path, remote, max_bad=0.5) as store:
         until(store.quarantine)
         assert store.quarantine() == {"huge.npy": f"it has 400128 bytes, but the whole budget is {10 * COST}"}
+        store.quarantine_sample(store.copies.samples(np.array([1]))[0], "it smells")
+    with opened(tmp_path, remote, n_held=N + 100, max_bad=0.5) as store:  # and comes when there is room
+        full(store, N)
+        assert list(store.quarantine().values()) == ["it smells"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"n_held": 10}, rf"^min_samples=11: budget={10 * COST} bytes leaves room for only 10 samples, even if"),
+        (
+            {"min_free": 1 << 62},
+            r"^min_samples=11: min_free=4\d+ bytes, on a disk of \d+ bytes, leaves room for only 0 s",
+        ),
+    ],
+)
+def test_samples_that_never_have_room_are_not_waited_for(
+    tmp_path: Path, remote: CountingRemote, settings: dict[str, Any], told: str
+) -> None:
+    with opened(tmp_path, remote, **settings) as store:
+        with pytest.raises(ReadError, match=told):
+            store.snapshot(min_samples=11)
+        if "min_free" not in settings:
+            assert len(store.snapshot(min_samples=10)) == 10
+
+
+def test_a_smaller_budget_is_kept_once_samples_were_used(tmp_path: Path) -> None:
+    remote = CountingRemote(fill(tmp_path / "remote", 10))
+    with opened(tmp_path, remote, n_held=10) as store:
+        full(store, 10)
+    with opened(tmp_path, remote, n_held=6) as store:
+        assert len(train(store, min_samples=6)) >= 6
+        until(lambda: store.held_nbytes <= 6 * COST)
+        assert on_disk(tmp_path) <= 6 * COST
+
+
+def test_what_goes_after_it_was_counted_is_waited_for(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        count, to_drop = store._catalogue.n_ready, store.copies.samples(np.array([7]))
+
+        def counted() -> int:
+            n = count()
+            if to_drop:
+                store.copies.drop(to_drop.pop(), "another process has evicted it")
+            return n
+
+        monkeypatch.setattr(store._catalogue, "n_ready", counted)
+        assert len(train(store, min_samples=N)) == N
+        assert not to_drop
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_full_store_is_waited_for_while_an_epoch_may_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_used: bool
+) -> None:
+    """Two large samples fill it; four small ones, listed later, have room once both were used."""
+    monkeypatch.setattr(room, "_LOOK_S", 0.05)
+    monkeypatch.setattr(room, "_SURE_S", 0.3)
+    folder = fill(tmp_path / "remote", 2, 4_000)
+    with opened(tmp_path, CountingRemote(folder), n_held=4, relist_s=0.05) as store, ThreadPoolExecutor() as threads:
+        full(store, 2)
+        epoch = store.snapshot(min_samples=2)
+        for i in range(4):
+            (folder / f"small-{i}").write_bytes(bytes([i]))
+        until(lambda: store._catalogue.n_known() == 6)
+        later = threads.submit(store.snapshot, min_samples=4)
+        time.sleep(0.8)
+        assert not later.done()
+        if is_used:
+            assert len(list(epoch.batches(2))) == 1
+        epoch.close()
+        if is_used:
+            assert len(later.result(20)) >= 4  # and perhaps one of the large ones
+        else:
+            told = rf"^min_samples=4: budget={4 * COST} bytes is full with 2 samples\. None may be evicted, as .*"
+            with pytest.raises(ReadError, match=told + "fewer than min_visits=1 times"):
+                later.result(20)
+
+
+def test_what_is_waited_for_is_told(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(store_module, "_TOLD_S", 0.1)
+    with opened(tmp_path, remote) as store:
+        free_nbytes = store._folders.free_nbytes()
+    told = r"the disk has \d+ bytes less free than min_free=\d+"
+    with (
+        opened(tmp_path, remote, n_held=N, min_free=free_nbytes + (1 << 28)) as store,
+        pytest.raises(ReadError, match=rf"^wait_s=0.3: \d+ samples are in .* after that time \({told}\), but"),
+    ):
+        store.snapshot(min_samples=N, wait_s=0.3)
+    assert re.search(rf"still waiting for min_samples={N}: {told}", caplog.text)
 
 
 # --- orders and resuming ---
@@ -395,6 +492,38 @@ def test_a_state_whose_object_changed_is_refused(tmp_path: Path, remote: Countin
         next(batches)
         with pytest.raises(ReadError, match=f"{key}: this snapshot has it with ETag .* start with a new snapshot"):
             next(batches)
+
+
+def test_a_later_iteration_ends_the_one_before(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            first, second = snapshot.batches(4), snapshot.batches(4)
+            seen = checked(next(first))
+            seen += checked(next(second))  # goes on after the first
+            with pytest.raises(PlanError, match=r"^this iteration was ended by a later batches\(\) of its snapshot"):
+                next(first)
+            assert snapshot.position == 8
+            seen += [i for batch in second for i in checked(batch)]
+            assert sorted(seen) == list(range(N))
+            assert list(snapshot.batches(4)) == []
+            assert snapshot.position == N
+        assert store.coverage().n_visits == N
+
+
+def test_an_epoch_begins_when_there_is_a_sample_for_each_rank(tmp_path: Path, remote: CountingRemote) -> None:
+    remote.wait_s = 0.05
+    with opened(tmp_path, remote, n_held=N, in_flight=1) as store:
+        with store.snapshot(rank=0, world_size=4) as snapshot:
+            assert len(snapshot) >= 1
+        with store.snapshot(rank=0, world_size=N, min_samples=0) as snapshot:
+            assert len(snapshot) == 0
+        with pytest.raises(ReadError, match=rf"min_samples={N + 1}: .* has only {N} samples that can be fetched"):
+            store.snapshot(rank=0, world_size=N + 1)
+        with pytest.raises(
+            PlanError, match=r"^n_samples=3: there are world_size=4 ranks, and each needs a sample; use"
+        ):
+            store.snapshot(rank=0, world_size=4, n_samples=3)
 
 
 def test_ranks_share_a_generation(tmp_path: Path, remote: CountingRemote) -> None:
@@ -485,6 +614,32 @@ def test_an_object_that_stays_corrupt_is_quarantined_and_released(tmp_path: Path
         store.quarantine_sample(store.copies.samples(np.array([1]))[0], "it smells")
         with pytest.raises(ReadError, match=r"1 of 40 samples cannot be fetched, more than max_bad=0.01: .*it smells"):
             store.snapshot()
+
+
+def test_what_is_gone_from_the_remote_is_neither_bad_nor_known(tmp_path: Path) -> None:
+    remote = FlakyRemote(fill(tmp_path / "remote", 10), every=1)
+    with opened(tmp_path, remote, max_bad=0.1, max_failures=1, tries=1, relist_s=0.05, fetch=False) as store:
+        fetcher = fetcher_of(store)
+        assert fetcher.list_remote()
+        for _ in range(2):
+            assert fetcher.fetch_one()  # in vain
+        with pytest.raises(ReadError, match=r"2 of 10 samples cannot be fetched, more than max_bad=0\.1"):
+            store.snapshot()
+        first, second = store.quarantine()
+        (tmp_path / "remote" / first).unlink()
+        time.sleep(0.06)
+        assert fetcher.list_remote()
+        with pytest.raises(ReadError, match=rf"1 of 9 samples cannot be fetched, more than max_bad=0\.1: {second}: "):
+            store.snapshot()
+        (tmp_path / "remote" / second).unlink()
+        time.sleep(0.06)
+        remote.every = 10**9
+        assert fetcher.list_remote()
+        while fetcher.fetch_one():
+            pass
+        assert len(train(store, min_samples=8)) == 8
+        coverage = store.coverage()
+        assert (coverage.n_known, coverage.n_held, coverage.n_visited, coverage.unique) == (8, 8, 8, 1.0)
 
 
 class Gated(CountingRemote):
@@ -612,6 +767,109 @@ def test_a_first_sample_that_is_nowhere_is_skipped(tmp_path: Path, remote: Count
             (Path(remote.name) / sample.key).unlink()
             batches = list(snapshot.batches(3, on_error="skip", max_skipped=0.5))
             assert sum(len(batch.keys) for batch in batches) == N - 1
+
+
+def test_a_first_batch_of_which_nothing_can_be_read_is_left_out(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N, max_bad=1.0) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            lost = store.copies.samples(snapshot._ids[:2])
+            for sample in lost:
+                Path(sample.path or "").unlink()
+                (Path(remote.name) / sample.key).unlink()
+            with pytest.raises(ReadError, match=f"^{lost[0].key}: this snapshot has it"):
+                next(iter(snapshot.batches(1)))
+            read = [checked(batch) for batch in snapshot.batches(1, on_error="skip", max_skipped=0.5)]
+            assert [len(batch) for batch in read] == [1] * (N - 2)
+            assert snapshot.position == N
+            assert sorted(store.quarantine()) == sorted(sample.key for sample in lost)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no memory"),
+        KeyError("label"),
+        AttributeError("no such thing"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "labels.csv"),
+        PlanError("another size=, please."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_the_code_that_decodes_is_no_fault_of_a_sample(
+    tmp_path: Path, remote: CountingRemote, error: Exception
+) -> None:
+    with opened(tmp_path, remote, n_held=4) as store:
+        full(store, 4)
+        with store.snapshot() as snapshot, pytest.raises(type(error)) as raised:
+            list(snapshot.batches(1, decode=failing(error), on_error="skip", max_skipped=1.0))
+        assert raised.value is error
+        assert re.search(r"the function decode= for the sample \d{4}\.npy", error.__notes__[0])
+        assert store.quarantine() == {}
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no image"), OSError("truncated"), zlib.error("bad block"), RuntimeError("no tensor")]
+)
+def test_bytes_that_cannot_be_decoded_are_skipped(tmp_path: Path, remote: CountingRemote, error: Exception) -> None:
+    with opened(tmp_path, remote, n_held=4, max_bad=1.0) as store:
+        full(store, 4)
+        told = rf"^\d{{4}}\.npy: its 4128 bytes cannot be decoded: {error} \(.*[eE]rror\)\. Upload it again, or check"
+        with store.snapshot() as snapshot:
+            with pytest.raises(CorruptDataError, match=told):
+                list(snapshot.batches(1, decode=failing(error)))
+            assert list(snapshot.batches(1, decode=failing(error), on_error="skip", max_skipped=1.0)) == []
+        assert len(store.quarantine()) == 4
+
+
+def failing(error: Exception) -> Any:
+    """Return a function that decodes nothing."""
+
+    def decode(whole: Any) -> Any:
+        raise error
+
+    return decode
+
+
+def test_a_sample_is_not_quarantined_because_the_store_is_closed(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=4) as store:
+        full(store, 4)
+        with store.snapshot() as snapshot:
+            Path(store.copies.samples(snapshot._ids[:1])[0].path or "").unlink()
+            store._stop.set()  # as the first thing of closing, perhaps by another thread
+            with pytest.raises(PlanError, match=r"^the sample store was closed; open it again\.$"):
+                list(snapshot.batches(4, on_error="skip"))
+        assert store.quarantine() == {}
+
+
+@pytest.mark.parametrize("error", [BusyError("503"), ConnectionResetError("reset")], ids=["503", "reset"])
+def test_a_sample_is_not_quarantined_because_the_remote_is_busy(
+    tmp_path: Path, remote: CountingRemote, error: Exception
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        store.snapshot().close()
+    with opened(tmp_path, remote, n_held=N, tries=1, max_failures=2, fetch=False) as store:
+        Path(store.copies.samples(np.array([1]))[0].path or "").unlink()
+        remote.head = failing(error)  # type: ignore[method-assign]
+        told = r"^503$|remote/\d{4}\.npy: it cannot be read now: reset \(ConnectionResetError\)\. Try again later\.$"
+        with store.snapshot(generation=1) as snapshot, pytest.raises(BusyError, match=told):
+            list(snapshot.batches(N))
+        for n_quarantined in (0, 1):
+            with store.snapshot(generation=1) as snapshot:
+                assert sum(len(batch) for batch in snapshot.batches(2, on_error="skip")) == N - 1
+            assert len(store.quarantine()) == n_quarantined
+
+
+def test_an_error_of_a_remote_of_ones_own_is_told(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=4, max_bad=1.0) as store:
+        full(store, 4)
+        with store.snapshot() as snapshot:
+            Path(store.copies.samples(snapshot._ids[:1])[0].path or "").unlink()
+            remote.head = failing(KeyError("bucket"))  # type: ignore[method-assign]
+            with pytest.raises(ReadError, match=r"remote/\d{4}\.npy: it cannot be read: 'bucket' \(KeyError\)\. Check"):
+                list(snapshot.batches(4))
+            assert [len(batch) for batch in snapshot.batches(4, on_error="skip")] == [3]
 
 
 def test_a_copy_that_cannot_be_read_keeps_no_other_from_being_adopted(
@@ -890,6 +1148,12 @@ def test_what_came_since_the_store_was_closed_is_waited_for(tmp_path: Path) -> N
             store.snapshot(min_samples=10)
 
 
+def test_a_remote_that_is_never_listed_again_is_listed_once(tmp_path: Path) -> None:
+    remote = CountingRemote(fill(tmp_path / "remote", 5))
+    with opened(tmp_path, remote, relist_s=float("inf")) as store:
+        assert len(train(store, min_samples=5, wait_s=10)) == 5
+
+
 class Unlisted(CountingRemote):
     """A folder that is not listed before it is told to be."""
 
@@ -951,6 +1215,14 @@ def test_what_failed_is_asked_for_again_when_it_is_time(
         with store._catalogue.transaction() as db:
             db.execute("UPDATE keys SET retry_at = ?", (time.time() + ahead_s,))
         assert (store._catalogue.reserve(store._lease.name, N * COST) is not None) is is_asked
+
+
+def test_room_that_was_wanted_by_a_clock_that_was_ahead_is_not_made(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        assert len(train(store)) == N
+        store._catalogue.set_meta(wanted_nbytes=9 * COST, wanted_at=time.time() + 86_400)
+        assert len(train(store)) == N
 
 
 @pytest.mark.parametrize("meta", ["listed_at", "retry_at"])
@@ -1257,6 +1529,18 @@ def test_a_catalogue_that_is_held_by_another_is_told(
         assert store._catalogue.n_ready() == 0
 
 
+def test_processes_that_open_a_new_catalogue_at_once_wait_for_each_other(tmp_path: Path) -> None:
+    """SQLite itself does not wait if two want to switch to write-ahead logging."""
+    path = str(tmp_path / "catalogue.sqlite")
+    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        timer = threading.Timer(0.2, other.execute, ["COMMIT"])
+        timer.start()
+        with closing(Catalogue(path)) as catalogue:
+            assert catalogue.n_known() == 0
+        timer.join()
+
+
 REFUSED = r"^{}: {}; check its permissions and the disk\.$"
 
 
@@ -1362,8 +1646,11 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
                 store.snapshot(**settings)
         with pytest.raises(ReadError, match="has only 40 samples that can be fetched"):
             store.snapshot(min_samples=41)
-        with pytest.raises(ReadError, match=r"wait_s=0.3: .* but min_samples=20"):
-            store.snapshot(min_samples=20, wait_s=0.3)
+        with (
+            opened(tmp_path, remote, fetch=False) as idle,
+            pytest.raises(ReadError, match=r"wait_s=0.3: .* but min_samples=20"),
+        ):
+            idle.snapshot(min_samples=20, wait_s=0.3)
         with store.snapshot() as snapshot:
             for position in ("all", -1):
                 with pytest.raises(PlanError, match=f"state: position={position!r}; expected a number of samples"):
@@ -1398,19 +1685,72 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
 
 
 def test_a_forked_process_is_refused_and_harms_nothing(tmp_path: Path, remote: CountingRemote) -> None:
-    with opened(tmp_path, remote, fetch=False) as store:
-        pid = os.fork()
-        if not pid:
-            try:
-                store.coverage()
-                with store._catalogue.transaction():
+    """Whatever lock a thread of the parent has at that time."""
+    remote.wait_s = 0.05
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, 6)
+        with store.snapshot() as snapshot:
+            batches = snapshot.batches(3)
+            next(batches)
+            until(lambda: list((tmp_path / "store" / "tmp").iterdir()))
+            fetcher = store._fetchers.thread_fetcher  # type: ignore[union-attr]
+            with store._catalogue._lock, fetcher._lock, snapshot._lock, snapshot._noting:  # type: ignore[union-attr]
+                pid = os.fork()
+                if not pid:
+                    with suppress(BaseException):
+                        tell_as_a_fork(store, snapshot, batches)
                     os._exit(1)
-            except PlanError:
+            assert exit_code(pid) == 0
+        full(store, N)
+        assert remote.gets.total() == N
+        assert store.quarantine() == {}
+        assert leases.is_alive(store._folders.leases, store._lease.name)
+
+
+def exit_code(pid: int) -> int:
+    """Return with what a fork ends, within some seconds."""
+    for _ in range(1_000):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def tell_as_a_fork(store: SampleStore, snapshot: Any, batches: Any) -> None:
+    """Use the store of the parent, and end with 0 if that was refused throughout."""
+    for use in (
+        store.stats,
+        store.snapshot,
+        store.coverage,
+        store.release_quarantine,
+        snapshot.flush,
+        lambda: next(batches),
+        lambda: next(iter(snapshot.batches(3))),
+    ):
+        with pytest.raises(PlanError, match=r"^the sample store was opened in another process; open it in this one\.$"):
+            use()
+    batches.close()
+    snapshot.close()
+    store.close()
+    store._closer()
+    os._exit(0)
+
+
+def test_a_fork_closes_no_fetcher_process_of_its_parent(tmp_path: Path) -> None:
+    remote = FolderRemote(fill(tmp_path / "remote", 3))
+    with opened(tmp_path, remote, n_processes=1) as store:
+        full(store, 3)
+        (process,) = store._fetchers.processes  # type: ignore[union-attr]
+        with process._process._waitpid_lock:  # type: ignore[attr-defined]
+            pid = os.fork()
+            if not pid:
+                store.close()
                 os._exit(0)
-            finally:
-                os._exit(2)
-        assert os.waitpid(pid, 0)[1] == 0
-        store._catalogue.count(n_retries=1)
+        assert exit_code(pid) == 0
+        process.check()
+        assert process.n_died == 0
 
 
 def test_a_forked_process_lets_go_of_the_leases_after_a_released_one(

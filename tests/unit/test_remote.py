@@ -60,6 +60,22 @@ def test_a_folder(tmp_path: Path) -> None:
     assert remote.head("none") is None
 
 
+def test_a_file_that_is_rewritten_while_it_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, preadv = fill(tmp_path, 1) / "0000.npy", os.preadv
+    remote = FolderRemote(tmp_path)
+    wanted = remote.head("0000.npy")
+    assert wanted is not None
+
+    def rewritten(fd: int, buffers: list[bytearray], start: int) -> int:
+        got = preadv(fd, buffers, start)
+        path.write_bytes(bytes(wanted.nbytes))
+        return got
+
+    monkeypatch.setattr(os, "preadv", rewritten)
+    with pytest.raises(ReadError, match=rf"^{path}: the file was changed since it was listed; open it again\.$"):
+        remote.get(wanted, 0, wanted.nbytes)
+
+
 def test_a_folder_whose_files_cannot_be_reached(tmp_path: Path) -> None:
     path = tmp_path / "around"
     path.symlink_to("around")

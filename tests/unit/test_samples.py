@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -246,6 +248,32 @@ def test_other_contents_are_deserialised_or_refused(data: Path) -> None:
     assert decoded == ((data / "id-4.pt").stat().st_size, 4)
     X, _ = SampleSet(["id-4.npy"], None, data, "bytes")[0]
     assert X.numpy().tobytes() == (data / "id-4.npy").read_bytes()
+
+
+def test_an_iteration_that_a_fork_inherits_is_refused_there(data: Path) -> None:
+    loader = SampleLoader(SampleSet(IDS, LABELS, data), prefetch=1, in_flight=1)
+    batches = iter(loader)
+    next(batches)
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            signal.alarm(10)  # instead of a hang
+            with pytest.raises(PlanError, match=r"^this iteration began before this process was forked, and its thr"):
+                list(batches)
+            assert len(list(loader)) == len(loader)
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(list(batches)) == len(loader) - 1
+
+
+def test_a_lack_of_memory_is_no_fault_of_a_sample(data: Path) -> None:
+    def too_much(raw: Any) -> Any:
+        raise MemoryError("no memory")
+
+    samples = SampleSet(IDS, None, data, too_much, suffix=".pt")
+    with pytest.raises(MemoryError, match=r"^no memory$"):
+        list(SampleLoader(samples, on_error="skip", max_skipped=1.0))
 
 
 def test_safetensors(data: Path) -> None:
