@@ -224,6 +224,17 @@ def as_text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
+def member(group: Any, key: str, path: str) -> Any:
+    """Return a member of a group in a file, or None if there is none; refuse a link that leads nowhere."""
+    found = group.get(key)
+    if found is None and key in group:
+        raise StoreError(
+            f"{path}: {group.name.rstrip('/')}/{key} is a link, and what it leads to is not there; put that back, or "
+            "copy it into this file."
+        )
+    return found
+
+
 def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) -> None:
     """Raise StoreError if a layer or column is requested of a format that holds a single matrix."""
     if layer.startswith(OBSM):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import CorruptDataError, StoreError
-from gpuload.formats.arrays import check_length, no_column
+from gpuload.formats.arrays import check_length, member, no_column
 from gpuload.formats.obs import column_names, read_column
 from gpuload.store import ObsColumn
 
@@ -87,7 +87,7 @@ def read_modality(
         As in `find_modality` and `read`; or a column is in neither obs, or cannot be mapped to the modality's cells.
     """
     modality, group = find_modality(root, path, modality)
-    own, shared = column_names(group.get("obs")), column_names(root.get("obs"))
+    own, shared = (column_names(member(one, "obs", path)) for one in (group, root))
     for name in obs:
         if name not in own and name not in shared:
             raise no_column(f"{path}/{modality}", name, [*own, *(n for n in shared if n not in own)])
@@ -96,12 +96,12 @@ def read_modality(
     return replace(store, obs=columns)
 
 
-def obs_columns(root: Any, modality: str) -> list[str]:
+def obs_columns(root: Any, path: str, modality: str) -> list[str]:
     """Return the columns available to a modality's cells, shared ones included."""
     names = [modality] if modality else _names(root)
     group: Any = root["mod"].get(names[0]) if len(names) == 1 else None
-    own = column_names(group.get("obs")) if hasattr(group, "keys") else []
-    return [*own, *(n for n in column_names(root.get("obs")) if n not in own)]
+    own = column_names(member(group, "obs", path)) if hasattr(group, "keys") else []
+    return [*own, *(n for n in column_names(member(root, "obs", path)) if n not in own)]
 
 
 def _names(root: Any) -> list[str]:

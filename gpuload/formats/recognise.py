@@ -178,11 +178,12 @@ def obs_columns(path: str) -> list[str]:
     form = _form(path)
     if form == "hdf5":
         from gpuload.formats import hdf5, mudata, obs, tenx
+        from gpuload.formats.arrays import member
 
         with hdf5.opened(path) as (file, source), closing(source):
             if mudata.is_mudata(file):
-                return mudata.obs_columns(file, modality)
-            return tenx.obs_columns(file) if tenx.is_tenx(file) else obs.column_names(file.get("obs"))
+                return mudata.obs_columns(file, path, modality)
+            return tenx.obs_columns(file) if tenx.is_tenx(file) else obs.column_names(member(file, "obs", path))
     if form == "zarr":
         from gpuload.formats import zarr
 
