@@ -477,14 +477,8 @@ class Loader:
     def _end_live(self) -> None:
         live = self._live() if self._live is not None else None
         self._live = None
-        if live is None:
-            return
-        try:
+        if live is not None:
             live.end()
-        except ValueError as error:
-            raise PlanError(
-                "the loader is being iterated in another thread; only one iteration can run at a time."
-            ) from error
 
     def _start_of(self, epoch: int) -> _Place:
         return _Place(replace(self._plan, epoch=epoch))
@@ -618,16 +612,32 @@ class _Iteration:
                     "can run at a time: open a second loader."
                 ) from None
             raise
+        except ValueError as error:
+            _refuse_other_thread(error)
+            raise
 
     def close(self) -> None:
         """Close the iterator, like a generator."""
-        self._batches.close()
+        try:
+            self._batches.close()
+        except ValueError as error:
+            _refuse_other_thread(error)
+            raise
 
     def end(self) -> None:
         """End the iteration from outside; its consumer gets a PlanError."""
         is_cut_off = inspect.getgeneratorstate(self._batches) != inspect.GEN_CLOSED
-        self._batches.close()
+        self.close()
         self._is_cut_off = is_cut_off
+
+
+def _refuse_other_thread(error: ValueError) -> None:
+    """Raise PlanError for an error of a generator itself, as another thread is inside it, and not of its code."""
+    if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+        raise PlanError(
+            "the loader is being iterated in another thread; only one thread at a time can take its minibatches, and "
+            "only one iteration can run: open a second loader."
+        ) from None
 
 
 def _handed_over(column: ObsColumn, rows: Any) -> NDArray[Any]:
