@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
 
+from gpuload.checks import check_order
 from gpuload.errors import PlanError, ReadError, shown
 from gpuload.formats.zarr_nodes import NODE_FILES
 from gpuload.hub import split_address
@@ -189,8 +190,7 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
 
 def check_given(paths: Any) -> None:
     """Refuse arguments that are neither a path nor a list of paths."""
-    if isinstance(paths, (set, frozenset)):
-        raise PlanError("paths: a set has no order, but rows are numbered in the order of the files; pass a list.")
+    check_order(f"paths={shown(paths)}", paths, "a list, in whose order the rows of the files are numbered")
     if isinstance(paths, (bytes, bytearray)):
         raise PlanError(f"paths={shown(paths)}: a path is text; pass os.fsdecode(path).")
     if isinstance(paths, str) and not paths:

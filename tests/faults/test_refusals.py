@@ -78,6 +78,14 @@ def test_bad_settings_are_refused_before_a_file_is_opened(name: str, value: obje
     assert_says(caught.value, f"{name}={value!r}", "expected")
 
 
+@pytest.mark.parametrize("name", ["device", "verify", "io", "output", "uneven", "dtype"])
+@pytest.mark.parametrize("value", [np.zeros(2), pd.DataFrame({"a": ["text"] * 99}), {"a": "text " * 99}], ids=type)
+def test_of_an_object_in_place_of_a_setting_the_form_is_shown(plain: Stored, name: str, value: Any) -> None:
+    with pytest.raises(gpuload.PlanError, match=f"^{name}=.*: expected ") as caught:
+        gpuload.open_loader(plain.path, **{name: value})
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize("target_sum", [0, -1.0, float("nan"), float("inf"), "1e4", [1e4]])
 def test_bad_target_sum(target_sum: Any) -> None:
     with pytest.raises(gpuload.PlanError) as caught:
@@ -136,7 +144,7 @@ def test_one_column_of_obs_is_named_alone(plain: Stored) -> None:
     [
         (None, "obs=None: expected the name of an obs column, or a list of names."),
         (5, "obs=5: expected the name of an obs column, or a list of names."),
-        ({"depth"}, "obs={'depth'}: expected the name of an obs column, or a list of names."),  # of no order
+        ({"depth"}, "obs={'depth'}: a set has no order; pass the name of an obs column, or a list of names."),
         (iter([]), "expected the name of an obs column, or a list of names."),
         (["depth", 5], "obs=['depth', 5]: expected the name of an obs column, or a list of names."),
         (["depth", "depth"], "obs=['depth', 'depth']: 'depth' is given twice; pass every name once."),
@@ -603,7 +611,7 @@ def test_sparse_and_dense_files_together(plain: Stored, tmp_path: Path) -> None:
         ("gene_001", ("'gene_001'", "list")),
         ([1, 2, 3], ("names", "mask")),
         (np.array([0.5]), ("names", "mask")),
-        ({"gene_001", "gene_002"}, ("genes={'gene_001', 'gene_002'}: ", "whose order", "make a list of it")),
+        ({"gene_001", "gene_002"}, ("genes={'gene_001', 'gene_002'}: a set has no order; pass a list of gene names",)),
         (dict.fromkeys(["gene_001"]).keys(), ("genes=dict_keys(['gene_001']): ", "make a list of it")),
         ({"gene_001": 1}, ("genes={'gene_001': 1}: ", "make a list of it")),
         (iter(["gene_001"]), ("make a list of it",)),
