@@ -170,7 +170,8 @@ def open_loader(
         modalities of the same cells: ``{"rna": adata, "prot": "prot.h5ad"}``. A URL (``s3://``, ``gs://``, ``az://``,
         ``hf://``, ``http(s)://``) of an HDF5 or Parquet file, a zarr store or a SOMA experiment is read over the
         network with many concurrent byte-range requests, which a web server must support. A URL may also be a folder
-        of files, a pattern or a SOMA experiment where objects can be listed, which a web server does not allow.
+        of files, a pattern or a SOMA experiment where objects can be listed, which a web server does not allow;
+        of its addresses, what follows a ``?`` is sent along.
     batch_size
         Cells per minibatch.
     block_size
