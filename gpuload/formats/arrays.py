@@ -235,6 +235,14 @@ def member(group: Any, key: str, path: str) -> Any:
     return found
 
 
+def check_not_virtual(stored: Any, where: str) -> None:
+    """Refuse a virtual data set of HDF5, or a group with one: it reads as zeros if its files are away."""
+    for name in stored if hasattr(stored, "values") else ():
+        check_not_virtual(stored[name], f"{where}/{name}")
+    if getattr(stored, "is_virtual", False):
+        raise StoreError(f"{where} keeps its bytes in other files; copy it into one file first, with h5repack.")
+
+
 def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) -> None:
     """Raise StoreError if a layer or column is requested of a format that holds a single matrix."""
     if layer.startswith(OBSM):

@@ -101,7 +101,7 @@ def cell_column(path: str, name: str, layer: str) -> Any:
     """
     with anndata_groups(path) as groups:
         if groups and all(name in column_names(member(group, "obs", path)) for group in groups):
-            parts = [read_values(group["obs"], name) for group in groups]
+            parts = [read_values(group["obs"], name, path) for group in groups]
             for group, part in zip(groups, parts, strict=True):
                 _check_length(_n_values(part), group, path, layer, f"{name_in(group, 'obs')}/{name}", 0)
             return join(parts, f"{path}: obs column {name!r}")
@@ -127,7 +127,7 @@ def gene_columns(path: str, layer: str) -> dict[str, Any]:
         if not groups:
             return {}
         key = keys_of(groups[0], layer, path)[1]
-        columns = {name: read_values(groups[0][key], name) for name in column_names(groups[0][key])}
+        columns = {name: read_values(groups[0][key], name, path) for name in column_names(groups[0][key])}
         for name, values in columns.items():
             _check_length(_n_values(values), groups[0], path, layer, f"{name_in(groups[0], key)}/{name}", 1)
         return columns

@@ -33,6 +33,7 @@ from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import (
     as_text,
     check_dtype,
+    check_not_virtual,
     checked_indptr,
     csr_arrays,
     ends_early,
@@ -259,6 +260,7 @@ def open_csr(node: h5py.Group, source: Hdf5Source, n_rows: int, n_vars: int) -> 
 
 def _read_indptr(stored: h5py.Dataset, source: Hdf5Source, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
     where = f"{source.name}: {stored.name}"
+    check_not_virtual(stored, where)
     if n_rows < source.index.min_rows:
         return checked_indptr(stored[()], where, n_rows, nnz)
     counts = source.index.get(stored.name)

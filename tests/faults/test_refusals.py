@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -379,6 +380,23 @@ def test_virtual_and_external_storage(tmp_path: Path) -> None:
     layout[...] = source
     write_h5ad(path, lambda f: f.create_virtual_dataset("X", layout), 4, 3)
     assert_refused("StoreError", path, "/X", "other files", "h5repack")
+
+
+@pytest.mark.parametrize("name", ["X/indptr", "obs/depth", "obs/cell_line/codes", "obs/_index", "var/_index"])
+def test_a_virtual_data_set_whose_file_is_away_is_not_read_as_zeros(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "virtual.h5ad"
+    write_plain(path)
+    with h5py.File(path, "r+") as file:
+        stored, attrs = file[name], dict(file[name].attrs)
+        layout = h5py.VirtualLayout(stored.shape, stored.dtype)
+        layout[...] = h5py.VirtualSource(str(tmp_path / "away.h5"), name, shape=stored.shape)
+        del file[name]
+        file.create_virtual_dataset(name, layout).attrs.update(attrs)
+    told = f"^{path}: /{name} keeps its bytes in other files; copy it into one file first, with h5repack\\.$"
+    names, cells = gpuload.obs_names, partial(gpuload.open_loader, obs=["depth", "cell_line"], device="cpu")
+    read: Any = names if name == "obs/_index" else cells
+    with pytest.raises(gpuload.StoreError, match=told):
+        read(path)
 
 
 def test_a_link_to_another_file(tmp_path: Path) -> None:
