@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -246,6 +247,33 @@ def test_an_iteration_in_another_thread(store: Store) -> None:
         gate.set()
         other.join()
         assert len(rows) == 8
+
+
+def test_closing_ends_an_iteration_in_another_thread(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2, device="cpu")
+    is_inside, go_on = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def residents_of(load: Any) -> Any:
+        is_inside.set()
+        go_on.wait(10)
+        raise CancelledError  # as a fetch that still waits for a thread when these are ended
+
+    def consume() -> None:
+        try:
+            list(loader)
+        except Exception as error:
+            errors.append(error)
+
+    monkeypatch.setattr(loader, "_residents_of", residents_of)
+    other = threading.Thread(target=consume)
+    other.start()
+    assert is_inside.wait(10)
+    loader.close()
+    go_on.set()
+    other.join()
+    assert [type(error) for error in errors] == [gpuload.PlanError]
+    assert str(errors[0]).startswith("this iteration was ended by a later iter(), close() or load_state_dict()")
 
 
 def test_a_closed_file_says_so(store: Store, plain: Stored) -> None:
