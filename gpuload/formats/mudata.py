@@ -58,7 +58,7 @@ def find_modality(root: Any, path: str, modality: str) -> tuple[str, Any]:
     group = root["mod"].get(modality) if is_name else None  # also finds it on a web server that cannot list
     if hasattr(group, "keys"):
         return modality, group
-    names = _names(root)
+    names = _names(root, path)
     if modality or len(names) != 1:
         have = ", ".join(repr(n) for n in names) or "none"
         found = f"there is no modality {modality!r}" if modality else "it holds several modalities"
@@ -98,15 +98,15 @@ def read_modality(
 
 def obs_columns(root: Any, path: str, modality: str) -> list[str]:
     """Return the columns available to a modality's cells, shared ones included."""
-    names = [modality] if modality else _names(root)
+    names = [modality] if modality else _names(root, path)
     group: Any = root["mod"].get(names[0]) if len(names) == 1 else None
     own = column_names(member(group, "obs", path)) if hasattr(group, "keys") else []
     return [*own, *(n for n in column_names(member(root, "obs", path)) if n not in own)]
 
 
-def _names(root: Any) -> list[str]:
+def _names(root: Any, path: str) -> list[str]:
     modalities = root["mod"]
-    return [name for name in modalities if hasattr(modalities.get(name), "keys")]
+    return [name for name in modalities if hasattr(member(modalities, name, path), "keys")]
 
 
 def _shared(root: Any, modality: str, name: str, store: Store, path: str) -> ObsColumn:
