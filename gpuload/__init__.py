@@ -170,7 +170,8 @@ def open_loader(
         modalities of the same cells: ``{"rna": adata, "prot": "prot.h5ad"}``. A URL (``s3://``, ``gs://``, ``az://``,
         ``hf://``, ``http(s)://``) of an HDF5 or Parquet file, a zarr store or a SOMA experiment is read over the
         network with many concurrent byte-range requests, which a web server must support. A URL may also be a folder
-        of files, a pattern or a SOMA experiment where objects can be listed, which a web server does not allow.
+        of files, a pattern or a SOMA experiment where objects can be listed, which a web server does not allow;
+        of its addresses, what follows a ``?`` is sent along.
     batch_size
         Cells per minibatch.
     block_size
@@ -321,6 +322,10 @@ def open_loader(
     from gpuload.formats.addresses import at_addresses
 
     paths = at_addresses(paths, cache, storage_options)
+
+    def cell_names() -> NDArray[np.object_]:
+        return read_obs_names(paths, modalities[0] if modalities else None, layers[0])
+
     backend = open_backend(
         device,
         num_threads=num_threads,
@@ -334,8 +339,9 @@ def open_loader(
         columns_of_sampler = () if sampler is None else sampler.columns
         columns_of_where = () if wanted is None else wanted.columns
         columns = tuple(dict.fromkeys([*obs, *columns_of_sampler, *columns_of_where]))
+        table = None if obs_table is None else (obs_table, cell_names)
         stores = open_matrices(
-            paths, layers=layers, obsm=obsm, modalities=modalities, obs=columns, obs_table=obs_table, join=join
+            paths, layers=layers, obsm=obsm, modalities=modalities, obs=columns, obs_table=table, join=join
         )
     except BaseException as error:
         backend.close()
@@ -346,10 +352,6 @@ def open_loader(
         check_memory(list(stores.values()), batch_size, fetch_factor, prefetch)
         if wanted is not None:
             sampler = Subset(wanted.mask(store.obs), sampler)
-
-        def cell_names() -> NDArray[np.object_]:
-            return read_obs_names(paths, modalities[0] if modalities else None, layers[0])
-
         strategy = bind(sampler, shuffle, block_size, batch_size, fetch_factor, store, cell_names)
         stores["X"] = replace(store, obs={name: coded(store, name, meant.get(name)) for name in obs})
         tables = make_tables(stores, layers[0], genes=genes, transform=transform, output=output, dtype=dtype)

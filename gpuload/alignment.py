@@ -7,6 +7,7 @@ row's file, as they do for chosen genes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,9 +51,9 @@ def check_join(join: object) -> str | tuple[str, ...] | None:
     """Convert a user's `join` to the form that `align` takes, or raise PlanError."""
     if join is None or (isinstance(join, str) and join in JOINS):
         return join
-    if isinstance(join, (str, bytes)) or not hasattr(join, "__iter__"):
+    check_order(f"join={shown(join)}", join, "a list of gene names")
+    if isinstance(join, (str, bytes, Mapping)) or not hasattr(join, "__iter__"):
         raise PlanError(f"join={shown(join)}: expected 'inner', 'outer', a list of gene names, or None.")
-    check_order("join", join, "a list of gene names")
     names = tuple(str(name) for name in join)
     if not names:
         raise PlanError("join=[]: expected at least one gene name, 'inner', 'outer' or None.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -61,7 +60,7 @@ def check_share(name: str, value: Any) -> float:
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise PlanError if a value is not among the choices."""
-    if value not in choices:
+    if not (isinstance(value, str) and value in choices):  # an array may be neither
         raise PlanError(f"{name}={shown(value)}: expected one of {', '.join(map(repr, choices))}.")
 
 
@@ -95,8 +94,9 @@ def check_names(
         What else to do, for the error message.
     """
     said = f"{sampler}({name}={shown(given)})" if sampler else f"{name}={shown(given)}"
-    is_ordered = hasattr(given, "__iter__") and hasattr(given, "__len__") and not isinstance(given, (set, frozenset))
-    names = (given,) if isinstance(given, str) else tuple(given) if is_ordered else None
+    check_order(said, given, f"{what}, or a list of names{also}")
+    are_several = hasattr(given, "__iter__") and hasattr(given, "__len__")
+    names = (given,) if isinstance(given, str) else tuple(given) if are_several else None
     if names is None or not all(isinstance(n, str) and n for n in names):
         raise PlanError(f"{said}: expected {what}, or a list of names{also}.")
     if len(names) < least:
@@ -107,10 +107,10 @@ def check_names(
     return names
 
 
-def check_order(name: str, given: object, what: str) -> None:
-    """Raise PlanError for several values without an order that is the same in every process."""
-    if isinstance(given, (set, frozenset, Mapping)):
-        raise PlanError(f"{name}: it was given as a {type(given).__name__}, which says no order; pass {what}.")
+def check_order(said: str, given: object, what: str) -> None:
+    """Raise PlanError for a set, which has another order in each process: what was `said`, and `what` to pass."""
+    if isinstance(given, (set, frozenset)):
+        raise PlanError(f"{said}: a set has no order; pass {what}.")
 
 
 def check_index(

@@ -47,6 +47,9 @@ class StoreError(GpuloadError, ValueError):
 class ReadError(GpuloadError, OSError):
     """Bytes could not be read: short read, failed call, or a file that changed while it was open."""
 
+    is_denied = False
+    """Whether a server denied access; S3 does so too for what is not there, unless one may list the bucket."""
+
 
 class BusyError(ReadError):
     """Bytes could not be read now (429, 5xx, reset, timeout, short body); retrying may help."""

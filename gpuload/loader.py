@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import numpy as np
 
 from gpuload.checks import check_whole
-from gpuload.errors import PlanError
+from gpuload.errors import GpuloadError, PlanError
 from gpuload.opening import check_row_numbers, check_take
 from gpuload.sampling.rows import as_ranges
 from gpuload.state import check_state, fingerprint, make_state
@@ -451,11 +451,14 @@ class Loader:
         return batches
 
     def close(self) -> None:
-        """End an active iteration, stop the threads and close the files. May be called more than once."""
+        """End an active iteration, also in another thread, stop the threads and close the files.
+
+        May be called more than once.
+        """
         self._is_closed = True
         self.cell_names = None  # it holds what is in memory
         try:
-            self._end_live()
+            self._end_live(is_final=True)
         finally:
             self._closer()
 
@@ -474,17 +477,11 @@ class Loader:
                 "process, or iterate it in the one that opened it (DataLoader: num_workers=0)."
             )
 
-    def _end_live(self) -> None:
+    def _end_live(self, *, is_final: bool = False) -> None:
         live = self._live() if self._live is not None else None
         self._live = None
-        if live is None:
-            return
-        try:
-            live.end()
-        except ValueError as error:
-            raise PlanError(
-                "the loader is being iterated in another thread; only one iteration can run at a time."
-            ) from error
+        if live is not None:
+            live.end(is_final=is_final)
 
     def _start_of(self, epoch: int) -> _Place:
         return _Place(replace(self._plan, epoch=epoch))
@@ -611,7 +608,10 @@ class _Iteration:
     def __next__(self) -> Batch:
         try:
             return next(self._batches)
-        except StopIteration:
+        except GpuloadError:
+            raise
+        except Exception as error:
+            _refuse_other_thread(error)
             if self._is_cut_off:
                 raise PlanError(
                     "this iteration was ended by a later iter(), close() or load_state_dict() of its loader; only one "
@@ -621,13 +621,34 @@ class _Iteration:
 
     def close(self) -> None:
         """Close the iterator, like a generator."""
-        self._batches.close()
+        try:
+            self._batches.close()
+        except ValueError as error:
+            _refuse_other_thread(error)
+            raise
 
-    def end(self) -> None:
-        """End the iteration from outside; its consumer gets a PlanError."""
+    def end(self, *, is_final: bool) -> None:
+        """End the iteration from outside; its consumer gets a PlanError.
+
+        If another thread is inside, raise PlanError, unless `is_final`: all that it waits for is about to be ended.
+        """
         is_cut_off = inspect.getgeneratorstate(self._batches) != inspect.GEN_CLOSED
-        self._batches.close()
+        try:
+            self.close()
+        except PlanError:
+            if not is_final:
+                raise
         self._is_cut_off = is_cut_off
+
+
+def _refuse_other_thread(error: Exception) -> None:
+    """Raise PlanError for an error of a generator itself, as another thread is inside it, and not of its code."""
+    is_its_own = error.__traceback__ is not None and error.__traceback__.tb_next is None
+    if isinstance(error, ValueError) and is_its_own:
+        raise PlanError(
+            "the loader is being iterated in another thread; only one thread at a time can take its minibatches, and "
+            "only one iteration can run: open a second loader."
+        ) from None
 
 
 def _handed_over(column: ObsColumn, rows: Any) -> NDArray[Any]:

@@ -14,6 +14,7 @@ from gpuload.errors import BusyError, PlanError, ReadError
 BUSY = (BusyError, ConnectionError, TimeoutError)
 """Errors after which a retry may help."""
 
+
 _NO_BUCKET = ("<Code>NoSuchBucket</Code>", "<Code>ContainerNotFound</Code>")
 """The wording of S3 and Google, and of Azure."""
 
@@ -28,7 +29,14 @@ _SCHEMES = ("s3", "gs", "az", "abfss", "http", "https")
 
 
 def read_error(
-    error: Exception, kinds: Any, remote: str, key: str, *, can_list: bool, was_listed: bool = True
+    error: Exception,
+    kinds: Any,
+    remote: str,
+    key: str,
+    *,
+    can_list: bool,
+    was_listed: bool = True,
+    is_signed: bool = False,
 ) -> ReadError:
     """Return the error to raise for a failure.
 
@@ -46,10 +54,12 @@ def read_error(
         Whether remotes of this kind can be listed.
     was_listed
         Whether the key came from a listing; otherwise it may be wrong.
+    is_signed
+        Whether the address itself says who may read it, in what follows its ``?``.
     """
     place = f"{remote}/{key}" if key else remote
     return (
-        _access_error(error, kinds, remote, place, is_listing=can_list and not key)
+        _access_error(error, kinds, remote, place, is_listing=can_list and not key, is_signed=is_signed)
         or _object_error(error, kinds, place, was_listed=was_listed)
         or _request_error(error, kinds, remote, place)
     )
@@ -58,7 +68,9 @@ def read_error(
 _OR_NONE = ", or read without any: storage_options={'anonymous': True}, or AWS_SKIP_SIGNATURE=true for the commands"
 
 
-def _access_error(error: Exception, kinds: Any, remote: str, place: str, *, is_listing: bool) -> ReadError | None:
+def _access_error(
+    error: Exception, kinds: Any, remote: str, place: str, *, is_listing: bool, is_signed: bool
+) -> ReadError | None:
     """Return the error for a bucket that does not exist or is not accessible; None for other failures."""
     text = str(error)
     status = _status_of(text)
@@ -70,7 +82,13 @@ def _access_error(error: Exception, kinds: Any, remote: str, place: str, *, is_l
         bucket = remote.split("/")[2]
         return ReadError(f"{place}: there is no bucket {bucket!r}; check its name, the region and the endpoint.")
     if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)) or status in (401, 403):
-        return ReadError(f"{place}: access was denied ({_reason_of(text)}); check the credentials{_OR_NONE}.")
+        found = f"{place}: access was denied ({_reason_of(text)})"
+        if is_signed:
+            denied = ReadError(f"{found}; get a new address, as this one may have expired.")
+        else:
+            denied = ReadError(f"{found}; check the credentials{_OR_NONE}.")
+        denied.is_denied = True
+        return denied
     return None
 
 

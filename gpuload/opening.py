@@ -81,10 +81,10 @@ def check_dtype(dtype: Any, output: str) -> str:
     """Return the name of a minibatch dtype, given as a NumPy or PyTorch dtype or a name; or raise PlanError."""
     try:
         name = str(np.dtype(dtype).name)
-    except TypeError:
+    except (TypeError, ValueError):
         name = str(dtype).removeprefix("torch.")
     if name not in ("float32", "float16", "bfloat16"):
-        raise PlanError(f"dtype={dtype!r}: expected 'float32', 'float16' or 'bfloat16'.")
+        raise PlanError(f"dtype={shown(dtype)}: expected 'float32', 'float16' or 'bfloat16'.")
     if output == "csr" and name != "float32":
         raise PlanError(
             f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype='float32' or output='dense'."
@@ -102,9 +102,10 @@ def check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray
     for name, given in (categories or {}).items():
         if name not in obs:
             raise PlanError(f"categories: {name!r} is not among obs={list(obs)}; name it there too, or leave it out.")
-        if isinstance(given, str) or not hasattr(given, "__iter__") or isinstance(given, type):
-            raise PlanError(f"categories[{name!r}]={shown(given)}: expected a list, whose first category has code 0.")
-        check_order(f"categories[{name!r}]", given, "a list, whose first category has code 0")
+        said = f"categories[{name!r}]={shown(given)}"
+        check_order(said, given, "a list, whose first category has code 0")
+        if isinstance(given, (str, Mapping, type)) or not hasattr(given, "__iter__"):
+            raise PlanError(f"{said}: expected a list, whose first category has code 0.")
         values = list(given)
         if len(set(values)) < len(values):
             raise PlanError(f"categories[{name!r}]: a category is given twice; pass each once.")
@@ -146,7 +147,7 @@ def block_size_for(sampler: Sampler | None, block_size: int | str | None) -> int
     if own is None:
         return DEFAULT_BLOCK_SIZE if block_size is None else block_size
     if block_size not in (None, own):
-        raise PlanError(f"block_size={block_size!r} with sampler=BlockShuffle({own}): two block sizes; drop one.")
+        raise PlanError(f"block_size={shown(block_size)} with sampler=BlockShuffle({own}): two block sizes; drop one.")
     return own
 
 

@@ -282,6 +282,9 @@ class ObjectRemote:
     tools (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...). For S3, if the environment has no key, they come from the
     profile that `profile` or ``AWS_PROFILE`` names in ``~/.aws/credentials`` and ``~/.aws/config``, or the default one.
 
+    What follows the ``?`` of a web address, such as a signature, is sent with each request and not shown. An object
+    there is asked for by reading its first byte, as a signature is good for one kind of request.
+
     Parameters
     ----------
     url
@@ -312,6 +315,7 @@ class ObjectRemote:
         profile: str | None = None,
         **options: Any,
     ) -> None:
+        url, self._query = split_query(url)
         _refuse_password(url)
         self.name = url.rstrip("/")
         self._settings = {"timeout_s": timeout_s, "anonymous": anonymous, "profile": profile, **options}
@@ -321,10 +325,10 @@ class ObjectRemote:
                 found["credential_provider"] = _boto3_credentials(found.pop("profile"))
             options = {**found, **options}
         self._options = options
-        self._obstore, self._store = _open(self.name, timeout_s, anonymous, options)
+        self._obstore, self._store = _open(self.name, timeout_s, anonymous, options, self._query)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _object_remote, (self.name, self._settings)
+        return _object_remote, (self.name + self._query, self._settings)
 
     @property
     def can_list(self) -> bool:
@@ -338,16 +342,16 @@ class ObjectRemote:
             while (some := _ask(next, parts, None)) is not None:
                 yield from (self._object(meta) for meta in some)
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
-            raise self._translated(error, "") from error
+            raise self._translated(error, "") from self._shown(error)
 
     def head(self, key: str) -> RemoteObject | None:
         """Return an object's metadata, or None if it does not exist."""
         try:
-            return self._object(_ask(self._obstore.head, self._store, key))
+            return self._object(_ask(self._first_byte if self._query else self._head, key))
         except self._obstore.exceptions.BaseError as error:
             if isinstance(error, (self._obstore.exceptions.NotFoundError, FileNotFoundError)):
                 return None
-            raise self._translated(error, key) from error
+            raise self._translated(error, key) from self._shown(error)
         except FileNotFoundError:
             return None
 
@@ -363,7 +367,7 @@ class ObjectRemote:
             if not _has_tag(wanted, etag):  # from a server that ignores conditions
                 raise ReadError(f"{self.name}/{wanted.key}: the object was changed since it was listed; open it again.")
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
-            raise self._translated(error, wanted.key) from error
+            raise self._translated(error, wanted.key) from self._shown(error)
         got = memoryview(body).nbytes
         if got != stop - start:
             raise BusyError(
@@ -376,7 +380,7 @@ class ObjectRemote:
         if quote(key) != key:  # clients differ in how they encode such keys
             return None
         if self.name.startswith(("http://", "https://")):
-            return None if self._options else Reach(f"{self.name}/{key}")
+            return None if self._options or self._query else Reach(f"{self.name}/{key}")
         if not self.name.startswith("s3://"):
             return None
         bucket, _, prefix = self.name.removeprefix("s3://").partition("/")
@@ -404,11 +408,20 @@ class ObjectRemote:
         try:
             body, wanted = _ask(self._get_whole, key)
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
-            raise self._translated(error, key, was_listed=False) from error
+            raise self._translated(error, key, was_listed=False) from self._shown(error)
         got = memoryview(body).nbytes
         if got != wanted:
             raise BusyError(f"{self.name}/{key}: short read: wanted {wanted} bytes, got {got}.")
         return body
+
+    def _head(self, key: str) -> Any:
+        return self._obstore.head(self._store, key)
+
+    def _first_byte(self, key: str) -> Any:
+        """Return an object's metadata, as sent with its first byte."""
+        answer = self._obstore.get(self._store, key, options={"range": (0, 1)})
+        answer.bytes()
+        return answer.meta
 
     def _get(self, wanted: RemoteObject, options: dict[str, Any]) -> tuple[str, Any]:
         """Return the ETag and the bytes; no bytes if the ETag is not the wanted one."""
@@ -428,7 +441,22 @@ class ObjectRemote:
 
     def _translated(self, error: Exception, key: str, *, was_listed: bool = True) -> ReadError:
         kinds = self._obstore.exceptions
-        return read_error(error, kinds, self.name, key, can_list=self.can_list, was_listed=was_listed)
+        found = read_error(
+            error,
+            kinds,
+            self.name,
+            key,
+            can_list=self.can_list,
+            was_listed=was_listed,
+            is_signed=self._query != "",
+        )
+        if self._query:
+            found.args = (str(found).replace(self._query, ""),)
+        return found
+
+    def _shown(self, error: Exception) -> Exception | None:
+        """Return an error as the cause of another, unless it may show what is not to be shown."""
+        return None if self._query else error
 
 
 class HubRemote:
@@ -553,12 +581,20 @@ def _refuse_password(url: str) -> None:
         )
 
 
+def split_query(url: str) -> tuple[str, str]:
+    """Return an address without what follows its ``?``, and that with the ``?``; only web addresses have it."""
+    if not url.startswith(("http://", "https://")):
+        return url, ""
+    base, mark, query = url.partition("?")
+    return base, mark + query if query else ""
+
+
 def _object_remote(url: str, settings: dict[str, Any]) -> ObjectRemote:
     return ObjectRemote(url, **settings)
 
 
-def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Return obstore and its store for an address."""
+def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any], query: str) -> tuple[Any, Any]:
+    """Return obstore and its store for an address and its query."""
     try:
         import obstore
         import obstore.store
@@ -574,7 +610,7 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any]) 
         client["allow_http"] = True
     try:
         client.update(options.get("client_options", {}))
-        return obstore, obstore.store.from_url(url, **settings)
+        return obstore, obstore.store.from_url(url + query, **settings)
     except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
         raise address_error(url, options, error) from error
 

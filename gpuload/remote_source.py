@@ -405,6 +405,7 @@ class RemoteFile(io.RawIOBase):
     """
 
     def __init__(self, source: RemoteSource) -> None:
+        self.name = source.name
         self._source = source
         self._at = 0
         self._blocks: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_index, check_names
+from gpuload.checks import check_index, check_names, check_order
 from gpuload.errors import PlanError, listing, shown
 from gpuload.types import Form, Transform
 
@@ -145,6 +145,7 @@ def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, ND
         return None, store.var_names
     if isinstance(genes, str):
         raise PlanError(f"genes={genes!r}: expected a list of gene names or a mask, for example genes=[{genes!r}].")
+    check_order(f"genes={shown(genes)}", genes, "a list of gene names, whose order is that of the columns, or a mask")
     if isinstance(genes, (bytes, AbstractSet, Mapping)) or not hasattr(genes, "__len__"):
         raise PlanError(
             f"genes={shown(genes)}: expected a list of gene names, whose order is that of the columns, or a mask with "

@@ -6,6 +6,7 @@ It only wraps arrays as tensors that share their memory: no shuffling, sharding,
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,7 +121,8 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         """Start the loader's next epoch."""
         if get_worker_info() is not None:
             raise PlanError(_NO_WORKERS)
-        return self._tensors(iter(self._loader))
+        # No other reference to a minibatch is kept here, so that its memory is released after its last use.
+        return iter(partial(self._next, iter(self._loader)), None)
 
     def __getstate__(self) -> dict[str, Any]:
         raise PlanError(_NO_WORKERS)
@@ -134,16 +136,10 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         if self._loader.device != "cpu" and torch.cuda.is_available():
             self._loader.use_stream(torch.cuda.current_stream(self._loader.device).cuda_stream)
 
-    def _tensors(self, batches: Iterator[Batch]) -> Iterator[dict[str, torch.Tensor]]:
-        while True:
-            self._use_stream()
-            batch = next(batches, None)
-            if batch is None:
-                return
-            tensors = self._of_batch(batch)
-            del batch  # else its memory would not be released before the next one is made
-            yield tensors
-            del tensors
+    def _next(self, batches: Iterator[Batch]) -> _Minibatch | None:
+        self._use_stream()
+        batch = next(batches, None)
+        return None if batch is None else self._of_batch(batch)
 
     def _of_batch(self, batch: Batch) -> _Minibatch:
         matrices = {name: self._matrix(name, matrix) for name, matrix in batch.matrices().items()}

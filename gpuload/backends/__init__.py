@@ -9,8 +9,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from gpuload.checks import parse_nbytes
-from gpuload.errors import PlanError
+from gpuload.checks import check_choice, parse_nbytes
+from gpuload.errors import PlanError, shown
 
 if TYPE_CHECKING:
     from gpuload.backends.base import Backend
@@ -56,8 +56,7 @@ def open_backend(
     MissingDependencyError
         A required package is not installed.
     """
-    if io not in ("auto", "kvikio", "pinned"):
-        raise PlanError(f"io={io!r}: expected 'auto', 'kvikio' or 'pinned'.")
+    check_choice("io", io, ("auto", "kvikio", "pinned"))
     number = device_number(device)
     memory, cache = (
         None if value is None else parse_nbytes(name, value)
@@ -92,8 +91,8 @@ def device_number(device: object) -> int | None:
     if found is not None:
         rank = int(os.environ.get("LOCAL_RANK", "0"))
         return 0 if rank and _n_gpus() == 1 else rank  # the launcher may show each process only its own GPU
-    if device not in ("auto", "cpu"):
-        raise PlanError(f"device={device!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:<number>'.")
+    if not (isinstance(device, str) and device in ("auto", "cpu")):
+        raise PlanError(f"device={shown(device)}: expected 'auto', 'cpu', 'cuda' or 'cuda:<number>'.")
     return None
 
 

@@ -33,7 +33,7 @@ from gpuload.backends.damage import rounding_warning, too_large_for_half
 from gpuload.backends.decoding import VERIFY, Part, Scratch, decode, round_up
 from gpuload.backends.native import rows
 from gpuload.backends.reading import read_ranges, short_read
-from gpuload.checks import check_whole
+from gpuload.checks import check_choice, check_whole
 from gpuload.errors import CorruptDataError, PlanError
 from gpuload.stats import Stats
 from gpuload.threads import DaemonThreads, QuickThreads
@@ -155,8 +155,7 @@ class CpuBackend:
     def __init__(
         self, *, num_threads: int | None = None, verify: str = "once", values: str = "float32", n_matrices: int = 1
     ) -> None:
-        if verify not in VERIFY:
-            raise PlanError(f"verify={verify!r}: expected 'once', 'always' or 'never'.")
+        check_choice("verify", verify, VERIFY)
         if num_threads is None:
             n = len(os.sched_getaffinity(0))
         else:

@@ -22,7 +22,7 @@ from gpuload.store import ObsColumn
 from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     import pandas as pd
@@ -47,7 +47,7 @@ def open_matrices(
     modalities: Sequence[str],
     obs: Sequence[str],
     join: Join,
-    obs_table: pd.DataFrame | None = None,
+    obs_table: tuple[pd.DataFrame, Callable[[], NDArray[np.object_]]] | None = None,
 ) -> dict[str, Store]:
     """Open several matrices of the same cells.
 
@@ -66,7 +66,8 @@ def open_matrices(
     join
         As for `concat`; a list of genes applies to the first modality, and the others must agree.
     obs_table
-        Further columns of obs, which replace those of the files; see `obs_table`.
+        Further columns of obs, which replace those of the files, and a function that returns the names of all cells;
+        see `obs_table`.
 
     Returns
     -------
@@ -81,7 +82,7 @@ def open_matrices(
     PlanError
         `obs_table` does not fit the cells.
     """
-    in_table = () if obs_table is None else check_obs_table(obs_table)
+    in_table = () if obs_table is None else check_obs_table(obs_table[0])
     first = _of_modality(paths, modalities[0]) if modalities else paths
     with ExitStack() as on_error:
         stores: dict[str, Store] = {}
@@ -92,11 +93,9 @@ def open_matrices(
 
         add("X", first, layers[0], [name for name in obs if name not in in_table], join)
         if obs_table is not None:
+            table, cell_names = obs_table
             names = [name for name in obs if name in in_table]
-            modality = modalities[0] if modalities else None
-            further = table_columns(
-                obs_table, names, stores["X"].n_obs, lambda: read_obs_names(paths, modality, layers[0])
-            )
+            further = table_columns(table, names, stores["X"].n_obs, cell_names)
             stores["X"] = replace(stores["X"], obs={**stores["X"].obs, **further})
         for layer in layers[1:]:
             add(f"layers/{layer}", first, layer, (), join)

@@ -6,15 +6,19 @@ An `Address` is a str, so it can be passed wherever a path can; code that opens 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from functools import cached_property
+from glob import has_magic
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
 
+from gpuload.checks import check_order
 from gpuload.errors import PlanError, ReadError, shown
 from gpuload.formats.zarr_nodes import NODE_FILES
 from gpuload.hub import split_address
-from gpuload.remote import Patience, open_remote
+from gpuload.remote import Patience, open_remote, split_query
 
 if TYPE_CHECKING:
     from gpuload.cache import SampleStore
@@ -24,36 +28,74 @@ TILEDB_GROUP = ("__tiledb_group.tdb", "__group")
 """Members of the folder of a TileDB group."""
 
 
+_OF_FILES = (".h5ad", ".h5mu", ".h5", ".parquet", ".npy", ".npz", ".zip")
+"""Suffixes of what is no folder."""
+
+_NOT_THERE = "gpuload-looks-whether-this-is-there"
+"""A name that nothing has."""
+
+_SIGNING = re.compile(
+    "x-amz-.*|x-goog-.*|x-id|awsaccesskeyid|googleaccessid|key-pair-id|signature|expires|policy|"
+    "s(ig|v|t|e|r|p|pr|ip|ke|koid|ks|kt|ktid|kv)"
+)
+"""What signs web addresses at AWS, Google and Azure: it changes, and says nothing of the content."""
+
+_MOST_SHOWN = 16
+"""Longer values of a query are not shown: they may be secret."""
+
+
 class Address(str):  # noqa: SLOT000 - caches what it has found
     """The address of an object, or of a folder of objects, with what is needed to reach it.
 
+    As text it is a name to show and to know the same data by, which has no signatures; see `_named`.
+
     Attributes
     ----------
+    base
+        The address without its query.
+    query
+        What follows the base of a web address, from a ``?`` on, as given: sent with each request.
     cache
         A store over a `BlockRemote` that caches what is read; or None.
     options
         Options of `gpuload.remote.ObjectRemote`.
     """
 
+    base: str
+    query: str
     cache: SampleStore | None = None
     options: Mapping[str, Any] = {}
+    denied: ReadError | None = None
+    """The error of a web server that denies it, once it was asked for."""
 
     @classmethod
     def of(cls, url: str, cache: SampleStore | None = None, options: Mapping[str, Any] | None = None) -> Self:
         """Return an address that is reached through a cache, or with options."""
-        scheme, _, rest = url.partition("://")
-        address = cls(f"{scheme}://{rest.rstrip('/')}")
-        address.cache, address.options = cache, options or {}
+        base, query = split_query(url)
+        scheme, _, rest = base.partition("://")
+        base = f"{scheme}://{rest.rstrip('/')}"
+        address = cls(base + _named(query))
+        address.base, address.query, address.cache, address.options = base, query, cache, options or {}
         return address
+
+    @property
+    def own_name(self) -> str:
+        """The last part of its path."""
+        return self.base.rpartition("/")[2]
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether it stands for all addresses that match it."""
+        return has_magic(self.base)
 
     def parent(self) -> Self:
         """Return the address of the parent folder."""
-        scheme, _, rest = self.partition("://")
-        return self.of(f"{scheme}://{rest.rpartition('/')[0]}", self.cache, self.options)
+        scheme, _, rest = self.base.partition("://")
+        return self.of(f"{scheme}://{rest.rpartition('/')[0]}{self.query}", self.cache, self.options)
 
     def child(self, name: str) -> Self:
         """Return the address of something in this folder, reached in the same way."""
-        child = self.of(f"{self}/{name}", self.cache, self.options)
+        child = self.of(f"{self.base}/{name}{self.query}", self.cache, self.options)
         key = unquote(name) if self.startswith("http") else name
         vars(child)["_reached"] = self.remote, f"{self.key}/{key}" if self.key else key
         known = vars(self).get("listed") or {}
@@ -67,13 +109,18 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
             from gpuload.cache import BlockCache
 
             remote = BlockCache(self.cache)
+            if self.query:
+                raise PlanError(
+                    f"{self}: a cache reads it as its own remote does, without what follows the '?'; leave that out "
+                    "here, and give it to the address that BlockRemote(open_remote(...)) is over."
+                )
             if not f"{self}/".startswith(f"{remote.name}/"):
                 raise PlanError(
                     f"{self}: the cache is for {remote.name}; open it over BlockRemote(open_remote(...)) with an "
                     "address that this one begins with."
                 )
             return remote, self[len(remote.name) + 1 :]
-        scheme, _, rest = self.partition("://")
+        scheme, _, rest = self.base.partition("://")
         if scheme == "hf":
             repository, key = split_address(self)
             return open_remote(repository, **self.options), key
@@ -81,8 +128,10 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
             raise PlanError(f"{self}: it has no bucket or host; expected, for example, s3://bucket/atlas.h5ad.")
         folder, _, key = rest.rpartition("/")
         if not folder:
-            return open_remote(self, **self.options), ""
-        return open_remote(f"{scheme}://{folder}", **self.options), unquote(key) if scheme.startswith("http") else key
+            return open_remote(self.base + self.query, **self.options), ""
+        if scheme.startswith("http"):
+            key = unquote(key)
+        return open_remote(f"{scheme}://{folder}{self.query}", **self.options), key
 
     @property
     def remote(self) -> Remote:
@@ -95,20 +144,31 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         return getattr(self.remote, "inner", self.remote)
 
     @property
+    def can_list(self) -> bool:
+        """Whether the remote can list what is there; a web server cannot."""
+        return bool(getattr(self.uncached, "can_list", True))
+
+    @property
     def key(self) -> str:
         """Its key in the remote; empty if it is the remote itself, or less."""
-        return "" if self.endswith("://") else self._reached[1]
+        return "" if self.base.endswith("://") else self._reached[1]
 
     @cached_property
     def found(self) -> RemoteObject | None:
-        """The object currently there, or None."""
-        return self.head(self.key) if self.key else None
+        """The object currently there, or None, as if a web server denies it."""
+        try:
+            return self.head(self.key) if self.key else None
+        except ReadError as error:
+            if self.can_list or not error.is_denied:
+                raise
+            self.denied = error
+            return None
 
     @cached_property
     def listed(self) -> dict[str, RemoteObject] | None:
         """The objects of the folder, by their keys relative to it; None if the remote cannot list."""
         inner: Any = self.uncached
-        if not getattr(inner, "can_list", True):
+        if not self.can_list:
             return None
         prefix = f"{self.key}/" if self.key else ""
 
@@ -123,9 +183,14 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         """Whether there is a folder that is a TileDB group; a web server cannot tell."""
         return any(key.partition("/")[0] in TILEDB_GROUP for key in self.listed or ())
 
-    @property
+    @cached_property
     def is_file(self) -> bool:
-        """Whether there is an object."""
+        """Whether there is an object.
+
+        What a web server answers for a folder itself says nothing, be it a page or a refusal.
+        """
+        if not self.can_list and not self.base.endswith(_OF_FILES) and self.is_zarr:
+            return False
         return self.found is not None
 
     @cached_property
@@ -133,7 +198,7 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         """Whether there is a folder that is a zarr store."""
         if self.listed is not None:
             return any(name in self.listed for name in NODE_FILES)
-        return any(self.head(f"{self.key}/{name}") is not None for name in NODE_FILES)
+        return any(self.metadata(name) is not None for name in NODE_FILES)
 
     @property
     def is_folder(self) -> bool:
@@ -144,16 +209,51 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         """Return what the remote holds under a key."""
         return Patience().ask(lambda: self.remote.head(key))
 
+    def metadata(self, name: str) -> RemoteObject | None:
+        """Return what a folder holds under a name, or None, as if a web server denies whatever is not there."""
+        try:
+            return self.head(f"{self.key}/{name}" if self.key else name)
+        except ReadError as error:
+            if self.can_list or not error.is_denied or not self._denies_what_is_not_there:
+                raise
+            return None
+
+    @cached_property
+    def _denies_what_is_not_there(self) -> bool:
+        try:
+            self.head(f"{self.key}/{_NOT_THERE}" if self.key else _NOT_THERE)
+        except ReadError as error:
+            if not error.is_denied:
+                raise
+            return True
+        return False
+
     def object(self) -> RemoteObject:
         """Return the object currently there; raise ReadError if there is none."""
         if self.found is None:
-            raise ReadError(f"{self}: no such object. Check the address.")
+            raise self.missing()
         return self.found
+
+    def missing(self) -> ReadError:
+        """Return the error for a missing object."""
+        return self.denied or ReadError(f"{self}: no such object. Check the address.")
 
     def first_bytes(self, n: int) -> bytes:
         """Return the first bytes of the object."""
         found = self.object()
         return bytes(memoryview(Patience().ask(lambda: self.uncached.get(found, 0, min(n, found.nbytes)))))
+
+
+def _named(query: str) -> str:
+    """Return a query as part of a name: without signatures, which change, and with a digest for what is long."""
+    kept = []
+    for field in query.removeprefix("?").split("&"):
+        name, mark, value = field.partition("=")
+        if len(value) > _MOST_SHOWN:
+            value = f"~{blake2b(value.encode(), digest_size=6).hexdigest()}"
+        if field and not _SIGNING.fullmatch(name.lower()):
+            kept.append(f"{name}{mark}{value}")
+    return f"?{'&'.join(kept)}" if kept else ""
 
 
 def as_address(path: str) -> Address | None:
@@ -189,8 +289,7 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
 
 def check_given(paths: Any) -> None:
     """Refuse arguments that are neither a path nor a list of paths."""
-    if isinstance(paths, (set, frozenset)):
-        raise PlanError("paths: a set has no order, but rows are numbered in the order of the files; pass a list.")
+    check_order(f"paths={shown(paths)}", paths, "a list, in whose order the rows of the files are numbered")
     if isinstance(paths, (bytes, bytearray)):
         raise PlanError(f"paths={shown(paths)}: a path is text; pass os.fsdecode(path).")
     if isinstance(paths, str) and not paths:

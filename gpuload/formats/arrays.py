@@ -224,6 +224,25 @@ def as_text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
+def member(group: Any, key: str, path: str) -> Any:
+    """Return a member of a group in a file, or None if there is none; refuse a link that leads nowhere."""
+    found = group.get(key)
+    if found is None and key in group:
+        raise StoreError(
+            f"{path}: {group.name.rstrip('/')}/{key} is a link, and what it leads to is not there; put that back, or "
+            "copy it into this file."
+        )
+    return found
+
+
+def check_not_virtual(stored: Any, where: str) -> None:
+    """Refuse a virtual data set of HDF5, or a group with one: it reads as zeros if its files are away."""
+    for name in stored if hasattr(stored, "values") else ():
+        check_not_virtual(stored[name], f"{where}/{name}")
+    if getattr(stored, "is_virtual", False):
+        raise StoreError(f"{where} keeps its bytes in other files; copy it into one file first, with h5repack.")
+
+
 def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) -> None:
     """Raise StoreError if a layer or column is requested of a format that holds a single matrix."""
     if layer.startswith(OBSM):

@@ -13,7 +13,7 @@ import pandas as pd
 
 from gpuload.errors import StoreError
 from gpuload.formats import soma
-from gpuload.formats.arrays import as_strings, check_length, numbered
+from gpuload.formats.arrays import as_strings, check_length, member, numbered
 from gpuload.formats.members import keys_of, name_in, shape_of
 from gpuload.formats.obs import column_names, index_name, index_pieces, read_index, read_values
 from gpuload.formats.recognise import anndata_groups, file_of, is_soma, obs_columns, open_path
@@ -44,7 +44,7 @@ def cell_names(path: str, layer: str) -> NDArray[np.object_]:
 def cell_name_pieces(path: str, layer: str) -> Iterator[NDArray[np.object_]]:
     """Yield what `cell_names` returns in pieces, in order, so that not all names are in memory as strings."""
     with anndata_groups(path) as groups:
-        if _have_obs(groups):
+        if _have_obs(groups, path):
             for group in groups:
                 n = 0
                 for piece in index_pieces(group["obs"], path, "obs"):
@@ -67,7 +67,7 @@ def stored_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
     if is_soma(path):
         return soma.cell_names(file_of(path))
     with anndata_groups(path) as groups:
-        if _have_obs(groups):
+        if _have_obs(groups, path):
             parts = [read_index(group["obs"], path, "obs") for group in groups]
             for group, part in zip(groups, parts, strict=True):
                 _check_length(part.size, group, path, layer, _INDEX, 0)
@@ -77,8 +77,8 @@ def stored_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
     return as_strings(_decoded(store.obs["barcode"])) if named else store.n_obs
 
 
-def _have_obs(groups: Sequence[Any]) -> bool:
-    return bool(groups) and all(group.get("obs") is not None for group in groups)
+def _have_obs(groups: Sequence[Any], path: str) -> bool:
+    return bool(groups) and all(member(group, "obs", path) is not None for group in groups)
 
 
 def _check_length(n: int, group: Any, path: str, layer: str, where: str, axis: int) -> None:
@@ -100,8 +100,8 @@ def cell_column(path: str, name: str, layer: str) -> Any:
     for each row of the matrix.
     """
     with anndata_groups(path) as groups:
-        if groups and all(name in column_names(group.get("obs")) for group in groups):
-            parts = [read_values(group["obs"], name) for group in groups]
+        if groups and all(name in column_names(member(group, "obs", path)) for group in groups):
+            parts = [read_values(group["obs"], name, path) for group in groups]
             for group, part in zip(groups, parts, strict=True):
                 _check_length(_n_values(part), group, path, layer, f"{name_in(group, 'obs')}/{name}", 0)
             return join(parts, f"{path}: obs column {name!r}")
@@ -127,7 +127,7 @@ def gene_columns(path: str, layer: str) -> dict[str, Any]:
         if not groups:
             return {}
         key = keys_of(groups[0], layer, path)[1]
-        columns = {name: read_values(groups[0][key], name) for name in column_names(groups[0][key])}
+        columns = {name: read_values(groups[0][key], name, path) for name in column_names(groups[0][key])}
         for name, values in columns.items():
             _check_length(_n_values(values), groups[0], path, layer, f"{name_in(groups[0], key)}/{name}", 1)
         return columns
@@ -150,7 +150,9 @@ def name_of_index(paths: Sequence[str], layer: str | None = None) -> str:
     names = set()
     for path in paths:
         with anndata_groups(path) as groups:
-            frames = [group.get("obs" if layer is None else keys_of(group, layer, path)[1]) for group in groups]
+            frames = [
+                member(group, "obs" if layer is None else keys_of(group, layer, path)[1], path) for group in groups
+            ]
             names |= {index_name(frame) if hasattr(frame, "keys") else None for frame in frames or [None]}
     name = names.pop() if len(names) == 1 else None
     return name or "_index"

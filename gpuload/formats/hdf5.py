@@ -33,6 +33,7 @@ from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import (
     as_text,
     check_dtype,
+    check_not_virtual,
     checked_indptr,
     csr_arrays,
     ends_early,
@@ -63,6 +64,8 @@ FILTERS = {
     32015: "zstd",
 }
 """Filters with a host decoder, by their number in the HDF5 filter registry."""
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _Chunks = tuple["NDArray[np.int64]", "NDArray[np.int64]", "NDArray[np.uint32]"]
 
@@ -99,7 +102,7 @@ class RemoteHdf5(RemoteSource):
         self._uncached = address.uncached
 
     @contextmanager
-    def content(self) -> Iterator[RemoteFile]:
+    def content(self) -> Iterator[_OneFile]:
         """Yield the file object that h5py reads within the block.
 
         h5py holds its lock while it waits for a read, which other threads carry out. Collecting garbage that contains
@@ -107,7 +110,26 @@ class RemoteHdf5(RemoteSource):
         deadlock.
         """
         with _no_collection, closing(RemoteSource(self.name, self._uncached, self.objects)) as source:
-            yield RemoteFile(source)
+            yield _OneFile(source)
+
+
+class _OneFile(RemoteFile):
+    """An object from which h5py may open one file.
+
+    HDF5 reads every file that an external link names from the object of the link, and so finds there what it looks for
+    in another. To open a file it first reads the 8 bytes of the signature at its begin, which it does at no other time.
+    """
+
+    is_opened = False
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer; see `RemoteFile.readinto`."""
+        if self.is_opened and self.tell() == 0 and len(buffer) == len(_SIGNATURE):
+            raise StoreError(
+                f"{self.name}: it has a link to another file, which cannot be followed at an address; copy that into "
+                "it first, with h5copy -f ext."
+            )
+        return super().readinto(buffer)
 
 
 class _NoCollection:
@@ -163,6 +185,8 @@ def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
         with source.content() as content, _open_file(path, content) as file, _translated(path):
             if isinstance(source, LocalHdf5) and not source.is_at(path):
                 raise ReadError(f"{path}: the file was replaced while it was being opened; open it again.")
+            if content is not None:
+                content.is_opened = True
             source.file_name = file.filename  # h5py's name for the file of everything not behind an external link
             yield file, source
         source.index.save()
@@ -181,7 +205,7 @@ def is_group(node: Any) -> bool:
     return isinstance(node, h5py.Group)
 
 
-def _open_file(path: str, content: RemoteFile | None = None) -> h5py.File:
+def _open_file(path: str, content: _OneFile | None = None) -> h5py.File:
     """Open a file for reading; without HDF5's lock if it cannot be had (read-only and network file systems)."""
     try:
         return h5py.File(content or path, "r")
@@ -236,6 +260,7 @@ def open_csr(node: h5py.Group, source: Hdf5Source, n_rows: int, n_vars: int) -> 
 
 def _read_indptr(stored: h5py.Dataset, source: Hdf5Source, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
     where = f"{source.name}: {stored.name}"
+    check_not_virtual(stored, where)
     if n_rows < source.index.min_rows:
         return checked_indptr(stored[()], where, n_rows, nnz)
     counts = source.index.get(stored.name)

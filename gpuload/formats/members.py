@@ -17,6 +17,7 @@ from gpuload.formats.arrays import (
     check_length,
     check_n_dims,
     dense_matrix,
+    member,
     no_obsm,
     numbered,
     other_matrices,
@@ -84,7 +85,7 @@ def read_members(
         check_length(f"{path}: {name_in(root, var_key)}", var_names.size, matrix.n_vars, "genes")
     else:
         var_names = numbered(matrix.n_vars)
-    frame = root.get("obs")
+    frame = member(root, "obs", path) if obs else None
     columns = {name: read_column(frame, name, path) for name in obs}
     for name, column in columns.items():
         check_length(f"{path}: {name_in(root, 'obs')}/{name}", column.values.size, matrix.n_rows, "cells")
@@ -106,7 +107,7 @@ def shape_of(root: Any, layer: str, path: str) -> tuple[int, ...]:
 def keys_of(file: Any, layer: str, path: str) -> tuple[str, str]:
     """Return the keys of the matrix and of its var, which is ``""`` if the columns have no names."""
     if layer.startswith(OBSM):
-        obsm = file.get("obsm", {})
+        obsm = {} if (found := member(file, "obsm", path)) is None else found
         if not hasattr(obsm, "keys"):
             raise StoreError(f"{path}: its obsm is a single table, as AnnData before 0.7 wrote it; rewrite the file.")
         if layer.removeprefix(OBSM) not in obsm:

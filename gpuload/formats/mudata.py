@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import CorruptDataError, StoreError
-from gpuload.formats.arrays import check_length, no_column
+from gpuload.formats.arrays import check_length, member, no_column
 from gpuload.formats.obs import column_names, read_column
 from gpuload.store import ObsColumn
 
@@ -58,7 +58,7 @@ def find_modality(root: Any, path: str, modality: str) -> tuple[str, Any]:
     group = root["mod"].get(modality) if is_name else None  # also finds it on a web server that cannot list
     if hasattr(group, "keys"):
         return modality, group
-    names = _names(root)
+    names = _names(root, path)
     if modality or len(names) != 1:
         have = ", ".join(repr(n) for n in names) or "none"
         found = f"there is no modality {modality!r}" if modality else "it holds several modalities"
@@ -87,7 +87,7 @@ def read_modality(
         As in `find_modality` and `read`; or a column is in neither obs, or cannot be mapped to the modality's cells.
     """
     modality, group = find_modality(root, path, modality)
-    own, shared = column_names(group.get("obs")), column_names(root.get("obs"))
+    own, shared = (column_names(member(one, "obs", path)) for one in (group, root))
     for name in obs:
         if name not in own and name not in shared:
             raise no_column(f"{path}/{modality}", name, [*own, *(n for n in shared if n not in own)])
@@ -96,17 +96,17 @@ def read_modality(
     return replace(store, obs=columns)
 
 
-def obs_columns(root: Any, modality: str) -> list[str]:
+def obs_columns(root: Any, path: str, modality: str) -> list[str]:
     """Return the columns available to a modality's cells, shared ones included."""
-    names = [modality] if modality else _names(root)
+    names = [modality] if modality else _names(root, path)
     group: Any = root["mod"].get(names[0]) if len(names) == 1 else None
-    own = column_names(group.get("obs")) if hasattr(group, "keys") else []
-    return [*own, *(n for n in column_names(root.get("obs")) if n not in own)]
+    own = column_names(member(group, "obs", path)) if hasattr(group, "keys") else []
+    return [*own, *(n for n in column_names(member(root, "obs", path)) if n not in own)]
 
 
-def _names(root: Any) -> list[str]:
+def _names(root: Any, path: str) -> list[str]:
     modalities = root["mod"]
-    return [name for name in modalities if hasattr(modalities.get(name), "keys")]
+    return [name for name in modalities if hasattr(member(modalities, name, path), "keys")]
 
 
 def _shared(root: Any, modality: str, name: str, store: Store, path: str) -> ObsColumn:

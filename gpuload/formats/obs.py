@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line
-from gpuload.formats.arrays import as_strings, as_text, no_column
+from gpuload.formats.arrays import as_strings, as_text, check_not_virtual, no_column
 from gpuload.store import ObsColumn, check_whole
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
     if name is None:
         raise StoreError(f"{path}: /{key} has no index; rewrite the file with anndata's write_h5ad.")
     stored = frame[name]
+    check_not_virtual(stored, f"{path}: /{key}/{name}")
     if hasattr(stored, "asstr"):  # an HDF5 data set, of text or numbers
         return as_strings(stored[()])
     return as_strings(_read_element(stored) if hasattr(stored, "attrs") else stored)
@@ -53,6 +54,7 @@ def index_pieces(frame: Any, path: str, key: str) -> Iterator[NDArray[np.object_
     """Yield what `read_index` returns in pieces, in order, so that not all of it is in memory."""
     name = index_name(frame)
     stored: Any = frame[name] if hasattr(frame, "keys") and name is not None else None
+    check_not_virtual(stored, f"{path}: /{key}/{name}")
     if hasattr(stored, "asstr") and stored.ndim == 1:
         for start in range(0, len(stored), _PIECE):
             yield as_strings(stored[start : start + _PIECE])
@@ -91,7 +93,7 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     if name not in names:
         raise no_column(path, name, names)
     try:
-        values = read_values(frame, name)
+        values = read_values(frame, name, path)
     except (GpuloadError, ImportError, MemoryError):
         raise
     except Exception as error:  # whatever h5py, pandas and anndata raise of damaged columns
@@ -150,8 +152,8 @@ def index_name(frame: Any) -> str | None:
     return next((n for n in ("_index", "index") if n in frame), None)
 
 
-def read_values(frame: Any, name: str) -> Any:
-    """Return a column of a stored data frame as anndata holds it: a NumPy or pandas array."""
+def read_values(frame: Any, name: str, path: str) -> Any:
+    """Return a column of a stored data frame of a file as anndata holds it: a NumPy or pandas array."""
     if not hasattr(frame, "keys"):
         values = frame[name]
         categories = frame.attrs.get(f"{name}_categories")
@@ -165,6 +167,7 @@ def read_values(frame: Any, name: str) -> Any:
             return values  # obs and var shared the key: these categories are the other's
         return pd.Categorical.from_codes(values, _texts_or_numbers(categories))
     stored = frame[name]
+    check_not_virtual(stored, f"{path}: {frame.name}/{name}")
     if "categories" in stored.attrs and not hasattr(stored, "keys"):
         categories = frame.file[stored.attrs["categories"]]
         is_ordered = bool(categories.attrs.get("ordered", False))

@@ -135,12 +135,12 @@ def _sources(files: Sequence[Cells]) -> tuple[tuple[_Source, ...], list[tuple[_S
 
     Files on disk share one source; so do the objects of each remote.
     """
-    together: dict[str, list[int]] = {}
+    together: dict[tuple[str, str], list[int]] = {}
     for number, file in enumerate(files):
         address = as_address(file.path)
-        together.setdefault("" if address is None else address.remote.name, []).append(number)
+        together.setdefault(("", "") if address is None else (address.remote.name, address.query), []).append(number)
     places: dict[int, tuple[_Source, int]] = {}
-    for name, numbers in together.items():
+    for (name, _), numbers in together.items():
         source = Files([files[k] for k in numbers]) if not name else _objects(name, [files[k].path for k in numbers])
         places |= {number: (source, k) for k, number in enumerate(numbers)}
     return tuple(dict.fromkeys(source for source, _ in places.values())), [places[k] for k in range(len(files))]

@@ -72,9 +72,11 @@ def _is_there(path: str) -> bool:
     if address is None:
         return os.path.isfile(path)
     try:
-        return address.is_file
+        is_there, denied = address.is_file, address.denied
     except BusyError:
         raise
-    except ReadError as error:  # without permission to list, a missing object gives the same error
-        _log.warning("%s: treated as missing: %s", path, error)
-        return False
+    except ReadError as error:
+        is_there, denied = False, error
+    if denied is not None:  # without permission to list, a missing object gives the same error
+        _log.warning("%s: treated as missing: %s", path, denied)
+    return is_there

@@ -16,7 +16,7 @@ from glob import glob, has_magic
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gpuload.errors import ReadError, StoreError
+from gpuload.errors import BusyError, ReadError, StoreError
 from gpuload.formats.addresses import TILEDB_GROUP, as_address
 from gpuload.formats.zarr_nodes import METADATA
 
@@ -66,7 +66,8 @@ def expand(path: str) -> list[str]:
     """
     address = as_address(path)
     path = path if address is None else address
-    if has_magic(path) and not (os.path.exists(path) if address is None else address.is_file):
+    is_pattern = has_magic(path) if address is None else address.is_pattern
+    if is_pattern and not (os.path.exists(path) if address is None else address.is_file):
         fitting = glob(path) if address is None else _fitting(address)
         found = sorted(name for name in fitting if os.path.basename(name) != GENES_FILE)
         if not found:
@@ -93,8 +94,8 @@ def expand(path: str) -> list[str]:
 def _fitting(pattern: Address) -> list[Address]:
     """Return the addresses that match a pattern."""
     folder, parts = pattern, []
-    while has_magic(folder):
-        parts.append(folder.rpartition("/")[2])
+    while folder.is_pattern:
+        parts.append(folder.own_name)
         folder = folder.parent()
     if folder.listed is None:
         raise ReadError(f"{pattern}: a web server cannot list what matches a pattern; pass the addresses as a list.")
@@ -161,8 +162,9 @@ def open_parquet(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Sto
 
 def is_parquet(path: str) -> bool:
     """Return whether a path is a Parquet file; at an address its name decides, as there may be thousands."""
-    if as_address(path) is not None:
-        return path.endswith(".parquet")
+    address = as_address(path)
+    if address is not None:
+        return address.base.endswith(".parquet")
     return os.path.isfile(path) and _first_bytes(path).startswith(PARQUET)
 
 
@@ -178,11 +180,12 @@ def obs_columns(path: str) -> list[str]:
     form = _form(path)
     if form == "hdf5":
         from gpuload.formats import hdf5, mudata, obs, tenx
+        from gpuload.formats.arrays import member
 
         with hdf5.opened(path) as (file, source), closing(source):
             if mudata.is_mudata(file):
-                return mudata.obs_columns(file, modality)
-            return tenx.obs_columns(file) if tenx.is_tenx(file) else obs.column_names(file.get("obs"))
+                return mudata.obs_columns(file, path, modality)
+            return tenx.obs_columns(file) if tenx.is_tenx(file) else obs.column_names(member(file, "obs", path))
     if form == "zarr":
         from gpuload.formats import zarr
 
@@ -269,25 +272,44 @@ def _modality_at(address: Address) -> tuple[Address, str]:
     """Return an address, and what follows the key of its object, or of its folder if that has modalities."""
     at, tail = address, ""
     for _ in range(3):
-        if at.is_file or (at.is_folder and (_is_whole_at(at) if tail else not _is_part_at(at))):
+        if _is_there(at, has_part=bool(tail)):
             return at, tail.removeprefix(f"{MODALITIES if at.is_file else _group_of(at)}/")
-        tail = f"{at.rpartition('/')[2]}/{tail}".strip("/")
+        tail = f"{at.own_name}/{tail}".strip("/")
         at = at.parent()
         if not at.key:
             break
-    raise ReadError(f"{address}: no such object. Check the address.")
+    raise address.missing()
+
+
+def _is_there(address: Address, *, has_part: bool) -> bool:
+    """Return whether an object is there, or a folder that is no part of another; or one that has parts."""
+    if address.is_file:
+        return not has_part or _may_have_parts(address)
+    return address.is_folder and (_is_whole_at(address) if has_part else not _is_part_at(address))
+
+
+def _may_have_parts(address: Address) -> bool:
+    """Return whether an object may have parts; that of a web server may be the page of a folder."""
+    if address.can_list:
+        return True
+    try:
+        return address.first_bytes(len(HDF5)) == HDF5
+    except BusyError:
+        raise
+    except ReadError:  # the server does not send parts of it
+        return False
 
 
 def _is_whole_at(address: Address) -> bool:
     """Return whether a folder may have modalities, as opposed to being the group that holds them."""
     group = _group_of(address)
-    return bool(group) and not address.endswith(f"/{group}")
+    return bool(group) and address.own_name != group
 
 
 def _is_part_at(address: Address) -> bool:
     """Return whether a folder is a modality of another folder."""
     folder = address.parent()
-    whole, middle = folder.parent(), folder.rpartition("/")[2]
+    whole, middle = folder.parent(), folder.own_name
     return middle in _WITH_MODALITIES.values() and bool(whole.key) and _group_of(whole) == middle
 
 

@@ -32,6 +32,7 @@ from gpuload.formats.arrays import (
     checked_indptr,
     csr_arrays,
     dense_matrix,
+    member,
     numbered,
 )
 from gpuload.formats.members import read_by_columns, read_members
@@ -121,10 +122,9 @@ def obs_columns(path: str, modality: str = "") -> list[str]:
         try:
             if isinstance(root, Array):
                 return []
-            is_whole = not is_mudata(root)
-            return (
-                column_names(_datasets(root, path, modality)[0].get("obs")) if is_whole else columns_of(root, modality)
-            )
+            if is_mudata(root):
+                return columns_of(root, path, modality)
+            return column_names(member(_datasets(root, path, modality)[0], "obs", path))
         finally:
             _close(held)
 

@@ -89,6 +89,7 @@ class FolderTree:
             with open(path, "rb") as file:
                 return file.read()
         except (FileNotFoundError, NotADirectoryError):
+            _refuse_broken_link(path)
             return None
         except OSError as error:
             raise ReadError(f"{path}: cannot be read: {error.strerror}. Check its permissions.") from error
@@ -110,6 +111,15 @@ class FolderTree:
         nbytes, stamps = (np.array([f[i] for f in found], dtype=np.int64) for i in (1, 2))
         source = FolderSource(self.name, [os.path.join(key, f[0]) for f in found], nbytes, stamps)
         return source, {f[0]: (int(base), f[1]) for f, base in zip(found, source.base, strict=True)}
+
+
+def _refuse_broken_link(path: str) -> None:
+    """Raise ReadError if a file is not there because it, or the member that it is of, is a link that leads nowhere."""
+    for place in (path, os.path.dirname(path)):
+        if os.path.islink(place) and not os.path.exists(place):
+            raise ReadError(
+                f"{place}: this is a link, and what it leads to is not there; put that back, or copy it into the store."
+            )
 
 
 def _walk(folder: str, prefix: str) -> Iterator[tuple[str, int, int]]:

@@ -87,7 +87,7 @@ class RemoteTree:
                     f"{self.name}: /{key} may have more than {MAX_ASKED} objects, and a web server cannot list which "
                     "are there; copy the store first, or rewrite it with larger chunks or shards."
                 )
-            heads = self._asking.requests.map(lambda name: self._address.head(self._key(prefix + name)), names)
+            heads = self._asking.requests.map(lambda name: self._chunk(prefix + name), names)
             found = {name: o for name, o in zip(names, heads, strict=True) if o is not None}
         source = RemoteSource(self.name, self._address.remote, list(found.values()))
         bases = source.base.tolist()
@@ -101,10 +101,19 @@ class RemoteTree:
 
     def _get(self, key: str) -> bytes | None:
         listed = self._address.listed
-        found = self._address.head(self._key(key)) if listed is None else listed[key]
+        found = self._address.metadata(key) if listed is None else listed[key]
         if found is None or not found.nbytes:
             return None if found is None else b""
         return bytes(memoryview(self._address.uncached.get(found, 0, found.nbytes)))
 
-    def _key(self, key: str) -> str:
-        return f"{self._address.key}/{key}" if self._address.key else key
+    def _chunk(self, key: str) -> RemoteObject | None:
+        """Return a chunk's object, or None if it does not exist, as one of zeros need not."""
+        try:
+            return self._address.head(f"{self._address.key}/{key}" if self._address.key else key)
+        except ReadError as error:
+            if not error.is_denied:
+                raise
+            raise ReadError(
+                f"{self.name}: /{key}: access was denied, which some servers also say of what is not there, as chunks "
+                "of zeros need not be; copy the store first."
+            ) from error

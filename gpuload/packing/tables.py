@@ -144,7 +144,7 @@ def _written_names(folder: str) -> Iterator[NDArray[np.object_]]:
 def _written_column(folder: str, name: str) -> Any:
     """Return a column of the target's obs."""
     with anndata_groups(folder) as (group,):
-        return read_values(group["obs"], name)
+        return read_values(group["obs"], name, folder)
 
 
 def write_var(folder: str, member: str, files: Sequence[str], layer: str, store: Store) -> None:

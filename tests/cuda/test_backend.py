@@ -270,7 +270,7 @@ def test_a_value_that_float16_cannot_hold(open_fake: Callable[..., Opened], stor
 
 
 def test_verify_is_one_of_three(open_fake: Callable[..., Opened], plain: Stored) -> None:
-    with pytest.raises(gpuload.PlanError, match=r"^verify='sometimes': expected 'once', 'always' or 'never'\.$"):
+    with pytest.raises(gpuload.PlanError, match=r"^verify='sometimes': expected one of 'never', 'once', 'always'\.$"):
         open_fake(plain.path, verify="sometimes")
 
 

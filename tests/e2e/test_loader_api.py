@@ -76,8 +76,8 @@ def test_categories_that_cannot_be_had(two: tuple[Path, Path]) -> None:
         (["kind"], r"categories=\['kind'\]: expected a mapping"),
         ({"kind": list}, r"categories\['kind'\]=<class 'list'>: expected a list"),
         ({"kind": 5}, r"categories\['kind'\]=5: expected a list"),
-        ({"kind": {"B", "T"}}, r"categories\['kind'\]: it was given as a set, which says no order; pass a list"),
-        ({"kind": {"B": 1, "T": 0}}, r"categories\['kind'\]: it was given as a dict, which says no order"),
+        ({"kind": {"B", "T"}}, r"categories\['kind'\]=\{'B', 'T'\}: a set has no order; pass a list, whose first"),
+        ({"kind": {"B": 1, "T": 0}}, r"categories\['kind'\]=\{'B': 1, 'T': 0\}: expected a list, whose first"),
         ({"kind": [0, 1]}, r"categories\['kind'\]: they are numbers but obs column 'kind' of \S* has text as "),
         ({"depth": ["B"]}, r"obs column 'depth' of \S*train.h5ad holds int64, which has no categories; leave it out"),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -235,18 +236,44 @@ def test_an_iteration_in_another_thread(store: Store) -> None:
     rows: list[int] = []
     backend = FakeBackend(delay_s=lambda _: float(not gate.wait(10)))
     with loader_over(store, backend) as loader:
-        batches = iter(loader)
+        batches: Any = iter(loader)
         other = threading.Thread(target=lambda: rows.extend(next(batches).rows))
         other.start()
         while not backend.recipes:
             time.sleep(0.001)
-        with pytest.raises(
-            gpuload.PlanError, match=r"iterated in another thread; only one iteration can run at a time\.$"
-        ):
-            iter(loader)
+        for call in (lambda: next(batches), batches.close, lambda: iter(loader)):
+            with pytest.raises(gpuload.PlanError, match=r"^the loader is being iterated in another thread; only one "):
+                call()
         gate.set()
         other.join()
         assert len(rows) == 8
+
+
+def test_closing_ends_an_iteration_in_another_thread(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2, device="cpu")
+    is_inside, go_on = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def residents_of(load: Any) -> Any:
+        is_inside.set()
+        go_on.wait(10)
+        raise CancelledError  # as a fetch that still waits for a thread when these are ended
+
+    def consume() -> None:
+        try:
+            list(loader)
+        except Exception as error:
+            errors.append(error)
+
+    monkeypatch.setattr(loader, "_residents_of", residents_of)
+    other = threading.Thread(target=consume)
+    other.start()
+    assert is_inside.wait(10)
+    loader.close()
+    go_on.set()
+    other.join()
+    assert [type(error) for error in errors] == [gpuload.PlanError]
+    assert str(errors[0]).startswith("this iteration was ended by a later iter(), close() or load_state_dict()")
 
 
 def test_a_closed_file_says_so(store: Store, plain: Stored) -> None:

@@ -141,6 +141,13 @@ def test_10x_columns_and_layers(tmp_path: Path) -> None:
 # --- MuData
 
 
+def test_a_modality_that_is_a_link_to_nothing_leaves_not_one_alone(tmp_path: Path) -> None:
+    path = FORMS["mudata-alone"](tmp_path).path
+    with h5py.File(path, "r+") as file:
+        file["mod/prot"] = h5py.SoftLink("/nothing")
+    assert_refused("StoreError", path, "/mod/prot is a link, and what it leads to is not there")
+
+
 def test_mudata_modalities(tmp_path: Path) -> None:
     path = made("mudata-rna", tmp_path).parent
     assert_refused("StoreError", path, "several modalities", "'few', 'prot', 'rna'", f"{path}/few")

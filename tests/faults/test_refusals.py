@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -78,6 +79,14 @@ def test_bad_settings_are_refused_before_a_file_is_opened(name: str, value: obje
     assert_says(caught.value, f"{name}={value!r}", "expected")
 
 
+@pytest.mark.parametrize("name", ["device", "verify", "io", "output", "uneven", "dtype"])
+@pytest.mark.parametrize("value", [np.zeros(2), pd.DataFrame({"a": ["text"] * 99}), {"a": "text " * 99}], ids=type)
+def test_of_an_object_in_place_of_a_setting_the_form_is_shown(plain: Stored, name: str, value: Any) -> None:
+    with pytest.raises(gpuload.PlanError, match=f"^{name}=.*: expected ") as caught:
+        gpuload.open_loader(plain.path, **{name: value})
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize("target_sum", [0, -1.0, float("nan"), float("inf"), "1e4", [1e4]])
 def test_bad_target_sum(target_sum: Any) -> None:
     with pytest.raises(gpuload.PlanError) as caught:
@@ -136,7 +145,7 @@ def test_one_column_of_obs_is_named_alone(plain: Stored) -> None:
     [
         (None, "obs=None: expected the name of an obs column, or a list of names."),
         (5, "obs=5: expected the name of an obs column, or a list of names."),
-        ({"depth"}, "obs={'depth'}: expected the name of an obs column, or a list of names."),  # of no order
+        ({"depth"}, "obs={'depth'}: a set has no order; pass the name of an obs column, or a list of names."),
         (iter([]), "expected the name of an obs column, or a list of names."),
         (["depth", 5], "obs=['depth', 5]: expected the name of an obs column, or a list of names."),
         (["depth", "depth"], "obs=['depth', 'depth']: 'depth' is given twice; pass every name once."),
@@ -373,6 +382,23 @@ def test_virtual_and_external_storage(tmp_path: Path) -> None:
     assert_refused("StoreError", path, "/X", "other files", "h5repack")
 
 
+@pytest.mark.parametrize("name", ["X/indptr", "obs/depth", "obs/cell_line/codes", "obs/_index", "var/_index"])
+def test_a_virtual_data_set_whose_file_is_away_is_not_read_as_zeros(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "virtual.h5ad"
+    write_plain(path)
+    with h5py.File(path, "r+") as file:
+        stored, attrs = file[name], dict(file[name].attrs)
+        layout = h5py.VirtualLayout(stored.shape, stored.dtype)
+        layout[...] = h5py.VirtualSource(str(tmp_path / "away.h5"), name, shape=stored.shape)
+        del file[name]
+        file.create_virtual_dataset(name, layout).attrs.update(attrs)
+    told = f"^{path}: /{name} keeps its bytes in other files; copy it into one file first, with h5repack\\.$"
+    names, cells = gpuload.obs_names, partial(gpuload.open_loader, obs=["depth", "cell_line"], device="cpu")
+    read: Any = names if name == "obs/_index" else cells
+    with pytest.raises(gpuload.StoreError, match=told):
+        read(path)
+
+
 def test_a_link_to_another_file(tmp_path: Path) -> None:
     path, other = tmp_path / "small.h5ad", tmp_path / "other.h5"
     with h5py.File(other, "w") as file:
@@ -603,7 +629,7 @@ def test_sparse_and_dense_files_together(plain: Stored, tmp_path: Path) -> None:
         ("gene_001", ("'gene_001'", "list")),
         ([1, 2, 3], ("names", "mask")),
         (np.array([0.5]), ("names", "mask")),
-        ({"gene_001", "gene_002"}, ("genes={'gene_001', 'gene_002'}: ", "whose order", "make a list of it")),
+        ({"gene_001", "gene_002"}, ("genes={'gene_001', 'gene_002'}: a set has no order; pass a list of gene names",)),
         (dict.fromkeys(["gene_001"]).keys(), ("genes=dict_keys(['gene_001']): ", "make a list of it")),
         ({"gene_001": 1}, ("genes={'gene_001': 1}: ", "make a list of it")),
         (iter(["gene_001"]), ("make a list of it",)),

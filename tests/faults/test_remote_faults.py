@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -92,13 +93,23 @@ def test_what_may_pass_is_waited_out(calm: Running, cells: Path, knobs: dict[str
     assert sum(n for kind, n in calm.counts().items() if kind.startswith("fault")) > faults_before
 
 
-def test_a_link_to_another_file(calm: Running) -> None:
-    """h5py looks for what is linked in the object itself: there is a data set of that name, and it is not the one."""
+@pytest.mark.parametrize("name", ["X", "obs", "obs/depth", "obs/_index", "var"])
+def test_a_link_to_another_file(calm: Running, name: str) -> None:
+    """HDF5 looks for what is linked in the object itself: there are others of that name, which are not the ones."""
     path = calm.root / "data" / "linked.h5ad"
-    members = {"elsewhere": np.ones((4, 3), np.float32), "X": h5py.ExternalLink("other.h5", "/elsewhere")}
-    write_h5ad(path, lambda file: file.update(members), 4, 3)
-    with pytest.raises(StoreError, match=r"linked\.h5ad: /elsewhere keeps its bytes in other files; copy it into one"):
-        opened(calm, path)
+
+    def link(file: h5py.File) -> None:
+        file["X"] = np.ones((4, 3), np.float32)
+        file.move(name, "elsewhere")
+        file[name] = h5py.ExternalLink("other.h5", "/elsewhere")
+
+    write_h5ad(path, link, 4, 3)
+    address, reached = "s3://data/linked.h5ad", {"endpoint": calm.url, "region": "us-east-1", "anonymous": True}
+    said = r"^s3://data/linked\.h5ad: it has a link to another file, which cannot be followed at an address; copy "
+    names, cells = gpuload.obs_names, partial(gpuload.open_loader, obs=["depth"], device="cpu")
+    read: Any = names if name == "obs/_index" else cells
+    with pytest.raises(StoreError, match=said):
+        read(address, storage_options=reached)
 
 
 @pytest.mark.parametrize("knobs", [{"p_503": 0.4}, {"p_reset": 0.2, "p_truncate": 0.2}], ids=["busy", "broken"])

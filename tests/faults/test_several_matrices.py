@@ -56,7 +56,7 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ({"join": b"inner"}, "join=b'inner': expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": []}, "join=[]: expected at least one gene name, 'inner', 'outer' or None."),
         ({"join": ["a", "b", "a"]}, "join: 'a' is given 2 times; pass every gene once."),
-        ({"join": {"a", "b"}}, "join: it was given as a set, which says no order; pass a list of gene names."),
+        ({"join": {"a", "b"}}, "join={'a', 'b'}: a set has no order; pass a list of gene names."),
         ({"transform": "log1p"}, "transform='log1p': expected a gpuload.Transform or None."),
         ({"transform": {"X": 1}}, "transform['X']=1: expected a gpuload.Transform or None."),
         (

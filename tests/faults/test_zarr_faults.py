@@ -269,6 +269,21 @@ def test_metadata_that_cannot_be_read(tmp_path: Path) -> None:
     assert_refused("ReadError", path, f"{file}: cannot be read: Is a directory", "permissions")
 
 
+@pytest.mark.parametrize("member", ["obs", "obs/depth", "obs/zarr.json"])
+def test_a_member_that_is_a_link_to_nothing_is_not_one_that_is_not_there(tmp_path: Path, member: str) -> None:
+    """Else row numbers would be the names of its cells, and its columns missing values in one of several stores."""
+    paths = [tmp_path / f"{number}.zarr" for number in range(2)]
+    for path in paths:
+        writers.csr(path)
+    (paths[1] / member).rename(tmp_path / "moved")
+    (paths[1] / member).symlink_to("nothing")
+    told = f"{paths[1] / member}: this is a link", "put that back"
+    assert_refused("ReadError", paths, *told, obs="depth", join="outer")
+    if member != "obs/depth":
+        with pytest.raises(gpuload.ReadError, match="this is a link"):
+            gpuload.obs_names(paths)
+
+
 @pytest.mark.parametrize(("version", "chunk"), [(2, "X/data/3"), (3, "X/data/c/3")])
 def test_chunks_that_cannot_be_listed(tmp_path: Path, version: int, chunk: str) -> None:
     path = tmp_path / "store.zarr"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import traceback
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import unquote, urlsplit
 
 import anndata
 import numpy as np
@@ -346,6 +349,129 @@ def test_a_file_that_changed_where_the_server_does_not_say(
         front.shutdown()
         thread.join()
         front.server_close()
+
+
+class Bucket(BaseHTTPRequestHandler):
+    """Files as object stores show them on the web, to those whose query is the signature of a GET."""
+
+    protocol_version = "HTTP/1.1"
+    root = Path()
+    signature = ""
+    of_folder: ClassVar[tuple[int, bytes]] = (404, b"")
+    of_nothing: ClassVar[tuple[int, bytes]] = (404, b"")
+
+    def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        path, headers = self.root / unquote(address.path).strip("/"), {}
+        if self.signature and (address.query, self.command) != (self.signature, "GET"):
+            status, body = 403, f"<Code>SignatureDoesNotMatch</Code>{self.path}".encode()
+        elif not path.is_file():
+            status, body = self.of_folder if path.is_dir() else self.of_nothing
+        else:
+            status, body = 200, path.read_bytes()
+            headers["ETag"] = f'"{zlib.crc32(body):x}"'
+            if "Range" in self.headers:
+                first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+                headers["Content-Range"] = f"bytes {first}-{min(last, len(body) - 1)}/{len(body)}"
+                status, body = 206, body[first : last + 1]
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815 - the name that http.server asks for
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Bucket, "root", tmp_path)
+    front = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
+    thread = threading.Thread(target=front.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{front.server_port}"
+    front.shutdown()
+    thread.join()
+    front.server_close()
+
+
+def test_a_signed_address(bucket: str, plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sent as it is, and nowhere shown; with another signature it is still the same file."""
+    monkeypatch.setenv("GPULOAD_INDEX", str(tmp_path / "index"))
+    shutil.copy(plain.path, tmp_path / "cells.h5ad")
+    near = batches(plain.path, obs=["cell_line"])
+    for secret in ("0123456789abcdef%2F+w%3D%3D", "another"):
+        query = f"X-Amz-Expires=60&x-id=GetObject&X-Amz-Signature={secret}"
+        monkeypatch.setattr(Bucket, "signature", query)
+        address = f"{bucket}/cells.h5ad?{query}"
+        assert_same(batches(address, obs=["cell_line"]), near)
+        with gpuload.open_loader([address] * 2, obs="source_file") as loader:
+            assert loader.categories["source_file"].tolist() == [f"{bucket}/cells.h5ad"]
+        assert gpuload.obs_names(address).tolist() == gpuload.obs_names(plain.path).tolist()
+        assert len(list((tmp_path / "index").iterdir())) == 1
+    monkeypatch.setattr(Bucket, "signature", "new")
+    said = r"/cells\.h5ad: access was denied \(403 Forbidden: SignatureDoesNotMatch\); get a new address, as this one"
+    with pytest.raises(ReadError, match=said) as caught:
+        gpuload.open_loader(address)
+    assert secret not in "".join(traceback.format_exception(caught.value))
+    with (
+        SampleStore(tmp_path / "cache", BlockRemote(open_remote(bucket)), n_processes=0) as store,
+        pytest.raises(PlanError, match=r"/cells\.h5ad: a cache reads it as its own remote does, without what follows"),
+    ):
+        gpuload.open_loader(address, cache=store)
+
+
+def test_a_query_that_says_which_file(bucket: str, plain: Stored, tmp_path: Path) -> None:
+    shutil.copy(plain.path, tmp_path / "download")
+    addresses = [f"{bucket}/download?id={number}&token={'secret' * 9}" for number in range(2)]
+    with gpuload.open_loader(addresses, obs="source_file", shuffle=False) as loader:
+        names = loader.categories["source_file"].tolist()
+        assert [name.partition("&token=~")[0] for name in names] == [f"{bucket}/download?id={n}" for n in range(2)]
+        assert "secret" not in repr(names)
+        assert np.unique(loader.obs["source_file"].cat.codes, return_counts=True)[1].tolist() == [len(plain.dense)] * 2
+    with pytest.raises(ReadError, match=r"/\*\?id=1: a web server cannot list what matches a pattern; pass"):
+        gpuload.open_loader(f"{bucket}/*?id=1")
+
+
+@pytest.mark.parametrize(
+    ("of_folder", "of_nothing"),
+    [((403, b""), 404), ((200, b"<html>its page</html>"), 404), ((403, b""), 403)],  # as S3 if one may not list
+    ids=["denied", "page", "denied-too"],
+)
+@pytest.mark.parametrize("name", ["v2-csr-lz4", "v3-csr-lz4"])
+def test_what_a_web_server_says_of_the_folder_itself(
+    bucket: str,
+    zarrs: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    of_folder: tuple[int, bytes],
+    of_nothing: int,
+) -> None:
+    monkeypatch.setattr(Bucket, "of_folder", of_folder)
+    monkeypatch.setattr(Bucket, "of_nothing", (of_nothing, b""))
+    path = zarrs(name)
+    shutil.copytree(path, tmp_path / "data" / "cells.zarr")
+    far = batches(f"{bucket}/data/cells.zarr", obs=["cell_line", "depth"])
+    assert_same(far, batches(path, obs=["cell_line", "depth"]))
+    for missing in ("data/none.zarr", "data/none.h5ad"):
+        with pytest.raises(ReadError, match=f"^{bucket}/{missing}: (no such object|access was denied)"):
+            gpuload.open_loader(f"{bucket}/{missing}")
+
+
+def test_a_chunk_that_may_be_denied_or_not_there(
+    bucket: str, zarrs: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bucket, "of_nothing", (403, b""))
+    path = tmp_path / "cells.zarr"
+    shutil.copytree(zarrs("v3-csr-lz4"), path)
+    (path / "X/data/c/0").unlink()
+    with pytest.raises(ReadError, match=r"cells\.zarr: /X/data/c/0: access was denied, which some servers also say of"):
+        gpuload.open_loader(f"{bucket}/cells.zarr")
 
 
 def test_parquet_by_folder_pattern_and_name(server: Running, parquet: Parquet) -> None:

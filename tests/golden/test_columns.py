@@ -400,4 +400,4 @@ def test_numbers_beyond_the_categories_of_another_table_stay_numbers(tmp_path: P
     with h5py.File(tmp_path / "old.h5ad", "w") as file:
         file["obs"] = obs
         file["uns/batch_categories"] = np.array([b"x", b"y"])
-        assert list(read_values(file["obs"], "batch")) == [0, 1, 2]
+        assert list(read_values(file["obs"], "batch", "old.h5ad")) == [0, 1, 2]

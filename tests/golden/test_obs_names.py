@@ -133,6 +133,20 @@ def test_names_that_do_not_fit_the_cells_are_refused(tmp_path: Path) -> None:
     assert str(caught.value) == words
 
 
+@pytest.mark.parametrize("link", [h5py.SoftLink("/none"), h5py.ExternalLink("none.h5", "/obs")])
+def test_a_link_that_leads_nowhere_is_no_lack_of_names(link: Any, tmp_path: Path) -> None:
+    """Nor are its columns missing in one of several files."""
+    paths = write(tmp_path, [part(seed, n_obs=5) for seed in range(2)])
+    with h5py.File(paths[1], "r+") as file:
+        del file["obs"]
+        file["obs"] = link
+    for call in (gpuload.obs_names, lambda paths: gpuload.open_loader(paths, obs="depth", join="outer", device="cpu")):
+        with pytest.raises(gpuload.StoreError) as caught:
+            call(paths)
+        words = "/obs is a link, and what it leads to is not there; put that back, or copy it into this file."
+        assert str(caught.value) == f"{paths[1]}: {words}"
+
+
 def test_files_without_x(tmp_path: Path) -> None:
     cells = part(0, n_obs=6)
     cells.layers["counts"] = cells.X

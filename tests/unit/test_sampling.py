@@ -66,7 +66,7 @@ def cells(**more: Any) -> Cells:
         ),
         (lambda: ClassBalanced([]), "ClassBalanced(column=[]): expected at least one name."),
         (lambda: ClassBalanced(np.zeros((6, 1))), "ClassBalanced: labels of shape (6, 1); expected one per cell."),
-        (lambda: ClassBalanced({"a"}), "ClassBalanced(column={'a'}): expected the name of an obs column, or a list of"),
+        (lambda: ClassBalanced({"a"}), "ClassBalanced(column={'a'}): a set has no order; pass the name of an obs"),
         (lambda: ClassBalanced(["a", "a"]), "ClassBalanced(column=['a', 'a']): 'a' is given twice; pass every name"),
         (lambda: ClassBalanced("a", 0), "ClassBalanced(num_samples=0): expected a whole number of at least 1."),
         (lambda: ClassBalanced("a", True), "ClassBalanced(num_samples=True): expected a whole number of at least 1."),

@@ -32,6 +32,7 @@ from gpuload.backends.cuda.memory import DevicePool, Lease
 from gpuload.backends.cuda.readers import PAGE, place_extents
 from gpuload.backends.cuda.work import N_THREADS
 from gpuload.backends.damage import rounding_warning, too_large_for_half
+from gpuload.checks import check_choice
 from gpuload.errors import DeviceError, PlanError
 from gpuload.layout import select_chunks
 from gpuload.stats import Stats
@@ -155,8 +156,7 @@ class CudaBackend:
     def __init__(
         self, device: Device, reader: Reader, nvcomp: Nvcomp, *, verify: str = "once", cache_nbytes: int = 0
     ) -> None:
-        if verify not in ("once", "always", "never"):
-            raise PlanError(f"verify={verify!r}: expected 'once', 'always' or 'never'.")
+        check_choice("verify", verify, ("never", "once", "always"))
         self.device = device.name
         self.stats = Stats()
         self._device = device
