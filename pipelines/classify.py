@@ -41,7 +41,9 @@ try:
         Checkpoint,
         Clock,
         Log,
+        check_settings,
         join_processes,
+        kept,
         n_processes,
         prepare,
         process,
@@ -297,7 +299,12 @@ def add_options(found: argparse.ArgumentParser) -> None:
     """Add the options shared with classify_lightning.py."""
     add = found.add_argument
     add("paths", nargs="+", metavar="PATH", help=".h5ad files, zarr stores, or a folder of them; read as one table")
-    add("--make", type=int, metavar="CELLS", help="first write a synthetic screen of this many cells to the folder")
+    add(
+        "--make",
+        type=int,
+        metavar="CELLS",
+        help="first write a synthetic screen of this many cells to the folder; no file is replaced",
+    )
     add("--out", type=Path, default=Path("classify"), metavar="DIR", help="folder for results (default: %(default)s)")
     labels = ["cell_line", "drug", "moa_broad", "moa_fine"]
     add(
@@ -351,6 +358,8 @@ def leave_cores_to_load() -> None:
 def run(args: argparse.Namespace) -> None:
     """Train in every order, compare and report."""
     leave_cores_to_load()
+    check_settings(args.out / "settings.json", args)
+    kept(args.out / "classify.json", "runs", "summary")
     if args.make and not process():
         write_screen(Path(args.paths[0]), args.make)
     wait_for_all()  # until the screen is written
