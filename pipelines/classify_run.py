@@ -78,8 +78,13 @@ def _starts() -> str:
 
 def wait_for_all() -> None:
     """Wait until every process has arrived here."""
-    if n_processes() > 1:
+    if n_processes() == 1:
+        return
+    try:
         dist.barrier()
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        raise gpuload.GpuloadError(f"another process has ended, which says why, or is stuck: {said}") from error
 
 
 def say(text: str) -> None:

@@ -508,6 +508,18 @@ def test_a_process_that_waits_in_vain_for_the_other_says_what_to_do(
     assert err.count("\n") == 1
 
 
+def test_a_process_whose_other_was_refused_says_so_in_one_line(
+    run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(sys.modules["classify_run"], "n_processes", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "barrier", closed)
+    said = "classify.py: another process has ended, which says why, or is stuck: Connection closed by peer\n"
+    assert run("--out", tmp_path) == (1, "", said)
+
+
 def test_another_number_of_processes_goes_on(
     run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
