@@ -102,12 +102,14 @@ def write_screen(folder: Path, n_cells: int, **sizes: Any) -> None:
     Raises
     ------
     gpuload.PlanError
-        A file of a plate has other contents.
+        A file of a plate has other contents, or the folder is a file.
     """
     import anndata
 
     from gpuload.synthetic_screen import screen_plates
 
+    if folder.exists() and not folder.is_dir():
+        raise gpuload.PlanError(f"--make {n_cells}: {folder} is a file; name a folder to make the cells in.")
     folder.mkdir(parents=True, exist_ok=True)
     new: dict[Path, Path] = {}  # the place of each new file, by where it is until all are made
     try:

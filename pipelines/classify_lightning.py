@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
-    args = parser().parse_args(argv)
+    args = classify.read_options(parser(), argv)
     try:
         run(args)
     except (gpuload.GpuloadError, OSError) as error:

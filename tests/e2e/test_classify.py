@@ -738,6 +738,7 @@ def test_what_is_wrong_is_said(
     [
         ("--seeds", "0", "'0' is not a whole number of at least 1"),
         ("--epochs", "0", "'0' is not a whole number of at least 1"),
+        ("--make", "0", "'0' is not a whole number of at least 1"),
         ("--save-every", "0", "'0' is not a whole number of at least 1"),
         ("--lr", "-1", "'-1' is not a number above 0"),
         ("--lr", "nan", "'nan' is not a number above 0"),
@@ -764,6 +765,18 @@ def test_what_cannot_be_read_is_not_kept(run: Callable[..., Any], screen: Path, 
     assert run(*common, *option, "--fresh", **given)[0] in (1, 2)
     assert report_in(tmp_path) == before
     assert (tmp_path / "linear-block-0.json").exists()
+
+
+def test_a_label_named_twice_is_learned_once(run: Callable[..., Any], tmp_path: Path) -> None:
+    for labels in (("drug",), ("drug", "drug")):
+        assert run("--out", tmp_path, "--seeds", 1, "--orders", "block", "--labels", *labels)[0] == 0
+        assert report_in(tmp_path)["runs"][0]["macro_f1"].keys() == {"drug"}
+
+
+def test_cells_are_not_made_in_a_file(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
+    path = screen / "plate_1.h5ad"
+    said = f"classify.py: --make 600: {path} is a file; name a folder to make the cells in.\n"
+    assert run("--out", tmp_path, "--make", 600, of=path) == (2, "", said)
 
 
 def test_a_label_of_one_class_cannot_be_learned(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
