@@ -56,6 +56,10 @@ _DALI_TYPES = {
 }
 
 
+_starts: weakref.WeakKeyDictionary[Loader, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""Of each loader, its state before the first minibatch of the epoch that a source began last."""
+
+
 class _Source:
     """An iterable over tuples of arrays, one epoch per ``iter()``, as `fn.external_source` expects.
 
@@ -72,8 +76,10 @@ class _Source:
         self._stream = stream
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        batches = iter(self._loader)
+        _starts[self._loader] = self._loader.state_dict()  # no minibatch has been taken: where this epoch starts
         # No other reference to a minibatch is kept here, so that its memory is released after its last use.
-        yield from map(self._outputs, iter(functools.partial(self._next, iter(self._loader)), None))
+        yield from map(self._outputs, iter(functools.partial(self._next, batches), None))
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
         if self._stream is not None:
@@ -238,7 +244,7 @@ class CellIterator:
             raise PlanError(f"output_names={names!r}: expected {len(dtypes)} names, one for each output.")
         as_tensor = _dynamic_mode(dict.fromkeys(dtypes)) if pipeline is None and loader.device == "cpu" else None
         self._loader = loader
-        self._start: dict[str, Any] | None = None  # the loader's state before the epoch's first minibatch
+        self._start: dict[str, Any] | None = None  # the loader's state before the epoch's first minibatch, once begun
         self._n_received = 0
         self._iterator: Any
         if as_tensor is not None:
@@ -264,21 +270,24 @@ class CellIterator:
 
     def __next__(self) -> list[dict[str, Any]]:
         """Return the next minibatch: a list of one dict of tensors."""
-        if self._start is None:
-            self._start = self._loader.state_dict()
         try:
             batch: list[dict[str, Any]] = next(self._iterator)
         except StopIteration:
             self._has_ended = True
             raise
+        finally:
+            if self._start is None:  # not the loader's state before: an epoch cut short, by whomever, is not resumed
+                self._start = _starts.get(self._loader)
         self._n_received += 1
         return batch
 
     def reset(self) -> None:
         """Start the next epoch after StopIteration; before that, do nothing."""
         if self._has_ended:
-            self._start, self._n_received = self._loader.state_dict(), 0  # before the pipeline prefetches
+            before = _starts.get(self._loader)
             self._iterator.reset()
+            begun = _starts.get(self._loader)
+            self._start, self._n_received = None if begun is before else begun, 0  # a pipeline prefetches at once
             self._has_ended = False
 
     def state_dict(self) -> dict[str, Any]:
