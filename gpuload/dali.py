@@ -25,7 +25,7 @@ from gpuload.checks import check_loader
 from gpuload.errors import MissingDependencyError, PlanError
 
 try:
-    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali import Pipeline, fn, pipeline_def, types
 except ImportError as error:
     raise MissingDependencyError("nvidia-dali-cuda130", "gpuload.dali", "dali") from error
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
-    from nvidia.dali import Pipeline
 
     from gpuload.loader import Loader
     from gpuload.types import Batch
@@ -217,8 +216,8 @@ class CellIterator:
     Raises
     ------
     PlanError
-        `loader` is none; its output is CSR; an obs column has a name that DALI cannot take; or `output_names` has the
-        wrong length or duplicates.
+        `loader` is none; its output is CSR; an obs column has a name that DALI cannot take; `pipeline` is none, or its
+        ``batch_size`` is less than the loader's; or `output_names` has the wrong length or duplicates.
     MissingDependencyError
         torch is not installed.
 
@@ -237,11 +236,12 @@ class CellIterator:
         check_loader("CellIterator", loader)
         _complete_torch_types()
         dtypes = [] if pipeline is not None else _output_dtypes(loader)
+        n_outputs = len(dtypes) if pipeline is None else _n_outputs(pipeline, loader)
         names = list(output_names or globals()["output_names"](loader))
         if len(set(names)) != len(names):
             raise PlanError(f"output_names={names!r}: a name occurs twice; give each output its own.")
-        if pipeline is None and len(names) != len(dtypes):
-            raise PlanError(f"output_names={names!r}: expected {len(dtypes)} names, one for each output.")
+        if len(names) != n_outputs:
+            raise PlanError(f"output_names={names!r}: expected {n_outputs} names, one for each output.")
         as_tensor = _dynamic_mode(dict.fromkeys(dtypes)) if pipeline is None and loader.device == "cpu" else None
         self._loader = loader
         self._start: dict[str, Any] | None = None  # the loader's state before the epoch's first minibatch, once begun
@@ -313,6 +313,20 @@ class CellIterator:
                 "into a new CellIterator, before its first minibatch, or after the end of an epoch."
             )
         self._loader.load_state_dict(state)
+
+
+def _n_outputs(pipeline: Any, loader: Loader) -> int:
+    """Return the number of a pipeline's outputs; refuse what is no pipeline for this loader."""
+    if not isinstance(pipeline, Pipeline):
+        raise PlanError(
+            f"pipeline={pipeline!r}: expected a pipeline of DALI; call the function that @pipeline_def decorates."
+        )
+    if pipeline.max_batch_size < loader.batch_size:
+        raise PlanError(
+            f"pipeline: its batch_size={pipeline.max_batch_size} is less than the loader's, {loader.batch_size}; "
+            "define it with batch_size=loader.batch_size."
+        )
+    return int(pipeline.num_outputs)
 
 
 def _complete_torch_types() -> None:
