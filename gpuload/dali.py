@@ -25,7 +25,7 @@ from gpuload.checks import check_loader
 from gpuload.errors import MissingDependencyError, PlanError
 
 try:
-    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali import Pipeline, fn, pipeline_def, types
 except ImportError as error:
     raise MissingDependencyError("nvidia-dali-cuda130", "gpuload.dali", "dali") from error
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
-    from nvidia.dali import Pipeline
 
     from gpuload.loader import Loader
     from gpuload.types import Batch
@@ -56,6 +55,10 @@ _DALI_TYPES = {
 }
 
 
+_starts: weakref.WeakKeyDictionary[Loader, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""Of each loader, its state before the first minibatch of the epoch that a source began last."""
+
+
 class _Source:
     """An iterable over tuples of arrays, one epoch per ``iter()``, as `fn.external_source` expects.
 
@@ -72,8 +75,10 @@ class _Source:
         self._stream = stream
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        batches = iter(self._loader)
+        _starts[self._loader] = self._loader.state_dict()  # no minibatch has been taken: where this epoch starts
         # No other reference to a minibatch is kept here, so that its memory is released after its last use.
-        yield from map(self._outputs, iter(functools.partial(self._next, iter(self._loader)), None))
+        yield from map(self._outputs, iter(functools.partial(self._next, batches), None))
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
         if self._stream is not None:
@@ -211,8 +216,8 @@ class CellIterator:
     Raises
     ------
     PlanError
-        `loader` is none; its output is CSR; an obs column has a name that DALI cannot take; or `output_names` has the
-        wrong length or duplicates.
+        `loader` is none; its output is CSR; an obs column has a name that DALI cannot take; `pipeline` is none, or its
+        ``batch_size`` is less than the loader's; or `output_names` has the wrong length or duplicates.
     MissingDependencyError
         torch is not installed.
 
@@ -231,14 +236,15 @@ class CellIterator:
         check_loader("CellIterator", loader)
         _complete_torch_types()
         dtypes = [] if pipeline is not None else _output_dtypes(loader)
+        n_outputs = len(dtypes) if pipeline is None else _n_outputs(pipeline, loader)
         names = list(output_names or globals()["output_names"](loader))
         if len(set(names)) != len(names):
             raise PlanError(f"output_names={names!r}: a name occurs twice; give each output its own.")
-        if pipeline is None and len(names) != len(dtypes):
-            raise PlanError(f"output_names={names!r}: expected {len(dtypes)} names, one for each output.")
+        if len(names) != n_outputs:
+            raise PlanError(f"output_names={names!r}: expected {n_outputs} names, one for each output.")
         as_tensor = _dynamic_mode(dict.fromkeys(dtypes)) if pipeline is None and loader.device == "cpu" else None
         self._loader = loader
-        self._start: dict[str, Any] | None = None  # the loader's state before the epoch's first minibatch
+        self._start: dict[str, Any] | None = None  # the loader's state before the epoch's first minibatch, once begun
         self._n_received = 0
         self._iterator: Any
         if as_tensor is not None:
@@ -264,21 +270,24 @@ class CellIterator:
 
     def __next__(self) -> list[dict[str, Any]]:
         """Return the next minibatch: a list of one dict of tensors."""
-        if self._start is None:
-            self._start = self._loader.state_dict()
         try:
             batch: list[dict[str, Any]] = next(self._iterator)
         except StopIteration:
             self._has_ended = True
             raise
+        finally:
+            if self._start is None:  # not the loader's state before: an epoch cut short, by whomever, is not resumed
+                self._start = _starts.get(self._loader)
         self._n_received += 1
         return batch
 
     def reset(self) -> None:
         """Start the next epoch after StopIteration; before that, do nothing."""
         if self._has_ended:
-            self._start, self._n_received = self._loader.state_dict(), 0  # before the pipeline prefetches
+            before = _starts.get(self._loader)
             self._iterator.reset()
+            begun = _starts.get(self._loader)
+            self._start, self._n_received = None if begun is before else begun, 0  # a pipeline prefetches at once
             self._has_ended = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -304,6 +313,20 @@ class CellIterator:
                 "into a new CellIterator, before its first minibatch, or after the end of an epoch."
             )
         self._loader.load_state_dict(state)
+
+
+def _n_outputs(pipeline: Any, loader: Loader) -> int:
+    """Return the number of a pipeline's outputs; refuse what is no pipeline for this loader."""
+    if not isinstance(pipeline, Pipeline):
+        raise PlanError(
+            f"pipeline={pipeline!r}: expected a pipeline of DALI; call the function that @pipeline_def decorates."
+        )
+    if pipeline.max_batch_size < loader.batch_size:
+        raise PlanError(
+            f"pipeline: its batch_size={pipeline.max_batch_size} is less than the loader's, {loader.batch_size}; "
+            "define it with batch_size=loader.batch_size."
+        )
+    return int(pipeline.num_outputs)
 
 
 def _complete_torch_types() -> None:

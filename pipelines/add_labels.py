@@ -3,13 +3,15 @@
     python pipelines/add_labels.py drug_metadata.parquet plate*.h5ad --by drug --columns moa-broad moa-fine
 
 The table is a .csv, .tsv or .parquet file. Only obs is written, so a file of 30 GB takes seconds; an existing column is
-replaced. Cells whose label the table lacks get no value, nor do cells without a label. In a .csv or .tsv file, all but
-an empty field is text, so NA and None are labels. Rows without a label in the column `--by` are ignored.
+replaced. All files are checked before the first is changed. Cells whose label the table lacks get no value, nor do
+cells without a label. In a .csv or .tsv file, all but an empty field is text, so NA and None are labels. Rows without a
+label in the column `--by` are ignored.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from numbers import Real
 from pathlib import Path
@@ -59,17 +61,19 @@ def _read(path: Path) -> pd.DataFrame:
     return pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False, na_values=[""])
 
 
+def check(path: Path, by: str, table: pd.DataFrame) -> None:
+    """Refuse a file that the columns of a table cannot be added to, before anything is written."""
+    with _opened(path, "r") as file:  # "r+" would change the time of modification
+        _rows_of(path, file, by, table)
+    if not os.access(path, os.W_OK):
+        raise gpuload.StoreError(f"{path}: it cannot be written to; change its permissions, or copy it.")
+
+
 def add_columns(path: Path, by: str, table: pd.DataFrame) -> dict[str, int]:
     """Write the columns of a table into a file's obs; return how many of its cells have a value, by column."""
-    with h5py.File(path, "r+") as file:
-        obs = file.get("obs")
-        if not isinstance(obs, h5py.Group) or "column-order" not in obs.attrs:
-            raise gpuload.StoreError(f"{path}: it has no obs with columns; expected an .h5ad file.")
-        if by not in obs:
-            raise gpuload.StoreError(f"{path}: obs has no column {by!r}; it has {', '.join(sorted(obs))}.")
-        rows = _rows(pd.Series(read_elem(obs[by])), list(table.index))
-        if not (rows >= 0).any():
-            raise gpuload.StoreError(f"{path}: the table has none of the labels in {by!r}; check how both spell them.")
+    with _opened(path, "r+") as file:
+        rows = _rows_of(path, file, by, table)
+        obs = file["obs"]
         n_cells = {}
         for name in table:
             kinds = pd.Categorical(table[name])
@@ -81,6 +85,45 @@ def add_columns(path: Path, by: str, table: pd.DataFrame) -> dict[str, int]:
         order = [str(name) for name in obs.attrs["column-order"]]
         obs.attrs["column-order"] = [*order, *(name for name in table if name not in order)]
         return n_cells
+
+
+def _opened(path: Path, mode: str) -> h5py.File:
+    try:
+        return h5py.File(path, mode)
+    except OSError as error:
+        said = os.strerror(error.errno) if error.errno else str(error)
+        raise gpuload.StoreError(f"{path}: it cannot be opened: {said}; expected an .h5ad file.") from error
+
+
+def _rows_of(path: Path, file: h5py.File, by: str, table: pd.DataFrame) -> NDArray[np.int64]:
+    """Return the row of the table for each cell of a file, -1 for none; refuse a file that cannot get its columns."""
+    obs = file.get("obs")
+    if not isinstance(obs, h5py.Group) or "column-order" not in obs.attrs:
+        raise gpuload.StoreError(f"{path}: it has no obs with columns; expected an .h5ad file.")
+    columns = [str(name) for name in obs.attrs["column-order"]]
+    for name in table:
+        if name in obs and (name not in columns or name == obs.attrs.get("_index")):
+            raise gpuload.PlanError(
+                f"--columns {name}: the obs of {path} has something else of that name, such as the names of its cells; "
+                "rename the column in the table."
+            )
+    if by not in obs:
+        raise gpuload.StoreError(f"{path}: obs has no column {by!r}; it has {', '.join(sorted(obs))}.")
+    rows = _rows(_labels(obs[by]), list(table.index))
+    if not (rows >= 0).any():
+        raise gpuload.StoreError(f"{path}: the table has none of the labels in {by!r}; check how both spell them.")
+    return rows
+
+
+def _labels(column: h5py.Dataset | h5py.Group) -> pd.Series[Any]:
+    if "categories" not in column.attrs:
+        return pd.Series(read_elem(column))
+    categories = column.file[column.attrs["categories"]]  # as anndata 0.7 wrote it: the column has their codes
+    return pd.Series(pd.Categorical.from_codes(column[()], _text(categories)))
+
+
+def _text(values: h5py.Dataset) -> Any:
+    return values.asstr()[()] if h5py.check_string_dtype(values.dtype) else values[()]
 
 
 def _rows(labels: pd.Series[Any], keys: Sequence[str]) -> NDArray[np.int64]:
@@ -128,6 +171,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         table = read_table(args.table, args.by, args.columns)
+        for path in args.files:  # all of them before any is changed
+            check(path, args.by, table)
         for path in args.files:
             n_cells = add_columns(path, args.by, table)
             counts = [

@@ -41,7 +41,9 @@ try:
         Checkpoint,
         Clock,
         Log,
+        check_settings,
         join_processes,
+        kept,
         n_processes,
         prepare,
         process,
@@ -297,7 +299,12 @@ def add_options(found: argparse.ArgumentParser) -> None:
     """Add the options shared with classify_lightning.py."""
     add = found.add_argument
     add("paths", nargs="+", metavar="PATH", help=".h5ad files, zarr stores, or a folder of them; read as one table")
-    add("--make", type=int, metavar="CELLS", help="first write a synthetic screen of this many cells to the folder")
+    add(
+        "--make",
+        type=whole_number,
+        metavar="CELLS",
+        help="first write a synthetic screen of this many cells to the folder; no file is replaced",
+    )
     add("--out", type=Path, default=Path("classify"), metavar="DIR", help="folder for results (default: %(default)s)")
     labels = ["cell_line", "drug", "moa_broad", "moa_fine"]
     add(
@@ -343,6 +350,14 @@ def add_options(found: argparse.ArgumentParser) -> None:
     add("--fresh", action="store_true", help="discard what earlier runs left in --out")
 
 
+def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, where each value of a list is there once."""
+    args = parser.parse_args(argv)
+    for name in ("labels", "test", "orders", "models"):
+        setattr(args, name, list(dict.fromkeys(getattr(args, name))))
+    return args
+
+
 def leave_cores_to_load() -> None:
     """Let PyTorch use half of this process's cores: if it takes all, it and the loader slow each other down."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2 // n_processes()))
@@ -351,6 +366,8 @@ def leave_cores_to_load() -> None:
 def run(args: argparse.Namespace) -> None:
     """Train in every order, compare and report."""
     leave_cores_to_load()
+    check_settings(args.out / "settings.json", args)
+    kept(args.out / "classify.json", "runs", "summary")
     if args.make and not process():
         write_screen(Path(args.paths[0]), args.make)
     wait_for_all()  # until the screen is written
@@ -376,8 +393,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
-    args = parser().parse_args(argv)
-    args.orders, args.models = (list(dict.fromkeys(given)) for given in (args.orders, args.models))  # each once
+    args = read_options(parser(), argv)
     try:
         join_processes(args.device)
         run(args)

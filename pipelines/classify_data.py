@@ -96,19 +96,36 @@ def find_cells(args: argparse.Namespace) -> Cells:
 def write_screen(folder: Path, n_cells: int, **sizes: Any) -> None:
     """Write a synthetic screen, one file per plate, from `gpuload.synthetic_screen.screen_plates`.
 
-    A file that is there already and has the same contents is left alone, so runs on it resume.
+    A file that is there already and has the same contents is left alone, so runs on it resume. If one has other
+    contents, nothing is written.
+
+    Raises
+    ------
+    gpuload.PlanError
+        A file of a plate has other contents, or the folder is a file.
     """
     import anndata
 
     from gpuload.synthetic_screen import screen_plates
 
+    if folder.exists() and not folder.is_dir():
+        raise gpuload.PlanError(f"--make {n_cells}: {folder} is a file; name a folder to make the cells in.")
     folder.mkdir(parents=True, exist_ok=True)
-    with tqdm(total=n_cells, desc="making cells", unit="cell", disable=None) as bar:
-        for plate in screen_plates(n_cells, progress=bar.update, **sizes):
-            unfinished = folder / f".{plate.name}.unfinished"
-            anndata.AnnData(plate.X, plate.obs, plate.var).write_h5ad(unfinished, compression="gzip")
-            path = folder / f"{plate.name}.h5ad"
-            if path.exists() and filecmp.cmp(unfinished, path, shallow=False):
-                unfinished.unlink()
-            else:
+    new: dict[Path, Path] = {}  # the place of each new file, by where it is until all are made
+    try:
+        with tqdm(total=n_cells, desc="making cells", unit="cell", disable=None) as bar:
+            for plate in screen_plates(n_cells, progress=bar.update, **sizes):
+                path, unfinished = folder / f"{plate.name}.h5ad", folder / f".{plate.name}.unfinished"
+                new[unfinished] = path
+                anndata.AnnData(plate.X, plate.obs, plate.var).write_h5ad(unfinished, compression="gzip")
+                if path.exists() and not filecmp.cmp(unfinished, path, shallow=False):
+                    raise gpuload.PlanError(
+                        f"--make {n_cells}: {path} has other cells, so nothing was made; choose another folder, or "
+                        "delete it first."
+                    )
+        for unfinished, path in new.items():
+            if not path.exists():
                 unfinished.replace(path)
+    finally:
+        for unfinished in new:
+            unfinished.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ try:
     import lightning.pytorch as pl
     import torch
     from classify_data import write_screen
-    from classify_run import check_settings, forget, process, say, settings_of, write_json
+    from classify_run import check_contents, check_settings, forget, process, say, settings_of, write_json
 
     import gpuload
     from gpuload.lightning import CellDataModule
@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prepare(args: argparse.Namespace, contents: dict[str, str]) -> None:
-    """Delete earlier runs if requested, and refuse other settings or data than before; only the first process does so.
+    """Delete earlier runs if requested, and refuse other data than before; only the first process does so.
 
     Lightning starts the others from within the first one's training, so they get here when all is settled.
     """
@@ -111,7 +111,7 @@ def prepare(args: argparse.Namespace, contents: dict[str, str]) -> None:
     if args.fresh:
         forget(folder, "settings.json", "RUN/last.ckpt")
         forget(args.out, "RUN.lightning.json")
-    check_settings(folder / "settings.json", args, contents)
+    check_contents(folder / "settings.json", args, contents)
     write_json(folder / "settings.json", {**settings_of(args), "contents": contents})
 
 
@@ -119,6 +119,8 @@ def run(args: argparse.Namespace) -> None:
     """Train in every order, and report the scores."""
     classify.leave_cores_to_load()
     is_first = pl.utilities.rank_zero_only.rank == 0
+    if is_first:
+        check_settings(args.out / "lightning" / "settings.json", args)
     if args.make and is_first:
         write_screen(Path(args.paths[0]), args.make)
     cells = classify.find_cells(args)
@@ -135,7 +137,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
-    args = parser().parse_args(argv)
+    args = classify.read_options(parser(), argv)
     try:
         run(args)
     except (gpuload.GpuloadError, OSError) as error:

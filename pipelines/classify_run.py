@@ -78,8 +78,13 @@ def _starts() -> str:
 
 def wait_for_all() -> None:
     """Wait until every process has arrived here."""
-    if n_processes() > 1:
+    if n_processes() == 1:
+        return
+    try:
         dist.barrier()
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        raise gpuload.GpuloadError(f"another process has ended, which says why, or is stuck: {said}") from error
 
 
 def say(text: str) -> None:
@@ -217,9 +222,12 @@ RUN = rf"(?:{'|'.join(MODELS)})-(?:{'|'.join(ORDERS)})-\d+"
 NOT_SETTINGS = ("make", "out", "orders", "models", "seeds", "save_every", "loader_seconds", "tensorboard", "fresh")
 """Options that may change when runs resume."""
 
+SETTINGS = ("paths", "labels", "plate", "test")
+"""Some of the others, which each version of the program keeps."""
+
 
 def prepare(args: argparse.Namespace, contents: dict[str, str]) -> None:
-    """Create the results' folder, and refuse to resume there with other settings or data than those of its runs.
+    """Create the results' folder, and refuse to resume there with other data than those of its runs.
 
     Call it only when the cells are known to be readable: stored wrong settings would refuse the right ones.
     """
@@ -232,7 +240,7 @@ def prepare(args: argparse.Namespace, contents: dict[str, str]) -> None:
         of_first = [contents]  # another machine may have copies of the files
         dist.broadcast_object_list(of_first)
         (contents,) = of_first
-    check_settings(path, args, contents)
+    check_contents(path, args, contents)
     wait_for_all()
     if not process():
         write_json(path, {**settings_of(args), "contents": contents})
@@ -252,23 +260,29 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
 
 
-def check_settings(path: Path, args: argparse.Namespace, contents: dict[str, str]) -> None:
-    """Refuse settings and data that differ from those stored in a file, if it exists.
+def check_settings(path: Path, args: argparse.Namespace) -> None:
+    """Refuse settings that differ from those stored in a file, if it exists, and a file that is another program's."""
+    before = kept(path, *SETTINGS)
+    if before is None or args.fresh:
+        return
+    for name, value in settings_of(args).items():
+        if before.get(name) != value:
+            raise gpuload.PlanError(
+                f"--out {args.out}: runs were started there with {name}={before.get(name)!r}, but here it is "
+                f"{value!r}; choose another folder, or --fresh to discard them."
+            )
+
+
+def check_contents(path: Path, args: argparse.Namespace, contents: dict[str, str]) -> None:
+    """Refuse data that differ from those whose fingerprints are stored in a file, if it exists.
 
     Parameters
     ----------
     contents
         A fingerprint of each file, from `Cells.contents`.
     """
-    settings = settings_of(args)
-    before = json.loads(path.read_text()) if path.exists() else {**settings, "contents": contents}
-    for name, value in settings.items():
-        if before.get(name) != value:
-            raise gpuload.PlanError(
-                f"--out {args.out}: runs were started there with {name}={before.get(name)!r}, but here it is "
-                f"{value!r}; choose another folder, or --fresh to discard them."
-            )
-    known = before.get("contents", {})
+    before = kept(path, *SETTINGS)
+    known = contents if before is None else before.get("contents", {})
     changed = [name for name in {**known, **contents} if known.get(name) != contents.get(name)]
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -276,3 +290,24 @@ def check_settings(path: Path, args: argparse.Namespace, contents: dict[str, str
             f"--out {args.out}: runs were started there on other data: {changed[0]}{more} changed since; choose "
             "another folder, or --fresh to discard them."
         )
+
+
+def kept(path: Path, *names: str) -> dict[str, Any] | None:
+    """Return what an earlier run of this program wrote to a file, which has these names; None if there is no file.
+
+    Raises
+    ------
+    gpuload.PlanError
+        The file is of another program: this one would replace or delete it.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not found.keys() >= {*names}:
+        raise gpuload.PlanError(
+            f"{path}: this program did not write it, and would replace it; choose another folder for --out."
+        )
+    return found

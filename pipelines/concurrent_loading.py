@@ -422,9 +422,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--train", action="store_true", help="train a ResNet-18 on the images")
     parser.add_argument(
-        "--width", type=int, default=16, help="channels of the ResNet (originally 64); default: %(default)s"
+        "--width", type=whole_number, default=16, help="channels of the ResNet (originally 64); default: %(default)s"
     )
-    parser.add_argument("--every", type=int, default=4, help="feed it every n-th pixel; default: %(default)s")
+    parser.add_argument("--every", type=whole_number, default=4, help="feed it every n-th pixel; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="random seed; default: %(default)s")
     parser.add_argument("--timeline", metavar="FILE.png", help="plot what ran when, warm-up included")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")

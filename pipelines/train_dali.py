@@ -376,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read_arguments(argv)
     try:
         run(args)
-    except gpuload.GpuloadError as error:
+    except (gpuload.GpuloadError, OSError) as error:
         print(f"train_dali.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, gpuload.PlanError) else 1
     except torch.OutOfMemoryError as error:

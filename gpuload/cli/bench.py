@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     settings.settle(args)
-    text.check_folders(args.timeline, args.report)
+    text.check_outputs(args.paths, args.timeline, args.report)
     result, spans, gpus = bench(args)
     if args.json:
         text.print_json(result)

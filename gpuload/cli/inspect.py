@@ -55,13 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_path_arguments(parser)
     settings.add_join_argument(parser)
     settings.add_batch_size_argument(parser)
-    parser.add_argument(
-        "--min-entropy",
-        type=text.fraction,
-        default=advice.MIN_ENTROPY,
-        metavar="X",
-        help="minimum label entropy of minibatches, relative to true random order (default: 0.99)",
-    )
+    text.add_min_entropy_argument(parser, advice.MIN_ENTROPY)
     parser.add_argument(
         "--plot",
         type=text.picture,
@@ -78,12 +72,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot and not args.label:
         raise PlanError("--plot draws a label's entropy: give --label too.")
-    text.check_folders(args.plot)
+    least = text.min_entropy(args, advice.MIN_ENTROPY)
+    text.check_outputs(args.paths, args.plot)
     labels, join = (args.label,) if args.label else (), check_join(settings.join_of(args))
     with closing(open_store(args.paths, layer=args.layer, obs=labels, join=join)) as store:
         text.say_of_compiling(is_quiet=args.quiet)
         found = {**describe(store, args.paths, args.layer), "join": join}
-        advised = advice.advise(store, args.batch_size, args.label, available_memory(), args.min_entropy)
+        advised = advice.advise(store, args.batch_size, args.label, available_memory(), least)
         if args.plot:
             per_chunk = np.diff(store.chunk_edges())
             column, form = store.obs[args.label], text.form_of(args.plot)

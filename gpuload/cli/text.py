@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import ReadError
+from gpuload.errors import PlanError, ReadError
 from gpuload.plan import chunks_per_block
 
 if TYPE_CHECKING:
@@ -150,17 +150,28 @@ def say(message: str, *, is_quiet: bool) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def check_folders(*paths: str | None) -> None:
-    """Check, before the work, that the folders of output files exist; None is a file that was not requested.
+def check_outputs(sources: Sequence[str], *paths: str | None) -> None:
+    """Check, before the work, that output files can be written and are not data; None is a file not requested.
 
     Raises
     ------
     ReadError
-        A folder does not exist.
+        The folder of one does not exist, or it is a folder.
+    PlanError
+        One is a file to read, or an existing file that has the name of one.
     """
+    from gpuload.formats.recognise import ENDINGS
+
     for path in paths:
-        if path is not None and not (folder := Path(path).parent).is_dir():
+        if path is None:
+            continue
+        if not (folder := Path(path).parent).is_dir():
             raise ReadError(f"{path}: there is no folder {folder}; create it first, or choose another place.")
+        if os.path.isdir(path):
+            raise ReadError(f"{path}: this is a folder; name a file to write.")
+        is_data = path.endswith(ENDINGS) or os.path.realpath(path) in map(os.path.realpath, sources)
+        if is_data and os.path.exists(path):
+            raise PlanError(f"{path}: this file holds data and would be lost; name another file to write.")
 
 
 def print_saved(*paths: str | Path | None) -> None:
@@ -196,6 +207,26 @@ def add_path_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layer", default="X", help="matrix to read: X, raw.X or a layer's name (default: X)")
     parser.add_argument("--label", metavar="COL", help="obs column to assess minibatch mixing by, such as plate")
+
+
+def add_min_entropy_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup, default: float) -> None:
+    """Add the option for the least entropy of the label; see `min_entropy`."""
+    parser.add_argument(
+        "--min-entropy",
+        type=fraction,
+        metavar="X",
+        help="minimum label entropy of minibatches, relative to true random order; requires --label (default: "
+        f"{default:g})",
+    )
+
+
+def min_entropy(args: argparse.Namespace, default: float) -> float:
+    """Return what the option says, or the default; refuse it without a label."""
+    if args.min_entropy is None:
+        return default
+    if not args.label:
+        raise PlanError(f"--min-entropy {args.min_entropy:g} is of a label: give --label too.")
+    return float(args.min_entropy)
 
 
 def picture(text: str) -> str:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MEMORY_SHARE = 0.5
 """Fraction of the available memory that a loader may take, unless --memory is given."""
 
+MIN_ENTROPY = 0.98
+"""As `gpuload.tune.MIN_ENTROPY`, which is imported only when the command runs."""
+
 LEAST_NBYTES = 1_000_000
 """Less memory than any loader takes."""
 
@@ -50,13 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--memory", metavar="SIZE", help="memory limit for the loader, such as 8GiB (default: half of available memory)"
     )
-    group.add_argument(
-        "--min-entropy",
-        type=text.fraction,
-        default=0.98,
-        metavar="X",
-        help="minimum label entropy of minibatches, relative to true random order (default: 0.98)",
-    )
+    text.add_min_entropy_argument(group, MIN_ENTROPY)
     settings.add_minibatch_arguments(group)
     group.add_argument(
         "--seconds",
@@ -81,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         if args.memory is None
         else parse_nbytes("memory", args.memory, least=LEAST_NBYTES),
         label=args.label,
-        min_entropy=args.min_entropy,
+        min_entropy=text.min_entropy(args, MIN_ENTROPY),
         batch_size=args.batch_size,
         layer=args.layer,
         join=check_join(settings.join_of(args)),
@@ -90,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         seconds=args.seconds,
     )
-    text.check_folders(args.out)
+    text.check_outputs(args.paths, args.out)
     text.say_of_compiling(is_quiet=args.quiet)
     with text.Progress(1.0, "timing", is_quiet=args.quiet, unit="s") as progress:
         tuned = tune(args.paths, wish, progress.reach)

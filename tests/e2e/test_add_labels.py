@@ -48,6 +48,69 @@ def test_a_file_without_obs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.endswith("cells.h5ad: it has no obs with columns; expected an .h5ad file.\n")
 
 
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ("other labels", "{}: the table has none of the labels in 'stage'"),
+        ("nothing", "{}: it cannot be opened: No such file or directory;"),
+        ("text", "{}: it cannot be opened: Unable to"),
+    ],
+)
+def test_no_file_is_changed_if_one_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], second: str, said: str
+) -> None:
+    first, path = tmp_path / "first.h5ad", tmp_path / "second.h5ad"
+    writers.write_plain(first)
+    if second == "other labels":
+        obs = pd.DataFrame({"stage": ["unknown"]}, index=["c"])
+        anndata.AnnData(np.ones((1, 2), np.float32), obs).write_h5ad(path)
+    elif second == "text":
+        path.write_text("text")
+    before = first.read_bytes(), first.stat().st_mtime_ns
+    (tmp_path / "table.csv").write_text("stage,kind\nlate,a\n")
+    command = [str(tmp_path / "table.csv"), str(first), str(path), "--by", "stage", "--columns", "kind"]
+    assert add_labels.main(command) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.startswith(f"add_labels.py: {said.format(path)}"), err.count("\n")) == ("", True, 1)
+    assert (first.read_bytes(), first.stat().st_mtime_ns) == before
+
+
+@pytest.mark.parametrize("is_column", [False, True])
+def test_the_names_of_cells_are_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_column: bool
+) -> None:
+    obs = pd.DataFrame({"stage": ["late", "early"]}, index=pd.Index(["a", "b"], name="kind"))
+    if is_column:
+        obs["kind"] = obs.index
+    anndata.AnnData(np.ones((2, 2), np.float32), obs).write_h5ad(tmp_path / "cells.h5ad")
+    (tmp_path / "table.csv").write_text("stage,kind\nlate,x\n")
+    command = [str(tmp_path / "table.csv"), str(tmp_path / "cells.h5ad"), "--by", "stage", "--columns", "kind"]
+    assert add_labels.main(command) == 2
+    assert "has something else of that name, such as the names of its cells; rename" in capsys.readouterr().err
+    assert anndata.read_h5ad(tmp_path / "cells.h5ad").obs_names.tolist() == ["a", "b"]
+
+
+def test_labels_of_files_of_old_versions_of_anndata(tmp_path: Path) -> None:
+    """anndata 0.7 has a column's categories elsewhere: the codes are no labels."""
+    path = tmp_path / "cells.h5ad"
+    obs = pd.DataFrame({"drug": pd.Categorical(["1", "0", "1"])}, index=["a", "b", "c"])
+    anndata.AnnData(np.ones((3, 2), np.float32), obs).write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        obs = file["obs"]
+        obs.attrs["encoding-version"] = "0.1.0"
+        del obs["drug"]
+        obs["__categories/drug"] = ["aspirin", "DMSO"]
+        obs["drug"] = np.array([1, 0, -1], np.int8)
+        obs["drug"].attrs["categories"] = obs["__categories/drug"].ref
+    (tmp_path / "table.csv").write_text("drug,moa\naspirin,COX\n0,wrong\n")
+    command = [str(tmp_path / "table.csv"), str(path), "--by", "drug", "--columns", "moa"]
+    assert add_labels.main(command) == 0
+    with h5py.File(path) as file:
+        assert file["obs/drug"][()].tolist() == [1, 0, -1]
+        found = anndata.io.read_elem(file["obs/moa"])
+    assert [None if pd.isna(value) else value for value in found] == [None, "COX", None]
+
+
 def added(folder: Path, labels: Any, table: str | pd.DataFrame, *columns: str) -> list[list[object]]:
     """Return the new columns of cells with these labels, by the columns of a table; None where a cell has no value."""
     obs = pd.DataFrame({"drug": labels}, index=[f"c{i}" for i in range(len(labels))])

@@ -307,6 +307,17 @@ def test_only_what_the_program_wrote_is_forgotten(run: Callable[..., Any], tmp_p
     assert not any((tmp_path / name).exists() for name in old)
 
 
+@pytest.mark.parametrize("name", ["settings.json", "classify.json"])
+@pytest.mark.parametrize("mine", ['{"block_size": "chunk"}', "[1]", "mine"])
+def test_files_of_others_are_not_replaced(run: Callable[..., Any], tmp_path: Path, name: str, mine: str) -> None:
+    (tmp_path / name).write_text(mine)
+    for more in ((), ("--fresh",), ("--fresh", "--make", 600)):
+        code, out, err = run("--out", tmp_path, *more, of=tmp_path / "screen")
+        said = "this program did not write it, and would replace it; choose another folder for --out."
+        assert (code, out, err) == (2, "", f"classify.py: {tmp_path / name}: {said}\n")
+    assert [path.read_text() for path in tmp_path.iterdir()] == [mine]
+
+
 def test_other_data_are_refused(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
     mine, genes = tmp_path / "mine", tmp_path / "genes.txt"
     shutil.copytree(screen, mine)
@@ -337,8 +348,15 @@ def test_the_same_screen_made_again_is_the_same_data(run: Callable[..., Any], tm
     common = ("--out", tmp_path / "out", "--seeds", 1, "--orders", "block", "--test", "plate_14")
     for _ in range(2):
         assert run(*common, "--make", 600, of=tmp_path / "made")[0] == 0
-    code, _, err = run(*common, "--make", 1_200, of=tmp_path / "made")
-    assert (code, "and 13 more changed since" in err) == (2, True)
+    made = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "made").iterdir()}
+    assert len(made) == 14
+    for n_cells, first, *more in ((601, "plate_13"), (1_200, "plate_01", "--fresh")):  # 601: twelve plates are the same
+        code, out, err = run(*common, "--make", n_cells, *more, of=tmp_path / "made")
+        said = f"{tmp_path / 'made' / first}.h5ad has other cells, so nothing was made; choose another folder, or "
+        assert (code, out, err) == (2, "", f"classify.py: --make {n_cells}: {said}delete it first.\n")
+    assert made == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "made").iterdir()}
+    code, _, err = run(*common, "--make", 600, "--lr", 0.5, of=tmp_path / "more")
+    assert (code, "with paths=" in err, (tmp_path / "more").exists()) == (2, True, False)
     assert report_in(tmp_path / "out")["n_train"] < 600
 
 
@@ -488,6 +506,18 @@ def test_a_process_that_waits_in_vain_for_the_other_says_what_to_do(
     assert err.startswith("classify.py: the 2 processes could not connect to each other: ")
     assert "Start all of them again; where they cannot reach each other, name the network interface in GLOO" in err
     assert err.count("\n") == 1
+
+
+def test_a_process_whose_other_was_refused_says_so_in_one_line(
+    run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(sys.modules["classify_run"], "n_processes", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "barrier", closed)
+    said = "classify.py: another process has ended, which says why, or is stuck: Connection closed by peer\n"
+    assert run("--out", tmp_path) == (1, "", said)
 
 
 def test_another_number_of_processes_goes_on(
@@ -708,6 +738,7 @@ def test_what_is_wrong_is_said(
     [
         ("--seeds", "0", "'0' is not a whole number of at least 1"),
         ("--epochs", "0", "'0' is not a whole number of at least 1"),
+        ("--make", "0", "'0' is not a whole number of at least 1"),
         ("--save-every", "0", "'0' is not a whole number of at least 1"),
         ("--lr", "-1", "'-1' is not a number above 0"),
         ("--lr", "nan", "'nan' is not a number above 0"),
@@ -734,6 +765,18 @@ def test_what_cannot_be_read_is_not_kept(run: Callable[..., Any], screen: Path, 
     assert run(*common, *option, "--fresh", **given)[0] in (1, 2)
     assert report_in(tmp_path) == before
     assert (tmp_path / "linear-block-0.json").exists()
+
+
+def test_a_label_named_twice_is_learned_once(run: Callable[..., Any], tmp_path: Path) -> None:
+    for labels in (("drug",), ("drug", "drug")):
+        assert run("--out", tmp_path, "--seeds", 1, "--orders", "block", "--labels", *labels)[0] == 0
+        assert report_in(tmp_path)["runs"][0]["macro_f1"].keys() == {"drug"}
+
+
+def test_cells_are_not_made_in_a_file(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
+    path = screen / "plate_1.h5ad"
+    said = f"classify.py: --make 600: {path} is a file; name a folder to make the cells in.\n"
+    assert run("--out", tmp_path, "--make", 600, of=path) == (2, "", said)
 
 
 def test_a_label_of_one_class_cannot_be_learned(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
@@ -889,3 +932,7 @@ def test_lightning_has_a_command_line_of_its_own(
     monkeypatch.setattr(sys.modules["classify_lightning"], "write_screen", lambda *given: made.append(given[1]))
     assert in_lightning("--make", 5, "--labels", "tissue", "--out", tmp_path)[0] == 1
     assert made == [5]
+    (tmp_path / "lightning" / "settings.json").parent.mkdir()
+    (tmp_path / "lightning" / "settings.json").write_text("{}")
+    code, _, err = in_lightning("--fresh", "--make", 5, "--out", tmp_path)
+    assert (code, "settings.json: this program did not write it" in err, made) == (2, True, [5])

@@ -106,6 +106,30 @@ def test_a_folder_that_is_not_there_is_missed_before_the_work(run, path, tmp_pat
     )
 
 
+@pytest.mark.parametrize(("command", "option"), [("bench", "--report"), ("tune", "--out")])
+def test_files_of_data_are_not_replaced(run, path, tmp_path, command, option):
+    link, other = tmp_path / "link", tmp_path / "other.zarr.npz"
+    link.symlink_to(path)
+    other.write_text("data")
+    before = path.read_bytes()
+    for source, file in ((path, path), (path, link), (link, link), (path, other)):
+        code, out, err = run(command, source, "--seconds", 0.05, option, file)
+        assert (code, out) == (2, "")
+        assert (
+            err == f"gpuload {command}: {file}: this file holds data and would be lost; name another file to write.\n"
+        )
+    assert (path.read_bytes(), other.read_text()) == (before, "data")
+    code, out, err = run(command, path, "--seconds", 0.05, option, tmp_path)
+    assert (code, out, err) == (1, "", f"gpuload {command}: {tmp_path}: this is a folder; name a file to write.\n")
+
+
+@pytest.mark.parametrize("command", ["inspect", "tune"])
+def test_an_entropy_without_a_label_is_wrong_use(run, path, command):
+    code, out, err = run(command, path, "--min-entropy", 0.5)
+    assert (code, out) == (2, "")
+    assert err == f"gpuload {command}: --min-entropy 0.5 is of a label: give --label too.\n"
+
+
 def test_settings_that_make_no_plan_are_wrong_use(run, path):
     code, _, err = run("bench", path, "--output", "csr", "--dtype", "float16")
     assert code == 2

@@ -120,7 +120,7 @@ def test_the_program_trains(program: Any, server: Running, capsys: pytest.Captur
     assert f"it has {N} pictures (.jpg), fewer than --batch-size 256" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--batch-size", "--batches", "--in-flight"])
+@pytest.mark.parametrize("option", ["--batch-size", "--batches", "--in-flight", "--every", "--width"])
 def test_nothing_to_load_is_wrong_use(program: Any, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         program.main(["pictures", option, "0"])

@@ -611,6 +611,25 @@ def test_dali_iterator_over_the_users_own_pipeline(plain: Stored, dali: Any) -> 
             np.testing.assert_array_equal(batch["X"].numpy(), plain.dense[batch["rows"].numpy()] / 2)
 
 
+def test_dali_refuses_a_pipeline_that_does_not_fit(plain: Stored, dali: Any) -> None:
+    from nvidia.dali import pipeline_def
+
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+
+        @pipeline_def(device_id=None, num_threads=1)
+        def own() -> tuple[Any, ...]:
+            return tuple(dali.cells(loader))
+
+        with pytest.raises(gpuload.PlanError, match=r"its batch_size=7 is less than the loader's, 8; define it with"):
+            dali.CellIterator(loader, own(batch_size=7))
+        for names in (["X"], ["X", "rows", "more"]):
+            with pytest.raises(gpuload.PlanError, match=r"output_names=.*expected 2 names, one for each output"):
+                dali.CellIterator(loader, own(batch_size=8), names)
+        with pytest.raises(gpuload.PlanError, match=r"pipeline=<function .*expected a pipeline of DALI; call the func"):
+            dali.CellIterator(loader, own)
+        assert len(list(dali.CellIterator(loader, own(batch_size=9)))) == 17
+
+
 def test_dali_refuses_csr(plain: Stored, dali: Any) -> None:
     with gpuload.open_loader(plain.path, output="csr") as loader:
         for make in (dali.cells, dali.CellIterator):

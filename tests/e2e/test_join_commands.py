@@ -77,7 +77,7 @@ def test_tune_writes_how_genes_are_joined(
     paths: list[str], genes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "settings.json"
-    options = ["--memory", "0.2GiB", "--min-entropy", 0.5, "--batch-size", 8, "--seconds", 0.1, "--device", "cpu"]
+    options = ["--memory", "0.2GiB", "--batch-size", 8, "--seconds", 0.1, "--device", "cpu"]
     options += ["--label", "plate"]
     for join, wanted in (("inner", "inner"), (genes, ["gene_9", "gene_1", "gene_4"])):
         found = run(capsys, "tune", *paths, *options, "--join", join, "--out", out)

@@ -307,6 +307,15 @@ def test_several_processes_are_refused(run, path, monkeypatch):
     assert err.startswith("train_dali.py: WORLD_SIZE=4: this program is for one process")
 
 
+def test_what_cannot_be_printed_is_said_in_one_sentence(run, path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(train_dali, "say_result", full)
+    code, _, err = run(path, *SMALL)
+    assert (code, err) == (1, "train_dali.py: [Errno 28] No space left on device\n")
+
+
 def test_a_full_gpu_is_told_with_the_cure(run, path, monkeypatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("tried to allocate 1 GiB")

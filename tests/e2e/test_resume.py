@@ -325,6 +325,44 @@ def test_dali_cannot_give_up_what_is_on_its_way(plain: Stored, front_of: Any) ->
         assert [rows(batch).tolist() for batch in front] == second
 
 
+@pytest.mark.parametrize("cut", [through_loader, through_dali, through_deep_pipeline])
+@pytest.mark.parametrize("front_of", [through_dali, through_pipeline, through_deep_pipeline])
+def test_a_new_dali_front_counts_from_the_start_of_its_own_epoch(plain: Stored, cut: Any, front_of: Any) -> None:
+    """An epoch was cut short on the same loader, which is what its state says until the next begins."""
+    _, second = whole(plain.path)
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        front, _ = cut(loader)
+        first = iter(front)
+        next(first), next(first)
+        front, rows = front_of(loader)
+        batches = iter(front)
+        assert [rows(next(batches)).tolist() for _ in range(3)] == second[:3]
+        state = front.state_dict()
+    assert (state["epoch"], state["step"]) == (1, 3)
+
+
+@pytest.mark.parametrize("front_of", [through_dali, through_pipeline, through_deep_pipeline])
+def test_dali_counts_where_the_epoch_is_set_or_another_front_comes_between(plain: Stored, front_of: Any) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        front, rows = front_of(loader)
+        list(front)
+        next(iter(loader))  # a look at the second
+        list(front)
+        assert place(front) == (3, 0)
+        loader.set_epoch(7)
+        assert place(front) == (7, 0)
+        next(iter(front))
+        assert place(front) == (7, 1)
+        list(front)
+        loader.set_epoch(1)
+        front.reset()
+        if front_of is through_dali:  # a pipeline has begun already
+            loader.set_epoch(0)
+        epoch, _ = place(front)
+        assert rows(next(front)).tolist() == whole(plain.path)[epoch][0]
+        assert (epoch, place(front)) == (int(front_of is not through_dali), (epoch, 1))
+
+
 def test_epochs_differ_through_a_data_loader(plain: Stored) -> None:
     """A counter that lives in a worker's copy of a data set would give each epoch the order of the first."""
     from gpuload.torch import CellDataset

@@ -361,10 +361,11 @@ def test_tune_as_json_without_a_label(run, path):
 
 
 def test_tune_tells_what_it_found_where_it_cannot_be_kept(run, path, tmp_path):
-    code, said, err = run("tune", path, "--batch-size", 8, "--seconds", 0.1, "--out", tmp_path)
+    out = tmp_path / ("settings" * 40)
+    code, said, err = run("tune", path, "--batch-size", 8, "--seconds", 0.1, "--out", out)
     assert code == 1
     assert "settings: batch_size=8, block_size=" in said
-    assert err == f"gpuload tune: {tmp_path}: cannot be written: Is a directory. Choose another place.\n"
+    assert err == f"gpuload tune: {out}: cannot be written: File name too long. Choose another place.\n"
 
 
 @pytest.mark.parametrize(
