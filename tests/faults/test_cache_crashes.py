@@ -30,6 +30,12 @@ def run(what: str, folder: Path, *numbers: int) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.parametrize(("life", "n_least"), [("well", 35), ("badly", 60)])
+def test_killed_at_a_step_it_opens_and_goes_on(tmp_path: Path, life: str, n_least: int) -> None:
+    assert run(life, tmp_path, 1, 4) > n_least
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("life", "n_least"), [("well", 150), ("badly", 250)])
 def test_killed_at_every_step_it_opens_and_goes_on(tmp_path: Path, life: str, n_least: int) -> None:
     assert run(life, tmp_path, 1, 1) > n_least

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
-N_QUICK, N_SLOW = 100, 6_000
+N_QUICK, N_SLOW = 40, 6_000
 TIME_LIMIT_S = 120
 ALLOWED = {
     "equal",

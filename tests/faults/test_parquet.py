@@ -26,7 +26,7 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 ROOT = Path(__file__).parents[2]
-N_QUICK, N_SLOW = 70, 4_000
+N_QUICK, N_SLOW = 35, 4_000
 TIME_LIMIT_S = 240
 ALLOWED = {"equal", "right", "refused"}
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("tiledb")
 
-N_QUICK, N_SLOW = 150, 3000
+N_QUICK, N_SLOW = 60, 3000
 OBS = ["cell_line", "donor", "number", "n_counts"]
 STORAGE: dict[str, dict[str, Any]] = {
     "dense": {"frames": {"text": ("zstd",)}},
