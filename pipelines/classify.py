@@ -56,7 +56,7 @@ try:
     from tqdm import tqdm
 
     import gpuload
-    from gpuload.cli.text import positive, whole_number
+    from gpuload.cli.text import positive, positive_or_0, whole_number
     from gpuload.scores import macro_f1
     from gpuload.torch import CellDataset
 except ImportError as missing:
@@ -290,7 +290,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(found)
-    found.add_argument("--loader-seconds", type=float, default=3, metavar="S",
+    found.add_argument("--loader-seconds", type=positive_or_0, default=3, metavar="S",
         help="seconds to time each order's loader alone (default: 3)")  # fmt: skip
     return found
 

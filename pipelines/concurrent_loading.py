@@ -36,7 +36,7 @@ try:
     from torch.utils.data import DataLoader
 
     import gpuload
-    from gpuload.cli.text import whole_number
+    from gpuload.cli.text import whole_number, whole_number_or_0
     from gpuload.remote import open_remote
     from gpuload.samples import SampleLoader, SampleSet
     from gpuload.stats import Span, Stats
@@ -412,9 +412,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--make", type=whole_number, metavar="N", help="write N images to the folder, and exit")
     parser.add_argument("--batch-size", type=whole_number, default=256, help="images per batch; default: %(default)s")
     parser.add_argument("--batches", type=whole_number, default=8, help="batches to time; default: %(default)s")
-    parser.add_argument("--warm-up", type=int, default=1, help="untimed batches before them; default: %(default)s")
     parser.add_argument(
-        "--workers", type=int, default=4, help="worker processes of the boto3 loaders; default: %(default)s"
+        "--warm-up", type=whole_number_or_0, default=1, help="untimed batches before them; default: %(default)s"
+    )
+    parser.add_argument(
+        "--workers",
+        type=whole_number_or_0,
+        default=4,
+        help="worker processes of the boto3 loaders; default: %(default)s",
     )
     parser.add_argument("--in-flight", type=whole_number, default=64, help="concurrent requests; default: %(default)s")
     parser.add_argument(

@@ -88,7 +88,8 @@ class SampleStore:
     budget
         Limit on bytes on disk, as a number or as ``"200GiB"``. Bytes are reserved before a download starts, so it is
         never exceeded, not even briefly. The catalogue itself is not counted: some 350 bytes per sample, and 16 more
-        for each of the last 64 snapshots that had it.
+        for each of the last 64 snapshots that had it. All processes that use a folder should give the same, or one
+        evicts what another downloads.
     policy
         Which samples go first, among those that were used, that no running epoch has yet to read, and that the remote
         still has: ``"coverage"``, the most used and the oldest; ``"fifo"``; ``"lru"``; ``"random"``.

@@ -255,6 +255,24 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def whole_number_or_0(text: str) -> int:
+    """Parse an option that must be a whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def positive_or_0(text: str) -> float:
+    """Parse an option that must be a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
 def positive(text: str) -> float:
     """Parse an option that must be a number above 0."""
     try:

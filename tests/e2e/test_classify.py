@@ -738,6 +738,7 @@ def test_what_is_wrong_is_said(
     [
         ("--seeds", "0", "'0' is not a whole number of at least 1"),
         ("--epochs", "0", "'0' is not a whole number of at least 1"),
+        ("--loader-seconds", "nan", "'nan' is not a number of at least 0"),
         ("--make", "0", "'0' is not a whole number of at least 1"),
         ("--save-every", "0", "'0' is not a whole number of at least 1"),
         ("--lr", "-1", "'-1' is not a number above 0"),

@@ -127,6 +127,13 @@ def test_nothing_to_load_is_wrong_use(program: Any, option: str, capsys: pytest.
     assert f"argument {option}: '0' is not a whole number of at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--warm-up", "--workers"])
+def test_less_than_none_is_wrong_use(program: Any, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        program.main(["pictures", f"{option}=-1"])
+    assert f"argument {option}: '-1' is not a whole number of at least 0" in capsys.readouterr().err
+
+
 def test_pictures_are_made_in_a_folder_alone(
     program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
