@@ -46,8 +46,11 @@ _MIRRORED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.LtE: ast.GtE,
     ast.GtE: ast.LtE,
 }
-_WORDS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|`([^`]*)`""")
+_WORDS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|`([^`]*)`|(#[^\n]*)""")
+"""Quoted text, names in backticks, and comments, each up to the end of its line."""
 
+_SCALAR = re.compile(r"np\.(?:str_|bool_?|u?int\d+|float\d+|u?longlong|longdouble)")
+"""Types in the repr of NumPy's scalars; a function, such as np.log, is not evaluated."""
 
 _MISWRITTEN = (
     (r"(?<![=!<>:])=(?![=<>])", "use == to compare, as in \"cell_type == 'T cell'\""),
@@ -152,6 +155,8 @@ def parse(text: Any) -> Where:
         mark += "_"
 
     def put(match: re.Match[str]) -> str:
+        if match[2] is not None:
+            return " "
         if match[1] is None:
             return match[0]
         word = f"{mark}{len(names)}_"
@@ -159,7 +164,9 @@ def parse(text: Any) -> Where:
         return f" {word} "  # a word of its own, whatever stands beside it
 
     try:
-        tree = ast.parse(_WORDS.sub(put, text).replace("\n", " ").strip(), mode="eval").body
+        line = re.sub(r"[\r\n]", " ", _WORDS.sub(put, text)).strip()
+        tree = ast.parse(line, mode="eval").body
+        _restore_names(tree, line)
         where = Where(text, (), tree, names)
         columns = tuple(dict.fromkeys(_check(tree, where)))
     except (SyntaxError, ValueError, MemoryError) as error:
@@ -172,6 +179,16 @@ def parse(text: Any) -> Where:
     except RecursionError as error:
         raise PlanError(f"where={text!r:.200}: it is nested too deeply; pass sampler=Subset(mask).") from error
     return Where(text, columns, tree, names)
+
+
+def _restore_names(tree: ast.expr, line: str) -> None:
+    """Give names the letters that they are written with: Python's parser replaces some, such as the micro sign."""
+    if line.isascii():
+        return
+    written = line.encode()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            node.id = written[node.col_offset : node.end_col_offset].decode()
 
 
 def _meant(text: str) -> str:
@@ -238,8 +255,12 @@ def _literal(node: ast.expr, where: Where) -> Any:
     inner = node
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         sign, inner = -1 if isinstance(node.op, ast.USub) else 1, node.operand
-    if isinstance(inner, ast.Call) and ast.unparse(inner.func).startswith("np.") and len(inner.args) == 1:
-        return _literal(inner.args[0], where)  # the repr of a NumPy scalar: np.str_('T cell')
+    if isinstance(inner, ast.Call) and _SCALAR.fullmatch(ast.unparse(inner.func)) and len(inner.args) == 1:
+        value = _literal(inner.args[0], where)
+        if inner is node:
+            return value
+        if not isinstance(value, bool | str):
+            return sign * value
     if isinstance(inner, ast.Constant) and isinstance(inner.value, bool | int | float | str):
         if sign == 1 and inner is node:
             return inner.value
@@ -382,8 +403,12 @@ def _is_in(found: Any, wanted: frozenset[Any]) -> Any:
     """Return whether values, or one category, are among `wanted`, as judged by ``==``."""
     if not isinstance(found, np.ndarray):
         return found in wanted
-    if found.dtype.kind in "iub":
+    if found.dtype.kind == "b":
         return np.isin(found, list(wanted))
+    if found.dtype.kind in "iu":  # compared as whole numbers: beside a fraction, NumPy would round large ones
+        low, high = np.iinfo(found.dtype).min, np.iinfo(found.dtype).max
+        whole = [int(value) for value in wanted if low <= value <= high and value == int(value)]
+        return np.isin(found, np.array(whole, dtype=found.dtype))
     return np.logical_or.reduce([np.zeros(found.size, dtype=bool), *(found == value for value in wanted)])
 
 

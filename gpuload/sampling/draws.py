@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -211,7 +211,8 @@ class Mixture:
         return Drawn(Queues(join(parts), edges, cells.block_size), Shares(shares), n_samples, {"name": "Mixture"})
 
     def _pairs(self) -> list[tuple[Any, float]]:
-        given = list(self.shares.items()) if isinstance(self.shares, Mapping) else list(self.shares)
+        shares = self.shares.items() if isinstance(self.shares, Mapping) else self.shares
+        given = list(shares) if isinstance(shares, Iterable) else []
         if not given or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in given):
             raise PlanError("Mixture: expected {path: share}, or a list of pairs (path or mask, share), at least one.")
         return [(part, share) for part, share in given]

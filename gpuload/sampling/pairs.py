@@ -36,8 +36,9 @@ class PairedControl:
 
     The first half of a minibatch holds perturbed cells, in shuffled blocks; the second half their controls, in the same
     order (`gpuload.split_pairs` returns the halves). The controls of a group, over all files, are drawn in shuffled
-    blocks, pass after pass, so that each is used equally often, to within one; the pairing changes each epoch. Cells
-    with a missing label in `column` or in a column they are matched on are left out.
+    blocks, pass after pass, so that each is used equally often, to within one (with `size`, less evenly, by the cells
+    that sets leave out or repeat); the pairing changes each epoch. Cells with a missing label in `column` or in a
+    column they are matched on are left out.
 
     With `size`, perturbed cells come in contiguous sets that share the perturbation and the value of each `match`
     column, and so do their controls: ``perturbed.X.reshape(-1, size, n_vars)`` gives the sets of a minibatch.

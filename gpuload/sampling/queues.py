@@ -3,8 +3,10 @@
 A stratum (a class, a weight, a mixture component) is a set of equally likely rows. The stratum at each position of an
 epoch is drawn independently, by a hash of (key, position), so the counts of each stratum in a minibatch have exactly
 the distribution of independent draws. The row is the next in the stratum's queue: the stratum's rows in file order, cut
-into blocks, with the blocks shuffled anew in each pass. So the rows of a stratum that a fetch needs are adjacent in the
-file, and no row repeats before all rows of its stratum have been drawn.
+into blocks, with the blocks shuffled anew in each pass, which begins at a random position, also within a block. So the
+rows of a stratum that a fetch needs are adjacent in the file, no row repeats before all rows of its stratum have been
+drawn, and each row is equally likely at each position: also if an epoch ends in the middle of a block, or needs only a
+few rows of a stratum.
 
 Everything is random access by position: passes and blocks by division, permutations by a cipher per (stratum, pass).
 Only the number of earlier positions of each stratum must be counted; the counts are recorded on a coarse grid, as far
@@ -106,9 +108,11 @@ class Queues:
             return np.empty(0, dtype=np.int64)
         draws = np.diff(self.edges if self.unlike is None else self.unlike.draw_edges)[stratum]
         turn = place // draws
-        within = place - turn * draws
         heads, owner = _heads(stratum, turn)
         keys = hash64(hash64(stratum[heads].astype(np.uint64) ^ np.uint64(key)) ^ turn[heads].astype(np.uint64))
+        first = (hash64(keys) % draws[heads].astype(np.uint64)).astype(np.int64)
+        within = place - turn * draws + first[owner]
+        within -= np.where(within >= draws, draws, 0)
         index = self._shuffled(within, draws, heads, owner, keys)
         if self.unlike is not None:
             return self.rows.take(self._systematic(self.unlike, index, stratum[heads], turn[heads], owner, key))

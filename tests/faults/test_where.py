@@ -54,6 +54,8 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
         ("a[0] == 1", ("a[0]",)),
         ("len(a) > 1", ("len(a)",)),
         ("a + 1 > 2", ("a + 1",)),
+        ("a > np.log(10)", ("np.log(10)", "a number")),
+        ("a > -np.str_('x')", ("not supported",)),
         ("(lambda: 1)() == a", ("lambda",)),
         ("[x for x in a]", ("not supported",)),
         ("a if b else c", ("not supported",)),

@@ -65,6 +65,8 @@ EXPRESSIONS = {
     "donor == 'zoë' and donor != 'ann'": None,
     "`depth` > 0 and `cell_line` == '`'": "depth > 1e9",
     "cell_line == 'K562' \n and depth > 0": "cell_line == 'K562' and depth > 0",
+    "cell_line == 'K562'  # don't take others\r\n and depth > 0  # deep": "cell_line == 'K562' and depth > 0",
+    "cell_line != 'K562' and `depth` > -np.float64(0.5)": "cell_line != 'K562' and depth > -0.5",
     "(((passed)))": None,
     f"cell_line in {list(np.array(['K562', 'HeLa']))} and year == {np.int64(2025)!r}": (
         "cell_line in ['K562', 'HeLa'] and year == 2025"
@@ -107,6 +109,13 @@ def test_columns_in_backticks(tmp_path: Path) -> None:
         (batch,) = loader
     expected = (obs["pct mito"] < 0.1) & (obs["it's"] != "K562") & (obs["it's"] != "HeLa")
     np.testing.assert_array_equal(batch.rows, np.flatnonzero(expected))
+
+
+def test_columns_are_named_by_the_letters_given() -> None:
+    """The micro sign of keyboards stays one, which in Python's names is a Greek letter."""
+    where = parse("dose_\u00b5M > 2 or not isna(\u00b5) and dose_\u03bcM > 2")
+    assert parse("`a#` == '#'  # or b").columns == ("a#",)
+    assert where.columns == ("dose_\u00b5M", "\u00b5", "dose_\u03bcM")
 
 
 SAMPLERS: dict[str, Any] = {
@@ -194,6 +203,14 @@ def test_decimals_of_any_width_may_be_missing_and_are_equal_to_what_is_written(d
     for text in ("x == 0.1", "x in [0.1]", "notna(x) and x != 0.5"):
         assert parse(text).mask(columns).tolist() == [True, False, False]
     assert parse("isna(x)").mask(columns).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_large_whole_numbers_are_among_values_exactly(dtype: type) -> None:
+    obs = {"barcode": ObsColumn(np.array([2**53, 2**53 + 1, 3], dtype=dtype), None)}
+    np.testing.assert_array_equal(parse(f"barcode in [{2**53}, 0.5]").mask(obs), [True, False, False])
+    text = f"barcode in [{2**53}, 0.5, 3.0, -1, 1e400, {2**80}]"
+    np.testing.assert_array_equal(parse(text).mask(obs), [True, False, True])
 
 
 def test_thousands_of_values_among_thousands_of_categories() -> None:

@@ -256,7 +256,7 @@ def test_every_cell_of_a_class_comes_before_any_comes_again(drawn: Any) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 100, 999])
-def test_the_first_pass_of_a_class_is_a_permutation_in_blocks(n: int) -> None:
+def test_a_pass_of_a_class_is_a_permutation_in_blocks(n: int) -> None:
     obs = {"label": Column(np.zeros(n, np.int32), np.array(["a"], dtype=object))}
     cells = cells_of(n, obs=obs, block_size=16)
     strategy = ClassBalanced("label", 3 * n).over(cells)
@@ -264,9 +264,26 @@ def test_the_first_pass_of_a_class_is_a_permutation_in_blocks(n: int) -> None:
     for a_pass in rows:
         np.testing.assert_array_equal(np.sort(a_pass), np.arange(n))
         heads = a_pass[np.flatnonzero(np.diff(a_pass, prepend=-2) != 1)]
-        assert np.all(heads % 16 == 0), "a block was torn apart"
+        assert np.all(heads[1:] % 16 == 0), "a block was torn apart, but not where the pass begins"
     if n > 200:
         assert not np.array_equal(rows[0], rows[1])
+
+
+@pytest.mark.parametrize("block_size", [7, 16, 1000])
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_cells_of_a_stratum_are_equally_likely_at_each_position(block_size: int, is_alike: bool) -> None:
+    """Of 16 cells only the first three are drawn in an epoch: over the epochs as often each, wherever blocks begin."""
+    weights = np.where(np.arange(16) % 2, 1.0, 1.0 if is_alike else 1.05)
+    sampler = Weighted(np.concatenate([weights, np.arange(2, 2000)])[: 16 if is_alike else None], 3)
+    cells = cells_of(16 if is_alike else 2014, block_size=block_size)
+    queues = sampler.over(cells).queues  # type: ignore[attr-defined]
+    place, stratum = np.arange(3), np.zeros(3, dtype=np.int64)
+    drawn = np.stack([queues.take(stratum, place, key) for key in range(1500)])
+    for rows in drawn.T:
+        counts = np.bincount(rows, minlength=16)
+        expected = weights * 1500 / weights.sum()
+        assert counts.size == 16
+        assert abs(((counts - expected) ** 2 / expected).sum() - 15) < 4.5 * np.sqrt(2 * 15)
 
 
 # --- locality
@@ -525,9 +542,10 @@ def test_sets_are_of_one_class(
     assert set(np.concatenate(everything)) == set(np.flatnonzero(shown))
 
 
-def test_the_cells_that_sets_leave_out_change() -> None:
+@pytest.mark.parametrize("block_size", [4, 100])
+def test_the_cells_that_sets_leave_out_change(block_size: int) -> None:
     obs = {"label": column(["a"] * 30 + ["b"] * 2)}
-    cells = cells_of(32, obs=obs, batch_size=8, fetch_rows=16, block_size=4)
+    cells = cells_of(32, obs=obs, batch_size=8, fetch_rows=16, block_size=block_size)
     strategy = Grouped("label", 8).over(cells)
     left_out = {tuple(set(range(30)) - set(rows_of(strategy, cells, (1, epoch, 1)))) for epoch in range(20)}
     assert len(left_out) > 3
@@ -741,8 +759,9 @@ def test_neighbors_are_drawn_uniformly() -> None:
     assert abs(((counts - 1600) ** 2 / 1600).sum() - 4) < 4.5 * np.sqrt(8)
 
 
-def test_pairs_change_from_epoch_to_epoch() -> None:
-    cells = some_cells()
+@pytest.mark.parametrize("block_size", [4, 1000])
+def test_pairs_change_from_epoch_to_epoch(block_size: int) -> None:
+    cells = some_cells(block_size=block_size)
     strategy = PairedControl("drug", "dmso", match="batch").over(cells)
     partner = []
     for epoch in range(2):

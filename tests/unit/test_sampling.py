@@ -77,6 +77,7 @@ def cells(**more: Any) -> Cells:
             "Mixture: expected {path: share}, or a list of pairs (path or mask, share), at least one.",
         ),
         (lambda: Mixture(["a"]), "Mixture: expected {path: share}, or a list of pairs (path or mask, share), at least"),
+        (lambda: Mixture(3), "Mixture: expected {path: share}, or a list of pairs"),
         (lambda: Mixture({"x": 0}), "Mixture: the share of x is 0; expected a finite number above 0."),
         (lambda: Mixture({"x": float("nan")}), "Mixture: the share of x is nan; expected a finite number above 0."),
         (lambda: Mixture([([True], "1")]), "Mixture: the share of a mask is '1'; expected a finite number above 0."),
