@@ -111,7 +111,7 @@ def check_integers(where: str, dtype: np.dtype[Any]) -> None:
 
 
 def check_n_vars(where: str, n_vars: int, what: str = "genes") -> None:
-    """Raise StoreError if there are more genes, or values of a cell, than column numbers can count or memory can name."""
+    """Raise StoreError if there are more genes, or values in a cell, than can be numbered, or named in memory."""
     if not 0 <= n_vars < 1 << 31:
         raise StoreError(f"{where} has {n_vars} {what}; at most 2**31 - 1 can be addressed.")
     if n_vars >= MANY_NAMES and n_vars * NAME_NBYTES > (there := memory_nbytes()) // 2:
