@@ -201,7 +201,9 @@ def scdl(folder: Path, dtypes: str = "f4 u8 u4", *, scale: int = 1, has_header: 
 
 def lists_of(X: csr_matrix, first: int, leader: float | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the gene numbers and values of each row, gene 0 as `first`, after the pair of 1 and the leader."""
-    numbers, values = ([part[lo:hi] for lo, hi in pairwise(X.indptr)] for part in (X.indices + first, X.data))
+    numbers, values = (
+        [part[lo:hi] for lo, hi in pairwise(X.indptr)] for part in (X.indices.astype(np.int64) + first, X.data)
+    )
     if leader is not None:
         numbers = [np.append(1, n) for n in numbers]
         values = [np.append(leader, v) for v in values]

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 CHUNK_NBYTES = 1 << 20
 """Bytes per piece into which unchunked storage is split, to bound each read and its buffer."""
 
+NAME_NBYTES, MANY_NAMES = 64, 1 << 24
+"""Bytes of memory that a gene's name takes: a str of Python of some characters, and its address. Fewer names fit."""
+
 OBSM = "obsm/"
 """Prefix of the name of a matrix in obsm, as opposed to a layer."""
 
@@ -108,9 +111,14 @@ def check_integers(where: str, dtype: np.dtype[Any]) -> None:
 
 
 def check_n_vars(where: str, n_vars: int, what: str = "genes") -> None:
-    """Raise StoreError if there are more genes, or other values of a cell, than column numbers can count."""
+    """Raise StoreError if there are more genes, or values in a cell, than can be numbered, or named in memory."""
     if not 0 <= n_vars < 1 << 31:
         raise StoreError(f"{where} has {n_vars} {what}; at most 2**31 - 1 can be addressed.")
+    if n_vars >= MANY_NAMES and n_vars * NAME_NBYTES > (there := memory_nbytes()) // 2:
+        raise StoreError(
+            f"{where} has {n_vars} {what}, whose names would take {n_vars * NAME_NBYTES / 1e9:.1f} GB of memory, but "
+            f"this machine has {there / 1e9:.1f} GB. Is it damaged?"
+        )
 
 
 def ends_early(source: Source, name: str, wanted: int) -> ReadError:

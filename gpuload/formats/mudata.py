@@ -125,4 +125,6 @@ def _shared(root: Any, modality: str, name: str, store: Store, path: str) -> Obs
     rows[place[place > 0] - 1] = np.flatnonzero(place)
     if np.any(rows < 0):
         raise CorruptDataError(f"{where} leaves out cells of the modality; rewrite the file with MuData.")
+    if np.count_nonzero(place) > store.n_obs:
+        raise CorruptDataError(f"{where} names a cell of the modality more than once; rewrite the file with MuData.")
     return ObsColumn(column.values[rows], column.categories)

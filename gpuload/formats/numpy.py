@@ -148,9 +148,8 @@ def _read_header(file: IO[bytes], where: str) -> _Array:
         # Version 3.0 differs from 2.0 only in the encoding of field names, and fields are refused.
         shape, is_fortran, dtype = (read or npy.read_array_header_2_0)(file)
     except Exception as error:  # NumPy parses it as Python source, which can fail in any way
-        raise CorruptDataError(
-            f"{where}: its .npy header cannot be read ({first_line(error):.200}); save it again."
-        ) from error
+        words = first_line(error).partition(": <ast.")[0]  # what ast writes of a node is where it is in memory
+        raise CorruptDataError(f"{where}: its .npy header cannot be read ({words:.200}); save it again.") from error
     if any(not isinstance(n, int) or n < 0 for n in shape):
         raise CorruptDataError(f"{where}: its .npy header gives the shape {shape!r}; save it again.")
     return _Array(tuple(shape), dtype, is_fortran, file.tell())
@@ -202,7 +201,9 @@ def _inflate(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
     try:
         return archive.read(info)
     except Exception as error:  # zipfile passes on whatever its decoders raise
-        raise CorruptDataError(f"{path}: {name} cannot be inflated ({error}); restore the file.") from error
+        raise CorruptDataError(
+            f"{path}: {name} cannot be inflated ({first_line(error):.200}); restore the file."
+        ) from error
 
 
 def _small(archive: zipfile.ZipFile, name: str, path: str) -> NDArray[Any]:

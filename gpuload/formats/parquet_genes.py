@@ -44,9 +44,9 @@ def genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] |
     tokens = given[token]
     if tokens.dtype.kind not in "iu" or not tokens.size or tokens.min() < 0 or np.unique(tokens).size < tokens.size:
         raise StoreError(f"{table}: {token} should hold whole numbers, each only once; rewrite the table.")
-    check_n_vars(table, int(tokens.max()) - int(tokens.min()) + 1)
-    first, place = int(tokens.min()), tokens - tokens.min()
-    names, ids = numbered(int(tokens.max()) + 1)[first:], None
+    first, n_vars, place = int(tokens.min()), int(tokens.max()) - int(tokens.min()) + 1, tokens - tokens.min()
+    check_n_vars(table, n_vars)
+    names, ids = numbered(n_vars, first), None
     for column in (other, name):  # names if present, else ids, else numbers
         if column is not None:
             is_there = np.array([isinstance(value, str) and bool(value) for value in given[column]], dtype=bool)

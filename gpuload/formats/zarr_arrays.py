@@ -59,6 +59,12 @@ _FILTERS = {
 _NUMBERS = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 }  # fmt: skip
+_KEYS_V3 = {
+    "attributes", "chunk_grid", "chunk_key_encoding", "codecs", "data_type", "dimension_names", "fill_value",
+    "node_type", "shape", "storage_transformers", "zarr_format",
+}  # fmt: skip
+"""Keys of an array's metadata. Any other is an extension, and must be understood unless it says otherwise."""
+
 _FLOATS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 _TEXT = {"vlen-utf8": "utf8", "vlen-bytes": "bytes", "string": "utf8", "variable_length_bytes": "bytes"}
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
@@ -138,6 +144,9 @@ def parse_v3(meta: dict[str, Any], where: str) -> Spec:
             _refuse(where, f"is of zarr format {meta['zarr_format']!r}", "only 2 and 3 can be read")
         if meta.get("storage_transformers"):
             _refuse(where, "has storage transformers", "rewrite it without them")
+        for name in meta.keys() - _KEYS_V3:
+            if not (isinstance(meta[name], dict) and meta[name].get("must_understand") is False):
+                _refuse(where, f"has an extension {name!r}", "rewrite it without that")
         grid, keys = meta["chunk_grid"], meta["chunk_key_encoding"]
         if grid["name"] != "regular":
             _refuse(where, f"has a chunk grid {grid['name']!r}", "rewrite it with chunks of one shape")
@@ -263,11 +272,15 @@ def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
         return value if isinstance(value, str) else ""
     if value is None:
         return 0
-    if isinstance(value, str):
-        if value.startswith("0x"):
+    if isinstance(value, str) and dtype.kind == "f":
+        if re.fullmatch(f"0x[0-9a-fA-F]{{{2 * dtype.itemsize}}}", value):
             return np.array(int(value, 16), dtype=f"<u{dtype.itemsize}").view(dtype)[()]
-        value = _FLOATS[value]
-    return np.array(value).astype(dtype)[()]
+        value = _FLOATS.get(value, value)
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = np.array(value).astype(dtype) if isinstance(value, (bool, int, float)) else None
+    if found is None or (dtype.kind != "f" and found != value):
+        raise ValueError(f"its fill_value {value!r} is no {dtype}")
+    return found[()]
 
 
 def _checked(spec: Spec, where: str) -> Spec:

@@ -48,6 +48,8 @@ _ENCODINGS = {
 """The arrays of groups that form one column, by anndata's encoding type."""
 
 _LOCAL_HEADER, _LOCAL_NBYTES = b"PK\x03\x04", 30
+_IS_UTF8 = 0x800
+"""Flag of a member of a zip whose name is in UTF-8."""
 
 
 class Tree(Protocol):
@@ -203,8 +205,10 @@ class ZipTree:
                 f"{self.name}: {info.filename} is {how}; a zip store's members must be stored as they are: unpack it, "
                 "or pack it again with zip -0."
             )
-        head = np.empty(_LOCAL_NBYTES, dtype=np.uint8)
-        if self.source.read_into(head, info.header_offset) < head.size or head[:4].tobytes() != _LOCAL_HEADER:
+        name = info.orig_filename.encode("utf-8" if info.flag_bits & _IS_UTF8 else "cp437")
+        head = np.empty(_LOCAL_NBYTES + len(name), dtype=np.uint8)
+        is_whole = self.source.read_into(head, info.header_offset) == head.size
+        if not is_whole or head[:4].tobytes() != _LOCAL_HEADER or head[_LOCAL_NBYTES:].tobytes() != name:
             raise CorruptDataError(
                 f"{self.name}: {info.filename} does not begin where the zip directory says. Restore "
                 "the file from its source."

@@ -174,6 +174,15 @@ def test_mudata_whose_map_is_wrong(tmp_path: Path, change: Any, parts: tuple[str
         assert sum(len(batch) for batch in loader) == N_OBS
 
 
+def test_mudata_whose_map_gives_two_cells_of_all_the_same_cell_of_one_modality(tmp_path: Path) -> None:
+    path = made("mudata-rna", tmp_path).parent
+    with h5py.File(path, "r+") as file:
+        assert file["obsmap/few"][0] == 0
+        file["obsmap/few"][0] = 5
+    words = f"{path}: /obsmap/few names a cell of the modality more than once"
+    assert_refused("CorruptDataError", path / "few", words, layer="raw", obs=["donor"])
+
+
 def test_mudata_without_a_map(tmp_path: Path) -> None:
     path = tmp_path / "cells.h5mu"
     write_mudata(path, {"rna": lambda g: write_csr(g, "X", counts())}, has_map=False)
@@ -220,7 +229,7 @@ def test_npy_that_ends_early(tmp_path: Path) -> None:
         assert_refused("CorruptDataError", path, str(path), "header")
 
 
-@pytest.mark.parametrize("shape", ["(-1, 3)", "(4, -3)", "(4.0, 3)", "4", "'a'", "(1<<70, 3)", "(" * 500])
+@pytest.mark.parametrize("shape", ["(-1, 3)", "(4, -3)", "(4.0, 3)", "4", "'a'", "(1<<70, 3)", "(" * 500, "cells"])
 def test_npy_whose_header_is_wrong(tmp_path: Path, shape: str) -> None:
     path = tmp_path / "X.npy"
     text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode()

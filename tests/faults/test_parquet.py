@@ -160,6 +160,15 @@ def test_row_groups_that_are_too_large(write: Callable[..., Path], monkeypatch: 
     assert_refused("StoreError", path, str(path), f"{counts().nnz} values", "row_group_size=")
 
 
+def test_more_genes_than_there_is_memory_for_their_names(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(genes=[[0, 100_000_000]], expressions=[[1.0, 2.0]])
+    monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 10 << 30)
+    words = f"{path} has 100000001 genes, whose names would take 6.4 GB of memory, but this machine has 10.7 GB"
+    assert_refused("StoreError", path, words, "damaged?")
+
+
 def test_tables_of_genes_that_do_not_fit(tmp_path: Path, write: Callable[..., Path]) -> None:
     path, table = write(genes=GENES, expressions=VALUES), tmp_path / "gene_metadata.parquet"
     write_genes(table, 0, N_VARS - 1)

@@ -40,6 +40,7 @@ def assert_says(error: BaseException, *parts: str) -> None:
     """Check that a message is one line that ends like a sentence and holds every part."""
     message = str(error)
     assert "\n" not in message
+    assert " object at 0x" not in message
     assert message.endswith((".", "?")), message
     assert len(message) < 600
     for part in parts:

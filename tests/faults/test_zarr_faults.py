@@ -239,6 +239,13 @@ def test_a_member_of_a_zip_that_is_elsewhere(packed: Path) -> None:
     assert_refused("CorruptDataError", packed, words, "Restore")
 
 
+def test_a_member_of_a_zip_that_has_two_names(packed: Path) -> None:
+    raw = bytearray(packed.read_bytes())
+    raw[raw.rindex(b"X/data/c/3") + 7] ^= 1  # b in the zip directory: it would read as a chunk never written
+    packed.write_bytes(raw)
+    assert_refused("CorruptDataError", packed, f"{packed}: X/data/b/3 does not begin where the zip directory says")
+
+
 def test_a_member_of_a_zip_beyond_its_end(packed: Path) -> None:
     raw = bytearray(packed.read_bytes())
     at = raw.rindex(b"X/data/c/3") - 46  # its entry in the zip directory, where both sizes are at byte 20
@@ -489,6 +496,9 @@ REFUSALS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str, tuple[str, 
     "node": ("X/zarr.json", set_at("node_type", value="tree"), "CorruptDataError", ("neither a group nor",)),
     "genes": ("X/zarr.json", set_at("attributes", "shape", 1, value=7), "CorruptDataError", ("53 entries",)),
     "cells": ("X/zarr.json", set_at("attributes", "shape", 0, value=7), "CorruptDataError", ("indptr", "for 7 rows")),
+    "fill": ("X/indices/zarr.json", set_at("fill_value", value=1.5), "CorruptDataError", ("fill_value 1.5",)),
+    "short fill": ("X/data/zarr.json", set_at("fill_value", value="0x7f"), "CorruptDataError", ("fill_value '0x7f'",)),
+    "extension": ("X/data/zarr.json", set_at("odd", value={"name": "odd"}), "StoreError", ("extension 'odd'",)),
     "array": ("zarr.json", set_at("node_type", value="nothing"), "CorruptDataError", ("neither",)),
 }
 

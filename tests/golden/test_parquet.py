@@ -264,6 +264,12 @@ def test_genes_by_name_and_by_id(place: str, tmp_path: Path) -> None:
         assert list(loader.var_names) == NAMES
 
 
+def test_gene_numbers_may_begin_far_above_zero(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", counts(), {}, first=1 << 40)
+    write_genes(tmp_path / "metadata" / "gene_metadata.parquet", 1 << 40, N_VARS)
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet"), counts().toarray())
+
+
 def test_genes_that_have_no_name_are_called_by_their_id_or_number(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", counts(), {})
     table = {"token_id": [0, 2, N_VARS - 1], "gene_symbol": ["TP53", None, ""], "ensembl_id": ["E1", "E2", None]}
