@@ -51,6 +51,7 @@ _WORDS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|`([^`]*)`""")
 
 _MISWRITTEN = (
     (r"(?<![=!<>:])=(?![=<>])", "use == to compare, as in \"cell_type == 'T cell'\""),
+    (r"@", 'write the values of a variable into the text, as in f"plate in {list(plates)}"'),
     (r"=[<>]", "use <= or >="),
     (r"<>", "use !="),
     (r"&&|\|\||!(?!=)", "use and, or, not"),
