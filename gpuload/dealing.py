@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, listing, nearest
 from gpuload.permute import hash64, random_keys
 from gpuload.sampling.classes import coded, joint
 
@@ -219,8 +219,10 @@ def _named(wanted: Mapping[str, Any], groups: Classes, by: str) -> NDArray[np.in
     for p, (name, value) in enumerate(wanted.items()):
         for label in value if isinstance(value, list) else ():
             if label not in place:
-                some = ", ".join(map(repr, groups.labels[:5])) + (", ..." if len(place) > 5 else "")
-                raise PlanError(f"shares[{name!r}]: there is no group {label!r} by {by}; there are {some or 'none'}.")
+                near = nearest(str(label), [one for one in groups.labels if isinstance(one, str)])
+                guess = f"did you mean {near!r}? There" if near else "there"
+                some = listing(groups.labels, 5, "none")
+                raise PlanError(f"shares[{name!r}]: there is no group {label!r} by {by}; {guess} are {some}.")
             if part_of[place[label]] >= 0:
                 other = names[part_of[place[label]]]
                 raise PlanError(f"shares: group {label!r} is in {other!r} and in {name!r}; name it once.")

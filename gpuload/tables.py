@@ -164,7 +164,10 @@ def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, ND
         check_index("genes", genes, lambda: store.var_names, "gene", "loader.var_names")
         chosen = np.flatnonzero(wanted)
     elif wanted.size and wanted.dtype.kind not in "OSU":
-        raise PlanError(f"genes has dtype {wanted.dtype}; expected gene names or a boolean mask.")
+        raise PlanError(
+            f"genes has dtype {wanted.dtype}; expected gene names or a boolean mask (loader.var_names[numbers] are the "
+            "names of genes given by number)."
+        )
     else:
         chosen = _find_genes([str(g) for g in wanted], store)
     if not chosen.size:

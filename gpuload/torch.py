@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -124,8 +124,15 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         # No other reference to a minibatch is kept here, so that its memory is released after its last use.
         return iter(partial(self._next, iter(self._loader)), None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise PlanError(_NO_WORKERS)
+    def __reduce__(self) -> NoReturn:
+        self._loader.__reduce__()
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Raise PlanError: a dataset is iterated, and reads given cells by `take`."""
+        raise PlanError(
+            "CellDataset: it is iterated, not indexed; read given cells with dataset.take(rows), and to train on cells "
+            "of your choice, give open_loader where= or a sampler."
+        )
 
     def take(self, rows: ArrayLike) -> dict[str, torch.Tensor]:
         """Read given cells as one minibatch; see `Loader.take`."""

@@ -43,7 +43,7 @@ class Transform:
     Raises
     ------
     PlanError
-        `target_sum` is not a finite number above 0.
+        `target_sum` is not a finite number above 0, or `log1p` not a boolean.
 
     References
     ----------
@@ -55,11 +55,14 @@ class Transform:
     log1p: bool = True
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.target_sum, (int, float, np.integer, np.floating))
+        given = self.target_sum
+        is_number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
         if self.target_sum is not None and not (is_number and 0 < self.target_sum < float("inf")):
             raise PlanError(
                 f"Transform(target_sum={self.target_sum!r}): expected a finite number above 0, or None for no scaling."
             )
+        if not isinstance(self.log1p, (bool, np.bool_)):
+            raise PlanError(f"Transform(log1p={self.log1p!r}): expected True or False.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ _SCALAR = re.compile(r"np\.(?:str_|bool_?|u?int\d+|float\d+|u?longlong|longdoubl
 
 _MISWRITTEN = (
     (r"(?<![=!<>:])=(?![=<>])", "use == to compare, as in \"cell_type == 'T cell'\""),
+    (r"@", 'write the values of a variable into the text, as in f"plate in {list(plates)}"'),
     (r"=[<>]", "use <= or >="),
     (r"<>", "use !="),
     (r"&&|\|\||!(?!=)", "use and, or, not"),

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 EPILOG = """\
-exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use
+exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted
 
 On a GPU, kernels are compiled and libraries loaded before the clock starts; that time is reported separately.
 
@@ -262,6 +262,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (gpuload.GpuloadError, OSError) as error:
         print(f"modality.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, gpuload.PlanError) else 1
+    except KeyboardInterrupt:
+        print("modality.py: interrupted", file=sys.stderr)
+        return 130
     except (MemoryError, RuntimeError) as error:
         if not is_memory_full(error):
             raise

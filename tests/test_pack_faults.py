@@ -472,8 +472,9 @@ def test_a_target_is_not_replaced_unasked(source: Path, tmp_path: Path) -> None:
     assert ad.read_zarr(target).obs["source_row"].iloc[:3].tolist() != [0, 1, 2]
     assert os.listdir(tmp_path) == ["out.zarr"]
     (tmp_path / "home").mkdir()
-    with pytest.raises(gpuload.StoreError, match="not a zarr store, so it is not overwritten"):
-        gpuload.pack(source, tmp_path / "home", overwrite=True)
+    for overwrite in (True, False):  # to advise to overwrite would be of no use
+        with pytest.raises(gpuload.StoreError, match="not a zarr store, so it is not overwritten; choose another"):
+            gpuload.pack(source, tmp_path / "home", overwrite=overwrite)
 
 
 def test_an_old_target_stays_until_the_new_is_whole(

@@ -22,7 +22,7 @@ import gc
 import os
 import threading
 from array import array
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -217,9 +217,17 @@ def _open_file(path: str, content: _OneFile | None = None) -> h5py.File:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise ReadError(f"{path}: {os.strerror(error.errno or 0)}; raise the limit (ulimit -n).") from error
-            raise StoreError(
-                f"{path}: not a readable HDF5 file ({first_line(error)}); expected an .h5ad file."
-            ) from error
+            cure = "gunzip it first" if content is None and _is_gzip(path) else "expected an .h5ad file"
+            raise StoreError(f"{path}: not a readable HDF5 file ({first_line(error)}); {cure}.") from error
+
+
+def _is_gzip(path: str) -> bool:
+    """Return whether a local file is compressed as a whole."""
+    with suppress(OSError):
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                return file.read(2) == b"\x1f\x8b"
+    return False
 
 
 @contextmanager

@@ -52,12 +52,15 @@ def check_target(target: str, files: Sequence[str], *, overwrite: bool) -> None:
         raise PlanError(f"target={target!r}: it is one of the sources; choose another.")
     if not os.path.lexists(target):
         return
+    if not any(os.path.exists(os.path.join(target, name)) for name in GROUP_FILES):
+        raise StoreError(
+            f"{target}: it exists already and is not a zarr store, so it is not overwritten; choose another target (of "
+            "the command, it is the last path)."
+        )
     if not overwrite:
         raise StoreError(
             f"{target}: it exists already; choose another target, or overwrite it (overwrite=True, or --overwrite)."
         )
-    if not any(os.path.exists(os.path.join(target, name)) for name in GROUP_FILES):
-        raise StoreError(f"{target}: not a zarr store, so it is not overwritten; choose another target.")
 
 
 def check_disk(folder: str, needed: int) -> None:

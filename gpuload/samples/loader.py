@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from gpuload.backends.buffers import BufferPool
 from gpuload.checks import check_choice, check_seed, check_share, check_whole, is_whole
-from gpuload.errors import CorruptDataError, PlanError, ReadError
+from gpuload.errors import CorruptDataError, PlanError, ReadError, shown
 from gpuload.permute import Permutation
 from gpuload.samples.tensor_files import Span, bytes_of
 from gpuload.state import check_fingerprint
@@ -108,6 +108,11 @@ class SampleLoader:
         batch_size, num_workers = check_whole("batch_size", batch_size, 1), check_whole("num_workers", num_workers, 1)
         prefetch = None if prefetch is None else check_whole("prefetch", prefetch, 1)
         in_flight, seed = check_whole("in_flight", in_flight, 1), check_seed(seed)
+        if not hasattr(samples, "is_remote"):
+            raise PlanError(
+                f"SampleLoader: expected a SampleSet, and found {shown(samples)}; make one with "
+                "gpuload.samples.SampleSet(ids, labels, source) and pass that."
+            )
         check_choice("on_error", on_error, ("raise", "skip"))
         max_skipped = check_share("max_skipped", max_skipped)
         self._limit = max(1, int(max_skipped * len(samples))) if on_error == "skip" else 0

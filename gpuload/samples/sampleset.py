@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gpuload.checks import check_whole
-from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError
+from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, shown
 from gpuload.samples.sources import RemoteSamples, open_source
 from gpuload.samples.tensor_files import FORMATS, Descriptions, Span, bytes_of, load
 from gpuload.threads import DaemonThreads
@@ -70,6 +70,11 @@ class SampleSet:
         if not callable(decode) and decode not in FORMATS:
             raise PlanError(f"decode={decode!r}: expected one of {', '.join(map(repr, FORMATS))} or a function.")
         in_flight = check_whole("in_flight", in_flight, 1)
+        if labels is not None and not hasattr(labels, "keys"):
+            raise PlanError(
+                f"labels={shown(labels)}: expected a dict from ID to label, or None; dict(zip(ids, labels)) makes one "
+                "of labels in the order of the IDs."
+            )
         missing = [i for i in ids if i not in labels] if labels is not None else []
         if missing:
             raise PlanError(

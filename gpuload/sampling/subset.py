@@ -74,7 +74,7 @@ class Subset:
         if given.ndim != 1 or given.dtype.kind not in "iu":
             raise PlanError(
                 f"Subset: it was given an array of dtype {given.dtype} and shape {given.shape}; expected row numbers "
-                "or a mask."
+                "or a mask (of cells given by name, np.isin(gpuload.obs_names(paths), names) is one)."
             )
         low, high = int(given.min()), int(given.max())
         if low < 0 or high >= n_rows:

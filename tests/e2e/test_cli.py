@@ -141,7 +141,12 @@ def test_settings_that_make_no_plan_are_wrong_use(run, path):
 
 @pytest.mark.parametrize("command", ["inspect", "bench"])
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "no such file. Check the path."), (b"text", "not a readable HDF5 file")]
+    ("content", "message"),
+    [
+        (None, "no such file. Check the path."),
+        (b"text", "not a readable HDF5 file"),
+        (b"\x1f\x8b\x08", "not a readable HDF5 file"),
+    ],
 )
 def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, content, message):
     path = tmp_path / "cells.h5ad"
@@ -152,6 +157,7 @@ def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, c
     assert out == ""
     assert err.startswith(f"gpuload {command}: {path}: {message}")
     assert err.count("\n") == 1
+    assert err.endswith("; gunzip it first.\n") == (content is not None and content[:2] == b"\x1f\x8b")
 
 
 def test_a_damaged_chunk_exits_with_1(run, path, tmp_path):

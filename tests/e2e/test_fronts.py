@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import importlib
@@ -184,6 +185,14 @@ def test_torch_refuses_workers_and_says_why(plain: Stored, CellDataset: Any, con
         assert isinstance(caught.value, gpuload.PlanError)
         assert "num_workers=0" in str(caught.value)
         assert "threads" in str(caught.value)
+
+
+def test_a_dataset_is_neither_indexed_nor_pickled(plain: Stored, CellDataset: Any) -> None:
+    with gpuload.open_loader(plain.path, num_threads=1) as loader:
+        with pytest.raises(gpuload.PlanError, match=r"iterated, not indexed; .* dataset\.take\(rows\)"):
+            CellDataset(loader)[0]
+        with pytest.raises(gpuload.PlanError, match="cannot be pickled or copied"):
+            copy.deepcopy(CellDataset(loader))
 
 
 def test_torch_refuses_to_stack_minibatches(plain: Stored, CellDataset: Any) -> None:

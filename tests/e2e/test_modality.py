@@ -116,6 +116,14 @@ def rmse(found: np.ndarray, wanted: np.ndarray) -> float:
 # --- the program on files ---
 
 
+def test_an_interrupt_is_no_traceback(run: Any, modality: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(modality, "run", interrupted)
+    assert run("folder") == (130, "", "modality.py: interrupted\n")
+
+
 def test_it_predicts_better_than_what_is_simpler(run: Callable[..., Any], tmp_path: Path) -> None:
     code, out, err = run(tmp_path, "--make", 900)
     assert code == 0, err

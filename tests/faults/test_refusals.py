@@ -88,11 +88,19 @@ def test_of_an_object_in_place_of_a_setting_the_form_is_shown(plain: Stored, nam
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("target_sum", [0, -1.0, float("nan"), float("inf"), "1e4", [1e4]])
+@pytest.mark.parametrize("target_sum", [0, -1.0, float("nan"), float("inf"), "1e4", [1e4], True])
 def test_bad_target_sum(target_sum: Any) -> None:
     with pytest.raises(gpuload.PlanError) as caught:
         gpuload.Transform(target_sum=target_sum)
     assert_says(caught.value, "target_sum", "None for no scaling")
+
+
+@pytest.mark.parametrize("log1p", ["False", None, 1])
+def test_bad_log1p(log1p: Any) -> None:
+    """Text would count as true, whatever it says."""
+    with pytest.raises(gpuload.PlanError) as caught:
+        gpuload.Transform(log1p=log1p)
+    assert_says(caught.value, f"log1p={log1p!r}", "expected True or False")
 
 
 def test_no_cuda_backend_yet(plain: Stored) -> None:

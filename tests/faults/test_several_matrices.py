@@ -283,6 +283,7 @@ def test_a_mask_of_genes_is_over_those_that_are_joined(tmp_path: Path) -> None:
     assert refusal(paths, gpuload.PlanError, join="inner", genes=np.ones(3, bool)) == (
         "genes is a mask of 3 entries but the matrix has 2 genes; pass one for each."
     )
+    assert "loader.var_names[numbers] are the names" in refusal(paths, gpuload.PlanError, join="inner", genes=[0, 1])
     message = refusal(paths, gpuload.PlanError, join="inner", genes=["a"])
     assert message.startswith("genes: 'a' is not in all of the 2 files (1 of 1 are not), as join='inner' demands; ")
 

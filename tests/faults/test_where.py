@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
         ("!a", ("cannot be read", "use and, or, not")),
         ("a > 1 AND b < 1", ("cannot be read", "lower case")),
         ("cell_type == 'T", ("cannot be read", "close the quotes")),
+        ("cell_type in @kinds", ("cannot be read", "write the values of a variable into the text", "{list(plates)}")),
         ("cell_type` == 'T'", ("cannot be read", "close the backticks")),
         ("cell_type == T cell", ("cannot be read", "text in quotes")),
         ("cell type == 'T = 1'", ("cannot be read", "spaces in backticks")),

@@ -449,6 +449,7 @@ def test_an_object_store(data: Path) -> None:
 def test_refusals(data: Path) -> None:
     for arguments, settings, sentence in (
         ((IDS, {}, data), {}, r"labels: 'id-0' has none \(50 of 50 IDs have none\)"),
+        ((IDS, [0] * len(IDS), data), {}, r"^labels=\[0, 0, .*: expected a dict .*; dict\(zip\(ids, labels\)\) makes"),
         ((IDS, LABELS, data, "jpg"), {}, "decode='jpg': expected one of 'pt', 'npy'"),
         ((IDS, LABELS, data), {"in_flight": 0}, "in_flight=0: expected a whole number of at least 1"),
     ):
@@ -467,6 +468,8 @@ def test_refusals(data: Path) -> None:
     ):
         with pytest.raises(PlanError, match=sentence):
             SampleLoader(samples, **settings)
+    with pytest.raises(PlanError, match=r"^SampleLoader: expected a SampleSet, and found 'cells/'; make one with"):
+        SampleLoader("cells/")  # type: ignore[arg-type]
     assert list(SampleLoader(SampleSet([], {}, data), batch_size=4, shuffle=True)) == []
 
 

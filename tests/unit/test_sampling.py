@@ -190,7 +190,7 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (Subset([3, 2, 3]), "Subset: row 3 is given twice; pass every row once."),
         (
             Subset([0.5]),
-            "Subset: it was given an array of dtype float64 and shape (1,); expected row numbers or a mask.",
+            "Subset: it was given an array of dtype float64 and shape (1,); expected row numbers or a mask (of",
         ),
         (Subset([True] * 5), "Subset: the mask has 5 entries but there are 6 cells; pass one per cell."),
         (Subset([[True] * 6]), "Subset: it was given an array of dtype bool and shape (1, 6); expected a mask."),
