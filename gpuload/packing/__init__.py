@@ -105,8 +105,8 @@ def pack(
         least as many.
     memory
         Bytes, or text such as ``"2GiB"``: limit on memory for cells. On top come row offsets and the order (more with
-        several matrices), the largest column of obs, and the names of all cells as UTF-8: some 100 bytes per cell with
-        names of 20 characters, of which a quarter is mapped files.
+        several matrices), the largest column of obs, and the names of all cells as UTF-8: 40 to 100 bytes per cell with
+        names of 20 characters, some of which are mapped files.
     num_threads
         Threads for decoding and encoding; None takes one per core available to this process.
     overwrite
