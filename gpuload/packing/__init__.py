@@ -243,12 +243,11 @@ def _labels(files: Sequence[str], layer: str, group_by: str | None, join: Join) 
     """Return the labels of all rows as numbers, -1 if missing: (n_obs,)."""
     if group_by is None:
         return None
-    import pandas as pd
-
     from gpuload.formats import frames
+    from gpuload.formats.obs import factorize
     from gpuload.packing.tables import check_columns
 
     check_columns(files, [group_by], join)
     parts = [frames.cell_column(file, group_by, layer) for file in files]
-    labels, _ = pd.factorize(frames.join(parts, f"{files[0]}: obs column {group_by!r}"))
+    labels, _ = factorize(frames.join(parts, f"{files[0]}: obs column {group_by!r}"))
     return np.asarray(labels, dtype=np.int64)
