@@ -31,6 +31,14 @@ def check_whole(name: str, value: object, least: int, also: str = "") -> int:
     return int(value)
 
 
+def check_int64(name: str, value: object, least: int) -> int:
+    """Return a whole number of at least `least` that a database holds, of 64 bits; otherwise raise PlanError."""
+    whole = check_whole(name, value, least)
+    if whole >= 1 << 63:
+        raise PlanError(f"{name}={shown(value)}: expected a whole number below 2**63.")
+    return whole
+
+
 def check_seed(seed: object) -> int:
     """Return a seed; raise PlanError if it is invalid."""
     if not is_whole(seed, 0) or seed >= 1 << 64:

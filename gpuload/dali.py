@@ -23,6 +23,7 @@ import numpy as np
 
 from gpuload.checks import check_loader
 from gpuload.errors import MissingDependencyError, PlanError
+from gpuload.threads import OneAtATime
 
 try:
     from nvidia.dali import Pipeline, fn, pipeline_def, types
@@ -30,7 +31,7 @@ except ImportError as error:
     raise MissingDependencyError("nvidia-dali-cuda130", "gpuload.dali", "dali") from error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -75,6 +76,9 @@ class _Source:
         self._stream = stream
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return OneAtATime(self._epoch())
+
+    def _epoch(self) -> Generator[tuple[Any, ...], None, None]:
         batches = iter(self._loader)
         _starts[self._loader] = self._loader.state_dict()  # no minibatch has been taken: where this epoch starts
         # No other reference to a minibatch is kept here, so that its memory is released after its last use.

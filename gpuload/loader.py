@@ -21,7 +21,7 @@ from gpuload.errors import GpuloadError, PlanError
 from gpuload.opening import check_row_numbers, check_take
 from gpuload.sampling.rows import as_ranges
 from gpuload.state import check_state, fingerprint, make_state
-from gpuload.threads import Closer
+from gpuload.threads import Closer, refuse_other_thread
 from gpuload.types import Batch
 
 if TYPE_CHECKING:
@@ -611,7 +611,7 @@ class _Iteration:
         except GpuloadError:
             raise
         except Exception as error:
-            _refuse_other_thread(error)
+            refuse_other_thread(error)
             if self._is_cut_off:
                 raise PlanError(
                     "this iteration was ended by a later iter(), close() or load_state_dict() of its loader; only one "
@@ -624,7 +624,7 @@ class _Iteration:
         try:
             self._batches.close()
         except ValueError as error:
-            _refuse_other_thread(error)
+            refuse_other_thread(error)
             raise
 
     def end(self, *, is_final: bool) -> None:
@@ -639,16 +639,6 @@ class _Iteration:
             if not is_final:
                 raise
         self._is_cut_off = is_cut_off
-
-
-def _refuse_other_thread(error: Exception) -> None:
-    """Raise PlanError for an error of a generator itself, as another thread is inside it, and not of its code."""
-    is_its_own = error.__traceback__ is not None and error.__traceback__.tb_next is None
-    if isinstance(error, ValueError) and is_its_own:
-        raise PlanError(
-            "the loader is being iterated in another thread; only one thread at a time can take its minibatches, and "
-            "only one iteration can run: open a second loader."
-        ) from None
 
 
 def _handed_over(column: ObsColumn, rows: Any) -> NDArray[Any]:

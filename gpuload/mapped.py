@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gpuload.checks import check_whole
 from gpuload.errors import PlanError
+from gpuload.threads import OneAtATime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -107,7 +108,7 @@ class Mapped(Generic[Made]):
         """Start the loader's next epoch."""
         batches = iter(self._loader)
         self._state, self._live = None, object()
-        return self._made(batches, self._live)
+        return OneAtATime(self._made(batches, self._live))
 
     def __getitem__(self, _: object) -> Made:
         raise PlanError(

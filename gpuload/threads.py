@@ -8,6 +8,8 @@ that may have been reused by then.
 
 `QuickThreads` are for calls so short that an executor's futures, with their conditions, would cost as much.
 
+`OneAtATime` refuses a second thread where only one can be.
+
 A `Closer` ends what an object has started, threads among it, when the object is closed or forgotten.
 """
 
@@ -19,10 +21,12 @@ import time
 import weakref
 from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from gpuload.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Generator, Iterable
 
 T = TypeVar("T")
 
@@ -213,6 +217,53 @@ class QuickThreads:
         self._calls.put(None)
         for thread in self._threads if wait else ():
             thread.join()
+
+
+class OneAtATime(Generic[T]):
+    """Iterator over what a generator yields; raises PlanError if another thread is inside.
+
+    Parameters
+    ----------
+    items
+        The generator.
+    owner, cure
+        What is iterated, and what to do, for the error message.
+    """
+
+    __slots__ = ("__weakref__", "_cure", "_items", "_owner")
+
+    def __init__(
+        self, items: Generator[T, None, None], owner: str = "loader", cure: str = "open a second loader"
+    ) -> None:
+        self._items, self._owner, self._cure = items, owner, cure
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            return next(self._items)
+        except ValueError as error:
+            refuse_other_thread(error, self._owner, self._cure)
+            raise
+
+    def close(self) -> None:
+        """Close the generator."""
+        try:
+            self._items.close()
+        except ValueError as error:
+            refuse_other_thread(error, self._owner, self._cure)
+            raise
+
+
+def refuse_other_thread(error: Exception, owner: str = "loader", cure: str = "open a second loader") -> None:
+    """Raise PlanError for an error of a generator itself, as another thread is inside it, and not of its code."""
+    is_its_own = error.__traceback__ is not None and error.__traceback__.tb_next is None
+    if type(error) is ValueError and is_its_own:
+        raise PlanError(
+            f"the {owner} is being iterated in another thread; only one thread at a time can take its minibatches, and "
+            f"only one iteration can run: {cure}."
+        ) from None
 
 
 class Closer:

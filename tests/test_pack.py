@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from contextlib import suppress
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import anndata as ad
@@ -20,6 +22,7 @@ from scipy.sparse import random as random_matrix
 
 import gpuload
 from gpuload.cli import main
+from gpuload.formats import frames
 from gpuload.packing import job as jobs
 from tests import writers
 from tests.other_forms import FORMS
@@ -362,6 +365,28 @@ def test_grouped_rows_stand_together_and_are_shuffled(column: str, source: Path,
     assert "none" not in runs[:-1]
     first = adata.obs["source_row"].to_numpy()[: labels.count(labels[0])]
     assert first.size < 3 or (np.diff(first) < 0).any()
+
+
+def test_labels_that_differ_after_a_nul_character_are_told_apart(tmp_path: Path) -> None:
+    """Pandas' own codes are of what is before it."""
+    labels = ["a\0", "a", "", "\0", "a", "a\0c", "a\0"] * 5
+    adata = ad.AnnData(np.ones((len(labels), 2), dtype=np.float32), obs={"label": np.array(labels, dtype=object)})
+    with warnings.catch_warnings(action="ignore"), ad.settings.override(zarr_write_format=3):
+        adata.write_zarr(tmp_path / "in.zarr", convert_strings_to_categoricals=False)
+    with gpuload.open_loader(tmp_path / "in.zarr", batch_size=5, obs=["label"], device="cpu") as loader:
+        assert loader.obs["label"].tolist() == labels
+    gpuload.pack(tmp_path / "in.zarr", tmp_path / "out.zarr", group_by="label")
+    packed = ad.read_zarr(tmp_path / "out.zarr").obs
+    found = packed["label"].tolist()
+    assert found == [labels[row] for row in packed["source_row"]]
+    assert sum(one != other for one, other in pairwise(found)) == 4
+
+
+def test_categories_that_differ_after_a_nul_character_are_told_apart() -> None:
+    parts = [pd.Categorical.from_codes([0, 1, -1], names) for names in (["a", "a\0"], ["a\0", "b"])]
+    joined = frames.join(parts, "label").astype(object)
+    assert joined[[0, 1, 3, 4]].tolist() == ["a", "a\0", "a\0", "b"]
+    assert pd.isna(joined).nonzero()[0].tolist() == [2, 5]
 
 
 def test_order_is_a_uniform_permutation() -> None:

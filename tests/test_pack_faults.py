@@ -294,6 +294,34 @@ def test_a_target_at_an_address_is_refused(source: Path) -> None:
         gpuload.pack(source, "s3://b/x.zarr")
 
 
+def test_a_target_does_not_replace_a_source_by_another_name(tmp_path: Path) -> None:
+    store, link, inner = tmp_path / "cells.zarr", tmp_path / "link.zarr", tmp_path / "cells.zarr" / "inner.zarr"
+    for path in (store, inner):
+        gpuload.pack(written(cells(5, 5), tmp_path / "in.h5ad"), path)
+    link.symlink_to(store)
+    for source, target, found in (
+        (link, store, "it is one of the sources"),
+        (store, link, "it is one of the sources"),
+        (inner, store, r"the source .*inner\.zarr is inside it"),
+        (store, store / "out.zarr", r"it is inside the source .*cells\.zarr"),
+    ):
+        with pytest.raises(gpuload.PlanError, match=rf"^target=.*: {found}; choose another\.$"):
+            gpuload.pack(source, target, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["cells.zarr", "in.h5ad", "link.zarr"]
+    assert ad.read_zarr(inner).n_obs == 5
+
+
+def test_a_folder_of_something_else_is_not_worked_in(source: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "out.zarr.packing" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(
+        gpuload.StoreError, match=r"out\.zarr\.packing: .* it holds 'notes\.txt', which is not of packing"
+    ):
+        gpuload.pack(source, tmp_path / "out.zarr")
+    assert notes.read_text() == "mine"
+
+
 def test_a_target_that_appears_meanwhile_is_not_replaced(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +353,17 @@ def relabel(path: Path) -> None:
     with h5py.File(path, "r+") as file:
         file["obs/n_counts"][...] = 7
     os.utime(path, ns=(0, 1))
+
+
+def test_a_file_of_a_source_that_is_put_back_changes_its_stamp(tmp_path: Path) -> None:
+    """With the size that the one before had, and an older time than other files."""
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+        os.utime(tmp_path / name, ns=(0, ord(name)))
+    before = packing._stamp(str(tmp_path))
+    assert before == packing._stamp(os.path.relpath(tmp_path))
+    os.utime(tmp_path / "a", ns=(0, 1))
+    assert packing._stamp(str(tmp_path)) != before
 
 
 def replace_by_another(path: Path) -> None:
@@ -514,6 +553,7 @@ def test_two_at_one_target(source: Path, tmp_path: Path) -> None:
         ({"obs": ["plate", 3]}, r"obs=\['plate', 3\]: expected the name of an obs column, or a list of names"),
         ({"group_by": "plat"}, "did you mean 'plate'"),
         ({"layer": "none"}, "there is no layer 'none'"),
+        ({"group_by": ["plate"]}, r"group_by=\['plate'\]: expected the name of an obs column, or None"),
     ],
 )
 def test_settings_are_refused_in_one_sentence(
@@ -527,6 +567,14 @@ def test_settings_are_refused_in_one_sentence(
 def test_sources_and_targets_are_refused_in_one_sentence(source: Path, tmp_path: Path) -> None:
     with pytest.raises(gpuload.PlanError, match="is given twice"):
         gpuload.pack([source, source], tmp_path / "out.zarr")
+    (tmp_path / "link.h5ad").symlink_to(source)
+    with pytest.raises(gpuload.PlanError, match=r"link\.h5ad is given twice"):
+        gpuload.pack([source, tmp_path / "link.h5ad"], tmp_path / "out.zarr")
+    with pytest.raises(gpuload.PlanError, match=r"paths=None: expected the path of a file or folder"):
+        gpuload.pack(None, tmp_path / "out.zarr")
+    for odd in (None, 3, b"x", "", "x\0y"):
+        with pytest.raises(gpuload.PlanError, match=r"^target=.*: expected the path of a folder to create\.$"):
+            gpuload.pack(source, odd)
     with pytest.raises(gpuload.ReadError, match=r"no such file\. Check the path"):
         gpuload.pack(tmp_path / "none.h5ad", tmp_path / "out.zarr")
     with pytest.raises(gpuload.PlanError, match="is an address, and packing reads files on disk; copy it first"):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Self
 from gpuload.cache.reading import Sample, SampleReader, assemble, check_reading
 from gpuload.checks import check_share, check_whole, is_whole
 from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError
-from gpuload.threads import PATIENCE_S, DaemonThreads
+from gpuload.threads import PATIENCE_S, DaemonThreads, OneAtATime
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _NOTE_S = 0.05
 """Interval at which uses are written to the catalogue."""
+
+_CLOSED = "the snapshot was closed; take another with store.snapshot()."
 
 
 class Snapshot:
@@ -120,7 +122,7 @@ class Snapshot:
         Raises
         ------
         PlanError
-            An option is invalid; or the iteration was ended by a later one.
+            An option is invalid; or the iteration was ended by a later one, or by `close`.
         ReadError, CorruptDataError
             A sample cannot be read or decoded; raised after the batches before it.
         """
@@ -128,17 +130,18 @@ class Snapshot:
         batch_size, prefetch = check_whole("batch_size", batch_size, 1), check_whole("prefetch", prefetch, 1)
         num_threads, max_skipped = check_whole("num_threads", num_threads, 1), check_share("max_skipped", max_skipped)
         if self._is_closed:
-            raise PlanError("the snapshot was closed; take another with store.snapshot().")
+            raise PlanError(_CLOSED)
         reader = SampleReader(
             decode, verify, self._store.fetch_whole, self._store.copies.drop, prefetch + 1, self._store.verified
         )
         last = len(self) - batch_size if drop_last else len(self) - 1
         limit = max(1, int(max_skipped * len(self))) if on_error == "skip" else 0
-        return self._run(reader, last, batch_size, prefetch, num_threads, limit)
+        batches = self._run(reader, last, batch_size, prefetch, num_threads, limit)
+        return OneAtATime(batches, "snapshot", "take another snapshot, with generation= for the same samples")
 
     def _run(
         self, reader: SampleReader, last: int, batch_size: int, prefetch: int, num_threads: int, limit: int
-    ) -> Iterator[SampleBatch]:
+    ) -> Generator[SampleBatch, None, None]:
         """Yield the batches that begin between the position and `last`."""
         self._n_begun += 1
         number_of_this = self._n_begun
@@ -158,6 +161,8 @@ class Snapshot:
                     pending.append(_Pending(planner.submit(self._begin, reader, readers, ids)))
                 if not pending:
                     return
+                if self._is_closed:  # what is left is no longer protected
+                    raise PlanError(_CLOSED)
                 if self._n_begun != number_of_this:
                     raise PlanError(
                         "this iteration was ended by a later batches() of its snapshot; only one can run at a time: "

@@ -22,7 +22,7 @@ from gpuload.cache.reading import no_copy
 from gpuload.cache.reads import Reads
 from gpuload.cache.room import Room
 from gpuload.cache.snapshot import Snapshot, check_order_settings
-from gpuload.checks import check_choice, check_seconds, check_seed, check_share, check_whole, parse_nbytes
+from gpuload.checks import check_choice, check_int64, check_seconds, check_seed, check_share, check_whole, parse_nbytes
 from gpuload.distributed import rank_and_world_size
 from gpuload.errors import BusyError, GpuloadError, PlanError, ReadError, StoreError, first_line
 from gpuload.object_errors import BUSY
@@ -156,13 +156,13 @@ class SampleStore:
             parse_nbytes("budget", budget, least=0),
             parse_nbytes("min_free", min_free, least=0),
             policy,
-            min_visits=check_whole("min_visits", min_visits, 1),
+            min_visits=check_int64("min_visits", min_visits, 1),
             in_flight=check_whole("in_flight", in_flight, 1),
             piece_nbytes=parse_nbytes("piece_nbytes", piece_nbytes),
             tries=check_whole("tries", tries, 1),
             first_wait_s=check_seconds("first_wait_s", first_wait_s),
             longest_wait_s=check_seconds("longest_wait_s", longest_wait_s),
-            max_failures=check_whole("max_failures", max_failures, 1),
+            max_failures=check_int64("max_failures", max_failures, 1),
             relist_s=check_seconds("relist_s", relist_s),
         )
         self.remote: Remote = open_remote(remote) if isinstance(remote, (str, os.PathLike)) else remote
@@ -329,6 +329,8 @@ class SampleStore:
             check_order_settings(settings, state)
             settings |= {name: state[name] for name in ("seed", "mode", "n_samples", "echo_max")}
             generation, position = state["generation"], int(state["position"])
+        if state is not None or generation is not None:
+            generation = check_int64("generation", generation, 0)
         check_choice("mode", settings["mode"], MODES)
         check_seed(settings["seed"])
         for name in ("n_samples", "echo_max"):
@@ -336,7 +338,7 @@ class SampleStore:
                 check_whole(name, settings[name], 1)
         if wait_s is not None:
             check_seconds("wait_s", wait_s)
-        if check_whole("min_samples", min_samples, 0):
+        if check_int64("min_samples", min_samples, 0):
             min_samples = max(min_samples, world_size)
         if settings["n_samples"] is not None and settings["n_samples"] < world_size:
             raise PlanError(

@@ -194,7 +194,13 @@ def _united(parts: Sequence[Any], where: str) -> pd.Categorical:
             "another; make them one type, or leave the column out."
         )
     is_one = all(part.dtype == coded[0].dtype for part in coded)
-    return pd.api.types.union_categoricals(coded, ignore_order=not is_one)
+    if not any("\0" in str(name) for part in coded for name in part.categories):
+        return pd.api.types.union_categoricals(coded, ignore_order=not is_one)
+    numbers: dict[Any, int] = {}  # pandas ends a text at a NUL character
+    tables = [np.array([*(numbers.setdefault(name, len(numbers)) for name in p.categories), -1]) for p in coded]
+    codes = np.concatenate([table[part.codes] for table, part in zip(tables, coded, strict=True)])
+    names = pd.Index(list(numbers), dtype=like.categories.dtype)
+    return pd.Categorical.from_codes(codes, names, ordered=bool(is_one and like.ordered))
 
 
 def _uncoded(part: Any) -> Any:

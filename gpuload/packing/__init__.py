@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import ExitStack
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +37,9 @@ CODECS = ("lz4", "zstd", "none")
 
 MIN_MEMORY = 1 << 20
 """Bytes: any less holds no task worth its overhead."""
+
+_MAX_MEMORY = 1 << 62
+"""Bytes: any more means no limit too, but is beyond int64."""
 
 _TABLE_NBYTES = 64
 """Bytes per cell allowed for obs and the order, in the same estimate."""
@@ -190,6 +194,8 @@ def _check_settings(
 ) -> int:
     """Refuse settings that cannot be carried out; return the memory in bytes."""
     check_choice("codec", codec, CODECS)
+    if group_by is not None and not isinstance(group_by, str):
+        raise PlanError(f"group_by={shown(group_by)}: expected the name of an obs column, or None.")
     if keep_order and group_by is not None:
         raise PlanError(f"group_by={group_by!r} with keep_order=True: two orders; drop one.")
     for name, value, least in (("seed", seed, 0), ("block_size", block_size, 1), ("num_threads", num_threads or 1, 1)):
@@ -197,14 +203,14 @@ def _check_settings(
     nbytes = parse_nbytes("memory", memory)
     if nbytes < MIN_MEMORY:
         raise PlanError(f"memory={memory!r}: expected at least {MIN_MEMORY >> 20}MiB.")
-    return nbytes
+    return min(nbytes, _MAX_MEMORY)
 
 
 def _source_files(paths: Any) -> list[str]:
     """Return the files that paths stand for."""
     from gpuload.formats.recognise import expand
 
-    each = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    each = [paths] if isinstance(paths, (str, os.PathLike)) or not hasattr(paths, "__iter__") else list(paths)
     if not each or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in each):
         raise PlanError(f"paths={shown(paths)}: expected the path of a file or folder, or several.")
     for path in each:
@@ -213,33 +219,35 @@ def _source_files(paths: Any) -> list[str]:
     files = [file for path in each for file in expand(os.fspath(path))]
     seen: set[str] = set()
     for file in files:
-        if file in seen:
+        at = os.path.realpath(file)  # it may have several names
+        if at in seen:
             raise PlanError(f"paths: {file} is given twice; pass every file once.")
-        seen.add(file)
+        seen.add(at)
     return files
 
 
 def _stamp(path: str) -> list[Any]:
-    """Return an identifier that changes when a source does: path, number and sizes of its files, latest change."""
+    """Return an identifier that changes when a source does: its path, and the names, sizes and times of its files."""
     from gpuload.formats.recognise import file_of
 
     at = file_of(path)
-    inside = [os.path.join(folder, name) for folder, _, names in os.walk(at) for name in names]
-    statuses = [os.stat(one) for one in inside or [at]]
-    sizes, times = [s.st_size for s in statuses], [s.st_mtime_ns for s in statuses]
-    return [os.path.abspath(path), len(statuses), sum(sizes), max(times)]
+    files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(at) for name in names) or [at]
+    digest = blake2b(digest_size=16)
+    for file in files:  # each of them: one that is put back from a copy may be older than others
+        status = os.stat(file)
+        digest.update(os.fsencode(f"{file.removeprefix(at)}\0{status.st_size}\0{status.st_mtime_ns}\0"))
+    return [os.path.abspath(path), len(files), digest.hexdigest()]
 
 
 def _labels(files: Sequence[str], layer: str, group_by: str | None, join: Join) -> NDArray[np.int64] | None:
     """Return the labels of all rows as numbers, -1 if missing: (n_obs,)."""
     if group_by is None:
         return None
-    import pandas as pd
-
     from gpuload.formats import frames
+    from gpuload.formats.obs import factorize
     from gpuload.packing.tables import check_columns
 
     check_columns(files, [group_by], join)
     parts = [frames.cell_column(file, group_by, layer) for file in files]
-    labels, _ = pd.factorize(frames.join(parts, f"{files[0]}: obs column {group_by!r}"))
+    labels, _ = factorize(frames.join(parts, f"{files[0]}: obs column {group_by!r}"))
     return np.asarray(labels, dtype=np.int64)

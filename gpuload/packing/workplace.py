@@ -7,8 +7,9 @@ import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from gpuload.errors import GpuloadError, PlanError, ReadError, StoreError
+from gpuload.errors import GpuloadError, PlanError, ReadError, StoreError, shown
 from gpuload.formats.arrays import OBSM
+from gpuload.formats.recognise import file_of
 from gpuload.formats.zarr_nodes import GROUP_FILES
 from gpuload.packing.files import locked, remove_partial, sync_folder, sync_folders, write_whole
 
@@ -34,7 +35,10 @@ def layer_at(member: str) -> str:
 
 
 def target_path(target: str | os.PathLike[str]) -> str:
-    """Return the path of a target; refuse an address."""
+    """Return the path of a target; refuse an address, and what is no path."""
+    given = os.fspath(target) if isinstance(target, (str, os.PathLike)) else None
+    if not isinstance(given, str) or not given or "\0" in given:
+        raise PlanError(f"target={shown(target)}: expected the path of a folder to create.")
     if "://" in os.fspath(target):
         raise PlanError(
             f"target={os.fspath(target)!r}: it is an address, but a target is a folder on this machine; pass a path, "
@@ -48,8 +52,15 @@ def check_target(target: str, files: Sequence[str], *, overwrite: bool) -> None:
     parent = os.path.dirname(target)
     if not os.path.isdir(parent):
         raise ReadError(f"{parent}: there is no such folder to put the target into; create it first.")
-    if any(os.path.abspath(file) == target for file in files):
-        raise PlanError(f"target={target!r}: it is one of the sources; choose another.")
+    place = os.path.realpath(target)
+    for file in files:
+        source = os.path.realpath(file_of(file))
+        if source == place:
+            raise PlanError(f"target={target!r}: it is one of the sources; choose another.")
+        outer = os.path.commonpath((source, place))
+        if outer in (source, place):
+            found = f"it is inside the source {file}" if outer == source else f"the source {file} is inside it"
+            raise PlanError(f"target={target!r}: {found}; choose another.")
     if not os.path.lexists(target):
         return
     if not any(os.path.exists(os.path.join(target, name)) for name in GROUP_FILES):
@@ -91,7 +102,15 @@ def at_work(folder: str, plan: bytes) -> Iterator[None]:
     ------
     ReadError
         Another process works there.
+    StoreError
+        The folder is of something else.
     """
+    there = os.listdir(folder) if os.path.isdir(folder) else []
+    if there and LOCK not in there:
+        raise StoreError(
+            f"{folder}: packing would work there, but it holds {sorted(there)[0]!r}, which is not of packing; move it, "
+            "or choose another target."
+        )
     os.makedirs(folder, exist_ok=True)
     with locked(os.path.join(folder, LOCK)):
         if _is_of(folder, plan) and os.path.isdir(os.path.join(folder, STORE)):
@@ -104,7 +123,7 @@ def at_work(folder: str, plan: bytes) -> Iterator[None]:
             yield
         except BaseException:
             if all(name in (LOCK, _PLAN) for _, _, names in os.walk(folder) for name in names):
-                shutil.rmtree(folder)
+                _remove(folder)
             raise
 
 
@@ -149,6 +168,12 @@ def publish(folder: str, target: str) -> None:
         os.rename(target, os.path.join(folder, "replaced"))
     os.rename(store, target)
     sync_folder(os.path.dirname(target))
+    _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    """Remove the folder, its lock last: whenever that is cut short, the remains are known as such."""
+    clear(folder)
     shutil.rmtree(folder)
 
 

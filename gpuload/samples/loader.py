@@ -24,10 +24,10 @@ from gpuload.permute import Permutation
 from gpuload.samples.tensor_files import Span, bytes_of
 from gpuload.state import check_fingerprint
 from gpuload.stats import Stats
-from gpuload.threads import DaemonThreads
+from gpuload.threads import DaemonThreads, OneAtATime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from numpy.typing import NDArray
 
@@ -209,8 +209,11 @@ class SampleLoader:
         ------
         PlanError
             The iteration was ended by a later one, by `set_epoch` or by `load_state_dict`; or it began in a process of
-            which this one is a fork.
+            which this one is a fork, or is being iterated in another thread.
         """
+        return OneAtATime(self._batches(), cure="make a second loader")
+
+    def _batches(self) -> Generator[Any, None, None]:
         self._start_at(*self._next)
         number_of_this, process = self._n_begun, os.getpid()
         self._next = self._epoch + 1, 0

@@ -291,6 +291,16 @@ def test_dali_reset_before_the_end_loses_nothing_that_a_pipeline_holds(plain: St
     np.testing.assert_array_equal(np.concatenate(rows), np.concatenate([b.rows for b in batches_of(plain.path)]))
 
 
+def test_dali_refuses_a_second_thread_in_an_iteration(
+    plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        batches = iter(dali._Source(loader))
+        monkeypatch.setattr(dali._Source, "_outputs", lambda *_: next(batches))
+        with pytest.raises(gpuload.PlanError, match=r"^the loader is being iterated in another thread; only one "):
+            next(batches)
+
+
 def test_dali_takes_nothing_before_the_first_step(plain: Stored, CellIterator: Any) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         cells = CellIterator(loader)

@@ -209,6 +209,13 @@ def test_only_one_iteration_runs(loader: gpuload.Loader) -> None:
     assert next(iter(mapped)) != second_rows
 
 
+def test_a_second_thread_in_an_iteration_is_refused(loader: gpuload.Loader) -> None:
+    mapped: Mapped[Any] = Mapped(loader, lambda _: next(batches), ahead=1)
+    batches = iter(mapped)
+    with pytest.raises(PlanError, match=r"^the loader is .* in another thread; .* open a second loader\.$"):
+        next(batches)
+
+
 def test_an_iteration_that_was_ended_before_it_began(plain: Stored, loader: gpuload.Loader) -> None:
     mapped = Mapped(loader, rows, ahead=3)
     first, second = iter(mapped), iter(mapped)

@@ -494,6 +494,20 @@ def test_a_state_whose_object_changed_is_refused(tmp_path: Path, remote: Countin
             next(batches)
 
 
+def test_closing_a_snapshot_or_a_second_thread_ends_an_iteration(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            batches = snapshot.batches(4, prefetch=5)
+            checked(next(batches))
+        with pytest.raises(PlanError, match=r"^the snapshot was closed; take another with store\.snapshot\(\)\.$"):
+            next(batches)  # read ahead before, but of samples that are no longer protected
+        with store.snapshot() as snapshot:
+            batches = snapshot.batches(4, decode=lambda _: next(batches))
+            with pytest.raises(PlanError, match=r"^the snapshot is being iterated in another thread; .*: take another"):
+                next(batches)
+
+
 def test_a_later_iteration_ends_the_one_before(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
@@ -1313,7 +1327,7 @@ def test_a_store_that_is_closed_loses_no_uses(
     with pytest.raises(PlanError, match="the snapshot was closed"):
         snapshot.batches(7)
     snapshot.close()
-    with pytest.raises(PlanError, match="the sample store was closed"):
+    with pytest.raises(PlanError, match="the snapshot was closed"):
         list(batches)
     with opened(tmp_path, remote, n_held=N, fetch=False) as store:
         assert store.coverage().n_visits == 14
@@ -1326,7 +1340,8 @@ def test_a_store_that_is_closed_in_the_middle_ends_the_thread_that_notes_uses(
         full(store, N)
         batches = store.snapshot().batches(7, prefetch=5)
         next(batches)
-    next(batches)  # read ahead before
+    with pytest.raises(PlanError, match="the snapshot was closed"):
+        next(batches)
     until(lambda: not [thread for thread in threading.enumerate() if thread.name == "gpuload-uses"])
     batches.close()
 
@@ -1610,6 +1625,8 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
         ("min_visits", 1.5, f"{whole} 1"),
         ("tries", 0, f"{whole} 1"),
         ("max_failures", True, f"{whole} 1"),
+        ("max_failures", 1 << 63, r"a whole number below 2\*\*63"),
+        ("min_visits", 1 << 63, r"a whole number below 2\*\*63"),
         ("relist_s", "5", f"{seconds} of at least 0"),
         ("first_wait_s", -0.1, f"{seconds} of at least 0"),
         ("longest_wait_s", float("nan"), f"{seconds} of at least 0"),
@@ -1640,6 +1657,9 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
             ({"n_samples": 0}, "n_samples=0: expected a whole number of at least 1"),
             ({"echo_max": 0}, "echo_max=0: expected a whole number of at least 1"),
             ({"min_samples": 2.5}, r"min_samples=2\.5: expected a whole number of at least 0"),
+            ({"min_samples": 1 << 63}, r"min_samples=9223372036854775808: expected a whole number below 2\*\*63"),
+            ({"generation": 1 << 63}, r"generation=9223372036854775808: expected a whole number below 2\*\*63"),
+            ({"generation": "7"}, "generation='7': expected a whole number of at least 0"),
             ({"wait_s": "1"}, "wait_s='1': expected a number of seconds"),
         ):
             with pytest.raises(PlanError, match=sentence):

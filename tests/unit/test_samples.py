@@ -507,6 +507,14 @@ def test_each_iteration_is_a_whole_epoch_and_only_one_runs(data: Path) -> None:
     assert labels(last) == first
 
 
+def test_a_second_thread_in_an_iteration_is_refused(data: Path) -> None:
+    batches: Any = None
+    loader = SampleLoader(SampleSet(IDS, LABELS, data), batch_size=4, collate_fn=lambda _: next(batches))
+    batches = iter(loader)
+    with pytest.raises(PlanError, match=r"^the loader is .* in another thread; .*: make a second loader\.$"):
+        next(batches)
+
+
 @pytest.mark.usefixtures("no_leaks")
 def test_an_early_break_leaves_nothing_behind(data: Path) -> None:
     loader = SampleLoader(SampleSet(IDS, LABELS, data), batch_size=4)
