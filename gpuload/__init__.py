@@ -12,11 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gpuload import errors
 from gpuload.alignment import check_join
-from gpuload.checks import check_choice, check_names, check_obs_names
+from gpuload.checks import check_bool, check_choice, check_names, check_obs_names
 from gpuload.distributed import rank_and_world_size
 from gpuload.errors import (
     BusyError,
@@ -69,6 +67,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy as np
     import pandas as pd
     from numpy.typing import NDArray
 
@@ -304,8 +303,7 @@ def open_loader(
     rank, world_size = rank_and_world_size(rank, world_size)
     sampler = None if sampler is None else as_sampler(sampler)
     for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
-        if not isinstance(value, (bool, np.bool_)):
-            raise PlanError(f"{name}={errors.shown(value)}: expected True or False.")
+        check_bool(name, value)
     check_sampler(sampler, shuffle)
     block_size = block_size_for(sampler, block_size)
     check_choice("output", output, ("dense", "csr"))

@@ -115,6 +115,12 @@ def check_names(
     return names
 
 
+def check_bool(name: str, value: object) -> None:
+    """Raise PlanError for what is neither True nor False: text such as "no" would count as True."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise PlanError(f"{name}={shown(value)}: expected True or False.")
+
+
 def check_order(said: str, given: object, what: str) -> None:
     """Raise PlanError for a set, which has another order in each process: what was `said`, and `what` to pass."""
     if isinstance(given, (set, frozenset)):
@@ -124,20 +130,24 @@ def check_order(said: str, given: object, what: str) -> None:
 def check_index(
     name: str, given: Any, names: Callable[[], NDArray[np.object_]] | None, what: str, all_names: str
 ) -> None:
-    """Raise PlanError for a Series or DataFrame of pandas, taken by position, whose index says another order.
+    """Raise PlanError for values, taken by position, of which a mask hides some or whose index says another order.
 
     Parameters
     ----------
     name
         Of the argument or sampler, for the error message.
     given
-        The value given, of the right length; anything else passes.
+        The values given, of the right length: a masked array of NumPy, or a Series or DataFrame of pandas; anything
+        else passes.
     names
         Returns the names, (n,) object, that an index other than 0, 1, 2, ... must have, in this order; called only for
         such an index. None: they cannot be known, and every index passes.
     what, all_names
         What is named, and an expression that gives all names, for the error message.
     """
+    if isinstance(given, np.ma.MaskedArray) and np.any(np.ma.getmaskarray(given)):
+        at = int(np.argmax(np.ma.getmaskarray(given).ravel()))
+        raise PlanError(f"{name}: it was given a masked array, whose value {at} is hidden; pass its .filled(value).")
     pandas = sys.modules.get("pandas")
     if pandas is None or not isinstance(given, (pandas.Series, pandas.DataFrame)):
         return

@@ -91,7 +91,8 @@ def shown(value: Any) -> str:
         dtype = getattr(value, "dtype", None)
         of = "" if dtype is None else f"dtype {dtype} and "
         return f"<{type(value).__name__} of {of}shape {tuple(shape)}>"
-    return re.sub(r"\s*\n\s*", " ", _SHORT.repr(value))[:300]
+    found = re.sub(r"\s*\n\s*", " ", _SHORT.repr(value))[:300]
+    return re.sub(r" (object )?at 0x[0-9a-fA-F.]+>", ">", found)  # where it is in memory tells nobody anything
 
 
 def listing(names: Sequence[str], at_most: int = 30, none: str = "no columns") -> str:

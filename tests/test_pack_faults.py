@@ -543,6 +543,8 @@ def test_two_at_one_target(source: Path, tmp_path: Path) -> None:
     [
         ({"codec": "gzip"}, r"codec='gzip': expected one of 'lz4', 'zstd', 'none'"),
         ({"group_by": "plate", "keep_order": True}, "two orders; drop one"),
+        ({"keep_order": "no"}, "keep_order='no': expected True or False"),
+        ({"overwrite": "no"}, "overwrite='no': expected True or False"),
         ({"seed": -1}, "seed=-1: expected a whole number of at least 0"),
         ({"block_size": 0}, "block_size=0: expected a whole number of at least 1"),
         ({"num_threads": 1.5}, "num_threads=1.5: expected a whole number of at least 1"),

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.alignment import check_join
-from gpuload.checks import check_choice, check_names, check_obs_names, check_whole, parse_nbytes
+from gpuload.checks import check_bool, check_choice, check_names, check_obs_names, check_whole, parse_nbytes
 from gpuload.errors import PlanError, ReadError, shown
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ def pack(
     """
     layers, obsm, join = check_names("layer", layer, least=1), check_names("obsm", obsm), check_join(join)
     obs = None if obs is None else check_obs_names("obs", obs)
+    check_bool("overwrite", overwrite)
     memory_nbytes = _check_settings(group_by, keep_order, seed, codec, block_size, memory, num_threads)
     from gpuload.packing import job as jobs
     from gpuload.packing import workplace
@@ -194,6 +195,7 @@ def _check_settings(
 ) -> int:
     """Refuse settings that cannot be carried out; return the memory in bytes."""
     check_choice("codec", codec, CODECS)
+    check_bool("keep_order", keep_order)
     if group_by is not None and not isinstance(group_by, str):
         raise PlanError(f"group_by={shown(group_by)}: expected the name of an obs column, or None.")
     if keep_order and group_by is not None:

@@ -465,6 +465,25 @@ def test_a_series_has_its_values_in_the_order_of_the_cells(plain: Stored, name: 
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "sampler"),
+    [
+        ("Subset", lambda given: Subset(given > 1)),
+        ("Weighted", Weighted),
+        ("ClassBalanced", ClassBalanced),
+        ("Grouped", lambda given: Grouped(given, 4)),
+        ("Mixture", lambda given: Mixture([(given > 1, 0.5), (given <= 1, 0.5)])),
+    ],
+)
+def test_what_a_mask_hides_is_not_used(plain: Stored, name: str, sampler: Any) -> None:
+    given = np.ma.masked_array(np.arange(131) % 3)
+    with gpuload.open_loader(plain.path, sampler=sampler(given), batch_size=8) as loader:
+        assert len(next(iter(loader))) == 8
+    given[5] = np.ma.masked
+    with pytest.raises(PlanError, match=f"^{name}: it was given a masked array, whose value 5 is hidden; pass its"):
+        gpuload.open_loader(plain.path, sampler=sampler(given), batch_size=8)
+
+
 def test_a_series_of_row_numbers_may_have_any_index(plain: Stored) -> None:
     rows = pd.Series([7, 3, 9], index=["x", "y", "z"])
     with gpuload.open_loader(plain.path, sampler=Subset(rows)) as loader:
