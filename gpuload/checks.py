@@ -115,10 +115,11 @@ def check_names(
     return names
 
 
-def check_bool(name: str, value: object) -> None:
-    """Raise PlanError for what is neither True nor False: text such as "no" would count as True."""
+def check_bool(name: str, value: object, of: str = "") -> None:
+    """Raise PlanError for what is neither True nor False, such as "no"; `of` is the class that was given it."""
     if not isinstance(value, (bool, np.bool_)):
-        raise PlanError(f"{name}={shown(value)}: expected True or False.")
+        said = f"{name}={shown(value)}"
+        raise PlanError(f"{f'{of}({said})' if of else said}: expected True or False.")
 
 
 def check_order(said: str, given: object, what: str) -> None:

@@ -21,7 +21,7 @@ from gpuload.errors import GpuloadError, PlanError
 from gpuload.opening import check_row_numbers, check_take
 from gpuload.sampling.rows import as_ranges
 from gpuload.state import check_state, fingerprint, make_state
-from gpuload.threads import Closer, refuse_other_thread
+from gpuload.threads import Closer, OneAtATime
 from gpuload.types import Batch
 
 if TYPE_CHECKING:
@@ -593,25 +593,21 @@ class Loader:
         return Batch(X, take.obs, take.rows, n_partners=n_partners, **groups)
 
 
-class _Iteration:
+class _Iteration(OneAtATime[Batch]):
     """Iterator over an epoch's minibatches; if ended early, it raises PlanError rather than StopIteration."""
 
-    __slots__ = ("__weakref__", "_batches", "_is_cut_off")
+    __slots__ = ("_is_cut_off",)
 
     def __init__(self, batches: Generator[Batch, None, None]) -> None:
-        self._batches = batches
+        super().__init__(batches)
         self._is_cut_off = False
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Batch:
         try:
-            return next(self._batches)
+            return super().__next__()
         except GpuloadError:
             raise
-        except Exception as error:
-            refuse_other_thread(error)
+        except Exception:
             if self._is_cut_off:
                 raise PlanError(
                     "this iteration was ended by a later iter(), close() or load_state_dict() of its loader; only one "
@@ -619,20 +615,12 @@ class _Iteration:
                 ) from None
             raise
 
-    def close(self) -> None:
-        """Close the iterator, like a generator."""
-        try:
-            self._batches.close()
-        except ValueError as error:
-            refuse_other_thread(error)
-            raise
-
     def end(self, *, is_final: bool) -> None:
         """End the iteration from outside; its consumer gets a PlanError.
 
         If another thread is inside, raise PlanError, unless `is_final`: all that it waits for is about to be ended.
         """
-        is_cut_off = inspect.getgeneratorstate(self._batches) != inspect.GEN_CLOSED
+        is_cut_off = inspect.getgeneratorstate(self._items) != inspect.GEN_CLOSED
         try:
             self.close()
         except PlanError:

@@ -14,7 +14,6 @@ from gpuload.errors import BusyError, PlanError, ReadError
 BUSY = (BusyError, ConnectionError, TimeoutError)
 """Errors after which a retry may help."""
 
-
 _NO_BUCKET = ("<Code>NoSuchBucket</Code>", "<Code>ContainerNotFound</Code>")
 """The wording of S3 and Google, and of Azure."""
 

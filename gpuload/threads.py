@@ -244,7 +244,7 @@ class OneAtATime(Generic[T]):
         try:
             return next(self._items)
         except ValueError as error:
-            refuse_other_thread(error, self._owner, self._cure)
+            _refuse_other_thread(error, self._owner, self._cure)
             raise
 
     def close(self) -> None:
@@ -252,11 +252,11 @@ class OneAtATime(Generic[T]):
         try:
             self._items.close()
         except ValueError as error:
-            refuse_other_thread(error, self._owner, self._cure)
+            _refuse_other_thread(error, self._owner, self._cure)
             raise
 
 
-def refuse_other_thread(error: Exception, owner: str = "loader", cure: str = "open a second loader") -> None:
+def _refuse_other_thread(error: Exception, owner: str = "loader", cure: str = "open a second loader") -> None:
     """Raise PlanError for an error of a generator itself, as another thread is inside it, and not of its code."""
     is_its_own = error.__traceback__ is not None and error.__traceback__.tb_next is None
     if type(error) is ValueError and is_its_own:

@@ -13,6 +13,7 @@ from scipy.sparse import csr_matrix, vstack
 
 import gpuload
 from gpuload import estimators
+from gpuload.checks import check_choice, check_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,11 +43,8 @@ class Engine:
 
     def __init__(self, **params: Any) -> None:
         for name, least in LEAST.items():
-            value = params[name]
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-                raise gpuload.PlanError(f"{name}={value!r}: expected a whole number of at least {least}.")
-        if params["solver"] not in SOLVERS:
-            raise gpuload.PlanError(f"solver={params['solver']!r}: expected one of {', '.join(map(repr, SOLVERS))}.")
+            check_whole(name, params[name], least)
+        check_choice("solver", params["solver"], SOLVERS)
         self.device = estimators.open_engine("auto", params["device"]).device
         self.params = {**params, "device": self.device}
         self.seed: int = params["random_state"]

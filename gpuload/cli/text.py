@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from gpuload.errors import PlanError, ReadError
 from gpuload.plan import chunks_per_block
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Self
 
 PICTURES = ("png", "svg", "pdf")
@@ -250,48 +251,42 @@ def path(text: str) -> str:
 
 def whole_number(text: str) -> int:
     """Parse an option that must be a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+    return _whole_number(text, 1)
 
 
 def whole_number_or_0(text: str) -> int:
     """Parse an option that must be a whole number of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return _whole_number(text, 0)
+
+
+def _whole_number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
-
-
-def positive_or_0(text: str) -> float:
-    """Parse an option that must be a number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return value
 
 
 def positive(text: str) -> float:
     """Parse an option that must be a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
+    return _number(text, lambda value: 0 < value < math.inf, "a number above 0")
+
+
+def positive_or_0(text: str) -> float:
+    """Parse an option that must be a number of at least 0."""
+    return _number(text, lambda value: 0 <= value < math.inf, "a number of at least 0")
 
 
 def fraction(text: str) -> float:
     """Parse an option that must be a number from 0 to 1."""
+    return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+
+
+def _number(text: str, is_valid: Callable[[float], bool], what: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+        value = math.nan
+    if not is_valid(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
 
 

@@ -42,8 +42,8 @@ class RunsEntropy:
         block per fetch, and for a fetch of the whole file; and in between for labels that share few blocks with others,
         as long runs do. For the others there, interpolated linearly in the variance.
     lower, upper
-        Rigorous bounds, for the positions in a block considered: blocks drawn independently, and every fetch composed
-        like the whole file.
+        Rigorous bounds, for the positions in a block considered and whole blocks (short ones are approximated): blocks
+        drawn independently, and every fetch composed like the whole file.
     model_bits
         Result of `expected_entropy`, which takes only the label shares.
     one_label_share
@@ -107,13 +107,14 @@ def entropy_of_runs(
 
     Notes
     -----
-    If `block_size` does not divide a fetch, the mean is over 8 evenly spaced positions in a block at which a fetch may
-    begin. The number of cells of class k in a fetch is a sum over its blocks; its distribution is computed by FFT, as
-    a power of the characteristic function of one block's count. The rest is as in `expected_entropy`. Blocks of a file
-    are drawn without replacement. Where that matters, and a label shares at most 32 blocks with others, the number is
-    summed over the hypergeometric numbers of its blocks in a fetch instead. Of labels in more blocks, the variance is
-    lower (Hoeffding 1963) by the factor ``(n_blocks - blocks per fetch) / (n_blocks - 1)``, and their share of the
-    entropy's distance from `upper` shrinks by the same factor.
+    If `block_size` does not divide a fetch, the mean is over up to 8 evenly spaced positions in a block at which a
+    fetch may begin. The number of cells of class k in a fetch is a sum over its blocks; its distribution is
+    computed by FFT, as a power of the characteristic function of one block's count. The rest is as in
+    `expected_entropy`. Blocks of a file are drawn without replacement. Where that matters, and a label shares at
+    most 32 blocks with others, the number is summed over the hypergeometric numbers of its blocks in a fetch
+    instead. Of labels in more blocks, the variance is lower (Hoeffding 1963) by the factor
+    ``(n_blocks - blocks per fetch) / (n_blocks - 1)``, and their share of the entropy's distance from `upper` shrinks
+    by the same factor.
     """
     check_at_least_one(batch_size=batch_size, block_size=block_size, fetch_factor=fetch_factor)
     labels = checked_codes(codes)
@@ -158,6 +159,7 @@ def _runs_totals(
         parts[lo, hi] = Composition(labels, first, last, hi - lo)
     n_blocks = labels.size / block_size
     spread = min(1.0, max(0.0, (n_blocks - fetch / block_size) / (n_blocks - 1))) if n_blocks > 1 else 0.0
+    is_part = fetch < labels.size and fetch / block_size + 1 > _FEW * n_blocks
     total_drawn = total_once = total_even = 0.0
     for label, share in zip(np.unique(labels).tolist(), shares.tolist(), strict=True):
         low = min(math.floor(share * fetch), fetch - 1)
@@ -168,13 +170,12 @@ def _runs_totals(
             cells = sum_cells(label, [(whole, n_whole), *((parts[end], 1) for end in ends)])
             drawn += weight * in_batch.mean(*cells)
         once = even + spread * (drawn - even)
-        if fetch < labels.size and fetch / block_size + 1 > _FEW * n_blocks:
-            blocks = DrawnBlocks(*whole.of_label(label), n_blocks, block_size)
-            if blocks.is_few:
-                once = 0.0
-                for weight, n_whole, ends in cuts:
-                    cells = blocks.in_fetch(fetch, n_whole, [parts[end].of_label(label) for end in ends])
-                    once += weight * in_batch.mean(*cells)
+        blocks = DrawnBlocks(*whole.of_label(label), n_blocks, block_size) if is_part else None
+        if blocks is not None and blocks.is_few:
+            once = 0.0
+            for weight, n_whole, ends in cuts:
+                cells = blocks.in_fetch(fetch, n_whole, [parts[end].of_label(label) for end in ends])
+                once += weight * in_batch.mean(*cells)
         total_drawn, total_once, total_even = total_drawn + drawn, total_once + once, total_even + even
     return total_drawn, total_once, total_even, whole.n_one_label
 

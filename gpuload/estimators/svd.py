@@ -183,7 +183,9 @@ class TruncatedSVD(Estimator):
             for _, rows in passes.some(share):
                 part = engine.put(rows, dtype)
                 with np.errstate(over="ignore", invalid="ignore"):
-                    image += part.T @ ((part @ turned) / used)
+                    projected = part @ turned
+                    projected /= used
+                    image += part.T @ projected
             largest = float(abs(image).max())
             if largest >= _LEAST and np.isfinite(largest):
                 return image, used

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from gpuload.checks import check_bool
 from gpuload.errors import PlanError
 from gpuload.order import EqualBlocks, FileOrder, UnequalBlocks
 from gpuload.sampling.base import check_number, digest
@@ -39,8 +40,7 @@ class Sequential:
     columns: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shuffle_fetch, (bool, np.bool_)):
-            raise PlanError(f"Sequential(shuffle_fetch={self.shuffle_fetch!r}): expected True or False.")
+        check_bool("shuffle_fetch", self.shuffle_fetch, "Sequential")
 
     def over(self, cells: Cells) -> Sequential:
         """Return itself: it does not depend on the cells."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from gpuload.checks import check_bool
 from gpuload.errors import PlanError
 from gpuload.permute import random_keys
 from gpuload.sampling.rows import list_of_runs
@@ -80,8 +81,7 @@ class Custom:
     columns: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shuffle_fetch, (bool, np.bool_)):
-            raise PlanError(f"Custom(shuffle_fetch={self.shuffle_fetch!r}): expected True or False.")
+        check_bool("shuffle_fetch", self.shuffle_fetch, "Custom")
         if not callable(self.function):
             raise PlanError(
                 f"Custom({self.function!r}): expected a function (epoch_seed, rank, world_size) -> blocks of rows."

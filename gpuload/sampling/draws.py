@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from gpuload.checks import is_number
+from gpuload.checks import check_bool, is_number
 from gpuload.errors import PlanError, shown
 from gpuload.sampling.base import about_column, check_mask, check_number, check_rows, check_shares, digest, names_in
 from gpuload.sampling.queues import DrawnOrder, Queues, Shares
@@ -140,8 +140,7 @@ class Weighted:
 
     def __post_init__(self) -> None:
         check_num_samples("Weighted", self.num_samples)
-        if not isinstance(self.replace, (bool, np.bool_)):
-            raise PlanError(f"Weighted(replace={self.replace!r}): expected True or False.")
+        check_bool("replace", self.replace, "Weighted")
 
     def over(self, cells: Cells) -> Strategy:
         """Sort the cells by weight; takes 4 bytes per cell, 16 with more than 1,024 distinct weights."""
