@@ -308,7 +308,7 @@ def torch_loader_of(path: Path) -> Any:
         (lambda path: {str(path)}, "a set has no order; pass a list, in whose order the rows"),
         (h5py.File, r"paths=<HDF5 file .*: it is already open; pass its path"),
         (loader_of, r"paths=<Loader of .*: it is already open; pass its path"),
-        (torch_loader_of, r"paths=<torch.*DataLoader .*: it is already open; pass its path"),
+        (torch_loader_of, r"paths=<torch.*DataLoader>: it is already open; pass its path"),
     ],
 )
 @pytest.mark.parametrize("opened", [gpuload.open_loader, gpuload.obs_names])
