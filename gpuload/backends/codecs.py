@@ -50,7 +50,7 @@ def decode(
     stored: NDArray[np.uint8],
     nbytes: int,
     itemsize: int,
-    wanted: tuple[int, int] | None = None,
+    wanted: NDArray[np.int64] | None = None,
 ) -> NDArray[np.uint8]:
     """Undo a chunk's filters, last first.
 
@@ -66,8 +66,8 @@ def decode(
         Decoded size; -1 if only the codecs know it.
     itemsize
         Bytes per element.
-    wanted
-        Half-open range of the decoded bytes that are wanted; None: all.
+    wanted : (k, 2) int64
+        Half-open ranges of the decoded bytes that are wanted, whole elements, disjoint and ascending; None: all.
 
     Returns
     -------
@@ -83,7 +83,7 @@ def decode(
         if not mask >> place & 1:
             step = filters[place]
             if wanted is not None and step.name in IN_PART:
-                data = IN_PART[step.name](data, step.values, nbytes, wanted)
+                data = IN_PART[step.name](data, step.values, nbytes, itemsize, wanted)
                 continue
             added = sum(4 for k in range(place) if filters[k].name in _CHECKSUMS and not mask >> k & 1)
             try:
@@ -218,24 +218,24 @@ def _parquet(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -
     return parquet.decode(np.frombuffer(data, dtype=np.uint8), values, nbytes, itemsize)
 
 
-def _tiledb(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    del itemsize
-    return _tiledb_part(data, values, nbytes, (0, nbytes))
-
-
-def _tiledb_part(data: Bytes, values: tuple[int, ...], nbytes: int, wanted: tuple[int, int]) -> Bytes:
+def _tiledb(
+    data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int, wanted: NDArray[np.int64] | None = None
+) -> Bytes:
     """Decode a data tile; `values` describe its filters, in the order of `native.tiledb_filters`."""
     from gpuload.backends import tiledb
 
+    del itemsize
     stored = np.frombuffer(data, dtype=np.uint8)
     return tiledb.decode_tiles(stored, values, np.array([nbytes], dtype=np.int64), wanted)
 
 
-def _tiledb_band(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+def _tiledb_band(
+    data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int, wanted: NDArray[np.int64] | None = None
+) -> Bytes:
     """Decode a band of rows; `values` are as for `tiledb.decode_band`."""
     from gpuload.backends import tiledb
 
-    return tiledb.decode_band(np.frombuffer(data, dtype=np.uint8), values, nbytes, itemsize)
+    return tiledb.decode_band(np.frombuffer(data, dtype=np.uint8), values, nbytes, itemsize, wanted)
 
 
 def _room(nbytes: int) -> Any:
@@ -260,7 +260,10 @@ DECODERS: dict[str, Decoder] = {
     "tiledb-band": _tiledb_band,
 }
 
-IN_PART: dict[str, Callable[[Bytes, tuple[int, ...], int, tuple[int, int]], Bytes]] = {"tiledb": _tiledb_part}
+IN_PART: dict[str, Callable[[Bytes, tuple[int, ...], int, int, NDArray[np.int64] | None], Bytes]] = {
+    "tiledb": _tiledb,
+    "tiledb-band": _tiledb_band,
+}
 """Decoders that can leave out bytes that are not wanted; a pipeline has no other filter then."""
 
 

@@ -159,8 +159,8 @@ def _by_library(part: Part) -> tuple[int, int, bool]:
             place = int(read.chunk_offset[c] + part.shift[c - first])
             wanted = None
             if len(layout.shape) == 1:
-                start, stop = int(read.piece_src[lo]), int(read.piece_src[hi - 1] + read.piece_width[hi - 1])
-                wanted = start * itemsize, stop * itemsize
+                start = read.piece_src[lo:hi]
+                wanted = itemsize * np.stack([start, start + read.piece_width[lo:hi]], axis=1)
             try:
                 plain = codecs.decode(
                     layout.filters,

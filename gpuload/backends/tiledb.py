@@ -71,7 +71,7 @@ def steps_of(flat: tuple[int, ...]) -> NDArray[np.int64]:
 
 
 def decode_tiles(
-    stored: NDArray[np.uint8], steps: tuple[int, ...], sizes: NDArray[np.int64], wanted: tuple[int, int] | None = None
+    stored: NDArray[np.uint8], steps: tuple[int, ...], sizes: NDArray[np.int64], wanted: NDArray[np.int64] | None = None
 ) -> NDArray[np.uint8]:
     """Decode consecutive tiles.
 
@@ -83,8 +83,8 @@ def decode_tiles(
         Their filters; see `steps_of`.
     sizes : (n_tiles,) int64
         Decoded size of each tile, in bytes.
-    wanted
-        Half-open range of the bytes of each tile that are wanted; None: all.
+    wanted : (k, 2) int64
+        Half-open ranges of the bytes of each tile that are wanted, disjoint and ascending; None: all.
 
     Returns
     -------
@@ -102,9 +102,9 @@ def decode_tiles(
         raise codecs.DecodeError(filters.describe(filters.BAD_SIZE))
     total = int(sizes.sum())
     out = np.empty(total + _SLACK, dtype=np.uint8)
-    lo, hi = wanted or (0, total)
+    ranges = np.array([[0, total]]) if wanted is None else wanted
     arguments = _work.decoding(stored, 0, int(sizes.max(initial=0)))
-    _check(native.decode_tiles(stored, steps_of(steps), sizes, lo, hi, out, *arguments))
+    _check(native.decode_tiles(stored, steps_of(steps), sizes, ranges, out, *arguments))
     return out[:total]
 
 
@@ -141,7 +141,13 @@ def chunks_of(stored: NDArray[np.uint8], steps: tuple[int, ...], size: int) -> l
     return out
 
 
-def decode_band(stored: NDArray[np.uint8], values: tuple[int, ...], nbytes: int, itemsize: int) -> NDArray[np.uint8]:
+def decode_band(
+    stored: NDArray[np.uint8],
+    values: tuple[int, ...],
+    nbytes: int,
+    itemsize: int,
+    wanted: NDArray[np.int64] | None = None,
+) -> NDArray[np.uint8]:
     """Decode the columns, or the values, of a band of rows, in the order of rows.
 
     Parameters
@@ -152,6 +158,13 @@ def decode_band(stored: NDArray[np.uint8], values: tuple[int, ...], nbytes: int,
         `band_values` of the matrix.
     nbytes, itemsize
         Decoded size, and bytes per decoded value.
+    wanted : (k, 2) int64
+        Half-open ranges of the decoded bytes that are wanted, disjoint and ascending; None: all.
+
+    Returns
+    -------
+    (nbytes,) uint8
+        The values; those of rows without a wanted one may be undefined.
 
     Raises
     ------
@@ -164,6 +177,7 @@ def decode_band(stored: NDArray[np.uint8], values: tuple[int, ...], nbytes: int,
         raise codecs.DecodeError(filters.describe(filters.BAD_TILE))
     _, n_rows, n_tiles, _ = stored[: 8 * HEADER].view(np.int64).tolist()
     out = np.empty(nbytes + _SLACK, dtype=np.uint8)
+    ranges = np.array([[0, nbytes]]) if wanted is None else wanted
     cut = n_row_steps * filters.N_STEP
     code = native.gather_rows(
         stored,
@@ -172,10 +186,13 @@ def decode_band(stored: NDArray[np.uint8], values: tuple[int, ...], nbytes: int,
         itemsize,
         n_columns,
         nbytes // itemsize,
+        ranges // itemsize,
         out.ctypes.data,
         _work.memory("rows", capacity + 8, np.int64),
         _work.memory("values", 8 * capacity + _SLACK),
         _work.memory("place", n_rows + 1, np.int64),
+        _work.memory("is wanted", n_rows, np.bool_),
+        _work.memory("runs", 2 * (capacity + 1), np.int64).reshape(-1, 2),
         *_work.decoding(stored, 8 * (HEADER + n_rows + n_tiles), 8 * capacity),
     )
     _check(code)

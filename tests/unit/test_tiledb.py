@@ -1,4 +1,7 @@
-"""Tiles of TileDB arrays: sizes that do not fit are refused before anything is written."""
+"""Tiles of TileDB arrays: sizes that do not fit are refused before anything is written; only what is wanted is decoded.
+
+The specification says how a tile is stored: https://github.com/TileDB-Inc/TileDB-Spec ("Tile").
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ import pytest
 from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
 from gpuload.backends.native import tiledb as native
-from gpuload.backends.native.tiledb_filters import BAD_COUNT, BAD_TILE
+from gpuload.backends.native.tiledb_filters import BAD_COUNT, BAD_TILE, XOR
+
+FLAWED = (XOR, 8, 0, 0, 0)
+"""A filter of which `tile` writes no metadata, so that each chunk it is undone for is an error."""
 
 
-def tile(data: bytes) -> bytes:
-    """Return a tile of one chunk without filters."""
-    head = np.array([len(data), len(data), 0], dtype=np.uint32).tobytes()
-    return np.array([1], dtype=np.uint64).tobytes() + head + data
+def tile(*chunks: bytes) -> bytes:
+    """Return a tile of chunks without filters."""
+    heads = (np.array([len(data), len(data), 0], dtype=np.uint32).tobytes() for data in chunks)
+    parts = [head + data for head, data in zip(heads, chunks, strict=True)]
+    return np.array([len(chunks)], dtype=np.uint64).tobytes() + b"".join(parts)
 
 
 @pytest.mark.parametrize("sizes", [[4_000_000, -3_999_936, 24], [2**62, 2**62, 2**62, 2**62], [-8], [8], [24]])
@@ -61,9 +68,69 @@ def test_bands_that_do_not_fit(given: np.ndarray, code: int) -> None:
     work = tiledb._work
     steps, out = np.empty((0, 5), dtype=np.int64), np.empty(64, dtype=np.uint8)
     rows, values, place = np.empty(8, np.int64), np.empty(64, np.uint8), np.empty(8, np.int64)
+    wanted, is_wanted, runs = np.array([[0, 2]]), np.empty(8, np.bool_), np.empty((8, 2), np.int64)
     found = native.gather_rows(
         np.require(given, requirements=["W"]),
-        *(steps, steps, 4, 0, 2, out.ctypes.data, rows, values, place, scratch, 1 << 14),
+        *(steps, steps, 4, 0, 2, wanted, out.ctypes.data, rows, values, place, is_wanted, runs, scratch, 1 << 14),
         *(work.tables, work.addresses.table, work.inflater),
     )
     assert found == code or (code == BAD_TILE and found < 0)
+
+
+def test_chunks_of_a_tile_without_a_wanted_byte_are_not_decoded() -> None:
+    stored = np.frombuffer(tile(b"abcdefgh", b"ijklmnop", b"qrstuvwx"), dtype=np.uint8)
+    sizes = np.array([24])
+    for wanted in ([[0, 2], [20, 24]], [[7, 8], [16, 17]]):
+        found = tiledb.decode_tiles(stored, (), sizes, np.array(wanted)).tobytes()
+        assert (found[:8], found[16:]) == (b"abcdefgh", b"qrstuvwx")
+        with pytest.raises(DecodeError):
+            tiledb.decode_tiles(stored, FLAWED, sizes, np.array(wanted))
+    none = np.empty((0, 2), dtype=np.int64)
+    assert tiledb.decode_tiles(stored, FLAWED, sizes, none).size == 24
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("which", ["columns", "values"])
+def test_wanted_rows_of_a_band(seed: int, which: str) -> None:
+    rng = np.random.default_rng(seed)
+    n_rows, first = int(rng.integers(1, 20)), int(rng.integers(0, 5))
+    n_each = rng.integers(0, 6, n_rows)
+    dtype, n_columns = (np.int64, 50) if which == "columns" else (np.int16, 0)
+    of_rows, of_values, cells, expected = [], [], [], [[] for _ in range(n_rows)]
+    for _ in range(int(rng.integers(1, 4))):  # tiles of a space that is narrower than a row
+        rows = np.repeat(np.arange(-1, n_rows + 1), np.concatenate([[2], n_each, [3]]))  # two are of other bands
+        values = rng.integers(0, 50, rows.size).astype(dtype)
+        for row, value in zip(rows, values, strict=True):
+            if 0 <= row < n_rows:
+                expected[row].append(value)
+        cuts = np.sort(rng.integers(0, rows.size + 1, int(rng.integers(0, 6))))
+        of_rows.append(tile(*(part.tobytes() for part in np.split(rows + first, cuts))))
+        of_values.append(tile(*(part.tobytes() for part in np.split(values, cuts))))
+        cells.append(rows.size)
+    counts = [len(row) for row in expected]
+    head = [first, n_rows, len(cells), len(b"".join(of_rows)), *counts, *cells]
+    stored = np.frombuffer(np.array(head).tobytes() + b"".join(of_rows + of_values), dtype=np.uint8)
+    out_dtype = np.dtype(np.int32 if which == "columns" else dtype)
+    whole = np.array([value for row in expected for value in row], dtype=out_dtype)
+    described = tiledb.band_values(max(cells), n_columns, (), ())
+    for _ in range(20):
+        edges = np.unique(rng.integers(0, whole.size + 1, 2 * int(rng.integers(0, 4))))
+        ranges = edges[: edges.size // 2 * 2].reshape(-1, 2)
+        found = tiledb.decode_band(stored, described, whole.nbytes, out_dtype.itemsize, ranges * out_dtype.itemsize)
+        for low, high in ranges:
+            assert np.array_equal(found.view(out_dtype)[low:high], whole[low:high])
+    found = tiledb.decode_band(stored, described, whole.nbytes, out_dtype.itemsize)
+    assert np.array_equal(found.view(out_dtype), whole)
+
+
+def test_chunks_of_a_band_without_a_wanted_row_are_not_decoded() -> None:
+    rows, values = tile(np.arange(3).tobytes()), bytearray(tile(b"abcdefgh", b"ijklmnop", b"qrstuvwx"))
+    for at, full in ((8 + 20, 9), (8 + 40, 7)):  # the second and the third chunk have another size than they say
+        values[at : at + 4] = np.array([full], dtype=np.uint32).tobytes()
+    head = [0, 3, 1, len(rows), 1, 1, 1, 3]
+    stored = np.frombuffer(np.array(head).tobytes() + rows + values, dtype=np.uint8)
+    described = tiledb.band_values(3, 0, (), ())
+    assert tiledb.decode_band(stored, described, 24, 8, np.array([[0, 8]])).tobytes()[:8] == b"abcdefgh"
+    for wanted in (np.array([[8, 16]]), np.array([[0, 8], [16, 24]]), None):
+        with pytest.raises(DecodeError, match="does not have the size"):
+            tiledb.decode_band(stored, described, 24, 8, wanted)

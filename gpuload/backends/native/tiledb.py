@@ -43,17 +43,18 @@ def decode_tile(  # noqa: PLR0911 - one return per fault
     steps: Any,
     to: int,
     size: int,
-    lo: int,
-    hi: int,
+    wanted: Any,
+    n_wanted: int,
     work: int,
     room: int,
     tables: int,
     addresses: Any,
     inflate: int,
 ) -> Any:  # pragma: no cover - compiled
-    """Decode the chunks of a tile of exactly `size` bytes that have any of bytes lo..hi; others are left undefined.
+    """Decode the chunks of a tile of exactly `size` bytes that have any wanted byte; others are left undefined.
 
-    The other parameters are as for `undo_filters`.
+    The first `n_wanted` rows of `wanted` are half-open ranges of its bytes, disjoint and ascending; the others are as
+    for `undo_filters`.
 
     Returns
     -------
@@ -66,7 +67,7 @@ def decode_tile(  # noqa: PLR0911 - one return per fault
     at += 8
     if n_chunks < 0 or n_chunks > (end - at) // 12:
         return BAD_TILE, at
-    done = 0
+    done, k = 0, 0
     for _ in range(n_chunks):
         if end - at < 12:
             return BAD_TILE, at
@@ -74,7 +75,9 @@ def decode_tile(  # noqa: PLR0911 - one return per fault
         at += 12
         if n_md + n_data > end - at or full > size - done:
             return BAD_TILE, at
-        if done < hi and done + full > lo:
+        while k < n_wanted and wanted[k, 1] <= done:
+            k += 1
+        if k < n_wanted and wanted[k, 0] < done + full:
             found, n, _, _ = undo_filters(
                 at, n_md, at + n_md, n_data, steps, to + done, full, work, room, tables, addresses, inflate
             )
@@ -114,8 +117,7 @@ def decode_tiles(
     stored: Any,
     steps: Any,
     sizes: Any,
-    lo: int,
-    hi: int,
+    wanted: Any,
     out: Any,
     work: Any,
     room: int,
@@ -125,7 +127,7 @@ def decode_tiles(
 ) -> int:  # pragma: no cover - compiled
     """Decode consecutive tiles of `sizes` bytes each into `out`, one after the other; return 0 or a code.
 
-    Of each, chunks without any of bytes lo..hi are left undefined.
+    Of each, chunks without any byte in the ranges `wanted` are left undefined.
     """
     at = np.int64(stored.ctypes.data)
     end, to = at + stored.size, np.int64(out.ctypes.data)
@@ -139,8 +141,8 @@ def decode_tiles(
             steps,
             to,
             sizes[k],
-            lo,
-            hi,
+            wanted,
+            len(wanted),
             np.int64(work.ctypes.data),
             room,
             np.int64(tables.ctypes.data),
@@ -194,11 +196,52 @@ def _narrow(at: int, n: int, n_columns: int, to: int) -> bool:  # pragma: no cov
 
 
 @_native
+def _mark_rows(wanted: Any, place: Any, n_rows: int, is_wanted: Any) -> bool:  # pragma: no cover - compiled
+    """Mark the rows of a band that have any wanted value; return whether all have.
+
+    `wanted` are half-open ranges of the band's values, disjoint and ascending, and `place` is the first value of each
+    row, and the end.
+    """
+    k, are_all = 0, True
+    for r in range(n_rows):
+        while k < len(wanted) and wanted[k, 1] <= place[r]:
+            k += 1
+        is_wanted[r] = k < len(wanted) and wanted[k, 0] < place[r + 1]
+        are_all &= is_wanted[r] or place[r] == place[r + 1]
+    return are_all
+
+
+@_native
+def _wanted_runs(
+    rows: Any, n: int, first: int, n_rows: int, is_wanted: Any, item: int, runs: Any
+) -> int:  # pragma: no cover - compiled
+    """Write where in a tile the values of wanted rows are, as half-open ranges of bytes; return their number.
+
+    Parameters are as for `_place_values`; a value is stored in `item` bytes.
+    """
+    n_runs, k = 0, 0
+    while k < n:
+        start, row = k, rows[k] - first
+        k += 1
+        while k < n and rows[k] - first == row:
+            k += 1
+        if row < 0 or row >= n_rows or not is_wanted[row]:
+            continue
+        if n_runs and runs[n_runs - 1, 1] == item * start:
+            runs[n_runs - 1, 1] = item * k
+        else:
+            runs[n_runs, 0], runs[n_runs, 1] = item * start, item * k
+            n_runs += 1
+    return n_runs
+
+
+@_native
 def _place_values(
     rows: Any,
     n: int,
     first: int,
     n_rows: int,
+    is_wanted: Any,
     place: Any,
     n_values: int,
     values: int,
@@ -208,8 +251,9 @@ def _place_values(
 ) -> int:  # pragma: no cover - compiled
     """Put the values of a tile whose rows are in a band at the next place of each row; return their number, or a code.
 
-    Parameters are as for `gather_rows`; `values` is an address, and `place` is where each row's next value goes.
-    Consecutive values of a row are placed together: one by one, each would wait for the place that the last one left.
+    Those of rows that are not wanted are only counted. Parameters are as for `gather_rows`; `values` is an address, and
+    `place` is where each row's next value goes. Consecutive values of a row are placed together: one by one, each would
+    wait for the place that the last one left.
     """
     n_done, k = 0, 0
     while k < n:
@@ -225,6 +269,8 @@ def _place_values(
             return BAD_COUNT
         place[row] = p + run
         n_done += run
+        if not is_wanted[row]:
+            continue
         if n_columns == 0:
             copy_bytes(out + item * p, values + item * start, item * run)
         elif not _narrow(values + 8 * start, run, n_columns, out + 4 * p):
@@ -240,10 +286,13 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
     item: int,
     n_columns: int,
     n_values: int,
+    wanted: Any,
     out: int,
     rows: Any,
     values: Any,
     place: Any,
+    is_wanted: Any,
+    runs: Any,
     work: Any,
     room: int,
     tables: Any,
@@ -251,6 +300,8 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
     inflate: int,
 ) -> int:  # pragma: no cover - compiled
     """Decode a band of rows: the tiles that its values are in, put in the order of rows.
+
+    Chunks of tiles that hold no value of a wanted row are not decoded.
 
     Parameters
     ----------
@@ -265,10 +316,13 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         Number of columns, if these are columns, which are int64 and are returned as int32; else 0.
     n_values
         Number of values in the band.
+    wanted : (k, 2) int64
+        Half-open ranges of them that are wanted, disjoint and ascending.
     out
-        Address of the result.
-    rows, values, place
-        Scratch: one tile's rows (int64) and values (uint8), and a word per row of the band.
+        Address of the result; values of rows without a wanted value are left undefined.
+    rows, values, place, is_wanted, runs
+        Scratch: one tile's rows (int64) and values (uint8), a word and one more, and a truth value, per row of the
+        band, and two words per cell of a tile.
     work, room, tables, addresses, inflate
         As for `undo_filters`.
 
@@ -283,7 +337,7 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         return BAD_TILE
     first, n_rows, n_tiles, nbytes = load64(at), load64(at + 8), load64(at + 16), load64(at + 24)
     n_words = stored.size // 8
-    if n_rows < 0 or n_rows > min(n_words, place.size - 1) or n_tiles < 0 or n_tiles > n_words:
+    if n_rows < 0 or n_rows > min(n_words, place.size - 1, is_wanted.size) or n_tiles < 0 or n_tiles > n_words:
         return BAD_TILE
     counts = at + 8 * HEADER
     cells = counts + 8 * n_rows
@@ -299,6 +353,7 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         place[r + 1] = place[r] + n
     if place[n_rows] != n_values:
         return BAD_COUNT
+    are_all = _mark_rows(wanted, place, n_rows, is_wanted)
     end_rows = at_values
     at_work, at_tables = np.int64(work.ctypes.data), np.int64(tables.ctypes.data)
     stored_item = 8 if n_columns else item
@@ -306,16 +361,17 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
     n_done = 0
     for t in range(n_tiles):
         n = load64(cells + 8 * t)
-        if n < 0 or n > rows.size or n * stored_item > values.size:
+        if n < 0 or n > min(rows.size, len(runs)) or n * stored_item > values.size:
             return BAD_TILE
+        runs[0, 0], runs[0, 1] = 0, 8 * n
         code, at = decode_tile(
             at,
             end_rows,
             row_steps,
             np.int64(rows.ctypes.data),
             8 * n,
-            0,
-            8 * n,
+            runs,
+            1,
             at_work,
             room,
             at_tables,
@@ -324,14 +380,19 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         )
         if code < 0:
             return code
+        n_runs = 1
+        if are_all:
+            runs[0, 1] = n * stored_item
+        else:
+            n_runs = _wanted_runs(rows, n, first, n_rows, is_wanted, stored_item, runs)
         code, at_values = decode_tile(
             at_values,
             end,
             steps,
             to_values,
             n * stored_item,
-            0,
-            n * stored_item,
+            runs,
+            n_runs,
             at_work,
             room,
             at_tables,
@@ -340,7 +401,7 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         )
         if code < 0:
             return code
-        code = _place_values(rows, n, first, n_rows, place, n_values, to_values, item, n_columns, out)
+        code = _place_values(rows, n, first, n_rows, is_wanted, place, n_values, to_values, item, n_columns, out)
         if code < 0:
             return code
         n_done += code
