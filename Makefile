@@ -14,6 +14,8 @@ BIN := $(VENV)/bin
 # Tests wait now and then, for programs that they start; so a few more of them than there are processors.
 # The libraries of linear algebra use one thread each, as their own would wait for those of the other tests.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n + (n + 1) / 2)))
+# Whatever installs packages into the virtual environment, as pip is told to; torch itself always comes by pip.
+INSTALL ?= $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FILE ?= demo-data/tahoe_shaped.h5ad
 GPU_TESTS := tests/cuda/test_gpu.py tests/cuda/test_gpu_programs.py tests/e2e/test_pipelines.py
 
@@ -56,7 +58,7 @@ $(VENV)/torch.stamp:
 	@touch $@
 
 $(VENV)/%.stamp: pyproject.toml | $(VENV)/torch.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
+	$(INSTALL) -e '.[$*]'
 	@touch $@
 
 clean:
