@@ -1,8 +1,8 @@
 """Flip bytes of a file, read it with gpuload and with h5py, and compare the two. A program that is run on its own.
 
-``python -m tests.mutants BASE FIRST N FOLDER [only-h5py]`` prints one JSON line per mutant, after a line that says in
-which stage it is, so that the caller knows where a crash or a hang occurred. A mutant is a pure function of (base,
-number).
+``python -m tests.mutants`` reads tasks, one per line: a JSON list of BASE, FIRST, N, FOLDER and perhaps only-h5py. It
+prints one JSON line per mutant, after a line that says in which stage it is, so that the caller knows where a crash or
+a hang occurred, and a line when a task is over. A mutant is a pure function of (base, number).
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import faulthandler
 import json
 import resource
+import subprocess
 import sys
+import tempfile
+import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -235,22 +238,68 @@ def in_turn(
     path.unlink()
 
 
-def run(found: Iterator[dict[str, Any]], max_memory: int) -> None:
-    """Print the findings, one per line, within so many bytes of address space."""
+def run(findings: Callable[..., Iterator[dict[str, Any]]], max_memory: int) -> None:
+    """Print the findings of each task, one per line, within so many bytes of address space."""
     resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
     warnings.simplefilter("ignore")
-    for finding in found:
-        print(json.dumps(finding), flush=True)
+    for line in sys.stdin:
+        name, first, n, folder, *more = json.loads(line)
+        for finding in findings(name, first, n, Path(folder), *more):
+            print(json.dumps(finding), flush=True)
+        print(json.dumps({"over": True}), flush=True)
 
 
-def findings(name: str, first: int, n: int, folder: Path, *, only_h5py: bool) -> Iterator[dict[str, Any]]:
-    """Judge n mutants of a base, the first of number `first`; or only read them through h5py."""
+class Program:
+    """A program such as this one, kept running from task to task, and started again where it ended."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", self._module]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        return subprocess.Popen(command, cwd=Path(__file__).parents[1], **pipes)
+
+    def do(self, *task: Any, time_limit_s: float) -> tuple[list[dict[str, Any]], str]:
+        """Return the lines that the program prints of a task, and how it ended if it did not live to the end of it."""
+        process, lines = self._process, []
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(task).encode() + b"\n")
+        process.stdin.flush()
+        timer = threading.Timer(time_limit_s, process.kill)
+        timer.start()
+        try:
+            for line in process.stdout:
+                if line.startswith(b'{"over"'):
+                    return lines, ""
+                if line.startswith(b"{"):  # filter plugins of HDF5 print on their own account
+                    lines.append(json.loads(line))
+        finally:
+            timer.cancel()
+        process.communicate()
+        self._errors.seek(0)
+        ending = f"exit {process.returncode}: {self._errors.read().decode()[-800:]}"
+        self._errors.truncate(0)
+        self._process = self._start()
+        return lines, ending
+
+    def close(self) -> None:
+        """End the program."""
+        self._process.communicate()
+        self._errors.close()
+
+
+def findings(name: str, first: int, n: int, folder: Path, *more: str) -> Iterator[dict[str, Any]]:
+    """Judge n mutants of a base, the first of number `first`; or ("only-h5py") only read them through h5py."""
     path = folder / f"{name}-{first}.h5ad"
     write_base(name, path)
     original, whole = by_h5py(path), by_gpuload(path)
     assert all(is_same(whole[part], original[part]) for part in whole), "the undamaged file is read wrongly"
     for number, region, say in in_turn(path, byte_regions(path), range(first, first + n)):
-        if only_h5py:
+        if more:
             say("only h5py")
             by_h5py(path)
             outcome, message = "read by h5py", ""
@@ -259,11 +308,5 @@ def findings(name: str, first: int, n: int, folder: Path, *, only_h5py: bool) ->
         yield {"number": number, "region": region, "outcome": outcome, "message": message}
 
 
-def main() -> None:
-    """Run as a program."""
-    name, first, n, folder, *more = sys.argv[1:]
-    run(findings(name, int(first), int(n), Path(folder), only_h5py=more == ["only-h5py"]), MAX_MEMORY)
-
-
 if __name__ == "__main__":
-    main()
+    run(findings, MAX_MEMORY)

@@ -1,14 +1,11 @@
 """Flip bytes of a Parquet file of cells, read it with gpuload and with pyarrow, and compare the two.
 
-A program that is run on its own: ``python -m tests.parquet_mutants BASE FIRST N FOLDER`` prints one JSON line per
-mutant, after a line that says in which stage it is. A mutant is a pure function of (base, number).
+A program that is run on its own, as `mutants` is. A mutant is a pure function of (base, number).
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +16,7 @@ from tests.writers import counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -133,11 +131,5 @@ def findings(name: str, first: int, n: int, folder: Path) -> Iterator[dict[str, 
         yield {"number": number, "region": region, "outcome": outcome, "message": message}
 
 
-def main() -> None:
-    """Run as a program."""
-    name, first, n, folder = sys.argv[1:]
-    run(findings(name, int(first), int(n), Path(folder)), MAX_MEMORY)
-
-
 if __name__ == "__main__":
-    main()
+    run(findings, MAX_MEMORY)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
-import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,17 +12,18 @@ import pytest
 import gpuload
 from gpuload.formats import parquet_cells
 from tests.faults.test_refusals import assert_refused
+from tests.mutants import Program
 from tests.other_forms import lists_of, write_genes, write_parquet
 from tests.parquet_mutants import BASES
 from tests.writers import N_VARS, counts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-ROOT = Path(__file__).parents[2]
 N_QUICK, N_SLOW = 35, 4_000
 TIME_LIMIT_S = 240
 ALLOWED = {"equal", "right", "refused"}
@@ -277,17 +275,17 @@ def test_without_pyarrow(write: Callable[..., Path], monkeypatch: pytest.MonkeyP
 # --- damage
 
 
-def outcomes(name: str, first: int, n: int, folder: Path) -> list[dict[str, Any]]:
-    """Return what becomes of each mutant."""
-    command = [sys.executable, "-m", "tests.parquet_mutants", name, str(first), str(n), str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=TIME_LIMIT_S + n, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{")]
-    assert done.returncode == 0, f"exit {done.returncode} at {lines[-1:]}: {done.stderr.decode()[-800:]}"
-    return [line for line in lines if "outcome" in line]
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    found = Program("tests.parquet_mutants")
+    yield found
+    found.close()
 
 
-def check(name: str, first: int, n: int, folder: Path) -> None:
-    found = outcomes(name, first, n, folder)
+def check(program: Program, name: str, first: int, n: int, folder: Path) -> None:
+    lines, ending = program.do(name, first, n, str(folder), time_limit_s=TIME_LIMIT_S + n)
+    assert not ending, f"at {lines[-1:]}: {ending}"
+    found = [line for line in lines if "outcome" in line]
     assert [line["number"] for line in found] == list(range(first, first + n))
     bad = [line for line in found if line["outcome"] not in ALLOWED]
     assert not bad, f"{name}: {len(bad)} bad outcomes, first {bad[:3]}"
@@ -302,14 +300,14 @@ def check(name: str, first: int, n: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_damaged_files(name: str, tmp_path: Path) -> None:
-    check(name, 0, N_QUICK, tmp_path)
+def test_damaged_files(program: Program, name: str, tmp_path: Path) -> None:
+    check(program, name, 0, N_QUICK, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BASES)
-def test_many_damaged_files(name: str, tmp_path: Path) -> None:
-    check(name, N_QUICK, N_SLOW, tmp_path)
+def test_many_damaged_files(program: Program, name: str, tmp_path: Path) -> None:
+    check(program, name, N_QUICK, N_SLOW, tmp_path)
 
 
 # --- the decoder alone
