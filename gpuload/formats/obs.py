@@ -79,8 +79,9 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     Returns
     -------
     ObsColumn
-        Categorical and string columns as int32 codes with categories; nullable integers as float64 with NaN; nullable
-        booleans as codes 0, 1 and -1; other numbers and booleans as they are, in native byte order.
+        Categorical and string columns as int32 codes with categories, which are Python's numbers; nullable integers as
+        float64 with NaN; nullable booleans as codes 0, 1 and -1; other numbers and booleans as they are, in native byte
+        order.
 
     Raises
     ------
@@ -201,7 +202,7 @@ def _read_element(stored: Any) -> Any:
 def encode(values: Any, name: str, path: str) -> ObsColumn:
     """Return a NumPy or pandas array as a column; types as for `read_column`."""
     if isinstance(values, pd.Categorical):
-        return ObsColumn(values.codes.astype(np.int32), np.asarray(values.categories, dtype=object))
+        return ObsColumn(values.codes.astype(np.int32), _as_objects(values.categories))
     if isinstance(values, pd.arrays.SparseArray):
         values = values.to_dense()
     is_extension = pd.api.types.is_extension_array_dtype(values)
@@ -209,9 +210,11 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
         codes = np.where(values.isna(), -1, values.to_numpy(dtype=bool, na_value=False)).astype(np.int32)
         return ObsColumn(codes, np.array([False, True], dtype=object))
     if is_extension and pd.api.types.is_numeric_dtype(values):
-        if pd.api.types.is_integer_dtype(values):
-            check_whole(values.dropna().to_numpy(dtype=values.dtype.numpy_dtype), f"{path}: obs column {name!r}")
-        return ObsColumn(np.asarray(values.to_numpy(dtype=np.float64, na_value=np.nan)))
+        own = values.dtype.numpy_dtype
+        if own.kind in "iu":
+            check_whole(values.dropna().to_numpy(dtype=own), f"{path}: obs column {name!r}")
+        dtype = own if own.kind == "f" else np.float64
+        return ObsColumn(np.asarray(values.to_numpy(dtype=dtype, na_value=np.nan)))
     array = values if is_extension else np.asarray(values)
     if array.dtype.kind in "biuf" and array.dtype.itemsize <= 8:
         return ObsColumn(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
@@ -222,6 +225,13 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
         f"{path}: obs column {name!r} has dtype {array.dtype} and shape {array.shape}; only categorical, string, "
         "numeric (of up to 8 bytes) and boolean columns of one value per cell can be delivered."
     )
+
+
+def _as_objects(categories: pd.Index) -> NDArray[np.object_]:
+    """Return categories as objects; a float32 as the number that is written for it: 0.1, not 0.10000000149011612."""
+    if categories.dtype != np.float32:
+        return np.asarray(categories, dtype=object)
+    return np.array([float(str(category)) for category in categories.to_numpy()], dtype=object)
 
 
 def _encode_strings(array: Any) -> ObsColumn:

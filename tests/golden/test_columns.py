@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -204,6 +205,23 @@ def test_categories_over_files_are_the_union_in_order_of_first_appearance(tmp_pa
         assert list(loader.categories["line"]) == ["b", "a", "c", "d"]
         (batch,) = loader
         assert_column(batch.obs["line"], loader.categories["line"], pd.Series(values, dtype=object).iloc[batch.rows])
+
+
+@pytest.mark.parametrize("form", ["h5ad", "zarr"])
+def test_categories_of_float32_are_those_of_float64(tmp_path: Path, form: str) -> None:
+    """A class is one class, although 0.1 is another number in 4 bytes than in 8."""
+    paths = []
+    for dtype in (np.float32, np.float64):
+        doses = pd.Categorical.from_codes([2, 0, -1, 1], np.array([0.1, 1e-9, np.inf], dtype))
+        cells = anndata.AnnData(np.zeros((4, 1), np.float32), pd.DataFrame({"dose": doses}, index=list("wxyz")))
+        paths.append(tmp_path / f"{doses.categories.dtype}.{form}")
+        with warnings.catch_warnings(action="ignore"):
+            (cells.write_zarr if form == "zarr" else cells.write_h5ad)(paths[-1])
+    with gpuload.open_loader(paths, obs="dose", shuffle=False) as loader:
+        assert loader.categories["dose"].tolist() == [0.1, 1e-9, np.inf]
+        assert next(iter(loader)).obs["dose"].tolist() == [2, 0, -1, 1] * 2
+    with gpuload.open_loader(paths[0], obs="dose", categories={"dose": [1e-9, 0.1]}, shuffle=False) as loader:
+        assert next(iter(loader)).obs["dose"].tolist() == [-1, 1, -1, 0]
 
 
 def test_string_columns_over_files_share_their_categories(store_variant: StoreVariant) -> None:
