@@ -45,6 +45,10 @@ def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
         raise StoreError(f"{path}: /{key} has no index; rewrite the file with anndata's write_h5ad.")
     stored = frame[name]
     check_not_virtual(stored, f"{path}: /{key}/{name}")
+    if getattr(stored, "ndim", 1) != 1:
+        raise StoreError(
+            f"{path}: /{key}/{name} has {stored.ndim} dimensions; expected one. Rewrite the file with AnnData."
+        )
     if hasattr(stored, "asstr"):  # an HDF5 data set, of text or numbers
         return as_strings(stored[()])
     return as_strings(_read_element(stored) if hasattr(stored, "attrs") else stored)
@@ -201,6 +205,8 @@ def _read_element(stored: Any) -> Any:
 
 def encode(values: Any, name: str, path: str) -> ObsColumn:
     """Return a NumPy or pandas array as a column; types as for `read_column`."""
+    if values.ndim != 1:
+        raise _no_column_type(values, name, path)
     if isinstance(values, pd.Categorical):
         return ObsColumn(values.codes.astype(np.int32), _as_objects(values.categories))
     if isinstance(values, pd.arrays.SparseArray):
@@ -218,11 +224,16 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
     array = values if is_extension else np.asarray(values)
     if array.dtype.kind in "biuf" and array.dtype.itemsize <= 8:
         return ObsColumn(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
-    if array.ndim == 1 and (array.dtype.kind in "OSU" or pd.api.types.is_string_dtype(array)):
+    if array.dtype.kind in "OSU" or pd.api.types.is_string_dtype(array):
         with suppress(TypeError):  # lists, which no code can stand for
             return _encode_strings(array)
-    raise StoreError(
-        f"{path}: obs column {name!r} has dtype {array.dtype} and shape {array.shape}; only categorical, string, "
+    raise _no_column_type(array, name, path)
+
+
+def _no_column_type(values: Any, name: str, path: str) -> StoreError:
+    """Return the error for a column of another type, or of an array for each cell."""
+    return StoreError(
+        f"{path}: obs column {name!r} has dtype {values.dtype} and shape {values.shape}; only categorical, string, "
         "numeric (of up to 8 bytes) and boolean columns of one value per cell can be delivered."
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +164,26 @@ def test_columns_that_have_no_place_in_a_minibatch(kind: str) -> None:
         f"<AnnData>: obs column 'c' has dtype {kind} and shape (6,); only categorical, string, numeric (of up to 8 "
         "bytes) and boolean columns of one value per cell can be delivered."
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("c", "obs column 'c' has dtype int64 and shape (3, 1); only"),
+        ("d/codes", "obs column 'd' has dtype category and shape (3, 1); only"),
+        ("_index", "/obs/_index has 2 dimensions; expected one."),
+    ],
+)
+def test_columns_of_two_dimensions(tmp_path: Path, name: str, said: str) -> None:
+    path = tmp_path / "cells.h5ad"
+    obs = pd.DataFrame({"c": range(3), "d": pd.Categorical(list("abc"))}, index=list("xyz"))
+    anndata.AnnData(np.zeros((3, 2), np.float32), obs=obs).write_h5ad(path)
+    with h5py.File(path, "a") as file:
+        values, attributes = file["obs"][name][()], dict(file["obs"][name].attrs)
+        del file["obs"][name]
+        file["obs"].create_dataset(name, data=values.reshape(3, 1)).attrs.update(attributes)
+    with pytest.raises(gpuload.StoreError, match=re.escape(said)):
+        gpuload.obs_names(path) if name == "_index" else gpuload.open_loader(path, obs=name[0])
 
 
 def test_categories_keep_their_order_and_unused_ones(plain: Stored) -> None:
