@@ -145,6 +145,18 @@ def test_columns_that_only_some_files_have(tmp_path: Path, where: str) -> None:
         gpuload.open_loader(given, join="inner", obs=["clone"], **SMALL)
 
 
+@pytest.mark.parametrize("other", ["no column", "only missing values"])
+def test_float32_stays_float32_beside_missing_values(other: str) -> None:
+    """As in anndata's; as float64 it is no longer equal to what is written."""
+    parts = [part(seed, n_obs=3) for seed in range(2)]
+    parts[1].obs["dose"] = np.array([0.1, np.nan, 0.5], dtype=np.float32)
+    if other != "no column":
+        parts[0].obs["dose"] = np.full(3, np.nan)
+    with gpuload.open_loader(parts, join="outer", obs="dose", where="dose == 0.1", **SMALL) as loader:
+        assert next(iter(loader)).rows.tolist() == [3]
+        assert loader.obs_dtypes["dose"] == np.float32
+
+
 @pytest.mark.filterwarnings("ignore:zarr v3 autosharding")
 @pytest.mark.parametrize("form", ["collection", "parquet"])
 def test_columns_that_only_a_later_part_of_one_store_has_are_not_said_to_be_missing(tmp_path: Path, form: str) -> None:
