@@ -167,11 +167,14 @@ def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
         return columns[0]
     if columns[0].categories is None:
         values = [c.values for c in columns if c.values.size] or [columns[0].values]
-        if np.result_type(*values).kind == "f":
+        dtype = np.result_type(*values)
+        if dtype.kind == "f":
             for store, column in zip(stores, columns, strict=True):
                 if column.values.dtype.kind in "iu":
                     check_whole(column.values, f"{store.paths[0]}: obs column {name!r}")
-        return ObsColumn(np.concatenate(values))
+            own = [c.values.dtype for c in columns if _has_value(c)]  # missing values are NaN in any width
+            dtype = np.result_type(*own) if np.result_type(*own, np.bool_).kind == "f" else dtype
+        return ObsColumn(np.concatenate(values, dtype=dtype, casting="same_kind"))
     place: dict[object, int] = {}
     codes = np.empty(sum(c.values.size for c in columns), dtype=np.int32)
     last, at = None, 0

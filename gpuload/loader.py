@@ -229,9 +229,12 @@ class Loader:
         columns = {}
         for name, column in self._store.obs.items():
             values = column.values  # noqa: PD011 - no frame of pandas
-            columns[name] = (
-                values if column.categories is None else pd.Categorical.from_codes(values, column.categories)
-            )
+            columns[name] = values
+            if column.categories is not None:
+                found = pd.Index(column.categories)
+                if found.dtype.kind == "f" and found.tolist() != column.categories.tolist():  # large whole numbers
+                    found = pd.Index(column.categories, dtype=object)
+                columns[name] = pd.Categorical.from_codes(values, found)
         return pd.DataFrame(columns, index=pd.RangeIndex(self.n_obs))
 
     @property

@@ -259,6 +259,25 @@ def test_columns_that_only_some_files_have(tmp_path: Path) -> None:
         gpuload.pack(paths, tmp_path / "none.zarr", join="outer", obs=["plat"])
 
 
+@pytest.mark.filterwarnings("ignore:zarr v3 autosharding")
+def test_columns_that_only_some_data_sets_of_a_collection_have(tmp_path: Path) -> None:
+    path = tmp_path / "collection.zarr"
+    root = zarr.open_group(str(path), mode="w")
+    root.attrs["encoding-type"] = "annbatch-preshuffled"
+    for i in range(2):
+        obs = pd.DataFrame({"n": [i, i], **({"dose": [5, 6]} if i else {})}, index=[f"{i}a", f"{i}b"])
+        ad.io.write_elem(root, f"dataset_{i}", ad.AnnData(csr_matrix(np.eye(2, dtype=np.float32)), obs))
+    said = r"collection\.zarr/dataset_0: obs has no column 'dose', but that of .*dataset_1 has it; name the columns"
+    with pytest.raises(gpuload.StoreError, match=said):
+        gpuload.pack(path, tmp_path / "none.zarr")
+    gpuload.pack(path, tmp_path / "out.zarr", join="outer", keep_order=True)
+    obs = ad.read_zarr(tmp_path / "out.zarr").obs
+    assert obs["n"].tolist() == [0, 0, 1, 1]
+    assert plain(obs["dose"]) == [None, None, 5, 6]
+    gpuload.pack(path, tmp_path / "one.zarr", obs="n")
+    assert list(ad.read_zarr(tmp_path / "one.zarr").obs) == ["n", "source_file", "source_row"]
+
+
 def test_categories_of_anndata_0_7_stay_ordered(tmp_path: Path) -> None:
     path = tmp_path / "old.h5ad"
     writers.write_old_categories(path, writers.counts())

@@ -208,7 +208,9 @@ def _kind_of_one(path: str, layer: str, name: str) -> str:
     try:
         with closing(open_store(path, layer=layer, obs=(name,))) as store:
             return _kind(store.obs[name])
-    except StoreError:
+    except StoreError as error:
+        if "obs has no column" in str(error):
+            return "in some of its data sets only"
         return "cannot be delivered: not one category, text, number or boolean per cell"
 
 

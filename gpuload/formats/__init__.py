@@ -186,9 +186,15 @@ def read_obs_names(paths: Any, modality: str | None, layer: str) -> NDArray[np.o
     return np.concatenate(names)
 
 
-def _columns_of(cells: Any) -> Sequence[str]:
+def _columns_of(cells: Any, wanted: Sequence[str] = ()) -> Sequence[str]:
+    """Return the columns of obs; of several Parquet files those of the first, and of others until all wanted are."""
     if isinstance(cells, tuple):
-        cells = cells[0]
+        found: dict[str, None] = {}
+        for path in cells:
+            found |= dict.fromkeys(obs_columns(path))
+            if found.keys() >= set(wanted):
+                break
+        return list(found)
     return obs_columns(os.fspath(cells)) if isinstance(cells, (str, os.PathLike)) else list(getattr(cells, "obs", ()))
 
 
@@ -211,7 +217,7 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
     stores: list[Store] = []
     names = _Names()
     try:
-        known = pool.map(_columns_of, each) if obs and join == "outer" else [obs] * len(each)
+        known = pool.map(lambda one: _columns_of(one, obs), each) if obs and join == "outer" else [obs] * len(each)
         have = set().union(*known)
         for place, (one, own) in enumerate(zip(each, known, strict=True)):
             stored = [name for name in obs if name in own or name not in have]

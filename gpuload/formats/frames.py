@@ -6,6 +6,7 @@ categories, missing integers, names.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,16 +93,30 @@ def _n_values(values: Any) -> int:
     return int(values.shape[0]) if values.ndim else 1
 
 
+def columns_by_part(path: str) -> list[tuple[str, list[str]]]:
+    """Return the columns of obs of each data set of a collection, after its name; of anything else, of the whole."""
+    with anndata_groups(path) as groups:
+        if len(groups) > 1:
+            names = [os.path.join(path, group.name.strip("/")) for group in groups]
+            frames = [member(group, "obs", path) for group in groups]
+            return [(name, column_names(frame)) for name, frame in zip(names, frames, strict=True)]
+    return [(path, obs_columns(path))]
+
+
 def cell_column(path: str, name: str, layer: str) -> Any:
     """Return a column of obs as a NumPy or pandas array of length n_obs.
 
     For formats other than AnnData and SOMA, and for a MuData column shared by all modalities, it is as minibatches
-    have it. All values are missing if there is no such column. Raise CorruptDataError if it does not have one value
+    have it. All values are missing where there is no such column. Raise CorruptDataError if it does not have one value
     for each row of the matrix.
     """
     with anndata_groups(path) as groups:
-        if groups and all(name in column_names(member(group, "obs", path)) for group in groups):
-            parts = [read_values(group["obs"], name, path) for group in groups]
+        is_there = [name in column_names(member(group, "obs", path)) for group in groups]
+        if any(is_there):
+            parts = [
+                read_values(group["obs"], name, path) if there else _missing(shape_of(group, layer, path)[0])
+                for group, there in zip(groups, is_there, strict=True)
+            ]
             for group, part in zip(groups, parts, strict=True):
                 _check_length(_n_values(part), group, path, layer, f"{name_in(group, 'obs')}/{name}", 0)
             return join(parts, f"{path}: obs column {name!r}")

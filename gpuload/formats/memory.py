@@ -122,8 +122,8 @@ def _open_anndata(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Sto
 
 def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Store:
     """Open the file of a backed AnnData; names and obs come from memory, as they may have been changed."""
-    from gpuload.formats.h5ad import open_h5ad
     from gpuload.formats.obs import frame_columns
+    from gpuload.formats.recognise import open_path
 
     path = os.fspath(adata.filename)
     if adata.is_view:
@@ -132,8 +132,10 @@ def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Stor
             "or view.to_memory()."
         )
     if adata.file.is_open and "X" in adata.file:
-        adata.file["X"].file.flush()  # flush pending writes
-    store = open_h5ad(path, layer=layer, obs=())
+        stored = adata.file["X"]
+        stored.file.flush()  # pending writes
+        path += stored.name.removesuffix("/X")  # of a MuData, the modality
+    store = open_path(path, layer=layer, obs=())
     try:
         check_length(f"{where}: obs", adata.n_obs, store.n_obs, "cells")
         var_names = as_strings(adata.var_names) if layer == "X" else store.var_names

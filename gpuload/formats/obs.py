@@ -45,6 +45,10 @@ def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
         raise StoreError(f"{path}: /{key} has no index; rewrite the file with anndata's write_h5ad.")
     stored = frame[name]
     check_not_virtual(stored, f"{path}: /{key}/{name}")
+    if getattr(stored, "ndim", 1) != 1:
+        raise StoreError(
+            f"{path}: /{key}/{name} has {stored.ndim} dimensions; expected one. Rewrite the file with AnnData."
+        )
     if hasattr(stored, "asstr"):  # an HDF5 data set, of text or numbers
         return as_strings(stored[()])
     return as_strings(_read_element(stored) if hasattr(stored, "attrs") else stored)
@@ -79,8 +83,9 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     Returns
     -------
     ObsColumn
-        Categorical and string columns as int32 codes with categories; nullable integers as float64 with NaN; nullable
-        booleans as codes 0, 1 and -1; other numbers and booleans as they are, in native byte order.
+        Categorical and string columns as int32 codes with categories, which are Python's numbers; nullable integers as
+        float64 with NaN; nullable booleans as codes 0, 1 and -1; other numbers and booleans as they are, in native byte
+        order.
 
     Raises
     ------
@@ -200,8 +205,10 @@ def _read_element(stored: Any) -> Any:
 
 def encode(values: Any, name: str, path: str) -> ObsColumn:
     """Return a NumPy or pandas array as a column; types as for `read_column`."""
+    if values.ndim != 1:
+        raise _no_column_type(values, name, path)
     if isinstance(values, pd.Categorical):
-        return ObsColumn(values.codes.astype(np.int32), np.asarray(values.categories, dtype=object))
+        return ObsColumn(values.codes.astype(np.int32), _as_objects(values.categories))
     if isinstance(values, pd.arrays.SparseArray):
         values = values.to_dense()
     is_extension = pd.api.types.is_extension_array_dtype(values)
@@ -209,19 +216,33 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
         codes = np.where(values.isna(), -1, values.to_numpy(dtype=bool, na_value=False)).astype(np.int32)
         return ObsColumn(codes, np.array([False, True], dtype=object))
     if is_extension and pd.api.types.is_numeric_dtype(values):
-        if pd.api.types.is_integer_dtype(values):
-            check_whole(values.dropna().to_numpy(dtype=values.dtype.numpy_dtype), f"{path}: obs column {name!r}")
-        return ObsColumn(np.asarray(values.to_numpy(dtype=np.float64, na_value=np.nan)))
+        own = values.dtype.numpy_dtype
+        if own.kind in "iu":
+            check_whole(values.dropna().to_numpy(dtype=own), f"{path}: obs column {name!r}")
+        dtype = own if own.kind == "f" else np.float64
+        return ObsColumn(np.asarray(values.to_numpy(dtype=dtype, na_value=np.nan)))
     array = values if is_extension else np.asarray(values)
     if array.dtype.kind in "biuf" and array.dtype.itemsize <= 8:
         return ObsColumn(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
-    if array.ndim == 1 and (array.dtype.kind in "OSU" or pd.api.types.is_string_dtype(array)):
+    if array.dtype.kind in "OSU" or pd.api.types.is_string_dtype(array):
         with suppress(TypeError):  # lists, which no code can stand for
             return _encode_strings(array)
-    raise StoreError(
-        f"{path}: obs column {name!r} has dtype {array.dtype} and shape {array.shape}; only categorical, string, "
+    raise _no_column_type(array, name, path)
+
+
+def _no_column_type(values: Any, name: str, path: str) -> StoreError:
+    """Return the error for a column of another type, or of an array for each cell."""
+    return StoreError(
+        f"{path}: obs column {name!r} has dtype {values.dtype} and shape {values.shape}; only categorical, string, "
         "numeric (of up to 8 bytes) and boolean columns of one value per cell can be delivered."
     )
+
+
+def _as_objects(categories: pd.Index) -> NDArray[np.object_]:
+    """Return categories as objects; a float32 as the number that is written for it: 0.1, not 0.10000000149011612."""
+    if categories.dtype != np.float32:
+        return np.asarray(categories, dtype=object)
+    return np.array([float(str(category)) for category in categories.to_numpy()], dtype=object)
 
 
 def _encode_strings(array: Any) -> ObsColumn:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 HDF5, NPY, ZIP, PARQUET = b"\x89HDF\r\n\x1a\n", b"\x93NUMPY", b"PK\x03\x04", b"PAR1"
 """First bytes of files. HDF5's may come after a user block, so anything else is tried as HDF5 too."""
 
+USER_BLOCKS = (0, 512, 1024, 2048)
+"""Where HDF5's first bytes may be, up to what is common; mudata writes a user block of 512."""
+
 ENDINGS = (".h5ad", ".h5mu", ".h5", ".zarr", ".npz", ".npy", ".parquet")
 """File suffixes looked for in a folder."""
 
@@ -293,7 +296,8 @@ def _may_have_parts(address: Address) -> bool:
     if address.can_list:
         return True
     try:
-        return address.first_bytes(len(HDF5)) == HDF5
+        head = address.first_bytes(USER_BLOCKS[-1] + len(HDF5))
+        return any(head.startswith(HDF5, at) for at in USER_BLOCKS)
     except BusyError:
         raise
     except ReadError:  # the server does not send parts of it

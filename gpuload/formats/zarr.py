@@ -117,14 +117,15 @@ def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | Non
 
 
 def obs_columns(path: str, modality: str = "") -> list[str]:
-    """Return the names of the columns of obs; for a collection, those of its first data set."""
+    """Return the names of the columns of obs; for a collection, those of any of its data sets."""
     with _opened(path) as (root, _, held):
         try:
             if isinstance(root, Array):
                 return []
             if is_mudata(root):
                 return columns_of(root, path, modality)
-            return column_names(member(_datasets(root, path, modality)[0], "obs", path))
+            frames = [member(group, "obs", path) for group in _datasets(root, path, modality)]
+            return list(dict.fromkeys(name for frame in frames for name in column_names(frame)))
         finally:
             _close(held)
 

@@ -45,11 +45,11 @@ def chosen_columns(files: Sequence[str], wanted: Sequence[str] | None, join: Joi
     if wanted is None and join == "outer":
         wanted = list(dict.fromkeys(name for file in files for name in obs_columns(file)))
     if wanted is None:
-        wanted = obs_columns(files[0])
-        for file in files[1:]:
-            odd = sorted(set(wanted) ^ set(obs_columns(file)))
+        (first, wanted), *others = [part for file in files for part in frames.columns_by_part(file)]
+        for part, columns in others:
+            odd = sorted(set(wanted) ^ set(columns))
             if odd:
-                lacking, having = (file, files[0]) if odd[0] in wanted else (files[0], file)
+                lacking, having = (part, first) if odd[0] in wanted else (first, part)
                 raise StoreError(
                     f"{lacking}: obs has no column {odd[0]!r}, but that of {having} has it; name the columns to pack "
                     "with obs=, or make its values missing there with join='outer'."
@@ -68,12 +68,11 @@ def chosen_columns(files: Sequence[str], wanted: Sequence[str] | None, join: Joi
 def check_columns(files: Sequence[str], names: Sequence[str], join: Join) -> None:
     """Raise StoreError if a file lacks one of some columns of obs; with join ``"outer"``, only if all do."""
     missing = set(names)
-    for file in files if names else ():
-        known = obs_columns(file)
+    for part, known in [part for file in files for part in frames.columns_by_part(file)] if names else ():
         missing.difference_update(known)
         for name in names:
             if name not in known and join != "outer":
-                raise no_column(file, name, known)
+                raise no_column(part, name, known)
     if missing:
         raise no_column(files[0], min(missing), obs_columns(files[0]))
 

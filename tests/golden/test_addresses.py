@@ -190,9 +190,10 @@ def test_a_modality(server: Running, tmp_path: Path, suffix: str) -> None:
     path = str(mudata(tmp_path, suffix.rpartition("/")[2]).path)
     key = put(server, tmp_path / "cells.h5mu")
     reached = {"storage_options": options(server)}
-    assert_same(batches(f"s3://data/{key}/{suffix}", **reached), batches(f"{path}/{suffix}"))
-    with pytest.raises(StoreError, match="there is no modality 'none'"):
-        batches(f"s3://data/{key}/none", **reached)
+    for at, how in (("s3:/", reached), (server.url, {})):
+        assert_same(batches(f"{at}/data/{key}/{suffix}", **how), batches(f"{path}/{suffix}"))
+        with pytest.raises(StoreError, match="there is no modality 'none'"):
+            batches(f"{at}/data/{key}/none", **how)
 
 
 PARQUET = (

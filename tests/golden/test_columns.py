@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -164,6 +166,26 @@ def test_columns_that_have_no_place_in_a_minibatch(kind: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("c", "obs column 'c' has dtype int64 and shape (3, 1); only"),
+        ("d/codes", "obs column 'd' has dtype category and shape (3, 1); only"),
+        ("_index", "/obs/_index has 2 dimensions; expected one."),
+    ],
+)
+def test_columns_of_two_dimensions(tmp_path: Path, name: str, said: str) -> None:
+    path = tmp_path / "cells.h5ad"
+    obs = pd.DataFrame({"c": range(3), "d": pd.Categorical(list("abc"))}, index=list("xyz"))
+    anndata.AnnData(np.zeros((3, 2), np.float32), obs=obs).write_h5ad(path)
+    with h5py.File(path, "a") as file:
+        values, attributes = file["obs"][name][()], dict(file["obs"][name].attrs)
+        del file["obs"][name]
+        file["obs"].create_dataset(name, data=values.reshape(3, 1)).attrs.update(attributes)
+    with pytest.raises(gpuload.StoreError, match=re.escape(said)):
+        gpuload.obs_names(path) if name == "_index" else gpuload.open_loader(path, obs=name[0])
+
+
 def test_categories_keep_their_order_and_unused_ones(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, obs=["cell_line", "stage", "year", "depth"]) as loader:
         assert list(loader.categories["cell_line"]) == ["K562", "unused", "A549", "HeLa"]
@@ -204,6 +226,23 @@ def test_categories_over_files_are_the_union_in_order_of_first_appearance(tmp_pa
         assert list(loader.categories["line"]) == ["b", "a", "c", "d"]
         (batch,) = loader
         assert_column(batch.obs["line"], loader.categories["line"], pd.Series(values, dtype=object).iloc[batch.rows])
+
+
+@pytest.mark.parametrize("form", ["h5ad", "zarr"])
+def test_categories_of_float32_are_those_of_float64(tmp_path: Path, form: str) -> None:
+    """A class is one class, although 0.1 is another number in 4 bytes than in 8."""
+    paths = []
+    for dtype in (np.float32, np.float64):
+        doses = pd.Categorical.from_codes([2, 0, -1, 1], np.array([0.1, 1e-9, np.inf], dtype))
+        cells = anndata.AnnData(np.zeros((4, 1), np.float32), pd.DataFrame({"dose": doses}, index=list("wxyz")))
+        paths.append(tmp_path / f"{doses.categories.dtype}.{form}")
+        with warnings.catch_warnings(action="ignore"):
+            (cells.write_zarr if form == "zarr" else cells.write_h5ad)(paths[-1])
+    with gpuload.open_loader(paths, obs="dose", shuffle=False) as loader:
+        assert loader.categories["dose"].tolist() == [0.1, 1e-9, np.inf]
+        assert next(iter(loader)).obs["dose"].tolist() == [2, 0, -1, 1] * 2
+    with gpuload.open_loader(paths[0], obs="dose", categories={"dose": [1e-9, 0.1]}, shuffle=False) as loader:
+        assert next(iter(loader)).obs["dose"].tolist() == [-1, 1, -1, 0]
 
 
 def test_string_columns_over_files_share_their_categories(store_variant: StoreVariant) -> None:

@@ -18,7 +18,9 @@ from gpuload.errors import CorruptDataError
 from gpuload.formats import open_store
 from gpuload.joined import JoinedSource
 from gpuload.tune import Bench, Wish
+from tests.other_forms import write_parquet
 from tests.several import dense, part, write, write_zarr
+from tests.writers import counts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,6 +143,42 @@ def test_columns_that_only_some_files_have(tmp_path: Path, where: str) -> None:
         gpuload.open_loader(given, join="outer", obs=["clones"], **SMALL)
     with pytest.raises(gpuload.StoreError, match="obs has no column 'clone'"):
         gpuload.open_loader(given, join="inner", obs=["clone"], **SMALL)
+
+
+@pytest.mark.parametrize("other", ["no column", "only missing values"])
+def test_float32_stays_float32_beside_missing_values(other: str) -> None:
+    """As in anndata's; as float64 it is no longer equal to what is written."""
+    parts = [part(seed, n_obs=3) for seed in range(2)]
+    parts[1].obs["dose"] = np.array([0.1, np.nan, 0.5], dtype=np.float32)
+    if other != "no column":
+        parts[0].obs["dose"] = np.full(3, np.nan)
+    with gpuload.open_loader(parts, join="outer", obs="dose", where="dose == 0.1", **SMALL) as loader:
+        assert next(iter(loader)).rows.tolist() == [3]
+        assert loader.obs_dtypes["dose"] == np.float32
+
+
+@pytest.mark.filterwarnings("ignore:zarr v3 autosharding")
+@pytest.mark.parametrize("form", ["collection", "parquet"])
+def test_columns_that_only_a_later_part_of_one_store_has_are_not_said_to_be_missing(tmp_path: Path, form: str) -> None:
+    X, other = counts(2, 3), tmp_path / "other.h5ad"
+    obs = [pd.DataFrame({"n": [i, i], **({"dose": [5.0, 6.0]} if i else {})}, index=["a", "b"]) for i in range(2)]
+    anndata.AnnData(X, obs[1]).write_h5ad(other)
+    if form == "collection":
+        zarr = pytest.importorskip("zarr")
+        paths = [tmp_path / "cells.zarr"]
+        root = zarr.open_group(str(paths[0]), mode="w")
+        root.attrs["encoding-type"] = "annbatch-preshuffled"
+        for i in range(2):
+            anndata.io.write_elem(root, f"dataset_{i}", anndata.AnnData(X, obs[i]))
+    else:
+        pytest.importorskip("pyarrow")
+        paths = [tmp_path / f"{i}.parquet" for i in range(2)]
+        for path, frame in zip(paths, obs, strict=True):
+            write_parquet(path, X, dict(frame))
+    with pytest.raises(gpuload.StoreError, match=r"obs has no column 'dose'; it has .*'n'"):
+        gpuload.open_loader([*paths, other], obs="dose", join="outer")
+    with gpuload.open_loader([*paths, other], obs="n", join="outer", shuffle=False) as loader:
+        assert next(iter(loader)).obs["n"].tolist() == [0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])

@@ -84,6 +84,25 @@ def test_mudata_as_mudata_reads_and_writes_it(tmp_path: Path) -> None:
         np.testing.assert_array_equal(columns["batch"], whole.obs.loc[part.obs_names, "batch"])
 
 
+@pytest.mark.parametrize("name", ["rna", "prot"])
+def test_a_modality_of_a_mudata_that_is_backed_by_its_file(tmp_path: Path, name: str) -> None:
+    mudata, anndata = library("mudata"), library("anndata")
+    path, X = tmp_path / "cells.h5mu", {"rna": counts(20), "prot": counts(20, 9, seed=1).toarray()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = {n: anndata.AnnData(of, writers.cells_frame(20)[["depth"]]) for n, of in X.items()}
+        mudata.MuData(parts).write(path)
+        try:
+            whole = mudata.read_h5mu(path, backed="r")
+        except TypeError as error:
+            pytest.skip(f"this mudata reads no files with this anndata: {error}")
+    names, found, columns = everything(whole[name], obs=["depth"])
+    assert names == list(whole[name].var_names)
+    np.testing.assert_array_equal(found, X[name].toarray() if name == "rna" else X[name])
+    np.testing.assert_array_equal(columns["depth"], whole[name].obs["depth"])
+    whole.file.close()
+
+
 # --- SCDL
 
 SCDL = "bionemo.scdl.io.single_cell_memmap_dataset"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import anndata
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 
 import gpuload
@@ -18,8 +20,6 @@ from tests.writers import N_OBS, counts, write_csr, write_plain
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pandas as pd
 
     from tests.variants import Stored
 
@@ -203,6 +203,17 @@ def test_decimals_of_any_width_may_be_missing_and_are_equal_to_what_is_written(d
     for text in ("x == 0.1", "x in [0.1]", "notna(x) and x != 0.5"):
         assert parse(text).mask(columns).tolist() == [True, False, False]
     assert parse("isna(x)").mask(columns).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("kind", ["categories", "missing values"])
+def test_float32_that_pandas_holds_is_equal_to_what_is_written(kind: str) -> None:
+    values: Any = pd.array([0.1, 0.2, None, 0.5], dtype="Float32")
+    if kind == "categories":
+        values = pd.Categorical.from_codes([0, 1, -1, 2], np.array([0.1, 0.2, 0.5], np.float32))
+    cells = anndata.AnnData(np.zeros((4, 1), np.float32), pd.DataFrame({"x": values}, index=list("abcd")))
+    for text, rows in {"x == 0.1": [0], "x in [0.2]": [1], "x <= 0.2": [0, 1], "x != 0.1": [1, 2, 3]}.items():
+        with gpuload.open_loader(cells, where=text, shuffle=False) as loader:
+            assert [row for batch in loader for row in batch.rows] == rows
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])

@@ -100,6 +100,13 @@ def test_those_of_one_type_are_exact(dtype: type, tmp_path: Path) -> None:
         assert loader.obs["barcode"].tolist() == batch.obs["barcode"].tolist()
 
 
+def test_categories_stay_exact_beside_fractions(tmp_path: Path) -> None:
+    wholes, fractions = pd.Categorical([LARGEST, LARGEST + 1, 2**64 - 1]), pd.Categorical([0.5, 1, 0.5])
+    paths = [write(tmp_path / "a.h5ad", wholes), write(tmp_path / "b.h5ad", fractions)]
+    with gpuload.open_loader(paths, obs="barcode") as loader:
+        assert loader.obs["barcode"].tolist() == [LARGEST, LARGEST + 1, 2**64 - 1, 0.5, 1, 0.5]
+
+
 def test_packing_refuses_them_too(tmp_path: Path) -> None:
     one = write(tmp_path / "a.h5ad", np.array([1, LARGEST + 1, 3]))
     other = write(tmp_path / "b.h5ad", np.array([0.5, 1, 2]))
