@@ -18,7 +18,8 @@ from gpuload.checks import check_order
 from gpuload.errors import PlanError, ReadError, shown
 from gpuload.formats.zarr_nodes import NODE_FILES
 from gpuload.hub import split_address
-from gpuload.remote import Patience, open_remote, split_query
+from gpuload.object_remote import split_query
+from gpuload.remote import Patience, open_remote
 
 if TYPE_CHECKING:
     from gpuload.cache import SampleStore
