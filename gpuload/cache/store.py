@@ -123,7 +123,7 @@ class SampleStore:
     PlanError
         An option is invalid; or the folder and that of the remote overlap.
     StoreError
-        The folder holds samples of another remote, or a catalogue of another version.
+        The folder holds samples of another remote, or a catalogue of a later version.
     ReadError
         The folder cannot be created: a file has its name, or the system refuses it.
     """
@@ -513,7 +513,9 @@ class SampleStore:
     def release_quarantine(self) -> None:
         """Release the samples in quarantine for another try."""
         with self._catalogue.transaction() as db:
-            db.execute("UPDATE keys SET fault = NULL, n_failed = 0, retry_at = 0 WHERE fault IS NOT NULL")
+            db.execute(
+                "UPDATE keys SET fault = NULL, is_too_large = 0, n_failed = 0, retry_at = 0 WHERE fault IS NOT NULL"
+            )
 
     def coverage(self) -> Coverage:
         """Return how much of the remote was used for training."""
