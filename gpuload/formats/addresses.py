@@ -245,6 +245,24 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         return bytes(memoryview(Patience().ask(lambda: self.uncached.get(found, 0, min(n, found.nbytes)))))
 
 
+def first_bytes(path: str) -> bytes:
+    """Return the first 8 bytes of a file, or of an object at an address.
+
+    Raises
+    ------
+    ReadError
+        There is none, or it cannot be read.
+    """
+    address = as_address(path)
+    if address is not None:
+        return address.first_bytes(8)
+    try:
+        with open(path, "rb") as file:
+            return file.read(8)
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
+
+
 def _named(query: str) -> str:
     """Return a query as part of a name: without signatures, which change, and with a digest for what is long."""
     kept = []
