@@ -24,8 +24,10 @@ def is_whole(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
 
 
-def check_whole(name: str, value: object, least: int, also: str = "") -> int:
-    """Return a whole number of at least `least`; otherwise raise PlanError, naming `also` as further valid values."""
+def check_whole(name: str, value: object, least: int, also: str = "", *, most: int | None = None) -> int:
+    """Return a whole number from `least` to `most`; else raise PlanError, naming `also` as further valid values."""
+    if most is not None and (not is_whole(value, least) or value > most):
+        raise PlanError(f"{name}={shown(value)}: expected a whole number from {least} to {most}{also}.")
     if not is_whole(value, least):
         raise PlanError(f"{name}={shown(value)}: expected a whole number of at least {least}{also}.")
     return int(value)

@@ -43,6 +43,9 @@ _log = logging.getLogger("gpuload.cache")
 _TOLD_S = 10.0
 """Time after which who waits for samples is told why, if anything seems to be in the way."""
 
+_MOST_PROCESSES, _MOST_IN_FLIGHT = 256, 1024
+"""More than any machine has use for; each download has a thread and an open file, of which 1,024 is a usual limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
@@ -96,9 +99,10 @@ class SampleStore:
     min_visits
         Uses of a sample before it may be evicted.
     n_processes
-        Fetcher processes; 0 fetches in threads of this process.
+        Fetcher processes, at most 256; 0 fetches in threads of this process.
     in_flight
-        Concurrent downloads of each process; fewer while the remote reports that it is busy.
+        Concurrent downloads of each process, at most 1,024; fewer while the remote reports that it is busy. Each has a
+        thread and an open file.
     min_free
         Free bytes to leave on the disk, whatever the budget.
     relist_s
@@ -150,14 +154,14 @@ class SampleStore:
         max_failures: int = 4,
     ) -> None:
         check_choice("policy", policy, POLICIES)
-        n_processes = check_whole("n_processes", n_processes, 0)
+        n_processes = check_whole("n_processes", n_processes, 0, most=_MOST_PROCESSES)
         hung_s = check_seconds("hung_s", hung_s, may_be_0=False)
         self._settings = Settings(
             parse_nbytes("budget", budget, least=0),
             parse_nbytes("min_free", min_free, least=0),
             policy,
             min_visits=check_int64("min_visits", min_visits, 1),
-            in_flight=check_whole("in_flight", in_flight, 1),
+            in_flight=check_whole("in_flight", in_flight, 1, most=_MOST_IN_FLIGHT),
             piece_nbytes=parse_nbytes("piece_nbytes", piece_nbytes),
             tries=check_whole("tries", tries, 1),
             first_wait_s=check_seconds("first_wait_s", first_wait_s),

@@ -1646,8 +1646,10 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
         pass
     whole, seconds = "a whole number of at least", "a number of seconds"
     for name, value, told in (
-        ("n_processes", -1, f"{whole} 0"),
-        ("in_flight", 0, f"{whole} 1"),
+        ("n_processes", -1, "a whole number from 0 to 256"),
+        ("n_processes", 257, "a whole number from 0 to 256"),
+        ("in_flight", 0, "a whole number from 1 to 1024"),
+        ("in_flight", 1 << 63, "a whole number from 1 to 1024"),
         ("min_visits", 1.5, f"{whole} 1"),
         ("tries", 0, f"{whole} 1"),
         ("max_failures", True, f"{whole} 1"),
