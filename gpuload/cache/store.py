@@ -188,6 +188,7 @@ class SampleStore:
         self._fetchers: Fetchers | None = None
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._waited_s = 0.0
+        self._warned: set[str] = set()
         self._closer = Closer(self, _close, self._stop, None, self._lease, self._catalogue)
         try:
             self._check_remote()
@@ -292,7 +293,7 @@ class SampleStore:
         n_samples
             Samples of the epoch, over all ranks, at least one for each; None is all.
         echo_max
-            Leave out samples used at least this often before.
+            Leave out samples used at least this often before. If none is left, a warning is logged, once.
         min_samples, wait_s
             Wait until this many samples are here, and one for each rank, unless it is 0; at most this many seconds, if
             given. Not with `generation` or `state`.
@@ -363,6 +364,11 @@ class SampleStore:
             visits, settings["mode"], settings["seed"], generation, settings["n_samples"], settings["echo_max"]
         )
         per_rank = chosen.size // world_size
+        if not per_rank and visits.size >= world_size:
+            self.warn_once(
+                f"echo_max={settings['echo_max']}: of the {visits.size} samples that are here, {chosen.size} were used "
+                f"less often, so an epoch of world_size={world_size} has none; raise it, or wait until others are here."
+            )
         ids = ids[chosen[rank::world_size][:per_rank]]
         if position > ids.size:
             raise PlanError(
@@ -495,6 +501,13 @@ class SampleStore:
             check_digest(found, digest)
         self.reads.add_remote()
         return whole
+
+    def warn_once(self, message: str) -> None:
+        """Log a warning about an argument, the first time that there is one about it."""
+        name = message.partition("=")[0]
+        if name not in self._warned:
+            self._warned.add(name)
+            _log.warning("%s: %s", self.root, message)
 
     def quarantine_sample(self, sample: Sample, reason: str, *, may_pass: bool = False) -> None:
         """Put a sample in quarantine; if its fault may pass, only after as many as a download may have."""

@@ -437,6 +437,25 @@ def test_what_is_waited_for_is_told(
 # --- orders and resuming ---
 
 
+def test_an_epoch_that_is_left_no_sample_or_batch_is_told_once(
+    tmp_path: Path, remote: CountingRemote, caplog: Any
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        train(store, n_samples=N - 1)
+        for _ in range(2):
+            with store.snapshot(n_samples=2, world_size=2, rank=0) as snapshot:
+                assert list(snapshot.batches(2, drop_last=True)) == []
+            assert train(store, echo_max=1, world_size=2, rank=0) == []
+            assert train(store, echo_max=9, n_samples=5)
+        drop_last, echo_max = (record.getMessage().removeprefix(f"{store.root}: ") for record in caplog.records)
+    assert drop_last.startswith(
+        "drop_last=True: the epoch's 1 samples are too few for a batch of 2, so there is none; "
+    )
+    assert drop_last.endswith("; use min_samples=4, a smaller batch_size, or drop_last=False.")
+    assert re.match("echo_max=1: of the 40 samples that are here, [01] were used less often, so an epoch of ", echo_max)
+
+
 def test_orders() -> None:
     visits = np.arange(1_000, dtype=np.int64) % 5
     uniform = visiting_order(visits, "uniform", 1, 2, None, None)
