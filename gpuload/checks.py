@@ -24,8 +24,10 @@ def is_whole(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
 
 
-def check_whole(name: str, value: object, least: int, also: str = "") -> int:
-    """Return a whole number of at least `least`; otherwise raise PlanError, naming `also` as further valid values."""
+def check_whole(name: str, value: object, least: int, also: str = "", *, most: int | None = None) -> int:
+    """Return a whole number from `least` to `most`; else raise PlanError, naming `also` as further valid values."""
+    if most is not None and (not is_whole(value, least) or value > most):
+        raise PlanError(f"{name}={shown(value)}: expected a whole number from {least} to {most}{also}.")
     if not is_whole(value, least):
         raise PlanError(f"{name}={shown(value)}: expected a whole number of at least {least}{also}.")
     return int(value)
@@ -146,9 +148,7 @@ def check_index(
     what, all_names
         What is named, and an expression that gives all names, for the error message.
     """
-    if isinstance(given, np.ma.MaskedArray) and np.any(np.ma.getmaskarray(given)):
-        at = int(np.argmax(np.ma.getmaskarray(given).ravel()))
-        raise PlanError(f"{name}: it was given a masked array, whose value {at} is hidden; pass its .filled(value).")
+    check_unmasked(name, given)
     pandas = sys.modules.get("pandas")
     if pandas is None or not isinstance(given, (pandas.Series, pandas.DataFrame)):
         return
@@ -168,6 +168,13 @@ def check_index(
             f"but {what} {at} is {wanted.tolist()[at]!r}; put it in order with {cure}, or, if only its index is "
             "wrong, pass its .to_numpy()."
         )
+
+
+def check_unmasked(name: str, given: Any) -> None:
+    """Raise PlanError for a masked array of NumPy in which values are hidden."""
+    if isinstance(given, np.ma.MaskedArray) and np.any(np.ma.getmaskarray(given)):
+        at = int(np.argmax(np.ma.getmaskarray(given).ravel()))
+        raise PlanError(f"{name}: it was given a masked array, whose value {at} is hidden; pass its .filled(value).")
 
 
 def check_obs_names(name: str, given: Any, *, least: int = 0, sampler: str = "", also: str = "") -> tuple[str, ...]:

@@ -57,7 +57,13 @@ _DALI_TYPES = {
 
 
 _starts: weakref.WeakKeyDictionary[Loader, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""Of each loader, its state before the first minibatch of the epoch that a source began last."""
+"""Of each loader, its state before the first minibatch of the epoch that a source began last.
+
+By loader, as a pipeline does not show its sources, which may be made before it.
+"""
+
+_taken: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+"""The pipelines that a `CellIterator` runs."""
 
 
 class _Source:
@@ -221,7 +227,8 @@ class CellIterator:
     ------
     PlanError
         `loader` is none; its output is CSR; an obs column has a name that DALI cannot take; `pipeline` is none, or its
-        ``batch_size`` is less than the loader's; or `output_names` has the wrong length or duplicates.
+        ``batch_size`` is less than the loader's, or another `CellIterator` has it; or `output_names` has the wrong
+        length or duplicates.
     MissingDependencyError
         torch is not installed.
 
@@ -254,8 +261,10 @@ class CellIterator:
         if as_tensor is not None:
             self._iterator = _DynamicIterator(_Source(loader), names, as_tensor)
         else:
+            pipeline = cell_pipeline(loader) if pipeline is None else pipeline
+            _taken.add(pipeline)
             self._iterator = DALIGenericIterator(
-                [cell_pipeline(loader) if pipeline is None else pipeline],
+                [pipeline],
                 names,
                 size=-1,
                 auto_reset=False,
@@ -274,14 +283,21 @@ class CellIterator:
 
     def __next__(self) -> list[dict[str, Any]]:
         """Return the next minibatch: a list of one dict of tensors."""
+        before, is_first = _starts.get(self._loader), self._start is None
         try:
             batch: list[dict[str, Any]] = next(self._iterator)
         except StopIteration:
             self._has_ended = True
             raise
         finally:
-            if self._start is None:  # not the loader's state before: an epoch cut short, by whomever, is not resumed
+            if is_first:  # not the loader's state before: an epoch cut short, by whomever, is not resumed
                 self._start = _starts.get(self._loader)
+        if is_first and self._start is before:
+            self._start = None
+            raise PlanError(
+                "pipeline: its minibatches are not of this loader, or it was run before; define a new one with "
+                "gpuload.dali.cells(loader)."
+            )
         self._n_received += 1
         return batch
 
@@ -329,6 +345,10 @@ def _n_outputs(pipeline: Any, loader: Loader) -> int:
         raise PlanError(
             f"pipeline: its batch_size={pipeline.max_batch_size} is less than the loader's, {loader.batch_size}; "
             "define it with batch_size=loader.batch_size."
+        )
+    if pipeline in _taken:
+        raise PlanError(
+            "pipeline: another CellIterator has it, and they would share its minibatches; define a new one."
         )
     return int(pipeline.num_outputs)
 

@@ -113,7 +113,7 @@ def deal_cells(wanted: Mapping[str, Any], n_obs: int, classes: Classes | None, s
     n_obs
         Number of cells.
     classes
-        Each part gets its share of each of these; None: of the whole.
+        Each part gets its share of each of these, of which every cell has one; None: of the whole.
     seed
         Seed of the order of the cells.
 
@@ -175,7 +175,7 @@ def deal_groups(
     groups
         Groups to keep whole; cells in no group are in no part.
     classes
-        Each part gets close to its share of each of these; None: of the whole.
+        Each part gets close to its share of each of these, of which every cell has one; None: of the whole.
     by
         Name of the grouping in error messages.
     seed
@@ -352,13 +352,14 @@ def _table(groups: Classes, left: NDArray[np.int64], classes: Classes) -> csr_ma
     row_of = np.full(len(groups.labels) + 1, -1, dtype=np.int64)
     row_of[left] = np.arange(left.size)
     rows = row_of[groups.codes]
-    joint = rows[rows >= 0] * n_classes + classes.codes[rows >= 0]
-    if left.size * n_classes <= max(1 << 20, joint.size):
-        cells = np.bincount(joint)
+    is_left = rows >= 0
+    place = rows[is_left] * n_classes + classes.codes[is_left]
+    if left.size * n_classes <= max(1 << 20, place.size):
+        cells = np.bincount(place)
         found = np.flatnonzero(cells)
         cells = cells[found]
     else:
-        found, cells = np.unique(joint, return_counts=True)
+        found, cells = np.unique(place, return_counts=True)
     shape = left.size, n_classes
     table = csr_matrix((cells.astype(np.float64), np.divmod(found, n_classes)), shape)
     table = table[:, np.argsort(_hashes(classes.labels))]

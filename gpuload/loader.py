@@ -71,7 +71,7 @@ class _Place:
 
 
 AHEAD_NBYTES = 256 << 20
-"""Approximate memory for minibatches made ahead of the consumer; at least two are made regardless."""
+"""Approximate memory for minibatches made ahead of the consumer; on the CPU, at least two are made regardless."""
 
 
 class Loader:
@@ -137,9 +137,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the number of minibatches in a full epoch, the same on every rank."""
-        if self._plan.is_per_rank:  # the number may differ between epochs
-            return (self._now or self._next).plan.n_batches
-        return self._plan.n_batches
+        return self._whole.n_batches
 
     @property
     def rank(self) -> int:
@@ -163,8 +161,7 @@ class Loader:
         Counts twice the cells that ``uneven="pad"`` repeats, and omits those that ``uneven="drop"`` or `drop_last`
         drops. A sampler may draw a cell more than once.
         """
-        plan = (self._now or self._next).plan if self._plan.is_per_rank else self._plan
-        return plan.n_rows * plan.world_size
+        return self._whole.n_rows * self.world_size
 
     @property
     def n_batches_left(self) -> int:
@@ -172,7 +169,7 @@ class Loader:
 
         Correct also right after loading a mid-epoch state, even one saved with another `world_size`.
         """
-        place = self._now or self._next
+        place = self._place
         return place.plan.n_batches - place.step
 
     @property
@@ -391,7 +388,7 @@ class Loader:
             ``"epoch"`` and ``"step"`` (minibatches since the last change of `world_size`), ``"world_size"``,
             ``"history"`` and ``"fingerprint"``; see `gpuload.state`.
         """
-        place = self._now or self._next
+        place = self._place
         return make_state(place.plan, place.step, self._fingerprint)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -470,6 +467,16 @@ class Loader:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @property
+    def _place(self) -> _Place:
+        """The position in the active epoch, or in one left early, else in the next."""
+        return self._now or self._next
+
+    @property
+    def _whole(self) -> Plan:
+        """The plan of a full epoch: of that one where a sampler deals rows to ranks itself, whose epochs differ."""
+        return self._place.plan if self._plan.is_per_rank else self._plan
 
     def _check_usable(self) -> None:
         if self._is_closed:

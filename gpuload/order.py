@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from gpuload.permute import Permutation
+from gpuload.types import n_rows_in
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -93,7 +94,7 @@ class EqualBlocks(MixedFetches):
         self._short_end = (places + 1) * block_size - self._lack_before[1:]
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the row ranges at places start..stop of the shuffled order, shape (n, 2)."""
+        """Return the row ranges at positions ``start:stop`` of the shuffled order, shape (n, 2)."""
         first, skip = self._locate(start)
         last, _ = self._locate(stop - 1)
         block = self._order[np.arange(first, last + 1, dtype=np.int64)]
@@ -109,7 +110,7 @@ class EqualBlocks(MixedFetches):
 
 
 class UnequalBlocks(MixedFetches):
-    """Blocks between given edges in random order. Holds 20 bytes per block.
+    """Blocks between given edges in random order. Holds 24 bytes per block.
 
     Parameters
     ----------
@@ -126,7 +127,7 @@ class UnequalBlocks(MixedFetches):
         self._ends = np.cumsum(edges[self._order + 1] - edges[self._order])
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the row ranges at places start..stop of the shuffled order, shape (n, 2)."""
+        """Return the row ranges at positions ``start:stop`` of the shuffled order, shape (n, 2)."""
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._ends, stop - 1, side="right"))
         block = self._order[first : last + 1]
@@ -139,7 +140,7 @@ def _trim(begin: NDArray[np.int64], end: NDArray[np.int64], skip: int, n_rows: i
     """Drop `skip` rows from the front of ranges, and as many from the back that `n_rows` remain."""
     ranges = np.stack([begin, end], axis=1)
     ranges[0, 0] += skip
-    ranges[-1, 1] -= int((ranges[:, 1] - ranges[:, 0]).sum()) - n_rows
+    ranges[-1, 1] -= n_rows_in(ranges) - n_rows
     return ranges
 
 

@@ -25,7 +25,7 @@ from gpuload.order import merge_ranges
 from gpuload.permute import permuted_table, random_keys
 from gpuload.sampling.custom import ListOrder, as_blocks
 from gpuload.sampling.rows import list_of_runs
-from gpuload.types import Fetch, expand_ranges
+from gpuload.types import Fetch, expand_ranges, n_rows_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +96,7 @@ class Plan:
     def n_rows(self) -> int:
         """Number of rows that each rank delivers."""
         if self.is_per_rank:
-            counts = [_n_rows(blocks) for blocks in self._rank_blocks]
+            counts = [n_rows_in(blocks) for blocks in self._rank_blocks]
             n_rows = min(counts) if self.uneven == "drop" else max(counts)
             if n_rows and not min(counts):
                 raise PlanError(
@@ -145,7 +145,7 @@ class Plan:
     def _left(self) -> _Left:
         """The part of the order still to be dealt: all of it, or what the history leaves."""
         if self.is_per_rank:
-            return _Left(np.empty(0, np.int64), 0, _n_rows(self._rank_blocks[self.rank]))
+            return _Left(np.empty(0, np.int64), 0, n_rows_in(self._rank_blocks[self.rank]))
         left = _Left(np.empty(0, np.int64), 0, self.strategy.n_rows(self.file_rows))
         for segment, (world_size, steps) in enumerate(self.history):
             left = self._left_after(left, segment, world_size, steps)
@@ -161,7 +161,7 @@ class Plan:
         drawn = self._ranges(self._left, start, size)
         key = self._key(len(self.history), index, self.rank, self.world_size)
         ranges = merge_ranges(drawn)
-        n_resident = _n_rows(ranges)
+        n_resident = n_rows_in(ranges)
         places = self._arrange(self._left, start, size, key)
         if places is None:
             mixed = permuted_table(size, key)
@@ -223,7 +223,7 @@ class Plan:
             start, size = self._part(left, index, rank, world_size)
             places = self._handed_over(left, segment, index, rank, world_size)[: n_taken * self.batch_size]
             taken.append((start + places) % left.size)
-        stop = min(start + size, left.size)
+        stop = min(start + size, left.size)  # of the round: the last rank's part ends it
         rest = np.setdiff1d(np.arange(first, stop), np.concatenate(taken))
         return left.after(stop, left.places(rest))
 
@@ -279,10 +279,6 @@ class _Left:
         """Return `loose` followed by all entries from `index` on."""
         n_passed = max(0, index - self.loose.size)
         return _Left(np.concatenate([loose, self.loose[index:]]), self.start + n_passed, self.stop)
-
-
-def _n_rows(ranges: NDArray[np.int64]) -> int:
-    return int((ranges[:, 1] - ranges[:, 0]).sum())
 
 
 def chunks_per_block(block_size: int | str) -> int | None:

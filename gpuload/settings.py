@@ -28,6 +28,20 @@ NOT_SAVED = ("paths", "settings", "sampler", "obs_table", "transform", "rank", "
 
 _PARTS = {"settings", "measured"}
 
+_NO_WORKERS = "there are no worker processes, so leave it out"
+_IN_PLACE = {
+    "num_workers": "threads read, so leave it out, or use num_threads",
+    "prefetch_factor": "use prefetch, which counts fetches of fetch_factor minibatches",
+    "persistent_workers": _NO_WORKERS,
+    "worker_init_fn": _NO_WORKERS,
+    "multiprocessing_context": _NO_WORKERS,
+    "pin_memory": "with device='cuda' minibatches are made on the GPU, so leave it out",
+    "collate_fn": "change its minibatches in gpuload.Mapped(loader, function)",
+    "batch_sampler": "use sampler",
+    "generator": "use seed",
+}
+"""What to do instead of giving an argument of PyTorch's DataLoader."""
+
 
 def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function so that its argument `settings` supplies keyword arguments that are not given.
@@ -43,7 +57,16 @@ def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def fill_in(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments, with those that `settings` among them supplies; raises as `read_settings`."""
+    """Return keyword arguments, with those that `settings` among them supplies; raises as `read_settings`.
+
+    Raises PlanError for an argument of PyTorch's DataLoader that the function lacks.
+    """
+    for name, value in given.items():
+        if name in _IN_PLACE and name not in inspect.signature(function).parameters:
+            raise PlanError(
+                f"{name}={shown(value)}: {function.__name__} has no such argument of PyTorch's DataLoader; "
+                f"{_IN_PLACE[name]}."
+            )
     saved = read_settings(given.get("settings"), known_settings(function))
     sampler = given.get("sampler")
     if sampler is not None:  # it sets the order, perhaps the block size too, as if given

@@ -17,7 +17,7 @@ import numpy as np
 
 from gpuload.errors import StoreError
 from gpuload.joined import Joined
-from gpuload.types import ArrayRead, Recipe, expand_ranges
+from gpuload.types import ArrayRead, Recipe, expand_ranges, n_rows_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -290,7 +290,7 @@ class Store:
         start, numbers = self.file_start, self._files_of(ranges)
         matrices = [self.matrices[number] for number in numbers]
         parts = [self._within(ranges, int(start[number]), int(start[number + 1])) for number in numbers]
-        n_rows = int((ranges[:, 1] - ranges[:, 0]).sum())
+        n_rows = n_rows_in(ranges)
         indptr = self._resident_indptr(matrices, parts, n_rows)
         reads = self._plan_reads(numbers, parts, indptr) if n_rows else []
         return Recipe(self.kind, n_rows, int(self._widths.max()), indptr, tuple(reads), self._map_start(numbers, parts))
@@ -405,5 +405,5 @@ class Store:
         """Return where each resident row's column map begins; None if all rows share one."""
         if self.alignment is None or not self.alignment.starts.any():
             return None
-        n_rows = [int((part[:, 1] - part[:, 0]).sum()) for part in parts]
+        n_rows = [n_rows_in(part) for part in parts]
         return np.repeat(self.alignment.starts[numbers], n_rows)

@@ -368,6 +368,11 @@ class RangeReader(Protocol):
         """
 
 
+def n_rows_in(ranges: NDArray[np.int64]) -> int:
+    """Return the number of rows in ranges of rows, shape (n, 2)."""
+    return int((ranges[:, 1] - ranges[:, 0]).sum())
+
+
 def expand_ranges(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the integers in half-open ranges, shape (n, 2), concatenated."""
     lengths = ranges[:, 1] - ranges[:, 0]

@@ -34,10 +34,10 @@ LAYERS = [
     {"folder_source", "remote_source"},
     {"layout", "plan", "source", "stats", "state", "distributed", "where", "dealing", "diversity", "settings"}
     | {"remote", "alignment"},
-    {"sampling"},
+    {"sampling", "object_remote"},
     {"order"},
     {"permute"},
-    {"types", "logs", "checks", "threads", "object_errors", "hub", "aws"},
+    {"types", "logs", "checks", "threads", "object_errors", "objects", "hub", "aws"},
     {"errors"},
 ]
 """From the top down; a module imports from lower layers, or from its own part; others are for the command line only."""
@@ -59,7 +59,7 @@ HOMES = {
     "cupy": {"backends/cuda/device.py", "estimators/arrays.py"},
     "cupyx": {"backends/cuda/device.py", "estimators/arrays.py"},
     "kvikio": {"backends/cuda/kvikio.py"},
-    "obstore": {"remote.py"},
+    "obstore": {"object_remote.py"},
     "huggingface_hub": {"hub.py"},
     "prometheus_client": {"prometheus.py"},
     "pynvml": {"cli/utilisation.py"},

@@ -35,9 +35,6 @@ _BLOCK = 4096
 _WANTED_S = 5.0
 """How long a request for room is valid; whoever still waits repeats it."""
 
-_TOO_LARGE = "it has {} bytes, but the whole budget is {}"
-"""Why a sample is in quarantine that may leave it once the budget is raised."""
-
 _SHARE_TO_GO = 8
 """An epoch leaves out at most one in this many samples, to make room for others."""
 
@@ -102,6 +99,7 @@ class Catalogue(Database):
                 "INSERT INTO keys (key, etag, nbytes, digest, place, listing) VALUES (?, ?, ?, ?, ?, ?)"
                 " ON CONFLICT (key) DO UPDATE SET"
                 " fault = CASE WHEN etag = excluded.etag THEN fault END,"
+                " is_too_large = etag = excluded.etag AND is_too_large,"
                 " n_failed = CASE WHEN etag = excluded.etag THEN n_failed ELSE 0 END,"
                 " etag = excluded.etag, nbytes = excluded.nbytes, digest = excluded.digest,"
                 " listing = excluded.listing, is_gone = 0",
@@ -141,8 +139,8 @@ class Catalogue(Database):
             key_id, wanted = row[0], RemoteObject(*row[1:])
             cost = cost_of(wanted.nbytes)
             if cost > budget:
-                fault = _TOO_LARGE.format(wanted.nbytes, budget)
-                db.execute("UPDATE keys SET fault = ? WHERE id = ?", (fault, key_id))
+                fault = f"it has {wanted.nbytes} bytes, but the whole budget is {budget}"
+                db.execute("UPDATE keys SET fault = ?, is_too_large = 1 WHERE id = ?", (fault, key_id))
                 return Full(0)
             lacking = self._held_nbytes(db) + cost - budget
             return Full(lacking) if lacking > 0 else self._insert(db, key_id, wanted, name_of(wanted), lease)
@@ -189,7 +187,8 @@ class Catalogue(Database):
         with self.transaction() as db:
             db.execute("UPDATE keys SET n_failed = n_failed + 1, retry_at = ? WHERE id = ?", (retry_at, key_id))
             changed = db.execute(
-                "UPDATE keys SET fault = ? WHERE id = ? AND n_failed >= ?", (reason, key_id, max_failures)
+                "UPDATE keys SET fault = ?, is_too_large = 0 WHERE id = ? AND n_failed >= ?",
+                (reason, key_id, max_failures),
             )
             return bool(changed.rowcount)
 
@@ -459,9 +458,9 @@ class Catalogue(Database):
     def forgive_size(self, budget: int) -> None:
         """Release the samples from quarantine that were above the whole budget, but are not above this one."""
         with self.transaction() as db:
-            found = db.execute(_OF_SIZE, (_TOO_LARGE.format("*", "*"),)).fetchall()
+            found = db.execute("SELECT id, nbytes FROM keys WHERE fault IS NOT NULL AND is_too_large").fetchall()
             fit = [(id_,) for id_, nbytes in found if cost_of(nbytes) <= budget]
-            db.executemany("UPDATE keys SET fault = NULL WHERE id = ?", fit)
+            db.executemany("UPDATE keys SET fault = NULL, is_too_large = 0 WHERE id = ?", fit)
 
     # --- repair ---
 
@@ -538,7 +537,6 @@ class Catalogue(Database):
 _OF_ANOTHER_CLOCK_S = 3600
 """A retry time further away than this was set by a clock that was ahead."""
 
-_OF_SIZE = "SELECT id, nbytes FROM keys WHERE fault IS NOT NULL AND fault GLOB ?"
 _VISITED = "UPDATE files SET visits = visits + 1, used_at = ? WHERE key_id = ? AND state < 3 AND state = 1"
 _OLDER = (
     "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id"

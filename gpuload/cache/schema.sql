@@ -17,7 +17,8 @@ CREATE TABLE keys (
     visits INTEGER NOT NULL DEFAULT 0,
     n_failed INTEGER NOT NULL DEFAULT 0,
     retry_at REAL NOT NULL DEFAULT 0,
-    fault TEXT                            -- why it is in quarantine
+    fault TEXT,                           -- why it is in quarantine
+    is_too_large INTEGER NOT NULL DEFAULT 0  -- the fault is the whole budget: it may leave once that is raised
 );
 CREATE INDEX keys_next ON keys (n_fetched, place) WHERE NOT is_held AND NOT is_gone AND fault IS NULL;
 CREATE INDEX keys_bad ON keys (id) WHERE fault IS NOT NULL;
@@ -65,6 +66,6 @@ CREATE TRIGGER file_gone AFTER UPDATE OF state ON files WHEN OLD.state < 3 AND N
 END;
 
 INSERT INTO meta VALUES
-    ('version', 1), ('generation', 0), ('held_nbytes', 0), ('listing', 0), ('listing_began_at', 0.0),
+    ('version', 2), ('generation', 0), ('held_nbytes', 0), ('listing', 0), ('listing_began_at', 0.0),
     ('listed_at', 0.0), ('listing_lease', ''), ('remote', ''), ('fetched_nbytes', 0), ('evicted_nbytes', 0),
     ('n_fetched', 0), ('n_evicted', 0), ('n_disk_full', 0), ('n_retries', 0);

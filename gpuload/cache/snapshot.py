@@ -98,7 +98,7 @@ class Snapshot:
             ``"npy"``: all samples have one shape and dtype, and a batch is one array; ``"bytes"``: a list of uint8
             arrays; or a function from a uint8 array to anything, called in a reader thread, for a list of its results.
         drop_last
-            Drop the last batch if it is incomplete.
+            Drop the last batch if it is incomplete. If it is the only one, a warning is logged, once.
         prefetch
             Batches read ahead: they and the consumer's bound the memory held.
         num_threads
@@ -134,6 +134,12 @@ class Snapshot:
         reader = SampleReader(
             decode, verify, self._store.fetch_whole, self._store.copies.drop, prefetch + 1, self._store.verified
         )
+        if drop_last and self.position < len(self) < batch_size:
+            least = batch_size * self._settings["world_size"]
+            self._store.warn_once(
+                f"drop_last=True: the epoch's {len(self)} samples are too few for a batch of {batch_size}, so there is "
+                f"none; use min_samples={least}, a smaller batch_size, or drop_last=False."
+            )
         last = len(self) - batch_size if drop_last else len(self) - 1
         limit = max(1, int(max_skipped * len(self))) if on_error == "skip" else 0
         batches = self._run(reader, last, batch_size, prefetch, num_threads, limit)

@@ -43,6 +43,9 @@ _log = logging.getLogger("gpuload.cache")
 _TOLD_S = 10.0
 """Time after which who waits for samples is told why, if anything seems to be in the way."""
 
+_MOST_PROCESSES, _MOST_IN_FLIGHT = 256, 1024
+"""More than any machine has use for; each download has a thread and an open file, of which 1,024 is a usual limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
@@ -96,9 +99,10 @@ class SampleStore:
     min_visits
         Uses of a sample before it may be evicted.
     n_processes
-        Fetcher processes; 0 fetches in threads of this process.
+        Fetcher processes, at most 256; 0 fetches in threads of this process.
     in_flight
-        Concurrent downloads of each process; fewer while the remote reports that it is busy.
+        Concurrent downloads of each process, at most 1,024; fewer while the remote reports that it is busy. Each has a
+        thread and an open file.
     min_free
         Free bytes to leave on the disk, whatever the budget.
     relist_s
@@ -123,7 +127,7 @@ class SampleStore:
     PlanError
         An option is invalid; or the folder and that of the remote overlap.
     StoreError
-        The folder holds samples of another remote, or a catalogue of another version.
+        The folder holds samples of another remote, or a catalogue of a later version.
     ReadError
         The folder cannot be created: a file has its name, or the system refuses it.
     """
@@ -150,14 +154,14 @@ class SampleStore:
         max_failures: int = 4,
     ) -> None:
         check_choice("policy", policy, POLICIES)
-        n_processes = check_whole("n_processes", n_processes, 0)
+        n_processes = check_whole("n_processes", n_processes, 0, most=_MOST_PROCESSES)
         hung_s = check_seconds("hung_s", hung_s, may_be_0=False)
         self._settings = Settings(
             parse_nbytes("budget", budget, least=0),
             parse_nbytes("min_free", min_free, least=0),
             policy,
             min_visits=check_int64("min_visits", min_visits, 1),
-            in_flight=check_whole("in_flight", in_flight, 1),
+            in_flight=check_whole("in_flight", in_flight, 1, most=_MOST_IN_FLIGHT),
             piece_nbytes=parse_nbytes("piece_nbytes", piece_nbytes),
             tries=check_whole("tries", tries, 1),
             first_wait_s=check_seconds("first_wait_s", first_wait_s),
@@ -184,6 +188,7 @@ class SampleStore:
         self._fetchers: Fetchers | None = None
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._waited_s = 0.0
+        self._warned: set[str] = set()
         self._closer = Closer(self, _close, self._stop, None, self._lease, self._catalogue)
         try:
             self._check_remote()
@@ -288,7 +293,7 @@ class SampleStore:
         n_samples
             Samples of the epoch, over all ranks, at least one for each; None is all.
         echo_max
-            Leave out samples used at least this often before.
+            Leave out samples used at least this often before. If none is left, a warning is logged, once.
         min_samples, wait_s
             Wait until this many samples are here, and one for each rank, unless it is 0; at most this many seconds, if
             given. Not with `generation` or `state`.
@@ -359,6 +364,11 @@ class SampleStore:
             visits, settings["mode"], settings["seed"], generation, settings["n_samples"], settings["echo_max"]
         )
         per_rank = chosen.size // world_size
+        if not per_rank and visits.size >= world_size:
+            self.warn_once(
+                f"echo_max={settings['echo_max']}: of the {visits.size} samples that are here, {chosen.size} were used "
+                f"less often, so an epoch of world_size={world_size} has none; raise it, or wait until others are here."
+            )
         ids = ids[chosen[rank::world_size][:per_rank]]
         if position > ids.size:
             raise PlanError(
@@ -492,6 +502,13 @@ class SampleStore:
         self.reads.add_remote()
         return whole
 
+    def warn_once(self, message: str) -> None:
+        """Log a warning about an argument, the first time that there is one about it."""
+        name = message.partition("=")[0]
+        if name not in self._warned:
+            self._warned.add(name)
+            _log.warning("%s: %s", self.root, message)
+
     def quarantine_sample(self, sample: Sample, reason: str, *, may_pass: bool = False) -> None:
         """Put a sample in quarantine; if its fault may pass, only after as many as a download may have."""
         self._catalogue.fail(sample.key_id, reason, time.time(), self._settings.max_failures if may_pass else 1)
@@ -513,7 +530,9 @@ class SampleStore:
     def release_quarantine(self) -> None:
         """Release the samples in quarantine for another try."""
         with self._catalogue.transaction() as db:
-            db.execute("UPDATE keys SET fault = NULL, n_failed = 0, retry_at = 0 WHERE fault IS NOT NULL")
+            db.execute(
+                "UPDATE keys SET fault = NULL, is_too_large = 0, n_failed = 0, retry_at = 0 WHERE fault IS NOT NULL"
+            )
 
     def coverage(self) -> Coverage:
         """Return how much of the remote was used for training."""

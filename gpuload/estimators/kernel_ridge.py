@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_index, is_number, is_whole
+from gpuload.checks import check_index, check_unmasked, is_number, is_whole
 from gpuload.errors import PlanError
 from gpuload.estimators.arrays import Engine, to_host
 from gpuload.estimators.base import Estimator
@@ -279,16 +279,24 @@ def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
 
 
 def _check_order(name: str, given: Any, X: Any) -> None:
-    """Raise PlanError for what pandas says is of the rows of X in another order."""
+    """Raise PlanError for values of which a mask hides some, or that pandas says are of the rows of X elsewhere."""
     if isinstance(X, Loader):
         check_index(name, given, X.cell_names, "cell", "gpuload.obs_names(paths)")
-    elif hasattr(X, "columns") and hasattr(given, "index") and not callable(given.index):  # data frames
-        is_same = given.index.equals(X.index) or np.array_equal(given.index, np.arange(len(given)))
-        if not is_same and X.index.is_unique and given.index.is_unique and given.index.isin(X.index).all():
-            raise PlanError(
-                f"{name}: its index has the names of the rows of X in another order; put it in order with "
-                ".reindex(X.index), or, if only its index is wrong, pass its .to_numpy()."
-            )
+        return
+    check_unmasked(name, given)
+    if not hasattr(X, "columns") or not hasattr(given, "index") or callable(given.index):  # not both are data frames
+        return
+    numbers = np.arange(len(given))
+    if given.index.equals(X.index) or np.array_equal(given.index, numbers):
+        return
+    is_of_X = given.index.isin(X.index)
+    if is_of_X.all() if np.array_equal(X.index, numbers) else is_of_X.any():  # other names say nothing of the order
+        at = int(np.argmax(np.asarray(given.index) != np.asarray(X.index)))
+        raise PlanError(
+            f"{name}: its value {at} is of {given.index.tolist()[at]!r}, but row {at} of X is "
+            f"{X.index.tolist()[at]!r}; put it in order with .reindex(X.index), or, if only its index is wrong, pass "
+            "its .to_numpy()."
+        )
 
 
 def _rows_of(engine: Engine, passes: Passes, chosen: NDArray[np.int64]) -> NDArray[np.float32]:

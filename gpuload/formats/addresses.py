@@ -18,7 +18,8 @@ from gpuload.checks import check_order
 from gpuload.errors import PlanError, ReadError, shown
 from gpuload.formats.zarr_nodes import NODE_FILES
 from gpuload.hub import split_address
-from gpuload.remote import Patience, open_remote, split_query
+from gpuload.object_remote import split_query
+from gpuload.remote import Patience, open_remote
 
 if TYPE_CHECKING:
     from gpuload.cache import SampleStore
@@ -242,6 +243,24 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         """Return the first bytes of the object."""
         found = self.object()
         return bytes(memoryview(Patience().ask(lambda: self.uncached.get(found, 0, min(n, found.nbytes)))))
+
+
+def first_bytes(path: str) -> bytes:
+    """Return the first 8 bytes of a file, or of an object at an address.
+
+    Raises
+    ------
+    ReadError
+        There is none, or it cannot be read.
+    """
+    address = as_address(path)
+    if address is not None:
+        return address.first_bytes(8)
+    try:
+        with open(path, "rb") as file:
+            return file.read(8)
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
 
 
 def _named(query: str) -> str:

@@ -29,7 +29,7 @@ import h5py
 import numpy as np
 
 from gpuload.errors import CorruptDataError, GpuloadError, ReadError, StoreError, first_line
-from gpuload.formats.addresses import as_address
+from gpuload.formats.addresses import as_address, first_bytes
 from gpuload.formats.arrays import (
     as_text,
     check_dtype,
@@ -64,6 +64,8 @@ FILTERS = {
     32015: "zstd",
 }
 """Filters with a host decoder, by their number in the HDF5 filter registry."""
+
+_GZIP = b"\x1f\x8b"
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -217,17 +219,15 @@ def _open_file(path: str, content: _OneFile | None = None) -> h5py.File:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise ReadError(f"{path}: {os.strerror(error.errno or 0)}; raise the limit (ulimit -n).") from error
-            cure = "gunzip it first" if content is None and _is_gzip(path) else "expected an .h5ad file"
-            raise StoreError(f"{path}: not a readable HDF5 file ({first_line(error)}); {cure}.") from error
+            raise StoreError(f"{path}: not a readable HDF5 file ({first_line(error)}); {_cure(path)}.") from error
 
 
-def _is_gzip(path: str) -> bool:
-    """Return whether a local file is compressed as a whole."""
-    with suppress(OSError):
-        if os.path.isfile(path):
-            with open(path, "rb") as file:
-                return file.read(2) == b"\x1f\x8b"
-    return False
+def _cure(path: str) -> str:
+    """Return what to do about a file that is not HDF5."""
+    with suppress(OSError):  # it may have gone meanwhile
+        if first_bytes(path).startswith(_GZIP):
+            return "gunzip it first"
+    return "expected an .h5ad file"
 
 
 @contextmanager

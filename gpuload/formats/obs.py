@@ -14,6 +14,7 @@ import pandas as pd
 
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line
 from gpuload.formats.arrays import as_strings, as_text, check_not_virtual, no_column
+from gpuload.sampling.classes import factorize
 from gpuload.store import ObsColumn, check_whole
 
 if TYPE_CHECKING:
@@ -249,18 +250,3 @@ def _encode_strings(array: Any) -> ObsColumn:
     values = pd.Series([v.decode() if isinstance(v, bytes) else v for v in array], dtype=object)
     codes, categories = factorize(values, sort=True)
     return ObsColumn(codes.astype(np.int32), np.asarray(categories, dtype=object))
-
-
-def factorize(values: Any, *, sort: bool = False) -> tuple[NDArray[np.integer], Any]:
-    """Return codes, -1 if missing, and what they stand for, as pandas does, which ends a text at a NUL character."""
-    is_text = values.dtype == object or isinstance(values.dtype, pd.StringDtype)
-    if not (is_text and any(isinstance(value, str) and "\0" in value for value in values)):
-        codes, found = pd.factorize(values, sort=sort)
-        return codes, found
-    places = np.flatnonzero(~np.asarray(pd.isna(values)))
-    texts = np.asarray(values, dtype=object)[places]
-    names = sorted(set(texts), key=str)
-    numbers = {name: number for number, name in enumerate(names)}
-    codes = np.full(len(values), -1, dtype=np.intp)
-    codes[places] = [numbers[text] for text in texts]
-    return codes, np.array(names, dtype=object)

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import BusyError, ReadError, StoreError
-from gpuload.formats.addresses import TILEDB_GROUP, as_address
+from gpuload.formats.addresses import TILEDB_GROUP, as_address, first_bytes
 from gpuload.formats.zarr_nodes import METADATA
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def is_parquet(path: str) -> bool:
     address = as_address(path)
     if address is not None:
         return address.base.endswith(".parquet")
-    return os.path.isfile(path) and _first_bytes(path).startswith(PARQUET)
+    return os.path.isfile(path) and first_bytes(path).startswith(PARQUET)
 
 
 def is_soma(path: str) -> bool:
@@ -327,7 +327,7 @@ def _form(path: str) -> str:
     """Return a form of folder, ``"npy"``, ``"npz"``, ``"parquet"`` or, for any other file, ``"hdf5"``."""
     if _is_folder(path):
         return folder_form(path) or "zarr"  # whose error says what it is not
-    first = _first_bytes(path)
+    first = first_bytes(path)
     if as_address(path) is not None and first.startswith((NPY, ZIP)):
         raise StoreError(
             f"{path}: HDF5, Parquet and zarr folders can be read at an address, but .npy, .npz and zip files cannot; "
@@ -343,17 +343,6 @@ def _form(path: str) -> str:
 def _is_folder(path: str) -> bool:
     address = as_address(path)
     return os.path.isdir(path) if address is None else address.is_folder
-
-
-def _first_bytes(path: str) -> bytes:
-    address = as_address(path)
-    if address is not None:
-        return address.first_bytes(8)
-    try:
-        with open(path, "rb") as file:
-            return file.read(8)
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
 
 
 def _open_hdf5(path: str, modality: str, layer: str, obs: Sequence[str]) -> Store:

@@ -27,6 +27,7 @@ from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.tiledb_fragments import committed, parse_fragment, time_of
 from gpuload.formats.tiledb_schema import parse_enumeration, parse_schema, strings
 from gpuload.formats.tiledb_tiles import Bytes, damaged
+from gpuload.sampling.classes import factorize
 from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -157,13 +158,11 @@ class Array:
 
     def _latest(self, every: NDArray[np.int64], ids: str) -> NDArray[np.int64]:
         """Return where the latest version of each cell is, in the order of their ids."""
-        import pandas as pd
-
         turn = np.repeat(np.arange(len(self.fragments)), [fragment.n_cells for fragment in self.fragments])
         chosen = np.arange(every.size)
         if not self.schema.allows_duplicates:
             dims = [values for values, _ in self._columns(list(self.schema.dims))]
-            keys = [dim if dim.dtype.kind in "iu" else pd.factorize(dim)[0] for dim in dims]
+            keys = [dim if dim.dtype.kind in "iu" else factorize(dim)[0] for dim in dims]
             order = np.lexsort((turn, self._stamps(), *keys))
             is_same = np.ones(max(0, every.size - 1), dtype=bool)
             for key in keys:

@@ -246,8 +246,8 @@ def _labels(files: Sequence[str], layer: str, group_by: str | None, join: Join) 
     if group_by is None:
         return None
     from gpuload.formats import frames
-    from gpuload.formats.obs import factorize
     from gpuload.packing.tables import check_columns
+    from gpuload.sampling.classes import factorize
 
     check_columns(files, [group_by], join)
     parts = [frames.cell_column(file, group_by, layer) for file in files]

@@ -113,6 +113,11 @@ class SampleLoader:
                 f"SampleLoader: expected a SampleSet, and found {shown(samples)}; make one with "
                 "gpuload.samples.SampleSet(ids, labels, source) and pass that."
             )
+        if drop_last and 0 < len(samples) < batch_size:
+            raise PlanError(
+                f"drop_last=True: the {len(samples)} samples are too few for a batch of {batch_size}, so there would "
+                "be none; use a smaller batch_size, or drop_last=False."
+            )
         check_choice("on_error", on_error, ("raise", "skip"))
         max_skipped = check_share("max_skipped", max_skipped)
         self._limit = max(1, int(max_skipped * len(samples))) if on_error == "skip" else 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpuload.checks import check_index, check_obs_names, is_number, is_whole
 from gpuload.errors import PlanError, nearest, shown
-from gpuload.sampling.classes import coded, joint, names_of
+from gpuload.sampling.classes import coded, factorize, joint, names_of
 from gpuload.sampling.rows import row_list
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _labels(given: Any) -> tuple[NDArray[np.integer], Names]:
     """Return the codes of labels, -1 if missing, and the names they stand for."""
     import pandas as pd
 
-    codes, found = pd.factorize(given)
+    codes, found = factorize(given)
     names = np.asarray(found)
     if names.dtype.kind in "mM":  # NumPy would make whole numbers of them
         names = pd.Index(names).to_numpy(dtype=object)

@@ -184,7 +184,7 @@ class ListOrder:
         self._is_mixed = is_mixed
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the row ranges at positions start..stop, shape (n, 2)."""
+        """Return the row ranges at positions ``start:stop``, shape (n, 2)."""
         return self._rows.map_ranges(np.array([[start, stop]]))
 
     def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:

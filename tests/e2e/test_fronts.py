@@ -649,6 +649,22 @@ def test_dali_refuses_a_pipeline_that_does_not_fit(plain: Stored, dali: Any) -> 
         assert len(list(dali.CellIterator(loader, own(batch_size=9)))) == 17
 
 
+def test_dali_refuses_a_pipeline_of_another_iterator_or_loader(plain: Stored, dali: Any) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader, gpuload.open_loader(plain.path, **SETTINGS) as other:
+        pipeline = dali.cell_pipeline(loader)
+        cells = dali.CellIterator(loader, pipeline)
+        with pytest.raises(gpuload.PlanError, match=r"pipeline: another CellIterator has it, .*; define a new one"):
+            dali.CellIterator(loader, pipeline)
+        assert len(list(cells)) == 17
+        with pytest.raises(gpuload.PlanError, match="another CellIterator has it"):
+            dali.CellIterator(loader, pipeline)  # it would get no minibatch
+        list(dali.CellIterator(other))
+        astray = dali.CellIterator(other, dali.cell_pipeline(loader))
+        for _ in range(2):  # its state would not be that of what it delivers
+            with pytest.raises(gpuload.PlanError, match=r"are not of this loader, .*gpuload\.dali\.cells\(loader\)"):
+                next(astray)
+
+
 def test_dali_refuses_csr(plain: Stored, dali: Any) -> None:
     with gpuload.open_loader(plain.path, output="csr") as loader:
         for make in (dali.cells, dali.CellIterator):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import threading
@@ -717,6 +718,9 @@ def test_refusals(server: Running, plain: Stored, tmp_path: Path) -> None:
     (server.root / "data" / "text.h5ad").write_text("no HDF5" * 1000)
     with pytest.raises(StoreError, match=r"s3://data/text\.h5ad: not a readable HDF5 file"):
         gpuload.open_loader("s3://data/text.h5ad", storage_options=reached)
+    (server.root / "data" / "whole.h5ad.gz").write_bytes(gzip.compress(plain.path.read_bytes()))
+    with pytest.raises(StoreError, match=r"s3://data/whole\.h5ad\.gz: not a readable HDF5 file .*; gunzip it first\.$"):
+        gpuload.open_loader("s3://data/whole.h5ad.gz", storage_options=reached)
     with block_store(tmp_path, server) as store, pytest.raises(PlanError, match="the cache is for s3://data; open it"):
         gpuload.open_loader("s3://other/x.h5ad", cache=store)
     with (

@@ -356,7 +356,7 @@ def test_cells_found_by_another_column(tmp_path: Path, dtype: str) -> None:
     names = np.array([3.5, 1.5, 2.5]) if dtype == "float64" else np.array([2**63 + 9, 4, 2**63], np.uint64)
     low_high = (-10.0, 10.0) if dtype == "float64" else (0, 2**64 - 2049)
     if dtype == "str":
-        names = np.array(["b", "a", "c"], dtype=object)
+        names = np.array(["b", "b\0c", "b\0d"], dtype=object)
         dim = tiledb.Dim("name", domain=(None, None), tile=None, dtype="ascii")
     else:
         dim = tiledb.Dim("name", domain=low_high, tile=2, dtype=dtype)

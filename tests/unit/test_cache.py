@@ -437,6 +437,25 @@ def test_what_is_waited_for_is_told(
 # --- orders and resuming ---
 
 
+def test_an_epoch_that_is_left_no_sample_or_batch_is_told_once(
+    tmp_path: Path, remote: CountingRemote, caplog: Any
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        train(store, n_samples=N - 1)
+        for _ in range(2):
+            with store.snapshot(n_samples=2, world_size=2, rank=0) as snapshot:
+                assert list(snapshot.batches(2, drop_last=True)) == []
+            assert train(store, echo_max=1, world_size=2, rank=0) == []
+            assert train(store, echo_max=9, n_samples=5)
+        drop_last, echo_max = (record.getMessage().removeprefix(f"{store.root}: ") for record in caplog.records)
+    assert drop_last.startswith(
+        "drop_last=True: the epoch's 1 samples are too few for a batch of 2, so there is none; "
+    )
+    assert drop_last.endswith("; use min_samples=4, a smaller batch_size, or drop_last=False.")
+    assert re.match("echo_max=1: of the 40 samples that are here, [01] were used less often, so an epoch of ", echo_max)
+
+
 def test_orders() -> None:
     visits = np.arange(1_000, dtype=np.int64) % 5
     uniform = visiting_order(visits, "uniform", 1, 2, None, None)
@@ -1516,10 +1535,36 @@ def test_a_catalogue_of_another_version_is_told(tmp_path: Path, remote: Counting
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("UPDATE meta SET value = 7 WHERE name = 'version'")
     with (
-        pytest.raises(StoreError, match=rf"^{path}: it has version 7, but this gpuload reads version 1; use a"),
+        pytest.raises(StoreError, match=rf"^{path}: it has version 7, but this gpuload reads up to version 2; use a"),
         opened(tmp_path, remote),
     ):
         pass
+
+
+def test_a_catalogue_of_version_1_is_brought_up_to_date(tmp_path: Path, remote: CountingRemote) -> None:
+    """It told a sample that was too large by the text of its fault."""
+    np.save(tmp_path / "remote" / "huge.npy", np.zeros(100_000, dtype=np.float32))
+    with opened(tmp_path, remote, n_held=N, max_bad=0.5) as store:
+        full(store, N)
+        until(store.quarantine)
+        store.quarantine_sample(store.copies.samples(np.array([1]))[0], "it smells")
+    columns = "SELECT name, type, \"notnull\", dflt_value FROM pragma_table_info('keys')"
+    fault = "it has 400128 bytes, but the whole budget is 327680"
+    with closing(sqlite3.connect(tmp_path / "store" / "catalogue.sqlite")) as db, db:
+        wanted = db.execute(columns).fetchall()
+        db.execute("ALTER TABLE keys DROP COLUMN is_too_large")
+        db.execute("UPDATE keys SET fault = ? WHERE key = 'huge.npy'", (fault,))
+        db.execute("UPDATE meta SET value = 1 WHERE name = 'version'")
+    remote.gets.clear()
+    for _ in range(2):
+        with opened(tmp_path, remote, n_held=N, fetch=False) as store:
+            assert store._catalogue.rows(columns) == wanted
+            assert store.coverage().n_held == N
+            assert set(store.quarantine().values()) == {"it smells", fault}
+    with opened(tmp_path, remote, n_held=N + 100, max_bad=0.5) as store:
+        full(store, N)
+        assert list(store.quarantine().values()) == ["it smells"]
+        assert set(remote.gets) == {"huge.npy"}
 
 
 @pytest.mark.parametrize("is_new", [False, True])
@@ -1620,8 +1665,10 @@ def test_refusals(tmp_path: Path, remote: CountingRemote) -> None:
         pass
     whole, seconds = "a whole number of at least", "a number of seconds"
     for name, value, told in (
-        ("n_processes", -1, f"{whole} 0"),
-        ("in_flight", 0, f"{whole} 1"),
+        ("n_processes", -1, "a whole number from 0 to 256"),
+        ("n_processes", 257, "a whole number from 0 to 256"),
+        ("in_flight", 0, "a whole number from 1 to 1024"),
+        ("in_flight", 1 << 63, "a whole number from 1 to 1024"),
         ("min_visits", 1.5, f"{whole} 1"),
         ("tries", 0, f"{whole} 1"),
         ("max_failures", True, f"{whole} 1"),

@@ -875,8 +875,27 @@ def test_data_frames_of_rows_in_another_order_are_refused() -> None:
     ):
         np.testing.assert_allclose(model.fit(X_given, y_given, groups.to_numpy()).predict(X), expected, atol=1e-5)
     for y_given, of_groups, said in ((targets[::-1], groups, "y"), (targets, groups[::-1], "groups")):
-        with pytest.raises(PlanError, match=rf"^{said}: its index has the names of the rows of X in another order"):
+        words = (
+            rf"^{said}: its value 0 is of '{names[-1]}', but row 0 of X is 'c0'; put it in order with .reindex\(X.ind"
+        )
+        with pytest.raises(PlanError, match=words):
             model.fit(frame, y_given, of_groups)
+    some = KernelRidge(engine="numpy")
+    with pytest.raises(PlanError, match=r"^y: its value 0 is of 'c1', but row 0 of X is 'c0'"):
+        some.fit(frame[:-1], targets[1:])  # of which one has no row
+    same = ["a", "a", *names[2:]]
+    some.fit(frame.set_axis(same), targets.set_axis(same))
+    with pytest.raises(PlanError, match=r"^y: its value 1 is of 'c2', but row 1 of X is 'a'"):
+        some.fit(frame.set_axis(same), targets.set_axis(["a", "c2", "a", *names[3:]]))
+    some.fit(frame.set_axis(np.arange(len(X))), targets.set_axis(np.arange(len(X)) + 7))  # as a split leaves them
+
+
+@pytest.mark.parametrize("kind", [np.asarray, pd.DataFrame])
+def test_hidden_targets_are_refused(kind: Any) -> None:
+    X, y = cells_and_targets()
+    hidden = np.ma.masked_array(y, np.arange(len(y)) == 2)
+    with pytest.raises(PlanError, match=r"^y: it was given a masked array, whose value 2 is hidden; pass its .filled"):
+        KernelRidge(engine="numpy").fit(kind(X), hidden)
 
 
 def test_a_score_is_of_as_many_targets() -> None:

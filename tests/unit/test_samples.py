@@ -468,6 +468,10 @@ def test_refusals(data: Path) -> None:
     ):
         with pytest.raises(PlanError, match=sentence):
             SampleLoader(samples, **settings)
+    with pytest.raises(
+        PlanError, match=r"^drop_last=True: the 50 samples are too few for a batch of 51, so there would"
+    ):
+        SampleLoader(SampleSet(IDS, LABELS, data), 51, drop_last=True)
     with pytest.raises(PlanError, match=r"^SampleLoader: expected a SampleSet, and found 'cells/'; make one with"):
         SampleLoader("cells/")  # type: ignore[arg-type]
     assert list(SampleLoader(SampleSet([], {}, data), batch_size=4, shuffle=True)) == []

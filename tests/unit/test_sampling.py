@@ -28,9 +28,12 @@ from gpuload import (
     Weighted,
 )
 from gpuload.sampling import Cells, as_sampler
+from gpuload.sampling.classes import factorize
 from gpuload.types import Batch, expand_ranges
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.variants import Stored
 
 
@@ -323,6 +326,26 @@ def test_labels_that_are_dates() -> None:
     assert set(drawn.tolist()) == {1, 3, 5}
     with pytest.raises(PlanError, match=r"there are no cells with '2020-01-02'; did you mean Timestamp\('2020-01-02 "):
         ClassBalanced(days, shares={"2020-01-02": 1}).over(cells())
+
+
+@pytest.mark.parametrize(
+    "form",
+    [np.array, partial(np.array, dtype=object), pd.Series]
+    + [partial(pd.array, dtype=dtype) for dtype in ("string[python]", "string[pyarrow]")],
+)
+@pytest.mark.parametrize("last", ["b", None])
+def test_labels_that_differ_after_a_nul_character(form: Callable[..., Any], last: str | None) -> None:
+    labels = form(["a\0c", "a", "a\0d", "a", "a\0c", last])
+    bound = ClassBalanced(labels, 10, shares={"a\0c": 1}).over(cells())
+    drawn = expand_ranges(bound.order((2, 3, 1), (1, 2, 3, 4)).ranges(0, 10))
+    assert set(drawn.tolist()) == {0, 4}
+
+
+def test_nul_characters_are_looked_for_in_every_slice() -> None:
+    labels = np.array(["a", "b", None, 7] * 20_000, dtype=object)
+    labels[-2:] = "a\0", "c"
+    codes, names = factorize(labels)
+    assert [names[code] if code >= 0 else None for code in codes[-6:]] == [None, 7, "a", "b", "a\0", "c"]
 
 
 def test_shares_that_add_up_to_infinity() -> None:

@@ -106,3 +106,26 @@ def test_every_saved_setting_is_one_of_the_loader(plain):
     known = str(error.value).split("known settings are ")[1].rstrip(".").split(", ")
     assert {"block_size", "fetch_factor", "num_threads", "prefetch", "seed", "layer", "device"} <= set(known)
     assert not {"paths", "settings", "sampler", "transform", "rank", "world_size"} & set(known)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_workers", 4, "num_workers=4: open_loader has no such argument of PyTorch's DataLoader; threads read, s"),
+        ("pin_memory", True, "pin_memory=True: .*; with device='cuda' minibatches are made on the GPU, so leave it ou"),
+        ("prefetch_factor", 2, "prefetch_factor=2: .*; use prefetch, which counts fetches of fetch_factor minibatches"),
+        ("persistent_workers", True, "persistent_workers=True: .*; there are no worker processes, so leave it out"),
+        ("worker_init_fn", None, "worker_init_fn=None: .*; there are no worker processes, so leave it out"),
+        ("multiprocessing_context", "spawn", "multiprocessing_context='spawn': .*; there are no worker processes, "),
+        (
+            "collate_fn",
+            len,
+            r"collate_fn=<built-in function len>: .*; change its minibatches in gpuload\.Mapped\(loader, ",
+        ),
+        ("batch_sampler", [], r"batch_sampler=\[\]: .*; use sampler\."),
+        ("generator", 1, r"generator=1: .*; use seed\."),
+    ],
+)
+def test_an_argument_of_pytorchs_is_told_what_to_use_instead(name, value, message):
+    with pytest.raises(PlanError, match=f"^{message}"):
+        gpuload.open_loader("none.h5ad", **{name: value})
