@@ -73,6 +73,11 @@ class MissingDependencyError(GpuloadError, ImportError):
             + (f", or with CUDA 12 'gpuload[{other}]'" if other else "")
         )
         self.package = package
+        self._made_of = package, feature, extra
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy what it was made of, not its message: a worker process hands it to the one that waits for it."""
+        return type(self), self._made_of
 
 
 def first_line(error: BaseException) -> str:

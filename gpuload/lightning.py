@@ -58,7 +58,8 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
     epoch is the first, from its start, so the model sees the same minibatches in each.
 
     Checkpoints store the position in the training epoch, so a run resumed with ``ckpt_path`` gets exactly the
-    minibatches it had not yet seen. If a run resumes mid-epoch with another number of processes, the remaining cells
+    minibatches it had not yet seen; but where ``max_steps`` or ``limit_train_batches`` ends an epoch, Lightning goes on
+    with the next one. If a run resumes mid-epoch with another number of processes, the remaining cells
     are divided anew among them, and this epoch's number of minibatches differs from that of later ones. Lightning
     counts the minibatches of an epoch once and truncates all later epochs to that count, so this requires
     ``Trainer(reload_dataloaders_every_n_epochs=1)``, which recounts each epoch; without it, PlanError is raised.
@@ -260,12 +261,13 @@ class _TrainEpochs(_Epochs):
         """Return the minibatches of the epoch as Lightning counts them: those each process has had, and those left.
 
         This differs from other epochs if the epoch resumed with another number of processes. Lightning requests no
-        minibatch after the last one, so an epoch with none left has ended.
+        minibatch after the last one, so an epoch with none left has ended; and so has one before the trainer's, as
+        ``max_steps`` and ``limit_train_batches`` leave it.
         """
-        n_left = self._dataset.loader.n_batches_left
-        if not n_left:
+        n_left, state = self._dataset.loader.n_batches_left, self._dataset.state_dict()
+        trainer = self._module.trainer
+        if not n_left or (trainer is not None and state["epoch"] != trainer.current_epoch):
             return super().__len__()
-        state = self._dataset.state_dict()
         return n_left + int(state["step"]) + sum(int(steps) for _, steps in state["history"])
 
     def state_dict(self) -> dict[str, Any]:

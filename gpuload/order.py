@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from gpuload.permute import Permutation
+from gpuload.permute import Permutation, random_keys
 from gpuload.types import n_rows_in
 
 if TYPE_CHECKING:
@@ -134,6 +134,43 @@ class UnequalBlocks(MixedFetches):
         begin, end = self._edges[block], self._edges[block + 1]
         before = int(self._ends[first] - (end[0] - begin[0]))
         return _trim(begin, end, start - before, stop - start)
+
+
+class BegunAnywhere(MixedFetches):
+    """Another order of `n_rows` rows, begun at its row number `first` and ended before it."""
+
+    def __init__(self, inner: RowOrder, first: int, n_rows: int) -> None:
+        self._inner = inner
+        self._first = first
+        self._n_rows = n_rows
+
+    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the row ranges at places start..stop, shape (n, 2)."""
+        turn = self._n_rows - self._first  # the place of what was the first row
+        parts = [(start + self._first, min(stop, turn) + self._first)] if start < turn else []
+        if stop > turn:
+            parts.append((max(start, turn) - turn, stop - turn))
+        return np.concatenate([self._inner.ranges(*part) for part in parts])
+
+
+def shuffled_blocks(
+    file_rows: tuple[int, ...], block_size: int, perm_words: tuple[int, ...], edges: NDArray[np.int64] | None = None
+) -> RowOrder:
+    """Return blocks in random order: of `block_size` rows in each file, or between `edges` if given.
+
+    If a block holds more than half of the rows, they begin at a random row. Otherwise its end would be dropped in every
+    epoch in which any rows are (at least half of them are not), and with one block, every epoch would be file order.
+    """
+    if edges is None:
+        order: RowOrder = EqualBlocks(file_rows, block_size, perm_words)
+        n_rows, largest = sum(file_rows), min(block_size, max(file_rows, default=0))
+    else:
+        order = UnequalBlocks(edges, perm_words)
+        n_rows, largest = int(edges[-1]), int(np.diff(edges).max(initial=0))
+    if 2 * largest <= n_rows:
+        return order
+    (key,) = random_keys(1, *perm_words, 2)
+    return BegunAnywhere(order, int(key) % n_rows, n_rows)
 
 
 def _trim(begin: NDArray[np.int64], end: NDArray[np.int64], skip: int, n_rows: int) -> NDArray[np.int64]:

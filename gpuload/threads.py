@@ -16,6 +16,7 @@ A `Closer` ends what an object has started, threads among it, when the object is
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 import time
 import weakref
@@ -220,7 +221,7 @@ class QuickThreads:
 
 
 class OneAtATime(Generic[T]):
-    """Iterator over what a generator yields; raises PlanError if another thread is inside.
+    """Iterator over what a generator yields; raises PlanError if another thread is inside, and in a forked process.
 
     Parameters
     ----------
@@ -230,17 +231,22 @@ class OneAtATime(Generic[T]):
         What is iterated, and what to do, for the error message.
     """
 
-    __slots__ = ("__weakref__", "_cure", "_items", "_owner")
+    __slots__ = ("__weakref__", "_cure", "_items", "_owner", "_process")
 
     def __init__(
         self, items: Generator[T, None, None], owner: str = "loader", cure: str = "open a second loader"
     ) -> None:
-        self._items, self._owner, self._cure = items, owner, cure
+        self._items, self._owner, self._cure, self._process = items, owner, cure, os.getpid()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T:
+        if os.getpid() != self._process:  # a fork does not copy threads: their work would never finish
+            raise PlanError(
+                "this iteration began before this process was forked, and its threads are not here; begin one in this "
+                "process, with what was opened here."
+            )
         try:
             return next(self._items)
         except ValueError as error:

@@ -168,6 +168,99 @@ def test_a_scheduler_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in tmp_path.iterdir()] == ["in.h5ad"]
 
 
+@pytest.mark.parametrize(
+    ("found", "match"),
+    [
+        ((None, {}), "the scheduler has no gpuload, but here it is .*; install the same version there"),
+        (("here", {"tcp://a": "here", "tcp://b": None}), "the worker tcp://b has no gpuload"),
+        (("here", {"tcp://a": "0.0.1"}), "the worker tcp://a has gpuload '0.0.1', but here"),
+        (("here", {"tcp://a": ImportError("no numba")}), "the worker tcp://a cannot import gpuload: no numba; install"),
+    ],
+)
+def test_places_that_cannot_do_the_work_are_named_before_it(
+    found: tuple[Any, dict[str, Any]], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dask hands a worker that cannot import a task the same task for ever."""
+    source = written(cells(20, 10), tmp_path / "in.h5ad")
+    monkeypatch.setattr(distributed, "Client", partial(Places, *found))
+    with pytest.raises(gpuload.ReadError, match=match):
+        gpuload.pack(source, tmp_path / "out.zarr", scheduler="there")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.h5ad"]
+
+
+def test_workers_that_are_still_to_come_are_waited_for_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from gpuload.packing import cluster
+
+    monkeypatch.setattr(distributed, "Client", partial(Places, "here", {}))
+    with cluster.connect("there"):
+        assert "scheduler='there': it has no workers; packing waits until some have come" in caplog.text
+
+
+class Places:
+    """A client of a cluster in which these versions of gpuload are found, ``"here"`` for that of this process."""
+
+    def __init__(self, on_scheduler: Any, on_workers: dict[str, Any], *_: Any, **__: Any) -> None:
+        self._found = on_scheduler, on_workers
+
+    def run_on_scheduler(self, function: Callable[[str], Any], name: str) -> Any:
+        return function(name) if self._found[0] == "here" else self._found[0]
+
+    def run(self, function: Callable[[str], Any], name: str, *, on_error: str) -> dict[str, Any]:
+        assert on_error == "return"
+        return {place: function(name) if found == "here" else found for place, found in self._found[1].items()}
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def test_what_happens_to_a_cluster_is_said_in_one_sentence(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    """Dask hands over tasks that it gave up as if they were done, and a client without its scheduler raises too."""
+    source = written(cells(3_000, 200), tmp_path / "in.h5ad")
+
+    def killed(*_: Any, **__: Any) -> Any:
+        raise distributed.KilledWorker("_write_part-0", None, 3)
+        yield
+
+    def lost(futures: list[Any], **_: Any) -> Any:
+        yield from (
+            (one, distributed.client.FutureCancelledError("key", "scheduler-connection-lost")) for one in futures
+        )
+
+    def is_gone(function: Callable[..., Any], *args: Any, **_: Any) -> None:
+        function(*args)
+        raise RuntimeError("ConnectionPool is closed")
+
+    for happens, match in (
+        (killed, "4 workers died one after another"),
+        (lost, "it was lost while its workers packed"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(distributed, "as_completed", happens)
+            if happens is lost:
+                patch.setattr(here, "run", is_gone)
+            with pytest.raises(gpuload.ReadError, match=match):
+                gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY, scheduler="here")
+    gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY, scheduler="here")
+
+
+def test_an_error_of_the_callers_cancels_the_tasks_at_once(here: Here, tmp_path: Path, no_leaks: None) -> None:
+    from gpuload.packing import cluster
+
+    source = written(cells(3_000, 200), tmp_path / "in.h5ad")
+
+    def stop(_: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:  # whose traceback keeps every frame alive
+        gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY, scheduler="here", progress=stop)
+    assert not cluster._KEPT
+    del caught
+
+
 def test_without_dask_the_pip_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     source = written(cells(20, 10), tmp_path / "in.h5ad")

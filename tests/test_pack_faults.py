@@ -467,6 +467,20 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"onetwo"
 
 
+def test_two_that_write_one_file_do_not_meet(tmp_path: Path) -> None:
+    """As a worker of a cluster does if the task of a run that was killed still goes on: in one process, or in two
+    of the same number on two machines."""
+
+    def first() -> Iterator[bytes]:
+        yield b"a" * (2 << 20)
+        files.write_whole(str(tmp_path / "file"), [b"second"])
+        assert (tmp_path / "file").read_bytes() == b"second"
+        yield b"a"
+
+    assert files.write_whole(str(tmp_path / "file"), first()) == (2 << 20) + 1
+    assert (tmp_path / "file").read_bytes() == b"a" * ((2 << 20) + 1)
+
+
 def test_a_bucket_syncs_the_folders_of_its_own_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adata = cells(6_000, 200)
     adata.X = adata.X.toarray()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+import logging
+from contextlib import closing, contextmanager, suppress
 from functools import partial
+from pydoc import locate
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
-from gpuload.errors import MissingDependencyError, ReadError
+from gpuload.errors import MissingDependencyError, ReadError, first_line
 from gpuload.packing.parts import write_part
 from gpuload.packing.passes import all_parts, digest_span, fill_bucket, result_reader
 from gpuload.packing.rows import RowReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     import numpy as np
     from distributed import Client
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 CONNECT_S = 10
 """Timeout in seconds for the scheduler to answer."""
 
+_VERSION = "gpuload.__version__"
+
+_log = logging.getLogger("gpuload")
+
 T = TypeVar("T")
 
 _KEPT: dict[tuple[str, str], Any] = {}
@@ -33,7 +39,8 @@ _KEPT: dict[tuple[str, str], Any] = {}
 _LOCK = Lock()
 
 
-def connect(address: str) -> closing[Client]:
+@contextmanager
+def connect(address: str) -> Iterator[Client]:
     """Yield a client of a scheduler, closed at the end of the with-block.
 
     Raises
@@ -41,16 +48,39 @@ def connect(address: str) -> closing[Client]:
     MissingDependencyError
         Dask is not installed.
     ReadError
-        The scheduler does not answer.
+        The scheduler does not answer; or it, or a worker, has not the gpuload that is here.
     """
     try:
         from distributed import Client
     except ImportError as error:
         raise MissingDependencyError("distributed", "packing on a cluster", "dask") from error
     try:
-        return closing(Client(address, timeout=CONNECT_S, set_as_default=False))
+        client = Client(address, timeout=CONNECT_S, set_as_default=False)
     except (OSError, ValueError) as error:
         raise ReadError(f"scheduler={address!r}: no Dask scheduler answers there; check the address.") from error
+    with closing(client):
+        _check_versions(client, address)
+        yield client
+
+
+def _check_versions(client: Client, address: str) -> None:
+    """Raise ReadError unless gpuload is the same everywhere.
+
+    Dask would give a task to workers that cannot import it for ever. They are asked with a function of Python's.
+    """
+    here, workers = locate(_VERSION), client.run(locate, _VERSION, on_error="return")
+    if not workers:
+        _log.warning("scheduler=%r: it has no workers; packing waits until some have come.", address)
+    found = {"the scheduler": client.run_on_scheduler(locate, _VERSION)}
+    found |= {f"the worker {worker}": version for worker, version in workers.items()}
+    for place, version in found.items():
+        if version == here:
+            continue
+        has = "has no gpuload" if version is None else f"has gpuload {version!r}"
+        if isinstance(version, Exception):
+            has = f"cannot import gpuload: {first_line(version)}"
+        but = "" if isinstance(version, Exception) else f", but here it is {here!r}"
+        raise ReadError(f"scheduler={address!r}: {place} {has}{but}; install the same version there, with its extras.")
 
 
 class Cluster:
@@ -71,31 +101,44 @@ class Cluster:
         self._job = job
         self._num_threads = num_threads
 
-    def write_parts(self, numbers: Sequence[int]) -> Iterator[Any]:
+    def write_parts(self, numbers: Sequence[int]) -> Generator[Any, None, None]:
         """See `Workers.write_parts`."""
         return self._each(_write_part, (), numbers)
 
-    def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Iterator[Any]:
+    def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Generator[Any, None, None]:
         """See `Workers.write_buckets`."""
         return self._each(_write_bucket, (dtype,), numbers)
 
-    def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Iterator[int]:
+    def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Generator[int, None, None]:
         """See `Workers.digests`."""
         return self._each(_digest_span, (tuple(file_rows),), spans)
 
-    def _each(self, task: Callable[..., Any], settings: tuple[Any, ...], items: Sequence[Any]) -> Iterator[Any]:
+    def _each(
+        self, task: Callable[..., Any], settings: tuple[Any, ...], items: Sequence[Any]
+    ) -> Generator[Any, None, None]:
         """Yield the results of a task over items as they complete; the first error cancels the rest."""
-        from distributed import as_completed
+        from distributed import KilledWorker, as_completed
 
         run = uuid4().hex
         given = partial(task, run, self._job, self._num_threads, *settings)
         futures = self._client.map(given, list(items), pure=False)
         try:
             for _, result in as_completed(futures, loop=self._client.loop, with_results=True):
+                if isinstance(result, Exception):  # Dask hands over what it has cancelled too
+                    raise ReadError(
+                        "scheduler: it was lost while its workers packed; start it, and run the same command again: it "
+                        "continues where it stopped."
+                    ) from result
                 yield result
+        except KilledWorker as error:
+            raise ReadError(
+                f"scheduler: {error.allowed_failures + 1} workers died one after another while they did one task, as "
+                "they do if it takes more memory than they may use; give them more and run the same command again, "
+                "which continues where it stopped, or pack with less memory=."
+            ) from error
         finally:
-            self._client.cancel(futures)
-            with suppress(OSError):  # of a scheduler that is gone, with its workers
+            with suppress(OSError, RuntimeError):  # of a scheduler that is gone, with its workers
+                self._client.cancel(futures)
                 self._client.run(_let_go, run, on_error="ignore")
 
 

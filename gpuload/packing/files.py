@@ -6,6 +6,7 @@ import fcntl
 import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from gpuload.errors import ReadError
 
@@ -21,7 +22,7 @@ _GATHERED = 1 << 20
 
 def write_whole(path: str, pieces: Iterable[Any]) -> int:
     """Write bytes as a file that appears complete and synced, or not at all; return their number."""
-    passing = f"{path}.{os.getpid()}{PARTIAL}"
+    passing = f"{path}.{uuid4().hex}{PARTIAL}"  # of its own, also among machines that share the disk
     with open(passing, "wb", buffering=_GATHERED) as file:
         for piece in pieces:
             file.write(piece)

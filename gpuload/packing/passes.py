@@ -13,7 +13,7 @@ from gpuload.packing.tables import SOURCE_FILE, SOURCE_ROW, source_rows
 from gpuload.packing.workplace import layer_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     import numpy as np
 
@@ -27,15 +27,15 @@ Span = tuple[int, int]
 
 
 class Workers(Protocol):
-    """Runs the tasks of a pass, in any order; yields whenever one is done."""
+    """Runs the tasks of a pass, in any order; yields whenever one is done, and stops them when it is closed."""
 
-    def write_parts(self, numbers: Sequence[int]) -> Iterator[Any]:
+    def write_parts(self, numbers: Sequence[int]) -> Generator[Any, None, None]:
         """Write parts to disk."""
 
-    def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Iterator[Any]:
+    def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Generator[Any, None, None]:
         """Write the shards of buckets to disk."""
 
-    def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Iterator[int]:
+    def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Generator[int, None, None]:
         """Read rows of the target back, and yield the digest of each span."""
 
 
@@ -60,11 +60,11 @@ class Local:
         self._num_threads = num_threads
         self._parts = parts
 
-    def write_parts(self, numbers: Sequence[int]) -> Iterator[Any]:
+    def write_parts(self, numbers: Sequence[int]) -> Generator[Any, None, None]:
         """See `Workers.write_parts`."""
         return each(self._write_part, numbers)
 
-    def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Iterator[Any]:
+    def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Generator[Any, None, None]:
         """See `Workers.write_buckets`."""
         if self._parts is not None:
             yield from self._fill_buckets(numbers, self._parts.values(), dtype)
@@ -73,14 +73,14 @@ class Local:
         with kept_open(parts):
             yield from self._fill_buckets(numbers, parts, dtype)
 
-    def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Iterator[int]:
+    def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Generator[int, None, None]:
         """See `Workers.digests`."""
         with result_reader(self._job, self._num_threads) as reader:
             yield from each(lambda span: digest_span(reader, span, file_rows), spans)
 
     def _fill_buckets(
         self, numbers: Sequence[int], parts: Iterable[Part | PartFile], dtype: np.dtype[Any]
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         return each(lambda number: fill_bucket(self._job, self._reader, number, parts, dtype), numbers)
 
     def _write_part(self, number: int) -> None:
@@ -116,7 +116,7 @@ def digest_span(reader: RowReader, span: Span, file_rows: Sequence[int]) -> int:
     return reader.read(start, stop).digest(source_rows(reader.store, start, stop, file_rows))
 
 
-def each(task: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+def each(task: Callable[[Any], Any], items: Sequence[Any]) -> Generator[Any, None, None]:
     """Yield the results of a task over items, a few concurrently; the first error ends it."""
     executor = ThreadPoolExecutor(AT_ONE_TIME, thread_name_prefix="gpuload-pack-task")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from gpuload.packing.shards import write_matrix_metadata
 from gpuload.packing.workplace import DONE, PARTS, clear, size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from distributed import Client
 
@@ -191,10 +192,11 @@ class Work:
                 "was published and the work was discarded; check the disk and the memory, and pack again."
             )
 
-    def _count(self, done: Iterator[Any], n: int, at: float, share: float) -> list[Any]:
+    def _count(self, done: Generator[Any, None, None], n: int, at: float, share: float) -> list[Any]:
         """Pass on the results of n tasks, reporting progress; they are a fraction of all work, starting at `at`."""
         results = []
-        for result in done:
-            results.append(result)
-            self.told(min(1.0, at + share * len(results) / n))
+        with closing(done):  # an error of `told` too ends the tasks now, while all that they use is open
+            for result in done:
+                results.append(result)
+                self.told(min(1.0, at + share * len(results) / n))
         return results

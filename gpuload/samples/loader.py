@@ -220,7 +220,7 @@ class SampleLoader:
 
     def _batches(self) -> Generator[Any, None, None]:
         self._start_at(*self._next)
-        number_of_this, process = self._n_begun, os.getpid()
+        number_of_this = self._n_begun
         self._next = self._epoch + 1, 0
         order = self.order(self._epoch)
         batches = iter(range(self._step, len(self)))
@@ -229,11 +229,6 @@ class SampleLoader:
         crew = _Crew(self.samples, min(self._n_requests, order.size), self._n_threads, self.stats)
         try:
             while True:
-                if os.getpid() != process:  # a fork does not copy threads: their work would never finish
-                    raise PlanError(
-                        "this iteration began before this process was forked, and its threads are not here; begin "
-                        "one in this process."
-                    )
                 while len(under_way) <= self._prefetch and (number := next(batches, None)) is not None:
                     part = order[number * self.batch_size : (number + 1) * self.batch_size]
                     under_way.append(

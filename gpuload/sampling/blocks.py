@@ -9,7 +9,7 @@ import numpy as np
 
 from gpuload.checks import check_bool
 from gpuload.errors import PlanError
-from gpuload.order import EqualBlocks, FileOrder, UnequalBlocks
+from gpuload.order import FileOrder, shuffled_blocks
 from gpuload.sampling.base import check_number, digest
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class BlockShuffle:
     Every row occurs once per epoch. If neighbours in the file are alike, the class counts of a minibatch vary more than
     those of independent draws; `gpuload.diversity` says by how much.
 
+    If one block holds more than half of the rows, the order begins at a random row, also within a block.
+
     Parameters
     ----------
     block_size
@@ -119,9 +121,7 @@ class BlockShuffle:
 
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
-        if self.edges is not None:
-            return UnequalBlocks(self.edges, key_words)
-        return EqualBlocks(file_rows, self.block_size, key_words)
+        return shuffled_blocks(file_rows, self.block_size, key_words, self.edges)
 
     def describe(self) -> dict[str, Any]:
         """Return the size of the blocks, or a digest of their edges."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import PlanError
-from gpuload.order import EqualBlocks
+from gpuload.order import shuffled_blocks
 from gpuload.permute import hash64, log_hash, random_keys, unit_hash
 from gpuload.sampling.queues import Queues, Unlike, spacing
 from gpuload.sampling.rows import SLICE, group_of, group_rows, list_of_mask
@@ -150,7 +150,7 @@ class Chosen:
         (key,) = random_keys(1, *key_words)
         chosen = list_of_mask(self._choose(np.uint64(key)))
         per_file = np.diff(chosen.rank(np.concatenate([[0], np.cumsum(file_rows)])))
-        return MappedOrder(EqualBlocks(tuple(per_file.tolist()), self.block_size, key_words), chosen)
+        return MappedOrder(shuffled_blocks(tuple(per_file.tolist()), self.block_size, key_words), chosen)
 
     def describe(self) -> dict[str, Any]:
         """Return the sampler's name and parameters, with a digest of its weights."""

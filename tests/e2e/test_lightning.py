@@ -513,6 +513,21 @@ def test_an_epoch_goes_on_with_another_number_of_processes(
 
 
 @in_lightning
+def test_an_epoch_after_one_that_was_cut_short_is_whole_on_fewer_processes(
+    front, Model, make_trainer, train, plain, tmp_path, no_leaks
+):
+    """For Lightning an epoch is over where max_steps ends it: what its rest would be is not the length of the next."""
+    n_vars, last = plain.dense.shape[1], tmp_path / "last.ckpt"
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(Model(n_vars), front.CellDataModule({**train, "rank": 0, "world_size": 3}, train))
+    trainer.save_checkpoint(last)
+    after = Model(n_vars)
+    trainer = make_trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(after, front.CellDataModule(train, train), ckpt_path=last)
+    assert after.seen == [(epoch, batch) for epoch in (1, 2) for batch in epoch_of(plain.path, epoch)]
+
+
+@in_lightning
 def test_an_error_in_the_middle_of_an_epoch_loses_and_repeats_nothing(
     front, Model, make_trainer, pl, train, plain, uninterrupted, tmp_path, no_leaks
 ):

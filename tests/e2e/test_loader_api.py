@@ -512,6 +512,25 @@ def test_a_forked_process_is_refused_and_its_parent_goes_on(loader: gpuload.Load
     assert len(list(batches)) == len(loader) - 1
 
 
+@pytest.mark.parametrize("of", [iter, lambda loader: iter(gpuload.Mapped(loader, len))], ids=["loader", "mapped"])
+def test_an_iteration_that_a_fork_inherits_is_refused_there(loader: gpuload.Loader, of: Callable[[Any], Any]) -> None:
+    batches = of(loader)
+    next(batches)
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)  # instead of a hang
+        try:
+            with pytest.raises(gpuload.PlanError, match=r"iteration began before this process was forked, and its thr"):
+                list(batches)
+            batches.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(list(batches)) == len(loader) - 1
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

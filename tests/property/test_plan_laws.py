@@ -19,6 +19,7 @@ from gpuload.errors import PlanError
 from gpuload.permute import Permutation, permuted_table
 from gpuload.plan import Plan
 from gpuload.sampling import BlockShuffle, Sequential
+from gpuload.sampling.weights import Chosen
 from tests.strategies import plans
 
 if TYPE_CHECKING:
@@ -180,6 +181,28 @@ def test_rows_are_spread_evenly() -> None:
     assert np.abs(hits - n_epochs * share).max() < 4.5 * np.sqrt(n_epochs * share * (1 - share))
 
 
+@pytest.mark.parametrize(
+    ("file_rows", "strategy"),
+    [
+        ((90,), BlockShuffle(100)),
+        ((90, 3), BlockShuffle(100)),
+        ((90,), BlockShuffle(edges=np.array([0, 3, 80, 90]))),
+        ((90,), Chosen(np.ones(90), 60, 100, {})),
+        ((4, 90), BlockShuffle(48)),
+    ],
+    ids=["one block", "and a short one", "chunks", "by weight", "half"],
+)
+def test_no_row_is_dropped_in_every_epoch(file_rows: tuple[int, ...], strategy: Any) -> None:
+    """What is dropped ends the order, and with one block that was the end of the file in every epoch."""
+    plan = Plan(file_rows, 16, 2, strategy, drop_last=True, world_size=3, uneven="drop")
+    n_epochs, hits = 80, np.zeros(sum(file_rows))
+    for epoch in range(n_epochs):
+        rows = np.concatenate([rows_of(rank) for rank in ranks_of(replace(plan, epoch=epoch))])
+        assert np.unique(rows).size == rows.size == 48
+        hits[rows] += 1
+    assert hits.min() > n_epochs * 48 / hits.size / 2
+
+
 # --- the frozen order: a second, slow implementation in plain Python, and literal values
 
 
@@ -200,7 +223,10 @@ def slow_permutation(n: int, key: int) -> list[int]:
 
 
 def slow_rows(plan: Plan) -> list[int]:
-    """Return one epoch's rows by place, from the description alone: blocks, permuted, concatenated."""
+    """Return one epoch's rows by place, from the description alone: blocks, permuted, concatenated.
+
+    If one of them holds more than half of the rows, the order begins at a random row, and ends before it.
+    """
     if isinstance(plan.strategy, Sequential):
         return list(range(sum(plan.file_rows)))
     if isinstance(plan.strategy, Given):
@@ -215,7 +241,11 @@ def slow_rows(plan: Plan) -> list[int]:
             edges += [(start + at, start + min(at + size, n_rows)) for at in range(0, n_rows, size)]
             start += n_rows
     shuffled = [edges[i] for i in slow_permutation(len(edges), slow_key(plan.seed, plan.epoch, 1))]
-    return [row for start, stop in shuffled for row in range(start, stop)]
+    rows = [row for start, stop in shuffled for row in range(start, stop)]
+    if any(2 * (stop - start) > len(rows) for start, stop in edges):  # then the order begins anywhere
+        first = slow_key(plan.seed, plan.epoch, 1, 2) % len(rows)
+        rows = rows[first:] + rows[:first]
+    return rows
 
 
 def slow_parts(plan: Plan, left: list[int], world_size: int) -> list[list[list[int]]]:

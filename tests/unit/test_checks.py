@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -110,3 +112,14 @@ def test_a_value_takes_one_line_of_a_message() -> None:
     assert errors.shown(Odd()) == "an odd thing"
     assert len(errors.shown("x" * 10_000)) <= 300
     assert len(errors.shown([["x" * 1000] * 6] * 6)) <= 300
+
+
+@pytest.mark.parametrize(
+    "error",
+    [errors.ReadError("a.h5ad: it ends early."), errors.MissingDependencyError("lz4", "reading LZ4", "cuda13")],
+    ids=repr,
+)
+def test_an_error_of_another_process_arrives_as_it_was(error: errors.GpuloadError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy)) == (type(error), str(error))
+    assert getattr(copy, "package", None) == getattr(error, "package", None)
