@@ -165,6 +165,7 @@ SIGNATURES = {
     "join_blocks": ["r:i8", "r:i4", "i8", "i8", "i8", "i4", "i8", "r:i8", "w:u1"],
     "check_sizes": ["r:u1", "r:i8", "i8", "i8", "w:i4"],
     "check_gzip": ["r:u1", "r:i8", "r:i8", "i8", "i8", "w:i4"],
+    "check_zstd": ["r:u1", "r:i8", "r:i8", "r:u1", "r:i8", "r:i8", "i8", "w:i4"],
     "decode_lzf": ["r:u1", "r:i8", "r:i8", "w:u1", "r:i8", "r:i8", "i8", "w:i4"],
     **{f"copy_pieces_{src}_{out}": [*COPY, f"w:{out}", "w:i4", "w:i4"] for src in STORED for out in OUT},
     **{f"densify_csr_{out}": [*ROWS, "i8", f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
@@ -334,6 +335,34 @@ def test_crcs_of_large_chunks(n: int, name: str, n_threads: int) -> None:
         status = np.zeros(1, dtype=np.int32)
         run("check_crc", Grid(1, n_threads), damaged, int64(0), int64(n), damaged, int64(n), *how, status)
         assert status[0] == expected
+
+
+@MANY
+@given(st.lists(st.integers(0, 200), max_size=6), grids(), seeds())
+def test_check_zstd(sizes: list[int], grid: Grid, seed: int) -> None:
+    numcodecs = pytest.importorskip("numcodecs")
+    rng, n = RNG(seed), len(sizes)
+    place = ranges(rng, sizes)
+    skew = int(rng.integers(0, 16))
+    decoded = placed(noise(rng, place.total), skew)[skew:]
+    frames_of = [
+        bytearray(numcodecs.Zstd(checksum=bool(rng.integers(0, 4))).encode(decoded[piece].copy()))
+        for piece in place.slices()
+    ]
+    places = ranges(rng, [len(frame) for frame in frames_of])
+    stored = rng.integers(0, 256, places.total).astype(np.uint8)
+    end = places.start + places.nbytes
+    status, wanted = (rng.random(n) < 0.2).astype(np.int32) * -5, np.zeros(n, dtype=np.int32)
+    for i, (frame, piece) in enumerate(zip(frames_of, places.slices(), strict=True)):
+        is_wrong = rng.random() < 0.4
+        if is_wrong:
+            frame[-1 - rng.integers(0, 4)] ^= 1 << rng.integers(0, 8)
+        stored[piece] = np.frombuffer(frame, np.uint8)
+        if rng.random() < 0.2:
+            end[i] = -1
+        wanted[i] = status[i] or (inflate.BAD_CHECKSUM if is_wrong and frame[4] & 4 and end[i] >= 0 else 0)
+    run("check_zstd", grid, decoded, place.start, place.nbytes, placed(stored), places.start, end, np.int64(n), status)
+    np.testing.assert_array_equal(status, wanted)
 
 
 @SOME

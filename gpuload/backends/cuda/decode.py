@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gpuload.layout import ArrayLayout
     from gpuload.types import ArrayRead
 
-N_LZF_THREADS = 32
+N_LZF_THREADS = N_ZSTD_THREADS = 32
 
 _ALGORITHMS = {
     "deflate": ("deflate", 2, 4),
@@ -92,8 +92,8 @@ class Steps:
 
     @property
     def has_checksum(self) -> bool:
-        """Whether there is a checksum that is verified here, rather than by nvCOMP or not at all."""
-        return self.has_fletcher or self.has_crc32c or self.codec in ("deflate", "gzip")
+        """Whether there is, or for zstd may be, a checksum that is verified here."""
+        return self.has_fletcher or self.has_crc32c or self.codec in ("deflate", "gzip", "zstd")
 
 
 def steps_of(layout: ArrayLayout) -> Steps | None:
@@ -311,6 +311,10 @@ class Decoder:
             ranges = (on["start"], on["full"], arena, on["trailer"])
             kernel, crc = ("check_adler32", ()) if steps.codec == "deflate" else ("check_crc", _GZIP_CRC)
             work.launch(kernel, n, decoded, *ranges, *crc, np.int64(n), codes)
+        elif steps.codec == "zstd" and is_due.any():
+            frames = (arena, on["place"], on["trailer"])
+            sizes = (on["start"], on["full"])
+            work.launch("check_zstd", n, decoded, *sizes, *frames, np.int64(n), codes, n_threads=N_ZSTD_THREADS)
         if steps.is_shuffled:
             plain, itemsize = work.scratch(total), np.int32(layout.dtype.itemsize)
             work.launch("unshuffle", n, decoded, plain, on["start"], on["full"], itemsize, np.int64(n))
