@@ -406,6 +406,61 @@ def test_chunks_in_the_cache_are_not_read_again(
     assert stats.n_chunks_cached <= stats.n_chunks
 
 
+def test_a_chunk_takes_room_in_the_cache_once(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether two loads have it at the same time, the load fails, or the device finds it bad each time."""
+    from gpuload.backends.cuda.cache import ChunkCache
+    from tests.cuda import fake_device
+
+    opened = open_fake(store_variant("csr-gzip4").path, device_cache="1MiB", prefetch=1, block_size=3, **SMALL)
+    loader, decode = opened.loader, fake_device._plain
+    read = loader.store.recipe(np.array([[0, 100]])).reads[0]
+    cache, numbers = ChunkCache(opened.device, 1 << 20), np.arange(read.chunk_id.size)
+    reserved, places = cache.reserve(read, numbers)
+    nbytes = cache.used_nbytes
+    assert reserved.size
+    assert not cache.reserve(read, numbers)[0].size
+    cache.release(read, reserved)
+    np.testing.assert_array_equal(cache.reserve(read, numbers), (reserved, places))
+    cache.keep(read, reserved, places)
+    assert not cache.reserve(read, numbers)[0].size
+    assert cache.used_nbytes == nbytes
+    np.testing.assert_array_equal(cache.places(read)[reserved], places)
+
+    def decoded(algorithm: str, stored: bytes, room: int) -> bytes:
+        if len(stored) % 4 == 0:
+            raise ValueError("bad for the device alone")
+        return decode(algorithm, stored, room)
+
+    monkeypatch.setattr(fake_device, "_plain", decoded)
+    used = []
+    for _ in range(3):
+        list(opened.epoch())
+        used.append(loader.memory()["cache"])
+    assert loader.stats.n_chunks_cached
+    assert used == used[:1] * 3
+
+
+def test_a_load_that_fails_takes_no_room_in_the_cache(
+    open_fake: Callable[..., Opened], copy_of: Callable[..., Any]
+) -> None:
+    path = copy_of()
+    with h5py.File(path) as file:
+        info = file["X/data"].id.get_chunk_info(0)
+    damaged = bytearray(path.read_bytes())
+    damaged[info.byte_offset + info.size // 2] ^= 0x10
+    path.write_bytes(damaged)
+    opened = open_fake(path, device_cache="1MiB", shuffle=False, prefetch=1, **SMALL)
+    used = []
+    for _ in range(3):
+        with pytest.raises(gpuload.CorruptDataError):
+            list(opened.epoch())
+        used.append(opened.loader.memory()["cache"])
+    assert used[0] > 0
+    assert used == used[:1] * 3
+
+
 def test_device_memory_is_a_bound(open_fake: Callable[..., Opened], plain: Stored) -> None:
     opened = open_fake(plain.path, n_bytes=20_000, **SMALL)
     with pytest.raises(gpuload.DeviceError, match="out of memory"):
