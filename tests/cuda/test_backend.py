@@ -222,6 +222,27 @@ def test_a_damaged_chunk_is_named(open_fake: Callable[..., Opened], copy_of: Cal
             pass
 
 
+@pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-gzip-fletcher32", "dense-gzip4"])
+def test_damage_is_told_as_the_cpu_backend_tells_it(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "cells.h5ad"
+    path.write_bytes(store_variant(kind).path.read_bytes())
+    with h5py.File(path) as file:
+        info = file["X/data" if kind.startswith("csr") else "X"].id.get_chunk_info(0)
+    with path.open("r+b") as file:
+        file.seek(info.byte_offset + info.size // 2)
+        file.write(bytes(12))
+    with (
+        gpuload.open_loader(path, device="cpu", **SMALL) as loader,
+        pytest.raises(gpuload.CorruptDataError, match="chunk 0 of /X") as expected,
+    ):
+        list(loader)
+    with pytest.raises(gpuload.CorruptDataError) as found:
+        list(open_fake(path, **SMALL).epoch())
+    assert str(found.value) == str(expected.value)
+
+
 def test_a_wrong_checksum_in_a_container_is_found(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, tmp_path: Path
 ) -> None:

@@ -11,18 +11,19 @@ the writer skipped a filter.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.backends import codecs
+from gpuload.backends import codecs, decoding
 from gpuload.backends.cuda.containers import HEADER_NBYTES, ROWS, read_cut
 from gpuload.backends.cuda.work import N_THREADS, Work, slots
 from gpuload.backends.damage import bad_chunk, corrupt
 from gpuload.backends.native.chunks import BAD_CRC32C
 from gpuload.backends.native.inflate import BAD_CHECKSUM
 from gpuload.backends.reading import short_read
+from gpuload.layout import select_chunks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -491,7 +492,17 @@ def decode_on_host(read: ArrayRead, chunk: int) -> NDArray[np.uint8]:
     try:
         return codecs.decode(layout.filters, int(read.chunk_mask[chunk]), stored, wanted, layout.dtype.itemsize)
     except codecs.DecodeError as error:
+        _tell_as_the_cpu(read, chunk, stored)
         raise corrupt(read, chunk, str(error)) from error
+
+
+def _tell_as_the_cpu(read: ArrayRead, chunk: int, stored: NDArray[np.uint8]) -> None:
+    """Raise the CPU backend's error for a damaged chunk; do nothing if it finds none."""
+    one = select_chunks(read, np.arange(read.chunk_id.size) == chunk)
+    one = replace(one, piece_dest=np.zeros_like(one.piece_dest))
+    n_out = (one.piece_rows - 1) * read.layout.dest_stride + one.piece_width
+    out = np.empty(int(n_out.max()), dtype=np.int32 if read.target == "indices" else np.float32)
+    decoding.decode(decoding.Part(one, 0, 1, stored, -one.chunk_offset, out), decoding.Scratch({}), "always")
 
 
 def kernel_type(dtype: np.dtype[Any]) -> str:
