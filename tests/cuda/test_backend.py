@@ -207,6 +207,17 @@ def test_a_chunk_that_only_the_device_finds_bad_is_decoded_on_the_host(
     assert said.startswith(f"{plain.path}: chunk ")
 
 
+def test_what_the_device_could_not_decode_is_not_taken_for_rounded_integers(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = store_variant("csr-data-i4")
+    for fail_at in range(4):  # of data and of indices
+        for batch in open_fake(stored.path, fail_at=fail_at, prefetch=1, **SMALL).epoch():
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+    assert any("could not be decoded on the GPU" in message for message in caplog.messages)
+    assert not [message for message in caplog.messages if "2**24" in message]
+
+
 def test_a_damaged_chunk_is_named(open_fake: Callable[..., Opened], copy_of: Callable[..., Any]) -> None:
     import h5py
 

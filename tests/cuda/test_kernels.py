@@ -699,7 +699,7 @@ def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed:
 
     memory = np.full(pieces.n_out + 3, FILLER, dtype=np.uint8).repeat(4).view(OUT[out])
     first = data.draw(st.integers(0, 3))
-    wanted, expected, should_be_rounded = memory.copy(), np.zeros(n_chunks, dtype=np.int32), 0
+    wanted, (expected, should_be_rounded) = memory.copy(), np.zeros((2, n_chunks), dtype=np.int32)
     for p in range(pieces.src.size):
         c = pieces.chunk[p]
         limit = limits[c]
@@ -714,15 +714,15 @@ def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed:
                 run_of, code, is_rounded = converted(plain[c][src : src + n], limit, out)
             wanted[dest : dest + n] = run_of
             expected[c] = expected[c] or code
-            should_be_rounded |= is_rounded
+            should_be_rounded[c] |= is_rounded
 
-    status, found = np.zeros(n_chunks, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    status, found = np.zeros(n_chunks, dtype=np.int32), np.zeros(n_chunks, dtype=np.int32)
     strides = np.int64(pieces.src_stride), np.int64(pieces.dest_stride)
     args = (limits, *strides, np.float64(fill), np.int64(pieces.src.size), memory[first:], status, found)
     run(f"copy_pieces_{name}_{out}", grid, placed(decoded), *pieces.args(), *args)
     np.testing.assert_array_equal(memory, wanted)
     np.testing.assert_array_equal(status, expected)
-    assert found[0] == should_be_rounded
+    np.testing.assert_array_equal(found, should_be_rounded)
 
 
 @pytest.mark.parametrize(("name", "out"), [("i4", "i4"), ("i8", "i4"), ("i8", "f4"), ("u4", "f4"), ("f8", "f4")])

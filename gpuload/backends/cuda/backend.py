@@ -377,15 +377,16 @@ class CudaBackend:
     def _settle(self, outcome: Outcome, resident: CudaResident) -> None:
         """Decode again on the host what the device found bad, and record what is good."""
         read, suspects = outcome.read, outcome.suspects()
+        is_rounded = outcome.rounds(suspects)
         for chunk in suspects:
-            self._decoder.retry(read, chunk, resident.flat(read.target), self._lane)
+            is_rounded |= self._decoder.retry(read, chunk, resident.flat(read.target), self._lane)
         if outcome.verified is not None and self._verify != "never":
             read.layout.verified[outcome.verified] = 1
         if outcome.kept is not None:
             numbers, place = outcome.kept
             is_good = ~np.isin(numbers, suspects)
             self._cache.keep(read, numbers[is_good], place[is_good])
-        if any(flag[0] for flag in outcome.is_rounded) and not self._has_warned_of_rounding:
+        if is_rounded and not self._has_warned_of_rounding:
             self._has_warned_of_rounding = True
             _log.warning("%s", rounding_warning(read))
 

@@ -125,7 +125,8 @@ class Outcome:
     reports
         Pairs: chunk numbers within the read, and the kernels' status code for each (int32, 0 = good).
     is_rounded
-        One int32 per converting launch: whether an integer was rounded to fit float32.
+        Pairs: chunk numbers within the read, and whether an integer of each was rounded to fit float32 (int32); of
+        suspects it means nothing.
     verified
         Layout's chunk numbers whose checksums are verified, provided that nothing bad is reported.
     kept
@@ -136,7 +137,7 @@ class Outcome:
 
     read: ArrayRead
     reports: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
-    is_rounded: list[NDArray[np.int32]] = field(default_factory=list)
+    is_rounded: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
     verified: NDArray[np.int64] | None = None
     kept: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     held: list[Any] = field(default_factory=list)
@@ -147,6 +148,10 @@ class Outcome:
         for numbers, codes in self.reports:
             found.update(numbers[codes != 0].tolist())
         return sorted(found)
+
+    def rounds(self, suspects: list[int]) -> bool:
+        """Return whether an integer was rounded in a chunk other than the suspects."""
+        return any((codes[~np.isin(numbers, suspects)] != 0).any() for numbers, codes in self.is_rounded)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -251,8 +256,14 @@ class Decoder:
         n = source.size
         work.launch("gather_payloads", n, arena, on["source"], on["nbytes"], on["place"], np.int64(n), to)
 
-    def retry(self, read: ArrayRead, chunk: int, out: Any, lane: Lane) -> None:
-        """Decode a chunk on the host, upload it and wait; raise CorruptDataError if it is bad there too."""
+    def retry(self, read: ArrayRead, chunk: int, out: Any, lane: Lane) -> bool:
+        """Decode a chunk on the host, upload it and wait; return whether an integer was rounded.
+
+        Raises
+        ------
+        CorruptDataError
+            It is bad there too.
+        """
         part = self._part(read, np.array([chunk]), out, lane)
         self._from_host(part)
         self._device.wait(self._device.record(lane.stream))
@@ -266,6 +277,7 @@ class Decoder:
             "slower",
             *(path, read.layout.number_in_file(int(read.chunk_id[chunk])), read.layout.name),
         )
+        return part.outcome.rounds([])
 
     def _part(self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, lane: Lane) -> _Part:
         outcome = Outcome(read)
@@ -446,7 +458,7 @@ class Decoder:
             chunk=np.repeat(np.arange(numbers.size, dtype=np.int32), count),
             limit=read.chunk_limit[numbers],
         )
-        codes, rounded = work.codes(numbers.size), work.codes(1)
+        codes, rounded = work.codes(numbers.size), work.codes(numbers.size)
         work.launch(
             f"copy_pieces_{kernel_type(layout.dtype)}_{'i4' if read.target == 'indices' else 'f4'}",
             pieces.size,
@@ -461,7 +473,7 @@ class Decoder:
             rounded,
         )
         self._report(part, codes)
-        part.outcome.is_rounded.append(work.download(rounded, np.int32))
+        part.outcome.is_rounded.append((numbers, work.download(rounded, np.int32)))
 
     def _report(self, part: _Part, codes: Any) -> None:
         """Have status codes copied to the host."""
