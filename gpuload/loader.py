@@ -347,15 +347,21 @@ class Loader:
         rows = check_row_numbers(rows, self.n_obs)
         distinct, positions = np.unique(rows, return_inverse=True)
         check_take(rows.size, distinct.size, list(self._tables.values()))
-        load = self._load_rows(as_ranges(distinct), positions.astype(np.int32), rows)
-        taking: list[Pending[Any]] = []
+        under_way: list[Pending[Any]] = []
         try:
-            residents = self._residents_of(load)
-            take = self._start_take(load, residents, slice(None))
-            taking = take.pending
+            load = self._load_rows(as_ranges(distinct), positions.astype(np.int32), rows)
+            under_way += load.pending
+            take = self._start_take(load, self._residents_of(load), slice(None))
+            under_way += take.pending
             return self._batch_of(take)
+        except GpuloadError:
+            raise
+        except Exception:
+            if self._is_closed:  # meanwhile, by another thread
+                raise _closed() from None
+            raise
         finally:
-            for pending in (*load.pending, *taking):
+            for pending in under_way:
                 pending.cancel()
 
     def set_epoch(self, epoch: int) -> None:
@@ -480,7 +486,7 @@ class Loader:
 
     def _check_usable(self) -> None:
         if self._is_closed:
-            raise PlanError("the loader was closed; open it again with open_loader().")
+            raise _closed()
         if os.getpid() != self._process:  # a fork does not copy threads: their work would never finish
             raise PlanError(
                 "the loader was opened before this process was forked, and its threads are not here; open it in this "
@@ -637,6 +643,10 @@ class _Iteration(OneAtATime[Batch]):
             if not is_final:
                 raise
         self._is_cut_off = is_cut_off
+
+
+def _closed() -> PlanError:
+    return PlanError("the loader was closed; open it again with open_loader().")
 
 
 def _handed_over(column: ObsColumn, rows: Any) -> NDArray[Any]:

@@ -294,4 +294,13 @@ def _plain(algorithm: str, stored: bytes, room: int) -> bytes:
         return plain
     if algorithm == "lz4":
         return bytes(imagecodecs.lz4_decode(stored, out=room))
-    return bytes({"zstd": imagecodecs.zstd_decode, "snappy": imagecodecs.snappy_decode}[algorithm](stored))
+    if algorithm == "zstd":
+        return bytes(imagecodecs.zstd_decode(_without_checksum(stored)))
+    return bytes(imagecodecs.snappy_decode(stored))
+
+
+def _without_checksum(frame: bytes) -> bytes:
+    """Return a zstd frame without its checksum, which nvCOMP does not promise to verify (RFC 8878, 3.1.1.1.1.5)."""
+    if len(frame) < 9 or not frame[4] & 4:
+        return frame
+    return frame[:4] + bytes([frame[4] & ~4]) + frame[5:-4]

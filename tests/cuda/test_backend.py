@@ -207,6 +207,17 @@ def test_a_chunk_that_only_the_device_finds_bad_is_decoded_on_the_host(
     assert said.startswith(f"{plain.path}: chunk ")
 
 
+def test_what_the_device_could_not_decode_is_not_taken_for_rounded_integers(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = store_variant("csr-data-i4")
+    for fail_at in range(4):  # of data and of indices
+        for batch in open_fake(stored.path, fail_at=fail_at, prefetch=1, **SMALL).epoch():
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+    assert any("could not be decoded on the GPU" in message for message in caplog.messages)
+    assert not [message for message in caplog.messages if "2**24" in message]
+
+
 def test_a_damaged_chunk_is_named(open_fake: Callable[..., Opened], copy_of: Callable[..., Any]) -> None:
     import h5py
 
@@ -220,6 +231,27 @@ def test_a_damaged_chunk_is_named(open_fake: Callable[..., Opened], copy_of: Cal
     with pytest.raises(gpuload.CorruptDataError, match=rf"chunk 0 of /X/data at byte {info.byte_offset} is damaged"):
         for _ in opened.epoch():
             pass
+
+
+@pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-gzip-fletcher32", "dense-gzip4"])
+def test_damage_is_told_as_the_cpu_backend_tells_it(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "cells.h5ad"
+    path.write_bytes(store_variant(kind).path.read_bytes())
+    with h5py.File(path) as file:
+        info = file["X/data" if kind.startswith("csr") else "X"].id.get_chunk_info(0)
+    with path.open("r+b") as file:
+        file.seek(info.byte_offset + info.size // 2)
+        file.write(bytes(12))
+    with (
+        gpuload.open_loader(path, device="cpu", **SMALL) as loader,
+        pytest.raises(gpuload.CorruptDataError, match="chunk 0 of /X") as expected,
+    ):
+        list(loader)
+    with pytest.raises(gpuload.CorruptDataError) as found:
+        list(open_fake(path, **SMALL).epoch())
+    assert str(found.value) == str(expected.value)
 
 
 def test_a_wrong_checksum_in_a_container_is_found(
@@ -404,6 +436,61 @@ def test_chunks_in_the_cache_are_not_read_again(
         assert stats.n_chunks_cached > 0
     assert opened.loader.memory()["cache"] <= (1 << 20 if nbytes == "1MiB" else int(nbytes))
     assert stats.n_chunks_cached <= stats.n_chunks
+
+
+def test_a_chunk_takes_room_in_the_cache_once(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether two loads have it at the same time, the load fails, or the device finds it bad each time."""
+    from gpuload.backends.cuda.cache import ChunkCache
+    from tests.cuda import fake_device
+
+    opened = open_fake(store_variant("csr-gzip4").path, device_cache="1MiB", prefetch=1, block_size=3, **SMALL)
+    loader, decode = opened.loader, fake_device._plain
+    read = loader.store.recipe(np.array([[0, 100]])).reads[0]
+    cache, numbers = ChunkCache(opened.device, 1 << 20), np.arange(read.chunk_id.size)
+    reserved, places = cache.reserve(read, numbers)
+    nbytes = cache.used_nbytes
+    assert reserved.size
+    assert not cache.reserve(read, numbers)[0].size
+    cache.release(read, reserved)
+    np.testing.assert_array_equal(cache.reserve(read, numbers), (reserved, places))
+    cache.keep(read, reserved, places)
+    assert not cache.reserve(read, numbers)[0].size
+    assert cache.used_nbytes == nbytes
+    np.testing.assert_array_equal(cache.places(read)[reserved], places)
+
+    def decoded(algorithm: str, stored: bytes, room: int) -> bytes:
+        if len(stored) % 4 == 0:
+            raise ValueError("bad for the device alone")
+        return decode(algorithm, stored, room)
+
+    monkeypatch.setattr(fake_device, "_plain", decoded)
+    used = []
+    for _ in range(3):
+        list(opened.epoch())
+        used.append(loader.memory()["cache"])
+    assert loader.stats.n_chunks_cached
+    assert used == used[:1] * 3
+
+
+def test_a_load_that_fails_takes_no_room_in_the_cache(
+    open_fake: Callable[..., Opened], copy_of: Callable[..., Any]
+) -> None:
+    path = copy_of()
+    with h5py.File(path) as file:
+        info = file["X/data"].id.get_chunk_info(0)
+    damaged = bytearray(path.read_bytes())
+    damaged[info.byte_offset + info.size // 2] ^= 0x10
+    path.write_bytes(damaged)
+    opened = open_fake(path, device_cache="1MiB", shuffle=False, prefetch=1, **SMALL)
+    used = []
+    for _ in range(3):
+        with pytest.raises(gpuload.CorruptDataError):
+            list(opened.epoch())
+        used.append(opened.loader.memory()["cache"])
+    assert used[0] > 0
+    assert used == used[:1] * 3
 
 
 def test_device_memory_is_a_bound(open_fake: Callable[..., Opened], plain: Stored) -> None:

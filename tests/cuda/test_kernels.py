@@ -165,6 +165,7 @@ SIGNATURES = {
     "join_blocks": ["r:i8", "r:i4", "i8", "i8", "i8", "i4", "i8", "r:i8", "w:u1"],
     "check_sizes": ["r:u1", "r:i8", "i8", "i8", "w:i4"],
     "check_gzip": ["r:u1", "r:i8", "r:i8", "i8", "i8", "w:i4"],
+    "check_zstd": ["r:u1", "r:i8", "r:i8", "r:u1", "r:i8", "r:i8", "i8", "w:i4"],
     "decode_lzf": ["r:u1", "r:i8", "r:i8", "w:u1", "r:i8", "r:i8", "i8", "w:i4"],
     **{f"copy_pieces_{src}_{out}": [*COPY, f"w:{out}", "w:i4", "w:i4"] for src in STORED for out in OUT},
     **{f"densify_csr_{out}": [*ROWS, "i8", f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
@@ -334,6 +335,34 @@ def test_crcs_of_large_chunks(n: int, name: str, n_threads: int) -> None:
         status = np.zeros(1, dtype=np.int32)
         run("check_crc", Grid(1, n_threads), damaged, int64(0), int64(n), damaged, int64(n), *how, status)
         assert status[0] == expected
+
+
+@MANY
+@given(st.lists(st.integers(0, 200), max_size=6), grids(), seeds())
+def test_check_zstd(sizes: list[int], grid: Grid, seed: int) -> None:
+    numcodecs = pytest.importorskip("numcodecs")
+    rng, n = RNG(seed), len(sizes)
+    place = ranges(rng, sizes)
+    skew = int(rng.integers(0, 16))
+    decoded = placed(noise(rng, place.total), skew)[skew:]
+    frames_of = [
+        bytearray(numcodecs.Zstd(checksum=bool(rng.integers(0, 4))).encode(decoded[piece].copy()))
+        for piece in place.slices()
+    ]
+    places = ranges(rng, [len(frame) for frame in frames_of])
+    stored = rng.integers(0, 256, places.total).astype(np.uint8)
+    end = places.start + places.nbytes
+    status, wanted = (rng.random(n) < 0.2).astype(np.int32) * -5, np.zeros(n, dtype=np.int32)
+    for i, (frame, piece) in enumerate(zip(frames_of, places.slices(), strict=True)):
+        is_wrong = rng.random() < 0.4
+        if is_wrong:
+            frame[-1 - rng.integers(0, 4)] ^= 1 << rng.integers(0, 8)
+        stored[piece] = np.frombuffer(frame, np.uint8)
+        if rng.random() < 0.2:
+            end[i] = -1
+        wanted[i] = status[i] or (inflate.BAD_CHECKSUM if is_wrong and frame[4] & 4 and end[i] >= 0 else 0)
+    run("check_zstd", grid, decoded, place.start, place.nbytes, placed(stored), places.start, end, np.int64(n), status)
+    np.testing.assert_array_equal(status, wanted)
 
 
 @SOME
@@ -670,7 +699,7 @@ def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed:
 
     memory = np.full(pieces.n_out + 3, FILLER, dtype=np.uint8).repeat(4).view(OUT[out])
     first = data.draw(st.integers(0, 3))
-    wanted, expected, should_be_rounded = memory.copy(), np.zeros(n_chunks, dtype=np.int32), 0
+    wanted, (expected, should_be_rounded) = memory.copy(), np.zeros((2, n_chunks), dtype=np.int32)
     for p in range(pieces.src.size):
         c = pieces.chunk[p]
         limit = limits[c]
@@ -685,15 +714,15 @@ def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed:
                 run_of, code, is_rounded = converted(plain[c][src : src + n], limit, out)
             wanted[dest : dest + n] = run_of
             expected[c] = expected[c] or code
-            should_be_rounded |= is_rounded
+            should_be_rounded[c] |= is_rounded
 
-    status, found = np.zeros(n_chunks, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    status, found = np.zeros(n_chunks, dtype=np.int32), np.zeros(n_chunks, dtype=np.int32)
     strides = np.int64(pieces.src_stride), np.int64(pieces.dest_stride)
     args = (limits, *strides, np.float64(fill), np.int64(pieces.src.size), memory[first:], status, found)
     run(f"copy_pieces_{name}_{out}", grid, placed(decoded), *pieces.args(), *args)
     np.testing.assert_array_equal(memory, wanted)
     np.testing.assert_array_equal(status, expected)
-    assert found[0] == should_be_rounded
+    np.testing.assert_array_equal(found, should_be_rounded)
 
 
 @pytest.mark.parametrize(("name", "out"), [("i4", "i4"), ("i8", "i4"), ("i8", "f4"), ("u4", "f4"), ("f8", "f4")])

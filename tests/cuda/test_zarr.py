@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from scipy.sparse import csr_matrix
 
 zarr = pytest.importorskip("zarr", minversion="3.0")
 
@@ -247,3 +248,25 @@ def test_stores_beside_each_other(open_fake: Callable[..., Opened], tmp_path: Pa
     expected = np.concatenate([counts(20 + i, seed=i).toarray() for i in range(4)])
     for batch in open_fake(path, block_size="chunk", **SMALL).epoch():
         np.testing.assert_array_equal(batch.X, expected[batch.rows])
+
+
+def test_zstds_own_checksum_is_verified(
+    open_fake: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of noise is stored as it is, so that it can be decoded whatever becomes of its bytes."""
+    path = tmp_path / "store.zarr"
+    noise = np.random.default_rng(0).normal(size=counts().nnz)
+    X = csr_matrix((noise, counts().indices, counts().indptr), counts().shape, dtype=np.float32)
+    writers.add_csr(writers.open_group(path), "X", X, compressors=zarr.codecs.ZstdCodec(level=3, checksum=True))
+    with monkeypatch.context() as strict:
+        strict.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+        opened = open_fake(path, **SMALL)
+        for batch in (*opened.epoch(), *opened.epoch()):
+            np.testing.assert_array_equal(batch.X, X.toarray()[batch.rows])
+    chunk = path / "X" / "data" / "c" / "2"
+    damaged = bytearray(chunk.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    chunk.write_bytes(damaged)
+    for verify in ("once", "always"):
+        with pytest.raises(gpuload.CorruptDataError, match=r"c/2: chunk 2 of /X/data at byte 0 is damaged: "):
+            list(open_fake(path, verify=verify, **SMALL).epoch())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,24 @@ def test_a_loader_that_is_closed(plain: Stored) -> None:
     loader.close()
     with pytest.raises(PlanError, match=r"the loader was closed; open it again"):
         loader.take([0])
+
+
+@pytest.mark.parametrize("when", ["before it loads", "while it loads"])
+def test_another_thread_closes_the_loader(plain: Stored, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    loader = gpuload.open_loader(plain.path)
+    load = loader._backend.load
+
+    def closing(recipe: Any) -> Any:
+        loader.close()
+        if when == "before it loads":
+            return load(recipe)
+        pending: Future[Any] = Future()
+        pending.cancel()
+        return pending
+
+    monkeypatch.setattr(loader._backend, "load", closing)
+    with pytest.raises(PlanError, match=r"^the loader was closed; open it again with open_loader\(\)\.$"):
+        loader.take([1, 2])
 
 
 def test_damaged_and_changed_files(store_variant: StoreVariant, tmp_path: Path) -> None:

@@ -269,12 +269,17 @@ class CudaBackend:
                 if not is_cached.all():
                     rest = select_chunks(read, ~is_cached) if is_cached.any() else read
                     for lo, hi in rest.parts(PART_NBYTES):
-                        outcomes.append(self._run(rest, lo, hi, resident))
-        finally:  # also after an error: what the launches use must outlive them
+                        self._run(rest, lo, hi, resident, outcomes)
             start = time.perf_counter()
             self._device.wait(self._device.record(stream))
-        for outcome in outcomes:
-            self._settle(outcome, resident)
+            for outcome in outcomes:
+                self._settle(outcome, resident)
+        except BaseException:
+            self._device.wait(self._device.record(stream))  # what the launches use must outlive them
+            for outcome in outcomes:
+                if outcome.kept is not None:
+                    self._cache.release(outcome.read, outcome.kept[0])
+            raise
         self.stats.add(decode_s=time.perf_counter() - start)
         return resident
 
@@ -303,8 +308,8 @@ class CudaBackend:
             resident.indices, resident.data = array((recipe.nnz,), np.int32), array((recipe.nnz,), np.float32)
         return resident
 
-    def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident) -> Outcome:
-        """Read extents lo..hi into an arena, and launch the decoding of their chunks."""
+    def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
+        """Read extents lo..hi into an arena, launch the decoding of their chunks, and append the outcome."""
         lane = self._lane
         arena = lane.arenas[lane.n_parts % N_ARENAS]
         lane.n_parts += 1
@@ -322,12 +327,13 @@ class CudaBackend:
         middle = time.perf_counter()
         numbers, at = np.arange(first, last), read.chunk_offset[first:last] + shift
         outcome = self._enqueue(read, numbers, at, arena.memory, resident)
+        outcomes.append(outcome)
         kept, place = self._cache.reserve(read, numbers[:0] if self._decoder.steps(read.layout) is None else numbers)
         if kept.size:
+            outcome.kept = kept, place
             self._decoder.move(
                 outcome, at[kept - first], read.chunk_nbytes[kept], place, arena.memory, self._cache.memory, lane
             )
-            outcome.kept = kept, place
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
         self.stats.add(
             read_nbytes=int(nbytes.sum()),
@@ -336,7 +342,6 @@ class CudaBackend:
             decode_s=time.perf_counter() - middle + start - begun,
             n_chunks=last - first,
         )
-        return outcome
 
     def _run_cached(
         self, read: ArrayRead, places: NDArray[np.int64], resident: CudaResident, outcomes: list[Outcome]
@@ -372,15 +377,16 @@ class CudaBackend:
     def _settle(self, outcome: Outcome, resident: CudaResident) -> None:
         """Decode again on the host what the device found bad, and record what is good."""
         read, suspects = outcome.read, outcome.suspects()
+        is_rounded = outcome.rounds(suspects)
         for chunk in suspects:
-            self._decoder.retry(read, chunk, resident.flat(read.target), self._lane)
+            is_rounded |= self._decoder.retry(read, chunk, resident.flat(read.target), self._lane)
         if outcome.verified is not None and self._verify != "never":
             read.layout.verified[outcome.verified] = 1
         if outcome.kept is not None:
             numbers, place = outcome.kept
             is_good = ~np.isin(numbers, suspects)
             self._cache.keep(read, numbers[is_good], place[is_good])
-        if any(flag[0] for flag in outcome.is_rounded) and not self._has_warned_of_rounding:
+        if is_rounded and not self._has_warned_of_rounding:
             self._has_warned_of_rounding = True
             _log.warning("%s", rounding_warning(read))
 

@@ -2,11 +2,13 @@
 
 Chunks stay compressed, so that more of them fit than if they were decoded; every use decodes them anew.
 What fits is never evicted: when every epoch reads everything once, each in a different order, eviction gains nothing.
+So room once given to a chunk is that chunk's, whether or not the load that copies it there succeeds.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +21,28 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.device import Device
     from gpuload.layout import ArrayLayout
     from gpuload.types import ArrayRead
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunks:
+    """The chunks of a layout, (n_chunks,) each: offset of the room of each, or -1; who may read or fill it.
+
+    Attributes
+    ----------
+    layout
+        Kept alive, so that its id is not reused.
+    room
+        Offset of the room that a chunk was given, or -1.
+    place
+        The same once its bytes are there, else -1.
+    is_taken
+        Whether a load has it, to copy its bytes there; still set if they were bad.
+    """
+
+    layout: ArrayLayout
+    room: NDArray[np.int64]
+    place: NDArray[np.int64]
+    is_taken: NDArray[np.bool_]
 
 
 class ChunkCache:
@@ -37,48 +61,65 @@ class ChunkCache:
         self._nbytes = nbytes
         self._used = 0
         self._lock = threading.Lock()
-        self._places: dict[int, tuple[ArrayLayout, NDArray[np.int64]]] = {}
+        self._chunks: dict[int, _Chunks] = {}
         self.memory: Any = device.empty(nbytes) if nbytes else None
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes that hold chunks."""
+        """Bytes given to chunks."""
         return self._used
 
     def places(self, read: ArrayRead) -> NDArray[np.int64]:
         """Return the offset of each chunk of a read, or -1 if it is not cached; (n_chunks,)."""
-        known = self._places.get(id(read.layout))
+        known = self._chunks.get(id(read.layout))
         if self.memory is None or known is None or read.layout.is_raw:
             return np.full(read.chunk_id.size, -1, dtype=np.int64)
-        return known[1][read.chunk_id]
+        return known.place[read.chunk_id]
 
     def reserve(self, read: ArrayRead, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Reserve room for chunks of a read; return those that fit, and their offsets.
+        """Give room to chunks of a read; return those that fit and no load has reserved before, and their offsets.
 
         Other reads find them only after `keep`.
         """
         if self.memory is None or read.layout.is_raw:
             return numbers[:0], numbers[:0]
         numbers = numbers[read.chunk_nbytes[numbers] > 0]
-        room = slots(read.chunk_nbytes[numbers])
         with self._lock:
-            ends = self._used + np.cumsum(room)
+            known = self._of(read.layout)
+            numbers = numbers[~known.is_taken[read.chunk_id[numbers]]]
+            place = known.room[read.chunk_id[numbers]]
+            nbytes = np.where(place < 0, slots(read.chunk_nbytes[numbers]), 0)
+            ends = self._used + np.cumsum(nbytes)
+            place = np.where(place < 0, ends - nbytes, place)
             n = int(np.searchsorted(ends, self._nbytes, side="right"))
             if n:
                 self._used = int(ends[n - 1])
-        return numbers[:n], (ends - room)[:n]
+            numbers, place = numbers[:n], place[:n]
+            known.room[read.chunk_id[numbers]] = place
+            known.is_taken[read.chunk_id[numbers]] = True
+        return numbers, place
 
     def keep(self, read: ArrayRead, numbers: NDArray[np.int64], places: NDArray[np.int64]) -> None:
-        """Publish chunks whose bytes have been copied to their places."""
+        """Publish reserved chunks whose bytes have been copied to their places."""
         with self._lock:
-            layout = read.layout
-            known = self._places.get(id(layout))
-            if known is None:
-                known = self._places[id(layout)] = layout, np.full(layout.chunk_offset.size, -1, dtype=np.int64)
-            known[1][read.chunk_id[numbers]] = places
+            self._of(read.layout).place[read.chunk_id[numbers]] = places
+
+    def release(self, read: ArrayRead, numbers: NDArray[np.int64]) -> None:
+        """Let another load reserve chunks, those published excepted, as the load that reserved them has failed."""
+        with self._lock:
+            known, chunk = self._of(read.layout), read.chunk_id[numbers]
+            known.is_taken[chunk] = known.place[chunk] >= 0
 
     def clear(self) -> None:
         """Free the memory."""
         with self._lock:
-            self._places.clear()
+            self._chunks.clear()
             self.memory, self._nbytes, self._used = None, 0, 0
+
+    def _of(self, layout: ArrayLayout) -> _Chunks:
+        known = self._chunks.get(id(layout))
+        if known is None:
+            n = layout.chunk_offset.size
+            none = np.full(n, -1, dtype=np.int64)
+            known = self._chunks[id(layout)] = _Chunks(layout, none, none.copy(), np.zeros(n, dtype=bool))
+        return known

@@ -11,18 +11,19 @@ the writer skipped a filter.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.backends import codecs
+from gpuload.backends import codecs, decoding
 from gpuload.backends.cuda.containers import HEADER_NBYTES, ROWS, read_cut
 from gpuload.backends.cuda.work import N_THREADS, Work, slots
 from gpuload.backends.damage import bad_chunk, corrupt
 from gpuload.backends.native.chunks import BAD_CRC32C
 from gpuload.backends.native.inflate import BAD_CHECKSUM
 from gpuload.backends.reading import short_read
+from gpuload.layout import select_chunks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from gpuload.layout import ArrayLayout
     from gpuload.types import ArrayRead
 
-N_LZF_THREADS = 32
+N_LZF_THREADS = N_ZSTD_THREADS = 32
 
 _ALGORITHMS = {
     "deflate": ("deflate", 2, 4),
@@ -92,8 +93,8 @@ class Steps:
 
     @property
     def has_checksum(self) -> bool:
-        """Whether there is a checksum that is verified here, rather than by nvCOMP or not at all."""
-        return self.has_fletcher or self.has_crc32c or self.codec in ("deflate", "gzip")
+        """Whether there is, or for zstd may be, a checksum that is verified here."""
+        return self.has_fletcher or self.has_crc32c or self.codec in ("deflate", "gzip", "zstd")
 
 
 def steps_of(layout: ArrayLayout) -> Steps | None:
@@ -124,7 +125,8 @@ class Outcome:
     reports
         Pairs: chunk numbers within the read, and the kernels' status code for each (int32, 0 = good).
     is_rounded
-        One int32 per converting launch: whether an integer was rounded to fit float32.
+        Pairs: chunk numbers within the read, and whether an integer of each was rounded to fit float32 (int32); of
+        suspects it means nothing.
     verified
         Layout's chunk numbers whose checksums are verified, provided that nothing bad is reported.
     kept
@@ -135,7 +137,7 @@ class Outcome:
 
     read: ArrayRead
     reports: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
-    is_rounded: list[NDArray[np.int32]] = field(default_factory=list)
+    is_rounded: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
     verified: NDArray[np.int64] | None = None
     kept: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     held: list[Any] = field(default_factory=list)
@@ -146,6 +148,10 @@ class Outcome:
         for numbers, codes in self.reports:
             found.update(numbers[codes != 0].tolist())
         return sorted(found)
+
+    def rounds(self, suspects: list[int]) -> bool:
+        """Return whether an integer was rounded in a chunk other than the suspects."""
+        return any((codes[~np.isin(numbers, suspects)] != 0).any() for numbers, codes in self.is_rounded)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,8 +256,14 @@ class Decoder:
         n = source.size
         work.launch("gather_payloads", n, arena, on["source"], on["nbytes"], on["place"], np.int64(n), to)
 
-    def retry(self, read: ArrayRead, chunk: int, out: Any, lane: Lane) -> None:
-        """Decode a chunk on the host, upload it and wait; raise CorruptDataError if it is bad there too."""
+    def retry(self, read: ArrayRead, chunk: int, out: Any, lane: Lane) -> bool:
+        """Decode a chunk on the host, upload it and wait; return whether an integer was rounded.
+
+        Raises
+        ------
+        CorruptDataError
+            It is bad there too.
+        """
         part = self._part(read, np.array([chunk]), out, lane)
         self._from_host(part)
         self._device.wait(self._device.record(lane.stream))
@@ -265,6 +277,7 @@ class Decoder:
             "slower",
             *(path, read.layout.number_in_file(int(read.chunk_id[chunk])), read.layout.name),
         )
+        return part.outcome.rounds([])
 
     def _part(self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, lane: Lane) -> _Part:
         outcome = Outcome(read)
@@ -311,6 +324,10 @@ class Decoder:
             ranges = (on["start"], on["full"], arena, on["trailer"])
             kernel, crc = ("check_adler32", ()) if steps.codec == "deflate" else ("check_crc", _GZIP_CRC)
             work.launch(kernel, n, decoded, *ranges, *crc, np.int64(n), codes)
+        elif steps.codec == "zstd" and is_due.any():
+            frames = (arena, on["place"], on["trailer"])
+            sizes = (on["start"], on["full"])
+            work.launch("check_zstd", n, decoded, *sizes, *frames, np.int64(n), codes, n_threads=N_ZSTD_THREADS)
         if steps.is_shuffled:
             plain, itemsize = work.scratch(total), np.int32(layout.dtype.itemsize)
             work.launch("unshuffle", n, decoded, plain, on["start"], on["full"], itemsize, np.int64(n))
@@ -441,7 +458,7 @@ class Decoder:
             chunk=np.repeat(np.arange(numbers.size, dtype=np.int32), count),
             limit=read.chunk_limit[numbers],
         )
-        codes, rounded = work.codes(numbers.size), work.codes(1)
+        codes, rounded = work.codes(numbers.size), work.codes(numbers.size)
         work.launch(
             f"copy_pieces_{kernel_type(layout.dtype)}_{'i4' if read.target == 'indices' else 'f4'}",
             pieces.size,
@@ -456,7 +473,7 @@ class Decoder:
             rounded,
         )
         self._report(part, codes)
-        part.outcome.is_rounded.append(work.download(rounded, np.int32))
+        part.outcome.is_rounded.append((numbers, work.download(rounded, np.int32)))
 
     def _report(self, part: _Part, codes: Any) -> None:
         """Have status codes copied to the host."""
@@ -487,7 +504,17 @@ def decode_on_host(read: ArrayRead, chunk: int) -> NDArray[np.uint8]:
     try:
         return codecs.decode(layout.filters, int(read.chunk_mask[chunk]), stored, wanted, layout.dtype.itemsize)
     except codecs.DecodeError as error:
+        _tell_as_the_cpu(read, chunk, stored)
         raise corrupt(read, chunk, str(error)) from error
+
+
+def _tell_as_the_cpu(read: ArrayRead, chunk: int, stored: NDArray[np.uint8]) -> None:
+    """Raise the CPU backend's error for a damaged chunk; do nothing if it finds none."""
+    one = select_chunks(read, np.arange(read.chunk_id.size) == chunk)
+    one = replace(one, piece_dest=np.zeros_like(one.piece_dest))
+    n_out = (one.piece_rows - 1) * read.layout.dest_stride + one.piece_width
+    out = np.empty(int(n_out.max()), dtype=np.int32 if read.target == "indices" else np.float32)
+    decoding.decode(decoding.Part(one, 0, 1, stored, -one.chunk_offset, out), decoding.Scratch({}), "always")
 
 
 def kernel_type(dtype: np.dtype[Any]) -> str:

@@ -395,3 +395,55 @@ KERNEL(check_gzip, (const uint8_t* __restrict__ stored, const int64_t* at, const
         }
     }
 }
+
+DEVICE uint64_t rotated(uint64_t word, int n) { return word << n | word >> (64 - n); }
+
+// XXH64 of bytes, with seed 0 (xxHash specification 0.1.1): four sums over every fourth word, then one over the rest.
+constexpr uint64_t XXH_1 = 0x9E3779B185EBCA87, XXH_2 = 0xC2B2AE3D27D4EB4F, XXH_3 = 0x165667B19E3779F9;
+constexpr uint64_t XXH_4 = 0x85EBCA77C2B2AE63, XXH_5 = 0x27D4EB2F165667C5;
+
+DEVICE uint64_t xxh_round(uint64_t sum, uint64_t word) { return rotated(sum + word * XXH_2, 31) * XXH_1; }
+
+DEVICE uint64_t xxh_end(const uint64_t* sums, const uint8_t* from, int64_t size) {
+    uint64_t hash = XXH_5;
+    int64_t k = 0;
+    if (size >= 32) {
+        hash = rotated(sums[0], 1) + rotated(sums[1], 7) + rotated(sums[2], 12) + rotated(sums[3], 18);
+        for (int lane = 0; lane < 4; ++lane) hash = (hash ^ xxh_round(0, sums[lane])) * XXH_1 + XXH_4;
+        k = size / 32 * 32;
+    }
+    hash += uint64_t(size);
+    for (; k + 8 <= size; k += 8) hash = rotated(hash ^ xxh_round(0, load8(from + k)), 27) * XXH_1 + XXH_4;
+    for (; k + 4 <= size; k += 4) hash = rotated(hash ^ load4(from + k) * XXH_1, 23) * XXH_2 + XXH_3;
+    for (; k < size; ++k) hash = rotated(hash ^ from[k] * XXH_5, 11) * XXH_1;
+    hash = (hash ^ hash >> 33) * XXH_2;
+    hash = (hash ^ hash >> 29) * XXH_3;
+    return hash ^ hash >> 32;
+}
+
+// Compare the decoded bytes of n zstd frames that have a checksum (RFC 8878, 3.1.1) with it: the low half of their
+// XXH64, the last 4 bytes before stored[end[i]]; negative: none is to be compared. Bit 2 of byte 4 of a frame tells.
+KERNEL(check_zstd, (const uint8_t* __restrict__ decoded, const int64_t* start, const int64_t* nbytes,
+                    const uint8_t* __restrict__ stored, const int64_t* at, const int64_t* end, int64_t n,
+                    int32_t* status)) {
+    constexpr int64_t LEAST = 13;  // magic number, description, size or window, header of a block, checksum
+    SHARED_ARRAY(uint64_t, sums, 4);
+    for (int64_t i = BLOCK; i < n; i += N_BLOCKS) {
+        if (end[i] - at[i] < LEAST || !(stored[at[i] + 4] & 4)) continue;
+        const uint8_t* from = decoded + start[i];
+        const int64_t size = nbytes[i];
+        PHASE(t) {
+            for (int lane = t; lane < 4; lane += N_THREADS) {
+                uint64_t sum = lane == 0 ? XXH_1 + XXH_2 : lane == 1 ? XXH_2 : lane == 2 ? 0 : 0 - XXH_1;
+#pragma unroll 4
+                for (int64_t k = 8 * lane; k + 32 <= size + 8 * lane; k += 32) sum = xxh_round(sum, load8(from + k));
+                sums[lane] = sum;
+            }
+        }
+        PHASE(t) {
+            if (t == 0 && uint32_t(xxh_end(sums, from, size)) != load4(stored + end[i] - 4)) {
+                atomic_set_if_zero(status + i, BAD_CHECKSUM);
+            }
+        }
+    }
+}

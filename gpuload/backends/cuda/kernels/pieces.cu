@@ -185,7 +185,7 @@ DEVICE void copy_pieces(const uint8_t* __restrict__ decoded, const int64_t* piec
                 }
             }
             if (checks.is_bad) atomic_set_if_zero(status + piece_chunk[p], reason_of(Out()));
-            if (checks.is_rounded) atomic_set_if_zero(is_rounded, 1);
+            if (checks.is_rounded) atomic_set_if_zero(is_rounded + piece_chunk[p], 1);
         }
     }
 }
