@@ -192,7 +192,8 @@ def decode_band(
         _work.memory("values", 8 * capacity + _SLACK),
         _work.memory("place", n_rows + 1, np.int64),
         _work.memory("is wanted", n_rows, np.bool_),
-        _work.memory("runs", 2 * (capacity + 1), np.int64).reshape(-1, 2),
+        _work.memory("starts", capacity + 1, np.int64),
+        _work.memory("ranges", 2 * (capacity + 1), np.int64).reshape(-1, 2),
         *_work.decoding(stored, 8 * (HEADER + n_rows + n_tiles), 8 * capacity),
     )
     _check(code)

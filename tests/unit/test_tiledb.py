@@ -68,10 +68,12 @@ def test_bands_that_do_not_fit(given: np.ndarray, code: int) -> None:
     work = tiledb._work
     steps, out = np.empty((0, 5), dtype=np.int64), np.empty(64, dtype=np.uint8)
     rows, values, place = np.empty(8, np.int64), np.empty(64, np.uint8), np.empty(8, np.int64)
-    wanted, is_wanted, runs = np.array([[0, 2]]), np.empty(8, np.bool_), np.empty((8, 2), np.int64)
+    wanted, is_wanted = np.array([[0, 2]]), np.empty(8, np.bool_)
+    starts, ranges = np.empty(8, np.int64), np.empty((8, 2), np.int64)
     found = native.gather_rows(
         np.require(given, requirements=["W"]),
-        *(steps, steps, 4, 0, 2, wanted, out.ctypes.data, rows, values, place, is_wanted, runs, scratch, 1 << 14),
+        *(steps, steps, 4, 0, 2, wanted, out.ctypes.data, rows, values, place, is_wanted, starts, ranges),
+        *(scratch, 1 << 14),
         *(work.tables, work.addresses.table, work.inflater),
     )
     assert found == code or (code == BAD_TILE and found < 0)

@@ -212,33 +212,56 @@ def _mark_rows(wanted: Any, place: Any, n_rows: int, is_wanted: Any) -> bool:  #
 
 
 @_native
-def _wanted_runs(
-    rows: Any, n: int, first: int, n_rows: int, is_wanted: Any, item: int, runs: Any
+def _find_runs(at: int, n: int, starts: Any) -> int:  # pragma: no cover - compiled
+    """Write where each run of equal numbers begins among n (int64), and n after the last; return their number.
+
+    Runs are tens of values long, so eight are compared at a time.
+    """
+    first, end, n_runs = at, at + 8 * n, 0
+    while at < end:
+        row = load64(at)
+        starts[n_runs] = (at - first) >> 3
+        n_runs += 1
+        at += 8
+        while at + 64 <= end:
+            low = (load64(at) ^ row) | (load64(at + 8) ^ row) | (load64(at + 16) ^ row) | (load64(at + 24) ^ row)
+            high = (load64(at + 32) ^ row) | (load64(at + 40) ^ row) | (load64(at + 48) ^ row) | (load64(at + 56) ^ row)
+            if low | high:
+                break
+            at += 64
+        while at < end and load64(at) == row:
+            at += 8
+    starts[n_runs] = n
+    return n_runs
+
+
+@_native
+def _wanted_ranges(
+    rows: Any, starts: Any, n_runs: int, first: int, n_rows: int, is_wanted: Any, item: int, ranges: Any
 ) -> int:  # pragma: no cover - compiled
     """Write where in a tile the values of wanted rows are, as half-open ranges of bytes; return their number.
 
     Parameters are as for `_place_values`; a value is stored in `item` bytes.
     """
-    n_runs, k = 0, 0
-    while k < n:
-        start, row = k, rows[k] - first
-        k += 1
-        while k < n and rows[k] - first == row:
-            k += 1
+    n_ranges = 0
+    for k in range(n_runs):
+        row = rows[starts[k]] - first
         if row < 0 or row >= n_rows or not is_wanted[row]:
             continue
-        if n_runs and runs[n_runs - 1, 1] == item * start:
-            runs[n_runs - 1, 1] = item * k
+        low, high = item * starts[k], item * starts[k + 1]
+        if n_ranges and ranges[n_ranges - 1, 1] == low:
+            ranges[n_ranges - 1, 1] = high
         else:
-            runs[n_runs, 0], runs[n_runs, 1] = item * start, item * k
-            n_runs += 1
-    return n_runs
+            ranges[n_ranges, 0], ranges[n_ranges, 1] = low, high
+            n_ranges += 1
+    return n_ranges
 
 
 @_native
 def _place_values(
     rows: Any,
-    n: int,
+    starts: Any,
+    n_runs: int,
     first: int,
     n_rows: int,
     is_wanted: Any,
@@ -251,17 +274,14 @@ def _place_values(
 ) -> int:  # pragma: no cover - compiled
     """Put the values of a tile whose rows are in a band at the next place of each row; return their number, or a code.
 
-    Those of rows that are not wanted are only counted. Parameters are as for `gather_rows`; `values` is an address, and
-    `place` is where each row's next value goes. Consecutive values of a row are placed together: one by one, each would
-    wait for the place that the last one left.
+    Those of rows that are not wanted are only counted. `starts` is where each run of values of one row begins, and the
+    end; `values` is an address, and `place` is where each row's next value goes. Other parameters are as for
+    `gather_rows`. A run is placed at once: one by one, each value would wait for the place that the last one left.
     """
-    n_done, k = 0, 0
-    while k < n:
-        start, stored_row = k, rows[k]
-        k += 1
-        while k < n and rows[k] == stored_row:
-            k += 1
-        row, run = stored_row - first, k - start
+    n_done = 0
+    for k in range(n_runs):
+        start = starts[k]
+        row, run = rows[start] - first, starts[k + 1] - start
         if row < 0 or row >= n_rows:
             continue
         p = place[row]
@@ -292,7 +312,8 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
     values: Any,
     place: Any,
     is_wanted: Any,
-    runs: Any,
+    starts: Any,
+    ranges: Any,
     work: Any,
     room: int,
     tables: Any,
@@ -320,9 +341,9 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         Half-open ranges of them that are wanted, disjoint and ascending.
     out
         Address of the result; values of rows without a wanted value are left undefined.
-    rows, values, place, is_wanted, runs
-        Scratch: one tile's rows (int64) and values (uint8), a word and one more, and a truth value, per row of the
-        band, and two words per cell of a tile.
+    rows, values, place, is_wanted, starts, ranges
+        Scratch: one tile's rows (int64) and values (uint8); a word and one more, and a truth value, per row of the
+        band; a word and one more, and two words, per cell of a tile.
     work, room, tables, addresses, inflate
         As for `undo_filters`.
 
@@ -361,16 +382,16 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
     n_done = 0
     for t in range(n_tiles):
         n = load64(cells + 8 * t)
-        if n < 0 or n > min(rows.size, len(runs)) or n * stored_item > values.size:
+        if n < 0 or n > min(rows.size, starts.size - 1, len(ranges)) or n * stored_item > values.size:
             return BAD_TILE
-        runs[0, 0], runs[0, 1] = 0, 8 * n
+        ranges[0, 0], ranges[0, 1] = 0, 8 * n
         code, at = decode_tile(
             at,
             end_rows,
             row_steps,
             np.int64(rows.ctypes.data),
             8 * n,
-            runs,
+            ranges,
             1,
             at_work,
             room,
@@ -380,19 +401,19 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         )
         if code < 0:
             return code
-        n_runs = 1
+        n_runs, n_ranges = _find_runs(np.int64(rows.ctypes.data), n, starts), 1
         if are_all:
-            runs[0, 1] = n * stored_item
+            ranges[0, 1] = n * stored_item
         else:
-            n_runs = _wanted_runs(rows, n, first, n_rows, is_wanted, stored_item, runs)
+            n_ranges = _wanted_ranges(rows, starts, n_runs, first, n_rows, is_wanted, stored_item, ranges)
         code, at_values = decode_tile(
             at_values,
             end,
             steps,
             to_values,
             n * stored_item,
-            runs,
-            n_runs,
+            ranges,
+            n_ranges,
             at_work,
             room,
             at_tables,
@@ -401,7 +422,9 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         )
         if code < 0:
             return code
-        code = _place_values(rows, n, first, n_rows, is_wanted, place, n_values, to_values, item, n_columns, out)
+        code = _place_values(
+            rows, starts, n_runs, first, n_rows, is_wanted, place, n_values, to_values, item, n_columns, out
+        )
         if code < 0:
             return code
         n_done += code
