@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpuload.backends.native import chunks, frames, inflate
+from gpuload.backends.native import chunks, frames, inflate, pieces
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def reason(code: int) -> str:
 
 def bad_chunk(read: ArrayRead, chunk: int, code: int) -> GpuloadError:
     """Return the error for chunk `chunk` of a read, of which a decoder or kernel returned a status code below 0."""
-    if code != chunks.BAD_VALUE:
+    if code != pieces.BAD_VALUE:
         return corrupt(read, chunk, reason(code))
     path, at = read.layout.source.where_is(int(read.chunk_offset[chunk]))
     number = read.layout.number_in_file(int(read.chunk_id[chunk]))

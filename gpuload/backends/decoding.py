@@ -13,7 +13,7 @@ import numpy as np
 
 from gpuload.backends import codecs
 from gpuload.backends.damage import bad_chunk, corrupt
-from gpuload.backends.native import chunks, decoders
+from gpuload.backends.native import chunks, decoders, pieces
 from gpuload.backends.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -129,13 +129,13 @@ def _natively(part: Part, steps: NDArray[np.int64], codec: str, scratch: Scratch
         float(layout.fill_value),
         read.chunk_limit[chosen],
         decoder,
+        pieces.addresses_of(stored_dtype, part.out.dtype),
         scratch.tables if codec else _NO_TABLES,
         scratch.addresses.table,
+        stored_dtype.itemsize,
         one,
-        one.view(stored_dtype),
         two,
-        two.view(stored_dtype),
-        part.out,
+        part.out.ctypes.data,
         status,
     )
     if n < 0:
@@ -147,14 +147,14 @@ def _by_library(part: Part) -> tuple[int, int, bool]:
     read, first, last, out = part.read, part.first, part.last, part.out
     layout = read.layout
     full = layout.decoded_nbytes(read.chunk_id[first:last])
-    strides = np.array([layout.src_stride, layout.dest_stride], dtype=np.int64)
-    pieces = (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows)
+    strides = layout.src_stride, layout.dest_stride
+    where = (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows)
     is_rounded, itemsize = False, layout.dtype.itemsize
     for c in range(first, last):
         lo, hi = int(read.chunk_pieces[c]), int(read.chunk_pieces[c + 1])
         stored, limit = int(read.chunk_nbytes[c]), int(read.chunk_limit[c])
         if stored == 0:
-            code = chunks.fill_pieces(lo, hi, *pieces[1:], layout.dest_stride, float(layout.fill_value), limit, out)
+            code = pieces.fill_pieces(lo, hi, *where[1:], layout.dest_stride, float(layout.fill_value), limit, out)
         else:
             place = int(read.chunk_offset[c] + part.shift[c - first])
             wanted = None
@@ -172,7 +172,7 @@ def _by_library(part: Part) -> tuple[int, int, bool]:
                 )
             except codecs.DecodeError as error:
                 raise corrupt(read, c, str(error)) from error
-            code = chunks.copy_pieces(_typed(plain, layout.dtype), lo, hi, *pieces, strides, limit, out)
+            code = pieces.copy_pieces(_typed(plain, layout.dtype), lo, hi, *where, *strides, limit, out)
         if code < 0:
             raise bad_chunk(read, c, code)
         is_rounded |= code > 0

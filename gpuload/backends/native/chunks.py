@@ -13,39 +13,30 @@ doi:10.1109/TCOM.1982.1095369.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numba
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from gpuload.backends.native.decoders import call_one, call_two
 from gpuload.backends.native.frames import is_crc32c, unshuffle_items
 from gpuload.backends.native.inflate import are_by_turns
-from gpuload.backends.native.words import borrowed, copy_bytes
+from gpuload.backends.native.pieces import BAD_COLUMN, MAX_EXACT, call_copy, call_fill
+from gpuload.backends.native.words import copy_bytes, double_bits
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-OK = 0
 BAD_SIZE = -101
 BAD_FLETCHER = -102
-BAD_COLUMN = -103
-BAD_VALUE = -104
 BAD_CRC32C = -105
 
 NEVER, ONCE, ALWAYS = 0, 1, 2
 """When checksums are verified: never; the first time a chunk is decoded; every time."""
 
-MAX_EXACT = 1 << 24
-"""Largest integer up to which float32 holds every integer."""
-
 _pread = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, types.uintp, types.int64))
 
 
 def describe(code: int) -> str:
-    """Return the meaning of a code of this module but `BAD_VALUE`, which is no damage, as part of a sentence."""
+    """Return the meaning of a code, `pieces.BAD_VALUE` excepted, which is no damage, as part of a sentence."""
     return {
         BAD_SIZE: "its decoded size is wrong",
         BAD_FLETCHER: "its fletcher32 checksum does not match",
@@ -118,105 +109,6 @@ def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - com
     return bool(found in (wanted, swapped))
 
 
-def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:  # pragma: no cover - replaced below
-    """Copy n elements with conversion; return 0, `MAX_EXACT` if one was rounded, or an error."""
-    raise NotImplementedError
-
-
-@overload(copy_run)
-def _copy_run(
-    src: Any, i: int, out: Any, j: int, n: int, limit: int
-) -> Callable[..., int]:  # pragma: no cover - compiled
-    if isinstance(out.dtype, types.Integer):
-
-        def columns(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
-            is_bad = False
-            for k in range(n):
-                column = np.int64(src[np.uint64(i + k)])
-                is_bad |= np.uint64(column) >= np.uint64(limit)
-                out[np.uint64(j + k)] = column
-            return BAD_COLUMN if is_bad else OK
-
-        return columns
-    if isinstance(src.dtype, types.Integer) and src.dtype.bitwidth >= 32:
-
-        def integers(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
-            is_rounded = False
-            for k in range(n):
-                value = src[np.uint64(i + k)]
-                out[np.uint64(j + k)] = value
-                is_rounded |= abs(np.float64(value)) > MAX_EXACT
-            return MAX_EXACT if is_rounded else OK
-
-        return integers
-
-    if isinstance(src.dtype, types.Float) and src.dtype.bitwidth == 64:
-
-        def doubles(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
-            is_bad = False
-            for k in range(n):
-                value = src[np.uint64(i + k)]
-                out[np.uint64(j + k)] = value
-                is_bad |= np.isfinite(value) and not np.isfinite(out[np.uint64(j + k)])
-            return BAD_VALUE if is_bad else OK
-
-        return doubles
-
-    def plain(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
-        for k in range(n):
-            out[np.uint64(j + k)] = src[np.uint64(i + k)]
-        return OK
-
-    return plain
-
-
-@numba.njit(nogil=True, cache=True)
-def copy_pieces(
-    typed: Any,
-    lo: int,
-    hi: int,
-    piece_src: Any,
-    piece_dest: Any,
-    piece_width: Any,
-    piece_rows: Any,
-    strides: Any,
-    limit: int,
-    out: Any,
-) -> int:  # pragma: no cover - compiled
-    """Copy pieces lo..hi of one decoded chunk into the resident's array; return the worst result of `copy_run`."""
-    typed, out = borrowed(typed), borrowed(out)
-    worst = 0
-    for p in range(lo, hi):
-        for r in range(piece_rows[p]):
-            code = copy_run(
-                typed, piece_src[p] + r * strides[0], out, piece_dest[p] + r * strides[1], piece_width[p], limit
-            )
-            if code < 0:
-                return code
-            worst = max(worst, code)
-    return worst
-
-
-@numba.njit(nogil=True, cache=True)
-def fill_pieces(
-    lo: int,
-    hi: int,
-    piece_dest: Any,
-    piece_width: Any,
-    piece_rows: Any,
-    dest_stride: int,
-    value: float,
-    limit: int,
-    out: Any,
-) -> int:  # pragma: no cover - compiled
-    """Write the fill value for a chunk that was never written; return a code as `copy_run` does."""
-    for p in range(lo, hi):
-        for r in range(piece_rows[p]):
-            start = piece_dest[p] + r * dest_stride
-            out[start : start + piece_width[p]] = value
-    return BAD_COLUMN if limit >= 0 and not 0 <= value < limit else OK
-
-
 @numba.njit(nogil=True, cache=True)
 def items_needed(
     lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int
@@ -259,13 +151,13 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
     fill_value: float,
     chunk_limit: Any,
     decoders: Any,
+    copiers: Any,
     tables: Any,
     addresses: Any,
+    itemsize: int,
     first: Any,
-    first_typed: Any,
     second: Any,
-    second_typed: Any,
-    out: Any,
+    out: int,
     status: Any,
 ) -> int:  # pragma: no cover - compiled
     """Decode chunks held in a buffer and copy the wanted pieces into the resident's array.
@@ -290,15 +182,16 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
         Per chunk of the layout, whether its checksum has been found correct; set here.
     fill_value
         Value of chunks never written.
-    decoders : (2,) int64
-        As returned by `decoders.addresses_of`.
+    decoders, copiers : (2,) int64
+        As returned by `decoders.addresses_of` and `pieces.addresses_of`.
     tables, addresses
         Workspace of the inflater; addresses of library functions, in the order that `frames` defines.
+    itemsize
+        Bytes of a stored element.
     first, second : uint8
-        Scratch for the largest chunk; `first_typed`, `second_typed` are the same memory in the stored dtype. With a
-        two-chunk decoder, `first` has room for two chunks, in halves of whole elements.
-    out : float32, or uint16 or int32 for column numbers
-        The resident's array, flat.
+        Scratch for the largest chunk. With a two-chunk decoder, `first` has room for two, in halves of whole elements.
+    out
+        Address of the resident's array.
     status : (3,) int64
         Out: bytes decoded; number of partly decoded chunks; whether an integer was rounded.
 
@@ -308,16 +201,19 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
         Number of chunks, or ``-1 - c`` if chunk c is bad, with the reason in ``status[0]``.
     """
     shuffle, codec, fletcher, crc = steps[0], steps[1], steps[2], steps[3]
-    itemsize = first.size // first_typed.size
     half = first.size // 2 if decoders[1] != 0 else 0
     stored, plain, work = np.int64(buffer.ctypes.data), np.int64(first.ctypes.data), np.int64(second.ctypes.data)
     at_tables, at_addresses = np.int64(tables.ctypes.data), np.int64(addresses.ctypes.data)
+    at_src, at_dest = np.int64(piece_src.ctypes.data), np.int64(piece_dest.ctypes.data)
+    at_width, at_rows = np.int64(piece_width.ctypes.data), np.int64(piece_rows.ctypes.data)
     ahead, got_ahead = -1, 0  # a chunk inflated together with the one before it, into the second half
     for c in range(chunk_id.size):
         lo, hi = chunk_pieces[c], chunk_pieces[c + 1]
         n, place, mask, limit = chunk_nbytes[c], chunk_place[c], chunk_mask[c], chunk_limit[c]
         if n == 0:
-            code = fill_pieces(lo, hi, piece_dest, piece_width, piece_rows, strides[1], fill_value, limit, out)
+            code = call_fill(
+                copiers[1], (lo, hi, at_dest, at_width, at_rows, strides[1], double_bits(fill_value), limit, out)
+            )
             if code < 0:
                 status[0] = code
                 return -1 - c
@@ -387,12 +283,11 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
             verified[chunk_id[c]] = 1
         if is_shuffled:
             unshuffle_items(first, at, second, 0, size, itemsize, from_item, to_item)
-            code = copy_pieces(
-                second_typed, lo, hi, piece_src, piece_dest, piece_width, piece_rows, strides, limit, out
-            )
-        else:
-            typed = first_typed[at // itemsize :]
-            code = copy_pieces(typed, lo, hi, piece_src, piece_dest, piece_width, piece_rows, strides, limit, out)
+        decoded = work if is_shuffled else plain + at
+        code = call_copy(
+            copiers[0],
+            (decoded, lo, hi, at_src, at_dest, at_width, at_rows, strides[0], strides[1], limit, out),
+        )
         if code < 0:
             status[0] = code
             return -1 - c

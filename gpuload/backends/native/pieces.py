@@ -1,0 +1,198 @@
+"""Copy pieces of decoded chunks into the resident's arrays, with conversion; by address for `chunks.decode_chunks`.
+
+So a new combination of dtypes compiles the copying alone, and not the decoding around it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+from numba import carray, types
+from numba.extending import overload
+
+from gpuload.backends.native.calls import I64, Callback, caller
+from gpuload.backends.native.words import borrowed, double_of, pointer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+OK = 0
+BAD_COLUMN = -103
+BAD_VALUE = -104
+
+MAX_EXACT = 1 << 24
+"""Largest integer up to which float32 holds every integer."""
+
+call_copy = caller(I64, *[I64] * 11)
+"""Call `copy_pieces`: addresses instead of arrays, the elements' first and the resident's last."""
+
+call_fill = caller(I64, *[I64] * 9)
+"""Call `fill_pieces`: addresses instead of arrays, and the bits of the value as a float64."""
+
+
+def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:  # pragma: no cover - replaced below
+    """Copy n elements with conversion; return 0, `MAX_EXACT` if one was rounded, or an error."""
+    raise NotImplementedError
+
+
+@overload(copy_run)
+def _copy_run(
+    src: Any, i: int, out: Any, j: int, n: int, limit: int
+) -> Callable[..., int]:  # pragma: no cover - compiled
+    if isinstance(out.dtype, types.Integer):
+
+        def columns(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
+            is_bad = False
+            for k in range(n):
+                column = np.int64(src[np.uint64(i + k)])
+                is_bad |= np.uint64(column) >= np.uint64(limit)
+                out[np.uint64(j + k)] = column
+            return BAD_COLUMN if is_bad else OK
+
+        return columns
+    if isinstance(src.dtype, types.Integer) and src.dtype.bitwidth >= 32:
+
+        def integers(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
+            is_rounded = False
+            for k in range(n):
+                value = src[np.uint64(i + k)]
+                out[np.uint64(j + k)] = value
+                is_rounded |= abs(np.float64(value)) > MAX_EXACT
+            return MAX_EXACT if is_rounded else OK
+
+        return integers
+
+    if isinstance(src.dtype, types.Float) and src.dtype.bitwidth == 64:
+
+        def doubles(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
+            is_bad = False
+            for k in range(n):
+                value = src[np.uint64(i + k)]
+                out[np.uint64(j + k)] = value
+                is_bad |= np.isfinite(value) and not np.isfinite(out[np.uint64(j + k)])
+            return BAD_VALUE if is_bad else OK
+
+        return doubles
+
+    def plain(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
+        for k in range(n):
+            out[np.uint64(j + k)] = src[np.uint64(i + k)]
+        return OK
+
+    return plain
+
+
+@numba.njit(nogil=True, cache=True)
+def copy_pieces(
+    typed: Any,
+    lo: int,
+    hi: int,
+    piece_src: Any,
+    piece_dest: Any,
+    piece_width: Any,
+    piece_rows: Any,
+    src_stride: int,
+    dest_stride: int,
+    limit: int,
+    out: Any,
+) -> int:  # pragma: no cover - compiled
+    """Copy pieces lo..hi of one decoded chunk into the resident's array; return the worst result of `copy_run`."""
+    typed, out = borrowed(typed), borrowed(out)
+    worst = 0
+    for p in range(lo, hi):
+        for r in range(piece_rows[p]):
+            code = copy_run(
+                typed, piece_src[p] + r * src_stride, out, piece_dest[p] + r * dest_stride, piece_width[p], limit
+            )
+            if code < 0:
+                return code
+            worst = max(worst, code)
+    return worst
+
+
+@numba.njit(nogil=True, cache=True)
+def fill_pieces(
+    lo: int,
+    hi: int,
+    piece_dest: Any,
+    piece_width: Any,
+    piece_rows: Any,
+    dest_stride: int,
+    value: float,
+    limit: int,
+    out: Any,
+) -> int:  # pragma: no cover - compiled
+    """Write the fill value for a chunk that was never written; return a code as `copy_run` does."""
+    for p in range(lo, hi):
+        for r in range(piece_rows[p]):
+            start = piece_dest[p] + r * dest_stride
+            out[start : start + piece_width[p]] = value
+    return BAD_COLUMN if limit >= 0 and not 0 <= value < limit else OK
+
+
+_copiers: dict[tuple[np.dtype[Any], np.dtype[Any]], tuple[Callback, Callback]] = {}
+
+_ANY = 1 << 48
+"""Length of an array that is known by its address alone; nothing depends on it."""
+
+
+def addresses_of(stored: np.dtype[Any], out: np.dtype[Any]) -> NDArray[np.int64]:
+    """Return the addresses for `call_copy` and `call_fill`, for elements of these dtypes; (2,)."""
+    found = _copiers.get((stored, out))
+    if found is None:  # one is kept, whichever thread made it: what is compiled lives as long as its `Callback`
+        found = _copiers.setdefault((stored, out), (_copier(stored, out), _filler(out)))
+    return np.array([callback.address for callback in found], dtype=np.int64)
+
+
+def _copier(stored: np.dtype[Any], out_dtype: np.dtype[Any]) -> Callback:
+    def copy(
+        typed: int,
+        lo: int,
+        hi: int,
+        src: int,
+        dest: int,
+        width: int,
+        rows: int,
+        src_stride: int,
+        dest_stride: int,
+        limit: int,
+        out: int,
+    ) -> int:  # pragma: no cover - compiled
+        return copy_pieces(
+            carray(pointer(typed), _ANY, stored),
+            lo,
+            hi,
+            carray(pointer(src), hi, np.int64),
+            carray(pointer(dest), hi, np.int64),
+            carray(pointer(width), hi, np.int64),
+            carray(pointer(rows), hi, np.int64),
+            src_stride,
+            dest_stride,
+            limit,
+            carray(pointer(out), _ANY, out_dtype),
+        )
+
+    return Callback(copy, 11)
+
+
+def _filler(out_dtype: np.dtype[Any]) -> Callback:
+    def fill(
+        lo: int, hi: int, dest: int, width: int, rows: int, dest_stride: int, value: int, limit: int, out: int
+    ) -> int:  # pragma: no cover - compiled
+        return fill_pieces(
+            lo,
+            hi,
+            carray(pointer(dest), hi, np.int64),
+            carray(pointer(width), hi, np.int64),
+            carray(pointer(rows), hi, np.int64),
+            dest_stride,
+            double_of(value),
+            limit,
+            carray(pointer(out), _ANY, out_dtype),
+        )
+
+    return Callback(fill, 9)
