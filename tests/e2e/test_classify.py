@@ -183,10 +183,13 @@ def test_bfloat16_is_another_arithmetic(run: Callable[..., Any], tmp_path: Path)
 # --- going on ---
 
 
-@pytest.fixture
-def uninterrupted(run: Callable[..., Any], tmp_path: Path) -> list[dict[str, Any]]:
-    assert run("--out", tmp_path / "whole", *TWO_RUNS)[0] == 0
-    return [outcome(result) for result in report_in(tmp_path / "whole")["runs"]]
+@pytest.fixture(scope="module")
+def uninterrupted(classify: ModuleType, screen: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out, n_threads = tmp_path_factory.mktemp("whole"), torch.get_num_threads()
+    with torch.random.fork_rng():
+        assert classify.main([str(a) for a in (screen, *SMALL, "--loader-seconds", 0, "--out", out, *TWO_RUNS)]) == 0
+    torch.set_num_threads(n_threads)
+    return [outcome(result) for result in report_in(out)["runs"]]
 
 
 TWO_RUNS = ("--seeds", 2, "--orders", "block", "--epochs", 2, "--save-every", 7)
