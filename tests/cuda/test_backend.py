@@ -254,6 +254,23 @@ def test_damage_is_told_as_the_cpu_backend_tells_it(
     assert str(found.value) == str(expected.value)
 
 
+@pytest.mark.parametrize("verify", ["once", "never"])
+def test_a_wrong_zlib_header_is_told_as_the_cpu_backend_tells_it(
+    open_fake: Callable[..., Opened], copy_of: Callable[..., Any], verify: str
+) -> None:
+    path = copy_of()
+    with h5py.File(path) as file:
+        info = file["X/data"].id.get_chunk_info(0)
+    damaged = bytearray(path.read_bytes())
+    damaged[info.byte_offset + 1] ^= 1  # the second byte of its header, which nvCOMP is not given
+    path.write_bytes(damaged)
+    with pytest.raises(gpuload.CorruptDataError, match=r"chunk 0 of /X/data .* its zlib header is wrong") as expected:
+        list(gpuload.open_loader(path, device="cpu", verify=verify, **SMALL))
+    with pytest.raises(gpuload.CorruptDataError) as found:
+        list(open_fake(path, verify=verify, **SMALL).epoch())
+    assert str(found.value) == str(expected.value)
+
+
 def test_a_wrong_checksum_in_a_container_is_found(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, tmp_path: Path
 ) -> None:

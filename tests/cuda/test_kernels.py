@@ -164,6 +164,7 @@ SIGNATURES = {
     "check_streams": ["r:i4", "r:i8", "r:i8", "i8", "i8", "w:i4"],
     "join_blocks": ["r:i8", "r:i4", "i8", "i8", "i8", "i4", "i8", "r:i8", "w:u1"],
     "check_sizes": ["r:u1", "r:i8", "i8", "i8", "w:i4"],
+    "check_zlib": ["r:u1", "r:i8", "i8", "w:i4"],
     "check_gzip": ["r:u1", "r:i8", "r:i8", "i8", "i8", "w:i4"],
     "check_zstd": ["r:u1", "r:i8", "r:i8", "r:u1", "r:i8", "r:i8", "i8", "w:i4"],
     "decode_lzf": ["r:u1", "r:i8", "r:i8", "w:u1", "r:i8", "r:i8", "i8", "w:i4"],
@@ -363,6 +364,21 @@ def test_check_zstd(sizes: list[int], grid: Grid, seed: int) -> None:
         wanted[i] = status[i] or (inflate.BAD_CHECKSUM if is_wrong and frame[4] & 4 and end[i] >= 0 else 0)
     run("check_zstd", grid, decoded, place.start, place.nbytes, placed(stored), places.start, end, np.int64(n), status)
     np.testing.assert_array_equal(status, wanted)
+
+
+def test_check_zlib() -> None:
+    """All headers that there are, against zlib."""
+    n, wanted = 1 << 16, np.zeros(1 << 16, dtype=np.int32)
+    stored = np.arange(n, dtype=">u2").view(np.uint8)
+    for i in range(n):
+        try:
+            zlib.decompress(i.to_bytes(2, "big") + b"\x03\0\0\0\0\1")  # of no bytes
+        except zlib.error:
+            wanted[i] = inflate.BAD_HEADER
+    status = np.zeros(n, dtype=np.int32)
+    run("check_zlib", Grid(40, 64), placed(stored), 2 * np.arange(n), np.int64(n), status)
+    np.testing.assert_array_equal(status, wanted)
+    assert (wanted == 0).any()
 
 
 @SOME
