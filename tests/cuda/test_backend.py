@@ -318,6 +318,26 @@ def test_a_value_that_float16_cannot_hold(open_fake: Callable[..., Opened], stor
         list(opened.epoch())
 
 
+@pytest.mark.parametrize("target_sum", [None, 1e38])
+def test_a_sum_after_log1p_that_float16_cannot_hold(
+    open_fake: Callable[..., Opened], tmp_path: Path, target_sum: float | None
+) -> None:
+    path, n = tmp_path / "cells.h5ad", 20_000
+    repeated = csr_matrix((np.full(n, 1e4, np.float32), np.arange(n) // (n - 2), [0, 2, n]), shape=(2, 2))
+    anndata.AnnData(repeated).write_h5ad(path)
+    settings: dict[str, Any] = {
+        "dtype": "float16",
+        "transform": gpuload.Transform(target_sum=target_sum, log1p=True),
+        "batch_size": 2,
+        "shuffle": False,
+    }
+    told = r"^dtype='float16': row 1 of a minibatch holds a value beyond 65504"
+    with gpuload.open_loader(path, device="cpu", **settings) as loader, pytest.raises(gpuload.PlanError, match=told):
+        list(loader)
+    with pytest.raises(gpuload.PlanError, match=told):
+        list(open_fake(path, **settings).epoch())
+
+
 def test_verify_is_one_of_three(open_fake: Callable[..., Opened], plain: Stored) -> None:
     with pytest.raises(gpuload.PlanError, match=r"^verify='sometimes': expected one of 'never', 'once', 'always'\.$"):
         open_fake(plain.path, verify="sometimes")

@@ -1039,6 +1039,8 @@ def test_mark_large(take: Taken, grid: Grid) -> None:
     run("mark_large", grid, *every.args(take.n_vars)[1:], marks)
     is_large = (~(np.abs(full) < 65520)).any(axis=1)
     rises = np.array([bool((np.diff(row) > 0).all()) for row in stored_rows(take)])
+    if take.log1p:
+        is_large &= ~rises  # what is infinite by itself need not be asked about
     np.testing.assert_array_equal(marks[rises], is_large[rises])
     assert marks[is_large].all()
 
@@ -1058,6 +1060,28 @@ def test_marks_of_columns_that_repeat() -> None:
     sizes = np.float64(0), np.int32(0), np.int64(3), np.int64(5)
     run("mark_large", Grid(2, 64), indptr, indices, data, None, None, *sizes, marks)
     np.testing.assert_array_equal(marks, [1, 0, 0])
+
+
+def test_marks_of_columns_that_repeat_after_log1p() -> None:
+    n = 10_000
+    indices = np.concatenate([np.zeros(n), np.arange(n), np.zeros(n)]).astype(np.int32)
+    data = np.repeat(np.float32([1e4, 1e4, 1e-4]), n)  # log1p(1e4) is 9.2
+    marks, sizes = np.full(3, -9, dtype=np.int64), (np.float64(0), np.int32(1), np.int64(3), np.int64(n))
+    run("mark_large", Grid(2, 64), n * np.arange(4), indices, data, None, None, *sizes, marks)
+    np.testing.assert_array_equal(marks, [1, 0, 0])
+
+
+def test_log1p_of_a_zero_of_either_sign_has_no_sign() -> None:
+    data, indices = np.array([-0.0, 0.0, 5.0, -0.75], dtype=np.float32), np.arange(4, dtype=np.int32)
+    arithmetic, position = (None, None, np.float64(0), np.int32(1)), np.zeros(1, np.int32)
+    dense, csr, bad = np.ones(4, np.float32), np.ones(4, np.float32), np.array([INT32_MAX], np.int32)
+    one, four = np.int64(1), np.int64(4)
+    run("gather_dense_f4", Grid(1, 64), position, None, data, *arithmetic, one, four, four, dense, bad)
+    run(
+        "gather_csr", Grid(1, 64), position, int64(0, 4), indices, data, *arithmetic, one, int64(0), indices.copy(), csr
+    )
+    for found in (dense, csr):
+        assert found[:2].tobytes() == bytes(8)
 
 
 @pytest.mark.parametrize("n_blocks", [1, 3, 50])
@@ -1117,7 +1141,8 @@ def test_gather_dense(data: st.DataObject, grid: Grid, seed: int, out: str, skew
     np.testing.assert_array_equal(counts[positions], (full.view(np.uint32) << 1 != 0).sum(axis=1))
     sizes = np.int64(n_rows), np.int64(n_vars)
     run("mark_large", grid, offsets, None, X.reshape(-1), map_start, *arithmetic, *sizes, counts)
-    np.testing.assert_array_equal(counts[positions], (~(np.abs(full) < 65520)).any(axis=1))
+    is_large = np.full(positions.size, fill_value=False) if log1p else (~(np.abs(full) < 65520)).any(axis=1)
+    np.testing.assert_array_equal(counts[positions], is_large)
 
 
 @SOME
