@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -946,6 +947,13 @@ def shifted(n: int, dtype: Any, skew: int) -> tuple[NDArray[Any], NDArray[Any]]:
     return memory, memory[skew : skew + n]
 
 
+def sparse(n: int, dtype: Any) -> NDArray[Any]:
+    """Return n zeros that take no memory until they are touched."""
+    no_reserve = 0x4000  # Linux's MAP_NORESERVE
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    return np.frombuffer(mmap.mmap(-1, n * np.dtype(dtype).itemsize, flags=kind), dtype=dtype)
+
+
 def assert_rest_untouched(memory: NDArray[Any], skew: int, n: int) -> None:
     around = np.concatenate([memory[:skew], memory[skew + n :]])
     assert (around.view(np.uint8) == FILLER).all()
@@ -1082,6 +1090,40 @@ def test_log1p_of_a_zero_of_either_sign_has_no_sign() -> None:
     )
     for found in (dense, csr):
         assert found[:2].tobytes() == bytes(8)
+
+
+@pytest.mark.skipif(bool(BUILD), reason="a sanitizer keeps memory of its own beside all that is mapped")
+def test_rows_that_lie_beyond_two_to_the_31() -> None:
+    """Of bytes, of a resident's values, and of a minibatch's: in memory of which only what is touched exists."""
+    launch = shim.compiled().launch  # and not `run`, which copies the outputs
+    n, at = 5 << 29, (5 << 29) - 30
+    stored = sparse(4 * n, np.uint8)
+    indices, data, out = sparse(n, np.int32), sparse(n, np.float32), sparse(n, np.float32)
+    values, codes = np.arange(1, 31, dtype=np.float32), np.zeros(1, np.int32)
+    stored[4 * at :] = values.view(np.uint8)
+    one, base = int64(1), int64(0)
+    strides = np.int64(1), np.int64(1), np.float64(0), np.int64(1)
+    piece = (base, int64(at), int64(at), int64(30), one, np.zeros(1, np.int32), int64(-1), *strides)
+    launch("copy_pieces_f4_f4", 3, 64, (stored, *piece, data, codes, codes.copy()))
+    np.testing.assert_array_equal(data[at:], values)
+
+    indices[at:] = np.arange(30)
+    second, plain = np.ones(1, np.int32), (None, None, np.float64(0), np.int32(0))
+    csr, bad = (second, int64(at - 5, at, n), indices, data), np.array([INT32_MAX], dtype=np.int32)
+    dense = np.empty(30, np.float32)
+    launch("densify_csr_f4", 3, 64, (*csr, *plain, np.int64(1), np.int64(30), dense, bad))
+    np.testing.assert_array_equal(dense, values)
+    out_indices = sparse(n, np.int32)
+    launch("gather_csr", 3, 64, (*csr, *plain, np.int64(1), int64(at), out_indices, out))
+    np.testing.assert_array_equal(out[at:], values)
+    np.testing.assert_array_equal(out_indices[at:], indices[at:])
+
+    n_cols = n // 5  # of which a row has two
+    columns = np.array([n_cols - 1, -1, 0], dtype=np.int32)
+    sizes = np.int64(5), np.int64(3), np.int64(n_cols)
+    rows_of = np.arange(5, dtype=np.int32), None, values, None, columns, np.float64(0), np.int32(0)
+    launch("gather_dense_f4", 3, 64, (*rows_of, *sizes, out, bad))
+    np.testing.assert_array_equal(out[[4 * n_cols, n - 1]], values[[14, 12]])
 
 
 @pytest.mark.parametrize("n_blocks", [1, 3, 50])
