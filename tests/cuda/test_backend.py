@@ -264,8 +264,11 @@ def test_a_wrong_zlib_header_is_told_as_the_cpu_backend_tells_it(
     damaged = bytearray(path.read_bytes())
     damaged[info.byte_offset + 1] ^= 1  # the second byte of its header, which nvCOMP is not given
     path.write_bytes(damaged)
-    with pytest.raises(gpuload.CorruptDataError, match=r"chunk 0 of /X/data .* its zlib header is wrong") as expected:
-        list(gpuload.open_loader(path, device="cpu", verify=verify, **SMALL))
+    with (
+        gpuload.open_loader(path, device="cpu", verify=verify, **SMALL) as loader,
+        pytest.raises(gpuload.CorruptDataError, match=r"chunk 0 of /X/data .* its zlib header is wrong") as expected,
+    ):
+        list(loader)
     with pytest.raises(gpuload.CorruptDataError) as found:
         list(open_fake(path, verify=verify, **SMALL).epoch())
     assert str(found.value) == str(expected.value)
