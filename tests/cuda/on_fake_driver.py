@@ -316,6 +316,9 @@ def a_truncated_file_is_a_read_error_and_nothing_is_written_after_it() -> None:
     )
     message = read_error_of(reader.start(file.source, *small, out, device.stream).result)
     assert message.endswith("at byte 1049990: wanted 11 bytes, got 10. Was the file truncated?"), message
+    there = np.array([1_049_000], dtype=np.int64), np.array([500], dtype=np.int64), np.array([1_049_000 % PAGE])
+    message = read_error_of(reader.start(file.source, *there, out, device.stream).result)  # but not their whole page
+    assert message.endswith("at byte 1048576: wanted 4096 bytes, got 1424. Was the file truncated?"), message
     reader.close()
 
 

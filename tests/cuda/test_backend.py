@@ -254,6 +254,26 @@ def test_damage_is_told_as_the_cpu_backend_tells_it(
     assert str(found.value) == str(expected.value)
 
 
+@pytest.mark.parametrize("verify", ["once", "never"])
+def test_a_wrong_zlib_header_is_told_as_the_cpu_backend_tells_it(
+    open_fake: Callable[..., Opened], copy_of: Callable[..., Any], verify: str
+) -> None:
+    path = copy_of()
+    with h5py.File(path) as file:
+        info = file["X/data"].id.get_chunk_info(0)
+    damaged = bytearray(path.read_bytes())
+    damaged[info.byte_offset + 1] ^= 1  # the second byte of its header, which nvCOMP is not given
+    path.write_bytes(damaged)
+    with (
+        gpuload.open_loader(path, device="cpu", verify=verify, **SMALL) as loader,
+        pytest.raises(gpuload.CorruptDataError, match=r"chunk 0 of /X/data .* its zlib header is wrong") as expected,
+    ):
+        list(loader)
+    with pytest.raises(gpuload.CorruptDataError) as found:
+        list(open_fake(path, verify=verify, **SMALL).epoch())
+    assert str(found.value) == str(expected.value)
+
+
 def test_a_wrong_checksum_in_a_container_is_found(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, tmp_path: Path
 ) -> None:
@@ -299,6 +319,26 @@ def test_a_value_that_float16_cannot_hold(open_fake: Callable[..., Opened], stor
     )
     with pytest.raises(gpuload.PlanError, match="65504"):
         list(opened.epoch())
+
+
+@pytest.mark.parametrize("target_sum", [None, 1e38])
+def test_a_sum_after_log1p_that_float16_cannot_hold(
+    open_fake: Callable[..., Opened], tmp_path: Path, target_sum: float | None
+) -> None:
+    path, n = tmp_path / "cells.h5ad", 20_000
+    repeated = csr_matrix((np.full(n, 1e4, np.float32), np.arange(n) // (n - 2), [0, 2, n]), shape=(2, 2))
+    anndata.AnnData(repeated).write_h5ad(path)
+    settings: dict[str, Any] = {
+        "dtype": "float16",
+        "transform": gpuload.Transform(target_sum=target_sum, log1p=True),
+        "batch_size": 2,
+        "shuffle": False,
+    }
+    told = r"^dtype='float16': row 1 of a minibatch holds a value beyond 65504"
+    with gpuload.open_loader(path, device="cpu", **settings) as loader, pytest.raises(gpuload.PlanError, match=told):
+        list(loader)
+    with pytest.raises(gpuload.PlanError, match=told):
+        list(open_fake(path, **settings).epoch())
 
 
 def test_verify_is_one_of_three(open_fake: Callable[..., Opened], plain: Stored) -> None:

@@ -196,6 +196,13 @@ def test_log1p_is_right_to_the_last_place(scale: float) -> None:
             np.testing.assert_array_equal(odd, wanted)
 
 
+@pytest.mark.parametrize("beside", [5.0, -0.75])
+def test_log1p_of_a_zero_of_either_sign_has_no_sign(beside: float) -> None:
+    values = np.array([-0.0, 0.0, beside], dtype=np.float32)
+    rows.log1p_row(values, values.size, 1.0)
+    assert values[:2].tobytes() == bytes(8)
+
+
 def test_a_large_minibatch_of_dense_rows(matrix: csr_matrix) -> None:
     X = matrix.toarray()
     positions = np.random.default_rng(1).integers(0, 70, 40).astype(np.int32)

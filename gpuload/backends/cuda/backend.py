@@ -399,8 +399,7 @@ class CudaBackend:
         places = self.asarray(positions)
         arithmetic = self._arithmetic(form, stream)
         n_rows = np.int64(positions.size)
-        may_be_bad = form.dtype == "float16" and not arithmetic[2]  # after log1p, no value comes near float16's maximum
-        may_be_bad = may_be_bad and bool(self._may_be_large(resident, arithmetic)[positions].any())
+        may_be_bad = form.dtype == "float16" and bool(self._may_be_large(resident, arithmetic)[positions].any())
         bad, host_bad = self._bad(stream) if may_be_bad else (self._never_bad, None)
         if resident.X is not None:
             name = f"gather_dense_{kind}"
@@ -471,7 +470,14 @@ class CudaBackend:
         return resident.kept_counts
 
     def _may_be_large(self, resident: CudaResident, arithmetic: tuple[Any, ...]) -> NDArray[np.int64]:
-        """Return which rows may have a minibatch value that float16 cannot hold; computed once per fetch."""
+        """Return which rows may have a minibatch value that float16 cannot hold; computed once per fetch.
+
+        After log1p, only values that are summed can: those of a CSR row that stores a column more than once.
+        """
+        if resident.may_be_large is None and arithmetic[2]:
+            longest = 0 if resident.host_indptr is None else int(np.diff(resident.host_indptr).max(initial=0))
+            if resident.X is not None or longest <= _FEW:
+                resident.may_be_large = np.zeros(resident.n_rows, dtype=np.int64)
         if resident.may_be_large is None:
             data = resident.data if resident.X is None else resident.X
             sizes = np.int64(resident.n_rows), np.int64(resident.n_vars)
@@ -529,3 +535,4 @@ class _Uploads:
 
 _OUTPUTS = {"float32": ("f4", np.float32), "float16": ("f2", np.float16), "bfloat16": ("bf2", np.uint16)}
 _NONE_BAD = np.iinfo(np.int32).max
+_FEW = 92  # float16 holds the sum of so many values after log1p: each is below 709.8, the log of the largest float64

@@ -369,6 +369,8 @@ class Decoder:
             return decoded
         if steps.codec == "lz4":
             work.launch("check_sizes", n, arena, on["place"], each, np.int64(n), codes)
+        if steps.codec == "deflate":
+            work.launch("check_zlib", -(-n // N_THREADS), arena, on["place"], np.int64(n), codes)
         if steps.codec == "gzip":
             frames = (on["place"], on["trailer"], each)
             work.launch("check_gzip", -(-n // N_THREADS), arena, *frames, np.int64(n), codes)

@@ -250,9 +250,10 @@ class KvikioReader:
         if failure:
             e, reason = failure
             offset, nbytes = int(wanted[0][e]), int(wanted[1][e])
-            got = bytes_there(source, offset, nbytes)
-            if got < nbytes:
-                raise short_read(source, name, offset, nbytes, got)
+            for first, n in ((offset, nbytes), (int(ranges[0][e]), int(ranges[1][e]))):  # or their pages only
+                got = bytes_there(source, first, n)
+                if got < n:
+                    raise short_read(source, name, first, n, got)
             path, at_first = source.where_is(offset)
             raise ReadError(
                 f"{path}: reading {nbytes} bytes of {name} at byte {at_first} through KvikIO failed: {reason}. Use "

@@ -140,7 +140,7 @@ def log1p_row(values: Any, n: int, scale: float) -> None:  # pragma: no cover - 
         is_plain &= (x > -0.5) & (x < 1e300)
     if not is_plain:  # negative, infinite, or NaN
         for k in range(n):
-            values[np.uint64(k)] = np.float32(np.log1p(np.float64(values[np.uint64(k)]) * scale))
+            values[np.uint64(k)] = np.float32(np.log1p(np.float64(values[np.uint64(k)]) * scale) + 0.0)  # not -0.0
         return
     for k in range(n):
         x = np.float64(values[np.uint64(k)]) * scale

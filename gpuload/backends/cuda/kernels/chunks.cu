@@ -380,6 +380,21 @@ KERNEL(check_sizes, (const uint8_t* __restrict__ stored, const int64_t* at, int6
     }
 }
 
+// Whether two bytes are a zlib header (RFC 1950, 2.2): deflate, a window of at most 32 KiB, and no dictionary.
+DEVICE bool is_zlib_header(int32_t method, int32_t flags) {
+    return (method & 15) == 8 && method < 0x80 && (256 * method + flags) % 31 == 0 && !(flags & 0x20);
+}
+
+// Check the headers of n zlib streams.
+KERNEL(check_zlib, (const uint8_t* __restrict__ stored, const int64_t* at, int64_t n, int32_t* status)) {
+    for (int64_t group = BLOCK; group * N_THREADS < n; group += N_BLOCKS) {
+        EACH_THREAD(t) {
+            const int64_t i = group * N_THREADS + t;
+            if (i < n && !is_zlib_header(stored[at[i]], stored[at[i] + 1])) atomic_set_if_zero(status + i, BAD_HEADER);
+        }
+    }
+}
+
 // Check the headers of n gzip members (RFC 1952, 2.3): deflate, and no flags, which would make them longer than 10
 // bytes; and, after the CRC at stored[trailer[i]] unless that is negative, the decoded size.
 KERNEL(check_gzip, (const uint8_t* __restrict__ stored, const int64_t* at, const int64_t* trailer, int64_t nbytes,

@@ -117,9 +117,7 @@ KERNEL(walk_blosc, (const uint8_t* __restrict__ stored, const int64_t* place, co
                         at += 4;
                         if (size <= 0 || size > Cut::most_stored(room) || at + size > end) size = -1;
                         if (is_zlib && size > 0 && size != room) {
-                            const int32_t method = chunk[at], flags = chunk[at + 1];
-                            is_framed = size > ZLIB_HEAD + ZLIB_TAIL && (method & 15) == 8 && method < 0x80 &&
-                                        (256 * method + flags) % 31 == 0 && !(flags & 0x20);
+                            is_framed = size > ZLIB_HEAD + ZLIB_TAIL && is_zlib_header(chunk[at], chunk[at + 1]);
                             if (!is_framed) size = -1;
                         }
                     }

@@ -86,7 +86,8 @@ struct Arithmetic {
     DEVICE float of(float value) const {
         if (!is_any) return value;
         const double scaled = widened(value) * scale;
-        return narrowed(is_log1p && scaled != 0.0 ? log1p(scaled) : scaled);
+        if (!is_log1p) return narrowed(scaled);
+        return scaled != 0.0 ? narrowed(log1p(scaled)) : 0.0f;  // of a zero of either sign
     }
 };
 
@@ -385,6 +386,7 @@ constexpr double SURELY_HALF = 32768.0;
 
 // Report for each resident row, CSR or (without indices) dense, whether float16 may fail to hold one of its minibatch
 // values: a value that rounds to infinity, or, if columns repeat (their values are summed) or decrease, the row's sum.
+// After log1p no value by itself is too large, so rows whose columns increase are not read further.
 KERNEL(mark_large, (const int64_t* __restrict__ indptr, const int32_t* __restrict__ indices,
                     const float* __restrict__ data, const int64_t* __restrict__ map_start,
                     const int32_t* __restrict__ columns, double target_sum, int32_t log1p_, int64_t n_rows,
@@ -397,6 +399,19 @@ KERNEL(mark_large, (const int64_t* __restrict__ indptr, const int32_t* __restric
     for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
         const int64_t start = indptr ? indptr[row] : row * n_vars;
         const int64_t n_stored = indptr ? indptr[row + 1] - start : n_vars;
+        if (log1p_) {
+            PHASE(t) {
+                for (int64_t k = 1 + t; indices && k < n_stored; k += N_THREADS) {
+                    if (indices[start + k] <= indices[start + k - 1]) atomic_min(&has_none[1], 0);
+                }
+            }
+            if (agreed(has_none[1])) {
+                EACH_THREAD(t) {
+                    if (t == 0) out[row] = 0;
+                }
+                continue;
+            }
+        }
         const int32_t* chosen = map_of(int32_t(row), map_start, columns);
         const Arithmetic arithmetic(row_scale(data + start, n_stored, target_sum, partial), target_sum, log1p_);
         PHASE(t) {
