@@ -117,7 +117,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     settings.settle(args)
-    text.check_outputs(args.paths, args.timeline, args.report)
+    also = [file for file in (args.join, args.genes, args.settings) if isinstance(file, str)]
+    text.check_outputs([*args.paths, *also], args.timeline, args.report)
     result, spans, gpus = bench(args)
     if args.json:
         text.print_json(result)
@@ -230,6 +231,7 @@ def _rounds(
     for _ in range(min(args.fetch_factor, len(loader))):
         next(batches)
     rounds, n_batches, gpu = [], 0, gpu_for(loader) if args.step else None
+    n_whole = min(loader.batch_size, loader.n_obs)
     with text.Progress(args.repeats * args.seconds, "measuring", is_quiet=args.quiet, unit="s") as progress:
         for number in range(args.repeats):
             if number == 0:
@@ -242,7 +244,7 @@ def _rounds(
                     ahead.append(loader.queues())
                 n_batches += 1
                 batch = next(batches)
-                if entropy is not None and len(batch["rows"]) == loader.batch_size:
+                if entropy is not None and len(batch["rows"]) == n_whole:
                     entropy.add(codes[batch["rows"].numpy()])
                 if args.step:
                     _step(args.step, loader.stats, batch["X"], gpu)

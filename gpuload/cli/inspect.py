@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     text.check_outputs(args.paths, args.plot)
     labels, join = (args.label,) if args.label else (), check_join(settings.join_of(args))
     with closing(open_store(args.paths, layer=args.layer, obs=labels, join=join)) as store:
+        if args.plot and not store.n_obs:
+            raise PlanError(f"--plot {args.plot}: {args.paths[0]} has no cells to plot; leave it out.")
         text.say_of_compiling(is_quiet=args.quiet)
         found = {**describe(store, args.paths, args.layer), "join": join}
         advised = advice.advise(store, args.batch_size, args.label, available_memory(), least)
@@ -221,6 +223,7 @@ def _kind(column: ObsColumn) -> str:
 
 
 def _report(found: dict[str, Any], advised: advice.Advice, label: str | None) -> str:
+    of_file = f" of {found['paths'][0]}" if len(found["paths"]) > 1 else ""  # others may have more categories
     parts = [
         ", ".join(found["paths"]),
         text.facts(_general(found)),
@@ -228,7 +231,7 @@ def _report(found: dict[str, Any], advised: advice.Advice, label: str | None) ->
             ("array", "dtype", "codec", "chunk", "cells a chunk", "stored", "decoded", "ratio"),
             [_array_row(a, len(found["paths"]) > 1) for a in found["arrays"]],
         ),
-        "obs columns\n" + text.facts(found["obs"].items()) if found["obs"] else "obs columns: none",
+        f"obs columns{of_file}\n" + text.facts(found["obs"].items()) if found["obs"] else f"obs columns{of_file}: none",
         *_choices(advised, label),
         "advice\n" + "\n".join(f"  {reason}" for reason in advised.reasons),
         _call(found, advised),
@@ -289,10 +292,11 @@ def _choices(advised: advice.Advice, label: str | None) -> list[str]:
 
 def _choice_row(choice: Outlook, advised: advice.Advice, label: str | None) -> tuple[str, ...]:
     is_advised = (choice.block_size, choice.fetch_factor) == (advised.block_size, advised.fetch_factor)
+    n_blocks = choice.blocks(advised.batch_size)
     row = [
         f"{choice.block_size}{' <-' if is_advised else ''}",
         text.number(round(choice.cells_per_block, 1)),
-        text.number(round(advised.batch_size * choice.fetch_factor / choice.cells_per_block)),
+        "all" if choice.holds_all else text.number(round(n_blocks) if n_blocks >= 10 else n_blocks),
         f"{choice.amplification:.2f}",
     ]
     if label:

@@ -119,6 +119,10 @@ def test_files_of_data_are_not_replaced(run, path, tmp_path, command, option):
             err == f"gpuload {command}: {file}: this file holds data and would be lost; name another file to write.\n"
         )
     assert (path.read_bytes(), other.read_text()) == (before, "data")
+    other = tmp_path / "genes.txt"
+    other.write_text("g0")
+    code, out, err = run(command, path, "--join", other, "--seconds", 0.05, option, other)
+    assert (code, out, other.read_text()) == (2, "", "g0")
     code, out, err = run(command, path, "--seconds", 0.05, option, tmp_path)
     assert (code, out, err) == (1, "", f"gpuload {command}: {tmp_path}: this is a folder; name a file to write.\n")
 
@@ -258,6 +262,10 @@ def test_inspect_of_dense_uncompressed_and_of_several_files(run, tmp_path):
     assert "X, dense" in out
     assert f"{paths[1]}:/X" in out
     assert "262" in out  # twice 131 cells
+    assert f"\n\nobs columns of {paths[0]}\n" in out
+    rows = {" ".join(line.split()[:4]) for line in out.splitlines()}  # 5 minibatches are all cells; one is 64
+    assert "16 <- 16 all" in rows
+    assert {row.rpartition(" ")[0] for row in rows} >= {"16 16 4", "64 64 1", "chunk 131 0.489"}
 
 
 def test_inspect_of_a_file_without_cells(run, tmp_path):
@@ -266,6 +274,10 @@ def test_inspect_of_a_file_without_cells(run, tmp_path):
     code, out, _ = run("inspect", path)
     assert code == 0
     assert "the file has no cells" in out
+    picture = tmp_path / "plot.png"
+    code, out, err = run("inspect", path, "--label", "cell_line", "--plot", picture)
+    assert (code, out) == (2, "")
+    assert err == f"gpuload inspect: --plot {picture}: {path} has no cells to plot; leave it out.\n"
 
 
 def test_inspect_names_columns_that_cannot_be_handed_over(run, tmp_path):
@@ -387,8 +399,9 @@ def test_bench_without_matplotlib_says_how_to_get_it(run, path, tmp_path, monkey
     assert "The timeline needs matplotlib, which is not installed; install it with: pip install 'gpuload[plot]'" in err
 
 
-def test_bench_takes_whole_numbers_as_a_label(run, path):
-    options = ["--batch-size", 1_500, "--fetch-factor", 1, "--stream", "--seconds", 0.05, "--repeats", 1, "--json"]
+@pytest.mark.parametrize("batch_size", [1_500, 2_000])  # of all cells; of more than there are
+def test_bench_takes_whole_numbers_as_a_label(run, path, batch_size):
+    options = ["--batch-size", batch_size, "--fetch-factor", 1, "--stream", "--seconds", 0.05, "--repeats", 1, "--json"]
     code, out, _ = run("bench", path, "--label", "gene_count", *options)
     with h5py.File(path) as file:
         shares = np.unique(file["obs/gene_count"][:], return_counts=True)[1] / 1_500
