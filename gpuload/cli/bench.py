@@ -154,7 +154,8 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
         parts, hit_ratio = loader.memory(), loader.hit_ratio
         waits, verdict = loader.stats.waits(), _verdict(args, rounds)
         spans = loader.stats.take_spans()
-        batch_nbytes = loader.batch_size * loader.n_vars * np.dtype(loader.dtype).itemsize
+        dtype = np.dtype("uint16" if loader.dtype == "bfloat16" else loader.dtype)  # NumPy has no bfloat16
+        batch_nbytes = loader.batch_size * loader.n_vars * dtype.itemsize
         taken: dict[str, Any] = {"device": loader.device, "io_mode": loader.io_mode, "n_vars": loader.n_vars}
     peak = peak_memory()  # before measuring the ceilings takes memory
     ceilings, random_bits = _ceilings_and_random_entropy(args, batch_nbytes, taken["device"])

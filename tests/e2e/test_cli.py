@@ -327,6 +327,7 @@ def test_bench_explains_a_rate_above_its_ceiling(run, path, monkeypatch, rate, i
         ["--stream", "--output", "csr"],
         ["--block-size", "chunk", "--target-sum", "1e4", "--log1p", "--dtype", "float16"],
         ["--block-size", "1", "--num-threads", "1", "--verify", "never", "--drop-last", "--prefetch", "1"],
+        ["--dtype", "bfloat16"],
     ],
 )
 def test_bench_as_json_takes_all_settings(run, path, options):
