@@ -297,7 +297,7 @@ def _stages(
     is_known = device == "cpu"
     taken_nbytes = total["n_rows"] * row_nbytes if args.output == "dense" and is_known else float("nan")
     decoded_nbytes = total["decoded_nbytes"] if is_known else float("nan")
-    threads = args.num_threads or usable_cores()
+    threads = min(args.num_threads or usable_cores(), usable_cores())  # no more run at once
     stages: dict[str, Any] = {
         "plan": _stage(total["plan_s"], seconds),
         "read": _stage(total["read_s"], seconds, total["read_nbytes"], ceilings.read),

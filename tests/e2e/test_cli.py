@@ -321,6 +321,18 @@ def test_bench_explains_a_rate_above_its_ceiling(run, path, monkeypatch, rate, i
     assert ("of it reached, as stages are above their ceilings (see below)" in out) == is_above
 
 
+@pytest.mark.parametrize(("n_threads", "n_at_once"), [(1, 1), (3, 2)])
+def test_bench_takes_the_ceiling_of_as_many_threads_as_can_run_at_once(run, path, monkeypatch, n_threads, n_at_once):
+    from gpuload.cli import ceilings
+
+    monkeypatch.setattr("gpuload.cli.bench.usable_cores", lambda: 2)
+    monkeypatch.setattr(ceilings, "measure", lambda *_: ceilings.Ceilings(np.inf, 1e6, 1e6))
+    options = ["--num-threads", n_threads, "--fetch-factor", 2, "--seconds", 0.05, "--repeats", 1, "--json"]
+    stages = json.loads(run("bench", path, *options)[1])["stages"]
+    per_cell_s = (stages["decoded_nbytes_per_cell"] + 4 * 400) / 1e6
+    assert stages["at_ceilings_cells_per_s"] == pytest.approx(n_at_once / per_cell_s)
+
+
 @pytest.mark.parametrize(
     "options",
     [
