@@ -117,14 +117,20 @@ def describe(store: Store, paths: list[str], layer: str) -> dict[str, Any]:
 
 
 def _nbytes(path: str) -> int:
-    """Return the size in bytes of a file, or of all files of a folder; for a modality, of its file."""
+    """Return the bytes of all that a path stands for: a file, a folder, what matches; of a modality, its file."""
     from gpuload.formats.addresses import as_address
-    from gpuload.formats.recognise import nbytes_at
+    from gpuload.formats.recognise import expand, nbytes_at
 
     address = as_address(path)
-    if address is not None:
+    if address is not None and not address.is_pattern:
         return nbytes_at(address)
-    while not os.path.exists(path):
+    at = [(name, as_address(name)) for name in expand(path)]
+    return sum(_nbytes_of_one(name) if address is None else nbytes_at(address) for name, address in at)
+
+
+def _nbytes_of_one(path: str) -> int:
+    """Return the size in bytes of a file, or of all files of a folder, on disk."""
+    while path and not os.path.exists(path):  # a modality of a file
         path = os.path.dirname(path)
     if os.path.isdir(path):
         return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, names in os.walk(path) for name in names)

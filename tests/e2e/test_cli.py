@@ -268,6 +268,18 @@ def test_inspect_of_dense_uncompressed_and_of_several_files(run, tmp_path):
     assert {row.rpartition(" ")[0] for row in rows} >= {"16 16 4", "64 64 1", "chunk 131 0.489"}
 
 
+@pytest.mark.parametrize("place", ["", "within/"])
+def test_inspect_counts_the_bytes_of_the_files_that_match_a_pattern(run, tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "within").mkdir()
+    for name in "abc":
+        writers.write_plain(tmp_path / place / f"{name}.h5ad")
+    code, out, _ = run("inspect", f"{place}[ab].h5ad", "--json")
+    found = json.loads(out)
+    assert (code, found["n_obs"]) == (0, 2 * writers.N_OBS)
+    assert found["file_nbytes"] == sum((tmp_path / place / f"{name}.h5ad").stat().st_size for name in "ab")
+
+
 def test_inspect_of_a_file_without_cells(run, tmp_path):
     path = tmp_path / "empty.h5ad"
     writers.write_plain(path, writers.counts(0, 5))
