@@ -101,7 +101,7 @@ class Plan:
             if n_rows and not min(counts):
                 raise PlanError(
                     f"sampler: it returned no rows for rank {counts.index(0)} of {self.world_size}, so there are none "
-                    "to pad it with; return some for every rank, or open the loader with uneven='drop'."
+                    "to pad it with; return some for every rank, or use fewer ranks."
                 )
             return n_rows // self.batch_size * self.batch_size if self.drop_last else n_rows
         n_rounds, n_last = self._deal(self._left, self.world_size)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.alignment import check_join
+from gpuload.backends.cpu import scratch_nbytes
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
 from gpuload.outlook import (
@@ -59,9 +60,6 @@ _DEFAULTS = 3
 
 _HELD_BATCHES = 12
 """Minibatches in memory at one time: in progress, with the consumer, and kept for reuse."""
-
-_THREAD_NBYTES = 16 << 20
-"""Scratch memory of a thread, for stored and decoded chunks."""
 
 _CALIBRATION_CELLS = 2_048
 _WHOLE_FETCHES = 2
@@ -270,6 +268,7 @@ class Bench:
         self._store, self._wish = store, wish
         self._form = Form(wish.output, wish.dtype, store.n_vars, store.columns())
         self._cell_nbytes = max(1.0, store.nbytes_per_row)
+        self._thread_nbytes = scratch_nbytes(layout for matrix in store.matrices for layout in matrix.layouts)
         self.outlooks = Outlooks(store, wish.batch_size, wish.label)
         self.cores = len(os.sched_getaffinity(0))
         self.least_bits = wish.min_entropy * self.outlooks.random_bits
@@ -313,10 +312,13 @@ class Bench:
         by_memory = int(left // ((usual + 1) * wish.batch_size * self._cell_nbytes))
         if by_memory < 1:
             least = self.memory_nbytes(1, self.cores, usual)
+            of_threads = self.cores * self._thread_nbytes
+            cure = "use fewer cells per minibatch"
+            if of_threads >= wish.memory_nbytes:
+                cure = f"run it on fewer cores (taskset): {self.cores} threads take {of_threads / 1e6:,.0f} MB of it"
             raise PlanError(
                 f"memory: {wish.memory_nbytes / 1e6:,.0f} MB do not hold the smallest fetches, which take "
-                f"{least / 1e6:,.0f} MB with batch_size={wish.batch_size}; allow more, or use fewer cells per "
-                "minibatch."
+                f"{least / 1e6:,.0f} MB with batch_size={wish.batch_size}; allow more, or {cure}."
             )
         most = min(by_memory, self.outlooks.largest())
         return sorted({most, max(1, most // 2), max(1, most // 4), max(1, most // 16)}, reverse=True)
@@ -328,7 +330,7 @@ class Bench:
         row = self._store.n_vars * np.dtype("uint16" if wish.dtype == "bfloat16" else wish.dtype).itemsize
         batch = wish.batch_size * (row if wish.output == "dense" else 8.0 * self._store.values_per_row)
         fetches = (prefetch + 1) * n_cells * self._cell_nbytes
-        return int(fetches + _HELD_BATCHES * batch + num_threads * _THREAD_NBYTES + self._store.metadata_nbytes)
+        return int(fetches + _HELD_BATCHES * batch + num_threads * self._thread_nbytes + self._store.metadata_nbytes)
 
     def neighbours(self, trial: Trial) -> list[Trial]:
         """Return variants of a trial with other numbers of threads and other prefetch that fit into the memory."""

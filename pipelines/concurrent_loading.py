@@ -66,6 +66,9 @@ N_CLASSES = 10
 def decode(jpeg: np.ndarray | bytes) -> torch.Tensor:
     """Return the centre of a picture: (3, 224, 224) uint8."""
     picture = imagecodecs.jpeg8_decode(jpeg)
+    if min(picture.shape[:2]) < CROP:
+        height, width = picture.shape[:2]
+        raise gpuload.StoreError(f"a picture has {width} x {height} pixels; expected at least {CROP} x {CROP}.")
     top, left = (picture.shape[0] - CROP) // 2, (picture.shape[1] - CROP) // 2
     return torch.from_numpy(picture[top : top + CROP, left : left + CROP].transpose(2, 0, 1).copy())
 
@@ -258,7 +261,10 @@ LOADERS = {"vanilla": vanilla, "threads": threads, "asyncio": by_asyncio, "ours"
 
 def label_of(name: str) -> int:
     """Return the class that `write_pictures` assigned to a picture."""
-    return int(Path(name).stem) % N_CLASSES
+    stem = Path(name).stem
+    if not stem.isdecimal():
+        raise gpuload.StoreError(f"{name}: its name must be a number, which says its class, as --make writes them.")
+    return int(stem) % N_CLASSES
 
 
 def source_of(place: str) -> Any:

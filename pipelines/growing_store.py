@@ -61,6 +61,11 @@ def train(store: SampleStore, args: argparse.Namespace, meter: StallMeter) -> li
         ) as snapshot:
             epoch = Epoch(number, snapshot.generation, len(snapshot))
             for batch in snapshot.batches(args.batch_size, num_threads=args.threads):
+                if batch.data.dtype != np.float32 or batch.data[0].size <= N_FEATURES:
+                    raise gpuload.StoreError(
+                        f"{args.remote}: its samples are {batch.data[0].size} values of {batch.data.dtype}; expected "
+                        f"float32 .npy files of more than {N_FEATURES} values."
+                    )
                 x = torch.from_numpy(batch.data).flatten(1)  # over the same memory
                 x = x.to(args.device, non_blocking=True)
                 loss = torch.nn.functional.mse_loss(model.to(x.device)(x[:, 1 : N_FEATURES + 1])[:, 0], x[:, 0])

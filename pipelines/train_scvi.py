@@ -63,6 +63,7 @@ class Cells(CellDataModule):
         every = {"paths": list(paths), "obs": [batch_key] if batch_key else [], **settings}
         with gpuload.open_loader(**every, device="cpu") as loader:
             self.n_obs, self.n_vars, self.var_names = loader.n_obs, loader.n_vars, loader.var_names
+            batch_size = loader.batch_size
             self.batches = loader.categories.get(batch_key, ONE_FOR_ALL)
             if batch_key and batch_key not in loader.categories:
                 raise gpuload.PlanError(f"--batch-key {batch_key}: expected an obs column of categories or strings.")
@@ -71,7 +72,10 @@ class Cells(CellDataModule):
         is_held_out = np.arange(self.n_obs) // HELD_OUT_RUN % 10 == 9
         self.n_train = int(np.count_nonzero(~is_held_out))
         val = {**every, "sampler": gpuload.Subset(is_held_out)} if is_held_out.any() else None
-        super().__init__({**every, "sampler": gpuload.Subset(~is_held_out)}, val, predict=every)
+        # SCVI normalises over a minibatch, for which PyTorch needs two cells: one left over waits for another epoch.
+        is_one_left = self.n_train > batch_size and self.n_train % batch_size == 1
+        fit = {**every, "sampler": gpuload.Subset(~is_held_out), "drop_last": is_one_left}
+        super().__init__(fit, val, predict=every)
         self.batch_key = batch_key
 
     @property

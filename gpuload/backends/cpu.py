@@ -30,7 +30,7 @@ import numpy as np
 
 from gpuload.backends.buffers import BufferPool
 from gpuload.backends.damage import rounding_warning, too_large_for_half
-from gpuload.backends.decoding import VERIFY, Part, Scratch, decode, round_up
+from gpuload.backends.decoding import TWO_AHEAD_NBYTES, VERIFY, Part, Scratch, decode, round_up
 from gpuload.backends.native import rows
 from gpuload.backends.reading import read_ranges, short_read
 from gpuload.checks import check_choice, check_whole
@@ -39,7 +39,7 @@ from gpuload.stats import Stats
 from gpuload.threads import DaemonThreads, QuickThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
@@ -52,6 +52,9 @@ TASK_NBYTES = 8 << 20
 
 FAR_PARTS = 16
 """Tasks whose bytes are in transfer over a network, or waiting to be decoded: some 100 MB."""
+
+THREAD_NBYTES = 16 << 20
+"""Scratch memory of a thread that chunks of usual sizes do not exceed."""
 
 MAX_CSR = (1 << 31) - 1
 """Largest number of stored values that the int32 row offsets of a CSR minibatch can count."""
@@ -350,6 +353,21 @@ class CpuBackend:
             return _NO_SCRATCH
         longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
         return self._scratch.bytes("row", 8 * longest).view(np.float32)
+
+
+def scratch_nbytes(layouts: Iterable[ArrayLayout]) -> int:
+    """Return the most scratch memory that a thread takes for these arrays, in bytes.
+
+    It holds the stored chunks of a task, and one decoded chunk twice, or three times if chunks are decoded in pairs.
+    """
+    most = THREAD_NBYTES
+    for layout in layouts:
+        decoded = int(layout.decoded_nbytes(np.arange(layout.chunk_offset.size)).max(initial=0))
+        stored = int(layout.chunk_nbytes.max(initial=0))
+        if decoded:
+            task = (TASK_NBYTES + decoded) * stored / decoded
+            most = max(most, int(1.125 * (task + (3 if decoded <= TWO_AHEAD_NBYTES else 2) * decoded)))
+    return most
 
 
 def _csr_of(data: NDArray[Any], indices: NDArray[np.int32], indptr: NDArray[np.int32], n_cols: int) -> Any:

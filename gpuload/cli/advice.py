@@ -123,7 +123,7 @@ def _choose(
     if not candidates:
         return None, "the file has no cells."
     if label is None:
-        wanted = f"{BLOCKS_PER_FETCH} or more blocks a fetch (give --label to judge by a label's mix)"
+        wanted = f"{BLOCKS_PER_FETCH} or more blocks a fetch, or all (give --label to judge by a label's mix)"
     else:
         least = f"{100 * min_entropy:g} % of true random order's {text.bits(random_bits)} bits"
         wanted = f"a {label} entropy in minibatches of at least {least}"

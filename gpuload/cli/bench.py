@@ -117,7 +117,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     settings.settle(args)
-    text.check_outputs(args.paths, args.timeline, args.report)
+    also = [file for file in (args.join, args.genes, args.settings) if isinstance(file, str)]
+    text.check_outputs([*args.paths, *also], args.timeline, args.report)
     result, spans, gpus = bench(args)
     if args.json:
         text.print_json(result)
@@ -153,7 +154,8 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
         parts, hit_ratio = loader.memory(), loader.hit_ratio
         waits, verdict = loader.stats.waits(), _verdict(args, rounds)
         spans = loader.stats.take_spans()
-        batch_nbytes = loader.batch_size * loader.n_vars * np.dtype(loader.dtype).itemsize
+        dtype = np.dtype("uint16" if loader.dtype == "bfloat16" else loader.dtype)  # NumPy has no bfloat16
+        batch_nbytes = loader.batch_size * loader.n_vars * dtype.itemsize
         taken: dict[str, Any] = {"device": loader.device, "io_mode": loader.io_mode, "n_vars": loader.n_vars}
     peak = peak_memory()  # before measuring the ceilings takes memory
     ceilings, random_bits = _ceilings_and_random_entropy(args, batch_nbytes, taken["device"])
@@ -230,6 +232,7 @@ def _rounds(
     for _ in range(min(args.fetch_factor, len(loader))):
         next(batches)
     rounds, n_batches, gpu = [], 0, gpu_for(loader) if args.step else None
+    n_whole = min(loader.batch_size, loader.n_obs)
     with text.Progress(args.repeats * args.seconds, "measuring", is_quiet=args.quiet, unit="s") as progress:
         for number in range(args.repeats):
             if number == 0:
@@ -242,7 +245,7 @@ def _rounds(
                     ahead.append(loader.queues())
                 n_batches += 1
                 batch = next(batches)
-                if entropy is not None and len(batch["rows"]) == loader.batch_size:
+                if entropy is not None and len(batch["rows"]) == n_whole:
                     entropy.add(codes[batch["rows"].numpy()])
                 if args.step:
                     _step(args.step, loader.stats, batch["X"], gpu)
@@ -294,7 +297,7 @@ def _stages(
     is_known = device == "cpu"
     taken_nbytes = total["n_rows"] * row_nbytes if args.output == "dense" and is_known else float("nan")
     decoded_nbytes = total["decoded_nbytes"] if is_known else float("nan")
-    threads = args.num_threads or usable_cores()
+    threads = min(args.num_threads or usable_cores(), usable_cores())  # no more run at once
     stages: dict[str, Any] = {
         "plan": _stage(total["plan_s"], seconds),
         "read": _stage(total["read_s"], seconds, total["read_nbytes"], ceilings.read),

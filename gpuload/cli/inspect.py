@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     text.check_outputs(args.paths, args.plot)
     labels, join = (args.label,) if args.label else (), check_join(settings.join_of(args))
     with closing(open_store(args.paths, layer=args.layer, obs=labels, join=join)) as store:
+        if args.plot and not store.n_obs:
+            raise PlanError(f"--plot {args.plot}: {args.paths[0]} has no cells to plot; leave it out.")
         text.say_of_compiling(is_quiet=args.quiet)
         found = {**describe(store, args.paths, args.layer), "join": join}
         advised = advice.advise(store, args.batch_size, args.label, available_memory(), least)
@@ -115,14 +117,20 @@ def describe(store: Store, paths: list[str], layer: str) -> dict[str, Any]:
 
 
 def _nbytes(path: str) -> int:
-    """Return the size in bytes of a file, or of all files of a folder; for a modality, of its file."""
+    """Return the bytes of all that a path stands for: a file, a folder, what matches; of a modality, its file."""
     from gpuload.formats.addresses import as_address
-    from gpuload.formats.recognise import nbytes_at
+    from gpuload.formats.recognise import expand, nbytes_at
 
     address = as_address(path)
-    if address is not None:
+    if address is not None and not address.is_pattern:
         return nbytes_at(address)
-    while not os.path.exists(path):
+    at = [(name, as_address(name)) for name in expand(path)]
+    return sum(_nbytes_of_one(name) if address is None else nbytes_at(address) for name, address in at)
+
+
+def _nbytes_of_one(path: str) -> int:
+    """Return the size in bytes of a file, or of all files of a folder, on disk."""
+    while path and not os.path.exists(path):  # a modality of a file
         path = os.path.dirname(path)
     if os.path.isdir(path):
         return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, names in os.walk(path) for name in names)
@@ -221,6 +229,7 @@ def _kind(column: ObsColumn) -> str:
 
 
 def _report(found: dict[str, Any], advised: advice.Advice, label: str | None) -> str:
+    of_file = f" of {found['paths'][0]}" if len(found["paths"]) > 1 else ""  # others may have more categories
     parts = [
         ", ".join(found["paths"]),
         text.facts(_general(found)),
@@ -228,7 +237,7 @@ def _report(found: dict[str, Any], advised: advice.Advice, label: str | None) ->
             ("array", "dtype", "codec", "chunk", "cells a chunk", "stored", "decoded", "ratio"),
             [_array_row(a, len(found["paths"]) > 1) for a in found["arrays"]],
         ),
-        "obs columns\n" + text.facts(found["obs"].items()) if found["obs"] else "obs columns: none",
+        f"obs columns{of_file}\n" + text.facts(found["obs"].items()) if found["obs"] else f"obs columns{of_file}: none",
         *_choices(advised, label),
         "advice\n" + "\n".join(f"  {reason}" for reason in advised.reasons),
         _call(found, advised),
@@ -289,10 +298,11 @@ def _choices(advised: advice.Advice, label: str | None) -> list[str]:
 
 def _choice_row(choice: Outlook, advised: advice.Advice, label: str | None) -> tuple[str, ...]:
     is_advised = (choice.block_size, choice.fetch_factor) == (advised.block_size, advised.fetch_factor)
+    n_blocks = choice.blocks(advised.batch_size)
     row = [
         f"{choice.block_size}{' <-' if is_advised else ''}",
         text.number(round(choice.cells_per_block, 1)),
-        text.number(round(advised.batch_size * choice.fetch_factor / choice.cells_per_block)),
+        "all" if choice.holds_all else text.number(round(n_blocks) if n_blocks >= 10 else n_blocks),
         f"{choice.amplification:.2f}",
     ]
     if label:

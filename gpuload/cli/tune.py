@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         seconds=args.seconds,
     )
-    text.check_outputs(args.paths, args.out)
+    text.check_outputs([*args.paths, *([args.join] if args.join else [])], args.out)
     text.say_of_compiling(is_quiet=args.quiet)
     with text.Progress(1.0, "timing", is_quiet=args.quiet, unit="s") as progress:
         tuned = tune(args.paths, wish, progress.reach)

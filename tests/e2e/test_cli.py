@@ -119,6 +119,10 @@ def test_files_of_data_are_not_replaced(run, path, tmp_path, command, option):
             err == f"gpuload {command}: {file}: this file holds data and would be lost; name another file to write.\n"
         )
     assert (path.read_bytes(), other.read_text()) == (before, "data")
+    other = tmp_path / "genes.txt"
+    other.write_text("g0")
+    code, out, err = run(command, path, "--join", other, "--seconds", 0.05, option, other)
+    assert (code, out, other.read_text()) == (2, "", "g0")
     code, out, err = run(command, path, "--seconds", 0.05, option, tmp_path)
     assert (code, out, err) == (1, "", f"gpuload {command}: {tmp_path}: this is a folder; name a file to write.\n")
 
@@ -258,6 +262,22 @@ def test_inspect_of_dense_uncompressed_and_of_several_files(run, tmp_path):
     assert "X, dense" in out
     assert f"{paths[1]}:/X" in out
     assert "262" in out  # twice 131 cells
+    assert f"\n\nobs columns of {paths[0]}\n" in out
+    rows = {" ".join(line.split()[:4]) for line in out.splitlines()}  # 5 minibatches are all cells; one is 64
+    assert "16 <- 16 all" in rows
+    assert {row.rpartition(" ")[0] for row in rows} >= {"16 16 4", "64 64 1", "chunk 131 0.489"}
+
+
+@pytest.mark.parametrize("place", ["", "within/"])
+def test_inspect_counts_the_bytes_of_the_files_that_match_a_pattern(run, tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "within").mkdir()
+    for name in "abc":
+        writers.write_plain(tmp_path / place / f"{name}.h5ad")
+    code, out, _ = run("inspect", f"{place}[ab].h5ad", "--json")
+    found = json.loads(out)
+    assert (code, found["n_obs"]) == (0, 2 * writers.N_OBS)
+    assert found["file_nbytes"] == sum((tmp_path / place / f"{name}.h5ad").stat().st_size for name in "ab")
 
 
 def test_inspect_of_a_file_without_cells(run, tmp_path):
@@ -266,6 +286,10 @@ def test_inspect_of_a_file_without_cells(run, tmp_path):
     code, out, _ = run("inspect", path)
     assert code == 0
     assert "the file has no cells" in out
+    picture = tmp_path / "plot.png"
+    code, out, err = run("inspect", path, "--label", "cell_line", "--plot", picture)
+    assert (code, out) == (2, "")
+    assert err == f"gpuload inspect: --plot {picture}: {path} has no cells to plot; leave it out.\n"
 
 
 def test_inspect_names_columns_that_cannot_be_handed_over(run, tmp_path):
@@ -309,12 +333,25 @@ def test_bench_explains_a_rate_above_its_ceiling(run, path, monkeypatch, rate, i
     assert ("of it reached, as stages are above their ceilings (see below)" in out) == is_above
 
 
+@pytest.mark.parametrize(("n_threads", "n_at_once"), [(1, 1), (3, 2)])
+def test_bench_takes_the_ceiling_of_as_many_threads_as_can_run_at_once(run, path, monkeypatch, n_threads, n_at_once):
+    from gpuload.cli import ceilings
+
+    monkeypatch.setattr("gpuload.cli.bench.usable_cores", lambda: 2)
+    monkeypatch.setattr(ceilings, "measure", lambda *_: ceilings.Ceilings(np.inf, 1e6, 1e6))
+    options = ["--num-threads", n_threads, "--fetch-factor", 2, "--seconds", 0.05, "--repeats", 1, "--json"]
+    stages = json.loads(run("bench", path, *options)[1])["stages"]
+    per_cell_s = (stages["decoded_nbytes_per_cell"] + 4 * 400) / 1e6
+    assert stages["at_ceilings_cells_per_s"] == pytest.approx(n_at_once / per_cell_s)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         ["--stream", "--output", "csr"],
         ["--block-size", "chunk", "--target-sum", "1e4", "--log1p", "--dtype", "float16"],
         ["--block-size", "1", "--num-threads", "1", "--verify", "never", "--drop-last", "--prefetch", "1"],
+        ["--dtype", "bfloat16"],
     ],
 )
 def test_bench_as_json_takes_all_settings(run, path, options):
@@ -387,8 +424,9 @@ def test_bench_without_matplotlib_says_how_to_get_it(run, path, tmp_path, monkey
     assert "The timeline needs matplotlib, which is not installed; install it with: pip install 'gpuload[plot]'" in err
 
 
-def test_bench_takes_whole_numbers_as_a_label(run, path):
-    options = ["--batch-size", 1_500, "--fetch-factor", 1, "--stream", "--seconds", 0.05, "--repeats", 1, "--json"]
+@pytest.mark.parametrize("batch_size", [1_500, 2_000])  # of all cells; of more than there are
+def test_bench_takes_whole_numbers_as_a_label(run, path, batch_size):
+    options = ["--batch-size", batch_size, "--fetch-factor", 1, "--stream", "--seconds", 0.05, "--repeats", 1, "--json"]
     code, out, _ = run("bench", path, "--label", "gene_count", *options)
     with h5py.File(path) as file:
         shares = np.unique(file["obs/gene_count"][:], return_counts=True)[1] / 1_500

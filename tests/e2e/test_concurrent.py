@@ -146,6 +146,22 @@ def test_pictures_are_made_in_a_folder_alone(
     assert "File exists: 'file'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("loader", ["ours", "vanilla"])
+def test_other_pictures_are_refused(
+    program: Any, loader: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--loader", loader, "--batch-size", "1", "--batches", "1", "--workers", "0"]
+    picture = tmp_path / "07.jpg"
+    picture.write_bytes(program.imagecodecs.jpeg8_encode(np.zeros((300, 223, 3), dtype=np.uint8)))
+    assert program.main([str(tmp_path), *options]) == 1
+    assert "a picture has 223 x 300 pixels; expected at least 224 x 224" in capsys.readouterr().err
+    picture.unlink()
+    program.write_pictures(tmp_path, 1, 0)
+    (tmp_path / "000000.jpg").rename(tmp_path / "cat.jpg")
+    assert program.main([str(tmp_path), *options]) == 1
+    assert "cat.jpg: its name must be a number, which says its class" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("loader", "workers"), [("ours", 0), ("vanilla", 0), ("vanilla", 2), ("threads", 1), ("asyncio", 0), ("dali", 0)]
 )

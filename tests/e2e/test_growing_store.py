@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipelines import growing_store
@@ -95,6 +96,15 @@ def test_what_cannot_be_made_or_trained_is_said_at_once(
     assert err.startswith("growing_store.py: ")
     assert message in err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_samples_of_another_kind_are_refused(run, tmp_path: Path) -> None:
+    (tmp_path / "remote").mkdir()
+    for i in range(8):
+        np.save(tmp_path / "remote" / f"{i}.npy", np.zeros(256, np.float32))
+    code, out, err = run(tmp_path / "remote", "--root", tmp_path / "store", "--budget", "1MiB", *SMALL)
+    assert (code, out) == (1, "")
+    assert "remote: its samples are 256 values of float32; expected float32 .npy files of more than 256" in err
 
 
 def test_no_epoch_is_wrong_use(run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import sys
 import warnings
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,9 +15,11 @@ import pytest
 import gpuload
 from gpuload.formats.obs import write_h5ad
 from gpuload.synthetic import tahoe_shaped
+from tests import writers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # scvi-tools, Lightning and torch warn of things that are theirs
 
+PROGRAM = Path(__file__).parents[2] / "pipelines" / "train_scvi.py"
 N_CELLS, N_GENES = 1_501, 300
 SMALL = ("--accelerator", "cpu", "--batch-size", "100", "--lr", "0.01")
 
@@ -106,6 +111,21 @@ def test_held_out_cells_are_not_trained_on(program, path):
     assert parts[0].size == module.n_train
     assert 0 < parts[1].size < N_CELLS / 5
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(N_CELLS))
+
+
+@pytest.mark.parametrize(("n_obs", "sizes"), [(201, [100, 100]), (202, [100, 100, 2]), (101, [100]), (99, [99])])
+def test_no_minibatch_of_one_cell_is_trained_on(n_obs, sizes, tmp_path, monkeypatch):
+    """PyTorch cannot normalise it. Needs no scvi-tools."""
+    pytest.importorskip("lightning")
+    monkeypatch.setitem(sys.modules, "scvi", ModuleType("scvi"))
+    spec = importlib.util.spec_from_file_location("train_scvi_alone", PROGRAM)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    writers.write_plain(tmp_path / "cells.h5ad", writers.counts(n_obs, 20))
+    module = program.Cells([str(tmp_path / "cells.h5ad")], None, batch_size=100)
+    module.setup("fit")
+    assert [len(batch["rows"]) for batch in module.train_dataloader()] == sizes
+    module.teardown("fit")
 
 
 def test_minibatches_are_the_files_cells(program, path, cells):

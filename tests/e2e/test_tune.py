@@ -184,10 +184,28 @@ def test_memory_is_kept_to(store):
     ample.cores = 2
     assert ample.fetch_factors() == [188, 94, 47, 11]  # all cells at most
     assert len(ample.neighbours(Trial(16, 188, 2, 2, 0, 1.0))) == 4
-    with pytest.raises(
-        PlanError, match=r"^memory: 3 MB do not hold the smallest fetches, which take \d+ MB with batch"
+    small = "^memory: {} MB do not hold the smallest fetches, which take {} MB with batch_size={}; allow more, or {}.$"
+    for megabytes, batch_size, cure in (
+        (3, 64, r"run it on fewer cores \(taskset\): 2 threads take 34 MB of it"),
+        (40, 10_000, "use fewer cells per minibatch"),
     ):
-        Bench(store, Wish(3_000_000)).fetch_factors()
+        limited = Bench(store, Wish(megabytes * 1_000_000, batch_size=batch_size))
+        limited.cores = 2
+        with pytest.raises(PlanError, match=small.format(megabytes, r"\d+", batch_size, cure)):
+            limited.fetch_factors()
+
+
+def test_the_memory_includes_that_of_large_chunks(tmp_path):
+    """The chunk is decoded whole, 8 MB, and bytes are put in order from one copy of it to another."""
+    path, X = tmp_path / "cells.h5ad", np.ones((1000, 2000), dtype=np.float32)
+    stored = {"chunks": X.shape, "compression": "gzip", "shuffle": True}
+    writers.write_h5ad(path, lambda file: writers.write_dense(file, "X", X, **stored), *X.shape)
+    with closing(open_store(path, layer="X", obs=())) as store:
+        estimated = Bench(store, Wish(1 << 30, batch_size=1)).memory_nbytes(8, 1, 1)
+    with gpuload.open_loader(path, batch_size=1, fetch_factor=8, num_threads=1, prefetch=1) as loader:
+        next(iter(loader))
+        parts = loader.memory()
+    assert 16 * MIB < parts["scratch"] <= sum(parts.values()) <= estimated
 
 
 def test_of_equally_fast_settings_the_smaller_are_chosen():
