@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_matrix
 
-from gpuload.backends.native import chunks, frames, inflate, pieces, rows
+from gpuload.backends.native import chunks, frames, inflate, rows
+from gpuload.backends.native import pieces as copies
 from tests.cuda import shim
 
 if TYPE_CHECKING:
@@ -648,12 +649,12 @@ def converted(values: NDArray[Any], limit: int, out: str) -> tuple[NDArray[Any],
                 native = np.where(np.isfinite(native) & (np.abs(native) < 9e18), native, -1)
             column = native.astype(np.int64)
             is_bad = column.view(np.uint64) >= np.uint64(limit)
-            return np.where(is_bad, 0, column).astype(np.int32), pieces.BAD_COLUMN * int(is_bad.any()), False
+            return np.where(is_bad, 0, column).astype(np.int32), copies.BAD_COLUMN * int(is_bad.any()), False
         result = native.astype(np.float32)
         is_beyond = bool((np.isfinite(native) & ~np.isfinite(result)).any()) if native.dtype == np.float64 else False
         is_long = native.dtype.kind in "iu" and native.dtype.itemsize >= 4
-        is_rounded = is_long and bool((np.abs(native.astype(np.float64)) > pieces.MAX_EXACT).any())
-        return result, pieces.BAD_VALUE * int(is_beyond), is_rounded
+        is_rounded = is_long and bool((np.abs(native.astype(np.float64)) > copies.MAX_EXACT).any())
+        return result, copies.BAD_VALUE * int(is_beyond), is_rounded
 
 
 @dataclass(frozen=True)
@@ -721,7 +722,7 @@ def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed:
         c = pieces.chunk[p]
         limit = limits[c]
         is_bad = is_absent[c] and out == "i4" and not 0 <= fill < limit
-        expected[c] = expected[c] or pieces.BAD_COLUMN * is_bad
+        expected[c] = expected[c] or copies.BAD_COLUMN * is_bad
         for r in range(pieces.rows[p]):
             src, dest = int(pieces.src[p]) + r * pieces.src_stride, int(pieces.dest[p]) + r * pieces.dest_stride + first
             n = int(pieces.width[p])
@@ -748,9 +749,9 @@ def test_what_copies_are_compared_with_is_the_cpu_backend(name: str, out: str) -
     for limit in [-1] * 40 if out == "f4" else [1, 100, 62_710] * 15:
         values = elements(rng, STORED[name], 20, limit)
         got = np.zeros(20, dtype=OUT[out])
-        code = pieces.copy_pieces(values, 0, 1, int64(0), int64(0), int64(20), int64(1), 1, 1, limit, got)
+        code = copies.copy_pieces(values, 0, 1, int64(0), int64(0), int64(20), int64(1), 1, 1, limit, got)
         wanted, error, is_rounded = converted(values, limit, out)
-        assert code == (error or pieces.MAX_EXACT * is_rounded)
+        assert code == (error or copies.MAX_EXACT * is_rounded)
         if not error:
             np.testing.assert_array_equal(got, wanted)
 
