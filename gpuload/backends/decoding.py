@@ -150,6 +150,10 @@ def _by_library(part: Part) -> tuple[int, int, bool]:
     strides = layout.src_stride, layout.dest_stride
     where = (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows)
     is_rounded, itemsize = False, layout.dtype.itemsize
+    ranges, before = None, int(read.chunk_pieces[first])
+    if len(layout.shape) == 1 and any(step.name in codecs.IN_PART for step in layout.filters):
+        own = slice(before, int(read.chunk_pieces[last]))
+        ranges = itemsize * np.stack([read.piece_src[own], read.piece_src[own] + read.piece_width[own]], axis=1)
     for c in range(first, last):
         lo, hi = int(read.chunk_pieces[c]), int(read.chunk_pieces[c + 1])
         stored, limit = int(read.chunk_nbytes[c]), int(read.chunk_limit[c])
@@ -157,10 +161,6 @@ def _by_library(part: Part) -> tuple[int, int, bool]:
             code = pieces.fill_pieces(lo, hi, *where[1:], layout.dest_stride, float(layout.fill_value), limit, out)
         else:
             place = int(read.chunk_offset[c] + part.shift[c - first])
-            wanted = None
-            if len(layout.shape) == 1:
-                start = read.piece_src[lo:hi]
-                wanted = itemsize * np.stack([start, start + read.piece_width[lo:hi]], axis=1)
             try:
                 plain = codecs.decode(
                     layout.filters,
@@ -168,7 +168,7 @@ def _by_library(part: Part) -> tuple[int, int, bool]:
                     part.buffer[place : place + stored],
                     stored if layout.is_raw else int(full[c - first]),
                     itemsize,
-                    wanted,
+                    None if ranges is None else ranges[lo - before : hi - before],
                 )
             except codecs.DecodeError as error:
                 raise corrupt(read, c, str(error)) from error

@@ -112,7 +112,7 @@ def factorize(values: Any, *, sort: bool = False) -> tuple[NDArray[np.integer], 
 
 
 def _has_nul(values: NDArray[Any]) -> bool:
-    """Return whether a text has a NUL character; looked for in many at once, which is 5 times as fast as in each."""
+    """Return whether a text has a NUL character; looked for in many at once, as Python is slow in each."""
     for start in range(0, values.size, SLICE):
         part = values[start : start + SLICE]
         try:

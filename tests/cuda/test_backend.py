@@ -218,17 +218,21 @@ def test_what_the_device_could_not_decode_is_not_taken_for_rounded_integers(
     assert not [message for message in caplog.messages if "2**24" in message]
 
 
-def test_a_damaged_chunk_is_named(open_fake: Callable[..., Opened], copy_of: Callable[..., Any]) -> None:
-    import h5py
-
-    path = copy_of()
+def damage_a_chunk(path: Path) -> int:
+    """Change a bit of the first chunk of X's values; return where the chunk begins in the file."""
     with h5py.File(path) as file:
         info = file["X/data"].id.get_chunk_info(0)
     damaged = bytearray(path.read_bytes())
     damaged[info.byte_offset + info.size // 2] ^= 0x10
     path.write_bytes(damaged)
+    return int(info.byte_offset)
+
+
+def test_a_damaged_chunk_is_named(open_fake: Callable[..., Opened], copy_of: Callable[..., Any]) -> None:
+    path = copy_of()
+    at = damage_a_chunk(path)
     opened = open_fake(path, **SMALL)
-    with pytest.raises(gpuload.CorruptDataError, match=rf"chunk 0 of /X/data at byte {info.byte_offset} is damaged"):
+    with pytest.raises(gpuload.CorruptDataError, match=rf"chunk 0 of /X/data at byte {at} is damaged"):
         for _ in opened.epoch():
             pass
 
@@ -518,11 +522,7 @@ def test_a_load_that_fails_takes_no_room_in_the_cache(
     open_fake: Callable[..., Opened], copy_of: Callable[..., Any]
 ) -> None:
     path = copy_of()
-    with h5py.File(path) as file:
-        info = file["X/data"].id.get_chunk_info(0)
-    damaged = bytearray(path.read_bytes())
-    damaged[info.byte_offset + info.size // 2] ^= 0x10
-    path.write_bytes(damaged)
+    damage_a_chunk(path)
     opened = open_fake(path, device_cache="1MiB", shuffle=False, prefetch=1, **SMALL)
     used = []
     for _ in range(3):

@@ -96,7 +96,7 @@ def test_chunks_of_a_tile_without_a_wanted_byte_are_not_decoded() -> None:
 def test_wanted_rows_of_a_band(seed: int, which: str) -> None:
     rng = np.random.default_rng(seed)
     n_rows, first = int(rng.integers(1, 20)), int(rng.integers(0, 5))
-    n_each = rng.integers(0, 6, n_rows)
+    n_each = rng.choice([0, 1, 2, 5, 8, 9, 17, 40], n_rows)
     dtype, n_columns = (np.int64, 50) if which == "columns" else (np.int16, 0)
     of_rows, of_values, cells, expected = [], [], [], [[] for _ in range(n_rows)]
     for _ in range(int(rng.integers(1, 4))):  # tiles of a space that is narrower than a row
