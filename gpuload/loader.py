@@ -1,25 +1,17 @@
-"""The engine: follows the plan, keeps fetches in flight, yields batches and tracks its state.
-
-It connects plan, store and backend, and nothing more: no file or device access, no arithmetic on values.
-"""
+"""The loader: what users iterate over. Begins and ends iterations of the engine, and knows the consumer's position."""
 
 from __future__ import annotations
 
 import inspect
 import os
-import time
 import weakref
-from collections import deque
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-import numpy as np
-
 from gpuload.checks import check_whole
+from gpuload.engine import Engine, Place
 from gpuload.errors import GpuloadError, PlanError
 from gpuload.opening import check_row_numbers, check_take
-from gpuload.sampling.rows import as_ranges
 from gpuload.state import check_state, fingerprint, make_state
 from gpuload.threads import Closer, OneAtATime
 from gpuload.types import Batch
@@ -27,51 +19,15 @@ from gpuload.types import Batch
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
+    import numpy as np
     import pandas as pd
     from numpy.typing import ArrayLike, NDArray
 
-    from gpuload.backends.base import Backend, Pending, Resident
+    from gpuload.backends.base import Backend
     from gpuload.plan import Plan
     from gpuload.stats import Stats
-    from gpuload.store import ObsColumn, Store
+    from gpuload.store import Store
     from gpuload.tables import Table
-    from gpuload.types import Source
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    """A fetch in flight: positions of its rows in the residents, row numbers and obs, all in output order."""
-
-    positions: NDArray[np.int32]
-    rows: NDArray[np.int64]
-    obs: Mapping[str, Any]
-    sources: list[Source]
-    """Of all tables; to be unchanged once it was read."""
-    pending: list[Pending[Resident]]
-    """One per table."""
-
-
-@dataclass(slots=True, eq=False)
-class _Take:
-    """A minibatch in flight: everything except the matrices, which are pending."""
-
-    rows: NDArray[np.int64]
-    obs: Mapping[str, Any]
-    pending: list[Pending[Any]]
-    """One per table."""
-
-
-@dataclass(slots=True, eq=False)
-class _Place:
-    """A position in an epoch: `step` minibatches of `plan` have been yielded."""
-
-    plan: Plan
-    step: int = 0
-    is_live: bool = True
-
-
-AHEAD_NBYTES = 256 << 20
-"""Approximate memory for minibatches made ahead of the consumer; on the CPU, at least two are made regardless."""
 
 
 class Loader:
@@ -114,15 +70,12 @@ class Loader:
         self._tables = tables
         self._backend = backend
         self._plan = plan
-        self._prefetch = prefetch
         self._store, self._form, self.var_names = tables["X"].store, tables["X"].form, tables["X"].var_names
-        batch_nbytes = plan.batch_size * sum(table.nbytes_per_row for table in tables.values())
-        self._takes_ahead = min(backend.takes_ahead, max(2, int(AHEAD_NBYTES / max(1.0, batch_nbytes))))
+        self._engine = Engine(tables, backend, prefetch, plan.batch_size)
         self._fingerprint = fingerprint(plan, self._store.describe(), [name for name in tables if name != "X"])
-        self._next = _Place(plan)
-        self._now: _Place | None = None  # of the live iteration, or of the last if it was left early
+        self._next = Place(plan)
+        self._now: Place | None = None  # of the live iteration, or of the last if it was left early
         self._live: weakref.ref[_Iteration] | None = None
-        self._ahead: tuple[deque[_Load], deque[_Take]] = deque(), deque()  # of the live iteration
         self._is_closed = False
         self._process = os.getpid()
         self._closer = Closer(self, _close, backend, [table.store for table in tables.values()])
@@ -212,7 +165,7 @@ class Loader:
     @property
     def obs_dtypes(self) -> Mapping[str, np.dtype[Any]]:
         """The dtype of each obs column in a minibatch: int64 for codes, as loss functions expect, else the file's."""
-        return {name: _handed_over(column, slice(0)).dtype for name, column in self._store.obs.items()}
+        return {name: column.delivered(slice(0)).dtype for name, column in self._store.obs.items()}
 
     @property
     def obs(self) -> pd.DataFrame:
@@ -287,13 +240,7 @@ class Loader:
         ``"fetches"`` loading or waiting, ``"fetches_ready"``, ``"minibatches"`` being made from a ready fetch, and
         ``"minibatches_ready"``. A consumer that always finds some ready is not held up.
         """
-        loads, takes = list(self._ahead[0]), list(self._ahead[1])
-        return {
-            "fetches": len(loads),
-            "fetches_ready": sum(all(pending.done() for pending in load.pending) for load in loads),
-            "minibatches": len(takes),
-            "minibatches_ready": sum(all(pending.done() for pending in take.pending) for take in takes),
-        }
+        return self._engine.queues()
 
     def verdict(self) -> str:
         """Return the bottleneck so far, in one sentence.
@@ -345,24 +292,15 @@ class Loader:
         """
         self._check_usable()
         rows = check_row_numbers(rows, self.n_obs)
-        distinct, positions = np.unique(rows, return_inverse=True)
-        check_take(rows.size, distinct.size, list(self._tables.values()))
-        under_way: list[Pending[Any]] = []
+        check_take(rows, list(self._tables.values()))
         try:
-            load = self._load_rows(as_ranges(distinct), positions.astype(np.int32), rows)
-            under_way += load.pending
-            take = self._start_take(load, self._residents_of(load), slice(None))
-            under_way += take.pending
-            return self._batch_of(take)
+            return self._engine.take(rows)
         except GpuloadError:
             raise
         except Exception:
             if self._is_closed:  # meanwhile, by another thread
                 raise _closed() from None
             raise
-        finally:
-            for pending in under_way:
-                pending.cancel()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration (at least 0); an active iteration is not affected.
@@ -432,7 +370,7 @@ class Loader:
             history, step = (*history, (world_size, step)), 0
         self._end_live()
         self._now = None
-        self._next = _Place(replace(self._plan, epoch=epoch, history=history), step)
+        self._next = Place(replace(self._plan, epoch=epoch, history=history), step)
 
     def __reduce__(self) -> NoReturn:
         raise PlanError(
@@ -475,7 +413,7 @@ class Loader:
         self.close()
 
     @property
-    def _place(self) -> _Place:
+    def _place(self) -> Place:
         """The position in the active epoch, or in one left early, else in the next."""
         return self._now or self._next
 
@@ -499,114 +437,20 @@ class Loader:
         if live is not None:
             live.end(is_final=is_final)
 
-    def _start_of(self, epoch: int) -> _Place:
-        return _Place(replace(self._plan, epoch=epoch))
+    def _start_of(self, epoch: int) -> Place:
+        return Place(replace(self._plan, epoch=epoch))
 
-    def _epoch(self, start: _Place) -> Generator[Batch, None, None]:
+    def _epoch(self, start: Place) -> Generator[Batch, None, None]:
         """Yield the minibatches from a position on, tracking the consumer's position."""
         if self._next is start:  # an iterator that is never advanced uses up no epoch
             self._next = self._start_of(start.plan.epoch + 1)
-        self._now = now = _Place(start.plan, start.step)
+        self._now = now = Place(start.plan, start.step)
         try:
-            yield from self._batches(now)  # keeps no minibatch, so that its memory is freed after its last use
+            yield from self._engine.batches(now)
         finally:
             now.is_live = False
         if self._now is now:
             self._now = None
-
-    def _batches(self, now: _Place) -> Generator[Batch, None, None]:
-        """Yield the minibatches from a position on, in order, with loads and takes in flight ahead of the consumer."""
-        plan = now.plan
-        ahead = self._takes_ahead
-        first, n_passed = divmod(now.step, plan.fetch_factor) if now.step < plan.n_batches else (plan.n_fetches, 0)
-        to_load = ((index, n_passed if index == first else 0) for index in range(first, plan.n_fetches))
-        loads: deque[_Load] = deque()
-        takes: deque[_Take] = deque()
-        self._ahead = loads, takes
-        try:
-            loads.extend(self._start_load(plan, *which) for which in islice(to_load, self._prefetch))
-            while loads:
-                load = loads[0]  # stays queued while it is awaited, so that it is cancelled with the rest
-                while takes and not all(pending.done() for pending in load.pending):
-                    yield self._hand_over(takes.popleft())
-                is_busy, start_s = self._backend.busy(), time.perf_counter()
-                try:
-                    residents = self._residents_of(load)
-                except Exception:
-                    while takes:  # yield everything before the fault, however far ahead the loads are
-                        yield self._hand_over(takes.popleft())
-                    raise
-                self.stats.spent("wait_s", time.perf_counter() if is_busy() else start_s)
-                loads.popleft()
-                starts = range(0, load.positions.size, plan.batch_size)
-                for i, start in enumerate(starts):
-                    takes.append(self._start_take(load, residents, slice(start, start + plan.batch_size)))
-                    while len(takes) > ahead:
-                        yield self._hand_over(takes.popleft())
-                    # Only after the previous fetch's last take is handed over: this reuses its resident's memory.
-                    if i == min(ahead, len(starts) - 1):
-                        loads.extend(self._start_load(plan, *which) for which in islice(to_load, 1))
-                del residents, load
-            while takes:
-                yield self._hand_over(takes.popleft())
-        finally:
-            for under_way in (*(load.pending for load in loads), *(take.pending for take in takes)):
-                for pending in under_way:
-                    pending.cancel()
-            loads.clear()
-            takes.clear()
-
-    def _start_load(self, plan: Plan, index: int, n_passed: int) -> _Load:
-        """Start loading a fetch for the minibatches after the first `n_passed`.
-
-        The obs columns are gathered for the whole fetch; minibatches hold slices of them.
-        """
-        with self.stats.timed("plan_s"):
-            fetch = plan.fetch(index)
-        positions = fetch.positions[n_passed * plan.batch_size :]
-        return self._load_rows(fetch.ranges, positions, fetch.rows()[positions])
-
-    def _load_rows(self, ranges: NDArray[np.int64], positions: NDArray[np.int32], rows: NDArray[np.int64]) -> _Load:
-        """Start loading row ranges of all tables, of which the rows at `positions` are `rows`."""
-        stores = [table.store for table in self._tables.values()]
-        sources = [source for store in stores for source in store.sources_of(ranges)]
-        for source in sources:
-            source.check_unchanged()
-        with self.stats.timed("plan_s"):
-            recipes = [store.recipe(ranges) for store in stores]
-        pending = [self._backend.load(recipe) for recipe in recipes]
-        obs = {name: self._backend.asarray(_handed_over(column, rows)) for name, column in self._store.obs.items()}
-        self.stats.add(n_fetches=1)
-        return _Load(positions, rows, obs, sources, pending)
-
-    def _residents_of(self, load: _Load) -> list[Resident]:
-        """Wait for a fetch."""
-        residents = [pending.result() for pending in load.pending]
-        for source in load.sources:
-            source.check_unchanged()  # else data changed since the reads began would be yielded
-        return residents
-
-    def _start_take(self, load: _Load, residents: list[Resident], part: slice) -> _Take:
-        positions = load.positions[part]
-        pending = [
-            self._backend.take_rows(resident, positions, table.form)
-            for resident, table in zip(residents, self._tables.values(), strict=True)
-        ]
-        return _Take(load.rows[part], {name: values[part] for name, values in load.obs.items()}, pending)
-
-    def _hand_over(self, take: _Take) -> Batch:
-        start = time.perf_counter()
-        batch = self._batch_of(take, self._plan.n_partners)
-        self.stats.spent("wait_s", start, batch=self.stats.n_batches, n_batches=1, n_rows=take.rows.size)
-        if self._now is not None:
-            self._now.step += 1
-        return batch
-
-    def _batch_of(self, take: _Take, n_partners: int = 0) -> Batch:
-        pairs = zip(take.pending, self._tables.values(), strict=True)
-        X, *further = [_shaped(pending.result(), table) for pending, table in pairs]
-        groups = _grouped(list(self._tables)[1:], further) if further else {}
-        return Batch(X, take.obs, take.rows, n_partners=n_partners, **groups)
 
 
 class _Iteration(OneAtATime[Batch]):
@@ -647,26 +491,6 @@ class _Iteration(OneAtATime[Batch]):
 
 def _closed() -> PlanError:
     return PlanError("the loader was closed; open it again with open_loader().")
-
-
-def _handed_over(column: ObsColumn, rows: Any) -> NDArray[Any]:
-    """Return a column's values at `rows`, as they appear in minibatches."""
-    values: NDArray[Any] = column.values[rows]  # noqa: PD011 - no frame of pandas
-    return values if column.categories is None else values.astype(np.int64)
-
-
-def _shaped(matrix: Any, table: Table) -> Any:
-    """Return a minibatch's matrix with the shape that its cells have."""
-    return matrix.reshape(matrix.shape[0], *table.row_shape) if len(table.row_shape) > 1 else matrix
-
-
-def _grouped(names: list[str], matrices: list[Any]) -> dict[str, dict[str, Any]]:
-    """Return matrices by group and name: ``"layers/spliced"`` becomes ``["layers"]["spliced"]``."""
-    groups: dict[str, dict[str, Any]] = {}
-    for name, matrix in zip(names, matrices, strict=True):
-        group, _, own = name.partition("/")
-        groups.setdefault(group, {})[own] = matrix
-    return groups
 
 
 def _close(backend: Backend, stores: list[Store]) -> None:

@@ -64,15 +64,16 @@ def check_row_numbers(given: Any, n_obs: int) -> NDArray[np.int64]:
     return rows.astype(np.int64)
 
 
-def check_take(n_rows: int, n_distinct: int, tables: Sequence[Table]) -> None:
-    """Raise PlanError if this machine cannot hold cells, as read and as a minibatch."""
+def check_take(rows: NDArray[np.int64], tables: Sequence[Table]) -> None:
+    """Raise PlanError if this machine cannot hold cells, as read, each once, and as a minibatch."""
     from gpuload.formats.arrays import memory_nbytes
 
-    wanted = sum(n_distinct * table.store.nbytes_per_row + n_rows * table.nbytes_per_row for table in tables)
+    n_distinct = np.unique(rows).size
+    wanted = sum(n_distinct * table.store.nbytes_per_row + rows.size * table.nbytes_per_row for table in tables)
     there = memory_nbytes()
     if wanted > there:
         raise PlanError(
-            f"take: {n_rows} cells take {wanted / 1e9:.1f} GB but this machine has {there / 1e9:.1f} GB; take fewer "
+            f"take: {rows.size} cells take {wanted / 1e9:.1f} GB but this machine has {there / 1e9:.1f} GB; take fewer "
             "at a time."
         )
 

@@ -50,6 +50,11 @@ class ObsColumn:
     values: NDArray[np.generic]
     categories: NDArray[np.object_] | None = None
 
+    def delivered(self, rows: Any) -> NDArray[Any]:
+        """Return the values at `rows`, as they appear in minibatches: codes are int64, as loss functions expect."""
+        values: NDArray[Any] = self.values[rows]
+        return values if self.categories is None else values.astype(np.int64)
+
     def coded_as(self, categories: NDArray[np.object_]) -> ObsColumn:
         """Return this categorical column recoded to `categories`; -1 for cells in none of them."""
         assert self.categories is not None  # noqa: S101 - narrows the type; never called on numbers

@@ -6,6 +6,7 @@ import ast
 import inspect
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -19,27 +20,9 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-LAYERS = [
-    {"cli", "lightning"},
-    {"torch", "dali", "splitting", "estimators", "tune", "samples", "packing", "prometheus"},
-    {"outlook", "mapped"},
-    {"loader"},
-    {"tables", "opening"},
-    {"formats"},
-    {"cache"},
-    {"backends"},
-    {"concat"},
-    {"store"},
-    {"joined"},
-    {"folder_source", "remote_source"},
-    {"layout", "plan", "source", "stats", "state", "distributed", "where", "dealing", "diversity", "settings"}
-    | {"remote", "alignment"},
-    {"sampling", "object_remote"},
-    {"order"},
-    {"permute"},
-    {"types", "logs", "checks", "threads", "object_errors", "objects", "hub", "aws"},
-    {"errors"},
-]
+CONTRACT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+
+LAYERS = [{name.removeprefix("gpuload.") for name in layer.split(" | ")} for layer in CONTRACT["layers"]]
 """From the top down; a module imports from lower layers, or from its own part; others are for the command line only."""
 
 APART = {"plan", "store", "backends"}

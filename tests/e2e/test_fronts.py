@@ -99,14 +99,14 @@ def test_both_fronts_give_the_same_minibatches(
 def test_torch_zero_copy(plain: Stored, CellDataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[int] = []
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
-        hand_over = loader._hand_over
+        hand_over = loader._engine._hand_over
 
-        def spy(take: Any) -> gpuload.Batch:
-            batch = hand_over(take)
+        def spy(*what: Any) -> gpuload.Batch:
+            batch = hand_over(*what)
             places.append(batch.X.ctypes.data)
             return batch
 
-        monkeypatch.setattr(loader, "_hand_over", spy)
+        monkeypatch.setattr(loader._engine, "_hand_over", spy)
         for batch in torch.utils.data.DataLoader(CellDataset(loader), batch_size=None):
             assert batch["X"].data_ptr() == places[-1]
             assert batch["X"].data_ptr() % 64 == 0
@@ -316,15 +316,15 @@ def test_dali_zero_copy(plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(sys.modules, "nvidia.dali.experimental.dynamic", None)
     places: list[dict[str, int]] = []
     with gpuload.open_loader(plain.path, obs=OBS, **SETTINGS) as loader:
-        hand_over = loader._hand_over
+        hand_over = loader._engine._hand_over
 
-        def spy(take: Any) -> gpuload.Batch:
-            batch = hand_over(take)
+        def spy(*what: Any) -> gpuload.Batch:
+            batch = hand_over(*what)
             arrays = {"X": batch.X, **batch.obs, "rows": batch.rows}
             places.append({name: array.ctypes.data for name, array in arrays.items()})
             return batch
 
-        monkeypatch.setattr(loader, "_hand_over", spy)
+        monkeypatch.setattr(loader._engine, "_hand_over", spy)
         for (batch,) in dali.CellIterator(loader):
             found = {name: tensor.data_ptr() for name, tensor in batch.items()}
             assert not found.items() & places[-1].items() if is_copied else found == places[-1]
@@ -334,10 +334,10 @@ def test_dali_zero_copy(plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Spoil what comes back to any pool; lease obs and rows too; return the sizes of what came of all minibatches."""
-    from gpuload.loader import Loader
+    from gpuload.engine import Engine
 
     came_back: list[int] = []
-    give_back, hand_over = BufferPool.give_back, Loader._hand_over
+    give_back, hand_over = BufferPool.give_back, Engine._hand_over
     pool = BufferPool(max_idle=10_000)  # nothing is freed, so that a stale pointer reads the poison
 
     def spoil(self: BufferPool, buffer: Any) -> None:
@@ -351,13 +351,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         copy[...] = array
         return copy
 
-    def lease_all(self: Loader, take: Any) -> gpuload.Batch:
-        batch = hand_over(self, take)
+    def lease_all(self: Engine, *what: Any) -> gpuload.Batch:
+        batch = hand_over(self, *what)
         obs = {name: leased(values) for name, values in batch.obs.items()}
         return gpuload.Batch(leased(batch.X), obs, leased(batch.rows))
 
     monkeypatch.setattr(BufferPool, "give_back", spoil)
-    monkeypatch.setattr(Loader, "_hand_over", lease_all)
+    monkeypatch.setattr(Engine, "_hand_over", lease_all)
     return came_back
 
 

@@ -265,7 +265,7 @@ def test_closing_ends_an_iteration_in_another_thread(plain: Stored, monkeypatch:
         except Exception as error:
             errors.append(error)
 
-    monkeypatch.setattr(loader, "_residents_of", residents_of)
+    monkeypatch.setattr("gpuload.engine._residents_of", residents_of)
     other = threading.Thread(target=consume)
     other.start()
     assert is_inside.wait(10)

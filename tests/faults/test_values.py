@@ -117,7 +117,7 @@ def test_large_minibatches_are_not_piled_up(store_variant: StoreVariant, monkeyp
     path = store_variant("csr-gzip4").path
     held = {}
     for bound in (1, 1 << 30):
-        monkeypatch.setattr("gpuload.loader.AHEAD_NBYTES", bound)
+        monkeypatch.setattr("gpuload.engine.AHEAD_NBYTES", bound)
         with gpuload.open_loader(path, device="cpu", batch_size=4, fetch_factor=16) as loader:
             for _ in loader:
                 pass
