@@ -66,8 +66,8 @@ class SampleLoader:
     prefetch
         Batches in flight besides the consumer's; None takes enough for `in_flight` samples.
     in_flight
-        Minimum number of samples in flight, each with a waiting thread if they are objects of a remote; more hide its
-        latency.
+        Minimum number of samples in flight, at most 1,024, each with a waiting thread if they are objects of a remote;
+        more hide its latency.
     seed
         The order depends only on (seed, epoch).
     on_error

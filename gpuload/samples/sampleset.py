@@ -40,7 +40,7 @@ class SampleSet:
     suffix
         Suffix after the ID; None takes ``"." + decode``, and nothing for bytes and functions.
     in_flight
-        Concurrent fetches for a batch that a DataLoader's worker requests.
+        Concurrent fetches, at most 1,024, for a batch that a DataLoader's worker requests.
 
     Raises
     ------
