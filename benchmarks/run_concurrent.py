@@ -99,18 +99,13 @@ def measure(arm: Arm, folder: Path, server: Running, batch_size: int, batches: i
     command += ["--workers", str(arm.workers), "--in-flight", str(arm.in_flight)]
     command += ["--batches", str(n), "--warm-up", str(warm_up), *(TRAINING if arm.train else [])]
     environment = {**os.environ, **CREDENTIALS, "AWS_ENDPOINT_URL": server.url, "PYTHONPATH": python_path()}
-    n_before, worked_s = n_gets(server), machine.cpu_s_of(server.pid)
+    n_before, worked_s = server.n_gets(), machine.cpu_s_of(server.pid)
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{arm.name}: {done.stderr[-2000:]}")
-    n_served = n_gets(server) - n_before
+    n_served = server.n_gets() - n_before
     served_s = (machine.cpu_s_of(server.pid) - worked_s) / n_served if n_served > batch_size else None
     return {"n_batches": n, **json.loads(done.stdout.splitlines()[-1]), "server_cpu_s_per_picture": served_s}
-
-
-def n_gets(server: Running) -> int:
-    """Return the number of objects read so far."""
-    return sum(n for kind, n in server.counts().items() if kind.startswith("GET"))
 
 
 @contextmanager

@@ -40,23 +40,23 @@ Label = Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Classes:
-    """The class of each cell: (n_obs,) codes, -1 = none; the label and the number of cells of each code."""
+class Grouping:
+    """The group, or class, of each cell: (n_obs,) codes, -1 = none; the label and the number of cells of each code."""
 
     codes: NDArray[np.integer[Any]]
     labels: list[Label]
     counts: NDArray[np.int64]
 
 
-def classes_of(columns: Sequence[Column], *, is_missing_one: bool = False) -> Classes:
-    """Return the class of each cell by one column, or by several combined.
+def group_by(columns: Sequence[Column], *, is_missing_one: bool = False) -> Grouping:
+    """Return the group of each cell by one column, or by several combined.
 
     Parameters
     ----------
     columns
         At least one; with several, labels are tuples of their values.
     is_missing_one
-        Whether cells without a value form a class of their own, labelled None; else they belong to none.
+        Whether cells without a value form a group of their own, labelled None; else they belong to none.
     """
     codes, names = _coded(columns[0], is_missing_one)
     for column in columns[1:]:
@@ -68,7 +68,7 @@ def classes_of(columns: Sequence[Column], *, is_missing_one: bool = False) -> Cl
         place[there] = np.arange(there.size)
         codes, counts = place[codes], counts[there]
     labels = [label_of(names.label(code)) for code in there.tolist()]
-    return Classes(codes, labels if len(columns) > 1 else [label for (label,) in labels], counts)
+    return Grouping(codes, labels if len(columns) > 1 else [label for (label,) in labels], counts)
 
 
 def _coded(column: Column, is_missing_one: bool) -> tuple[NDArray[np.integer[Any]], Names]:
@@ -103,7 +103,7 @@ def targets(wanted: Mapping[str, Any]) -> tuple[NDArray[np.int16], NDArray[np.fl
     return np.array(parts, dtype=np.int16), np.array(shares) / max(sum(shares), 1e-300)
 
 
-def deal_cells(wanted: Mapping[str, Any], n_obs: int, classes: Classes | None, seed: int) -> NDArray[np.int16]:
+def deal_cells(wanted: Mapping[str, Any], n_obs: int, classes: Grouping | None, seed: int) -> NDArray[np.int16]:
     """Deal cells one by one.
 
     Parameters
@@ -164,7 +164,7 @@ def _cut(mixed: NDArray[np.uint64], edges: NDArray[np.float64], offset: float) -
 
 
 def deal_groups(
-    wanted: Mapping[str, Any], groups: Classes, classes: Classes | None, by: str, seed: int
+    wanted: Mapping[str, Any], groups: Grouping, classes: Grouping | None, by: str, seed: int
 ) -> tuple[NDArray[np.int16], dict[str, tuple[Label, ...]]]:
     """Deal whole groups.
 
@@ -212,7 +212,7 @@ def deal_groups(
     return np.append(part_of, np.int16(-1))[groups.codes], kept
 
 
-def _named(wanted: Mapping[str, Any], groups: Classes, by: str) -> NDArray[np.int16]:
+def _named(wanted: Mapping[str, Any], groups: Grouping, by: str) -> NDArray[np.int16]:
     """Return the part of each explicitly listed group, -1 for the others."""
     names, part_of = list(wanted), np.full(len(groups.labels), -1, dtype=np.int16)
     place = {label: i for i, label in enumerate(groups.labels)}
@@ -341,7 +341,7 @@ def _totals(table: csr_matrix) -> NDArray[np.float64]:
     return np.bincount(table.indices, weights=table.data, minlength=table.shape[1]).astype(np.float64)
 
 
-def _table(groups: Classes, left: NDArray[np.int64], classes: Classes) -> csr_matrix:
+def _table(groups: Grouping, left: NDArray[np.int64], classes: Grouping) -> csr_matrix:
     """Return the cells of the groups that are left by class, in an order that depends only on labels, and in total.
 
     Sparse: 100,000 groups may have few of 10,000 classes each.

@@ -101,13 +101,11 @@ class Requests:
     ----------
     in_flight
         Maximum concurrent requests.
-    patience
-        Retry policy for busy remotes.
     """
 
-    def __init__(self, in_flight: int = IN_FLIGHT, patience: Patience | None = None) -> None:
+    def __init__(self, in_flight: int = IN_FLIGHT) -> None:
         self._pool = DaemonThreads(in_flight, "gpuload-request")
-        self._patience = patience or Patience()
+        self._patience = Patience()
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._usual_s = 0.0

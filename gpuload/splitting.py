@@ -24,7 +24,7 @@ import numpy as np
 
 from gpuload.checks import check_names, check_obs_names, check_seed, is_number
 from gpuload.concat import UNCOMPARED
-from gpuload.dealing import classes_of, deal_cells, deal_groups, hash_of, label_of, targets
+from gpuload.dealing import deal_cells, deal_groups, group_by, hash_of, label_of, targets
 from gpuload.errors import PlanError, ReadError, StoreError, shown
 from gpuload.loader import Loader
 from gpuload.store import Store
@@ -281,9 +281,9 @@ def split(
     if listed and not keys:
         raise PlanError(f"shares[{listed[0]!r}] names groups; name their column with by=, for example by='plate'.")
     with _Opened(cells, layer, modality, storage_options, (*keys, *strata)) as store:
-        classes = classes_of([store.obs[name] for name in strata], is_missing_one=True) if strata else None
+        classes = group_by([store.obs[name] for name in strata], is_missing_one=True) if strata else None
         if keys:
-            groups = classes_of([store.obs[name] for name in keys])
+            groups = group_by([store.obs[name] for name in keys])
             part, kept = deal_groups(wanted, groups, classes, ", ".join(keys), seed)
             n_dealt = int(groups.counts.sum()) - sum(np.count_nonzero(part == names.index(name)) for name in listed)
         else:

@@ -34,6 +34,9 @@ T = TypeVar("T")
 PATIENCE_S = 1.0
 """How long to wait for ending threads: normal calls take less."""
 
+MOST_IN_FLIGHT = 1024
+"""Most requests at a time: each has a thread and an open file, of which 1,024 is a usual limit."""
+
 _here = threading.local()
 
 _Task = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...]]

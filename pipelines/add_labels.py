@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+_UNFINISHED = "__add_labels__"
+"""Name of a column while it is written; a killed run leaves it in obs, but not in the order of columns."""
+
 
 def read_table(path: Path, by: str, columns: list[str]) -> pd.DataFrame:
     """Return the columns of a table as text, by the label in its column `by`, also as text."""
@@ -80,25 +83,30 @@ def add_columns(path: Path, by: str, table: pd.DataFrame) -> dict[str, int]:
             codes = np.where(rows >= 0, kinds.codes[rows], -1)
             _replace(obs, name, pd.Categorical.from_codes(codes, kinds.categories.astype(object)))
             n_cells[str(name)] = int((codes >= 0).sum())
-        order = [str(name) for name in obs.attrs["column-order"]]
-        obs.attrs["column-order"] = [*order, *(name for name in table if name not in order)]
         return n_cells
 
 
 def _replace(obs: h5py.Group, name: str, column: pd.Categorical) -> None:
-    """Write a column in the place of one of the same name, which stays until the new one is there."""
-    new = f"{name}.new"
-    while new in obs:  # somebody's column
-        new += "."
+    """Write a column in the place of one of the same name, which stays until the new one is there.
+
+    A run that is killed may leave an unfinished column, or one that is in the order only; the next run mends both.
+    """
+    order, new = [str(column) for column in obs.attrs["column-order"]], _UNFINISHED
+    while new in (*order, name, obs.attrs.get("_index")):  # somebody's column
+        new += "_"
+    if new in obs:
+        del obs[new]
     try:
         write_elem(obs, new, column)
-        if name in obs:
-            del obs[name]
-        obs.move(new, name)
     except BaseException:
         if new in obs:
             del obs[new]
         raise
+    if name not in order:
+        obs.attrs["column-order"] = [*order, name]
+    if name in obs:
+        del obs[name]
+    obs.move(new, name)
 
 
 def _opened(path: Path, mode: str) -> h5py.File:

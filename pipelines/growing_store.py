@@ -145,12 +145,12 @@ class StallMeter:
         """Longest time without the processor."""
         self.watched_s = 0.0
 
-    def spin(self, seconds: float | None = None) -> None:
+    def spin(self) -> None:
         """Watch the clock."""
         switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
         before = worked = time.process_time()  # two readings ago: the GIL may be lost between one clock and the other
         start = last = time.perf_counter()
-        end = start + (self._seconds if seconds is None else seconds)
+        end = start + self._seconds
         while last < end:
             now, now_worked = time.perf_counter(), time.process_time()
             if now - last > 50e-6:

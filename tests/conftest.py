@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -77,6 +77,21 @@ def warmed_up(store_variant: StoreVariant) -> None:
         file = io.BytesIO()
         pq.write_table(pa.table({"a": [1], "b": [2]}), file)
         pq.read_table(file)
+
+
+@pytest.fixture
+def in_process(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+    """Return a function that calls a program's `main` in this process and gives exit code, stdout and stderr."""
+
+    def call(main: Callable[[list[str]], int], *arguments: object) -> tuple[Any, str, str]:
+        capsys.readouterr()
+        try:
+            code: Any = main([str(a) for a in arguments])
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture

@@ -51,6 +51,10 @@ class Running:
         """Return how many requests had which method and status, how many met which fault, and the most at one time."""
         return self._call("/-/counts")
 
+    def n_gets(self) -> int:
+        """Return the number of GET requests."""
+        return sum(n for kind, n in self.counts().items() if kind.startswith("GET"))
+
     def _call(self, path: str, body: bytes | None = None) -> dict[str, Any]:
         request = urllib.request.Request(self.url + path, data=body, method="GET" if body is None else "PUT")
         with urllib.request.urlopen(request, timeout=30) as answer:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends import codecs
-from gpuload.backends.native import decoders
+from gpuload.backends.native import decoders, tiledb_bands
 from gpuload.backends.native import tiledb as native
 from gpuload.backends.native import tiledb_filters as filters
 from gpuload.backends.workspace import Workspace
@@ -19,8 +19,8 @@ from gpuload.backends.workspace import Workspace
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-HEADER = native.HEADER
-"""Words (int64) at the beginning of a band; see `native.tiledb.gather_rows`."""
+HEADER = tiledb_bands.HEADER
+"""Words (int64) at the beginning of a band; see `native.tiledb_bands.gather_rows`."""
 
 MAX_RATIO = 1 << 14
 """Most bytes that a stored byte may stand for: a chunk of 64 KiB takes some dozen at least."""
@@ -66,7 +66,7 @@ def can_decode(kind: int) -> bool:
 
 @cache
 def steps_of(flat: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return a flat tuple as the description of filters, shape (n_steps, 5); see `native.tiledb`."""
+    """Return a flat tuple as the description of filters, shape (n_steps, 5); see `native.tiledb_filters`."""
     return np.array(flat, dtype=np.int64).reshape(-1, filters.N_STEP)
 
 
@@ -153,7 +153,7 @@ def decode_band(
     Parameters
     ----------
     stored : (n,) uint8
-        See `native.tiledb.gather_rows`.
+        See `native.tiledb_bands.gather_rows`.
     values
         `band_values` of the matrix.
     nbytes, itemsize
@@ -179,7 +179,7 @@ def decode_band(
     out = np.empty(nbytes + _SLACK, dtype=np.uint8)
     ranges = np.array([[0, nbytes]]) if wanted is None else wanted
     cut = n_row_steps * filters.N_STEP
-    code = native.gather_rows(
+    code = tiledb_bands.gather_rows(
         stored,
         steps_of(flat[:cut]),
         steps_of(flat[cut:]),
@@ -223,7 +223,7 @@ def count_rows(rows: NDArray[np.int64], first: int, counts: NDArray[np.int64]) -
     DecodeError
         There is a row that is not counted.
     """
-    code = native.count_rows(rows, first, counts)
+    code = tiledb_bands.count_rows(rows, first, counts)
     _check(code)
     return bool(code)
 

@@ -201,13 +201,13 @@ class Fetcher:
             thread.start()
             self._threads.append(thread)
 
-    def stop(self, wait_s: float = PATIENCE_S) -> None:
+    def stop(self) -> None:
         """Stop, after a short wait for downloads in progress. Later arrivals are discarded; their bytes are free now.
 
         Nothing is written afterwards, so the lease may be released.
         """
         self._stop.set()
-        deadline = time.monotonic() + wait_s
+        deadline = time.monotonic() + PATIENCE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:

@@ -27,7 +27,7 @@ from gpuload.distributed import rank_and_world_size
 from gpuload.errors import BusyError, GpuloadError, PlanError, ReadError, StoreError, first_line
 from gpuload.object_errors import BUSY
 from gpuload.remote import FolderRemote, open_remote
-from gpuload.threads import Closer
+from gpuload.threads import MOST_IN_FLIGHT, Closer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +43,8 @@ _log = logging.getLogger("gpuload.cache")
 _TOLD_S = 10.0
 """Time after which who waits for samples is told why, if anything seems to be in the way."""
 
-_MOST_PROCESSES, _MOST_IN_FLIGHT = 256, 1024
-"""More than any machine has use for; each download has a thread and an open file, of which 1,024 is a usual limit."""
+_MOST_PROCESSES = 256
+"""More than any machine has use for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class SampleStore:
             parse_nbytes("min_free", min_free, least=0),
             policy,
             min_visits=check_int64("min_visits", min_visits, 1),
-            in_flight=check_whole("in_flight", in_flight, 1, most=_MOST_IN_FLIGHT),
+            in_flight=check_whole("in_flight", in_flight, 1, most=MOST_IN_FLIGHT),
             piece_nbytes=parse_nbytes("piece_nbytes", piece_nbytes),
             tries=check_whole("tries", tries, 1),
             first_wait_s=check_seconds("first_wait_s", first_wait_s),

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             column, form = store.obs[args.label], text.form_of(args.plot)
             page.save(Path(args.plot), figure.draw_inspection(advised, args.label, column, per_chunk, form))
     if args.json:
-        advice_given = {**asdict(advised), "fetch_cells": advised.fetch_cells, "label": args.label}
+        advice_given = {**asdict(advised), "label": args.label}
         text.print_json({**found, "advice": advice_given})
     else:
         print(_report(found, advised, args.label))

@@ -3,7 +3,7 @@
 Where tiles of a matrix's space are narrower than its rows, the values of a row are in many places. A band is as many
 rows as a tile is high: its values are in few runs of consecutive data tiles. They are presented as one stored chunk:
 first a table (which rows, how many values each has, how many cells each data tile has), then the data tiles of rows,
-then those of columns or of values; see `backends.native.tiledb.gather_rows`, which decodes it.
+then those of columns or of values; see `backends.native.tiledb_bands.gather_rows`, which decodes it.
 """
 
 from __future__ import annotations

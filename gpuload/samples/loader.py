@@ -24,7 +24,7 @@ from gpuload.permute import Permutation
 from gpuload.samples.tensor_files import Span, bytes_of
 from gpuload.state import check_fingerprint
 from gpuload.stats import Stats
-from gpuload.threads import DaemonThreads, OneAtATime
+from gpuload.threads import MOST_IN_FLIGHT, DaemonThreads, OneAtATime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -66,8 +66,8 @@ class SampleLoader:
     prefetch
         Batches in flight besides the consumer's; None takes enough for `in_flight` samples.
     in_flight
-        Minimum number of samples in flight, each with a waiting thread if they are objects of a remote; more hide its
-        latency.
+        Minimum number of samples in flight, at most 1,024, each with a waiting thread if they are objects of a remote;
+        more hide its latency.
     seed
         The order depends only on (seed, epoch).
     on_error
@@ -107,7 +107,7 @@ class SampleLoader:
     ) -> None:
         batch_size, num_workers = check_whole("batch_size", batch_size, 1), check_whole("num_workers", num_workers, 1)
         prefetch = None if prefetch is None else check_whole("prefetch", prefetch, 1)
-        in_flight, seed = check_whole("in_flight", in_flight, 1), check_seed(seed)
+        in_flight, seed = check_whole("in_flight", in_flight, 1, most=MOST_IN_FLIGHT), check_seed(seed)
         if not hasattr(samples, "is_remote"):
             raise PlanError(
                 f"SampleLoader: expected a SampleSet, and found {shown(samples)}; make one with "

@@ -12,7 +12,7 @@ from gpuload.checks import check_whole
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, shown
 from gpuload.samples.sources import RemoteSamples, open_source
 from gpuload.samples.tensor_files import FORMATS, Descriptions, Span, bytes_of, load
-from gpuload.threads import DaemonThreads
+from gpuload.threads import MOST_IN_FLIGHT, DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ class SampleSet:
     suffix
         Suffix after the ID; None takes ``"." + decode``, and nothing for bytes and functions.
     in_flight
-        Concurrent fetches for a batch that a DataLoader's worker requests.
+        Concurrent fetches, at most 1,024, for a batch that a DataLoader's worker requests.
 
     Raises
     ------
@@ -69,7 +69,7 @@ class SampleSet:
     ) -> None:
         if not callable(decode) and decode not in FORMATS:
             raise PlanError(f"decode={decode!r}: expected one of {', '.join(map(repr, FORMATS))} or a function.")
-        in_flight = check_whole("in_flight", in_flight, 1)
+        in_flight = check_whole("in_flight", in_flight, 1, most=MOST_IN_FLIGHT)
         if labels is not None and not hasattr(labels, "keys"):
             raise PlanError(
                 f"labels={shown(labels)}: expected a dict from ID to label, or None; dict(zip(ids, labels)) makes one "

@@ -27,10 +27,11 @@ class _Library(ctypes.CDLL):
 
 
 def runtime_of_cupy() -> Path:
-    """Return the file that CuPy's runtime is linked into."""
+    """Return the file that CuPy's runtime is linked into, as /proc/self/maps names it: without symbolic links."""
     spec = find_spec("cupy_backends.cuda.api")
     assert spec is not None
-    return next(Path(folder) for folder in spec.submodule_search_locations or ()).glob("runtime.*.so").__next__()
+    folder = next(iter(spec.submodule_search_locations or ()))
+    return next(Path(folder).glob("runtime.*.so")).resolve()
 
 
 def functions_of(path: Path) -> dict[str, int]:

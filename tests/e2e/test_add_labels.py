@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -198,3 +199,43 @@ def test_a_column_stays_until_the_new_one_is_written(
         assert found["kind.new"].tolist() == ["mine", "mine"]
     assert add_labels.main(command) == 0
     assert anndata.read_h5ad(paths[1]).obs["kind"].tolist() == ["a", "b"]
+
+
+@pytest.mark.parametrize("mine", ["kind.new", "__add_labels__"])
+def test_the_next_run_replaces_what_a_killed_or_interrupted_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: str
+) -> None:
+    path, killed = tmp_path / "cells.h5ad", tmp_path / "killed.h5ad"
+    obs = pd.DataFrame({"stage": ["late", "early"], "kind": ["old", "old"], mine: ["mine", "mine"]}, ["a", "b"])
+    anndata.AnnData(np.ones((2, 1), np.float32), obs).write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        file["obs/kind.new."] = [1, 2]  # no column, and somebody's
+        there = {*file["obs"], "group"}
+    (tmp_path / "table.csv").write_text("stage,group,kind\nlate,x,a\nearly,y,b\n")
+    write = add_labels.write_elem
+
+    def interrupted(group: h5py.Group, name: str, column: Any) -> None:
+        write(group, name, column)
+        if list(column) == ["a", "b"]:
+            group.file.flush()
+            shutil.copy(path, killed)
+            raise KeyboardInterrupt
+
+    options = ["--by", "stage", "--columns", "group", "kind"]
+    monkeypatch.setattr(add_labels, "write_elem", interrupted)
+    assert add_labels.main([str(tmp_path / "table.csv"), str(path), *options]) == 130
+    monkeypatch.undo()
+    with h5py.File(killed, "r+") as file:
+        assert len(set(file["obs"]) - there) == 1
+        del file["obs/group"]  # as if killed before it was in its place
+    assert add_labels.main([str(tmp_path / "table.csv"), str(path), str(killed), *options]) == 0
+    for one in (path, killed):
+        found = anndata.read_h5ad(one).obs
+        assert found.astype(str).to_dict("list") == {
+            **obs.to_dict("list"),
+            "kind": ["a", "b"],
+            "group": ["x", "y"],
+        }
+        with h5py.File(one) as file:
+            assert set(file["obs"]) == there
+            assert file["obs/kind.new."][:].tolist() == [1, 2]

@@ -58,17 +58,12 @@ def screen(classify: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture
-def run(classify: ModuleType, screen: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
-    """Return a function that runs the program in this process and gives exit code, stdout and stderr."""
+def run(classify: ModuleType, screen: Path, in_process: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Return a function that runs the program; see `in_process`."""
     n_threads = torch.get_num_threads()
 
-    def call(*arguments: object, of: Path = screen) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = classify.main([str(a) for a in (of, *SMALL, "--loader-seconds", 0, *arguments)])
-        except SystemExit as ended:
-            code = ended.code
-        return (code, *capsys.readouterr())
+    def call(*arguments: object, of: Path = screen) -> Any:
+        return in_process(classify.main, of, *SMALL, "--loader-seconds", 0, *arguments)
 
     with torch.random.fork_rng():
         yield call
@@ -869,21 +864,17 @@ def test_lightning_gives_the_same_scores(run: Callable[..., Any], screen: Path, 
 
 
 @pytest.fixture
-def in_lightning(classify: ModuleType, screen: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Return a function that runs classify_lightning.py in this process and gives exit code, stdout and stderr."""
+def in_lightning(classify: ModuleType, screen: Path, in_process: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs classify_lightning.py; see `in_process`."""
     pytest.importorskip("lightning.pytorch")
     import classify_lightning
 
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
+    def call(*arguments: object) -> Any:
         n_threads = torch.get_num_threads()
-        try:
-            with torch.random.fork_rng():
-                code = classify_lightning.main([str(a) for a in (screen, *SMALL, *arguments)])
-        except SystemExit as ended:
-            code = ended.code
+        with torch.random.fork_rng():
+            found = in_process(classify_lightning.main, screen, *SMALL, *arguments)
         torch.set_num_threads(n_threads)
-        return (code, *capsys.readouterr())
+        return found
 
     return call
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
@@ -32,15 +33,9 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture
-def run(capsys):
-    """Return a function that runs the command line in this process and gives exit code, stdout and stderr."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        code = main([str(a) for a in arguments])
-        return code, *capsys.readouterr()
-
-    return call
+def run(in_process):
+    """Return a function that runs the command line; see `in_process`."""
+    return partial(in_process, main)
 
 
 # --- help and wrong use ---

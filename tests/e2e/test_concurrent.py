@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 import time
 from argparse import Namespace
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,29 +18,19 @@ pytest.importorskip("boto3")
 from benchmarks.s3server import start  # noqa: E402
 from gpuload.errors import CorruptDataError, ReadError  # noqa: E402
 from gpuload.samples import SampleLoader, SampleSet  # noqa: E402
+from pipelines import concurrent_loading as program  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from benchmarks.s3server import Running
 
-PROGRAM = Path(__file__).parents[2] / "pipelines" / "concurrent_loading.py"
 N = 24
 
 
 @pytest.fixture(scope="module")
-def program() -> Any:
-    spec = importlib.util.spec_from_file_location("concurrent_loading", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def server(program: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     root = tmp_path_factory.mktemp("s3")
     program.write_pictures(root / "data" / "pictures", N, 0)
     with start(root, latency_ms=5) as running:
@@ -68,7 +55,7 @@ def settings_of(server: Running, place: str, **changed: Any) -> Namespace:
 
 @pytest.mark.parametrize("place", ["store", "disk"])
 @pytest.mark.parametrize("loader", ["vanilla", "threads", "asyncio", "ours", "dali"])
-def test_every_loader_gives_every_picture_once(program: Any, server: Running, loader: str, place: str) -> None:
+def test_every_loader_gives_every_picture_once(server: Running, loader: str, place: str) -> None:
     if loader == "dali":
         pytest.importorskip("nvidia.dali")
     args = settings_of(server, place)
@@ -88,7 +75,7 @@ def test_every_loader_gives_every_picture_once(program: Any, server: Running, lo
         wanted[nearest] = 10_000  # once only
 
 
-def test_duplicates_order_and_faults(program: Any, server: Running) -> None:
+def test_duplicates_order_and_faults(server: Running) -> None:
     place = "s3://data/pictures"
     ids = [f"{i:06d}" for i in (3, 3, 1, 3, 0, 7, 1, 1)]
     labels = {**{i: int(i) for i in ids}, "gone": 0, "broken": 0}
@@ -111,7 +98,7 @@ def test_duplicates_order_and_faults(program: Any, server: Running) -> None:
     (server.root / "data" / "pictures" / "broken.jpg").unlink()
 
 
-def test_the_program_trains(program: Any, server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_trains(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(server.root / "data" / "pictures")
     options = ["--loader", "ours", "--batch-size", "8", "--batches", "3", "--train", "--width", "4", "--every", "8"]
     assert program.main([folder, *options]) == 0
@@ -121,21 +108,21 @@ def test_the_program_trains(program: Any, server: Running, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("option", ["--batch-size", "--batches", "--in-flight", "--every", "--width"])
-def test_nothing_to_load_is_wrong_use(program: Any, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_load_is_wrong_use(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         program.main(["pictures", option, "0"])
     assert f"argument {option}: '0' is not a whole number of at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--warm-up", "--workers"])
-def test_less_than_none_is_wrong_use(program: Any, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_less_than_none_is_wrong_use(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         program.main(["pictures", f"{option}=-1"])
     assert f"argument {option}: '-1' is not a whole number of at least 0" in capsys.readouterr().err
 
 
 def test_pictures_are_made_in_a_folder_alone(
-    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert program.main(["s3://bucket/pictures", "--make", "1"]) == 2
@@ -147,9 +134,7 @@ def test_pictures_are_made_in_a_folder_alone(
 
 
 @pytest.mark.parametrize("loader", ["ours", "vanilla"])
-def test_other_pictures_are_refused(
-    program: Any, loader: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_pictures_are_refused(loader: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--loader", loader, "--batch-size", "1", "--batches", "1", "--workers", "0"]
     picture = tmp_path / "07.jpg"
     picture.write_bytes(program.imagecodecs.jpeg8_encode(np.zeros((300, 223, 3), dtype=np.uint8)))
@@ -166,7 +151,7 @@ def test_other_pictures_are_refused(
     ("loader", "workers"), [("ours", 0), ("vanilla", 0), ("vanilla", 2), ("threads", 1), ("asyncio", 0), ("dali", 0)]
 )
 def test_who_did_what_when(
-    program: Any, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: str, workers: int
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: str, workers: int
 ) -> None:
     pytest.importorskip("matplotlib")
     if loader == "dali":
@@ -196,7 +181,7 @@ def test_who_did_what_when(
             assert all(s.stop < wait.stop for s in own)
 
 
-def test_a_function_makes_the_batches(program: Any, server: Running) -> None:
+def test_a_function_makes_the_batches(server: Running) -> None:
     samples = SampleSet(["000000", "000001"], None, str(server.root / "data" / "pictures"), "bytes", suffix=".jpg")
     ((first, second),) = list(SampleLoader(samples, 2, collate_fn=list))
     assert first[1] == "000000"

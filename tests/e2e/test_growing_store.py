@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,8 @@ SMALL = ["--sample-bytes", "20000", "--min-samples", "8", "--batch-size", "8", "
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def call(*arguments: object) -> tuple[int, str, str]:
-        code = growing_store.main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
+def run(in_process):
+    return partial(in_process, growing_store.main)
 
 
 def test_it_learns_while_the_set_grows(run, tmp_path: Path) -> None:
@@ -107,10 +103,10 @@ def test_samples_of_another_kind_are_refused(run, tmp_path: Path) -> None:
     assert "remote: its samples are 256 values of float32; expected float32 .npy files of more than 256" in err
 
 
-def test_no_epoch_is_wrong_use(run, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run("remote", "--root", "store", "--epochs", 0)
-    assert "argument --epochs: '0' is not a whole number of at least 1" in capsys.readouterr().err
+def test_no_epoch_is_wrong_use(run) -> None:
+    code, _, err = run("remote", "--root", "store", "--epochs", 0)
+    assert code == 2
+    assert "argument --epochs: '0' is not a whole number of at least 1" in err
 
 
 def test_the_meter_finds_who_holds_the_interpreter() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -47,18 +48,9 @@ def modality() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def run(modality: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Return a function that runs the program in this process and gives exit code, stdout and stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = modality.main([str(a) for a in arguments])
-        except SystemExit as ended:
-            code = ended.code
-        return (code, *capsys.readouterr())
-
-    return call
+def run(modality: ModuleType, in_process: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs the program; see `in_process`."""
+    return partial(in_process, modality.main)
 
 
 @pytest.fixture(scope="module")

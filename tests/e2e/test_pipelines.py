@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,20 +42,11 @@ def path(cells, tmp_path_factory):
 
 
 @pytest.fixture
-def run(capsys):
-    """Return a function that runs the program in this process and gives exit code, stdout and stderr."""
+def run(in_process):
+    """Return a function that runs the program; see `in_process`."""
     n_threads = torch.get_num_threads()
-
-    def call(*arguments):
-        capsys.readouterr()
-        try:
-            code = train_dali.main([str(a) for a in arguments])
-        except SystemExit as exit_:
-            code = exit_.code
-        return code, *capsys.readouterr()
-
     with torch.random.fork_rng():
-        yield call
+        yield partial(in_process, train_dali.main)
     torch.set_num_threads(n_threads)
 
 

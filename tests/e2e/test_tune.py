@@ -6,6 +6,7 @@ import inspect
 import json
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -36,15 +37,9 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture
-def run(capsys):
-    """Return a function that runs the command line in this process and gives exit code, stdout and stderr."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        code = main([str(a) for a in arguments])
-        return code, *capsys.readouterr()
-
-    return call
+def run(in_process):
+    """Return a function that runs the command line; see `in_process`."""
+    return partial(in_process, main)
 
 
 @pytest.fixture

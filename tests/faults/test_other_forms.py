@@ -108,11 +108,7 @@ def put(group: h5py.Group, name: str, values: Any) -> None:
     [
         (lambda g: g.pop("shape"), "StoreError", ("'shape'", "Cell Ranger")),
         (lambda g: put(g, "shape", np.arange(3)), "StoreError", ("'shape'",)),
-        (
-            lambda g: put(g, "shape", [N_VARS, N_OBS + 1]),
-            "CorruptDataError",
-            ("indptr", "132 entries" if 0 else "entries"),
-        ),
+        (lambda g: put(g, "shape", [N_VARS, N_OBS + 1]), "CorruptDataError", ("indptr", "entries")),
         (lambda g: put(g, "shape", [N_VARS + 1, N_OBS]), "CorruptDataError", ("features/name", "53", "54")),
         (lambda g: put(g, "shape", [-1, N_OBS]), "StoreError", ("-1 genes",)),
         (lambda g: g.pop("data"), "StoreError", ("'data'",)),

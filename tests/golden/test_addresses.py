@@ -516,10 +516,10 @@ def test_what_was_kept_of_parquet_is_of_one_state_of_it(server: Running, parquet
     form, there = parquet("parquet-tahoe")
 
     def n_requests_to_open() -> int:
-        before = n_gets(server)
+        before = server.n_gets()
         with gpuload.open_loader(f"s3://{there}", storage_options=options(server)) as loader:
             assert loader.n_obs == len(form.dense)
-            return n_gets(server) - before
+            return server.n_gets() - before
 
     n_first = n_requests_to_open()
     assert n_requests_to_open() <= n_first - 4, "the index of the first opening was not used"
@@ -625,9 +625,9 @@ def test_what_was_kept_of_shards_is_of_one_state_of_them(server: Running, tmp_pa
     reached = {"storage_options": options(server)}
 
     def n_requests_to_open() -> int:
-        before = n_gets(server)
+        before = server.n_gets()
         with gpuload.open_loader("s3://data/kept.zarr", **reached):
-            return n_gets(server) - before
+            return server.n_gets() - before
 
     n_shards = sum(1 for key in ("data", "indices") for _ in (path / "X" / key / "c").iterdir())
     n_first = n_requests_to_open()
@@ -666,16 +666,12 @@ def test_with_a_cache_the_second_epoch_asks_for_nothing(
     for is_empty in (True, False):
         with block_store(tmp_path, server) as store, gpuload.open_loader(address, cache=store, **settings) as loader:
             for epoch in range(2):
-                before = n_gets(server)
+                before = server.n_gets()
                 assert_same([(b.X.copy(), b.rows, dict(b.obs)) for b in loader], near[epoch])
-                n_asked = n_gets(server) - before
+                n_asked = server.n_gets() - before
                 assert not n_asked or (is_empty and not epoch)
                 assert loader.hit_ratio == 1 or is_empty
             assert 0 < (loader.hit_ratio or 0) < 1 or not is_empty
-
-
-def n_gets(server: Running) -> int:
-    return sum(n for kind, n in server.counts().items() if kind.startswith("GET"))
 
 
 def zarr_names(word: str) -> list[str]:

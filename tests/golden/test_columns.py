@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from tests.variants import Stored
 
 COLUMNS = list(writers.cells_frame(1).columns)
-NUMERIC = {"depth", "depth32", "n_counts", "n_big", "passed"}
 OLD_COMPOUND = ["cell_line", "depth", "n_counts", "donor"]
 OLD_CATEGORIES = ["cell_line", "stage", "depth", "n_counts", "donor"]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpuload
-from gpuload.dealing import _fill, _table, classes_of, deal_cells
+from gpuload.dealing import _fill, _table, deal_cells, group_by
 from gpuload.store import ObsColumn, Store
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ def test_what_is_balanced_does_not_depend_on_the_numbers_of_classes(drawn: Cells
         names = [["T", "B", "NK"][i] for i in order]
         kinds = [names.index(k) if k is not None else -1 for k in column(drawn, "kind")]
         kind = ObsColumn(np.array(kinds, dtype=np.int32), np.array(names, dtype=object))
-        groups = classes_of([store_of(drawn).obs["sample"]])
-        classes = classes_of([kind], is_missing_one=True)
+        groups = group_by([store_of(drawn).obs["sample"]])
+        classes = group_by([kind], is_missing_one=True)
         tables.append(_table(groups, np.arange(len(groups.labels)), classes).toarray())
     np.testing.assert_array_equal(*tables)
 
@@ -291,7 +291,7 @@ def test_groups_of_two_columns_of_very_many_categories() -> None:
     names = np.array([f"g{i}" for i in range(60_000)], dtype=object)
     one = ObsColumn(np.array([59_999, 0, 59_999, -1, 0], dtype=np.int32), names)
     two = ObsColumn(np.array([59_999, 59_998, 59_999, 4, -1], dtype=np.int32), names)
-    groups = classes_of([one, two])
+    groups = group_by([one, two])
     assert groups.labels == [("g0", "g59998"), ("g59999", "g59999")]
     assert groups.codes.tolist() == [1, 0, 1, -1, -1]
     assert groups.counts.tolist() == [1, 2]
@@ -304,6 +304,6 @@ def test_a_small_remainder_is_in_no_part() -> None:
 def test_the_odd_cells_of_classes_fall_to_other_parts_with_another_seed() -> None:
     """Classes of one cell each: every one is odd."""
     names = np.array([f"g{i}" for i in range(40)], dtype=object)
-    classes = classes_of([ObsColumn(np.arange(40, dtype=np.int32), names)])
+    classes = group_by([ObsColumn(np.arange(40, dtype=np.int32), names)])
     deals = {deal_cells({"train": 0.5, "val": 0.5}, 40, classes, seed).tobytes() for seed in range(5)}
     assert len(deals) == 5

@@ -20,15 +20,20 @@ GPU = "pytest.mark" + ".gpu"
 NAMES = ["install", "gpu", "doctor", "first", "tests", "programs", "bench", "modality", "cold", "memcheck", "racecheck"]
 
 
-@pytest.fixture(scope="module")
-def session() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_session", ROOT / "docker" / "gpu_session.py")
+def program(name: str) -> Any:
+    """Return a program of the folder docker, which is no package, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docker" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_session"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def session() -> Any:
+    return program("gpu_session")
 
 
 def told(folder: Path) -> dict[str, str]:
@@ -168,12 +173,7 @@ def test_only_tests_that_need_a_gpu_see_one(tmp_path: Path, options: tuple[str, 
 
 @pytest.fixture
 def offline() -> Any:
-    spec = importlib.util.spec_from_file_location("offline", ROOT / "docker" / "offline.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program("offline")
 
 
 @pytest.mark.filterwarnings("ignore")  # of pip

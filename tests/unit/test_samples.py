@@ -451,7 +451,8 @@ def test_refusals(data: Path) -> None:
         ((IDS, {}, data), {}, r"labels: 'id-0' has none \(50 of 50 IDs have none\)"),
         ((IDS, [0] * len(IDS), data), {}, r"^labels=\[0, 0, .*: expected a dict .*; dict\(zip\(ids, labels\)\) makes"),
         ((IDS, LABELS, data, "jpg"), {}, "decode='jpg': expected one of 'pt', 'npy'"),
-        ((IDS, LABELS, data), {"in_flight": 0}, "in_flight=0: expected a whole number of at least 1"),
+        ((IDS, LABELS, data), {"in_flight": 0}, r"in_flight=0: expected a whole number from 1 to 1024\.$"),
+        ((IDS, LABELS, data), {"in_flight": 10**9}, r"in_flight=1000000000: expected a whole number from 1 to 1024\.$"),
     ):
         with pytest.raises(PlanError, match=sentence):
             SampleSet(*arguments, **settings)
@@ -462,6 +463,7 @@ def test_refusals(data: Path) -> None:
         ({"batch_size": 0}, "batch_size=0: expected a whole number of at least 1"),
         ({"num_workers": 1.5}, r"num_workers=1\.5: expected a whole number of at least 1"),
         ({"prefetch": 0}, "prefetch=0: expected a whole number of at least 1"),
+        ({"in_flight": 1025}, r"in_flight=1025: expected a whole number from 1 to 1024\.$"),
         ({"seed": -1}, "seed=-1: "),
         ({"on_error": "ignore"}, "on_error='ignore': expected one of 'raise', 'skip'"),
         ({"max_skipped": 2}, "max_skipped=2: expected a share from 0 to 1"),
@@ -474,7 +476,8 @@ def test_refusals(data: Path) -> None:
         SampleLoader(SampleSet(IDS, LABELS, data), 51, drop_last=True)
     with pytest.raises(PlanError, match=r"^SampleLoader: expected a SampleSet, and found 'cells/'; make one with"):
         SampleLoader("cells/")  # type: ignore[arg-type]
-    assert list(SampleLoader(SampleSet([], {}, data), batch_size=4, shuffle=True)) == []
+    most = SampleSet([], {}, data, in_flight=1024)
+    assert list(SampleLoader(most, batch_size=4, shuffle=True, in_flight=1024)) == []
 
 
 def test_each_iteration_is_a_whole_epoch_and_only_one_runs(data: Path) -> None:

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 import gpuload
-from gpuload.dealing import Classes, deal_groups
+from gpuload.dealing import Grouping, deal_groups
 from gpuload.splitting import Split
 from tests import writers
 from tests.writers import counts, genes_frame, write_csr
@@ -427,7 +427,7 @@ def test_no_cells() -> None:
 
 def test_an_empty_part_is_filled_from_the_cells_in_no_part() -> None:
     """Two groups for two small parts and a rest: the rest gives its group away, not the other part its only one."""
-    groups = Classes(np.repeat([0, 1], 50), ["one", "two"], np.array([50, 50]))
+    groups = Grouping(np.repeat([0, 1], 50), ["one", "two"], np.array([50, 50]))
     for seed in range(8):
         part, kept = deal_groups({"train": 0.5, "val": 0.01}, groups, None, "sample", seed)
         assert sorted(len(labels) for labels in kept.values()) == [1, 1]
@@ -437,8 +437,8 @@ def test_an_empty_part_is_filled_from_the_cells_in_no_part() -> None:
 def test_groups_of_few_among_many_classes_take_no_table_of_both() -> None:
     n_groups, n_classes = 1_000, 50_000
     codes = np.arange(2 * n_classes)
-    groups = Classes(codes % n_groups, [f"g{i}" for i in range(n_groups)], np.full(n_groups, codes.size // n_groups))
-    classes = Classes(codes // 2, [f"c{i}" for i in range(n_classes)], np.full(n_classes, 2))
+    groups = Grouping(codes % n_groups, [f"g{i}" for i in range(n_groups)], np.full(n_groups, codes.size // n_groups))
+    classes = Grouping(codes // 2, [f"c{i}" for i in range(n_classes)], np.full(n_classes, 2))
     tracemalloc.start()
     part, _ = deal_groups(HALVES, groups, classes, "group", 0)
     _, peak = tracemalloc.get_traced_memory()

@@ -76,7 +76,8 @@ class CudaResident:
     kept_counts : (n_rows,) int64, optional
         Number of values of each row that a minibatch stores, once counted; see `CudaBackend._kept_counts`.
     may_be_large : (n_rows,) int64, optional
-        Whether float16 may fail to hold a value of each row, once determined; see `CudaBackend._may_be_large`.
+        Whether float16 may fail to hold a value of each row, once determined; empty if it holds all. See
+        `CudaBackend._may_be_bad`.
     held
         Page-locked memory from which `indptr` and `map_start` are uploaded.
     """
@@ -399,7 +400,7 @@ class CudaBackend:
         places = self.asarray(positions)
         arithmetic = self._arithmetic(form, stream)
         n_rows = np.int64(positions.size)
-        may_be_bad = form.dtype == "float16" and bool(self._may_be_large(resident, arithmetic)[positions].any())
+        may_be_bad = form.dtype == "float16" and self._may_be_bad(resident, positions, arithmetic)
         bad, host_bad = self._bad(stream) if may_be_bad else (self._never_bad, None)
         if resident.X is not None:
             name = f"gather_dense_{kind}"
@@ -469,21 +470,22 @@ class CudaBackend:
             resident.kept_counts = self._asked(name, resident, args)
         return resident.kept_counts
 
-    def _may_be_large(self, resident: CudaResident, arithmetic: tuple[Any, ...]) -> NDArray[np.int64]:
-        """Return which rows may have a minibatch value that float16 cannot hold; computed once per fetch.
+    def _may_be_bad(self, resident: CudaResident, positions: NDArray[np.int32], arithmetic: tuple[Any, ...]) -> bool:
+        """Return whether a minibatch may have a value that float16 cannot hold; its rows are found once per fetch.
 
         After log1p, only values that are summed can: those of a CSR row that stores a column more than once.
         """
-        if resident.may_be_large is None and arithmetic[2]:
-            longest = 0 if resident.host_indptr is None else int(np.diff(resident.host_indptr).max(initial=0))
-            if resident.X is not None or longest <= _FEW:
-                resident.may_be_large = np.zeros(resident.n_rows, dtype=np.int64)
         if resident.may_be_large is None:
-            data = resident.data if resident.X is None else resident.X
-            sizes = np.int64(resident.n_rows), np.int64(resident.n_vars)
-            args = (resident.indptr, resident.indices, data, resident.map_start, *arithmetic, *sizes)
-            resident.may_be_large = self._asked("mark_large", resident, args)
-        return resident.may_be_large
+            longest = 0 if resident.host_indptr is None else int(np.diff(resident.host_indptr).max(initial=0))
+            if arithmetic[2] and (resident.X is not None or longest <= _FEW):
+                resident.may_be_large = _NO_ROWS
+            else:
+                data = resident.data if resident.X is None else resident.X
+                sizes = np.int64(resident.n_rows), np.int64(resident.n_vars)
+                args = (resident.indptr, resident.indices, data, resident.map_start, *arithmetic, *sizes)
+                may_be_large = self._asked("mark_large", resident, args)
+                resident.may_be_large = may_be_large if may_be_large.any() else _NO_ROWS
+        return resident.may_be_large.size > 0 and bool(resident.may_be_large[positions].any())
 
     def _asked(self, kernel: str, resident: CudaResident, args: tuple[Any, ...]) -> NDArray[np.int64]:
         """Return what a kernel computes for each row of a resident.
@@ -534,5 +536,6 @@ class _Uploads:
 
 
 _OUTPUTS = {"float32": ("f4", np.float32), "float16": ("f2", np.float16), "bfloat16": ("bf2", np.uint16)}
+_NO_ROWS = np.empty(0, dtype=np.int64)
 _NONE_BAD = np.iinfo(np.int32).max
 _FEW = 92  # float16 holds the sum of so many values after log1p: each is below 709.8, the log of the largest float64

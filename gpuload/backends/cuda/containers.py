@@ -38,7 +38,7 @@ _LZ4_HEADER_NBYTES = 12
 _MIN_BLOCK_NBYTES = 1024
 """A block is found from the sizes of all before it, and a damaged header must not ask for an unbounded number."""
 
-_BYTE_SHUFFLED, _COPIED, _BIT_SHUFFLED, _RESERVED, _UNSPLIT = 0x01, 0x02, 0x04, 0x08, 0x10
+_BYTE_SHUFFLED, _BIT_SHUFFLED, _RESERVED, _UNSPLIT = 0x01, 0x04, 0x08, 0x10
 _FORMAT_VERSION, _CODEC_VERSION = 2, 1
 _CODECS = {1: "lz4", 2: "snappy", 3: "deflate", 4: "zstd"}
 _MAX_SPLITS = 16

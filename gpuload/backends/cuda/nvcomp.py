@@ -40,26 +40,26 @@ BACKENDS = {"default": 0, "hardware": 1, "cuda": 2}
 which reports success for damaged lz4 (nvcomp/lz4.h, ``nvcompBatchedLZ4DecompressAsync``); CUDA kernels."""
 
 STATUSES = {
-    0: ("nvcompSuccess", "it was decoded"),
-    10: ("nvcompErrorInvalidValue", "nvCOMP was given an invalid argument for it"),
-    11: ("nvcompErrorNotSupported", "nvCOMP does not support what it asks for"),
-    12: ("nvcompErrorCannotDecompress", "its compressed bytes are damaged or decode to more than expected"),
-    13: ("nvcompErrorBadChecksum", "its checksum does not match"),
-    14: ("nvcompErrorCannotVerifyChecksums", "its checksum cannot be verified"),
-    15: ("nvcompErrorOutputBufferTooSmall", "it decodes to more bytes than expected"),
-    16: ("nvcompErrorWrongHeaderLength", "its header has the wrong length"),
-    17: ("nvcompErrorAlignment", "it lies at an address that nvCOMP cannot decode from or to"),
-    18: ("nvcompErrorChunkSizeTooLarge", "it is larger than nvCOMP can decode"),
-    19: ("nvcompErrorCannotCompress", "it cannot be compressed"),
-    20: ("nvcompErrorWrongInputLength", "its compressed size is wrong"),
-    21: ("nvcompErrorBatchSizeTooLarge", "it is one of more chunks than nvCOMP can decode at once"),
-    22: ("nvcompErrorSubChunkCountTooLarge", "it has more parts than nvCOMP can decode"),
-    23: ("nvcompErrorSubChunkCountTooSmall", "it has fewer parts than nvCOMP expects"),
-    24: ("nvcompErrorOutputBufferAlignmentTooSmall", "it is to be decoded to an address that nvCOMP cannot write to"),
-    1000: ("nvcompErrorCudaError", "CUDA failed"),
-    10000: ("nvcompErrorInternal", "nvCOMP failed internally"),
+    0: "nvcompSuccess",
+    10: "nvcompErrorInvalidValue",
+    11: "nvcompErrorNotSupported",
+    12: "nvcompErrorCannotDecompress",
+    13: "nvcompErrorBadChecksum",
+    14: "nvcompErrorCannotVerifyChecksums",
+    15: "nvcompErrorOutputBufferTooSmall",
+    16: "nvcompErrorWrongHeaderLength",
+    17: "nvcompErrorAlignment",
+    18: "nvcompErrorChunkSizeTooLarge",
+    19: "nvcompErrorCannotCompress",
+    20: "nvcompErrorWrongInputLength",
+    21: "nvcompErrorBatchSizeTooLarge",
+    22: "nvcompErrorSubChunkCountTooLarge",
+    23: "nvcompErrorSubChunkCountTooSmall",
+    24: "nvcompErrorOutputBufferAlignmentTooSmall",
+    1000: "nvcompErrorCudaError",
+    10000: "nvcompErrorInternal",
 }
-"""``nvcompStatus_t``: its name in the header, and its meaning as part of a sentence about a chunk."""
+"""``nvcompStatus_t``: its names in the header."""
 
 LIBRARIES = ("libnvcomp.so.5", "libnvcomp.so.6")
 
@@ -128,8 +128,6 @@ class Nvcomp:
 
     Attributes
     ----------
-    algorithms
-        The supported algorithms: ``"deflate"``, ``"gzip"``, ``"zstd"``, ``"lz4"``, ``"snappy"``; see `C_NAMES`.
     version, cuda_version
         Versions of the library (``"5.3.0"``) and of the CUDA runtime that it was built with (``"13.3"``).
     path
@@ -144,8 +142,6 @@ class Nvcomp:
     PlanError
         `backend` is not one of `BACKENDS`.
     """
-
-    algorithms = frozenset(C_NAMES)
 
     def __init__(self, *, backend: str = "default", path: str | None = None) -> None:
         check_choice("nvCOMP backend", backend, BACKENDS)
@@ -178,7 +174,7 @@ class Nvcomp:
         DeviceError
             The library refuses, as it does for zstd with the hardware backend.
         PlanError
-            `algorithm` is not one of `algorithms`.
+            `algorithm` is not one of `C_NAMES`.
         """
         found = Alignments()
         function = self._choose(self._alignments, algorithm)
@@ -196,7 +192,7 @@ class Nvcomp:
         Parameters
         ----------
         algorithm
-            One of `algorithms`.
+            One of `C_NAMES`.
         n_chunks
             Chunks in the batch.
         max_out_nbytes, total_out_nbytes
@@ -209,7 +205,7 @@ class Nvcomp:
         DeviceError
             The library refuses: a chunk of more than 2 or 4 GiB, or zstd with the hardware backend.
         PlanError
-            `algorithm` is not one of `algorithms`.
+            `algorithm` is not one of `C_NAMES`.
         """
         found = _SIZE()
         function = self._choose(self._temp_sizes, algorithm)
@@ -240,7 +236,7 @@ class Nvcomp:
         Parameters
         ----------
         algorithm
-            One of `algorithms`.
+            One of `C_NAMES`.
         in_ptrs, in_nbytes
             Addresses (uint64) and sizes (uint64) of the compressed chunks.
         out_capacity
@@ -250,7 +246,7 @@ class Nvcomp:
         out_ptrs
             Addresses (uint64) of the outputs.
         status
-            Where an ``nvcompStatus_t`` (int32) per chunk is written: 0, or what `describe` names.
+            Where an ``nvcompStatus_t`` (int32) per chunk is written; see `STATUSES`.
         temp_ptr, temp_nbytes
             Temporary memory of at least `temp_nbytes` bytes; 0 and 0 where none is needed.
         n
@@ -263,7 +259,7 @@ class Nvcomp:
         DeviceError
             The batch could not be enqueued. Errors of single chunks are in `status` instead.
         PlanError
-            `algorithm` is not one of `algorithms`.
+            `algorithm` is not one of `C_NAMES`.
         """
         function = self._choose(self._decoders, algorithm)
         if n == 0:
@@ -309,7 +305,7 @@ class Nvcomp:
 
     def _check(self, status: int, function: Any, batch: str) -> None:
         if status:
-            name, _ = STATUSES.get(status, ("an unknown status", ""))
+            name = STATUSES.get(status, "an unknown status")
             raise DeviceError(
                 f"nvCOMP's {function.__name__} refused{batch or ' the call'}: {name} ({status}); {self._cure(status)}."
             )
@@ -325,11 +321,6 @@ class Nvcomp:
         if status == 18:
             return "rewrite the file with smaller chunks, or use device='cpu'"
         return "use device='cpu'"
-
-
-def describe(status: int) -> str:
-    """Return the meaning of a chunk's ``nvcompStatus_t``, as part of a sentence."""
-    return STATUSES[status][1] if status in STATUSES else f"nvCOMP gives it the unknown status {status}"
 
 
 def _load(path: str | None) -> ctypes.CDLL:

@@ -40,7 +40,7 @@ TRUNCATED = -399
 CODECS = {"UNCOMPRESSED": 0, "SNAPPY": 1, "GZIP": 2, "ZSTD": 6, "LZ4": 7}
 """Supported codecs, by pyarrow's names (LZ4 is what parquet.thrift calls LZ4_RAW), and their numbers."""
 
-NO_CODEC, SNAPPY, _GZIP, _ZSTD, _LZ4_RAW = 0, 1, 2, 6, 7
+NO_CODEC, SNAPPY, _GZIP, _ZSTD = 0, 1, 2, 6
 DATA, DICTIONARY, DATA_V2 = 0, 2, 3
 PLAIN, PLAIN_DICTIONARY, _RLE, DELTA_BINARY_PACKED, RLE_DICTIONARY, BYTE_STREAM_SPLIT = 0, 2, 3, 5, 8, 9
 
