@@ -149,13 +149,18 @@ def _rate(
 ) -> Rate:
     """Time the first minibatches of an epoch, planning included, and as many of the bare generator."""
     n_batches = min(N_BATCHES, setting.plan.n_batches)
-    seconds = best_s(lambda: _drain(iter(batches), n_batches), 2) / n_batches
+    seconds = best_s(lambda: _drain(batches, n_batches), 2) / n_batches
     bare_s = best_s(lambda: _drain(bare(), n_batches), setting.repeats) / n_batches
     notes = {"us_per_minibatch": seconds * 1e6}
     cells_per_s = setting.batch_size / seconds
     return Rate("hand-over", what, "minibatches", 1 / seconds, 1 / bare_s, ceiling_is, cells_per_s, notes)
 
 
-def _drain(batches: Iterator[Any], n_batches: int) -> None:
-    for _ in islice(batches, n_batches):
-        pass
+def _drain(batches: Iterable[Any], n_batches: int) -> None:
+    """Take so many minibatches, also where an epoch ends on the way: after it, DALI's iterators begin with nothing."""
+    n_taken = n_empty = 0
+    while n_taken < n_batches:
+        n_more = sum(1 for _ in islice(batches, n_batches - n_taken))
+        n_taken, n_empty = n_taken + n_more, 0 if n_more else n_empty + 1
+        if n_empty == 2:
+            raise RuntimeError(f"no more minibatches, after {n_taken} of {n_batches}")

@@ -293,6 +293,8 @@ def test_every_stage_runs(cells, tmp_path, capsys, monkeypatch):
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert {record["stage"] for record in records} == set(run_stages.STAGES)
     assert all(record["rate"] > 0 and record["ceiling"] > 0 for record in records)
+    fronts = [record for record in records if record["what"].startswith("dali")]
+    assert all(record["fraction"] < 0.2 for record in fronts), "minibatches were counted that no iterator gave"
     assert "| decode |" in capsys.readouterr().out
 
 
