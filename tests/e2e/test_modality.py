@@ -1132,6 +1132,29 @@ def test_what_is_no_model_is_refused(
     assert (code, err) == (1, f"modality.py: {path}: not a saved ProteinModel: {what}. {cure}\n")
 
 
+def test_what_is_impossible_is_said_before_a_model_is_fitted(
+    folder: Path, run: Callable[..., Any], modality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modality.ProteinModel, "fit", lambda *_: pytest.fail("fitted"))
+    (tmp_path / "file").touch()
+    code, _, err = run(folder, "--out", tmp_path / "file" / "out")
+    assert (code, err) == (1, f"modality.py: [Errno 20] Not a directory: '{tmp_path / 'file' / 'out'}'\n")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = "WORLD_SIZE=2: this program is for one process; start one, since several would write the same files."
+    assert run(folder, "--out", tmp_path / "out") == (2, "", f"modality.py: {said}\n")
+
+
+def test_the_model_is_saved_though_its_prediction_cannot_be(
+    folder: Path, run: Callable[..., Any], modality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(modality, "write_prediction", full)
+    assert run(folder, "--out", tmp_path, "--no-baselines", "--save", tmp_path / "model.npz")[0] == 1
+    assert modality.ProteinModel.load(tmp_path / "model.npz").protein_names_.tolist() == PANEL
+
+
 def test_no_bar_is_drawn_where_nobody_looks(
     modality: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
