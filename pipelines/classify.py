@@ -42,12 +42,12 @@ try:
         Clock,
         Log,
         check_settings,
-        is_of_another,
         join_processes,
         kept,
         n_processes,
         prepare,
         process,
+        said_of_another,
         tensorboard,
         wait_for_all,
         write_json,
@@ -410,10 +410,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("classify.py: interrupted; the same command continues from the last checkpoint", file=sys.stderr)
         return 130
     except RuntimeError as error:
-        if not is_of_another(error):
+        if (said := said_of_another(error)) is None:
             raise
-        said = str(error).partition("\n")[0]
-        print(f"classify.py: another process has ended, which says why, or is stuck: {said}", file=sys.stderr)
+        print(f"classify.py: {said}", file=sys.stderr)
         return 1
     finally:
         if dist.is_initialized():

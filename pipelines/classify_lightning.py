@@ -21,7 +21,16 @@ try:
     import lightning.pytorch as pl
     import torch
     from classify_data import write_screen
-    from classify_run import check_contents, check_settings, forget, process, say, settings_of, write_json
+    from classify_run import (
+        check_contents,
+        check_settings,
+        forget,
+        process,
+        said_of_another,
+        say,
+        settings_of,
+        write_json,
+    )
 
     import gpuload
     from gpuload.distributed import check_one_process
@@ -155,6 +164,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("classify_lightning.py: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
+    except RuntimeError as error:
+        if (said := said_of_another(error)) is None:
+            raise
+        print(f"classify_lightning.py: {said}", file=sys.stderr)
+        return 1
     return 0
 
 

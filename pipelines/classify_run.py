@@ -82,9 +82,12 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def is_of_another(error: RuntimeError) -> bool:
-    """Return whether another process has ended, or does not answer; gloo has no error of its own for it."""
-    return isinstance(error, dist.DistError) or (n_processes() > 1 and "gloo" in str(error))
+def said_of_another(error: RuntimeError) -> str | None:
+    """Return a sentence if another process has ended or does not answer; gloo has no error of its own for it."""
+    if not isinstance(error, dist.DistError) and (n_processes() == 1 or "gloo" not in str(error)):
+        return None
+    said = str(error).partition("\n")[0]
+    return f"another process has ended, which says why, or is stuck: {said}"
 
 
 def say(text: str) -> None:

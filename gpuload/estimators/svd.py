@@ -52,8 +52,8 @@ class TruncatedSVD(Estimator):
         with ``shuffle=True``: else all, since the first rows of a file are often of one kind. If they are few rows
         compared with the width of the basis, all rows are used; 1 always uses all.
     precision
-        ``"float32"``; ``"mixed"``: bfloat16 in all passes but the last, as they only turn the basis: enough where noise
-        exceeds a hundredth of the values, as that of counts does; ``"bfloat16"``: in all passes, which leaves about
+        ``"float32"``; ``"mixed"``: bfloat16 in all passes but the last, as they only turn the basis: enough for counts
+        and their logarithms, whose noise is far above its rounding; ``"bfloat16"``: in all passes, which leaves about
         three digits (both need torch as the engine). ``"auto"``: if the device
         multiplies bfloat16 natively, which is faster, bfloat16 for a loader of such values
         (``open_loader(dtype="bfloat16")``) and mixed for everything else.

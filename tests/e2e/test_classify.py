@@ -941,22 +941,34 @@ def test_lightning_goes_on_with_the_same_settings_only(
 
 
 @pytest.mark.filterwarnings("ignore")  # what Lightning and PyTorch say to one another
-def test_lightning_is_interrupted_as_the_other_programs_are(
-    in_lightning: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "expected", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; the same command goes on from the last checkpoint"),
+        (RuntimeError("[gloo] closed"), 1, "another process has ended, which says why, or is stuck: [gloo] closed"),
+    ],
+)
+def test_lightning_ends_as_the_other_programs_do(
+    in_lightning: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    expected: int,
+    said: str,
 ) -> None:
-    def interrupted(*given: object, **options: object) -> None:
-        raise KeyboardInterrupt
+    def fails(*given: object, **options: object) -> None:
+        raise error
 
     import classify_lightning
 
-    monkeypatch.setattr(classify_lightning.Learner, "training_step", interrupted)
+    monkeypatch.setattr(classify_lightning.Learner, "training_step", fails)
+    monkeypatch.setattr(sys.modules["classify_run"], "n_processes", lambda: 2)
     handler = signal.getsignal(signal.SIGINT)
     try:
         code, _, err = in_lightning("--seeds", 1, "--orders", "block", "--out", tmp_path)
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
-    assert code == 130
-    assert err.endswith("classify_lightning.py: interrupted; the same command goes on from the last checkpoint\n")
+    assert (code, err.endswith(f"classify_lightning.py: {said}\n")) == (expected, True)
 
 
 @pytest.mark.filterwarnings("ignore")  # what Lightning and PyTorch say to one another
