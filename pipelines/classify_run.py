@@ -138,7 +138,15 @@ class Checkpoint:
             return
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "cells": cells.state_dict()}
         unfinished = self.path.with_suffix(".unfinished")
-        torch.save({**state, "log": asdict(log)}, unfinished)
+        try:
+            with unfinished.open("wb") as file:  # to a path PyTorch would not say why it could not write
+                torch.save({**state, "log": asdict(log)}, file)
+        except BaseException as error:
+            unfinished.unlink(missing_ok=True)
+            full = error if isinstance(error, OSError) else error.__context__
+            if isinstance(full, OSError):
+                raise OSError(full.errno, full.strerror, str(self.path)) from error
+            raise
         os.replace(unfinished, self.path)
 
     def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, cells: CellDataset) -> Log:

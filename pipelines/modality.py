@@ -72,6 +72,9 @@ def run(args: argparse.Namespace) -> None:
     check_one_process("start one, since several would write the same files")
     first = args.paths[0]
     out = args.out or (first.parent if first.suffix in (".h5ad", ".h5mu", ".zarr") else first)
+    for path in args.paths:
+        if path.resolve() in ((out / name).resolve() for name in ("prediction.h5ad", "prediction.h5mu")):
+            raise gpuload.PlanError(f"--out {out}: the prediction would replace {path}; name another folder.")
     if args.model:
         return predict_new(args, out)
     model = model_of(args)

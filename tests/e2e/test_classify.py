@@ -298,6 +298,14 @@ def test_a_finished_run_is_not_repeated_unless_it_is_to_be_forgotten(
     assert trained == ["mlp-block-0", "linear-block-0"]
 
 
+def test_a_checkpoint_that_the_disk_has_no_room_for(run: Callable[..., Any], tmp_path: Path) -> None:
+    unfinished = tmp_path / "linear-block-0.unfinished"
+    unfinished.symlink_to("/dev/full")
+    code, _, err = run("--out", tmp_path, "--seeds", 1, "--orders", "block", "--save-every", 7)
+    said = f"[Errno 28] No space left on device: '{tmp_path / 'linear-block-0.pt'}'"
+    assert (code, err, unfinished.is_symlink()) == (1, f"classify.py: {said}\n", False)
+
+
 OF_OTHERS = ("my_weights.pt", "my_config.json", "linear-block-best.pt", "svm-block-0.json", "lightning/mine/last.ckpt")
 
 

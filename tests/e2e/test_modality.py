@@ -1139,6 +1139,10 @@ def test_what_is_impossible_is_said_before_a_model_is_fitted(
     (tmp_path / "file").touch()
     code, _, err = run(folder, "--out", tmp_path / "file" / "out")
     assert (code, err) == (1, f"modality.py: [Errno 20] Not a directory: '{tmp_path / 'file' / 'out'}'\n")
+    for arguments in (("--model", "model.npz"), ("genes.h5ad", "--out", tmp_path)):
+        code, _, err = run(tmp_path / "prediction.h5ad", *arguments)
+        said = f"--out {tmp_path}: the prediction would replace {tmp_path / 'prediction.h5ad'}; name another folder."
+        assert (code, err) == (2, f"modality.py: {said}\n")
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = "WORLD_SIZE=2: this program is for one process; start one, since several would write the same files."
     assert run(folder, "--out", tmp_path / "out") == (2, "", f"modality.py: {said}\n")
