@@ -688,8 +688,12 @@ def test_a_fit_that_fails_leaves_the_model_as_it_was(
 
 
 def test_parameters_that_a_search_has_set_are_saved(
-    small: Callable[[], Any], cells: tuple[Paired, Paired], tmp_path: Path
+    small: Callable[[], Any], cells: tuple[Paired, Paired], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full(file: Any, **_: Any) -> None:
+        file.write(b"PK")
+        raise OSError(28, "No space left on device")
+
     model = small().set_params(n_gene_components=np.int64(20), gamma=np.float32(0.25), n_rounds=np.uint8(1))
     model.fit(cells[0].genes[:100], cells[0].proteins[:100])
     path = tmp_path / "model.npz"
@@ -702,6 +706,11 @@ def test_parameters_that_a_search_has_set_are_saved(
     with pytest.raises(gpuload.PlanError, match=r"^params hold \{1\}, which is no number or string"):
         model.save(path)
     assert path.read_bytes() == whole  # the file of before is not cut short
+    model.params["gamma"] = 0.5
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="No space"):
+        model.save(path)
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (whole, [path])
 
 
 def test_rows_that_are_no_cells_are_refused(

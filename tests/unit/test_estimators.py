@@ -798,6 +798,20 @@ def test_parameters_of_numpy_are_saved(tmp_path: Path, kind: Any) -> None:
     np.testing.assert_array_equal(KernelRidge.load(tmp_path / "model.npz").predict(X), model.predict(X))
 
 
+def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Any, **_: Any) -> None:
+        file.write(b"PK")
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "svd.npz"
+    TruncatedSVD(2, engine="numpy").fit(np.eye(5)).save(path)
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="No space left"):
+        TruncatedSVD(3, engine="numpy").fit(np.eye(5)).save(path)
+    assert len(TruncatedSVD.load(path).components_) == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "npy", "newer", "incomplete"])
 def test_files_that_are_no_whole_model(tmp_path: Path, damage: str) -> None:
     X, y = cells_and_targets()
