@@ -35,10 +35,27 @@ def rank_and_world_size(rank: int | None = None, world_size: int | None = None) 
         )
     if rank is not None and world_size is not None:
         return _check(rank, world_size, "rank={!r}, world_size={!r}")
+    group = _group()
+    return _of_environment() if group is None else (int(group.get_rank()), int(group.get_world_size()))
+
+
+def is_started_by_lightning() -> bool:
+    """Return whether Lightning has started this process and not told its rank yet: it does once all have met."""
+    return {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() and "RANK" not in os.environ and _group() is None
+
+
+def check_one_process(cure: str) -> None:
+    """Raise PlanError if a launcher, such as torchrun, has started several processes of a program that is for one."""
+    n_processes = os.environ.get("WORLD_SIZE", "1")
+    if n_processes != "1":
+        raise PlanError(f"WORLD_SIZE={n_processes}: this program is for one process; {cure}.")
+
+
+def _group() -> Any:
+    """Return torch.distributed if the program has initialised it, else None."""
     torch_distributed: Any = sys.modules.get("torch.distributed")
-    if torch_distributed is not None and torch_distributed.is_available() and torch_distributed.is_initialized():
-        return int(torch_distributed.get_rank()), int(torch_distributed.get_world_size())
-    return _of_environment()
+    is_initialised = torch_distributed and torch_distributed.is_available() and torch_distributed.is_initialized()
+    return torch_distributed if is_initialised else None
 
 
 def _of_environment() -> tuple[int, int]:
@@ -49,8 +66,8 @@ def _of_environment() -> tuple[int, int]:
         ((name, value),) = found.items()
         missing = "RANK" if name == "WORLD_SIZE" else "WORLD_SIZE"
         raise PlanError(
-            f"environment: {name}={value!r} is set but {missing} is not; set both, as torchrun does, or pass rank and "
-            "world_size."
+            f"environment: {name}={value!r} is set but {missing} is not; set both, as torchrun does, pass rank and "
+            "world_size, or, with Lightning, use gpuload.lightning.CellDataModule."
         )
     numbers = {name: int(value) if value.strip().isdecimal() else value for name, value in found.items()}
     return _check(numbers["RANK"], numbers["WORLD_SIZE"], "environment: RANK={!r}, WORLD_SIZE={!r}")

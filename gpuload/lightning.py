@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload import open_loader
 from gpuload.checks import check_obs_names
+from gpuload.distributed import is_started_by_lightning
 from gpuload.errors import MissingDependencyError, PlanError
 from gpuload.loader import Loader
 from gpuload.sampling import Subset
@@ -182,9 +183,12 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
         dataset.load_state_dict(state)
 
     def _process(self) -> dict[str, Any]:
-        """Return the `open_loader` arguments for the process that Lightning runs in; none without a trainer."""
+        """Return the `open_loader` arguments for the process that Lightning runs in; none without a trainer.
+
+        But before they have met, each of Lightning's processes is alone, as the first is before it starts the others.
+        """
         if self.trainer is None:
-            return {}
+            return {"rank": 0, "world_size": 1} if is_started_by_lightning() else {}
         device: torch.device = self.trainer.strategy.root_device
         return {
             "rank": self.trainer.global_rank,

@@ -5,6 +5,7 @@ It only wraps arrays as tensors that share their memory: no shuffling, sharding,
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -72,7 +73,7 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
     ------
     PlanError
         `loader` is none; `dtype` is not supported; an obs column has the name of another entry; or the dataset is
-        iterated in a DataLoader worker.
+        iterated in a DataLoader worker, or in a DataLoader by which Accelerate divides a rank's cells among all ranks.
 
     Notes
     -----
@@ -121,8 +122,15 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         """Start the loader's next epoch."""
         if get_worker_info() is not None:
             raise PlanError(_NO_WORKERS)
+        if self._loader.world_size > 1 and self._is_in_accelerate():
+            raise PlanError(_TWICE_DIVIDED)
         # No other reference to a minibatch is kept here, so that its memory is released after its last use.
         return iter(partial(self._next, iter(self._loader)), None)
+
+    def _is_in_accelerate(self) -> bool:
+        """Return whether the DataLoader that is being iterated is this dataset's, prepared by Accelerate."""
+        accelerate = sys.modules.get("accelerate.state")
+        return accelerate is not None and getattr(accelerate.GradientState().active_dataloader, "dataset", None) is self
 
     def __reduce__(self) -> NoReturn:
         self._loader.__reduce__()
@@ -171,6 +179,12 @@ def gpu_for(loader: Loader) -> str | None:
 _NO_WORKERS = (
     "num_workers: CellDataset is read in the training process, by native threads that hold no GIL; worker processes "
     "would only copy every minibatch once more. Use DataLoader(dataset, batch_size=None, num_workers=0)."
+)
+
+
+_TWICE_DIVIDED = (
+    "CellDataset: Accelerate has prepared its DataLoader, and would divide the cells of each rank among all ranks once "
+    "more; iterate over the CellDataset itself, and give accelerator.prepare only the model and the optimizer."
 )
 
 

@@ -47,6 +47,7 @@ try:
         n_processes,
         prepare,
         process,
+        said_of_another,
         tensorboard,
         wait_for_all,
         write_json,
@@ -223,7 +224,12 @@ def check_cells(cells: Cells) -> dict[str, str]:
     """Refuse what cannot be learned or opened, before anything is kept or deleted; return the cells' fingerprint."""
     orders = cells.args.orders
     order = "balanced" if "balanced" in orders else orders[0]  # it needs one column more than the others
-    with cells.open_train(order, seed=0) as loader:
+    if len(cells.test_rows) < n_processes():
+        raise gpuload.PlanError(
+            f"--test: {len(cells.test_rows)} cells are held out, for {n_processes()} processes to share; start fewer."
+        )
+    # as if alone: Lightning's processes do not know their ranks yet
+    with gpuload.open_loader(**cells.train_settings(order, seed=0), rank=0, world_size=1) as loader:
         if not len(loader):
             raise gpuload.PlanError("there are no cells to learn from; see --plate and --test.")
         for name in cells.args.labels:
@@ -403,6 +409,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("classify.py: interrupted; the same command continues from the last checkpoint", file=sys.stderr)
         return 130
+    except RuntimeError as error:
+        if (said := said_of_another(error)) is None:
+            raise
+        print(f"classify.py: {said}", file=sys.stderr)
+        return 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

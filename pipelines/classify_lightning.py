@@ -10,6 +10,7 @@ Checkpoints and settings are separate, below DIR/lightning: the same command res
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -20,9 +21,19 @@ try:
     import lightning.pytorch as pl
     import torch
     from classify_data import write_screen
-    from classify_run import check_contents, check_settings, forget, process, say, settings_of, write_json
+    from classify_run import (
+        check_contents,
+        check_settings,
+        forget,
+        process,
+        said_of_another,
+        say,
+        settings_of,
+        write_json,
+    )
 
     import gpuload
+    from gpuload.distributed import check_one_process
     from gpuload.lightning import CellDataModule
 except ImportError as missing:
     sys.exit(
@@ -122,6 +133,8 @@ def prepare(args: argparse.Namespace, contents: dict[str, str]) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train in every order, and report the scores."""
+    if "RANK" in os.environ:  # as torchrun sets it, and Lightning does not
+        check_one_process("start one, and Lightning starts another for each further GPU")
     classify.leave_cores_to_load()
     is_first = pl.utilities.rank_zero_only.rank == 0
     if is_first:
@@ -151,6 +164,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("classify_lightning.py: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
+    except RuntimeError as error:
+        if (said := said_of_another(error)) is None:
+            raise
+        print(f"classify_lightning.py: {said}", file=sys.stderr)
+        return 1
     return 0
 
 

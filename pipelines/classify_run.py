@@ -78,18 +78,21 @@ def _starts() -> str:
 
 def wait_for_all() -> None:
     """Wait until every process has arrived here."""
-    if n_processes() == 1:
-        return
-    try:
+    if n_processes() > 1:
         dist.barrier()
-    except RuntimeError as error:
-        said = str(error).partition("\n")[0]
-        raise gpuload.GpuloadError(f"another process has ended, which says why, or is stuck: {said}") from error
+
+
+def said_of_another(error: RuntimeError) -> str | None:
+    """Return a sentence if another process has ended or does not answer; gloo has no error of its own for it."""
+    if not isinstance(error, dist.DistError) and (n_processes() == 1 or "gloo" not in str(error)):
+        return None
+    said = str(error).partition("\n")[0]
+    return f"another process has ended, which says why, or is stuck: {said}"
 
 
 def say(text: str) -> None:
-    """Print, on the first process only."""
-    if not process():
+    """Print, on the first process only; Lightning's know only the rank on their machine before they meet."""
+    if not process() and os.environ.get("LOCAL_RANK", "0") == "0":
         print(text, flush=True)
 
 
@@ -135,7 +138,15 @@ class Checkpoint:
             return
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "cells": cells.state_dict()}
         unfinished = self.path.with_suffix(".unfinished")
-        torch.save({**state, "log": asdict(log)}, unfinished)
+        try:
+            with unfinished.open("wb") as file:  # to a path PyTorch would not say why it could not write
+                torch.save({**state, "log": asdict(log)}, file)
+        except BaseException as error:
+            unfinished.unlink(missing_ok=True)
+            full = error if isinstance(error, OSError) else error.__context__
+            if isinstance(full, OSError):
+                raise OSError(full.errno, full.strerror, str(self.path)) from error
+            raise
         os.replace(unfinished, self.path)
 
     def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, cells: CellDataset) -> Log:

@@ -29,6 +29,7 @@ try:
     import gpuload
     from gpuload.cache import SampleStore
     from gpuload.cli.text import whole_number
+    from gpuload.distributed import check_one_process
     from gpuload.remote import open_remote
 except ImportError as missing:
     sys.exit(f"growing_store.py: {missing}. From the checkout, pip install '.[torch,remote]' installs what it needs.")
@@ -235,6 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program; return its exit code."""
     args = read_arguments(argv)
     try:
+        check_one_process("start one, since several would not train one model")
         if args.device != "cpu" and not torch.cuda.is_available():
             raise gpuload.DeviceError(f"--device {args.device}: PyTorch sees no GPU; leave it out.")
         if args.make:

@@ -38,6 +38,7 @@ try:
     from modality_report import Row, baselines, draw_methods, draw_proteins, measures_of
 
     import gpuload
+    from gpuload.distributed import check_one_process
 except ImportError as missing:
     sys.exit(f"modality.py: {missing}. From the checkout, pip install '.[modality]' installs what this program needs.")
 
@@ -68,8 +69,12 @@ def model_of(args: argparse.Namespace) -> ProteinModel:
 
 def run(args: argparse.Namespace) -> None:
     """Make example files if requested, predict, compare, write and draw."""
+    check_one_process("start one, since several would write the same files")
     first = args.paths[0]
     out = args.out or (first.parent if first.suffix in (".h5ad", ".h5mu", ".zarr") else first)
+    for path in args.paths:
+        if path.resolve() in ((out / name).resolve() for name in ("prediction.h5ad", "prediction.h5mu")):
+            raise gpuload.PlanError(f"--out {out}: the prediction would replace {path}; name another folder.")
     if args.model:
         return predict_new(args, out)
     model = model_of(args)
@@ -83,6 +88,7 @@ def run(args: argparse.Namespace) -> None:
         args.paths, batch=args.batch, test=args.test, modalities=args.modalities, layer=args.layer,
         is_counts=args.counts,
     )  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)  # what is not possible is said before what takes long
     if np.unique(cells.batch).size < 2:
         print("the cells to learn from are of one batch: one model, not two for each shuffling", file=sys.stderr)
     if model.engine.device != "cpu":
@@ -98,10 +104,10 @@ def run(args: argparse.Namespace) -> None:
         print(f"{step}: {taken:.1f} s", file=sys.stderr)
     host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     device_peak = device_peak_mib(model.engine.params["device"]) if args.engine == "ours" else None
-    for path in write_prediction(out, predicted, cells):
-        print(f"written: {path}", file=sys.stderr)
     if args.save:
         model.save(args.save)
+    for path in write_prediction(out, predicted, cells):
+        print(f"written: {path}", file=sys.stderr)
     peaks = f"{host_peak:,.0f} MiB of host memory"
     if device_peak is not None:
         peaks += f" and, by PyTorch, {device_peak:,.0f} MiB of device memory"
@@ -192,6 +198,7 @@ def predict_new(args: argparse.Namespace, out: Path) -> None:
     path = args.paths[0]
     genes = Table(path, f"mod/{args.modalities[0]}" if path.suffix == ".h5mu" else "", args.layer)
     transform = gpuload.Transform(target_sum=1e4, log1p=True) if is_counts else None
+    out.mkdir(parents=True, exist_ok=True)
     predicted = model.predict({"paths": genes.address, "layer": genes.layer, "transform": transform})
     none = np.empty(0, dtype=np.int64)
     everyone = np.arange(len(predicted))

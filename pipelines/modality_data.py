@@ -413,7 +413,6 @@ def write_prediction(folder: Path, predicted: NDArray[np.float32], cells: Cells)
     The copy has them as a data frame, ``mdata["rna"].obsm["prot_predicted"]``: for all its cells, with NaN for those
     without a prediction.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "prediction.h5ad"]
     matrix = csc_matrix(predicted)
     obs, var = pd.DataFrame(index=cells.names[cells.test]), pd.DataFrame(index=cells.protein_names)

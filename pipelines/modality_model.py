@@ -239,14 +239,19 @@ class ProteinModel:
         return known.proteins
 
     def save(self, path: str | Path) -> None:
-        """Write parameters and learned arrays to an .npz file, without pickles."""
+        """Write parameters and learned arrays to an .npz file (no pickles), atomically replacing an existing file."""
         self._check_fitted()
         learnt = {name: np.asarray(getattr(self, name)) for name in self.LEARNT}
         learnt = {name: found.astype(str) if found.dtype == object else found for name, found in learnt.items()}
         kept = {"model": "ProteinModel", "params": self.params, "is_counts": self.is_counts_}
         about = json.dumps(kept, default=_plain)
-        with Path(path).open("wb") as file:
-            np.savez(file, about=np.array(about), **learnt)
+        beside = Path(f"{path}.{os.getpid()}.new")
+        try:
+            with beside.open("wb") as file:
+                np.savez(file, about=np.array(about), **learnt)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path, **params: Any) -> Self:

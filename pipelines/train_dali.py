@@ -28,6 +28,7 @@ try:
 
     import gpuload
     from gpuload.dali import CellIterator, cells
+    from gpuload.distributed import check_one_process
     from gpuload.scores import macro_f1
 except ImportError as missing:
     sys.exit(f"train_dali.py: {missing}. From the checkout, pip install '.[dali]' installs what this program needs.")
@@ -239,12 +240,7 @@ class Arrivals:
 
 def choose_device(wanted: str) -> str:
     """Return the device to open the files on, made PyTorch's current one before anything touches CUDA."""
-    n_processes = os.environ.get("WORLD_SIZE", "1")
-    if n_processes != "1":
-        raise gpuload.PlanError(
-            f"WORLD_SIZE={n_processes}: this program is for one process, for brevity; start one, or train with several "
-            "in pipelines/classify.py."
-        )
+    check_one_process("start one, or train with several in pipelines/classify.py")
     kind, _, number = wanted.partition(":")
     n_there = torch.cuda.device_count()
     of_process = "0" if n_there == 1 else os.environ.get("LOCAL_RANK", "0")  # launchers may show each its own card only

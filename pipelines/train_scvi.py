@@ -22,6 +22,8 @@ try:
 
     import gpuload
     from gpuload.cli.settings import read_names
+    from gpuload.cli.text import positive, whole_number
+    from gpuload.distributed import check_one_process
     from gpuload.lightning import CellDataModule
 except ImportError as missing:
     sys.exit(
@@ -173,10 +175,10 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-key", metavar="COLUMN", help="obs column of the batch effect to correct for, such as plate")
     add("--genes", metavar="FILE", help="use only the genes named in this text file, one per line (default: all)")
     add("--layer", default="X", help="matrix of counts: X, raw.X or a layer's name (default: X)")
-    add("--epochs", type=int, default=10, metavar="N", help="passes over the cells (default: 10)")
+    add("--epochs", type=whole_number, default=10, metavar="N", help="passes over the cells (default: 10)")
     add("--batch-size", type=int, default=128, metavar="N", help="cells per minibatch (default: 128)")
-    add("--latent", type=int, default=10, metavar="N", help="dimensions of the latent space (default: 10)")
-    add("--lr", type=float, default=1e-3, metavar="R", help="learning rate of Adam (default: 0.001)")
+    add("--latent", type=whole_number, default=10, metavar="N", help="dimensions of the latent space (default: 10)")
+    add("--lr", type=positive, default=1e-3, metavar="R", help="learning rate of Adam (default: 0.001)")
     add("--accelerator", default="auto", help="Lightning accelerator: auto, cpu or gpu (default: auto)")
     add("--seed", type=int, default=0, metavar="N", help="random seed of order and model (default: 0)")
     add("--out", type=Path, metavar="FOLDER", help="folder to write the model and the latent space to")
@@ -187,11 +189,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
     args = read_arguments(argv)
     try:
+        check_one_process("start one, since several would write the same files")
         genes = read_names(args.genes) if args.genes else None
         cells = Cells(
             args.paths, args.batch_key, layer=args.layer, genes=genes, batch_size=args.batch_size, seed=args.seed
         )
         print(f"{cells.n_obs:,} cells x {cells.n_vars:,} genes in {len(cells.batches)} batches", flush=True)
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)  # where that is not possible, it is said before training
         model = train(cells, args)
         say_history(model)
         if args.out is not None:

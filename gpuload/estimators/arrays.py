@@ -229,10 +229,9 @@ def _cupy(number: int) -> Engine:
 
 
 def _native(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array in C order with a dtype that torch supports too: native byte order, no objects."""
-    if array.dtype == object:
-        return np.ascontiguousarray(array, dtype=np.float64)
-    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+    """Return an array in C order that torch takes without a warning: native byte order, no objects, writable."""
+    found = np.ascontiguousarray(array, np.float64 if array.dtype == object else array.dtype.newbyteorder("="))
+    return found if found.flags.writeable else found.copy()
 
 
 def to_host(array: Any) -> NDArray[Any]:
@@ -240,5 +239,6 @@ def to_host(array: Any) -> NDArray[Any]:
     if isinstance(array, np.ndarray):
         return array
     if hasattr(array, "detach"):
-        return np.asarray(array.detach().cpu().numpy())
+        found = array.detach().cpu()
+        return np.asarray((found.float() if str(found.dtype) == "torch.bfloat16" else found).numpy())  # NumPy has none
     return np.asarray(array.get() if hasattr(array, "get") else array)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ from gpuload.estimators.passes import Passes
 from gpuload.loader import Loader
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
     from typing import Self
 
@@ -82,14 +82,19 @@ class Estimator:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write parameters and learned state to an .npz file, without pickles."""
+        """Write parameters and learned state to an .npz file (no pickles), atomically replacing an existing file."""
         learnt = {k: v for k, v in vars(self).items() if k.endswith("_") and not k.startswith("_")}
         if not learnt:
             raise PlanError(f"{type(self).__name__} is not fitted; call fit first.")
         params = {k: v.item() if isinstance(v, np.generic) else v for k, v in self.get_params().items()}
         about = json.dumps({"estimator": type(self).__name__, "params": params})
-        with Path(path).open("wb") as file:
-            np.savez(file, **{"about": np.array(about), **{k: np.asarray(v) for k, v in learnt.items()}})  # type: ignore[arg-type]
+        beside = Path(f"{os.fspath(path)}.{os.getpid()}.new")
+        try:
+            with beside.open("wb") as file:
+                np.savez(file, **{"about": np.array(about), **{k: np.asarray(v) for k, v in learnt.items()}})  # type: ignore[arg-type]
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -265,6 +265,8 @@ def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
     """Return the targets of the rows of X as float32; those of a loader's cells are taken in the order of its rows."""
     if y is None:
         raise PlanError("y=None: this estimator requires y to be passed, but the target y is None; pass one.")
+    if hasattr(y, "toarray"):
+        raise PlanError("y is a sparse matrix; pass y.toarray().")
     is_elsewhere = hasattr(y, "detach") or hasattr(y, "__cuda_array_interface__")
     targets = to_host(y) if is_elsewhere else np.asarray(y)
     if targets.ndim not in (1, 2) or len(targets) != n_rows:

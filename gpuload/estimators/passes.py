@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import check_unmasked
 from gpuload.errors import PlanError
 from gpuload.estimators.arrays import float32_of_bits
 from gpuload.loader import Loader
@@ -88,10 +89,18 @@ class Passes:
                 "data: X.reshape(1, -1) makes one row, X.reshape(-1, 1) one column."
             )
         self.n_rows, self.n_columns = shape
+        check_unmasked("X", X)
         if hasattr(X, "tocsr"):
             self._X = X.tocsr()
+        elif hasattr(X, "get") or hasattr(X, "detach"):
+            self._X = X
         else:
-            self._X = np.asarray(X) if not hasattr(X, "detach") and not hasattr(X, "get") else X
+            self._X = np.asarray(X)
+        if self._X.shape != shape or str(getattr(X, "layout", "torch.strided")) != "torch.strided":
+            raise PlanError(
+                f"X: found a {type(X).__name__} that is no dense array; pass one, a SciPy sparse matrix, or a loader "
+                "from gpuload.open_loader, which reads a file's cells."
+            )
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64] | slice, Any]]:
         """Iterate over all rows once: (row numbers, (m, n_columns) dense array).

@@ -35,7 +35,8 @@ class TruncatedSVD(Estimator):
     Like `sklearn.decomposition.TruncatedSVD` (the matrix is not centred), but with at most a minibatch of the matrix in
     memory. Each pass but the last accumulates ``X.T @ (X @ Q)`` over minibatches, which turns a basis Q of
     `n_components` + `n_oversamples` columns towards the leading singular vectors; the last one computes them from
-    ``X @ Q``, which `fit_transform` rotates and returns, without a further pass.
+    ``X @ Q``, which `fit_transform` rotates and returns, without a further pass. If Q has a column for each row, it is
+    taken from the rows themselves.
 
     Parameters
     ----------
@@ -51,8 +52,9 @@ class TruncatedSVD(Estimator):
         with ``shuffle=True``: else all, since the first rows of a file are often of one kind. If they are few rows
         compared with the width of the basis, all rows are used; 1 always uses all.
     precision
-        ``"float32"``; ``"mixed"``: bfloat16 in all passes but the last, as they only turn the basis; ``"bfloat16"``: in
-        all passes, which leaves about three digits (both need torch as the engine). ``"auto"``: if the device
+        ``"float32"``; ``"mixed"``: bfloat16 in all passes but the last, as they only turn the basis: enough for counts
+        and their logarithms, whose noise is far above its rounding; ``"bfloat16"``: in all passes, which leaves about
+        three digits (both need torch as the engine). ``"auto"``: if the device
         multiplies bfloat16 natively, which is faster, bfloat16 for a loader of such values
         (``open_loader(dtype="bfloat16")``) and mixed for everything else.
     engine
@@ -140,14 +142,8 @@ class TruncatedSVD(Estimator):
         p, k = passes.n_columns, self.n_components
         self._check(passes.n_rows, p)
         width = min(p, k + self.n_oversamples)
-        start = self._random().standard_normal((p, width)).astype(np.float32)
-        basis = engine.orthonormal(engine.put(start, "float32"))
-        few = max(self.sample, min(1.0, SAMPLE_ROWS * width / passes.n_rows))
-        scale = 1.0
-        for number in range(1, self.n_passes):
-            share = few if number < self.n_passes - 1 else 1.0
-            image, scale = self._image(engine, passes, share, basis, early, scale)
-            basis = engine.orthonormal(image)
+        basis = self._basis(engine, passes, width, early)
+        width = basis.shape[1]
         scores = np.empty((passes.n_rows if keeps_scores else 0, width), dtype=np.float32)
         square = engine.zeros((width, width), "float64")
         turned = engine.put(basis, last)
@@ -169,6 +165,25 @@ class TruncatedSVD(Estimator):
         self.singular_values_: NDArray[np.float32] = lengths
         self._remember(passes)
         return np.asarray(scores @ (turn * signs).astype(np.float32))
+
+    def _basis(self, engine: Engine, passes: Passes, width: int, dtype: str) -> Any:
+        """Return an orthonormal basis of nearly the leading right singular vectors, (p, at most width) float32."""
+        n, p = passes.n_rows, passes.n_columns
+        if n <= width < p:  # few rows span all that there is
+            rows = np.empty((n, p), dtype=np.float32)
+            for numbers, part in passes:
+                rows[numbers] = engine.host(part)
+            largest = float(np.abs(rows).max())
+            return engine.orthonormal(engine.put((rows / (largest or 1)).T, "float32"))
+        start = self._random().standard_normal((p, width)).astype(np.float32)
+        basis = engine.orthonormal(engine.put(start, "float32"))
+        few = max(self.sample, min(1.0, SAMPLE_ROWS * width / n))
+        scale = 1.0
+        for number in range(1, self.n_passes):
+            share = few if number < self.n_passes - 1 else 1.0
+            image, scale = self._image(engine, passes, share, basis, dtype, scale)
+            basis = engine.orthonormal(image)
+        return basis
 
     def _image(
         self, engine: Engine, passes: Passes, share: float, basis: Any, dtype: str, scale: float

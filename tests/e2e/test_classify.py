@@ -293,6 +293,14 @@ def test_a_finished_run_is_not_repeated_unless_it_is_to_be_forgotten(
     assert trained == ["mlp-block-0", "linear-block-0"]
 
 
+def test_a_checkpoint_that_the_disk_has_no_room_for(run: Callable[..., Any], tmp_path: Path) -> None:
+    unfinished = tmp_path / "linear-block-0.unfinished"
+    unfinished.symlink_to("/dev/full")
+    code, _, err = run("--out", tmp_path, "--seeds", 1, "--orders", "block", "--save-every", 7)
+    said = f"[Errno 28] No space left on device: '{tmp_path / 'linear-block-0.pt'}'"
+    assert (code, err, unfinished.is_symlink()) == (1, f"classify.py: {said}\n", False)
+
+
 OF_OTHERS = ("my_weights.pt", "my_config.json", "linear-block-best.pt", "svm-block-0.json", "lightning/mine/last.ckpt")
 
 
@@ -507,16 +515,32 @@ def test_a_process_that_waits_in_vain_for_the_other_says_what_to_do(
     assert err.count("\n") == 1
 
 
-def test_a_process_whose_other_was_refused_says_so_in_one_line(
-    run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("waits_in", ["barrier", "broadcast_object_list"])
+def test_a_process_whose_other_has_ended_says_so_in_one_line(
+    run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_in: str
 ) -> None:
-    def closed() -> None:
-        raise RuntimeError("Connection closed by peer")
+    def closed(*_: object) -> None:
+        raise RuntimeError(f"{gloo}Connection closed by peer")
 
     monkeypatch.setattr(sys.modules["classify_run"], "n_processes", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "barrier", closed)
-    said = "classify.py: another process has ended, which says why, or is stuck: Connection closed by peer\n"
-    assert run("--out", tmp_path) == (1, "", said)
+    for name in ("barrier", "broadcast_object_list"):
+        monkeypatch.setattr(torch.distributed, name, closed if name == waits_in else lambda *_: None)
+    gloo = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+    code, _, err = run("--out", tmp_path)
+    said = "another process has ended, which says why, or is stuck:"
+    assert (code, err) == (1, f"classify.py: {said} {gloo}Connection closed by peer\n")
+    gloo = ""
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer"):  # an error that nobody has foreseen
+        run("--out", tmp_path)
+
+
+def test_held_out_cells_are_enough_for_all_processes(
+    run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(classify, "n_processes", lambda: N_TEST + 1)
+    code, _, err = run("--out", tmp_path / "out")
+    said = f"--test: {N_TEST} cells are held out, for {N_TEST + 1} processes to share; start fewer."
+    assert (code, err, (tmp_path / "out").exists()) == (2, f"classify.py: {said}\n", False)
 
 
 def test_another_number_of_processes_goes_on(
@@ -916,22 +940,49 @@ def test_lightning_goes_on_with_the_same_settings_only(
 
 
 @pytest.mark.filterwarnings("ignore")  # what Lightning and PyTorch say to one another
-def test_lightning_is_interrupted_as_the_other_programs_are(
-    in_lightning: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "expected", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; the same command goes on from the last checkpoint"),
+        (RuntimeError("[gloo] closed"), 1, "another process has ended, which says why, or is stuck: [gloo] closed"),
+    ],
+)
+def test_lightning_ends_as_the_other_programs_do(
+    in_lightning: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    expected: int,
+    said: str,
 ) -> None:
-    def interrupted(*given: object, **options: object) -> None:
-        raise KeyboardInterrupt
+    def fails(*given: object, **options: object) -> None:
+        raise error
 
     import classify_lightning
 
-    monkeypatch.setattr(classify_lightning.Learner, "training_step", interrupted)
+    monkeypatch.setattr(classify_lightning.Learner, "training_step", fails)
+    monkeypatch.setattr(sys.modules["classify_run"], "n_processes", lambda: 2)
     handler = signal.getsignal(signal.SIGINT)
     try:
         code, _, err = in_lightning("--seeds", 1, "--orders", "block", "--out", tmp_path)
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
-    assert code == 130
-    assert err.endswith("classify_lightning.py: interrupted; the same command goes on from the last checkpoint\n")
+    assert (code, err.endswith(f"classify_lightning.py: {said}\n")) == (expected, True)
+
+
+@pytest.mark.filterwarnings("ignore")  # what Lightning and PyTorch say to one another
+def test_a_process_that_lightning_starts_does_its_part(
+    in_lightning: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no rank before it meets the others, whose work it leaves to the first."""
+    for name, value in {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = in_lightning("--seeds", 1, "--orders", "block", "--out", tmp_path)
+    assert (code, out) == (0, ""), err
+    monkeypatch.setenv("RANK", "1")
+    code, out, err = in_lightning("--out", tmp_path)
+    said = "WORLD_SIZE=2: this program is for one process; start one, and Lightning starts another for each further GPU"
+    assert (code, out, err) == (2, "", f"classify_lightning.py: {said}.\n")
 
 
 def test_lightning_has_a_command_line_of_its_own(

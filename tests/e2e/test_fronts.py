@@ -187,6 +187,26 @@ def test_torch_refuses_workers_and_says_why(plain: Stored, CellDataset: Any, con
         assert "threads" in str(caught.value)
 
 
+def test_what_accelerate_would_divide_twice_is_refused(
+    plain: Stored, CellDataset: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps the DataLoader that is iterated in a state of all threads, and divides its minibatches among ranks."""
+    state = SimpleNamespace(active_dataloader=None)
+    monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(GradientState=lambda: state))
+    for world_size in (1, 2):
+        with gpuload.open_loader(plain.path, batch_size=8, rank=0, world_size=world_size) as loader:
+            dataset = CellDataset(loader)
+            for iterated in (None, "of other cells", dataset):
+                state.active_dataloader = iterated and SimpleNamespace(dataset=iterated)
+                if (world_size, iterated) != (2, dataset):
+                    assert len(list(dataset)) == len(loader)
+                    continue
+                with pytest.raises(
+                    gpuload.PlanError, match=r"Accelerate has prepared .*; iterate over the CellDataset"
+                ):
+                    list(dataset)
+
+
 def test_a_dataset_is_neither_indexed_nor_pickled(plain: Stored, CellDataset: Any) -> None:
     with gpuload.open_loader(plain.path, num_threads=1) as loader:
         with pytest.raises(gpuload.PlanError, match=r"iterated, not indexed; .* dataset\.take\(rows\)"):

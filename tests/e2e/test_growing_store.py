@@ -62,6 +62,14 @@ def test_it_goes_on_after_a_kill(run, tmp_path: Path) -> None:
     assert len(re.findall("^epoch", out, re.MULTILINE)) == 3
 
 
+def test_several_processes_are_refused(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = run(tmp_path / "remote", "--root", tmp_path / "store", "--make", 3)
+    said = "WORLD_SIZE=2: this program is for one process; start one, since several would not train one model."
+    assert (code, out, err) == (2, "", f"growing_store.py: {said}\n")
+    assert not any(tmp_path.iterdir())
+
+
 def test_what_cannot_be_carried_out_is_said_in_one_sentence(run, tmp_path: Path) -> None:
     code, _, err = run(tmp_path / "nix", "--root", tmp_path / "store")
     assert (code, err) == (1, f"growing_store.py: {tmp_path / 'nix'}: no such folder. Check the path.\n")

@@ -87,6 +87,14 @@ def train(plain: Stored) -> dict[str, Any]:
     return {"paths": plain.path, **SETTINGS}
 
 
+@pytest.fixture
+def started_by_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set what Lightning sets for the second process that it starts."""
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+
 # --- epochs ---
 
 
@@ -127,6 +135,15 @@ def test_without_a_trainer_it_is_a_loader(front, plain, train):
     batches = module.train_dataloader()
     assert [rows(batches), rows(batches)] == [epoch_of(plain.path, 0), epoch_of(plain.path, 1)]
     module.teardown()
+
+
+def test_a_process_that_lightning_starts_may_look_before_it_has_a_rank(front, plain, train, started_by_lightning):
+    module = front.CellDataModule(train)
+    module.setup("fit")
+    assert rows(module.train_dataloader()) == epoch_of(plain.path, 0, rank=0, world_size=1)
+    attached(module, rank=1, world_size=2)
+    assert rows(module.train_dataloader()) == epoch_of(plain.path, 0, rank=1, world_size=2)
+    module.teardown("fit")
 
 
 def test_minibatches_are_those_of_the_torch_front(front, plain, train):

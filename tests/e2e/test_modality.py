@@ -680,8 +680,12 @@ def test_a_fit_that_fails_leaves_the_model_as_it_was(
 
 
 def test_parameters_that_a_search_has_set_are_saved(
-    small: Callable[[], Any], cells: tuple[Paired, Paired], tmp_path: Path
+    small: Callable[[], Any], cells: tuple[Paired, Paired], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full(file: Any, **_: Any) -> None:
+        file.write(b"PK")
+        raise OSError(28, "No space left on device")
+
     model = small().set_params(n_gene_components=np.int64(20), gamma=np.float32(0.25), n_rounds=np.uint8(1))
     model.fit(cells[0].genes[:100], cells[0].proteins[:100])
     path = tmp_path / "model.npz"
@@ -694,6 +698,11 @@ def test_parameters_that_a_search_has_set_are_saved(
     with pytest.raises(gpuload.PlanError, match=r"^params hold \{1\}, which is no number or string"):
         model.save(path)
     assert path.read_bytes() == whole  # the file of before is not cut short
+    model.params["gamma"] = 0.5
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="No space"):
+        model.save(path)
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (whole, [path])
 
 
 def test_rows_that_are_no_cells_are_refused(
@@ -1122,6 +1131,33 @@ def test_what_is_no_model_is_refused(
     )
     cure = "Pass the file that ProteinModel.save or --save has written, or fit and save the model again."
     assert (code, err) == (1, f"modality.py: {path}: not a saved ProteinModel: {what}. {cure}\n")
+
+
+def test_what_is_impossible_is_said_before_a_model_is_fitted(
+    folder: Path, run: Callable[..., Any], modality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modality.ProteinModel, "fit", lambda *_: pytest.fail("fitted"))
+    (tmp_path / "file").touch()
+    code, _, err = run(folder, "--out", tmp_path / "file" / "out")
+    assert (code, err) == (1, f"modality.py: [Errno 20] Not a directory: '{tmp_path / 'file' / 'out'}'\n")
+    for arguments in (("--model", "model.npz"), ("genes.h5ad", "--out", tmp_path)):
+        code, _, err = run(tmp_path / "prediction.h5ad", *arguments)
+        said = f"--out {tmp_path}: the prediction would replace {tmp_path / 'prediction.h5ad'}; name another folder."
+        assert (code, err) == (2, f"modality.py: {said}\n")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = "WORLD_SIZE=2: this program is for one process; start one, since several would write the same files."
+    assert run(folder, "--out", tmp_path / "out") == (2, "", f"modality.py: {said}\n")
+
+
+def test_the_model_is_saved_though_its_prediction_cannot_be(
+    folder: Path, run: Callable[..., Any], modality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(modality, "write_prediction", full)
+    assert run(folder, "--out", tmp_path, "--no-baselines", "--save", tmp_path / "model.npz")[0] == 1
+    assert modality.ProteinModel.load(tmp_path / "model.npz").protein_names_.tolist() == PANEL
 
 
 def test_no_bar_is_drawn_where_nobody_looks(

@@ -113,16 +113,22 @@ def test_held_out_cells_are_not_trained_on(program, path):
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(N_CELLS))
 
 
-@pytest.mark.parametrize(("n_obs", "sizes"), [(201, [100, 100]), (202, [100, 100, 2]), (101, [100]), (99, [99])])
-def test_no_minibatch_of_one_cell_is_trained_on(n_obs, sizes, tmp_path, monkeypatch):
-    """PyTorch cannot normalise it. Needs no scvi-tools."""
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program without scvi-tools."""
     pytest.importorskip("lightning")
     monkeypatch.setitem(sys.modules, "scvi", ModuleType("scvi"))
     spec = importlib.util.spec_from_file_location("train_scvi_alone", PROGRAM)
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
+    return program
+
+
+@pytest.mark.parametrize(("n_obs", "sizes"), [(201, [100, 100]), (202, [100, 100, 2]), (101, [100]), (99, [99])])
+def test_no_minibatch_of_one_cell_is_trained_on(n_obs, sizes, tmp_path, alone):
+    """PyTorch cannot normalise it."""
     writers.write_plain(tmp_path / "cells.h5ad", writers.counts(n_obs, 20))
-    module = program.Cells([str(tmp_path / "cells.h5ad")], None, batch_size=100)
+    module = alone.Cells([str(tmp_path / "cells.h5ad")], None, batch_size=100)
     module.setup("fit")
     assert [len(batch["rows"]) for batch in module.train_dataloader()] == sizes
     module.teardown("fit")
@@ -157,6 +163,35 @@ def test_what_cannot_be_carried_out_is_said(program, cells, tmp_path, capsys, ar
     write_h5ad(tmp_path / "cells.h5ad", X, obs, var, "gzip")
     assert program.main([str(tmp_path / "cells.h5ad"), "--accelerator", "cpu", "--epochs", "1", *arguments]) == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "code", "message"),
+    [
+        (["--out", "{}/cells.h5ad"], {}, 1, "train_scvi.py: [Errno 17] File exists: '{}/cells.h5ad'\n"),
+        ([], {"RANK": "1", "WORLD_SIZE": "2"}, 2, "train_scvi.py: WORLD_SIZE=2: this program is for one process; "),
+        (
+            ["--epochs", "-1"],
+            {},
+            2,
+            "argument --epochs: '-1' is not a whole number of at least 1",
+        ),  # to Lightning: endless
+        (["--latent", "0"], {}, 2, "argument --latent: '0' is not a whole number of at least 1"),
+        (["--lr", "nan"], {}, 2, "argument --lr: 'nan' is not a number above 0"),
+    ],
+)
+def test_what_is_impossible_is_said_before_training(
+    alone, tmp_path, capsys, monkeypatch, options, environment, code, message
+):
+    monkeypatch.setattr(alone, "train", lambda *_: pytest.fail("trained"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    writers.write_plain(tmp_path / "cells.h5ad", writers.counts(50, 20))
+    try:
+        found = alone.main([str(tmp_path / "cells.h5ad"), *(option.format(tmp_path) for option in options)])
+    except SystemExit as ended:
+        found = ended.code
+    assert (found, message.format(tmp_path) in capsys.readouterr().err) == (code, True)
 
 
 def test_a_gene_is_a_line(program, tmp_path, monkeypatch):

@@ -127,6 +127,20 @@ def test_svd_of_a_matrix_of_low_rank() -> None:
     assert TruncatedSVD(2).fit(np.zeros((5, 4))).singular_values_.max() == 0
 
 
+@pytest.mark.parametrize(("engine", "precision"), [("numpy", "float32"), ("torch", "float32"), ("torch", "mixed")])
+@pytest.mark.parametrize("kind", ["few rows", "few columns", "zeros"])
+def test_svd_of_all_that_there_is(cells: np.ndarray, engine: str, precision: str, kind: str) -> None:
+    """With as many components as rows or columns, exact also where the smallest are but noise."""
+    X = {"few rows": cells[:60:3].repeat(3, 1)[:, :150], "few columns": cells[:90, :20], "zeros": np.zeros((4, 30))}[
+        kind
+    ]
+    X = X + 0.01 * np.random.default_rng(0).standard_normal(X.shape).astype(np.float32) * (kind != "zeros")
+    svd = TruncatedSVD(min(X.shape), engine=engine_or_skip(engine), precision=precision)
+    scores, S = svd.fit_transform(X), np.linalg.svd(X.astype(np.float64), full_matrices=False)[1]
+    np.testing.assert_allclose(svd.singular_values_, S, rtol=1e-3)
+    np.testing.assert_allclose(svd.inverse_transform(scores), X, atol=1e-5 * max(1, S[0]))
+
+
 @pytest.mark.parametrize("kind", ["dense", "csr", "shuffled", "in file order"])
 def test_a_pass_over_some_rows(cells: np.ndarray, kind: str) -> None:
     """Runs spread over a matrix, the first minibatches of a loader that shuffles; all where the share is 1."""
@@ -370,6 +384,14 @@ def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray,
         (lambda X, y: KernelRidge().fit(X, y[:7]), r"y has shape \(7,\); expected \(5000,\)"),
         (lambda X, y: KernelRidge(n_rounds=2).fit(X, y), "needs groups: .* got 1 over 5000 rows"),
         (lambda X, y: KernelRidge(n_rounds=2).fit(X, y, np.arange(9)), "got 9 over 9 rows"),
+        (
+            lambda X, y: KernelRidge().fit(X, csr_matrix(X)),
+            r"y is a sparse matrix; pass y.toarray",
+        ),
+        (
+            lambda X, _: TruncatedSVD(2).fit(pytest.importorskip("torch").from_numpy(X).to_sparse()),
+            "X: found a Tensor that is no dense array; pass one, a SciPy sparse matrix, or a loader",
+        ),
     ],
 )
 def test_refused(cells: np.ndarray, call: Any, message: str) -> None:
@@ -776,6 +798,20 @@ def test_parameters_of_numpy_are_saved(tmp_path: Path, kind: Any) -> None:
     np.testing.assert_array_equal(KernelRidge.load(tmp_path / "model.npz").predict(X), model.predict(X))
 
 
+def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Any, **_: Any) -> None:
+        file.write(b"PK")
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "svd.npz"
+    TruncatedSVD(2, engine="numpy").fit(np.eye(5)).save(path)
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="No space left"):
+        TruncatedSVD(3, engine="numpy").fit(np.eye(5)).save(path)
+    assert len(TruncatedSVD.load(path).components_) == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "npy", "newer", "incomplete"])
 def test_files_that_are_no_whole_model(tmp_path: Path, damage: str) -> None:
     X, y = cells_and_targets()
@@ -896,6 +932,9 @@ def test_hidden_targets_are_refused(kind: Any) -> None:
     hidden = np.ma.masked_array(y, np.arange(len(y)) == 2)
     with pytest.raises(PlanError, match=r"^y: it was given a masked array, whose value 2 is hidden; pass its .filled"):
         KernelRidge(engine="numpy").fit(kind(X), hidden)
+    hidden = np.ma.masked_array(X, np.arange(X.size).reshape(X.shape) == 2)
+    with pytest.raises(PlanError, match=r"^X: it was given a masked array, whose value 2 is hidden; pass its .filled"):
+        TruncatedSVD(1, engine="numpy").fit(hidden)
 
 
 def test_a_score_is_of_as_many_targets() -> None:
@@ -907,6 +946,33 @@ def test_a_score_is_of_as_many_targets() -> None:
     for model, wanted, n in ((of_one, two, 1), (of_two, y, 2)):
         with pytest.raises(PlanError, match=rf"^y has shape \(60,.*, but there are predictions of {n} targets"):
             model.score(X, wanted)
+
+
+@pytest.mark.parametrize("solver", ["exact", "nystrom"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tensors_of_bfloat16(regression: tuple[np.ndarray, ...], engine: str, solver: str) -> None:
+    torch = pytest.importorskip("torch")
+    X, y, test = (torch.from_numpy(a).bfloat16() for a in regression)
+    model = KernelRidge(0.3, gamma=0.05, solver=solver, engine=engine)
+    found, wanted = model.fit(X, y).predict(test), model.fit(X.float(), y.float()).predict(test.float())
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_an_array_that_may_not_be_written_is_copied() -> None:
+    """PyTorch would warn, and write into it."""
+    pytest.importorskip("torch")
+    frozen = np.zeros((2, 3), dtype=np.float32)
+    frozen.flags.writeable = False
+    open_engine("torch", "cpu").put(frozen, "float32")[:] = 1
+    assert not frozen.any()
+
+
+def test_a_matrix_on_disk_is_refused(tmp_path: Path) -> None:
+    anndata = pytest.importorskip("anndata")
+    anndata.AnnData(csr_matrix(np.eye(3, dtype=np.float32))).write_h5ad(tmp_path / "cells.h5ad")
+    X = anndata.read_h5ad(tmp_path / "cells.h5ad", backed="r").X
+    with pytest.raises(PlanError, match=r"^X: found a _CSRDataset that is no dense array; pass .* or a loader"):
+        TruncatedSVD(2).fit(X)
 
 
 @pytest.mark.parametrize("given", ["cells.h5ad", "AnnData"])
