@@ -70,6 +70,19 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     return replace(whole, var_names=alignment.var_names, var_ids=None, alignment=alignment)
 
 
+def stored_columns(obs: Sequence[str], known: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return which columns of obs to read from each part, given those that it has: a column of no part from all."""
+    have = set().union(*known)
+    return [[name for name in obs if name in own or name not in have] for own in known]
+
+
+def with_columns(store: Store, names: Sequence[str]) -> Store:
+    """Return a store with all the given columns; those that it lacks have only missing values."""
+    if all(name in store.obs for name in names):
+        return store
+    return replace(store, obs={name: store.obs.get(name, ObsColumn.missing(store.n_obs)) for name in names})
+
+
 def join_arrays(store: Store) -> Store:
     """Return a store of which the arrays of files that are alike are joined; once, when it has all its files."""
     if len(store.matrices) == 1:

@@ -52,7 +52,7 @@ _AT_A_TIME, _FAR_AT_A_TIME = 8, 16
 """Files examined concurrently; more if each has latency."""
 
 
-def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store:
+def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str], fill: bool = False) -> Store:
     """Open files whose rows are cells as one table.
 
     Gene numbers and values are looked for in columns ``genes`` and ``expressions``, ``gene_token_id`` and
@@ -68,6 +68,8 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store
         ``"X"``, or the name of the column of values.
     obs
         Columns of obs to keep in memory.
+    fill
+        Fill columns of obs that only some files have with missing values in the others.
 
     Raises
     ------
@@ -94,7 +96,7 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str]) -> Store
                 f"{file.path}: {file.names[0]!r} holds the number {file.greatest}, but {GENES_FILE} names genes "
                 f"{first} to {first + n_vars - 1} only; put the table for these cells there, or none."
             )
-    columns = _obs_columns(paths, obs)
+    columns = _obs_columns(paths, obs, fill)
     for name, column in columns.items():
         check_length(
             f"{paths[0]}: obs column {name!r}", column.values.size, sum(f.lengths.size for f in files), "cells"
@@ -206,23 +208,32 @@ def _look_at(path: str, layer: str, progress: Progress) -> Cells:
     return cells
 
 
-def _obs_columns(paths: Sequence[str], names: Sequence[str]) -> dict[str, ObsColumn]:
+def _obs_columns(paths: Sequence[str], names: Sequence[str], fill: bool) -> dict[str, ObsColumn]:
     from gpuload.formats.obs import encode
 
     if not names:
         return {}
-    found = _each(paths, partial(_columns_of, names=names))
-    return {name: encode(join_columns(paths, name, [of[name] for of in found]), name, paths[0]) for name in names}
+    found = _each(paths, partial(_columns_of, names=names, fill=fill))
+    columns = {}
+    for name in names:
+        parts = [of[name] for of in found]
+        having = next((path for path, part in zip(paths, parts, strict=True) if not isinstance(part, int)), None)
+        if having is None:
+            raise no_column(paths[0], name, obs_columns(paths[0]))
+        columns[name] = encode(join_columns(paths, name, parts), name, having)
+    return columns
 
 
-def _columns_of(path: str, names: Sequence[str]) -> dict[str, Any]:
+def _columns_of(path: str, names: Sequence[str], fill: bool) -> dict[str, Any]:
+    """Return columns as `join_columns` takes them."""
     with opened(path) as table:
+        stored = [name for name in names if name in table.flat()]
         for name in names:
-            if name in table.flat():
+            if name in stored or (fill and name not in table.names()):
                 continue
             if name in table.names():
                 raise StoreError(
                     f"{path}: obs column {name!r} holds {table.type_of(name)}; expected one value per cell."
                 )
             raise no_column(path, name, table.flat())
-        return table.columns(names)
+        return {**dict.fromkeys(names, table.n_rows()), **table.columns(stored)}
