@@ -8,11 +8,11 @@ native call can carry out thousands of reads and decodes without touching Python
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -251,6 +251,13 @@ class Batch:
 
     def __len__(self) -> int:
         return int(self.rows.size)
+
+    def __getitem__(self, name: object) -> NoReturn:
+        """Raise PlanError: the parts of a minibatch are attributes."""
+        raise PlanError(
+            f"batch[{shown(name)}]: a minibatch has attributes: batch.X, batch.obs['column'], batch.rows; to get dicts "
+            "of tensors, iterate over gpuload.torch.CellDataset(loader)."
+        )
 
     def matrices(self) -> dict[str, Any]:
         """Return ``"X"`` and all other matrices, named as in `Loader.tables`: ``"layers/<name>"`` and so on."""

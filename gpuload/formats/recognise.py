@@ -267,7 +267,8 @@ def _modality(path: str) -> tuple[str, str]:
             return head, tail.removeprefix(f"{group or MODALITIES}/")
         head, name = os.path.split(head)
         tail = f"{name}/{tail}"
-    raise ReadError(f"{path}: no such file. Check the path.")
+    home = " '~' is not expanded: pass os.path.expanduser(path)." if path.startswith("~") else ""
+    raise ReadError(f"{path}: no such file. Check the path.{home}")
 
 
 def _group_of(path: str) -> str:

@@ -225,6 +225,14 @@ def test_missing_file(tmp_path: Path) -> None:
     path = tmp_path / "nowhere.h5ad"
     assert_refused("ReadError", path, str(path), "no such file")
     assert_refused("ReadError", [write_and_path(tmp_path), path], str(path))
+    assert_refused("ReadError", "~/nowhere.h5ad", "~/nowhere.h5ad: no such file. ", "os.path.expanduser(path)")
+
+
+def test_a_minibatch_is_no_dict(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, batch_size=4, device="cpu") as loader:
+        batch = loader.take([0])
+    with pytest.raises(gpuload.PlanError, match=r"^batch\['X'\]: .*batch\.X, .*CellDataset"):
+        batch["X"]
 
 
 def write_and_path(folder: Path) -> Path:
