@@ -14,7 +14,7 @@ from gpuload.store import ObsColumn, Store, check_whole
 from gpuload.types import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -33,7 +33,8 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     Parameters
     ----------
     stores
-        The parts, of one file or several. Their obs columns are taken out of them, each let go once it is joined.
+        The parts, of one file or several. Their obs columns are taken out of them, each let go once it is joined; one
+        that only some have is missing values in the others.
     join
         None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
     cure
@@ -51,7 +52,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         _check_kind(first, store)
         if join is None:
             _check_genes(first, store, cure)
-    obs = {name: _concat_column(name, stores) for name in list(first.obs)}
+    obs = {name: _concat_column(name, stores) for name in dict.fromkeys(name for s in stores for name in s.obs)}
     whole = Store(
         matrices=tuple(m for s in stores for m in s.matrices),
         paths=tuple(p for s in stores for p in s.paths),
@@ -68,6 +69,12 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     if alignment.maps is None:
         return whole
     return replace(whole, var_names=alignment.var_names, var_ids=None, alignment=alignment)
+
+
+def columns_by_part(names: Sequence[str], known: Sequence[Collection[str]]) -> list[list[str]]:
+    """Return those of some obs columns to read of each part: what it has, and what none has, for its error."""
+    have = set().union(*known)
+    return [[name for name in names if name in own or name not in have] for own in known]
 
 
 def join_arrays(store: Store) -> Store:
@@ -161,8 +168,12 @@ def _as_kind(column: ObsColumn, kind: str) -> ObsColumn:
     return column if is_coded else ObsColumn(column.values.astype(np.int32), np.array([False, True], dtype=object))
 
 
+def _taken(name: str, store: Store) -> ObsColumn:
+    return store.obs.pop(name) if name in store.obs else ObsColumn.missing(store.n_obs)
+
+
 def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
-    columns = _of_one_kind(name, [s.obs.pop(name) for s in stores], [s.paths[0] for s in stores])
+    columns = _of_one_kind(name, [_taken(name, s) for s in stores], [s.paths[0] for s in stores])
     if len(columns) == 1:
         return columns[0]
     if columns[0].categories is None:

@@ -247,10 +247,17 @@ def source_of(path: str) -> FileSource | RemoteSource:
     return FileSource(path) if address is None else RemoteSource(path, address.uncached, [address.object()])
 
 
+def nulls(n_rows: int) -> Any:
+    """Return a column of missing values, of no type, for `join_columns`."""
+    import pyarrow as pa
+
+    return pa.chunked_array([pa.nulls(n_rows)])
+
+
 def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
     """Return a column as a NumPy or pandas array, joined from its parts in several files.
 
-    Text becomes a Categorical with sorted categories; missing numbers are NaN.
+    Text becomes a Categorical with sorted categories; missing numbers are NaN. A part without values may be of no type.
 
     Parameters
     ----------
@@ -272,17 +279,21 @@ def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
     import pyarrow as pa
 
     alike: list[Any] = []
+    first, kind = paths[0], pa.null()
     for path, part in zip(paths, parts, strict=True):
         column = part
         if pa.types.is_dictionary(column.type) and column.type.index_type != pa.int32():
             column = column.cast(pa.dictionary(pa.int32(), column.type.value_type))
-        if alike and column.type != alike[0].type:
+        if pa.types.is_null(kind):
+            first, kind = path, column.type
+        if column.type not in (kind, pa.null()):
             raise StoreError(
-                f"{path}: column {name!r} holds {column.type} but that of {paths[0]} holds {alike[0].type}; make the "
-                "column's type the same in all files."
+                f"{path}: column {name!r} holds {column.type} but that of {first} holds {kind}; make the column's "
+                "type the same in all files."
             )
         alike.append(column)
-    whole = pa.chunked_array([chunk for part in alike for chunk in part.chunks], type=alike[0].type)
+    chunks = [chunk for part in alike for chunk in part.chunks]
+    whole = pa.chunked_array([pa.nulls(len(c), kind) if c.type != kind else c for c in chunks], type=kind)
     with _damage(paths[0]):
         if pa.types.is_dictionary(whole.type):
             return _categorical(whole, paths[0])

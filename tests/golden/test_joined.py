@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.sparse import csr_matrix
 
 import gpuload
 from gpuload.errors import CorruptDataError
@@ -159,26 +160,61 @@ def test_float32_stays_float32_beside_missing_values(other: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:zarr v3 autosharding")
 @pytest.mark.parametrize("form", ["collection", "parquet"])
-def test_columns_that_only_a_later_part_of_one_store_has_are_not_said_to_be_missing(tmp_path: Path, form: str) -> None:
-    X, other = counts(2, 3), tmp_path / "other.h5ad"
-    obs = [pd.DataFrame({"n": [i, i], **({"dose": [5.0, 6.0]} if i else {})}, index=["a", "b"]) for i in range(2)]
-    anndata.AnnData(X, obs[1]).write_h5ad(other)
+def test_columns_that_only_some_parts_of_one_store_have(tmp_path: Path, form: str) -> None:
+    X, other = csr_matrix(np.eye(2, dtype=np.float32)), tmp_path / "other.h5ad"
+    dose = np.array([0.1, 0.5], dtype=np.float32)
+    obs = [
+        {"n": [0, 0]},
+        {"n": [1, 1], "dose": dose, "clone": ["b", "a"], "is_doublet": [True, False]},
+        {"n": [2, 2], "n_umi": [7, 8], "clone": ["c", "b"]},
+    ]
+    frames = [pd.DataFrame(of_part, index=[f"a{i}", f"b{i}"]) for i, of_part in enumerate(obs)]
+    anndata.AnnData(X, pd.DataFrame({"n": [3, 3], "only_here": [1, 2]}, index=["a", "b"])).write_h5ad(other)
     if form == "collection":
         zarr = pytest.importorskip("zarr")
         paths = [tmp_path / "cells.zarr"]
         root = zarr.open_group(str(paths[0]), mode="w")
         root.attrs["encoding-type"] = "annbatch-preshuffled"
-        for i in range(2):
-            anndata.io.write_elem(root, f"dataset_{i}", anndata.AnnData(X, obs[i]))
+        for i, frame in enumerate(frames):
+            anndata.io.write_elem(root, f"dataset_{i}", anndata.AnnData(X, frame))
     else:
         pytest.importorskip("pyarrow")
-        paths = [tmp_path / f"{i}.parquet" for i in range(2)]
-        for path, frame in zip(paths, obs, strict=True):
-            write_parquet(path, X, dict(frame))
-    with pytest.raises(gpuload.StoreError, match=r"obs has no column 'dose'; it has .*'n'"):
-        gpuload.open_loader([*paths, other], obs="dose", join="outer")
-    with gpuload.open_loader([*paths, other], obs="n", join="outer", shuffle=False) as loader:
-        assert next(iter(loader)).obs["n"].tolist() == [0, 0, 1, 1, 1, 1]
+        paths = [tmp_path / f"{i}.parquet" for i in range(3)]
+        for path, of_part in zip(paths, obs, strict=True):
+            write_parquet(path, X, of_part)
+    nan, dose_of = np.nan, [np.nan, np.nan, *dose, np.nan, np.nan]
+    columns = ["dose", "n_umi", "clone", "is_doublet"]
+    settings: dict[str, Any] = {"join": "outer", "shuffle": False}
+    with gpuload.open_loader(paths, obs=columns, **settings) as loader:
+        (batch,) = loader
+        np.testing.assert_array_equal(batch.obs["dose"], np.array(dose_of, dtype=np.float32), strict=True)
+        np.testing.assert_array_equal(batch.obs["n_umi"], [nan, nan, nan, nan, 7.0, 8.0], strict=True)
+        clones = np.append(loader.categories["clone"], None)
+        assert clones[batch.obs["clone"]].tolist() == [None, None, "b", "a", "c", "b"]
+        assert batch.obs["is_doublet"].tolist() == [-1, -1, 1, 0, -1, -1]
+    with gpuload.open_loader([*paths, other], obs=["n", "only_here", "dose"], **settings) as loader:
+        (batch,) = loader
+        assert batch.obs["n"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        np.testing.assert_array_equal(batch.obs["only_here"], [nan, nan, nan, nan, nan, nan, 1.0, 2.0])
+        np.testing.assert_array_equal(batch.obs["dose"], [*dose_of, nan, nan])
+    with gpuload.open_loader(paths, where="n_umi > 7 or dose == 0.1", **settings) as loader:
+        assert next(iter(loader)).rows.tolist() == [2, 5]
+    gpuload.pack(paths, tmp_path / "packed.zarr", keep_order=True, join="outer")
+    packed = anndata.io.read_zarr(tmp_path / "packed.zarr").obs
+    np.testing.assert_array_equal(packed["n_umi"].to_numpy(dtype=float, na_value=nan), [nan, nan, nan, nan, 7.0, 8.0])
+    for join, name, told in (("outer", "clones", "clones"), (None, "dose", "dose"), ("inner", "dose", "dose")):
+        with pytest.raises(gpuload.StoreError, match=rf"obs has no column '{told}'; .*it has .*'n'"):
+            gpuload.open_loader(paths, obs=name, join=join)
+
+
+def test_parquet_files_of_which_some_have_no_value_of_a_column(tmp_path: Path) -> None:
+    """Without any value, pandas writes a column of no type."""
+    pa, X = pytest.importorskip("pyarrow"), counts(2, 3)
+    paths = [tmp_path / f"{i}.parquet" for i in range(3)]
+    for path, values in zip(paths, (pa.nulls(2), ["a", "b"], pa.nulls(2)), strict=True):
+        write_parquet(path, X, {"clone": values})
+    with gpuload.open_loader(paths, obs="clone", shuffle=False) as loader:
+        assert next(iter(loader)).obs["clone"].tolist() == [-1, -1, 0, 1, -1, -1]
 
 
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
