@@ -21,7 +21,7 @@ import numpy as np
 
 from gpuload.checks import check_seed, check_whole
 from gpuload.errors import PlanError
-from gpuload.order import merge_ranges
+from gpuload.order import BegunAnywhere, merge_ranges
 from gpuload.permute import permuted_table, random_keys
 from gpuload.sampling.custom import ListOrder, as_blocks
 from gpuload.sampling.rows import list_of_runs
@@ -41,6 +41,10 @@ DEFAULT_BLOCK_SIZE = 16
 _BLOCKS, _ROWS = 1, 2
 """Key words that separate the random keys of the block order from those of the permutations within fetches."""
 
+FEW_BLOCKS = 64
+"""Of fewer blocks, rows at the end of one would be dropped more often than others, by up to half of the epochs; of as
+many, by less than 2 % of them."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -50,6 +54,9 @@ class Plan:
     ``batch_size * fetch_factor`` rows, rank 0 first: that is a fetch (a boundary may fall inside a block). The last
     round is split equally. Each fetch is permuted and split into minibatches. So every minibatch but the last of the
     epoch has `batch_size` rows, whatever the blocks, and all ranks have equally many of the same sizes.
+
+    What is dropped ends the order. If rows may be dropped and blocks are few, the order begins at a random row, and
+    ends before it: else rows that end a block would be dropped in most epochs, and others in none.
 
     Parameters
     ----------
@@ -118,6 +125,14 @@ class Plan:
         return getattr(self.strategy, "per_rank", None) is not None
 
     @property
+    def begins_anywhere(self) -> bool:
+        """Whether the order begins at a random row, so that all rows are dropped equally often."""
+        if not self.drop_last and self.uneven != "drop":
+            return False
+        largest = getattr(self.strategy, "largest_block", lambda _: 0)(self.file_rows)
+        return bool(largest) and largest * FEW_BLOCKS > self.strategy.n_rows(self.file_rows)
+
+    @property
     def n_partners(self) -> int:
         """Partners of each cell of a minibatch; 0 unless the strategy makes pairs."""
         return getattr(self.strategy, "n_partners", 0)
@@ -131,7 +146,11 @@ class Plan:
         if self.is_per_rank:
             is_mixed = getattr(self.strategy, "is_mixed", True)
             return ListOrder(list_of_runs(self._rank_blocks[self.rank]), is_mixed)
-        return self.strategy.order(self.file_rows, (self.seed, self.epoch, _BLOCKS))
+        order = self.strategy.order(self.file_rows, (self.seed, self.epoch, _BLOCKS))
+        if not self.begins_anywhere:
+            return order
+        (key,), n_rows = random_keys(1, self.seed, self.epoch, _BLOCKS, 3), self.strategy.n_rows(self.file_rows)
+        return BegunAnywhere(order, int(key) % n_rows, n_rows)
 
     @cached_property
     def _rank_blocks(self) -> list[NDArray[np.int64]]:

@@ -51,6 +51,7 @@ def fingerprint(plan: Plan, files: list[dict[str, Any]], further: list[str]) -> 
         "drop_last": bool(plan.drop_last),
         "uneven": plan.uneven,
         "sampler": plan.strategy.describe(),
+        **({"begins": "anywhere"} if plan.begins_anywhere else {}),  # omitted where the order is that of older states
         **({"further matrices": further} if further else {}),  # omitted if there are none, as in older states
     }
 

@@ -68,7 +68,8 @@ class BlockShuffle:
     Every row occurs once per epoch. If neighbours in the file are alike, the class counts of a minibatch vary more than
     those of independent draws; `gpuload.diversity` says by how much.
 
-    If one block holds more than half of the rows, the order begins at a random row, also within a block.
+    If one block holds more than half of the rows, or more than a 64th where `drop_last` or ``uneven="drop"`` may drop
+    some, the order begins at a random row, also within a block.
 
     Parameters
     ----------
@@ -118,6 +119,12 @@ class BlockShuffle:
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
         """Return the number of rows in all files."""
         return sum(file_rows)
+
+    def largest_block(self, file_rows: tuple[int, ...]) -> int:
+        """Return the number of rows of the largest block."""
+        if self.edges is not None:
+            return int(np.diff(self.edges).max(initial=0))
+        return min(self.block_size, max(file_rows, default=0))
 
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""

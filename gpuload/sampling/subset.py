@@ -125,6 +125,11 @@ class Part:
         """Partners of each cell in the inner strategy's minibatches."""
         return getattr(self.inner, "n_partners", 0)
 
+    def largest_block(self, file_rows: tuple[int, ...]) -> int:
+        """Return that of the inner strategy; 0 if its rows are not in shuffled blocks."""
+        del file_rows
+        return int(getattr(self.inner, "largest_block", lambda _: 0)(self.file_rows))
+
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
         """Return the number of rows in one epoch, over all ranks."""
         del file_rows

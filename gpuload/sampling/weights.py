@@ -145,6 +145,11 @@ class Chosen:
         del file_rows
         return self.n_samples
 
+    def largest_block(self, file_rows: tuple[int, ...]) -> int:
+        """Return the most rows that a block may have."""
+        del file_rows
+        return min(self.block_size, self.n_samples)
+
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
         (key,) = random_keys(1, *key_words)

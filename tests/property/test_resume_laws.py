@@ -344,6 +344,16 @@ def test_settings_that_only_one_of_them_has_are_named(make_loader: MakeLoader) -
             loader.load_state_dict(state)
 
 
+def test_a_state_of_an_order_that_began_elsewhere_is_refused(make_loader: MakeLoader) -> None:
+    """Where rows may be dropped, older versions began at the first row of a block; other orders are as they were."""
+    assert "begins" not in make_loader().state_dict()["fingerprint"]
+    loader = make_loader(replace(PLAN, drop_last=True))
+    state = loader.state_dict()
+    assert state["fingerprint"].pop("begins") == "anywhere"
+    with pytest.raises(PlanError, match="begins=None in the state, 'anywhere' here"):
+        loader.load_state_dict(state)
+
+
 def test_a_state_is_of_plain_values_whatever_the_settings_are(make_loader: MakeLoader) -> None:
     loader = make_loader(replace(PLAN, drop_last=np.True_))
     assert through_json(loader.state_dict())["fingerprint"]["drop_last"] is True
