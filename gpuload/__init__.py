@@ -229,10 +229,10 @@ def open_loader(
     join
         How to combine files whose genes, or gene orders, differ. None raises an error; ``"inner"`` takes the genes
         common to all files, in the order of the first; ``"outer"`` those of any file, in order of first appearance,
-        filling absent genes with 0 and obs columns absent from some files, or from some data sets of a collection, with
-        missing values (-1, or NaN for numbers, which become float64); a list of names takes those genes. Genes are
-        matched by name; the files are not modified. `genes` selects from the joined genes. Each modality is joined on
-        its own names; a list applies to the first.
+        filling absent genes with 0 and obs columns absent from some files, or data sets of a collection, with missing
+        values (-1, or NaN for numbers, which become float64); a list of names takes those genes. Genes are matched by
+        name; the files are not modified. `genes` selects from the joined genes. Each modality is joined on its own
+        names; a list applies to the first.
     where
         Filter on obs columns: ``"cell_type == 'T cell' and pct_mito < 0.1"``. Supports ==, !=, <, <=, >, >=, in, and,
         or, not, isna(column) and notna(column); quote a column whose name is not a Python identifier in backticks.

@@ -14,7 +14,7 @@ from gpuload.store import ObsColumn, Store, check_whole
 from gpuload.types import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -33,8 +33,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     Parameters
     ----------
     stores
-        The parts, of one file or several. Their obs columns are taken out of them, each let go once it is joined; one
-        that only some have is missing values in the others.
+        The parts, of one file or several. Their obs columns are taken out of them, each let go once it is joined.
     join
         None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
     cure
@@ -52,7 +51,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         _check_kind(first, store)
         if join is None:
             _check_genes(first, store, cure)
-    obs = {name: _concat_column(name, stores) for name in dict.fromkeys(name for s in stores for name in s.obs)}
+    obs = {name: _concat_column(name, stores) for name in list(first.obs)}
     whole = Store(
         matrices=tuple(m for s in stores for m in s.matrices),
         paths=tuple(p for s in stores for p in s.paths),
@@ -71,10 +70,17 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     return replace(whole, var_names=alignment.var_names, var_ids=None, alignment=alignment)
 
 
-def columns_by_part(names: Sequence[str], known: Sequence[Collection[str]]) -> list[list[str]]:
-    """Return those of some obs columns to read of each part: what it has, and what none has, for its error."""
+def stored_columns(obs: Sequence[str], known: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return which columns of obs to read from each part, given those that it has: a column of no part from all."""
     have = set().union(*known)
-    return [[name for name in names if name in own or name not in have] for own in known]
+    return [[name for name in obs if name in own or name not in have] for own in known]
+
+
+def with_columns(store: Store, names: Sequence[str]) -> Store:
+    """Return a store with all the given columns; those that it lacks have only missing values."""
+    if all(name in store.obs for name in names):
+        return store
+    return replace(store, obs={name: store.obs.get(name, ObsColumn.missing(store.n_obs)) for name in names})
 
 
 def join_arrays(store: Store) -> Store:
@@ -168,12 +174,8 @@ def _as_kind(column: ObsColumn, kind: str) -> ObsColumn:
     return column if is_coded else ObsColumn(column.values.astype(np.int32), np.array([False, True], dtype=object))
 
 
-def _taken(name: str, store: Store) -> ObsColumn:
-    return store.obs.pop(name) if name in store.obs else ObsColumn.missing(store.n_obs)
-
-
 def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
-    columns = _of_one_kind(name, [_taken(name, s) for s in stores], [s.paths[0] for s in stores])
+    columns = _of_one_kind(name, [s.obs.pop(name) for s in stores], [s.paths[0] for s in stores])
     if len(columns) == 1:
         return columns[0]
     if columns[0].categories is None:

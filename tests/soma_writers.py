@@ -65,6 +65,11 @@ def add_members(path: Path, *names: str) -> None:
             group.add(uri=name, name=name, relative=True)
 
 
+def is_text(dtype: Any) -> bool:
+    """Return whether a column of this type holds text: pandas 3 has a type of its own for it."""
+    return pd.api.types.is_object_dtype(dtype) or isinstance(dtype, pd.StringDtype)
+
+
 def write_frame(
     path: Path,
     frame: pd.DataFrame,
@@ -94,7 +99,7 @@ def write_frame(
         kind: dict[str, Any] = {}
         if isinstance(column.dtype, pd.CategoricalDtype):
             words = column.cat.categories
-            known = list(words) if words.dtype == object else np.asarray(words)
+            known = list(words) if is_text(words.dtype) else np.asarray(words)
             enumerations.append(tiledb.Enumeration(f"{name}_words", bool(column.cat.ordered), known))
             codes = column.cat.codes.to_numpy(dtype=np.int32)
             values[name] = np.array([None if c < 0 else int(c) for c in codes], dtype=object)
@@ -102,9 +107,9 @@ def write_frame(
         elif column.dtype == object and isinstance(column.iloc[0], bytes):
             kind = {"dtype": "blob", "var": True}
             values[name] = np.asarray(column, dtype=object)
-        elif column.dtype == object:
+        elif is_text(column.dtype):
             kind = {"dtype": "U0", "var": True, "nullable": True}
-            values[name] = np.asarray(column, dtype=object)
+            values[name] = column.astype(object).where(column.notna(), None).to_numpy()
         elif pd.api.types.is_extension_array_dtype(column.dtype):
             dtype = np.bool_ if column.dtype == "boolean" else column.dtype.numpy_dtype
             values[name] = np.array([None if v is pd.NA else v for v in column], dtype=object)
@@ -112,9 +117,9 @@ def write_frame(
         else:
             values[name] = column.to_numpy()
             kind = {"dtype": column.dtype}
-        is_text = kind["dtype"] in ("U0", "blob")
+        is_var = kind.get("var", False)
         of_floats = [one for one in numbers if one in ("zstd", "gzip", "lz4", "byteshuffle", "bitshuffle")]
-        own = text if is_text else numbers if np.dtype(kind["dtype"]).kind in "iu" else of_floats
+        own = text if is_var else numbers if np.dtype(kind["dtype"]).kind in "iu" else of_floats
         attributes.append(tiledb.Attr(name=name, filters=filters(own), **kind))
     dim = tiledb.Dim("soma_joinid", domain=(0, MAX), tile=4096, dtype=np.int64, filters=filters(numbers))
     schema = tiledb.ArraySchema(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.concat import columns_by_part, concat, join_arrays
+from gpuload.concat import concat, join_arrays, stored_columns, with_columns
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.addresses import as_address, check_given
 from gpuload.formats.arrays import OBSM, as_strings, numbered
@@ -125,7 +125,7 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
         Columns of obs to keep in memory; unless stored, ``"source_file"`` is the path of each cell's file.
     join
         How to join genes that differ between files; see `concat`. With ``"outer"``, columns of obs that only
-        some files, or data sets of a collection, have are missing values in the others.
+        some files have, or some data sets of a collection, are missing values in the others.
 
     Raises
     ------
@@ -139,7 +139,11 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
     each = _together(_parts(paths))
     is_made = SOURCE_FILE in obs and SOURCE_FILE not in _columns_of(each[0])
     stored = [name for name in obs if name != SOURCE_FILE] if is_made else obs
-    stores = [_open(each[0], None, layer, stored, join)] if len(each) == 1 else _open_all(each, layer, stored, join)
+    stores = (
+        [_open(each[0], None, layer, stored, join == "outer")]
+        if len(each) == 1
+        else _open_all(each, layer, stored, join)
+    )
     try:
         for store in stores[1:] if layer.startswith(OBSM) else ():
             _check_width(stores[0], store, layer)
@@ -195,7 +199,9 @@ def _columns_of(cells: Any, wanted: Sequence[str] = ()) -> Sequence[str]:
             if found.keys() >= set(wanted):
                 break
         return list(found)
-    return obs_columns(os.fspath(cells)) if isinstance(cells, (str, os.PathLike)) else list(getattr(cells, "obs", ()))
+    if isinstance(cells, (str, os.PathLike)):
+        return obs_columns(os.fspath(cells))
+    return [str(name) for name in getattr(cells, "obs", ())]
 
 
 def _source_file(store: Store) -> ObsColumn:
@@ -210,18 +216,19 @@ def _source_file(store: Store) -> ObsColumn:
 def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -> list[Store]:
     """Open several stores, a few concurrently; if some cannot be opened, raise the error of the first of them.
 
-    With ``"outer"``, a column that only some of them have is read of these.
+    With ``"outer"``, a column that only some of them have becomes missing values in the others.
     """
     pool = DaemonThreads(AT_A_TIME, "gpuload-open")
     opening: deque[Future[Store]] = deque()
     stores: list[Store] = []
     names = _Names()
     try:
-        known = pool.map(lambda one: _columns_of(one, obs), each) if obs and join == "outer" else [obs] * len(each)
-        for place, (one, stored) in enumerate(zip(each, columns_by_part(obs, known), strict=True)):
-            opening.append(pool.submit(_open, one, place, layer, stored, join))
+        fill = join == "outer"
+        known = pool.map(lambda one: _columns_of(one, obs), each) if obs and fill else [obs] * len(each)
+        for place, (one, stored) in enumerate(zip(each, stored_columns(obs, known), strict=True)):
+            opening.append(pool.submit(_open, one, place, layer, stored, fill))
         while opening:
-            store = opening[0].result()
+            store = with_columns(opening[0].result(), obs)
             stores.append(replace(store, var_names=names.shared(store.var_names), var_ids=names.shared(store.var_ids)))
             del store
             opening.popleft()  # which holds its own names
@@ -277,12 +284,12 @@ def _together(parts: Sequence[Any]) -> list[Any]:
     return out
 
 
-def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str], join: Join) -> Store:
+def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str], fill: bool) -> Store:
     if isinstance(cells, tuple):
-        return open_parquet(cells, layer=layer, obs=obs, is_outer=join == "outer")
+        return open_parquet(cells, layer=layer, obs=obs, fill=fill)
     if not isinstance(cells, (str, os.PathLike)):
         return open_memory(cells, place, layer=layer, obs=obs)
-    return open_path(os.fspath(cells), layer=layer, obs=obs, is_outer=join == "outer")
+    return open_path(os.fspath(cells), layer=layer, obs=obs, fill=fill)
 
 
 def _parts(paths: Any) -> list[Any]:

@@ -224,6 +224,8 @@ def _open_file(path: str, content: _OneFile | None = None) -> h5py.File:
 
 def _cure(path: str) -> str:
     """Return what to do about a file that is not HDF5."""
+    if path.lower().endswith((".rds", ".rdata")):  # gzip too, but of no use when unpacked
+        return "this is R's own format; write it from R as .h5ad, for example with anndataR"
     with suppress(OSError):  # it may have gone meanwhile
         if first_bytes(path).startswith(_GZIP):
             return "gunzip it first"

@@ -137,6 +137,8 @@ def _members(file: Any) -> str:
 
 
 def _others(file: Any) -> str:
+    if "matrix" in file and "row_attrs" in file:
+        return "this is a loom file; write it as .h5ad with anndata.io.read_loom(path).write_h5ad(DST)."
     there = [name for name, keys in (("X", ["X"]), ("raw.X", ["raw.X", "raw/X"])) if any(key in file for key in keys)]
     return other_matrices(_layers(file), there)
 

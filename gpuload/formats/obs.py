@@ -133,7 +133,7 @@ def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, Obs
             raise no_column(where, name, known)
         if known.count(name) > 1:
             raise StoreError(f"{where}: obs has {known.count(name)} columns {name!r}; rename all but one.")
-    frame = pd.DataFrame({name: adata.obs[name] for name in names}, index=adata.obs.index)
+    frame = pd.DataFrame({name: adata.obs.iloc[:, known.index(name)] for name in names}, index=adata.obs.index)
     adata.strings_to_categoricals(frame)  # as anndata does on writing; only the frame is changed
     return {name: encode(array_of(frame[name]), name, where) for name in names}
 

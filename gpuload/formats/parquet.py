@@ -247,17 +247,11 @@ def source_of(path: str) -> FileSource | RemoteSource:
     return FileSource(path) if address is None else RemoteSource(path, address.uncached, [address.object()])
 
 
-def nulls(n_rows: int) -> Any:
-    """Return a column of missing values, of no type, for `join_columns`."""
-    import pyarrow as pa
-
-    return pa.chunked_array([pa.nulls(n_rows)])
-
-
 def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
     """Return a column as a NumPy or pandas array, joined from its parts in several files.
 
-    Text becomes a Categorical with sorted categories; missing numbers are NaN. A part without values may be of no type.
+    Text becomes a Categorical with sorted categories; missing numbers are NaN. A part of Arrow's type null, as pandas
+    writes a column without any value, takes the type of the others.
 
     Parameters
     ----------
@@ -266,7 +260,7 @@ def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
     name
         The column.
     parts
-        As returned by `Table.columns`.
+        As returned by `Table.columns`; the number of rows of a file that lacks the column. At least one has it.
 
     Raises
     ------
@@ -278,29 +272,32 @@ def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
     import pandas as pd
     import pyarrow as pa
 
-    alike: list[Any] = []
-    first, kind = paths[0], pa.null()
+    found = [(path, part) for path, part in zip(paths, parts, strict=True) if not isinstance(part, int)]
+    first, like = next((pair for pair in found if not pa.types.is_null(pair[1].type)), found[0])
+    of_text = pa.types.is_dictionary(like.type)
+    wanted = pa.dictionary(pa.int32(), like.type.value_type) if of_text else like.type
+    chunks: list[Any] = []
     for path, part in zip(paths, parts, strict=True):
+        if isinstance(part, int) or pa.types.is_null(part.type):
+            chunks.append(pa.nulls(part if isinstance(part, int) else len(part), wanted))
+            continue
         column = part
         if pa.types.is_dictionary(column.type) and column.type.index_type != pa.int32():
             column = column.cast(pa.dictionary(pa.int32(), column.type.value_type))
-        if pa.types.is_null(kind):
-            first, kind = path, column.type
-        if column.type not in (kind, pa.null()):
+        if column.type != wanted:
             raise StoreError(
-                f"{path}: column {name!r} holds {column.type} but that of {first} holds {kind}; make the column's "
+                f"{path}: column {name!r} holds {column.type} but that of {first} holds {wanted}; make the column's "
                 "type the same in all files."
             )
-        alike.append(column)
-    chunks = [chunk for part in alike for chunk in part.chunks]
-    whole = pa.chunked_array([pa.nulls(len(c), kind) if c.type != kind else c for c in chunks], type=kind)
-    with _damage(paths[0]):
+        chunks += column.chunks
+    whole = pa.chunked_array(chunks, type=wanted)
+    with _damage(first):
         if pa.types.is_dictionary(whole.type):
-            return _categorical(whole, paths[0])
+            return _categorical(whole, first)
         if pa.types.is_boolean(whole.type) and whole.null_count:
             return pd.array(whole.to_pylist(), dtype="boolean")
         if pa.types.is_integer(whole.type) and whole.null_count:
-            check_whole(whole.drop_null().to_numpy(), f"{paths[0]}: obs column {name!r}")
+            check_whole(whole.drop_null().to_numpy(), f"{first}: obs column {name!r}")
         return whole.to_pandas(use_threads=False).to_numpy()
 
 

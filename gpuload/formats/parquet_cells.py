@@ -26,7 +26,7 @@ from gpuload.folder_source import FolderSource
 from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import OBSM, check_length, check_n_vars, no_column, no_obsm, numbered
 from gpuload.formats.index import indptr_of
-from gpuload.formats.parquet import join_columns, nulls, opened
+from gpuload.formats.parquet import join_columns, opened
 from gpuload.formats.parquet_file import look_at
 from gpuload.formats.parquet_genes import genes_of
 from gpuload.formats.parquet_rows import spec_of
@@ -52,7 +52,7 @@ _AT_A_TIME, _FAR_AT_A_TIME = 8, 16
 """Files examined concurrently; more if each has latency."""
 
 
-def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str], is_outer: bool = False) -> Store:
+def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str], fill: bool = False) -> Store:
     """Open files whose rows are cells as one table.
 
     Gene numbers and values are looked for in columns ``genes`` and ``expressions``, ``gene_token_id`` and
@@ -68,8 +68,8 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str], is_outer
         ``"X"``, or the name of the column of values.
     obs
         Columns of obs to keep in memory.
-    is_outer
-        Whether columns that only some files have are missing values in the others.
+    fill
+        Fill columns of obs that only some files have with missing values in the others.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str], is_outer
                 f"{file.path}: {file.names[0]!r} holds the number {file.greatest}, but {GENES_FILE} names genes "
                 f"{first} to {first + n_vars - 1} only; put the table for these cells there, or none."
             )
-    columns = _obs_columns(files, obs, is_outer)
+    columns = _obs_columns(paths, obs, fill)
     for name, column in columns.items():
         check_length(
             f"{paths[0]}: obs column {name!r}", column.values.size, sum(f.lengths.size for f in files), "cells"
@@ -208,34 +208,32 @@ def _look_at(path: str, layer: str, progress: Progress) -> Cells:
     return cells
 
 
-def _obs_columns(files: Sequence[Cells], names: Sequence[str], is_outer: bool) -> dict[str, ObsColumn]:
+def _obs_columns(paths: Sequence[str], names: Sequence[str], fill: bool) -> dict[str, ObsColumn]:
     from gpuload.formats.obs import encode
 
     if not names:
         return {}
-    paths = [file.path for file in files]
-    found = _each(paths, partial(_columns_of, names=names, is_outer=is_outer))
+    found = _each(paths, partial(_columns_of, names=names, fill=fill))
     columns = {}
     for name in names:
-        if not any(name in of_file for of_file in found):
+        parts = [of[name] for of in found]
+        having = next((path for path, part in zip(paths, parts, strict=True) if not isinstance(part, int)), None)
+        if having is None:
             raise no_column(paths[0], name, obs_columns(paths[0]))
-        parts = [
-            of_file[name] if name in of_file else nulls(file.lengths.size)
-            for file, of_file in zip(files, found, strict=True)
-        ]
-        columns[name] = encode(join_columns(paths, name, parts), name, paths[0])
+        columns[name] = encode(join_columns(paths, name, parts), name, having)
     return columns
 
 
-def _columns_of(path: str, names: Sequence[str], is_outer: bool) -> dict[str, Any]:
+def _columns_of(path: str, names: Sequence[str], fill: bool) -> dict[str, Any]:
+    """Return columns as `join_columns` takes them."""
     with opened(path) as table:
-        names = [name for name in names if name in table.names()] if is_outer else names
+        stored = [name for name in names if name in table.flat()]
         for name in names:
-            if name in table.flat():
+            if name in stored or (fill and name not in table.names()):
                 continue
             if name in table.names():
                 raise StoreError(
                     f"{path}: obs column {name!r} holds {table.type_of(name)}; expected one value per cell."
                 )
             raise no_column(path, name, table.flat())
-        return table.columns(names)
+        return {**dict.fromkeys(names, table.n_rows()), **table.columns(stored)}

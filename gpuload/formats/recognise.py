@@ -121,7 +121,7 @@ def folder_form(path: str) -> str:
     return "scdl" if is_scdl(path) else ""
 
 
-def open_path(path: str, *, layer: str, obs: Sequence[str], is_outer: bool = False) -> Store:
+def open_path(path: str, *, layer: str, obs: Sequence[str], fill: bool = False) -> Store:
     """Open one file, or a folder that is one store.
 
     Parameters
@@ -130,8 +130,8 @@ def open_path(path: str, *, layer: str, obs: Sequence[str], is_outer: bool = Fal
         The path; for a MuData or a SOMA experiment with several modalities, followed by one: ``"cells.h5mu/rna"``.
     layer, obs
         As for `formats.open_store`.
-    is_outer
-        Whether columns that only some data sets of a collection have are missing values in the others.
+    fill
+        Fill columns of obs that only some data sets of a collection have with missing values in the others.
 
     Raises
     ------
@@ -155,16 +155,16 @@ def open_path(path: str, *, layer: str, obs: Sequence[str], is_outer: bool = Fal
     module, function = _OPENERS[form]
     named: dict[str, Any] = {"modality": modality} if form in _WITH_MODALITIES else {}
     if form == "zarr":
-        named["is_outer"] = is_outer
+        named["fill"] = fill
     opened: Store = getattr(import_module(f"gpuload.formats.{module}"), function)(path, layer=layer, obs=obs, **named)
     return opened
 
 
-def open_parquet(paths: Sequence[str], *, layer: str, obs: Sequence[str], is_outer: bool = False) -> Store:
+def open_parquet(paths: Sequence[str], *, layer: str, obs: Sequence[str], fill: bool = False) -> Store:
     """Open Parquet files as one table of cells; see `parquet_cells.open_cells`."""
     from gpuload.formats.parquet_cells import open_cells
 
-    return open_cells(paths, layer=layer, obs=obs, is_outer=is_outer)
+    return open_cells(paths, layer=layer, obs=obs, fill=fill)
 
 
 def is_parquet(path: str) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.concat import columns_by_part, concat
+from gpuload.concat import concat, stored_columns, with_columns
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line
 from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import (
@@ -55,7 +55,7 @@ _COLLECTION = "annbatch-preshuffled"
 _DATASET = re.compile(r"dataset_(0|[1-9][0-9]*)")
 
 
-def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", is_outer: bool = False) -> Store:
+def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", fill: bool = False) -> Store:
     """Open an AnnData in zarr, an annbatch collection of them, or a modality of a MuData.
 
     Parameters
@@ -68,8 +68,8 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
         Columns of obs to keep in memory; for a modality, also those shared by all cells.
     modality
         The modality of a MuData; may be ``""`` if there is only one.
-    is_outer
-        Whether columns that only some data sets of a collection have are missing values in the others.
+    fill
+        Fill columns of obs that only some data sets of a collection have with missing values in the others.
 
     Raises
     ------
@@ -88,9 +88,9 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
                 root, path, modality, obs, lambda group, own, name: _read(group, tree, held, layer, own, name)
             )
         groups = _datasets(root, path, modality)
-        known = [column_names(member(group, "obs", path)) if is_outer and obs else obs for group in groups]
-        each = zip(groups, columns_by_part(obs, known), strict=True)
-        stores = [_read(group, tree, held, layer, own) for group, own in each]
+        known = [column_names(member(group, "obs", path)) if obs and fill else obs for group in groups]
+        each = zip(groups, stored_columns(obs, known), strict=True)
+        stores = [with_columns(_read(group, tree, held, layer, stored), obs) for group, stored in each]
         return concat(stores, cure="the data sets of a collection have the same genes in the same order: recreate it.")
 
 

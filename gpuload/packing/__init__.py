@@ -92,7 +92,7 @@ def pack(
     join
         What to do if files have different genes, or in a different order: None refuses them; ``"inner"``, ``"outer"``
         and a list of names pack the genes that `open_loader` would return. With ``"outer"``, columns of obs that only
-        some files, or data sets of a collection, have are missing values in the others.
+        some files have are missing values in the others.
     obs
         Columns of obs to keep, one or several; None keeps all.
     group_by

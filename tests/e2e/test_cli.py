@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 import pytest
 
+from gpuload import StoreError, open_loader
 from gpuload.cli import COMMANDS, demo, doctor, inspect, machine, main, real_data, text
 from gpuload.errors import CorruptDataError, MissingDependencyError
 from gpuload.formats.obs import write_h5ad
@@ -157,6 +158,17 @@ def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, c
     assert err.startswith(f"gpuload {command}: {path}: {message}")
     assert err.count("\n") == 1
     assert err.endswith("; gunzip it first.\n") == (content is not None and content[:2] == b"\x1f\x8b")
+
+
+def test_files_of_R_and_loom_are_named_as_what_they_are(tmp_path):
+    (tmp_path / "cells.rds").write_bytes(b"\x1f\x8b\x08")
+    with pytest.raises(StoreError, match=r"; this is R's own format; write it from R as \.h5ad, .*anndataR\.$"):
+        open_loader(tmp_path / "cells.rds")
+    with h5py.File(tmp_path / "cells.loom", "w") as file:
+        file["matrix"] = [[1.0, 2.0]]
+        file.create_group("row_attrs")
+    with pytest.raises(StoreError, match=r"there is no /X; .*; this is a loom file; write it as \.h5ad with anndata"):
+        open_loader(tmp_path / "cells.loom")
 
 
 def test_a_damaged_chunk_exits_with_1(run, path, tmp_path):

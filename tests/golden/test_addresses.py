@@ -632,11 +632,12 @@ def test_what_was_kept_of_shards_is_of_one_state_of_them(server: Running, tmp_pa
     n_shards = sum(1 for key in ("data", "indices") for _ in (path / "X" / key / "c").iterdir())
     n_first = n_requests_to_open()
     assert n_shards > 4
-    assert n_requests_to_open() == n_first - n_shards, "what the first opening kept was not used"
+    n_second = n_requests_to_open()
+    assert n_second <= n_first - n_shards, "what the first opening kept was not used"
     zarr_writers.csr(tmp_path / "new.zarr", shards=True, compressors=zarr_writers.LZ4_SHUFFLED)
     shutil.rmtree(place)
     shutil.copytree(tmp_path / "new.zarr", place)
-    assert n_requests_to_open() == n_first
+    assert n_requests_to_open() >= n_second + n_shards
     assert_same(batches("s3://data/kept.zarr", **reached), batches(tmp_path / "new.zarr"))
     shard = place / "X/data/c/1"
     shard.write_bytes((place / "X/data/c/0").read_bytes())

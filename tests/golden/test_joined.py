@@ -21,7 +21,6 @@ from gpuload.joined import JoinedSource
 from gpuload.tune import Bench, Wish
 from tests.other_forms import write_parquet
 from tests.several import dense, part, write, write_zarr
-from tests.writers import counts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,61 +159,42 @@ def test_float32_stays_float32_beside_missing_values(other: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:zarr v3 autosharding")
 @pytest.mark.parametrize("form", ["collection", "parquet"])
-def test_columns_that_only_some_parts_of_one_store_have(tmp_path: Path, form: str) -> None:
-    X, other = csr_matrix(np.eye(2, dtype=np.float32)), tmp_path / "other.h5ad"
-    dose = np.array([0.1, 0.5], dtype=np.float32)
-    obs = [
-        {"n": [0, 0]},
-        {"n": [1, 1], "dose": dose, "clone": ["b", "a"], "is_doublet": [True, False]},
-        {"n": [2, 2], "n_umi": [7, 8], "clone": ["c", "b"]},
-    ]
-    frames = [pd.DataFrame(of_part, index=[f"a{i}", f"b{i}"]) for i, of_part in enumerate(obs)]
-    anndata.AnnData(X, pd.DataFrame({"n": [3, 3], "only_here": [1, 2]}, index=["a", "b"])).write_h5ad(other)
+def test_columns_that_only_a_later_part_of_one_store_has(tmp_path: Path, form: str) -> None:
+    X, other = csr_matrix(np.eye(2, 3, dtype=np.float32)), tmp_path / "other.h5ad"
+    late = {"dose": [5.0, 6.0], "depth": [7, 8], "clone": ["x", "y"], "is_doublet": [False, True]}
+    obs = [pd.DataFrame({"n": [i, i], **(late if i else {})}, index=[f"{i}a", f"{i}b"]) for i in range(2)]
+    anndata.AnnData(X, obs[1]).write_h5ad(other)
     if form == "collection":
         zarr = pytest.importorskip("zarr")
         paths = [tmp_path / "cells.zarr"]
         root = zarr.open_group(str(paths[0]), mode="w")
         root.attrs["encoding-type"] = "annbatch-preshuffled"
-        for i, frame in enumerate(frames):
-            anndata.io.write_elem(root, f"dataset_{i}", anndata.AnnData(X, frame))
+        for i in range(2):
+            anndata.io.write_elem(root, f"dataset_{i}", anndata.AnnData(X, obs[i]))
     else:
         pytest.importorskip("pyarrow")
-        paths = [tmp_path / f"{i}.parquet" for i in range(3)]
-        for path, of_part in zip(paths, obs, strict=True):
-            write_parquet(path, X, of_part)
-    nan, dose_of = np.nan, [np.nan, np.nan, *dose, np.nan, np.nan]
-    columns = ["dose", "n_umi", "clone", "is_doublet"]
-    settings: dict[str, Any] = {"join": "outer", "shuffle": False}
-    with gpuload.open_loader(paths, obs=columns, **settings) as loader:
-        (batch,) = loader
-        np.testing.assert_array_equal(batch.obs["dose"], np.array(dose_of, dtype=np.float32), strict=True)
-        np.testing.assert_array_equal(batch.obs["n_umi"], [nan, nan, nan, nan, 7.0, 8.0], strict=True)
-        clones = np.append(loader.categories["clone"], None)
-        assert clones[batch.obs["clone"]].tolist() == [None, None, "b", "a", "c", "b"]
-        assert batch.obs["is_doublet"].tolist() == [-1, -1, 1, 0, -1, -1]
-    with gpuload.open_loader([*paths, other], obs=["n", "only_here", "dose"], **settings) as loader:
-        (batch,) = loader
-        assert batch.obs["n"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-        np.testing.assert_array_equal(batch.obs["only_here"], [nan, nan, nan, nan, nan, nan, 1.0, 2.0])
-        np.testing.assert_array_equal(batch.obs["dose"], [*dose_of, nan, nan])
-    with gpuload.open_loader(paths, where="n_umi > 7 or dose == 0.1", **settings) as loader:
-        assert next(iter(loader)).rows.tolist() == [2, 5]
-    gpuload.pack(paths, tmp_path / "packed.zarr", keep_order=True, join="outer")
-    packed = anndata.io.read_zarr(tmp_path / "packed.zarr").obs
-    np.testing.assert_array_equal(packed["n_umi"].to_numpy(dtype=float, na_value=nan), [nan, nan, nan, nan, 7.0, 8.0])
-    for join, name, told in (("outer", "clones", "clones"), (None, "dose", "dose"), ("inner", "dose", "dose")):
-        with pytest.raises(gpuload.StoreError, match=rf"obs has no column '{told}'; .*it has .*'n'"):
-            gpuload.open_loader(paths, obs=name, join=join)
-
-
-def test_parquet_files_of_which_some_have_no_value_of_a_column(tmp_path: Path) -> None:
-    """Without any value, pandas writes a column of no type."""
-    pa, X = pytest.importorskip("pyarrow"), counts(2, 3)
-    paths = [tmp_path / f"{i}.parquet" for i in range(3)]
-    for path, values in zip(paths, (pa.nulls(2), ["a", "b"], pa.nulls(2)), strict=True):
-        write_parquet(path, X, {"clone": values})
-    with gpuload.open_loader(paths, obs="clone", shuffle=False) as loader:
-        assert next(iter(loader)).obs["clone"].tolist() == [-1, -1, 0, 1, -1, -1]
+        paths = [tmp_path / f"{i}.parquet" for i in range(2)]
+        for path, frame in zip(paths, obs, strict=True):
+            write_parquet(path, X, dict(frame))
+    columns = ["n", *late]
+    for more in ([], [other]):
+        with gpuload.open_loader([*paths, *more], obs=columns, join="outer", shuffle=False) as loader:
+            found = pd.DataFrame({name: loader.obs[name] for name in columns}).astype(object)
+            held = next(iter(loader)).obs
+        expected = pd.concat([obs[0], *[obs[1]] * (1 + len(more))], ignore_index=True).astype(object)
+        pd.testing.assert_frame_equal(found.where(found.notna(), None), expected.where(expected.notna(), None))
+        assert held["depth"].dtype == np.float64
+        assert [held[name][:2].tolist() for name in ("clone", "is_doublet")] == [[-1, -1]] * 2
+        with gpuload.open_loader([*paths, *more], where="is_doublet or clone == 'x'", join="outer", **SMALL) as loader:
+            assert sorted(np.concatenate([batch.rows for batch in loader])) == [2, 3, 4, 5][: 2 + 2 * len(more)]
+        with pytest.raises(gpuload.StoreError, match="obs has no column 'clones'"):
+            gpuload.open_loader([*paths, *more], obs="clones", join="outer")
+    for join in (None, "inner"):
+        with pytest.raises(gpuload.StoreError, match=r"obs has no column 'dose'; it has .*'n'"):
+            gpuload.open_loader(paths, obs="dose", join=join)
+    gpuload.pack(paths, tmp_path / "out.zarr", join="outer", keep_order=True)
+    packed = anndata.read_zarr(tmp_path / "out.zarr").obs
+    assert packed["clone"].isna().tolist() == packed["depth"].isna().tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
@@ -411,3 +391,22 @@ def test_files_of_more_than_2_gb_side_by_side() -> None:
     assert source.nbytes == source.base[1] + size
     number, at, nbytes = source.locate(source.base + np.array([size - 1, 5]))
     assert (number.tolist(), at.tolist(), nbytes.tolist()) == ([0, 1], [size - 1, 5], [size, size])
+
+
+def test_a_column_without_any_value_in_some_parquet_files(tmp_path: Path) -> None:
+    """Pandas writes it with Arrow's type null, not that of the other files."""
+    pytest.importorskip("pyarrow")
+    nothing, text, number = [None, None], ["x", None], [3, 4]
+    for i, (clone, depth) in enumerate([(nothing, number), (text, nothing)]):
+        write_parquet(tmp_path / f"{i}.parquet", csr_matrix(np.eye(2)), {"clone": clone, "depth": depth})
+    with gpuload.open_loader(tmp_path, obs=["clone", "depth"], shuffle=False) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).obs["depth"], [3, 4, np.nan, np.nan])
+        assert loader.obs["clone"].astype(object).where(loader.obs["clone"].notna(), None).tolist() == [None] * 2 + text
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_columns_of_obs_in_memory_that_are_named_by_numbers() -> None:
+    parts = [part(seed, n_obs=2) for seed in range(2)]
+    parts[1].obs[1] = [5, 6]
+    with gpuload.open_loader(parts, obs="1", join="outer", shuffle=False, device="cpu") as loader:
+        np.testing.assert_array_equal(loader.obs["1"], [np.nan, np.nan, 5, 6])

@@ -269,6 +269,7 @@ def test_written_twice_is_looked_for_in_parts(tmp_path: Path, monkeypatch: pytes
         assert_rows(path, counts())
 
 
+@pytest.mark.filterwarnings("ignore:Setting the dtype on a NumPy array:DeprecationWarning")  # by tiledb, of NumPy 2.5
 def test_what_is_dated_later_is_not_there_yet(tmp_path: Path) -> None:
     """As for TileDB, which opens an array as of now."""
     path = write_experiment(tmp_path / "cells")
