@@ -136,8 +136,8 @@ class UnequalBlocks(MixedFetches):
         return _trim(begin, end, start - before, stop - start)
 
 
-class BegunAnywhere(MixedFetches):
-    """Another order of `n_rows` rows, begun at its row number `first` and ended before it."""
+class BegunAnywhere:
+    """Another order of `n_rows` rows, begun at its row number `first`, where a unit begins, and ended before it."""
 
     def __init__(self, inner: RowOrder, first: int, n_rows: int) -> None:
         self._inner = inner
@@ -151,6 +151,10 @@ class BegunAnywhere(MixedFetches):
         if stop > turn:
             parts.append((max(start, turn) - turn, stop - turn))
         return np.concatenate([self._inner.ranges(*part) for part in parts])
+
+    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
+        """Return the other order's arrangement of as many rows."""
+        return self._inner.arrange(0, stop - start, key)
 
 
 def shuffled_blocks(

@@ -149,8 +149,9 @@ class Plan:
         order = self.strategy.order(self.file_rows, (self.seed, self.epoch, _BLOCKS))
         if not self.begins_anywhere:
             return order
-        (key,), n_rows = random_keys(1, self.seed, self.epoch, _BLOCKS, 3), self.strategy.n_rows(self.file_rows)
-        return BegunAnywhere(order, int(key) % n_rows, n_rows)
+        (key,) = random_keys(1, self.seed, self.epoch, _BLOCKS, 3)
+        n_rows, unit = self.strategy.n_rows(self.file_rows), getattr(self.strategy, "unit", 1)
+        return BegunAnywhere(order, int(key) % (n_rows // unit) * unit, n_rows)
 
     @cached_property
     def _rank_blocks(self) -> list[NDArray[np.int64]]:

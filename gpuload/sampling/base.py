@@ -200,8 +200,8 @@ class Strategy(Protocol):
     whole units; it divides the minibatch and the number of rows. ``per_rank``: a function
     ``(epoch_seed, rank, world_size) -> blocks``, shape (n, 2), called in place of `order` for every rank; the rows of a
     fetch are then shuffled unless ``is_mixed`` is False. ``n_partners``: for each cell of a minibatch, the number of
-    cells paired with it. ``largest_block``: if rows come in shuffled blocks and those of a fetch are shuffled, a
-    function ``(file_rows) -> n``, the rows of the largest block.
+    cells paired with it. ``largest_block``: if rows come in shuffled blocks, and how those of a fetch are
+    arranged depends on their number only, a function ``(file_rows) -> n``, the rows of the largest block.
     """
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:

@@ -251,6 +251,11 @@ class Pairs:
         """Number of rows of a cell and its controls, or of a set of them."""
         return (1 + self.n_partners) * getattr(self.shuffle, "unit", 1)
 
+    def largest_block(self, file_rows: tuple[int, ...]) -> int:
+        """Return the number of cells of the largest block with their controls; 0 for cells in sets."""
+        del file_rows
+        return (1 + self.n_partners) * int(getattr(self.shuffle, "largest_block", lambda _: 0)(self.file_rows))
+
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
         """Return the number of cells in one epoch, over all ranks: with the controls."""
         del file_rows

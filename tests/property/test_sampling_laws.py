@@ -641,6 +641,21 @@ def test_several_controls_for_each_cell(n_controls: int, n_ranks: int, size: int
             assert uses.max() - uses.min() <= (1 if size is None else 2 * n_controls)
 
 
+def test_all_cells_with_controls_are_dropped_equally_often() -> None:
+    """Of blocks of 45, the last 5 cells of one were dropped, and never the others."""
+    obs = {"drug": column(np.repeat(["x", "dmso"], [90, 10])), "batch": column(["1"] * 100)}
+    cells = cells_of(100, obs=obs, batch_size=48, fetch_rows=96, block_size=45)
+    strategy = PairedControl("drug", "dmso", match="batch", n_controls=2).over(cells)
+    n_epochs, hits = 200, np.zeros(100)
+    for epoch in range(n_epochs):
+        rows = np.concatenate(fetches_of(strategy, cells, epoch=epoch, drop_last=True)).reshape(-1, 48)
+        assert np.all(rows[:, :16] < 90)
+        assert np.all(rows[:, 16:] >= 90)
+        hits[rows[:, :16]] += 1
+    share = 80 / 90
+    assert np.abs(hits[:90] - n_epochs * share).max() < 4.5 * np.sqrt(n_epochs * share * (1 - share))
+
+
 @pytest.mark.parametrize("n_ranks", [1, 2, 5])
 @pytest.mark.parametrize("fallback", [(), "batch"])
 def test_pairs_match(n_ranks: int, fallback: Any) -> None:
