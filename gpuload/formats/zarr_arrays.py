@@ -147,7 +147,7 @@ def parse_v3(meta: dict[str, Any], where: str) -> Spec:
         for name in meta.keys() - _KEYS_V3:
             if not (isinstance(meta[name], dict) and meta[name].get("must_understand") is False):
                 _refuse(where, f"has an extension {name!r}", "rewrite it without that")
-        grid, keys = meta["chunk_grid"], meta["chunk_key_encoding"]
+        grid, keys = meta["chunk_grid"], _named(meta["chunk_key_encoding"])
         if grid["name"] != "regular":
             _refuse(where, f"has a chunk grid {grid['name']!r}", "rewrite it with chunks of one shape")
         dtype, text = _v3_dtype(meta["data_type"], where)
@@ -208,9 +208,9 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _named(step: Any) -> dict[str, Any]:
-    """Return a codec's entry; format 3 allows its name alone."""
-    return {"name": step} if isinstance(step, str) else dict(step)
+def _named(entry: Any) -> dict[str, Any]:
+    """Return the entry of a codec or of an encoding of keys; format 3 allows its name alone."""
+    return {"name": entry} if isinstance(entry, str) else dict(entry)
 
 
 def _without_transpose(steps: list[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:

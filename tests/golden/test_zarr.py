@@ -194,6 +194,18 @@ def test_fill_values_that_are_no_numbers_in_json(tmp_path: Path, text: str, valu
     assert np.array_equal(X[rows == 10], np.full((1, N_VARS), value), equal_nan=True)  # of a chunk that is not there
 
 
+def test_an_encoding_of_keys_given_by_its_name_alone(tmp_path: Path) -> None:
+    """As version 3.1 of the standard allows for whatever needs no configuration."""
+    path = tmp_path / "short.zarr"
+    writers.csr(path)
+    file = path / "X/data/zarr.json"
+    meta = json.loads(file.read_text())
+    assert meta["chunk_key_encoding"] == {"name": "default", "configuration": {"separator": "/"}}
+    file.write_text(json.dumps(meta | {"chunk_key_encoding": "default"}))
+    X, rows = read(path, "X", batch_size=50)
+    np.testing.assert_array_equal(X, counts().toarray()[rows])
+
+
 def test_chunk_files_just_beyond_the_edge_do_not_belong_to_the_array(tmp_path: Path) -> None:
     path = tmp_path / "strays.zarr"
     writers.dense(path, chunks=(10, 20))
