@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
+from base64 import b64decode
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -269,7 +270,8 @@ def _filter(name: str, configuration: dict[str, Any], where: str) -> Filter:
 
 def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "OSU":
-        return value if isinstance(value, str) else ""
+        text = value if isinstance(value, str) else ""
+        return b64decode(text) if dtype.kind == "S" else text
     if value is None:
         return 0
     if isinstance(value, str) and dtype.kind == "f":

@@ -236,6 +236,25 @@ def test_strings_some_of_which_are_missing(tmp_path: Path) -> None:
             assert names == [None if row % 3 == 0 else values[row] for row in batch.rows]
 
 
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize(("dtype", "fill"), [("S3", b"abc"), ("U3", "abc")])
+def test_strings_of_a_fixed_length_in_chunks_that_are_not_there(
+    tmp_path: Path, zarr_format: int, dtype: str, fill: str | bytes
+) -> None:
+    path = tmp_path / "strings.zarr"
+    writers.csr(path, zarr_format=zarr_format)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        obs = zarr.open_group(str(path), mode="r+")["obs"]
+        sizes: dict[str, Any] = {"shape": (N_OBS,), "chunks": (50,)}
+        obs.create_array("batch", dtype=dtype, fill_value=fill, **sizes)[:50] = np.full(50, "no", dtype=dtype)
+        obs.attrs["column-order"] = [*obs.attrs["column-order"], "batch"]
+    with gpuload.open_loader(path, obs=["batch"], batch_size=1000) as loader:
+        (batch,) = loader
+        names = loader.categories["batch"][batch.obs["batch"]]
+    np.testing.assert_array_equal(names, np.where(batch.rows < 50, "no", "abc"))
+
+
 def test_many_chunk_files_with_few_descriptors(tmp_path: Path) -> None:
     """More files than a process may have open: those used longest ago are closed."""
     path = tmp_path / "many.zarr"
