@@ -366,6 +366,28 @@ def test_a_file_of_a_source_that_is_put_back_changes_its_stamp(tmp_path: Path) -
     assert packing._stamp(str(tmp_path)) != before
 
 
+def test_a_change_behind_a_link_to_a_folder_changes_the_stamp(tmp_path: Path) -> None:
+    """Stores are read through such links; those that lead back are followed once."""
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    for folder in (store, elsewhere):
+        folder.mkdir()
+    (elsewhere / "0").write_text("0")
+    (store / "X").symlink_to(elsewhere)
+    for name in ("again", "and again"):
+        (elsewhere / name).symlink_to(store)
+    before = packing._stamp(str(store))
+    assert before[1] == 1
+    os.utime(elsewhere / "0", ns=(0, 1))
+    assert packing._stamp(str(store)) != before
+
+
+def test_a_broken_link_in_a_source_is_named(tmp_path: Path) -> None:
+    gpuload.pack(written(cells(9, 5), tmp_path / "in.h5ad"), tmp_path / "in.zarr")
+    (tmp_path / "in.zarr/obs/gone").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(gpuload.ReadError, match=r"in\.zarr/obs/gone: No such file"):
+        gpuload.pack(tmp_path / "in.zarr", tmp_path / "out.zarr")
+
+
 def replace_by_another(path: Path) -> None:
     other = written(cells(3_000, 200, seed=9), path.with_name("other.h5ad"))
     other.replace(path)
@@ -630,13 +652,17 @@ def test_thousands_of_files_are_not_compared_with_one_another() -> None:
     assert Counted.n_compared < 10 * len(paths)
 
 
-def test_a_column_of_two_values_a_row_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), [((9, 2), np.float64), ((9,), np.longdouble)])
+def test_a_column_of_other_than_a_number_a_row_is_refused(
+    tmp_path: Path, shape: tuple[int, ...], dtype: type[np.floating[Any]]
+) -> None:
     path = written(cells(9, 5), tmp_path / "in.h5ad")
     with h5py.File(path, "r+") as file:
         del file["obs/plate"]
-        file["obs/plate"] = np.zeros((9, 2))
+        file["obs/plate"] = np.zeros(shape, dtype)
         file["obs/plate"].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
-    words = rf"^{path}: obs column 'plate' has dtype float64 and shape \(9, 2\); only one .*Leave it out by naming"
+    found = re.escape(f"has dtype {np.dtype(dtype)} and shape {shape}; only one number of up to 8 bytes")
+    words = f"^{path}: obs column 'plate' {found}.*Leave it out by naming"
     with pytest.raises(gpuload.StoreError, match=words):
         gpuload.pack(path, tmp_path / "out.zarr", obs=["plate"])
     assert not (tmp_path / "out.zarr").exists()

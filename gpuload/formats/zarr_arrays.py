@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
+from base64 import b64decode
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -147,7 +148,7 @@ def parse_v3(meta: dict[str, Any], where: str) -> Spec:
         for name in meta.keys() - _KEYS_V3:
             if not (isinstance(meta[name], dict) and meta[name].get("must_understand") is False):
                 _refuse(where, f"has an extension {name!r}", "rewrite it without that")
-        grid, keys = meta["chunk_grid"], meta["chunk_key_encoding"]
+        grid, keys = meta["chunk_grid"], _named(meta["chunk_key_encoding"])
         if grid["name"] != "regular":
             _refuse(where, f"has a chunk grid {grid['name']!r}", "rewrite it with chunks of one shape")
         dtype, text = _v3_dtype(meta["data_type"], where)
@@ -208,9 +209,9 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _named(step: Any) -> dict[str, Any]:
-    """Return a codec's entry; format 3 allows its name alone."""
-    return {"name": step} if isinstance(step, str) else dict(step)
+def _named(entry: Any) -> dict[str, Any]:
+    """Return the entry of a codec or of an encoding of keys; format 3 allows its name alone."""
+    return {"name": entry} if isinstance(entry, str) else dict(entry)
 
 
 def _without_transpose(steps: list[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
@@ -269,7 +270,8 @@ def _filter(name: str, configuration: dict[str, Any], where: str) -> Filter:
 
 def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "OSU":
-        return value if isinstance(value, str) else ""
+        text = value if isinstance(value, str) else ""
+        return b64decode(text) if dtype.kind == "S" else text
     if value is None:
         return 0
     if isinstance(value, str) and dtype.kind == "f":

@@ -26,7 +26,7 @@ from gpuload.checks import check_bool, check_choice, check_names, check_obs_name
 from gpuload.errors import PlanError, ReadError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -153,11 +153,11 @@ def pack(
     settings: dict[str, Any] = {"layer": layers, "obsm": obsm, "join": join, "obs": None if obs is None else list(obs)}
     settings |= {"group_by": group_by, "seed": seed, "keep_order": keep_order, "codec": codec}
     settings |= {"block_size": block_size, "memory": memory_nbytes}
-    stamps = [_stamp(path) for path in files]
-    plan = json.dumps({"version": 3, "sources": stamps, **settings}).encode()
     told = progress or (lambda _: None)
     with ExitStack() as stack:
         stack.enter_context(workplace.translated(target))
+        stamps = [_stamp(path) for path in files]
+        plan = json.dumps({"version": 3, "sources": stamps, **settings}).encode()
         columns, labels = chosen_columns(files, obs, join), _labels(files, layers[0], group_by, join)
         client = None if scheduler is None else stack.enter_context(connect(scheduler))
         stack.enter_context(workplace.at_work(folder, plan))
@@ -233,12 +233,22 @@ def _stamp(path: str) -> list[Any]:
     from gpuload.formats.recognise import file_of
 
     at = file_of(path)
-    files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(at) for name in names) or [at]
+    files = sorted(_files_below(at)) or [at]
     digest = blake2b(digest_size=16)
     for file in files:  # each of them: one that is put back from a copy may be older than others
         status = os.stat(file)
         digest.update(os.fsencode(f"{file.removeprefix(at)}\0{status.st_size}\0{status.st_mtime_ns}\0"))
     return [os.path.abspath(path), len(files), digest.hexdigest()]
+
+
+def _files_below(folder: str) -> Iterator[str]:
+    """Yield the files below a folder; links to folders are followed, and each folder is gone through once."""
+    seen = {os.path.realpath(folder)}
+    for at, folders, names in os.walk(folder, followlinks=True):
+        yield from (os.path.join(at, name) for name in names)
+        there = {name: os.path.realpath(os.path.join(at, name)) for name in sorted(folders)}
+        folders[:] = [name for name, really in there.items() if really not in seen]
+        seen.update(there.values())
 
 
 def _labels(files: Sequence[str], layer: str, group_by: str | None, join: Join) -> NDArray[np.int64] | None:

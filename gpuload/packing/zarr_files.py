@@ -210,12 +210,12 @@ def write_column(folder: str, values: Any, where: str, cure: str = _LEAVE_OUT) -
         write_array(os.path.join(folder, "mask"), np.asarray(values.isna()))
     elif pd.api.types.is_extension_array_dtype(values) or values.dtype.kind in "OSU":
         _write_text(folder, np.asarray(values, dtype=object), where, cure)
-    elif values.dtype.kind in "biuf" and values.ndim == 1:
+    elif values.dtype.kind in "biuf" and values.dtype.itemsize <= 8 and values.ndim == 1:
         write_array(folder, values)
     else:
         raise StoreError(
-            f"{where} has dtype {values.dtype} and shape {values.shape}; only one number, boolean, string or category "
-            f"per row can be packed. {cure}"
+            f"{where} has dtype {values.dtype} and shape {values.shape}; only one number of up to 8 bytes, boolean, "
+            f"string or category per row can be packed. {cure}"
         )
 
 

@@ -107,6 +107,8 @@ class Descriptions:
                 storages = [name for name in entries if name.startswith("data/")]
                 if storages != ["data/0"] or entries["data/0"].compress_type or "data.pkl" not in entries:
                     return None
+                if "byteorder" in entries and file.read(entries["byteorder"]) != b"little":
+                    return None  # zeros are the same bytes in either order
                 pickled, place = file.read(entries["data.pkl"]), entries["data/0"].header_offset
         except (zipfile.BadZipFile, KeyError):
             return None

@@ -194,6 +194,18 @@ def test_fill_values_that_are_no_numbers_in_json(tmp_path: Path, text: str, valu
     assert np.array_equal(X[rows == 10], np.full((1, N_VARS), value), equal_nan=True)  # of a chunk that is not there
 
 
+def test_an_encoding_of_keys_given_by_its_name_alone(tmp_path: Path) -> None:
+    """As version 3.1 of the standard allows for whatever needs no configuration."""
+    path = tmp_path / "short.zarr"
+    writers.csr(path)
+    file = path / "X/data/zarr.json"
+    meta = json.loads(file.read_text())
+    assert meta["chunk_key_encoding"] == {"name": "default", "configuration": {"separator": "/"}}
+    file.write_text(json.dumps(meta | {"chunk_key_encoding": "default"}))
+    X, rows = read(path, "X", batch_size=50)
+    np.testing.assert_array_equal(X, counts().toarray()[rows])
+
+
 def test_chunk_files_just_beyond_the_edge_do_not_belong_to_the_array(tmp_path: Path) -> None:
     path = tmp_path / "strays.zarr"
     writers.dense(path, chunks=(10, 20))
@@ -222,6 +234,25 @@ def test_strings_some_of_which_are_missing(tmp_path: Path) -> None:
         for batch in loader:
             names = [None if code < 0 else loader.categories["batch"][code] for code in batch.obs["batch"]]
             assert names == [None if row % 3 == 0 else values[row] for row in batch.rows]
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize(("dtype", "fill"), [("S3", b"abc"), ("U3", "abc")])
+def test_strings_of_a_fixed_length_in_chunks_that_are_not_there(
+    tmp_path: Path, zarr_format: int, dtype: str, fill: str | bytes
+) -> None:
+    path = tmp_path / "strings.zarr"
+    writers.csr(path, zarr_format=zarr_format)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        obs = zarr.open_group(str(path), mode="r+")["obs"]
+        sizes: dict[str, Any] = {"shape": (N_OBS,), "chunks": (50,)}
+        obs.create_array("batch", dtype=dtype, fill_value=fill, **sizes)[:50] = np.full(50, "no", dtype=dtype)
+        obs.attrs["column-order"] = [*obs.attrs["column-order"], "batch"]
+    with gpuload.open_loader(path, obs=["batch"], batch_size=1000) as loader:
+        (batch,) = loader
+        names = loader.categories["batch"][batch.obs["batch"]]
+    np.testing.assert_array_equal(names, np.where(batch.rows < 50, "no", "abc"))
 
 
 def test_many_chunk_files_with_few_descriptors(tmp_path: Path) -> None:

@@ -140,6 +140,18 @@ def test_what_is_busy_is_asked_again(no_leaks: None) -> None:
     source.close()
 
 
+@pytest.mark.parametrize("n", [1, 99, 101])
+def test_a_response_of_another_length_is_asked_for_again(no_leaks: None, n: int) -> None:
+    remote = FakeRemote({"a": DATA}, lambda number, data: DATA[:n] if number == 1 else data)
+    source = source_of(remote)
+    source.requests._patience = Patience(tries=2, first_wait_s=0.0001)
+    assert read(source, [500], [100]) == [DATA[500:600]]
+    remote.meet = lambda number, data: DATA[:n]
+    with pytest.raises(BusyError, match=f"^fake://bucket/a: short read at byte 500: wanted 100 bytes, got {n}[.]$"):
+        read(source, [500], [100])
+    source.close()
+
+
 def test_waits_are_random_and_double(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds: list[float] = []
     monkeypatch.setattr("random.uniform", lambda _, high: bounds.append(high) or 0.0)

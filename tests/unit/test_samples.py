@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import zipfile
 from collections import Counter
 from contextlib import suppress
 from itertools import pairwise
@@ -200,6 +201,21 @@ def test_a_blank_view_says_nothing_of_those_after_it(data: Path) -> None:
     for _ in range(2):
         for i in range(6):
             assert torch.equal(samples[i][0], images[i, 1]), i
+
+
+def test_a_blank_file_of_another_byte_order_says_nothing_of_those_after_it(data: Path) -> None:
+    """As torch.save writes files where the highest byte comes first; torch.load knows."""
+    for name, values in (("a", torch.zeros(4)), ("b", torch.arange(4.0))):
+        torch.save(values, data / "little.pt")
+        with zipfile.ZipFile(data / "little.pt") as little:
+            found = {info.filename.partition("/")[2]: little.read(info) for info in little.infolist()}
+        found |= {"byteorder": b"big", "data/0": values.numpy().astype(">f4").tobytes()}
+        big = torch._C.PyTorchFileWriter(str(data / f"{name}.pt"))
+        for record in ("data.pkl", "byteorder", "data/0"):
+            big.write_record(record, found[record], len(found[record]))
+        big.write_end_of_file()
+    samples = SampleSet(["a", "b"], None, data)
+    assert [X.tolist() for X, _ in (samples[0], samples[1])] == [[0] * 4, [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("of", ["conj", "imag"])
