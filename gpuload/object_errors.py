@@ -64,6 +64,7 @@ def read_error(
     )
 
 
+_HEADERS = ", which storage_options={'client_options': {'default_headers': {...}}} sends as headers"
 _OR_NONE = ", or read without any: storage_options={'anonymous': True}, or AWS_SKIP_SIGNATURE=true for the commands"
 
 
@@ -84,6 +85,8 @@ def _access_error(
         found = f"{place}: access was denied ({_reason_of(text)})"
         if is_signed:
             denied = ReadError(f"{found}; get a new address, as this one may have expired.")
+        elif is_web(remote):
+            denied = ReadError(f"{found}; check the address and the credentials{_HEADERS}.")
         else:
             denied = ReadError(f"{found}; check the credentials{_OR_NONE}.")
         denied.is_denied = True
@@ -105,10 +108,13 @@ def _request_error(error: Exception, kinds: Any, remote: str, place: str) -> Rea
     """Return the error for a request that was refused or got no response."""
     text = str(error)
     status, reason = _status_of(text), _reason_of(text)
+    if "redirect" in reason and is_web(remote):
+        return ReadError(f"{place}: it is at another address; pass that.")
     if "redirect" in reason:
         return ReadError(f"{place}: it is in another region, or at another address; pass region= or endpoint=.")
     if not isinstance(error, kinds.GenericError) or (status and not _may_pass(status)):
-        return ReadError(f"{place}: the server refuses the request ({reason}); check the address and the settings.")
+        what = "address" if is_web(remote) else "address, the settings and the credentials, which may have expired"
+        return ReadError(f"{place}: the server refuses the request ({reason}); check the {what}.")
     if _NO_CONNECTION in text:
         return BusyError(
             f"{place}: no connection to {_server_of(text) or remote} could be made ({reason}); check the "
@@ -139,6 +145,11 @@ def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanEr
             f"{url}: storage_options has {names}, which cannot be used here: {said}; leave that out, or correct it."
         )
     return PlanError(f"{url}: it cannot be opened: {said}; check the address, and pass what it lacks.")
+
+
+def is_web(remote: str) -> bool:
+    """Return whether a remote is a web server."""
+    return remote.startswith(("http://", "https://"))
 
 
 def _may_pass(status: int) -> bool:

@@ -15,7 +15,7 @@ from gpuload import threads
 from gpuload.aws import aws_profile
 from gpuload.checks import check_seconds
 from gpuload.errors import BusyError, MissingDependencyError, PlanError, ReadError
-from gpuload.object_errors import address_error, read_error
+from gpuload.object_errors import address_error, is_web, read_error
 from gpuload.objects import MODIFIED, Reach, RemoteObject
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class ObjectRemote:
     @property
     def can_list(self) -> bool:
         """Whether its objects can be listed; those of a web server cannot."""
-        return not self.name.startswith(("http://", "https://"))
+        return not is_web(self.name)
 
     def list(self, prefix: str = "") -> Iterator[RemoteObject]:
         """Yield every object under the address, or under a folder below it."""
@@ -130,7 +130,7 @@ class ObjectRemote:
         """Return how another client can read an object, or None if that takes more than keys and addresses."""
         if quote(key) != key:  # clients differ in how they encode such keys
             return None
-        if self.name.startswith(("http://", "https://")):
+        if is_web(self.name):
             return None if self._options or self._query else Reach(f"{self.name}/{key}")
         if not self.name.startswith("s3://"):
             return None

@@ -151,13 +151,18 @@ class Refusing(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectRemote]:
+def refusing_server() -> Iterator[str]:
     pytest.importorskip("obstore")
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        settings = {"region": "us-east-1", "access_key_id": "a", "secret_access_key": "b"}
-        yield ObjectRemote("s3://data", endpoint=f"http://127.0.0.1:{server.server_port}", **settings)
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.fixture
+def refusing(refusing_server: str) -> ObjectRemote:
+    settings = {"region": "us-east-1", "access_key_id": "a", "secret_access_key": "b"}
+    return ObjectRemote("s3://data", endpoint=refusing_server, **settings)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +175,11 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectRemote]:
         ),
         (401, "Unauthorized", r"access was denied \(401 Unauthorized: Unauthorized: No\); check the credentials"),
         (404, "NoSuchBucket", "there is no bucket 'data'; check its name"),
-        (400, "InvalidRequest", r"the server refuses the request \(400 Bad Request: InvalidRequest: No\); check"),
+        (
+            400,
+            "ExpiredToken",
+            r"the server refuses the request \(400 Bad Request: ExpiredToken: No\); .* credentials, which may have exp",
+        ),
         (501, "NotImplemented", r"the server refuses the request \(501 Not Implemented: NotImplemented: No\); check"),
         (301, "PermanentRedirect", "it is in another region, or at another address; pass region="),
     ],
@@ -186,6 +195,23 @@ def test_what_will_not_pass_is_not_busy(
         list(refusing.list()) if is_listing else refusing.get(RemoteObject("a", 3, ""), 0, 3)
     assert not isinstance(caught.value, BusyError)
     assert "<" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (403, r"access was denied \(403 Forbidden\); check the address and the credentials, which storage_options="),
+        (400, r"the server refuses the request \(400 Bad Request\); check the address\.$"),
+        (301, r"it is at another address; pass that\.$"),
+    ],
+)
+def test_web_servers_have_no_regions(
+    refusing_server: str, monkeypatch: pytest.MonkeyPatch, status: int, words: str
+) -> None:
+    monkeypatch.setattr(Refusing, "status", status)
+    monkeypatch.setattr(Refusing, "body", b"")
+    with pytest.raises(ReadError, match=words):
+        ObjectRemote(f"{refusing_server}/data").get(RemoteObject("a", 3, ""), 0, 3)
 
 
 class Careless(Refusing):
