@@ -267,8 +267,9 @@ def _modality(path: str) -> tuple[str, str]:
             return head, tail.removeprefix(f"{group or MODALITIES}/")
         head, name = os.path.split(head)
         tail = f"{name}/{tail}"
-    home = " '~' is not expanded: pass os.path.expanduser(path)." if path.startswith("~") else ""
-    raise ReadError(f"{path}: no such file. Check the path.{home}")
+    if path.startswith("~"):
+        raise ReadError(f"{path}: no such file. '~' is not expanded: pass os.path.expanduser(path).")
+    raise ReadError(f"{path}: no such file. Check the path.")
 
 
 def _group_of(path: str) -> str:
