@@ -17,7 +17,7 @@ from gpuload.sampling.rows import as_ranges
 from gpuload.types import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -124,13 +124,13 @@ class Engine:
             while loads:
                 load = loads[0]  # stays queued while it is awaited, so that it is cancelled with the rest
                 while takes and not load.is_ready():
-                    yield self._hand_over(takes.popleft(), now)
+                    yield self._hand_over(takes, now)
                 is_busy, start_s = self._backend.busy(), time.perf_counter()
                 try:
                     residents = _residents_of(load)
                 except Exception:
                     while takes:  # yield everything before the fault, however far ahead the loads are
-                        yield self._hand_over(takes.popleft(), now)
+                        yield self._hand_over(takes, now)
                     raise
                 stats.spent("wait_s", time.perf_counter() if is_busy() else start_s)
                 loads.popleft()
@@ -138,13 +138,13 @@ class Engine:
                 for i, start in enumerate(starts):
                     takes.append(self._start_take(load, residents, slice(start, start + plan.batch_size)))
                     while len(takes) > ahead:
-                        yield self._hand_over(takes.popleft(), now)
+                        yield self._hand_over(takes, now)
                     # Only after the previous fetch's last take is handed over: this reuses its resident's memory.
                     if i == min(ahead, len(starts) - 1):
                         loads.extend(self._start_load(plan, *which) for which in islice(to_load, 1))
                 del residents, load
             while takes:
-                yield self._hand_over(takes.popleft(), now)
+                yield self._hand_over(takes, now)
         finally:
             for load in loads:
                 load.cancel()
@@ -183,23 +183,25 @@ class Engine:
             source.check_unchanged()
         with self._backend.stats.timed("plan_s"):
             recipes = [store.recipe(ranges) for store in self._stores]
-        pending = [self._backend.load(recipe) for recipe in recipes]
         obs = {name: self._backend.asarray(column.delivered(rows)) for name, column in self._obs.items()}
+        pending = _started(self._backend.load(recipe) for recipe in recipes)
         self._backend.stats.add(n_fetches=1)
         return _Load(pending, positions, rows, obs, sources)
 
     def _start_take(self, load: _Load, residents: list[Resident], part: slice) -> _Take:
         positions = load.positions[part]
-        pending = [
+        pending = _started(
             self._backend.take_rows(resident, positions, table.form)
             for resident, table in zip(residents, self._tables.values(), strict=True)
-        ]
+        )
         return _Take(pending, load.rows[part], {name: values[part] for name, values in load.obs.items()})
 
-    def _hand_over(self, take: _Take, now: Place) -> Batch:
+    def _hand_over(self, takes: deque[_Take], now: Place) -> Batch:
+        """Return the first of the minibatches in flight; it stays queued while it is awaited, as a load does."""
         stats, start = self._backend.stats, time.perf_counter()
-        batch = self._batch_of(take, now.plan.n_partners)
-        stats.spent("wait_s", start, batch=stats.n_batches, n_batches=1, n_rows=take.rows.size)
+        batch = self._batch_of(takes[0], now.plan.n_partners)
+        takes.popleft()
+        stats.spent("wait_s", start, batch=stats.n_batches, n_batches=1, n_rows=batch.rows.size)
         now.step += 1
         return batch
 
@@ -208,6 +210,19 @@ class Engine:
         X, *further = [_shaped(pending.result(), table) for pending, table in pairs]
         groups = _grouped(list(self._tables)[1:], further) if further else {}
         return Batch(X, take.obs, take.rows, n_partners=n_partners, **groups)
+
+
+def _started(starts: Iterator[Pending[T]]) -> list[Pending[T]]:
+    """Return work, started one by one; if some cannot be started, what was is cancelled."""
+    pending: list[Pending[T]] = []
+    try:
+        for one in starts:
+            pending.append(one)  # noqa: PERF402 - kept if a later one fails
+    except BaseException:
+        for one in pending:
+            one.cancel()
+        raise
+    return pending
 
 
 def _residents_of(load: _Load) -> list[Resident]:

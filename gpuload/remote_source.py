@@ -170,7 +170,9 @@ class Requests:
         piece.n_asked += 1
         try:
             self._pool.submit(self._work, errand, piece)
-        except RuntimeError as error:  # the pool was shut down
+        except RuntimeError as error:
+            if not self._ended.is_set():  # no thread can be started
+                raise
             raise _ended(errand.remote) from error
 
     def _work(self, errand: _Errand, piece: _Piece) -> None:

@@ -315,7 +315,7 @@ def _checked_shares(shares: Any) -> dict[str, float | list[Label] | EllipsisType
             wanted[name] = value
         elif _is_share(value):
             wanted[name] = float(value)
-        elif isinstance(value, (list, tuple, set, frozenset, np.ndarray)) and len(value):
+        elif _is_list(value) and len(value):
             wanted[name] = sorted({label_of(group) for group in value}, key=hash_of)
         else:
             raise PlanError(
@@ -334,6 +334,10 @@ def _checked_shares(shares: Any) -> dict[str, float | list[Label] | EllipsisType
 
 def _is_share(value: Any) -> bool:
     return is_number(value) and 0 < value <= 1
+
+
+def _is_list(value: Any) -> bool:
+    return value.ndim == 1 if isinstance(value, np.ndarray) else isinstance(value, (list, tuple, set, frozenset))
 
 
 class _Opened:

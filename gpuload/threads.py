@@ -74,7 +74,7 @@ class DaemonThreads:
         Raises
         ------
         RuntimeError
-            After `close`.
+            After `close`; or there are no threads, and none can be started.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -88,8 +88,14 @@ class DaemonThreads:
                     name=f"{self._name}_{len(self._threads)}",
                     daemon=True,
                 )
-                thread.start()
-                self._threads.append(thread)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    if not self._threads:
+                        _cancel(self._tasks)
+                        raise
+                else:
+                    self._threads.append(thread)
         return future
 
     def map(self, function: Callable[[Any], T], values: Iterable[Any]) -> list[T]:

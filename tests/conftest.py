@@ -109,6 +109,24 @@ def no_leaks(warmed_up: None) -> Iterator[None]:
     assert _threads() <= threads, f"threads left running: {threads} -> {_threads()}: {threading.enumerate()}"
 
 
+@pytest.fixture
+def allow_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that lets so many more threads be started, as a limit on processes does."""
+    start, left = threading.Thread.start, [0]
+
+    def start_if_allowed(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    def allow(n: int) -> None:
+        left[0] = n
+        monkeypatch.setattr(threading.Thread, "start", start_if_allowed)
+
+    return allow
+
+
 def _threads() -> int:
     """Return the threads of this process, native ones included; pyarrow's allocator starts its own at any time."""
     names = []

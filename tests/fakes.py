@@ -100,6 +100,8 @@ class FakeBackend:
         As `gpuload.backends.base.Backend` says.
     fail_load, fail_take
         Number of the load or take that raises, or None.
+    refuse_load, refuse_take
+        Number of the load or take that cannot be started, or None.
     delay_s
         Seconds for the k-th load, as a function of k; loads run on threads of their own and may finish in any order.
     """
@@ -113,6 +115,8 @@ class FakeBackend:
         takes_ahead: int = 0,
         fail_load: int | None = None,
         fail_take: int | None = None,
+        refuse_load: int | None = None,
+        refuse_take: int | None = None,
         delay_s: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
         self.takes_ahead = takes_ahead
@@ -125,9 +129,12 @@ class FakeBackend:
         self.most_in_flight = 0
         self._in_flight: set[int] = set()
         self._fail_load, self._fail_take, self._delay_s = fail_load, fail_take, delay_s
+        self._refuse_load, self._refuse_take = refuse_load, refuse_take
 
     def load(self, recipe: Recipe) -> _FakePending:
         number = len(self.recipes)
+        if number == self._refuse_load:
+            raise MemoryError("the fake backend refused to load")
         self.recipes.append(recipe)
         self._in_flight.add(number)
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
@@ -142,6 +149,8 @@ class FakeBackend:
 
     def take_rows(self, resident: FakeResident, positions: NDArray[np.int32], form: Form) -> _FakePending:
         number = self.n_takes
+        if number == self._refuse_take:
+            raise MemoryError("the fake backend refused to take")
         self.n_takes += 1
 
         def finish() -> Any:

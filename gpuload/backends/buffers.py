@@ -57,7 +57,7 @@ class BufferPool:
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
         """Return an uninitialised buffer of `nbytes`, aligned to a cache line; it returns to the pool by itself."""
-        for key, buffer in list(self._idle.copy().items()):
+        for key, buffer in self._idle.copy().items():
             if nbytes <= buffer.size <= 2 * nbytes + ALIGNMENT:
                 found = self._idle.pop(key, None)  # another thread may have been faster
                 if found is not None:
@@ -88,8 +88,9 @@ class BufferPool:
             self._drop(key)
 
     def _drop(self, key: int) -> None:
-        self._nbytes.pop(key, None)  # first: once the buffer is gone, its id may be reused
-        self._idle.pop(key, None)
+        found = self._idle.pop(key, None)
+        if found is not None:  # else another thread has just taken it
+            del self._nbytes[key]  # while `found` holds the buffer: once it is gone, its id may be reused
 
 
 def _allocate(nbytes: int) -> NDArray[np.uint8]:

@@ -24,7 +24,7 @@ from gpuload.permute import Permutation
 from gpuload.samples.tensor_files import Span, bytes_of
 from gpuload.state import check_fingerprint
 from gpuload.stats import Stats
-from gpuload.threads import MOST_IN_FLIGHT, DaemonThreads, OneAtATime
+from gpuload.threads import MOST_IN_FLIGHT, PATIENCE_S, DaemonThreads, OneAtATime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -281,11 +281,17 @@ class _Crew:
     def __init__(self, samples: SampleSet, n_requests: int, n_threads: int, stats: Stats) -> None:
         self._fetched: _Queue = SimpleQueue()
         self._wanted: _Queue = SimpleQueue() if n_requests else self._fetched
-        self._threads = DaemonThreads(n_requests + n_threads, "gpuload-samples")
-        for _ in range(n_requests):
-            self._threads.submit(_fetch, samples, self._wanted, self._fetched, stats)
-        for _ in range(n_threads):
-            self._threads.submit(_place, samples, self._fetched, stats)
+        # Two pools, as not all threads may be startable: then there must be some of each kind.
+        self._fetchers = DaemonThreads(n_requests, "gpuload-samples")
+        self._placers = DaemonThreads(n_threads, "gpuload-samples")
+        try:
+            for _ in range(n_requests):
+                self._fetchers.submit(_fetch, samples, self._wanted, self._fetched, stats)
+            for _ in range(n_threads):
+                self._placers.submit(_place, samples, self._fetched, stats)
+        except RuntimeError:
+            self.close()
+            raise
 
     def take(self, batch: _Batch) -> None:
         """Have all samples of a batch read."""
@@ -299,7 +305,8 @@ class _Crew:
                 while True:
                     queue.get_nowait()
             queue.put(None)
-        self._threads.close()
+        self._fetchers.close(PATIENCE_S / 2)
+        self._placers.close(PATIENCE_S / 2)
 
 
 def _get_item(samples: SampleSet, batch: _Batch, row: int, stats: Stats) -> NDArray[np.uint8]:

@@ -40,10 +40,12 @@ def store(plain: Stored) -> Iterator[Store]:
     opened.close()
 
 
-def loader_over(store: Store, backend: Any, *, fetch_factor: int = 2, prefetch: int = 2) -> Loader:
+def loader_over(
+    store: Store, backend: Any, *, fetch_factor: int = 2, prefetch: int = 2, tables: tuple[str, ...] = ("X",)
+) -> Loader:
     plan = Plan(store.file_rows, 8, fetch_factor, BlockShuffle(4))
     table = Table(store, Form("dense", "float32", store.n_vars), store.var_names)
-    return Loader({"X": table}, backend, plan, prefetch)
+    return Loader(dict.fromkeys(tables, table), backend, plan, prefetch)
 
 
 def with_source(store: Store, wrap: Callable[[Any], Any]) -> tuple[Store, Any]:
@@ -151,6 +153,47 @@ def test_an_error_surfaces_after_the_batches_before_it(store: Store, kind: str, 
         assert len(got) == (2 * number if kind == "load" else number)
         assert sum(len(batch) for batch in loader) == store.n_obs
     assert backend.n_closed == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "left"),
+    [
+        ({"refuse_load": 1}, ["load 0"]),
+        ({"refuse_load": 5}, ["load 2", "load 3", "load 4"]),  # of the third fetch, as the first is taken
+        ({"refuse_take": 1}, ["take 0"]),
+        ({"refuse_take": 7}, ["take 6"]),
+        ({"fail_take": 6}, ["take 7"]),
+    ],
+    ids=str,
+)
+def test_an_error_with_one_matrix_cancels_the_work_on_the_other(
+    store: Store, fault: dict[str, int], left: list[str]
+) -> None:
+    backend = FakeBackend(**fault)  # type: ignore[arg-type]
+    with loader_over(store, backend, tables=("X", "layers/other")) as loader:
+        with pytest.raises((MemoryError, OSError), match="the fake backend"):
+            list(loader)
+        assert set(left) <= set(backend.cancelled)
+
+
+@pytest.mark.parametrize(
+    ("fault", "left"),
+    [
+        ({"refuse_load": 1}, ["load 0"]),
+        ({"fail_load": 0}, ["load 1"]),
+        ({"refuse_take": 1}, ["take 0", "load 0", "load 1"]),
+        ({"fail_take": 0}, ["take 1"]),
+    ],
+    ids=str,
+)
+def test_an_error_of_a_take_cancels_the_work_on_the_other_matrix(
+    store: Store, fault: dict[str, int], left: list[str]
+) -> None:
+    backend = FakeBackend(**fault)  # type: ignore[arg-type]
+    with loader_over(store, backend, tables=("X", "layers/other")) as loader:
+        with pytest.raises((MemoryError, OSError), match="the fake backend"):
+            loader.take([3, 1])
+        assert set(left) <= set(backend.cancelled)
 
 
 def test_an_early_break_cancels_what_is_under_way(store: Store) -> None:

@@ -70,6 +70,18 @@ def read(source: RemoteSource, offset: list[int], nbytes: list[int]) -> list[byt
     return [buffer[p : p + n].tobytes() for p, n in zip(place, sizes, strict=True)]
 
 
+@pytest.mark.parametrize("n_threads", [0, 1])
+def test_threads_that_cannot_be_started(n_threads: int, allow_threads: Callable[[int], None], no_leaks: None) -> None:
+    source = source_of(FakeRemote({"a": DATA[:1000]}))
+    allow_threads(n_threads)
+    if n_threads:
+        assert read(source, [0, 500], [10, 20]) == [DATA[:10], DATA[500:520]]
+    else:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            read(source, [0, 500], [10, 20])
+    source.close()
+
+
 def test_ranges_of_several_objects(no_leaks: None) -> None:
     remote = FakeRemote({"a": DATA[:1000], "b": DATA[1000:5000], "c": b""})
     source = source_of(remote)

@@ -25,6 +25,7 @@ from gpuload.samples import SampleLoader, SampleSet
 from tests.remotes import CountingRemote, FlakyRemote
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 N = 50
@@ -425,6 +426,19 @@ def test_a_batch_and_the_next_ones_are_fetched_at_once(data: Path) -> None:
     theirs = torch.utils.data.DataLoader(SampleSet(IDS, LABELS, remote, in_flight=5), batch_size=10)
     assert sum(len(y) for _, y in theirs) == N
     assert remote.most_at_once == 5
+
+
+@pytest.mark.parametrize("n_threads", [0, 1, 15, 16, 17, 18])
+def test_threads_that_cannot_be_started(
+    data: Path, n_threads: int, allow_threads: Callable[[int], None], no_leaks: None
+) -> None:
+    loader = SampleLoader(SampleSet(IDS, LABELS, FlakyRemote(data, every=10**9)), num_workers=4, in_flight=16)
+    allow_threads(n_threads)
+    if n_threads <= 16:  # at least one is needed that decodes what the others fetch
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            list(loader)
+        allow_threads(100)
+    assert sum(len(y) for _, y in loader) == N
 
 
 def test_many_fetch_and_few_decode(data: Path) -> None:

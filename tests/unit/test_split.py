@@ -367,6 +367,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"a": True}, {}, r"shares\['a'\]=True"),
     ({"a": "plate14"}, {"by": "plate"}, r"shares\['a'\]='plate14': expected .* a list of groups"),
     ({"a": None}, {}, r"shares\['a'\]=None"),
+    ({"a": np.array(0.8)}, {}, r"shares\['a'\]=array\(0\.8\): expected a share above 0 and at most 1, a list"),
+    (
+        {"a": np.array([["x", "y"]])},
+        {"by": ["year", "drug"]},
+        r"shares\['a'\]=<ndarray .*\(1, 2\)>: expected .* a list of",
+    ),
     ({"a": []}, {"by": "plate"}, r"shares\['a'\]=\[\]"),
     ({"a": 0.8, "b": 0.3}, {}, r"shares: they add up to 1\.1; expected at most 1"),
     ({"a": 0.8, "b": 0.2, "c": ...}, {}, "they add up to 1, which leaves nothing for 'c'; expected less than 1"),

@@ -10,11 +10,14 @@ import time
 import weakref
 from concurrent.futures import CancelledError
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gpuload.threads import Closer, QuickThreads
+from gpuload.threads import Closer, DaemonThreads, QuickThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Thing:
@@ -222,18 +225,18 @@ def test_a_call_during_the_end_is_refused_or_cancelled() -> None:
         assert all(call.done() for call in calls)
 
 
-def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    pool, start = QuickThreads(2, "test-quick"), threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+@pytest.mark.parametrize("kind", [QuickThreads, DaemonThreads])
+def test_threads_that_cannot_be_started(kind: Any, allow_threads: Callable[[int], None]) -> None:
+    pool = kind(3, "test-quick")
+    allow_threads(0)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         pool.submit(int)
-    monkeypatch.setattr(threading.Thread, "start", start)
-    assert pool.submit(int).result() == 0
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert pool.submit(int).result() == 0  # by the thread that there is
+    allow_threads(2)
+    until = threading.Event()
+    waiting = [pool.submit(until.wait, 10) for _ in range(5)]
+    assert len(running()) == 2
+    until.set()
+    assert all(call.result() for call in waiting)  # by the threads that there are
     pool.close()
 
 

@@ -1,0 +1,85 @@
+"""Recycled host memory: nobody else gets what is in use, and what there is is counted."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuload.backends.buffers import ALIGNMENT, BufferPool
+
+
+def counted(pool: BufferPool) -> int:
+    return sum(pool._nbytes.values())
+
+
+@pytest.mark.parametrize("n_idle", [0, 1, 3])
+def test_a_buffer_comes_back_with_the_last_view_of_it(n_idle: int) -> None:
+    pool = BufferPool(n_idle)
+    array = pool.array((4, 5), np.float32)
+    assert (array.shape, array.dtype, array.ctypes.data % ALIGNMENT) == ((4, 5), np.float32, 0)
+    view, at = array[1:].T, array.ctypes.data
+    del array
+    assert not pool._idle
+    del view
+    assert len(pool._idle) == min(1, n_idle)
+    again = pool.array((4, 5), np.float32)
+    assert (again.ctypes.data == at) or not n_idle
+    assert counted(pool) == pool.peak_nbytes == 80 + 5
+
+
+def test_no_more_are_kept_idle_than_was_said_and_none_once_cleared() -> None:
+    pool = BufferPool(2)
+    held = [pool.take(1000) for _ in range(5)]
+    assert counted(pool) == pool.peak_nbytes == 5 * 1062
+    last = held.pop()
+    held.clear()
+    assert (len(pool._idle), counted(pool)) == (2, 3 * 1062)
+    pool.clear()
+    assert (len(pool._idle), counted(pool)) == (0, 1062)
+    del last
+    assert (len(pool._idle), counted(pool), pool.peak_nbytes) == (0, 0, 5 * 1062)
+
+
+def test_a_buffer_taken_just_before_it_would_be_dropped_stays_counted() -> None:
+    class Idle(dict[int, Any]):
+        def copy(self) -> dict[int, Any]:
+            there = dict(self)
+            if len(there) == 2 and not turns:  # as another thread, between the choice of a buffer and its removal
+                turns.append(True)
+                taken.append(pool.take(1000))
+            return there
+
+    pool, turns, taken = BufferPool(1), list[bool](), list[Any]()
+    pool._idle = Idle()
+    held = [pool.take(1000) for _ in range(2)]
+    held.clear()
+    assert len(taken) == 1
+    assert counted(pool) == 1062 * (1 + len(pool._idle))
+
+
+def test_many_threads_share_a_pool_and_no_buffer() -> None:
+    pool, faults, barrier = BufferPool(3), list[str](), threading.Barrier(4)
+
+    def use(number: int) -> None:
+        draw = random.Random(number)
+        barrier.wait(10)
+        held: list[Any] = []
+        for _ in range(3000):
+            held.append(pool.take(draw.choice([1000, 1500, 4000])))
+            held[-1][:] = number
+            if not all((array == number).all() for array in held):
+                faults.append(f"thread {number}")
+            del held[: draw.randrange(3)]
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not faults
+    assert counted(pool) == sum(buffer.size for buffer in pool._idle.values())
+    assert len(pool._idle) <= 3
