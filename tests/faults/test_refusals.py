@@ -388,6 +388,20 @@ def test_dtypes_that_have_no_place_in_a_minibatch(tmp_path: Path, values: np.nda
     assert_refused("StoreError", path, str(path), "/X", "dtype")
 
 
+def test_partial_chunks_that_may_be_unfiltered_with_an_h5py_that_cannot_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpuload.formats.hdf5.ctypes.CDLL", lambda _: object())
+    for chunk_rows, is_told in ((2, True), (3, False)):
+        path = tmp_path / f"shuffled-{chunk_rows}.h5ad"
+        options = {"chunks": (chunk_rows, 2), "shuffle": True}
+        write_h5ad(path, lambda f, o=options: f.create_dataset("X", data=np.ones((3, 2), np.float32), **o), 3, 2)
+        if is_told:
+            assert_refused("StoreError", path, str(path), "filters of /X", "last chunk", "install h5py")
+        else:
+            gpuload.open_loader(path, device="cpu").close()
+
+
 def test_virtual_and_external_storage(tmp_path: Path) -> None:
     path = tmp_path / "elsewhere.h5ad"
     write_h5ad(path, lambda f: f.create_dataset("X", (4, 3), "f4", external=[(str(tmp_path / "raw.bin"), 0, 48)]), 4, 3)
