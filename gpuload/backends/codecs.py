@@ -13,6 +13,7 @@ zstd).
 from __future__ import annotations
 
 import ctypes
+import gzip
 import logging
 import struct
 from functools import cache
@@ -152,6 +153,18 @@ def _check_blosc_size(data: Bytes, nbytes: int) -> None:
         )
 
 
+def _gzip(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    """Decode gzip members, one after the other; nearly always there is one, which imagecodecs decodes faster."""
+    import imagecodecs
+
+    del values, itemsize
+    if nbytes >= 0:
+        plain = imagecodecs.gzip_decode(data, out=_room(nbytes))
+        if len(plain) == nbytes:
+            return plain
+    return gzip.decompress(data)
+
+
 def _lz4(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
     """Decode HDF5's own LZ4 framing: total size and block size, big-endian, then blocks preceded by their sizes."""
     import imagecodecs
@@ -245,7 +258,7 @@ def _room(nbytes: int) -> Any:
 
 DECODERS: dict[str, Decoder] = {
     "deflate": _plain("zlib_decode"),
-    "gzip": _plain("gzip_decode"),
+    "gzip": _gzip,
     "shuffle": _shuffle,
     "fletcher32": _checksum("fletcher32", is_fletcher32),
     "crc32c": _checksum("crc32c", frames.is_crc32c),

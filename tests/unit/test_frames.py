@@ -18,6 +18,7 @@ from gpuload.backends import codecs  # noqa: E402
 from gpuload.backends.damage import reason  # noqa: E402
 from gpuload.backends.native import frames  # noqa: E402
 from gpuload.backends.native.inflate import new_tables  # noqa: E402
+from gpuload.layout import Filter  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TABLES, ADDRESSES = new_tables(), codecs.Addresses()
@@ -203,3 +204,28 @@ def test_gzip() -> None:
             assert wrong in reason(frames.gunzip(damaged, 0, damaged.size, out, len(raw), len(raw), TABLES, True))
         for n in range(0, stored.size, 97):
             assert frames.gunzip(stored[:n].copy(), 0, n, out, len(raw), len(raw), TABLES, True) < 0
+
+
+def test_gzip_of_several_members() -> None:
+    raw = values("f4", 9000).tobytes()
+    nothing, head, tail = (gzip.compress(part) for part in (b"", raw[:7001], raw[7001:]))
+    for stored in map(as_array, (head + tail, nothing + head + nothing + bytes(3) + tail + nothing + bytes(9))):
+        for need, verify in ((len(raw), True), (len(raw), False), (7002, False), (100, False)):
+            out = room(len(raw))
+            got = frames.gunzip(stored, 0, stored.size, out, len(raw), need, TABLES, verify)
+            assert got >= need, reason(got)
+            assert out[:need].tobytes() == raw[:need]
+            assert (out[len(raw) :] == SLACK).all()
+        for nbytes in (len(raw), -1):
+            assert codecs.decode((Filter("gzip"),), 0, stored, nbytes, 4).tobytes() == raw
+    out = room(len(raw))
+    for damaged, wrong in (
+        (head, "fewer bytes"),
+        (head + tail + tail, ""),  # what follows the last byte is ignored, as it is after a single member
+        (head + head + tail, "more bytes"),
+        (head + tail[:-9], "cut off"),
+        (head + bytes(2) + tail[1:], "gzip header"),
+        (head[:-8] + bytes(8) + tail, "crc32 checksum"),
+    ):
+        got = frames.gunzip(as_array(damaged), 0, len(damaged), out, len(raw), len(raw), TABLES, True)
+        assert wrong in reason(got) if wrong else got == len(raw)
