@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import subprocess
 import sys
 import zlib
@@ -229,3 +230,23 @@ def test_gzip_of_several_members() -> None:
     ):
         got = frames.gunzip(as_array(damaged), 0, len(damaged), out, len(raw), len(raw), TABLES, True)
         assert wrong in reason(got) if wrong else got == len(raw)
+
+
+def test_one_codec_after_another() -> None:
+    """The size of what the first one makes of the values is not known then."""
+    encoders = {
+        "deflate": zlib.compress,
+        "gzip": gzip.compress,
+        "zstd": imagecodecs.zstd_encode,
+        "lzf": imagecodecs.lzf_encode,
+        "lz4": imagecodecs.lz4h5_encode,
+        "lz4-sized": lambda data: len(data).to_bytes(4, "little") + imagecodecs.lz4_encode(data),
+        "blosc": lambda data: numcodecs.Blosc("lz4").encode(bytes(data)),
+    }
+    raw = values("f4", 3000).tobytes()
+    for first, second in itertools.product(encoders, repeat=2):
+        stored = as_array(bytes(encoders[second](bytes(encoders[first](raw)))))
+        assert codecs.decode((Filter(first), Filter(second)), 0, stored, len(raw), 4).tobytes() == raw
+        for size in (len(raw) - 4, len(raw) + 4):
+            with pytest.raises(codecs.DecodeError):
+                codecs.decode((Filter(first), Filter(second)), 0, stored, size, 4)
