@@ -6,7 +6,7 @@ encoding attributes (compound data sets, `__categories`) are supported too.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,16 +98,21 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     names = column_names(frame)
     if name not in names:
         raise no_column(path, name, names)
+    with damage_of(f"{path}: obs column {name!r}"):
+        return encode(read_values(frame, name, path), name, path)
+
+
+@contextmanager
+def damage_of(where: str) -> Iterator[None]:
+    """Report what h5py, pandas and anndata raise of a damaged column, whatever it is; `where` is its name in errors."""
     try:
-        values = read_values(frame, name, path)
+        yield
     except (GpuloadError, ImportError, MemoryError):
         raise
-    except Exception as error:  # whatever h5py, pandas and anndata raise of damaged columns
+    except Exception as error:
         raise CorruptDataError(
-            f"{path}: obs column {name!r} cannot be read ({first_line(error)}); leave it out, or restore the file from "
-            "its source."
+            f"{where} cannot be read ({first_line(error)}); leave it out, or restore the file from its source."
         ) from error
-    return encode(values, name, path)
 
 
 def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, ObsColumn]:

@@ -556,6 +556,22 @@ def test_a_column_of_obs_that_is_damaged_is_named(copy_of: Callable[[str], Path]
     told = (f"{path}: obs column 'cell_line' cannot be read (", found, "; leave it out, or restore the file")
     assert_refused("CorruptDataError", path, *told, obs=["depth", "cell_line"])
     assert_refused("CorruptDataError", path, *told, where="cell_line == 'K562'")
+    with pytest.raises(gpuload.CorruptDataError) as caught:
+        gpuload.pack(path, path.with_name("packed.zarr"))
+    assert all(part in str(caught.value) for part in told), caught.value
+
+
+def test_columns_with_text_that_is_no_utf_8_are_named(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("damaged.h5ad")
+    with h5py.File(path, "r+") as file:
+        file["obs"].create_dataset("latin", data=np.full(131, b"\xe9"))
+        file["obs"].attrs["column-order"] = ["latin"]
+        text = file["var"].create_dataset("name", data=np.full(writers.N_VARS, b"\xe9", h5py.string_dtype("utf-8", 1)))
+        text.attrs.update({"encoding-type": "string-array", "encoding-version": "0.2.0"})
+        file["var"].attrs["column-order"] = ["name"]
+    assert_refused("CorruptDataError", path, f"{path}: obs column 'latin' cannot be read (", "utf-8", obs=["latin"])
+    with pytest.raises(gpuload.CorruptDataError, match=rf"^{path}: /var/name cannot be read \(.*utf-8.*; leave it out"):
+        gpuload.pack(path, path.with_name("packed.zarr"), obs=[])
 
 
 @pytest.mark.parametrize("name", ["data", "indices"])
