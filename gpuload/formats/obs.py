@@ -6,7 +6,7 @@ encoding attributes (compound data sets, `__categories`) are supported too.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -231,8 +231,15 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
     if array.dtype.kind in "biuf" and array.dtype.itemsize <= 8:
         return ObsColumn(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
     if array.dtype.kind in "OSU" or pd.api.types.is_string_dtype(array):
-        with suppress(TypeError):  # lists, which no code can stand for
+        try:
             return _encode_strings(array)
+        except UnicodeDecodeError as error:
+            raise StoreError(
+                f"{path}: obs column {name!r} holds bytes that are no UTF-8 text ({first_line(error)}); write them as "
+                "text, or leave the column out."
+            ) from error
+        except TypeError:  # lists, which no code can stand for
+            pass
     raise _no_column_type(array, name, path)
 
 
