@@ -113,7 +113,7 @@ def cell_column(path: str, name: str, layer: str) -> Any:
     with anndata_groups(path) as groups:
         is_there = [name in column_names(member(group, "obs", path)) for group in groups]
         if any(is_there):
-            with damage_of(f"{path}: obs column {name!r}"):
+            with damage_of(path, name):
                 parts = [
                     read_values(group["obs"], name, path) if there else _missing(shape_of(group, layer, path)[0])
                     for group, there in zip(groups, is_there, strict=True)
@@ -145,7 +145,7 @@ def gene_columns(path: str, layer: str) -> dict[str, Any]:
         key = keys_of(groups[0], layer, path)[1]
         columns = {}
         for name in column_names(groups[0][key]):
-            with damage_of(f"{path}: {name_in(groups[0], key)}/{name}"):
+            with damage_of(path, name, key):
                 columns[name] = read_values(groups[0][key], name, path)
         for name, values in columns.items():
             _check_length(_n_values(values), groups[0], path, layer, f"{name_in(groups[0], key)}/{name}", 1)

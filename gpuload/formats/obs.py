@@ -98,20 +98,21 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     names = column_names(frame)
     if name not in names:
         raise no_column(path, name, names)
-    with damage_of(f"{path}: obs column {name!r}"):
+    with damage_of(path, name):
         return encode(read_values(frame, name, path), name, path)
 
 
 @contextmanager
-def damage_of(where: str) -> Iterator[None]:
-    """Report what h5py, pandas and anndata raise of a damaged column, whatever it is; `where` is its name in errors."""
+def damage_of(path: str, name: str, frame: str = "obs") -> Iterator[None]:
+    """Report what h5py, pandas and anndata raise of a damaged column, whatever it is."""
     try:
         yield
     except (GpuloadError, ImportError, MemoryError):
         raise
     except Exception as error:
         raise CorruptDataError(
-            f"{where} cannot be read ({first_line(error)}); leave it out, or restore the file from its source."
+            f"{path}: {frame} column {name!r} cannot be read ({first_line(error)}); leave it out, or restore the file "
+            "from its source."
         ) from error
 
 
