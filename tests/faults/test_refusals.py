@@ -571,7 +571,8 @@ def test_columns_with_text_that_is_no_utf_8_are_named(copy_of: Callable[[str], P
         file["var"].attrs["column-order"] = ["name"]
     told = f"{path}: obs column 'latin' holds bytes that are no UTF-8 text ("
     assert_refused("StoreError", path, told, "0xe9", "; write them as text, or leave the column out.", obs=["latin"])
-    with pytest.raises(gpuload.CorruptDataError, match=rf"^{path}: var column 'name' cannot be read \(.*utf-8.*; leave it out"):
+    of_var = rf"^{path}: var column 'name' cannot be read \(.*utf-8.*; leave it out"
+    with pytest.raises(gpuload.CorruptDataError, match=of_var):
         gpuload.pack(path, path.with_name("packed.zarr"), obs=[])
 
 
