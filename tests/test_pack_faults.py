@@ -564,6 +564,44 @@ def test_an_old_target_stays_until_the_new_is_whole(
     assert contents(target) == before
 
 
+def test_an_old_target_outlives_a_replacement_that_was_cut_short(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rename = tmp_path / "out.zarr", os.rename
+    gpuload.pack(source, target, keep_order=True)
+    before = contents(target)
+
+    def stop_at_target(old: str, new: str) -> None:
+        if new == str(target):
+            raise KeyboardInterrupt
+        rename(old, new)
+
+    def cut_short() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(workplace.os, "rename", stop_at_target)
+            with pytest.raises(KeyboardInterrupt):
+                gpuload.pack(source, target, overwrite=True)
+        assert not target.exists()
+
+    for seed, overwrite, found in ((1, False, "it exists already"), (2, True, "planted")):
+        cut_short()
+        with monkeypatch.context() as patch:
+            patch.setattr(passes, "digest_span", fail)
+            with pytest.raises((RuntimeError, gpuload.StoreError), match=found):
+                gpuload.pack(source, target, overwrite=overwrite, seed=seed)
+        assert contents(target) == before
+    cut_short()
+    replaced = tmp_path / "out.zarr.packing" / "replaced"
+    shutil.copytree(replaced, target)
+    with pytest.raises(gpuload.StoreError, match=f"^{replaced}: this was {target} until .* move one of them away\\.$"):
+        gpuload.pack(source, target, overwrite=True)
+    assert contents(target) == contents(replaced) == before
+    shutil.rmtree(target)
+    gpuload.pack(source, target, overwrite=True)
+    assert ad.read_zarr(target).obs["source_row"].iloc[:3].tolist() != [0, 1, 2]
+    assert os.listdir(tmp_path) == ["out.zarr"]
+
+
 def test_two_at_one_target(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out.zarr.packing"
     folder.mkdir()

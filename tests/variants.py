@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 import zlib
 from dataclasses import dataclass, field
@@ -235,6 +236,29 @@ def _masked(path: Path, is_csr: bool) -> None:
                 )
 
 
+def _plain_edges(path: Path, *, has_gzip: bool, is_csr: bool) -> None:
+    """Write arrays whose partial chunks are not filtered, an option of HDF5 that h5py does not have."""
+
+    def options(chunks: tuple[int, ...]) -> Options:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk(chunks)
+        plist.set_shuffle()
+        if has_gzip:
+            plist.set_deflate(4)
+        with h5py.h5d.phil:
+            hdf5, dont_filter_partial_chunks = ctypes.CDLL(h5py.h5p.__file__), ctypes.c_uint(2)
+            assert hdf5.H5Pset_chunk_opts(ctypes.c_int64(plist.id), dont_filter_partial_chunks) == 0
+        return {"dcpl": plist}
+
+    def write(file: h5py.File) -> None:
+        if is_csr:
+            write_csr(file, "X", counts(), data=options((DATA_CHUNK,)), indices=options((INDICES_CHUNK,)))
+        else:
+            write_dense(file, "X", counts().toarray(), **options((16, 20)))
+
+    write_h5ad(path, write)
+
+
 def _chunk_bytes(stored: h5py.Dataset, start: tuple[int, ...]) -> bytes:
     """Return a chunk's elements, edge chunks filled up with zeros."""
     full = np.zeros(stored.chunks, dtype=stored.dtype)
@@ -369,6 +393,9 @@ def _odd_forms() -> Iterator[Variant]:
     for is_csr in (True, False):
         kind = "csr" if is_csr else "dense"
         yield Variant(f"{kind}-filter-masks", partial(_masked, is_csr=is_csr))
+        for has_gzip in (True, False):
+            name = f"{kind}-plain-edges-{'gzip' if has_gzip else 'shuffle'}"
+            yield Variant(name, partial(_plain_edges, has_gzip=has_gzip, is_csr=is_csr))
         yield Variant(f"{kind}-absent-chunks-0", partial(_absent, is_csr=is_csr, fill=0))
         yield Variant(f"{kind}-absent-chunks-3", partial(_absent, is_csr=is_csr, fill=3))
         yield Variant(f"{kind}-never-written", partial(_never_written, is_csr=is_csr))

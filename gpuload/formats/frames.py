@@ -16,7 +16,7 @@ from gpuload.errors import StoreError
 from gpuload.formats import soma
 from gpuload.formats.arrays import as_strings, check_length, member, numbered
 from gpuload.formats.members import keys_of, name_in, shape_of
-from gpuload.formats.obs import column_names, index_name, index_pieces, read_index, read_values
+from gpuload.formats.obs import column_names, damage_of, index_name, index_pieces, read_index, read_values
 from gpuload.formats.recognise import anndata_groups, file_of, is_soma, obs_columns, open_path
 from gpuload.store import check_whole
 
@@ -113,10 +113,11 @@ def cell_column(path: str, name: str, layer: str) -> Any:
     with anndata_groups(path) as groups:
         is_there = [name in column_names(member(group, "obs", path)) for group in groups]
         if any(is_there):
-            parts = [
-                read_values(group["obs"], name, path) if there else _missing(shape_of(group, layer, path)[0])
-                for group, there in zip(groups, is_there, strict=True)
-            ]
+            with damage_of(path, name):
+                parts = [
+                    read_values(group["obs"], name, path) if there else _missing(shape_of(group, layer, path)[0])
+                    for group, there in zip(groups, is_there, strict=True)
+                ]
             for group, part in zip(groups, parts, strict=True):
                 _check_length(_n_values(part), group, path, layer, f"{name_in(group, 'obs')}/{name}", 0)
             return join(parts, f"{path}: obs column {name!r}")
@@ -142,7 +143,10 @@ def gene_columns(path: str, layer: str) -> dict[str, Any]:
         if not groups:
             return {}
         key = keys_of(groups[0], layer, path)[1]
-        columns = {name: read_values(groups[0][key], name, path) for name in column_names(groups[0][key])}
+        columns = {}
+        for name in column_names(groups[0][key]):
+            with damage_of(path, name, key):
+                columns[name] = read_values(groups[0][key], name, path)
         for name, values in columns.items():
             _check_length(_n_values(values), groups[0], path, layer, f"{name_in(groups[0], key)}/{name}", 1)
         return columns

@@ -17,6 +17,7 @@ References
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
@@ -64,6 +65,9 @@ FILTERS = {
     32015: "zstd",
 }
 """Filters with a host decoder, by their number in the HDF5 filter registry."""
+
+_ALL_FILTERS, _DONT_FILTER_PARTIAL_CHUNKS = np.uint32(0xFFFF_FFFF), 2
+"""A mask that skips every filter; HDF5's H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS."""
 
 _GZIP = b"\x1f\x8b"
 
@@ -341,15 +345,42 @@ def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
         source.index.keep(f"{stored.name} mask", mask)
     _check_inside(stored.name, source, offset, nbytes)
     filters = _filters(stored, source.name)
+    full = int(np.prod(chunk_shape)) * stored.dtype.itemsize
     if not filters:
-        full = int(np.prod(chunk_shape)) * stored.dtype.itemsize
         if np.any((nbytes != full) & (nbytes != 0)):
             raise CorruptDataError(
                 f"{source.name}: {stored.name} has an unencoded chunk of the wrong size. Restore the file."
             )
+    else:
+        is_plain = _partial_chunks(shape, chunk_shape) & (nbytes == full)
+        if is_plain.any() and _leaves_partial_chunks_plain(stored, source.name):
+            mask = np.where(is_plain, _ALL_FILTERS, mask)
     return ArrayLayout(
         source, stored.name, shape, stored.dtype, chunk_shape, offset, nbytes, mask, filters, _fill_value(stored)
     )
+
+
+def _partial_chunks(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Return which chunks of a grid, in C order, extend beyond the array."""
+    is_partial = np.zeros(1, dtype=bool)
+    for n, c in zip(shape, chunk_shape, strict=True):
+        is_partial = np.logical_or.outer(is_partial, np.arange(c, n + c, c) > n).reshape(-1)
+    return is_partial
+
+
+def _leaves_partial_chunks_plain(stored: h5py.Dataset, path: str) -> bool:
+    """Return whether filters are not applied to partial chunks, which HDF5 tells but not h5py."""
+    plist, options = stored.id.get_create_plist(), ctypes.c_uint()
+    try:
+        ask = ctypes.CDLL(h5py.h5p.__file__).H5Pget_chunk_opts  # of the library that h5py has loaded
+    except (OSError, AttributeError) as error:
+        raise StoreError(
+            f"{path}: whether the filters of {stored.name} were applied to its last chunk cannot be told, as this h5py "
+            "hides the HDF5 in it; install h5py from PyPI or conda-forge, or rewrite the file with another chunk size."
+        ) from error
+    with h5py.h5d.phil:
+        ask(ctypes.c_int64(plist.id), ctypes.byref(options))
+    return bool(options.value & _DONT_FILTER_PARTIAL_CHUNKS)
 
 
 def _kept_chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]) -> _Chunks | None:

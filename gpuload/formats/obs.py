@@ -6,7 +6,7 @@ encoding attributes (compound data sets, `__categories`) are supported too.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,16 +98,22 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     names = column_names(frame)
     if name not in names:
         raise no_column(path, name, names)
+    with damage_of(path, name):
+        return encode(read_values(frame, name, path), name, path)
+
+
+@contextmanager
+def damage_of(path: str, name: str, frame: str = "obs") -> Iterator[None]:
+    """Report what h5py, pandas and anndata raise of a damaged column, whatever it is."""
     try:
-        values = read_values(frame, name, path)
+        yield
     except (GpuloadError, ImportError, MemoryError):
         raise
-    except Exception as error:  # whatever h5py, pandas and anndata raise of damaged columns
+    except Exception as error:
         raise CorruptDataError(
-            f"{path}: obs column {name!r} cannot be read ({first_line(error)}); leave it out, or restore the file from "
-            "its source."
+            f"{path}: {frame} column {name!r} cannot be read ({first_line(error)}); leave it out, or restore the file "
+            "from its source."
         ) from error
-    return encode(values, name, path)
 
 
 def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, ObsColumn]:
@@ -226,8 +232,15 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
     if array.dtype.kind in "biuf" and array.dtype.itemsize <= 8:
         return ObsColumn(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
     if array.dtype.kind in "OSU" or pd.api.types.is_string_dtype(array):
-        with suppress(TypeError):  # lists, which no code can stand for
+        try:
             return _encode_strings(array)
+        except UnicodeDecodeError as error:
+            raise StoreError(
+                f"{path}: obs column {name!r} holds bytes that are no UTF-8 text ({first_line(error)}); write them as "
+                "text, or leave the column out."
+            ) from error
+        except TypeError:  # lists, which no code can stand for
+            pass
     raise _no_column_type(array, name, path)
 
 

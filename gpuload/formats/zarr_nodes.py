@@ -16,6 +16,7 @@ import os
 import struct
 import zipfile
 import zlib
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -48,6 +49,9 @@ _ENCODINGS = {
 """The arrays of groups that form one column, by anndata's encoding type."""
 
 _LOCAL_HEADER, _LOCAL_NBYTES = b"PK\x03\x04", 30
+_AFTER_SLASH = "0"
+"""The character after the slash: all names in a folder sort before the folder's own name followed by it."""
+
 _IS_UTF8 = 0x800
 """Flag of a member of a zip whose name is in UTF-8."""
 
@@ -170,6 +174,7 @@ class ZipTree:
             ) from error
         files = [info for info in infos if not info.filename.endswith("/")]
         self._members = {info.filename: info for info in files}  # of duplicates, the last one counts
+        self._names = sorted(self._members)
 
     def read(self, key: str) -> bytes | None:
         """Return a member's bytes; see `Tree.read`."""
@@ -184,18 +189,29 @@ class ZipTree:
 
     def children(self, key: str) -> list[str]:
         """Return the folders in a folder; see `Tree.children`."""
-        prefix = f"{key}/" if key else ""
-        rest = (name[len(prefix) :] for name in self._members if name.startswith(prefix))
-        return sorted({name.partition("/")[0] for name in rest if "/" in name})
+        prefix, at, end = self._within(key)
+        found = []
+        while at < end:
+            name, slash, _ = self._names[at][len(prefix) :].partition("/")
+            if slash:
+                found.append(name)
+            at = bisect_left(self._names, f"{prefix}{name}{_AFTER_SLASH}", at) if slash else at + 1
+        return sorted(found)
 
     def chunks(self, key: str, names: Iterable[str] = ()) -> tuple[Source, dict[str, tuple[int, int]]]:
         """Return the zip file, and the location of an array's chunks in it; see `Tree.chunks`."""
         del names
-        prefix = f"{key}/" if key else ""
-        chosen = [i for n, i in self._members.items() if n.startswith(prefix) and n.rpartition("/")[2] not in METADATA]
+        prefix, at, end = self._within(key)
+        chosen = [self._members[name] for name in self._names[at:end] if name.rpartition("/")[2] not in METADATA]
         places = {info.filename[len(prefix) :]: self._place(info) for info in chosen}
         self.crc |= {place: info.CRC for info, place in zip(chosen, places.values(), strict=True)}
         return self.source, places
+
+    def _within(self, key: str) -> tuple[str, int, int]:
+        """Return what the names in a folder begin with, and the range of them among all names."""
+        if not key:
+            return "", 0, len(self._names)
+        return f"{key}/", bisect_left(self._names, f"{key}/"), bisect_left(self._names, f"{key}{_AFTER_SLASH}")
 
     def _place(self, info: zipfile.ZipInfo) -> tuple[int, int]:
         """Return the location of a member's bytes."""

@@ -160,7 +160,8 @@ def pack(
         plan = json.dumps({"version": 3, "sources": stamps, **settings}).encode()
         columns, labels = chosen_columns(files, obs, join), _labels(files, layers[0], group_by, join)
         client = None if scheduler is None else stack.enter_context(connect(scheduler))
-        stack.enter_context(workplace.at_work(folder, plan))
+        stack.enter_context(workplace.at_work(folder, target, plan))
+        workplace.check_target(target, files, overwrite=overwrite)  # it may have been put back
         wanted = Wanted(files, layers, obsm, join, codec, block_size, memory_nbytes, num_threads)
         matrices, lengths = open_matrices(wanted, folder, stack)
         n_obs = matrices[0].job.n_obs

@@ -16,8 +16,9 @@ from gpuload.packing.files import locked, remove_partial, sync_folder, sync_fold
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-PARTS, DONE, STORE, LOCK = "parts", "done", "store", "lock"
-"""Contents of the folder: parts of the first pass, marks of finished buckets, the target, and the lock."""
+PARTS, DONE, STORE, LOCK, REPLACED = "parts", "done", "store", "lock", "replaced"
+"""Contents of the folder: parts of the first pass, marks of finished buckets, the target, the lock, and for a moment
+what was the target before."""
 
 _PLAN = "plan.json"
 
@@ -86,7 +87,7 @@ def check_disk(folder: str, needed: int) -> None:
 
 
 @contextmanager
-def at_work(folder: str, plan: bytes) -> Iterator[None]:
+def at_work(folder: str, target: str, plan: bytes) -> Iterator[None]:
     """Create the folder, or resume in it if it holds work of the same plan; nobody else works there meanwhile.
 
     If an error comes before there is anything to resume, the folder is removed.
@@ -95,6 +96,8 @@ def at_work(folder: str, plan: bytes) -> Iterator[None]:
     ----------
     folder
         The working folder.
+    target
+        What is made there is for it. It is put back if work was cut short while it was being replaced.
     plan
         Everything that determines the target.
 
@@ -103,7 +106,7 @@ def at_work(folder: str, plan: bytes) -> Iterator[None]:
     ReadError
         Another process works there.
     StoreError
-        The folder is of something else.
+        The folder is of something else, or the target cannot be put back.
     """
     there = os.listdir(folder) if os.path.isdir(folder) else []
     if there and LOCK not in there:
@@ -113,6 +116,7 @@ def at_work(folder: str, plan: bytes) -> Iterator[None]:
         )
     os.makedirs(folder, exist_ok=True)
     with locked(os.path.join(folder, LOCK)):
+        _put_back(folder, target)
         if _is_of(folder, plan) and os.path.isdir(os.path.join(folder, STORE)):
             remove_partial(folder)
         else:
@@ -125,6 +129,20 @@ def at_work(folder: str, plan: bytes) -> Iterator[None]:
             if all(name in (LOCK, _PLAN) for _, _, names in os.walk(folder) for name in names):
                 _remove(folder)
             raise
+
+
+def _put_back(folder: str, target: str) -> None:
+    """Put back the target if `publish` was cut short between its renames: nothing else holds what it was."""
+    replaced = os.path.join(folder, REPLACED)
+    if not os.path.lexists(replaced) or not os.path.isdir(os.path.join(folder, STORE)):
+        return
+    if os.path.lexists(target):
+        raise StoreError(
+            f"{replaced}: this was {target} until packing was cut short while it replaced that, and by now there is "
+            "another; move one of them away."
+        )
+    os.rename(replaced, target)
+    sync_folder(os.path.dirname(target))
 
 
 def _is_of(folder: str, plan: bytes) -> bool:
@@ -165,7 +183,7 @@ def publish(folder: str, target: str) -> None:
     store = os.path.join(folder, STORE)
     sync_folders(store)
     if os.path.lexists(target):
-        os.rename(target, os.path.join(folder, "replaced"))
+        os.rename(target, os.path.join(folder, REPLACED))
     os.rename(store, target)
     sync_folder(os.path.dirname(target))
     _remove(folder)

@@ -199,6 +199,11 @@ def test_columns_of_obs_that_differ_between_files(tmp_path: Path) -> None:
     assert_refused("StoreError", tmp_path, "b.parquet", "no column 'plate'", obs=["plate"])
 
 
+def test_a_column_of_bytes_that_are_no_text(write: Callable[..., Path]) -> None:
+    path = write(genes=GENES, expressions=VALUES, image=[b"\xff\xd8"] * 131)
+    assert_refused("StoreError", path, f"{path}: obs column 'image' holds bytes that are no UTF-8 text", obs=["image"])
+
+
 def test_a_pattern_that_nothing_fits(tmp_path: Path) -> None:
     assert_refused("ReadError", tmp_path / "train-*.parquet", "train-*.parquet", "pattern")
 

@@ -388,6 +388,20 @@ def test_dtypes_that_have_no_place_in_a_minibatch(tmp_path: Path, values: np.nda
     assert_refused("StoreError", path, str(path), "/X", "dtype")
 
 
+def test_partial_chunks_that_may_be_unfiltered_with_an_h5py_that_cannot_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpuload.formats.hdf5.ctypes.CDLL", lambda _: object())
+    for chunk_rows, is_told in ((2, True), (3, False)):
+        path = tmp_path / f"shuffled-{chunk_rows}.h5ad"
+        options = {"chunks": (chunk_rows, 2), "shuffle": True}
+        write_h5ad(path, lambda f, o=options: f.create_dataset("X", data=np.ones((3, 2), np.float32), **o), 3, 2)
+        if is_told:
+            assert_refused("StoreError", path, str(path), "filters of /X", "last chunk", "install h5py")
+        else:
+            gpuload.open_loader(path, device="cpu").close()
+
+
 def test_virtual_and_external_storage(tmp_path: Path) -> None:
     path = tmp_path / "elsewhere.h5ad"
     write_h5ad(path, lambda f: f.create_dataset("X", (4, 3), "f4", external=[(str(tmp_path / "raw.bin"), 0, 48)]), 4, 3)
@@ -542,6 +556,24 @@ def test_a_column_of_obs_that_is_damaged_is_named(copy_of: Callable[[str], Path]
     told = (f"{path}: obs column 'cell_line' cannot be read (", found, "; leave it out, or restore the file")
     assert_refused("CorruptDataError", path, *told, obs=["depth", "cell_line"])
     assert_refused("CorruptDataError", path, *told, where="cell_line == 'K562'")
+    with pytest.raises(gpuload.CorruptDataError) as caught:
+        gpuload.pack(path, path.with_name("packed.zarr"))
+    assert all(part in str(caught.value) for part in told), caught.value
+
+
+def test_columns_with_text_that_is_no_utf_8_are_named(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("damaged.h5ad")
+    with h5py.File(path, "r+") as file:
+        file["obs"].create_dataset("latin", data=np.full(131, b"\xe9"))
+        file["obs"].attrs["column-order"] = ["latin"]
+        text = file["var"].create_dataset("name", data=np.full(writers.N_VARS, b"\xe9", h5py.string_dtype("utf-8", 1)))
+        text.attrs.update({"encoding-type": "string-array", "encoding-version": "0.2.0"})
+        file["var"].attrs["column-order"] = ["name"]
+    told = f"{path}: obs column 'latin' holds bytes that are no UTF-8 text ("
+    assert_refused("StoreError", path, told, "0xe9", "; write them as text, or leave the column out.", obs=["latin"])
+    of_var = rf"^{path}: var column 'name' cannot be read \(.*utf-8.*; leave it out"
+    with pytest.raises(gpuload.CorruptDataError, match=of_var):
+        gpuload.pack(path, path.with_name("packed.zarr"), obs=[])
 
 
 @pytest.mark.parametrize("name", ["data", "indices"])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 zarr = pytest.importorskip("zarr", minversion="3.0")
 
 import gpuload  # noqa: E402
+from gpuload.formats.zarr_nodes import ZipTree  # noqa: E402
 from tests import zarr_writers as writers  # noqa: E402
 from tests.golden.test_forms import assert_same_csr  # noqa: E402
 from tests.writers import N_OBS, N_VARS, cells_frame, counts, genes_frame  # noqa: E402
@@ -166,6 +168,33 @@ def test_of_two_members_of_a_zip_the_later_counts(tmp_path: Path) -> None:
                 archive.write(file, file.relative_to(folder).as_posix())
     X, rows = read(path, "X", batch_size=50)
     np.testing.assert_array_equal(X, counts().toarray()[rows])
+
+
+class Counted(list):  # type: ignore[type-arg]
+    """A list that counts how many of its items are looked at."""
+
+    n_seen = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.n_seen += 1 if isinstance(place, int) else len(range(*place.indices(len(self))))
+        return super().__getitem__(place)
+
+
+def test_folders_of_a_zip_are_found_without_going_through_those_of_others(tmp_path: Path) -> None:
+    folders = ["a", "a-b", "a/b", "a0", "a b", "\u00e9", "\U0001f600", *(f"set{i}/X" for i in range(200))]
+    names = ["zarr.json", "a/b/zarr.json", *(f"{folder}/{i}" for folder in folders for i in range(5))]
+    with zipfile.ZipFile(tmp_path / "many.zip", "w") as archive:
+        for name in names:
+            archive.writestr(name, b"1")
+    tree = ZipTree(str(tmp_path / "many.zip"))
+    tree._names = Counted(tree._names)
+    with closing(tree.source):
+        for key in ("", *folders, "set7", "a-", "nothing"):
+            prefix = f"{key}/" if key else ""
+            within = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+            assert tree.children(key) == sorted({name.split("/")[0] for name in within if "/" in name})
+            assert sorted(tree.chunks(key)[1]) == sorted(name for name in within if not name.endswith("zarr.json"))
+    assert tree._names.n_seen < 20 * len(names)
 
 
 def test_columns_in_shards_in_a_zip(tmp_path: Path) -> None:

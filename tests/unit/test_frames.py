@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import subprocess
 import sys
 import zlib
@@ -18,6 +19,7 @@ from gpuload.backends import codecs  # noqa: E402
 from gpuload.backends.damage import reason  # noqa: E402
 from gpuload.backends.native import frames  # noqa: E402
 from gpuload.backends.native.inflate import new_tables  # noqa: E402
+from gpuload.layout import Filter  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TABLES, ADDRESSES = new_tables(), codecs.Addresses()
@@ -203,3 +205,48 @@ def test_gzip() -> None:
             assert wrong in reason(frames.gunzip(damaged, 0, damaged.size, out, len(raw), len(raw), TABLES, True))
         for n in range(0, stored.size, 97):
             assert frames.gunzip(stored[:n].copy(), 0, n, out, len(raw), len(raw), TABLES, True) < 0
+
+
+def test_gzip_of_several_members() -> None:
+    raw = values("f4", 9000).tobytes()
+    nothing, head, tail = (gzip.compress(part) for part in (b"", raw[:7001], raw[7001:]))
+    for stored in map(as_array, (head + tail, nothing + head + nothing + bytes(3) + tail + nothing + bytes(9))):
+        for need, verify in ((len(raw), True), (len(raw), False), (7002, False), (100, False)):
+            out = room(len(raw))
+            got = frames.gunzip(stored, 0, stored.size, out, len(raw), need, TABLES, verify)
+            assert got >= need, reason(got)
+            assert out[:need].tobytes() == raw[:need]
+            assert (out[len(raw) :] == SLACK).all()
+        for nbytes in (len(raw), -1):
+            assert codecs.decode((Filter("gzip"),), 0, stored, nbytes, 4).tobytes() == raw
+    out = room(len(raw))
+    for damaged, wrong in (
+        (head, "fewer bytes"),
+        (head + tail + tail, ""),  # what follows the last byte is ignored, as it is after a single member
+        (head + head + tail, "more bytes"),
+        (head + tail[:-9], "cut off"),
+        (head + bytes(2) + tail[1:], "gzip header"),
+        (head[:-8] + bytes(8) + tail, "crc32 checksum"),
+    ):
+        got = frames.gunzip(as_array(damaged), 0, len(damaged), out, len(raw), len(raw), TABLES, True)
+        assert wrong in reason(got) if wrong else got == len(raw)
+
+
+def test_one_codec_after_another() -> None:
+    """The size of what the first one makes of the values is not known then."""
+    encoders = {
+        "deflate": zlib.compress,
+        "gzip": gzip.compress,
+        "zstd": imagecodecs.zstd_encode,
+        "lzf": imagecodecs.lzf_encode,
+        "lz4": imagecodecs.lz4h5_encode,
+        "lz4-sized": lambda data: len(data).to_bytes(4, "little") + imagecodecs.lz4_encode(data),
+        "blosc": lambda data: numcodecs.Blosc("lz4").encode(bytes(data)),
+    }
+    raw = values("f4", 3000).tobytes()
+    for first, second in itertools.product(encoders, repeat=2):
+        stored = as_array(bytes(encoders[second](bytes(encoders[first](raw)))))
+        assert codecs.decode((Filter(first), Filter(second)), 0, stored, len(raw), 4).tobytes() == raw
+        for size in (len(raw) - 4, len(raw) + 4):
+            with pytest.raises(codecs.DecodeError):
+                codecs.decode((Filter(first), Filter(second)), 0, stored, size, 4)

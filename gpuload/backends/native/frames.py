@@ -179,12 +179,8 @@ def unshuffle_items(
 
 
 @_native
-def gunzip(  # noqa: PLR0911 - one return per outcome
-    src: Any, src_pos: int, src_len: int, dst: Any, dst_len: int, need: int, tables: Any, verify: bool
-) -> int:  # pragma: no cover - compiled
-    """Decode a gzip member into dst[:dst_len]; parameters and result as in `inflate_zlib`, or a code of this module."""
-    at = np.int64(src.ctypes.data) + np.int64(src_pos)
-    end = at + np.int64(src_len)
+def _after_gzip_header(at: int, end: int) -> int:  # pragma: no cover - compiled
+    """Return the address of the deflate stream of a gzip member that begins at an address, or a negative code."""
     if end - at < 18:
         return TRUNCATED
     flags = load8(at + 3)
@@ -200,22 +196,39 @@ def gunzip(  # noqa: PLR0911 - one return per outcome
             at += 1
     if flags & 2:
         at += 2
-    if end - at < 8:
-        return TRUNCATED
-    first = np.int64(dst.ctypes.data)
-    out_end = first + np.int64(dst_len)
+    return at if end - at >= 8 else TRUNCATED
+
+
+@_native
+def gunzip(  # noqa: PLR0911 - one return per outcome
+    src: Any, src_pos: int, src_len: int, dst: Any, dst_len: int, need: int, tables: Any, verify: bool
+) -> int:  # pragma: no cover - compiled
+    """Decode gzip members into dst[:dst_len]; parameters and result as in `inflate_zlib`, or a code of this module."""
+    at, first = np.int64(src.ctypes.data) + np.int64(src_pos), np.int64(dst.ctypes.data)
+    end, out, out_end = at + np.int64(src_len), first, first + np.int64(dst_len)
     enough = out_end + 1 if verify else first + np.int64(need)
-    code, at, out = decode_blocks(np.int64(tables.ctypes.data), at, end, first, out_end, enough)
-    if code < 0:
-        return code
-    if not verify:
-        return out - first if out >= enough else TOO_SHORT
-    if out != out_end:
-        return TOO_SHORT
-    if end - at < 8:
-        return TRUNCATED
-    is_right = load32(at) == crc32(dst, 0, dst_len) and load32(at + 4) == dst_len & 0xFFFFFFFF
-    return out - first if is_right else BAD_CRC32
+    while True:
+        at = _after_gzip_header(at, end)
+        if at < 0:
+            return at
+        begin = out
+        code, at, out = decode_blocks(np.int64(tables.ctypes.data), at, end, begin, out_end, enough)
+        if code < 0:
+            return code
+        if out >= enough:
+            return out - first
+        if end - at < 8:
+            return TRUNCATED
+        n = out - begin
+        if verify and (load32(at) != crc32(dst, begin - first, n) or load32(at + 4) != n & 0xFFFFFFFF):
+            return BAD_CRC32
+        at += 8
+        while at < end and not load8(at):  # there may be zeros between members
+            at += 1
+        if out == out_end:
+            return out - first
+        if at == end:
+            return TOO_SHORT
 
 
 @_native
