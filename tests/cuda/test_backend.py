@@ -17,7 +17,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
-from gpuload.backends.cuda.backend import CudaBackend, CudaResident
+from gpuload.backends.cuda.backend import CudaBackend, CudaResident, _Arena
 from gpuload.types import Form
 from tests import several
 from tests.cuda import shim
@@ -537,6 +537,46 @@ def test_device_memory_is_a_bound(open_fake: Callable[..., Opened], plain: Store
     opened = open_fake(plain.path, n_bytes=20_000, **SMALL)
     with pytest.raises(gpuload.DeviceError, match="out of memory"):
         list(opened.epoch())
+
+
+def test_an_arena_that_grows_takes_the_place_of_idle_memory(open_fake: Callable[..., Opened], plain: Stored) -> None:
+    opened = open_fake(plain.path, **SMALL)
+    list(opened.epoch())
+    backend, arena = opened.loader._backend, _Arena(opened.device.stream())
+    opened.device._left = 0
+    backend._grow(arena, 100)  # type: ignore[attr-defined]
+    assert arena.memory.nbytes >= 100
+
+
+@pytest.mark.parametrize("fault", ["read", "launch", "allocation"])
+def test_whoever_keeps_an_error_keeps_no_device_memory(
+    open_fake: Callable[..., Opened], plain: Stored, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    opened = open_fake(plain.path, **SMALL)
+    device, free = opened.device, opened.device._left
+    n_before = device.n_allocated
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if device.n_allocated > n_before + 8 or fault != "allocation":
+            raise gpuload.DeviceError("cuda:0: out of memory.")
+        return FakeDevice.empty(device, *args)
+
+    place = {"read": "gpuload.backends.cuda.pinned._fill", "launch": "gpuload.backends.cuda.work.Work.launch"}
+    gc.collect()
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            if fault in place:
+                patch.setattr(place[fault], failing)
+            else:
+                patch.setattr(device, "empty", failing)
+            with pytest.raises(gpuload.DeviceError) as told:
+                list(opened.epoch())
+        opened.loader.close()
+        assert device._left == free
+    finally:
+        gc.enable()
+    assert told.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import contextlib
 import logging
 import threading
 import time
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -258,29 +259,36 @@ class CudaBackend:
 
     def _load(self, recipe: Recipe) -> CudaResident:
         self._device.use()
-        stream = self._lane.stream
-        resident = self._new_resident(recipe, stream)
         outcomes: list[Outcome] = []  # complete at all times: if a part fails, earlier ones must stay alive
         try:
-            for read in recipe.reads:
-                places = self._cache.places(read)
-                is_cached = places >= 0
-                if is_cached.any():
-                    self._run_cached(read, places, resident, outcomes)
-                if not is_cached.all():
-                    rest = select_chunks(read, ~is_cached) if is_cached.any() else read
-                    for lo, hi in rest.parts(PART_NBYTES):
-                        self._run(rest, lo, hi, resident, outcomes)
-            start = time.perf_counter()
-            self._device.wait(self._device.record(stream))
-            for outcome in outcomes:
-                self._settle(outcome, resident)
-        except BaseException:
-            self._device.wait(self._device.record(stream))  # what the launches use must outlive them
+            return self._filled(recipe, outcomes)
+        except BaseException as error:
+            self._device.wait(self._device.record(self._lane.stream))  # what the launches use must outlive them
             for outcome in outcomes:
                 if outcome.kept is not None:
                     self._cache.release(outcome.read, outcome.kept[0])
+            # Else whoever keeps the error, as notebooks do, keeps the device memory in the frames of its traceback.
+            traceback.clear_frames(error.__traceback__)
+            outcomes.clear()
             raise
+
+    def _filled(self, recipe: Recipe, outcomes: list[Outcome]) -> CudaResident:
+        """Return the resident of a recipe once it is whole; append the outcome of each part as it is launched."""
+        stream = self._lane.stream
+        resident = self._new_resident(recipe, stream)
+        for read in recipe.reads:
+            places = self._cache.places(read)
+            is_cached = places >= 0
+            if is_cached.any():
+                self._run_cached(read, places, resident, outcomes)
+            if not is_cached.all():
+                rest = select_chunks(read, ~is_cached) if is_cached.any() else read
+                for lo, hi in rest.parts(PART_NBYTES):
+                    self._run(rest, lo, hi, resident, outcomes)
+        start = time.perf_counter()
+        self._device.wait(self._device.record(stream))
+        for outcome in outcomes:
+            self._settle(outcome, resident)
         self.stats.add(decode_s=time.perf_counter() - start)
         return resident
 
@@ -371,7 +379,7 @@ class CudaBackend:
         if arena.memory is not None and arena.memory.nbytes >= nbytes:
             return
         arena.memory = None
-        memory = self._device.empty(nbytes + nbytes // 8 + PAGE)
+        memory = self._residents.allocate(nbytes + nbytes // 8 + PAGE)
         arena.memory = memory[-self._device.address(memory) % PAGE :]
         self._arena_nbytes[id(arena)] = arena.memory.nbytes
 
