@@ -278,6 +278,24 @@ def test_a_wrong_zlib_header_is_told_as_the_cpu_backend_tells_it(
     assert str(found.value) == str(expected.value)
 
 
+def test_a_damaged_piece_of_a_long_array_needs_no_memory_for_all_of_it(
+    open_fake: Callable[..., Opened], tmp_path: Path
+) -> None:
+    path = tmp_path / "cells.h5ad"
+    anndata.AnnData(csr_matrix(np.ones((1000, 200), dtype=np.float32))).write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        indices = file["X/indices"][()]
+        indices[3] = 200
+        del file["X/indices"]
+        file["X/indices"] = indices  # in one piece
+    opened = open_fake(path, shuffle=False, prefetch=1, **SMALL)
+    pinned, asked = opened.device.pinned, []
+    opened.device.pinned = lambda n: asked.append(n) or pinned(n)  # type: ignore[method-assign]
+    with pytest.raises(gpuload.CorruptDataError, match="chunk 0 of /X/indices"):
+        next(opened.epoch())
+    assert max(asked) < indices.nbytes / 4
+
+
 def test_a_wrong_checksum_in_a_container_is_found(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, tmp_path: Path
 ) -> None:

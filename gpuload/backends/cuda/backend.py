@@ -23,6 +23,7 @@ import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,9 @@ from gpuload.backends.cuda.decode import Decoder, Outcome
 from gpuload.backends.cuda.memory import DevicePool, Lease
 from gpuload.backends.cuda.readers import PAGE, place_extents
 from gpuload.backends.cuda.work import N_THREADS
-from gpuload.backends.damage import rounding_warning, too_large_for_half
+from gpuload.backends.damage import read_again_if_far, rounding_warning, too_large_for_half
+from gpuload.backends.reading import read_extents
+from gpuload.backends.workspace import Workspace
 from gpuload.checks import check_choice
 from gpuload.errors import DeviceError, PlanError
 from gpuload.layout import select_chunks
@@ -171,6 +174,7 @@ class CudaBackend:
         self._small = DevicePool(device, 256, self._pools)
         self._decoder = Decoder(device, nvcomp)
         self._lane = _Lane(device, self._pools, self._scratch)
+        self._host = Workspace()
         self._cache = ChunkCache(device, cache_nbytes)
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
@@ -283,8 +287,9 @@ class CudaBackend:
                 self._run_cached(read, places, resident, outcomes)
             if not is_cached.all():
                 rest = select_chunks(read, ~is_cached) if is_cached.any() else read
+                run = self._run if self._decoder.steps(read.layout) is not None else self._run_on_host
                 for lo, hi in rest.parts(PART_NBYTES):
-                    self._run(rest, lo, hi, resident, outcomes)
+                    run(rest, lo, hi, resident, outcomes)
         start = time.perf_counter()
         self._device.wait(self._device.record(stream))
         for outcome in outcomes:
@@ -331,25 +336,46 @@ class CudaBackend:
         self._grow(arena, total)
         self._reader.start(source, offset, nbytes, place, arena.memory, arena.stream, name=name).result()
         self._device.stream_wait(lane.stream, self._device.record(arena.stream))
-        first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
-        shift = np.repeat(place - offset, np.diff(read.extent_chunks[lo : hi + 1]))
         middle = time.perf_counter()
-        numbers, at = np.arange(first, last), read.chunk_offset[first:last] + shift
+        numbers, at = _chunks_of(read, lo, hi, place)
         outcome = self._enqueue(read, numbers, at, arena.memory, resident)
         outcomes.append(outcome)
-        kept, place = self._cache.reserve(read, numbers[:0] if self._decoder.steps(read.layout) is None else numbers)
+        kept, room = self._cache.reserve(read, numbers)
         if kept.size:
-            outcome.kept = kept, place
+            outcome.kept = kept, room
             self._decoder.move(
-                outcome, at[kept - first], read.chunk_nbytes[kept], place, arena.memory, self._cache.memory, lane
+                outcome, at[kept - numbers[0]], read.chunk_nbytes[kept], room, arena.memory, self._cache.memory, lane
             )
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
+        self._count(read, numbers, int(nbytes.sum()), middle - start, time.perf_counter() - middle + start - begun)
+
+    def _run_on_host(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
+        """Read extents lo..hi into host memory and decode their chunks there, launch the upload; append the outcome."""
+        outcomes.append(read_again_if_far(read, partial(self._decoded_on_host, read, lo, hi, resident)))
+
+    def _decoded_on_host(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident) -> Outcome:
+        start = time.perf_counter()
+        offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
+        place = np.cumsum(nbytes) - nbytes
+        stored = self._host.memory("stored", int(nbytes.sum()))
+        read_extents(read.layout, offset, nbytes, place, stored)
+        middle = time.perf_counter()
+        numbers, at = _chunks_of(read, lo, hi, place)
+        out = resident.flat(read.target)
+        outcome = self._decoder.enqueue_from_host(read, numbers, at, stored, out, self._lane)
+        self._count(read, numbers, int(nbytes.sum()), middle - start, time.perf_counter() - middle)
+        return outcome
+
+    def _count(
+        self, read: ArrayRead, numbers: NDArray[np.int64], read_nbytes: int, read_s: float, decode_s: float
+    ) -> None:
+        decoded_nbytes = int(read.layout.decoded_nbytes(read.chunk_id[numbers]).sum())
         self.stats.add(
-            read_nbytes=int(nbytes.sum()),
-            read_s=middle - start,
-            decoded_nbytes=int(read.layout.decoded_nbytes(read.chunk_id[first:last]).sum()),
-            decode_s=time.perf_counter() - middle + start - begun,
-            n_chunks=last - first,
+            read_nbytes=read_nbytes,
+            read_s=read_s,
+            decoded_nbytes=decoded_nbytes,
+            decode_s=decode_s,
+            n_chunks=numbers.size,
         )
 
     def _run_cached(
@@ -526,6 +552,15 @@ class CudaBackend:
         transform = form.transform
         target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
         return columns, np.float64(target_sum), np.int32(transform is not None and transform.log1p)
+
+
+def _chunks_of(
+    read: ArrayRead, lo: int, hi: int, place: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the numbers of the chunks of extents lo..hi, and the places of their bytes, given those of the extents."""
+    first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
+    shift = np.repeat(place - read.extent_offset[lo:hi], np.diff(read.extent_chunks[lo : hi + 1]))
+    return np.arange(first, last), read.chunk_offset[first:last] + shift
 
 
 class _Uploads:
