@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -205,6 +206,29 @@ def test_a_chunk_that_only_the_device_finds_bad_is_decoded_on_the_host(
     assert opened.nvcomp.n_decoded > 1
     (said,) = [record.getMessage() for record in caplog.records if "could not be decoded on the GPU" in record.message]
     assert said.startswith(f"{plain.path}: chunk ")
+
+
+@pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lz4", "csr-blosc-lz4-shuffle"])
+def test_a_stream_of_which_nvcomp_reports_nothing_is_not_taken_for_decoded(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str
+) -> None:
+    opened = open_fake(store_variant(kind).path, verify="never", **SMALL)
+    decode = opened.nvcomp.decode
+
+    def decoded(algorithm: str, *, n: int, stream: int, **at: int) -> None:
+        """Decode, but let every status be what it was before."""
+        before: list[bytes] = []
+        opened.device.give(stream, lambda: before.append(ctypes.string_at(at["status"], 4 * n)))
+        decode(algorithm, n=n, stream=stream, **at)
+        opened.device.give(stream, lambda: ctypes.memmove(at["status"], before.pop(), 4 * n) and None)
+
+    opened.nvcomp.decode = decoded  # type: ignore[method-assign]
+    retried: list[int] = []
+    retry = opened.loader._backend._decoder.retry  # type: ignore[attr-defined]
+    opened.loader._backend._decoder.retry = lambda *args: retried.append(args[1]) or retry(*args)  # type: ignore[attr-defined]
+    for batch in opened.epoch():
+        np.testing.assert_array_equal(batch.X, store_variant(kind).dense[batch.rows])
+    assert len(retried) >= opened.loader.stats.n_chunks / 2
 
 
 def test_what_the_device_could_not_decode_is_not_taken_for_rounded_integers(

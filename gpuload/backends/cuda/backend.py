@@ -245,6 +245,7 @@ class CudaBackend:
         self._cache.clear()
         self._columns.clear()
         with contextlib.suppress(DeviceError):  # the device may have failed, perhaps in the consumer's work
+            self._uploads.clear()
             self._device.free()
 
     def _consumer_stream(self) -> Any:
@@ -576,6 +577,12 @@ class _Uploads:
             event, _ = self._held.pop(0)
             self._device.wait(event)
         self._held.append((self._device.record(stream), pinned))
+
+    def clear(self) -> None:
+        """Let go of all memory once the streams have passed it."""
+        while self._held:
+            event, _ = self._held.pop()
+            self._device.wait(event)
 
 
 _OUTPUTS = {"float32": ("f4", np.float32), "float16": ("f2", np.float16), "bfloat16": ("bf2", np.uint16)}

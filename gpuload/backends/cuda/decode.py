@@ -405,7 +405,7 @@ class Decoder:
             work.launch("decode_lzf", n, compressed, *sizes, np.int64(n), codes, n_threads=N_LZF_THREADS)
             return decoded
         if steps.codec == "lz4":
-            work.launch("check_sizes", n, arena, on["place"], each, np.int64(n), codes)
+            work.launch("check_sizes", -(-n // N_THREADS), arena, on["place"], each, np.int64(n), codes)
         if steps.codec == "deflate":
             work.launch("check_zlib", -(-n // N_THREADS), arena, on["place"], np.int64(n), codes)
         if steps.codec == "gzip":
@@ -414,7 +414,8 @@ class Decoder:
         of |= {"in_nbytes": on["payload"], "room": on["full"]}
         codec = "deflate" if steps.codec == "gzip" else steps.codec  # its frame is checked here, not by nvCOMP
         produced, statuses = work.inflate(codec, n, int(full.max()), int(full.sum()), of=of)
-        work.launch("check_streams", n, statuses, produced, on["full"], np.int64(1), np.int64(n), codes)
+        per_stream = (on["full"], np.int64(1), np.int64(n), codes)
+        work.launch("check_streams", -(-n // N_THREADS), statuses, produced, *per_stream)
         return decoded
 
     def _from_containers(
