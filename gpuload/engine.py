@@ -146,12 +146,10 @@ class Engine:
             while takes:
                 yield self._hand_over(takes, now)
         finally:
-            for load in loads:
-                load.cancel()
-            for take in takes:
-                take.cancel()
-            loads.clear()
-            takes.clear()
+            while loads:  # no variable keeps one, and its memory, in the frame that the traceback of an error holds
+                loads.popleft().cancel()
+            while takes:
+                takes.popleft().cancel()
 
     def take(self, rows: NDArray[np.int64]) -> Batch:
         """Return given rows as one minibatch, in the order given; they may repeat."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import pytest
+
 
 def fill(folder: Path, n: int, n_values: int = 1_000) -> Path:
     """Write n .npy files; the first value of each is its number."""
@@ -98,3 +100,18 @@ class HangingRemote(FolderRemote):
         while os.path.exists(f"{self.name}.hang"):
             time.sleep(0.05)
         return super().get(wanted, start, stop)
+
+
+def ranges_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return a list to which every range of a remote source is added that is read: its first byte and its length."""
+    from gpuload.remote_source import RemoteSource
+
+    ranges: list[tuple[int, int]] = []
+    read_many = RemoteSource.read_many
+
+    def note(self: RemoteSource, offset: np.ndarray, nbytes: np.ndarray, *rest: Any) -> None:
+        ranges.extend(zip(offset.tolist(), nbytes.tolist(), strict=True))
+        read_many(self, offset, nbytes, *rest)
+
+    monkeypatch.setattr(RemoteSource, "read_many", note)
+    return ranges

@@ -23,18 +23,18 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.backends.buffers import BufferPool
-from gpuload.backends.damage import rounding_warning, too_large_for_half
+from gpuload.backends.damage import read_again_if_far, rounding_warning, too_large_for_half
 from gpuload.backends.decoding import TWO_AHEAD_NBYTES, VERIFY, Part, Scratch, decode, round_up
 from gpuload.backends.native import rows
-from gpuload.backends.reading import read_ranges, short_read
+from gpuload.backends.reading import read_extents
 from gpuload.checks import check_choice, check_whole
-from gpuload.errors import CorruptDataError, PlanError
+from gpuload.errors import PlanError
 from gpuload.stats import Stats
 from gpuload.threads import DaemonThreads, QuickThreads
 
@@ -243,28 +243,23 @@ class CpuBackend:
         else:
             place = np.cumsum(nbytes) - nbytes
             buffer = self._scratch.bytes("stored", int(nbytes.sum()))
-            _read(layout, offset, nbytes, place, buffer)
+            read_extents(layout, offset, nbytes, place, buffer)
         self.stats.spent("read_s", start, read_nbytes=int(nbytes.sum()))
         self._decode(read, lo, hi, buffer, place - offset, resident)
 
     def _run_far(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
         """Read extents lo..hi of one array over a network, and have them decoded into the resident.
 
-        This thread waits for the decoding, so that there are never more parts in memory than such threads. What cannot
-        be decoded is read once more: it may have been damaged in transfer, or in a cached copy since dropped.
+        This thread waits for the decoding, so that there are never more parts in memory than such threads.
         """
-        try:
-            self._bring_far(read, lo, hi, resident)
-        except CorruptDataError as error:
-            _log.warning("%s Reading it once more.", error)
-            self._bring_far(read, lo, hi, resident)
+        read_again_if_far(read, partial(self._bring_far, read, lo, hi, resident))
 
     def _bring_far(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
         start = time.perf_counter()
         offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
         place = np.cumsum(nbytes) - nbytes
         buffer = self._stored.take(int(nbytes.sum()))
-        _read(read.layout, offset, nbytes, place, buffer)
+        read_extents(read.layout, offset, nbytes, place, buffer)
         self.stats.spent("read_s", start, read_nbytes=buffer.size)
         self._loads.submit(self._decode, read, lo, hi, buffer, place - offset, resident).result()
 
@@ -382,22 +377,6 @@ def _empty_csr(n_rows: int, n_cols: int) -> Any:
     from scipy.sparse import csr_matrix
 
     return csr_matrix((n_rows, n_cols), dtype=np.float32)
-
-
-def _read(
-    layout: ArrayLayout,
-    offset: NDArray[np.int64],
-    nbytes: NDArray[np.int64],
-    place: NDArray[np.int64],
-    buffer: NDArray[np.uint8],
-) -> None:
-    """Read byte ranges of the source into a buffer, natively if it has a descriptor."""
-    source = layout.source
-    for e in range(read_ranges(source, offset, nbytes, place, buffer), offset.size):
-        wanted, at = int(nbytes[e]), int(offset[e])
-        got = source.read_into(buffer[place[e] : place[e] + wanted], at)
-        if got < wanted:
-            raise short_read(source, layout.name, at, wanted, got)
 
 
 def _arithmetic(form: Form) -> tuple[NDArray[np.int32], float, bool]:

@@ -1,14 +1,35 @@
-"""Errors and warnings about bad chunks, worded the same in every backend."""
+"""Bad chunks: what every backend says about them, in the same words, and when it reads them once more."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, TypeVar
 
 from gpuload.backends.native import chunks, frames, inflate, pieces
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gpuload.types import ArrayRead
+
+T = TypeVar("T")
+
+_log = logging.getLogger("gpuload")
+
+
+def read_again_if_far(read: ArrayRead, run: Callable[[], T]) -> T:
+    """Return what a function returns that reads and decodes; if it finds damage in a far source, call it once more.
+
+    The bytes may have been damaged in transfer, or in a cached copy since dropped.
+    """
+    try:
+        return run()
+    except CorruptDataError as error:
+        if read.layout.source.ranges is None:
+            raise
+        _log.warning("%s Reading it once more.", error)
+        return run()
 
 
 def reason(code: int) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.layout import ArrayLayout
     from gpuload.types import Source
 
 MAX_HELD = 32
@@ -75,6 +76,28 @@ def read_ranges(
         if done < descriptor.size:
             return part.start + int(done)
     return int(number.size)
+
+
+def read_extents(
+    layout: ArrayLayout,
+    offset: NDArray[np.int64],
+    nbytes: NDArray[np.int64],
+    place: NDArray[np.int64],
+    buffer: NDArray[np.uint8],
+) -> None:
+    """Read byte ranges of an array in full; parameters as for `read_ranges`.
+
+    Raises
+    ------
+    ReadError
+        A range cannot be read.
+    """
+    source = layout.source
+    for e in range(read_ranges(source, offset, nbytes, place, buffer), offset.size):
+        wanted, at = int(nbytes[e]), int(offset[e])
+        got = source.read_into(buffer[place[e] : place[e] + wanted], at)
+        if got < wanted:
+            raise short_read(source, layout.name, at, wanted, got)
 
 
 def read_each(

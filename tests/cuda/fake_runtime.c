@@ -25,7 +25,7 @@ typedef struct block { struct block *next; uint64_t base; size_t nbytes; int dev
 static __thread int current;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static block_t *blocks;
-static int n_launches[N_DEVICES];
+static int n_launches[N_DEVICES], n_host_blocks;
 static int (*launch_kernel)(const char *, int64_t, int, int, void **);
 
 static handle_t *new_handle(int kind, const char *name) {
@@ -41,6 +41,7 @@ static int is_stream(void *stream) { return is_default(stream) || is(stream, STR
 static int is_here(void *stream) { return is_default(stream) || ((handle_t *)stream)->device == current; }
 
 int fake_n_launches(int device) { return __atomic_load_n(&n_launches[device], __ATOMIC_SEQ_CST); }
+int fake_n_host_blocks(void) { return __atomic_load_n(&n_host_blocks, __ATOMIC_SEQ_CST); }
 void fake_set_launch(void *function) { launch_kernel = function; }
 result_t fake_unsupported(void) { return NOT_SUPPORTED; }
 
@@ -125,9 +126,14 @@ result_t cudaHostAlloc(void **memory, size_t nbytes, unsigned flags) {
     (void)flags;
     if (posix_memalign(memory, 4096, nbytes)) return NO_MEMORY;
     memset(*memory, 0xAB, nbytes);
+    __atomic_add_fetch(&n_host_blocks, 1, __ATOMIC_SEQ_CST);
     return SUCCESS;
 }
-result_t cudaFreeHost(void *memory) { free(memory); return SUCCESS; }
+result_t cudaFreeHost(void *memory) {
+    if (memory) __atomic_sub_fetch(&n_host_blocks, 1, __ATOMIC_SEQ_CST);
+    free(memory);
+    return SUCCESS;
+}
 result_t cudaPointerGetAttributes(void *attributes, const void *pointer) {
     int device = fake_device_of((uint64_t)pointer), *found = attributes;
     memset(attributes, 0, 32);

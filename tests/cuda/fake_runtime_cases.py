@@ -50,6 +50,17 @@ def test_a_consumer_whose_thread_is_on_another_device(store_variant: StoreVarian
     assert fake.fake_n_launches(0) == n_launches
 
 
+def test_closing_frees_page_locked_memory(store_variant: StoreVariant) -> None:
+    from tests.cuda.on_fake_runtime import fake
+
+    before = fake.fake_n_host_blocks()
+    with gpuload.open_loader(store_variant("csr-gzip4").path, device="cuda:0", batch_size=7, obs=["depth"]) as loader:
+        for _ in loader:
+            pass
+        assert fake.fake_n_host_blocks() > before
+    assert fake.fake_n_host_blocks() == before
+
+
 def test_streams_of_others_stay_theirs(store_variant: StoreVariant) -> None:
     stored = store_variant("csr-gzip4")
     with gpuload.open_loader(stored.path, device="cuda:0", batch_size=7) as loader:

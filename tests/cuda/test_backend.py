@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -17,7 +18,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
-from gpuload.backends.cuda.backend import CudaBackend, CudaResident
+from gpuload.backends.cuda.backend import CudaBackend, CudaResident, _Arena
 from gpuload.types import Form
 from tests import several
 from tests.cuda import shim
@@ -207,6 +208,29 @@ def test_a_chunk_that_only_the_device_finds_bad_is_decoded_on_the_host(
     assert said.startswith(f"{plain.path}: chunk ")
 
 
+@pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lz4", "csr-blosc-lz4-shuffle"])
+def test_a_stream_of_which_nvcomp_reports_nothing_is_not_taken_for_decoded(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str
+) -> None:
+    opened = open_fake(store_variant(kind).path, verify="never", **SMALL)
+    decode = opened.nvcomp.decode
+
+    def decoded(algorithm: str, *, n: int, stream: int, **at: int) -> None:
+        """Decode, but let every status be what it was before."""
+        before: list[bytes] = []
+        opened.device.give(stream, lambda: before.append(ctypes.string_at(at["status"], 4 * n)))
+        decode(algorithm, n=n, stream=stream, **at)
+        opened.device.give(stream, lambda: ctypes.memmove(at["status"], before.pop(), 4 * n) and None)
+
+    opened.nvcomp.decode = decoded  # type: ignore[method-assign]
+    retried: list[int] = []
+    retry = opened.loader._backend._decoder.retry  # type: ignore[attr-defined]
+    opened.loader._backend._decoder.retry = lambda *args: retried.append(args[1]) or retry(*args)  # type: ignore[attr-defined]
+    for batch in opened.epoch():
+        np.testing.assert_array_equal(batch.X, store_variant(kind).dense[batch.rows])
+    assert len(retried) >= opened.loader.stats.n_chunks / 2
+
+
 def test_what_the_device_could_not_decode_is_not_taken_for_rounded_integers(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -276,6 +300,24 @@ def test_a_wrong_zlib_header_is_told_as_the_cpu_backend_tells_it(
     with pytest.raises(gpuload.CorruptDataError) as found:
         list(open_fake(path, verify=verify, **SMALL).epoch())
     assert str(found.value) == str(expected.value)
+
+
+def test_a_damaged_piece_of_a_long_array_needs_no_memory_for_all_of_it(
+    open_fake: Callable[..., Opened], tmp_path: Path
+) -> None:
+    path = tmp_path / "cells.h5ad"
+    anndata.AnnData(csr_matrix(np.ones((1000, 200), dtype=np.float32))).write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        indices = file["X/indices"][()]
+        indices[3] = 200
+        del file["X/indices"]
+        file["X/indices"] = indices  # in one piece
+    opened = open_fake(path, shuffle=False, prefetch=1, **SMALL)
+    pinned, asked = opened.device.pinned, []
+    opened.device.pinned = lambda n: asked.append(n) or pinned(n)  # type: ignore[method-assign]
+    with pytest.raises(gpuload.CorruptDataError, match="chunk 0 of /X/indices"):
+        next(opened.epoch())
+    assert max(asked) < indices.nbytes / 4
 
 
 def test_a_wrong_checksum_in_a_container_is_found(
@@ -537,6 +579,46 @@ def test_device_memory_is_a_bound(open_fake: Callable[..., Opened], plain: Store
     opened = open_fake(plain.path, n_bytes=20_000, **SMALL)
     with pytest.raises(gpuload.DeviceError, match="out of memory"):
         list(opened.epoch())
+
+
+def test_an_arena_that_grows_takes_the_place_of_idle_memory(open_fake: Callable[..., Opened], plain: Stored) -> None:
+    opened = open_fake(plain.path, **SMALL)
+    list(opened.epoch())
+    backend, arena = opened.loader._backend, _Arena(opened.device.stream())
+    opened.device._left = 0
+    backend._grow(arena, 100)  # type: ignore[attr-defined]
+    assert arena.memory.nbytes >= 100
+
+
+@pytest.mark.parametrize("fault", ["read", "launch", "allocation"])
+def test_whoever_keeps_an_error_keeps_no_device_memory(
+    open_fake: Callable[..., Opened], plain: Stored, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    opened = open_fake(plain.path, **SMALL)
+    device, free = opened.device, opened.device._left
+    n_before = device.n_allocated
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if device.n_allocated > n_before + 8 or fault != "allocation":
+            raise gpuload.DeviceError("cuda:0: out of memory.")
+        return FakeDevice.empty(device, *args)
+
+    place = {"read": "gpuload.backends.cuda.pinned._fill", "launch": "gpuload.backends.cuda.work.Work.launch"}
+    gc.collect()
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            if fault in place:
+                patch.setattr(place[fault], failing)
+            else:
+                patch.setattr(device, "empty", failing)
+            with pytest.raises(gpuload.DeviceError) as told:
+                list(opened.epoch())
+        opened.loader.close()
+        assert device._left == free
+    finally:
+        gc.enable()
+    assert told.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,14 @@ def test_a_reader_that_waits_for_training_must_be_much_faster(kind: str, ms: int
     assert chooser.io_mode == chosen
 
 
+def test_readers_are_tried_with_reads_of_every_size() -> None:
+    chooser = MeasuredReader(FakeDevice(), Timed("compat", 1e-9), Timed("pinned", 1e-9))  # type: ignore[arg-type]
+    for n in range(2 * (N_TRIALS + 1)):
+        read(chooser, FakeDevice(), 1000 if n % 2 else 10)  # values, then columns, of one fetch after the other
+    timed = [sorted(nbytes for nbytes, _ in trials[1:]) for trials in chooser._trials]
+    assert timed == [[10, 10, 1000, 1000]] * 2
+
+
 @pytest.mark.parametrize("is_first_faster", [True, False])
 def test_the_faster_reader_gets_the_rest(is_first_faster: bool, caplog: pytest.LogCaptureFixture) -> None:
     slow, fast = Timed("compat", 2e-5), Timed("pinned", 2e-6)

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+import gpuload
+from tests import remotes
 from tests.cuda.test_backend import SMALL, open_fake
 from tests.other_forms import FORMS
 
@@ -34,7 +36,12 @@ def test_rows(
     assert_said(caplog)
 
 
-def test_rows_from_afar(open_fake: Callable[..., Opened], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_from_afar(
+    open_fake: Callable[..., Opened],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("obstore")
     from benchmarks.s3server import start
 
@@ -42,10 +49,18 @@ def test_rows_from_afar(open_fake: Callable[..., Opened], tmp_path: Path, caplog
     form = FORMS["parquet-tahoe"](tmp_path / "bucket")
     with start(tmp_path) as server:
         reached = {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
-        opened = open_fake("s3://bucket/data/*.parquet", block_size=3, storage_options=reached, **SMALL)
+        asked = remotes.ranges_asked_for(monkeypatch)
+        settings = {"block_size": 3, "storage_options": reached, **SMALL}
+        with gpuload.open_loader("s3://bucket/data/*.parquet", device="cpu", **settings) as loader:
+            asked.clear()
+            list(loader)
+            expected = sorted(asked)
+        opened = open_fake("s3://bucket/data/*.parquet", **settings)
+        asked.clear()
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, form.dense[batch.rows])
         opened.loader.close()
+    assert sorted(asked) == expected
     assert_said(caplog)
 
 

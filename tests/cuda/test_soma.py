@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("tiledb")
 
+import gpuload
+from tests import remotes
 from tests.cuda.test_backend import SMALL, open_fake
 from tests.soma_writers import write_experiment
 from tests.writers import counts
@@ -44,7 +46,11 @@ def test_rows(
 
 @pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)], ids=["as wide as rows", "narrow"])
 def test_rows_from_afar(
-    open_fake: Callable[..., Opened], tmp_path: Path, tiles: Any, caplog: pytest.LogCaptureFixture
+    open_fake: Callable[..., Opened],
+    tmp_path: Path,
+    tiles: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("obstore")
     from benchmarks.s3server import start
@@ -53,10 +59,18 @@ def test_rows_from_afar(
     write_experiment(tmp_path / "data" / "cells", tiles=tiles)
     with start(tmp_path) as server:
         reached = {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
-        opened = open_fake("s3://data/cells", block_size=3, storage_options=reached, **SMALL)
+        asked = remotes.ranges_asked_for(monkeypatch)
+        settings = {"block_size": 3, "storage_options": reached, **SMALL}
+        with gpuload.open_loader("s3://data/cells", device="cpu", **settings) as loader:
+            asked.clear()
+            list(loader)
+            expected = sorted(asked)
+        opened = open_fake("s3://data/cells", **settings)
+        asked.clear()
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, counts()[batch.rows].toarray())
         opened.loader.close()
+    assert sorted(asked) == expected
     assert_said(caplog)
 
 

@@ -8,6 +8,7 @@ import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ import gpuload
 from gpuload.cache import BlockCache, BlockRemote, SampleStore
 from gpuload.cache import blocks as blocks_module
 from gpuload.errors import CorruptDataError
+from tests.cuda.test_backend import open_fake
 from tests.remotes import CountingRemote
 
 if TYPE_CHECKING:
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.s3server import Running
+    from tests.cuda.test_backend import Opened
     from tests.variants import Stored
+
+__all__ = ["open_fake"]  # the fixture
 
 PIECE, BLOCK = 1_000, 4_096
 NBYTES = 5 * BLOCK + 123
@@ -177,11 +182,13 @@ def remote(server: Running, plain: Stored, monkeypatch: pytest.MonkeyPatch) -> A
     return open_remote("s3://data", endpoint=server.url, region="us-east-1", anonymous=True)
 
 
+def settings_of(store: SampleStore | None, server: Running) -> dict[str, Any]:
+    reached = None if store is not None else {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
+    return {"cache": store, "storage_options": reached, "batch_size": 7, "fetch_factor": 3, "block_size": 2}
+
+
 def opened(store: SampleStore | None, server: Running) -> gpuload.Loader:
-    reached = {} if store is not None else {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
-    return gpuload.open_loader(
-        "s3://data/cells.h5ad", cache=store, storage_options=reached or None, batch_size=7, fetch_factor=3, block_size=2
-    )
+    return gpuload.open_loader("s3://data/cells.h5ad", **settings_of(store, server))
 
 
 def values(loader: gpuload.Loader) -> list[Any]:
@@ -234,6 +241,49 @@ def test_what_came_damaged_from_the_remote_does_not_stay_either(
 def test_a_damaged_answer_is_asked_for_once_more(
     tmp_path: Path, server: Running, remote: Any, plain: Stored, is_cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    right = near(plain)
+    with store_of(tmp_path, remote) as store, opened(store if is_cached else None, server) as loader:
+        asked = damage_first_answers(monkeypatch)
+        for far, one in zip(values(loader), right, strict=True):
+            np.testing.assert_array_equal(far, one)
+    assert asked
+
+
+@pytest.mark.parametrize("layer", ["X", "blosclz"])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_damaged_answer_is_asked_for_once_more_for_a_gpu(
+    tmp_path: Path,
+    server: Running,
+    remote: Any,
+    plain: Stored,
+    layer: str,
+    is_cached: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    open_fake: Callable[..., Opened],
+) -> None:
+    add_a_layer_for_the_host(server.root / "data" / "cells.h5ad")
+    with store_of(tmp_path, remote) as store:
+        settings = settings_of(store if is_cached else None, server)
+        gpu = open_fake("s3://data/cells.h5ad", layer=layer, **settings)
+        asked = damage_first_answers(monkeypatch)
+        for batch in gpu.epoch():
+            np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+        gpu.loader.close()
+    assert asked
+
+
+def add_a_layer_for_the_host(path: Path) -> None:
+    """Write X once more, in an encoding that GPUs have no decoder for."""
+    hdf5plugin = pytest.importorskip("hdf5plugin")
+    with h5py.File(path, "r+") as file:
+        layer = file["layers"].create_group("blosclz")
+        layer.attrs.update(file["X"].attrs)
+        for name, part in file["X"].items():
+            layer.create_dataset(name, data=part[()], chunks=part.chunks, **hdf5plugin.Blosc(cname="blosclz"))
+
+
+def damage_first_answers(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
+    """Damage the first answer for each range; return the ranges asked for."""
     from gpuload.remote import ObjectRemote
 
     get, asked = ObjectRemote.get, set()
@@ -245,9 +295,5 @@ def test_a_damaged_answer_is_asked_for_once_more(
             answer[len(answer) // 2 :] = bytes(len(answer) - len(answer) // 2)
         return bytes(answer)
 
-    right = near(plain)
-    with store_of(tmp_path, remote) as store, opened(store if is_cached else None, server) as loader:
-        monkeypatch.setattr(ObjectRemote, "get", damage_once)
-        for far, one in zip(values(loader), right, strict=True):
-            np.testing.assert_array_equal(far, one)
-    assert asked
+    monkeypatch.setattr(ObjectRemote, "get", damage_once)
+    return asked

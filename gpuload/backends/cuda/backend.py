@@ -20,8 +20,10 @@ import contextlib
 import logging
 import threading
 import time
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +33,9 @@ from gpuload.backends.cuda.decode import Decoder, Outcome
 from gpuload.backends.cuda.memory import DevicePool, Lease
 from gpuload.backends.cuda.readers import PAGE, place_extents
 from gpuload.backends.cuda.work import N_THREADS
-from gpuload.backends.damage import rounding_warning, too_large_for_half
+from gpuload.backends.damage import read_again_if_far, rounding_warning, too_large_for_half
+from gpuload.backends.reading import read_extents
+from gpuload.backends.workspace import Workspace
 from gpuload.checks import check_choice
 from gpuload.errors import DeviceError, PlanError
 from gpuload.layout import select_chunks
@@ -170,6 +174,7 @@ class CudaBackend:
         self._small = DevicePool(device, 256, self._pools)
         self._decoder = Decoder(device, nvcomp)
         self._lane = _Lane(device, self._pools, self._scratch)
+        self._host = Workspace()
         self._cache = ChunkCache(device, cache_nbytes)
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
@@ -240,6 +245,7 @@ class CudaBackend:
         self._cache.clear()
         self._columns.clear()
         with contextlib.suppress(DeviceError):  # the device may have failed, perhaps in the consumer's work
+            self._uploads.clear()
             self._device.free()
 
     def _consumer_stream(self) -> Any:
@@ -258,29 +264,37 @@ class CudaBackend:
 
     def _load(self, recipe: Recipe) -> CudaResident:
         self._device.use()
-        stream = self._lane.stream
-        resident = self._new_resident(recipe, stream)
         outcomes: list[Outcome] = []  # complete at all times: if a part fails, earlier ones must stay alive
         try:
-            for read in recipe.reads:
-                places = self._cache.places(read)
-                is_cached = places >= 0
-                if is_cached.any():
-                    self._run_cached(read, places, resident, outcomes)
-                if not is_cached.all():
-                    rest = select_chunks(read, ~is_cached) if is_cached.any() else read
-                    for lo, hi in rest.parts(PART_NBYTES):
-                        self._run(rest, lo, hi, resident, outcomes)
-            start = time.perf_counter()
-            self._device.wait(self._device.record(stream))
-            for outcome in outcomes:
-                self._settle(outcome, resident)
-        except BaseException:
-            self._device.wait(self._device.record(stream))  # what the launches use must outlive them
+            return self._filled(recipe, outcomes)
+        except BaseException as error:
+            self._device.wait(self._device.record(self._lane.stream))  # what the launches use must outlive them
             for outcome in outcomes:
                 if outcome.kept is not None:
                     self._cache.release(outcome.read, outcome.kept[0])
+            # Else whoever keeps the error, as notebooks do, keeps the device memory in the frames of its traceback.
+            traceback.clear_frames(error.__traceback__)
+            outcomes.clear()
             raise
+
+    def _filled(self, recipe: Recipe, outcomes: list[Outcome]) -> CudaResident:
+        """Return the resident of a recipe once it is whole; append the outcome of each part as it is launched."""
+        stream = self._lane.stream
+        resident = self._new_resident(recipe, stream)
+        for read in recipe.reads:
+            places = self._cache.places(read)
+            is_cached = places >= 0
+            if is_cached.any():
+                self._run_cached(read, places, resident, outcomes)
+            if not is_cached.all():
+                rest = select_chunks(read, ~is_cached) if is_cached.any() else read
+                run = self._run if self._decoder.steps(read.layout) is not None else self._run_on_host
+                for lo, hi in rest.parts(PART_NBYTES):
+                    run(rest, lo, hi, resident, outcomes)
+        start = time.perf_counter()
+        self._device.wait(self._device.record(stream))
+        for outcome in outcomes:
+            self._settle(outcome, resident)
         self.stats.add(decode_s=time.perf_counter() - start)
         return resident
 
@@ -323,25 +337,46 @@ class CudaBackend:
         self._grow(arena, total)
         self._reader.start(source, offset, nbytes, place, arena.memory, arena.stream, name=name).result()
         self._device.stream_wait(lane.stream, self._device.record(arena.stream))
-        first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
-        shift = np.repeat(place - offset, np.diff(read.extent_chunks[lo : hi + 1]))
         middle = time.perf_counter()
-        numbers, at = np.arange(first, last), read.chunk_offset[first:last] + shift
+        numbers, at = _chunks_of(read, lo, hi, place)
         outcome = self._enqueue(read, numbers, at, arena.memory, resident)
         outcomes.append(outcome)
-        kept, place = self._cache.reserve(read, numbers[:0] if self._decoder.steps(read.layout) is None else numbers)
+        kept, room = self._cache.reserve(read, numbers)
         if kept.size:
-            outcome.kept = kept, place
+            outcome.kept = kept, room
             self._decoder.move(
-                outcome, at[kept - first], read.chunk_nbytes[kept], place, arena.memory, self._cache.memory, lane
+                outcome, at[kept - numbers[0]], read.chunk_nbytes[kept], room, arena.memory, self._cache.memory, lane
             )
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
+        self._count(read, numbers, int(nbytes.sum()), middle - start, time.perf_counter() - middle + start - begun)
+
+    def _run_on_host(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
+        """Read extents lo..hi into host memory and decode their chunks there, launch the upload; append the outcome."""
+        outcomes.append(read_again_if_far(read, partial(self._decoded_on_host, read, lo, hi, resident)))
+
+    def _decoded_on_host(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident) -> Outcome:
+        start = time.perf_counter()
+        offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
+        place = np.cumsum(nbytes) - nbytes
+        stored = self._host.memory("stored", int(nbytes.sum()))
+        read_extents(read.layout, offset, nbytes, place, stored)
+        middle = time.perf_counter()
+        numbers, at = _chunks_of(read, lo, hi, place)
+        out = resident.flat(read.target)
+        outcome = self._decoder.enqueue_from_host(read, numbers, at, stored, out, self._lane)
+        self._count(read, numbers, int(nbytes.sum()), middle - start, time.perf_counter() - middle)
+        return outcome
+
+    def _count(
+        self, read: ArrayRead, numbers: NDArray[np.int64], read_nbytes: int, read_s: float, decode_s: float
+    ) -> None:
+        decoded_nbytes = int(read.layout.decoded_nbytes(read.chunk_id[numbers]).sum())
         self.stats.add(
-            read_nbytes=int(nbytes.sum()),
-            read_s=middle - start,
-            decoded_nbytes=int(read.layout.decoded_nbytes(read.chunk_id[first:last]).sum()),
-            decode_s=time.perf_counter() - middle + start - begun,
-            n_chunks=last - first,
+            read_nbytes=read_nbytes,
+            read_s=read_s,
+            decoded_nbytes=decoded_nbytes,
+            decode_s=decode_s,
+            n_chunks=numbers.size,
         )
 
     def _run_cached(
@@ -371,7 +406,7 @@ class CudaBackend:
         if arena.memory is not None and arena.memory.nbytes >= nbytes:
             return
         arena.memory = None
-        memory = self._device.empty(nbytes + nbytes // 8 + PAGE)
+        memory = self._residents.allocate(nbytes + nbytes // 8 + PAGE)
         arena.memory = memory[-self._device.address(memory) % PAGE :]
         self._arena_nbytes[id(arena)] = arena.memory.nbytes
 
@@ -520,6 +555,15 @@ class CudaBackend:
         return columns, np.float64(target_sum), np.int32(transform is not None and transform.log1p)
 
 
+def _chunks_of(
+    read: ArrayRead, lo: int, hi: int, place: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the numbers of the chunks of extents lo..hi, and the places of their bytes, given those of the extents."""
+    first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
+    shift = np.repeat(place - read.extent_offset[lo:hi], np.diff(read.extent_chunks[lo : hi + 1]))
+    return np.arange(first, last), read.chunk_offset[first:last] + shift
+
+
 class _Uploads:
     """Page-locked memory for per-minibatch uploads; each buffer is released once its stream has passed it."""
 
@@ -533,6 +577,12 @@ class _Uploads:
             event, _ = self._held.pop(0)
             self._device.wait(event)
         self._held.append((self._device.record(stream), pinned))
+
+    def clear(self) -> None:
+        """Let go of all memory once the streams have passed it."""
+        while self._held:
+            event, _ = self._held.pop()
+            self._device.wait(event)
 
 
 _OUTPUTS = {"float32": ("f4", np.float32), "float16": ("f2", np.float16), "bfloat16": ("bf2", np.uint16)}

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.readers import Reader
     from gpuload.types import Source
 
-N_TRIALS = 3
-"""Timed reads per reader, after a first one that opens files and allocates memory."""
+N_TRIALS = 4
+"""Timed reads per reader, after a first one that opens files and allocates memory: as many of each of two arrays."""
 
 HANDICAP = {"compat": 2.0, "gds": 2.0}
 """How many times faster than the others a reader of a kind must be in its trials to be chosen.
@@ -35,7 +35,10 @@ _log = logging.getLogger("gpuload")
 
 
 class MeasuredReader:
-    """Alternate the first reads between the readers, then give all to the faster one, weighted by `HANDICAP`.
+    """Try the readers by turns, then give all reads to the faster one, weighted by `HANDICAP`.
+
+    A reader that begins one round of trials ends the next: a fetch reads large and small arrays by turns, and what is
+    small takes longer for each byte.
 
     Parameters
     ----------
@@ -74,7 +77,8 @@ class MeasuredReader:
         if chosen is not None:
             return chosen.start(source, offset, nbytes, place, out, stream, name=name)
         with self._lock:
-            number = self._n_started % len(self.readers)
+            n_rounds, place = divmod(self._n_started, len(self.readers))
+            number = (n_rounds + place) % len(self.readers)
             self._n_started += 1
 
         def start(reader: Reader) -> Pending:

@@ -4,14 +4,16 @@ Each part of a read is decoded by a few launches for all its chunks together: co
 slots, decompressed by nvCOMP, verified, unshuffled, and the wanted pieces copied into the resident with conversion.
 Nothing here waits for the device: once the stream has passed, an `Outcome` tells which chunks need another look.
 
-Chunks that the device has no decoder for are decoded on the host, one by one, and uploaded; so are chunks for which
-the writer skipped a filter.
+Chunks that the device has no decoder for are decoded on the host, one by one, and uploaded. So are chunks for which
+the writer skipped a filter, and those that the device could not decode: these few are read again.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,13 +21,15 @@ import numpy as np
 from gpuload.backends import codecs, decoding
 from gpuload.backends.cuda.containers import HEADER_NBYTES, ROWS, read_cut
 from gpuload.backends.cuda.work import N_THREADS, Work, slots
-from gpuload.backends.damage import bad_chunk, corrupt
+from gpuload.backends.damage import bad_chunk, corrupt, read_again_if_far
 from gpuload.backends.native.chunks import BAD_CRC32C
 from gpuload.backends.native.inflate import BAD_CHECKSUM
-from gpuload.backends.reading import short_read
+from gpuload.backends.reading import read_extents
 from gpuload.layout import select_chunks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from gpuload.backends.cuda.containers import Cut
@@ -220,24 +224,53 @@ class Decoder:
             ``"once"``: verify chunks not verified before; ``"always"`` or ``"never"``.
         """
         steps = self.steps(read.layout)
-        if steps is None:
-            self._say_host_decodes(read.layout)
+        assert steps is not None  # noqa: S101 - narrows the type
         whole = self._part(read, numbers, out, lane)
         nbytes = read.chunk_nbytes[numbers]
         is_absent = nbytes == 0
-        payload = nbytes if steps is None else nbytes - steps.around
+        payload = nbytes - steps.around
         can_device = ~is_absent & (read.chunk_mask[numbers] == 0) & (payload > 0)
-        if steps is None:
-            can_device[:] = False
-        elif steps.codec is None and not read.layout.is_raw:
+        if steps.codec is None and not read.layout.is_raw:
             can_device &= payload == read.layout.decoded_nbytes(read.chunk_id[numbers])
-        if steps is not None and can_device.any():
+        if can_device.any():
             self._on_device(whole.of(can_device), steps, place[can_device], payload[can_device], arena, verify=verify)
-        if is_absent.any():
-            self._copy_pieces(whole.of(is_absent), arena, np.full(np.count_nonzero(is_absent), -1))
+        self._fill_pieces(whole.of(is_absent))
         on_host = ~is_absent & ~can_device
         if on_host.any():
             self._from_host(whole.of(on_host))
+        return whole.outcome
+
+    def enqueue_from_host(
+        self,
+        read: ArrayRead,
+        numbers: NDArray[np.int64],
+        place: NDArray[np.int64],
+        stored: NDArray[np.uint8],
+        out: Any,
+        lane: Lane,
+    ) -> Outcome:
+        """Decode chunks on the host, and enqueue their upload on a lane's stream.
+
+        Parameters are as for `enqueue`, but the stored bytes are in host memory.
+
+        Raises
+        ------
+        CorruptDataError
+            A chunk cannot be decoded; nothing was enqueued.
+        """
+        how = "+".join(f.name for f in read.layout.filters)
+        self._say_once(
+            how,
+            "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it, which is slower",
+            *(read.layout.source.name, read.layout.name, how),
+        )
+        whole = self._part(read, numbers, out, lane)
+        is_there = read.chunk_nbytes[numbers] > 0
+        if is_there.any():
+            ends = place + read.chunk_nbytes[numbers]
+            bounds = zip(place[is_there].tolist(), ends[is_there].tolist(), strict=True)
+            self._from_host(whole.of(is_there), [stored[at:end] for at, end in bounds])
+        self._fill_pieces(whole.of(~is_there))
         return whole.outcome
 
     def move(
@@ -264,12 +297,7 @@ class Decoder:
         CorruptDataError
             It is bad there too.
         """
-        part = self._part(read, np.array([chunk]), out, lane)
-        self._from_host(part)
-        self._device.wait(self._device.record(lane.stream))
-        for _, codes in part.outcome.reports:
-            if codes[0] != 0:
-                raise bad_chunk(read, chunk, int(codes[0]))
+        is_rounded = read_again_if_far(read, partial(self._retry, read, chunk, out, lane))
         path, _ = read.layout.source.where_is(int(read.chunk_offset[chunk]))
         self._say_once(
             f"retry {read.layout.source.name}",
@@ -277,6 +305,15 @@ class Decoder:
             "slower",
             *(path, read.layout.number_in_file(int(read.chunk_id[chunk])), read.layout.name),
         )
+        return is_rounded
+
+    def _retry(self, read: ArrayRead, chunk: int, out: Any, lane: Lane) -> bool:
+        part = self._part(read, np.array([chunk]), out, lane)
+        self._from_host(part)
+        self._device.wait(self._device.record(lane.stream))
+        for _, codes in part.outcome.reports:
+            if codes[0] != 0:
+                raise bad_chunk(read, chunk, int(codes[0]))
         return part.outcome.rounds([])
 
     def _part(self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, lane: Lane) -> _Part:
@@ -368,7 +405,7 @@ class Decoder:
             work.launch("decode_lzf", n, compressed, *sizes, np.int64(n), codes, n_threads=N_LZF_THREADS)
             return decoded
         if steps.codec == "lz4":
-            work.launch("check_sizes", n, arena, on["place"], each, np.int64(n), codes)
+            work.launch("check_sizes", -(-n // N_THREADS), arena, on["place"], each, np.int64(n), codes)
         if steps.codec == "deflate":
             work.launch("check_zlib", -(-n // N_THREADS), arena, on["place"], np.int64(n), codes)
         if steps.codec == "gzip":
@@ -377,7 +414,8 @@ class Decoder:
         of |= {"in_nbytes": on["payload"], "room": on["full"]}
         codec = "deflate" if steps.codec == "gzip" else steps.codec  # its frame is checked here, not by nvCOMP
         produced, statuses = work.inflate(codec, n, int(full.max()), int(full.sum()), of=of)
-        work.launch("check_streams", n, statuses, produced, on["full"], np.int64(1), np.int64(n), codes)
+        per_stream = (on["full"], np.int64(1), np.int64(n), codes)
+        work.launch("check_streams", -(-n // N_THREADS), statuses, produced, *per_stream)
         return decoded
 
     def _from_containers(
@@ -432,18 +470,26 @@ class Decoder:
             work.launch("check_fletcher32", n, arena, on["place"], on["of_fletcher"], np.int64(n), codes)
         self._report(due, codes)
 
-    def _from_host(self, part: _Part) -> None:
-        """Read and decode chunks on the host, upload them and copy their pieces."""
-        device, layout = self._device, part.read.layout
-        stride = slots(_full(layout))
-        host = device.pinned(part.numbers.size * stride)
-        for i, chunk in enumerate(part.numbers.tolist()):
-            plain = decode_on_host(part.read, chunk)
-            host[i * stride : i * stride + plain.size] = plain
+    def _from_host(self, part: _Part, stored: Sequence[NDArray[np.uint8] | None] | None = None) -> None:
+        """Decode chunks on the host, from their stored bytes or reading them again, upload them, copy their pieces."""
+        device, read = self._device, part.read
+        room = slots(_plain_nbytes(read, part.numbers))
+        start = np.cumsum(room) - room
+        host = device.pinned(int(room.sum()))
+        for chunk, at, known in zip(
+            part.numbers.tolist(), start.tolist(), stored or repeat(None, start.size), strict=True
+        ):
+            plain = decode_on_host(read, chunk, known)
+            host[at : at + plain.size] = plain
         decoded = part.work.scratch(host.nbytes)
         device.upload(host, decoded, part.work.stream)
         part.outcome.held.append(host)
-        self._copy_pieces(part, decoded, np.arange(part.numbers.size, dtype=np.int64) * stride)
+        self._copy_pieces(part, decoded, start)
+
+    def _fill_pieces(self, part: _Part) -> None:
+        """Launch the writing of the fill value to the pieces of chunks that were never written."""
+        if part.numbers.size:
+            self._copy_pieces(part, None, np.full(part.numbers.size, -1))
 
     def _copy_pieces(self, part: _Part, decoded: Any, base: NDArray[np.int64]) -> None:
         """Launch the copy of the pieces of chunks decoded at `base`; -1: never written, so the fill value."""
@@ -481,33 +527,31 @@ class Decoder:
         """Have status codes copied to the host."""
         part.outcome.reports.append((part.numbers, part.work.download(codes, np.int32)))
 
-    def _say_host_decodes(self, layout: ArrayLayout) -> None:
-        how = "+".join(f.name for f in layout.filters)
-        self._say_once(
-            how,
-            "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it, which is slower",
-            *(layout.source.name, layout.name, how),
-        )
-
     def _say_once(self, what: str, message: str, *args: object) -> None:
         if what not in self._said:
             self._said.add(what)
             _log.warning(message, *args)
 
 
-def decode_on_host(read: ArrayRead, chunk: int) -> NDArray[np.uint8]:
-    """Read a chunk again and decode it on the host; raise ReadError or CorruptDataError on failure."""
-    layout, nbytes = read.layout, int(read.chunk_nbytes[chunk])
-    stored = np.empty(nbytes, dtype=np.uint8)
-    got = layout.source.read_into(stored, int(read.chunk_offset[chunk]))
-    if got < nbytes:
-        raise short_read(layout.source, layout.name, int(read.chunk_offset[chunk]), nbytes, got)
-    wanted = nbytes if layout.is_raw else int(layout.decoded_nbytes(read.chunk_id[chunk : chunk + 1])[0])
+def decode_on_host(read: ArrayRead, chunk: int, stored: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+    """Decode a chunk on the host, reading it again if need be; raise ReadError or CorruptDataError on failure."""
+    layout, one = read.layout, np.array([chunk])
+    if stored is None:
+        offset, nbytes = read.chunk_offset[one], read.chunk_nbytes[one]
+        stored = np.empty(int(nbytes[0]), dtype=np.uint8)
+        read_extents(layout, offset, nbytes, np.zeros(1, dtype=np.int64), stored)
+    wanted = int(_plain_nbytes(read, one)[0])
     try:
         return codecs.decode(layout.filters, int(read.chunk_mask[chunk]), stored, wanted, layout.dtype.itemsize)
     except codecs.DecodeError as error:
         _tell_as_the_cpu(read, chunk, stored)
         raise corrupt(read, chunk, str(error)) from error
+
+
+def _plain_nbytes(read: ArrayRead, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the decoded size of chunks of a read in bytes: of unencoded storage, that of what is wanted of each."""
+    layout = read.layout
+    return read.chunk_nbytes[numbers] if layout.is_raw else layout.decoded_nbytes(read.chunk_id[numbers])
 
 
 def _tell_as_the_cpu(read: ArrayRead, chunk: int, stored: NDArray[np.uint8]) -> None:

@@ -47,7 +47,7 @@ class Device(Protocol):
         """Allocate device memory, uninitialised, as uint8."""
 
     def free(self) -> None:
-        """Return unused memory to the GPU, for other users; may wait for it."""
+        """Free unused memory, the GPU's and page-locked memory, for other users; may wait for the GPU."""
 
     def view(self, block: Any, nbytes: int, owner: object) -> Any:
         """Return the first bytes of a block as an array that keeps `owner` alive, not the block."""
@@ -146,8 +146,9 @@ class CupyDevice:
             self._kernels.compile()
             self._n_blocks = 8 * cupy.cuda.Device(number).attributes["MultiProcessorCount"]
             self._functions: dict[str, Any] = {}
-            # A pool of our own: memory of CuPy's default pool may still be in use by a stream unknown to us.
-            self._memory = cupy.cuda.MemoryPool()
+            # Pools of our own: memory of CuPy's default pool may still be in use by a stream unknown to us, and of its
+            # page-locked memory nothing would be freed with the loader.
+            self._memory, self._pinned = cupy.cuda.MemoryPool(), cupy.cuda.PinnedMemoryPool()
             if memory_nbytes is not None:
                 self._memory.set_limit(size=memory_nbytes)
 
@@ -165,9 +166,10 @@ class CupyDevice:
             return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=self._memory.malloc(nbytes))
 
     def free(self) -> None:
-        """Return unused memory to the GPU."""
+        """Return unused memory to the GPU, and page-locked memory to the system."""
         with self._chosen():
             self._memory.free_all_blocks()
+            self._pinned.free_all_blocks()
 
     def view(self, block: Any, nbytes: int, owner: object) -> Any:
         """Return the first bytes of a block as an array that keeps `owner` alive."""
@@ -204,7 +206,7 @@ class CupyDevice:
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Allocate page-locked host memory."""
         with self._chosen():
-            return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(1, nbytes)), dtype=np.uint8)[:nbytes]
+            return np.frombuffer(self._pinned.malloc(max(1, nbytes)), dtype=np.uint8)[:nbytes]
 
     def address(self, array: Any) -> int:
         """Return the address of an array."""

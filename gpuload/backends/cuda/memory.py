@@ -75,11 +75,20 @@ class DevicePool:
         for event in events:
             self._device.stream_wait(stream, event)
         if block is None:
-            block = self._new(_room(nbytes))
+            block = self.allocate(_room(nbytes))
             self._nbytes[id(block)] = block.nbytes
             self.peak_nbytes = max(self.peak_nbytes, sum(self._nbytes.copy().values()))
         lease = Lease(self, block, stream)
         return self._device.view(block, nbytes, lease), lease
+
+    def allocate(self, nbytes: int) -> Any:
+        """Allocate device memory that is not recycled; if there is too little, all pools release their idle blocks."""
+        try:
+            return self._device.empty(nbytes)
+        except DeviceError:
+            for pool in self._all_pools:
+                pool.drop_idle()
+            return self._device.empty(nbytes)
 
     def array(self, shape: tuple[int, ...], dtype: Any, stream: Any) -> tuple[Any, Lease]:
         """Return an uninitialised array for use on a stream, and its lease."""
@@ -113,15 +122,6 @@ class DevicePool:
                 if found is not None:
                     return found
         return None
-
-    def _new(self, nbytes: int) -> Any:
-        """Allocate device memory, dropping idle blocks if there is too little."""
-        try:
-            return self._device.empty(nbytes)
-        except DeviceError:
-            for pool in self._all_pools:
-                pool.drop_idle()
-            return self._device.empty(nbytes)
 
     def _drop(self, key: int, *, may_wait: bool = True) -> None:
         """Drop an idle block; without `may_wait`, only if it is no longer in use."""

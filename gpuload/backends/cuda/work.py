@@ -102,7 +102,8 @@ class Work:
         device = self.device
         stream = device.stream_number(self.stream)
         temp_nbytes = self._nvcomp.temp_nbytes(codec, n, max_nbytes, total_nbytes, stream)
-        temp, produced, statuses = self.scratch(temp_nbytes), self.numbers(n), self.codes(n)
+        temp, produced, statuses = self.scratch(temp_nbytes), self.numbers(n), self.numbers(n, np.int32)
+        device.fill(statuses, 0xFF, self.stream)  # nvCOMP promises a status only for what it has decoded
         self._nvcomp.decode(
             codec,
             in_ptrs=device.address(of["in"]),
