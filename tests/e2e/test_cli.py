@@ -160,6 +160,13 @@ def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, c
     assert err.endswith("; gunzip it first.\n") == (content is not None and content[:2] == b"\x1f\x8b")
 
 
+@pytest.mark.parametrize("name", ["matrix.mtx", "matrix.mtx.gz", "cells.csv", "cells.TSV"])
+def test_files_of_text_are_named_as_what_they_are(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\x1f\x8b\x08" if name.endswith(".gz") else b"gene,cell")
+    with pytest.raises(StoreError, match=r"; this is text; write it as \.h5ad once, .*\.write_h5ad\(DST\)\.$"):
+        open_loader(tmp_path / name)
+
+
 def test_files_of_R_and_loom_are_named_as_what_they_are(tmp_path):
     (tmp_path / "cells.rds").write_bytes(b"\x1f\x8b\x08")
     with pytest.raises(StoreError, match=r"; this is R's own format; write it from R as \.h5ad, .*anndataR\.$"):
