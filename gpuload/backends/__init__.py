@@ -33,8 +33,8 @@ def open_backend(
     Parameters
     ----------
     device
-        A name, or PyTorch's torch.device: ``"cpu"``; ``"cuda:<n>"``, or ``"cuda"`` for this process's GPU (LOCAL_RANK) or the first one; ``"auto"``: a
-        GPU if one is usable, else the CPU.
+        ``"cpu"``; ``"cuda:<n>"``, or ``"cuda"`` for this process's GPU (LOCAL_RANK) or the first one; ``"auto"``: a
+        GPU if one is usable, else the CPU. A torch.device stands for its name.
     num_threads
         Native threads for reading and decoding; None takes one per core available to this process.
     verify
