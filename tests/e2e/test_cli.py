@@ -429,13 +429,17 @@ def test_bench_of_a_file_that_is_cut_meanwhile(run, tmp_path, monkeypatch):
     assert err.endswith(". Was the file truncated?\n")
 
 
-def test_bench_without_matplotlib_says_how_to_get_it(run, path, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "option", "feature"),
+    [("bench", "--timeline", "timeline"), ("bench", "--report", "timeline"), ("inspect", "--plot", "plot")],
+)
+def test_without_matplotlib_nothing_is_begun(run, path, tmp_path, monkeypatch, command, option, feature):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    options = ["--seconds", 0.05, "--repeats", 1, "--fetch-factor", 2, "--timeline", tmp_path / "timeline.png"]
-    code, out, err = run("bench", path, *options)
-    assert code == 1
-    assert "end to end" in out  # what was measured is told all the same
-    assert "The timeline needs matplotlib, which is not installed; install it with: pip install 'gpuload[plot]'" in err
+    picture = tmp_path / ("page.html" if option == "--report" else "picture.png")
+    code, out, err = run(command, path, "--label", "plate", option, picture)
+    assert (code, out) == (1, "")
+    told = f"the {feature} needs matplotlib, which is not installed; install it with: pip install 'gpuload[plot]'"
+    assert err == f"gpuload {command}: {told}\n"
 
 
 @pytest.mark.parametrize("batch_size", [1_500, 2_000])  # of all cells; of more than there are
