@@ -268,7 +268,7 @@ def _modality(path: str) -> tuple[str, str]:
         head, name = os.path.split(head)
         tail = f"{name}/{tail}"
     if path.startswith("~"):
-        raise ReadError(f"{path}: no such file. '~' is not expanded: pass os.path.expanduser(path).")
+        raise ReadError(f"{path}: no such file. Pass os.path.expanduser(path): '~' is not expanded.")
     raise ReadError(f"{path}: no such file. Check the path.")
 
 
